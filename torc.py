@@ -19201,10 +19201,12 @@ def detach_child(name: str, kept: int) -> None:
     rename_process(name)
 
 
-def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
+def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str,
+                   last_act: Callable[[], Any] = bool) -> int:
     """Fork a guardian, which kills what carries the mark when nobody has the pipe's writing end; its pid.
 
-    `group`: directory of the control group of the runner and its jobs, or ''.
+    `group`: directory of the control group of the runner and its jobs, or ''. `last_act`: what else is to be
+    done then.
     """
     runner = os.getpid()
     pid = os.fork()
@@ -19218,9 +19220,19 @@ def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
         os.read(pipe[0], 1)     # nothing is ever written
         kill_control_group(group)
         kill_family({}, [mark], time.monotonic() + UNKILLABLE_S, ancestors)
+        last_act()
         end_leftovers()     # of a runner that was one of these processes, and its guardians
     finally:
         os._exit(0)
+
+
+def dismiss_guardians(pids: Set[int]) -> None:
+    """End guardians that have nothing left to guard."""
+    for step in (lambda pid: os.kill(pid, signal.SIGKILL), lambda pid: os.waitpid(pid, 0)):
+        for pid in pids:
+            with contextlib.suppress(OSError):  # SIGCHLD is ignored by whoever imports this file
+                step(pid)
+    pids.clear()
 
 
 # -------- errands --------
@@ -19337,6 +19349,7 @@ class Launcher:
         self.group = make_control_group(f'{GROUP_PREFIX}{self.mark.number:x}')
         self.pipe = os.pipe()
         self.guardians: Set[int] = set()
+        self.last_act = bool        # type: Callable[[], Any]  # what they do when we have died
         self.replace_at = 0.0       # monotonic; no guardian is replaced before
         self.become_subreaper(True)
         self.proc_children = ProcChildren(os.getpid())
@@ -19391,7 +19404,17 @@ class Launcher:
         while len(self.guardians) < NUM_GUARDIANS and now >= self.replace_at:
             self.replace_at = max(self.replace_at, now - REPLACED_AT_ONCE * REPLACE_PAUSE_S) + REPLACE_PAUSE_S
             with contextlib.suppress(OSError):  # the node has no room for processes at present
-                self.guardians.add(start_guardian(self.mark, self.pipe, self.group))
+                self.guardians.add(start_guardian(self.mark, self.pipe, self.group, self.last_act))
+
+    def guard(self, last_act: Callable[[], Any]) -> None:
+        """Let the guardians do something more when this process has died."""
+        self.last_act = last_act
+        old, self.guardians, self.replace_at = self.guardians, set(), 0.0
+        self.replace_guardians()
+        if self.guardians:
+            dismiss_guardians(old)
+        else:       # there is no room for new ones
+            self.guardians = old
 
     # ---- starting ----
 
@@ -19683,7 +19706,9 @@ class Launcher:
             join_control_group(os.path.dirname(self.group))
             if own_control_group() == os.path.dirname(self.group):
                 kill_control_group(self.group)
-        self.dismiss_guardians()
+        dismiss_guardians(self.guardians)
+        for descriptor in self.pipe:
+            os.close(descriptor)
         self.become_subreaper(False)
         self.proc_children.close()
         self.spawn.close()
@@ -19695,16 +19720,6 @@ class Launcher:
                 with contextlib.suppress(OSError):      # a set-user-ID program
                     os.kill(pid, signal.SIGKILL)        # our own unreaped child: the number is nobody else's
             time.sleep(0.0001 if self.has_lost else 0)
-
-    def dismiss_guardians(self) -> None:
-        """End the guardians: nothing is left to guard."""
-        for step in (lambda pid: os.kill(pid, signal.SIGKILL), lambda pid: os.waitpid(pid, 0)):
-            for pid in self.guardians:
-                with contextlib.suppress(OSError):  # SIGCHLD is ignored by whoever imports this file
-                    step(pid)
-        self.guardians.clear()
-        for descriptor in self.pipe:
-            os.close(descriptor)
 
 
 class Shell:
@@ -21705,6 +21720,421 @@ def step_name(context: Any, attempt: Any) -> str:
     return f'wf{context.workflow_id}_j{attempt.id}_r{context.run_id}_a{attempt.attempt_id}'
 
 
+STEP_SIGNAL = re.compile(r'(?:[A-Z]+:)?([A-Z0-9]+)(?:@([0-9]+))?\Z', re.IGNORECASE)
+DEFAULT_SIGNAL_LEAD_S = 60      # of --signal without a time (srun(1))
+STEP_EXIT_ERROR, STEP_EXIT_IMMEDIATE = 213, 214     # srun's own failures, told from the job's codes
+# What srun(1) takes from the environment, "INPUT ENVIRONMENT VARIABLES" of 20.11 to 25.05: what the batch job
+# was submitted with, or a site's profile, would change what a step is, or keep the environment from it.
+SRUN_SETTINGS = frozenset('SLURM_' + name for name in (
+    'ACCOUNT ACCTG_FREQ BCAST BCAST_EXCLUDE BURST_BUFFER CLUSTERS COMPRESS CONSTRAINT CORE_SPEC CPU_BIND '
+    'CPU_BIND_LIST CPU_BIND_TYPE CPU_BIND_VERBOSE CPU_FREQ_REQ CPUS_PER_GPU CPUS_PER_TASK DEBUG DEBUG_FLAGS '
+    'DELAY_BOOT DEPENDENCY DISABLE_STATUS DIST_PLANESIZE DISTRIBUTION EPILOG EXACT EXCLUSIVE EXPORT_ENV '
+    'GET_USER_ENV GPU_BIND GPU_FREQ GPUS GPUS_PER_NODE GPUS_PER_SOCKET GPUS_PER_TASK GRES GRES_FLAGS HINT '
+    'HOSTFILE IMMEDIATE JOB_NUM_NODES KILL_BAD_EXIT LABELIO MEM_BIND MEM_BIND_LIST MEM_BIND_TYPE '
+    'MEM_BIND_VERBOSE MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE MPI_TYPE NETWORK NNODES NO_KILL NPROCS NTASKS '
+    'NTASKS_PER_CORE NTASKS_PER_GPU NTASKS_PER_NODE NTASKS_PER_SOCKET NTASKS_PER_TRES OPEN_MODE OVERCOMMIT '
+    'OVERLAP PARTITION POWER PROFILE PROLOG QOS REMOTE_CWD REQ_SWITCH RESERVATION RESV_PORTS SEND_LIBS '
+    'SIGNAL SPREAD_JOB SRUN_REDUCE_TASK_EXIT_MSG STDERRMODE STDINMODE STDOUTMODE STEP_GRES '
+    'STEP_KILLED_MSG_NODE_ID TASK_EPILOG TASK_PROLOG TEST_EXEC THREAD_SPEC THREADS THREADS_PER_CORE '
+    'TIMELIMIT TRES_PER_TASK TREE_WIDTH UMASK UNBUFFEREDIO USE_MIN_NODES WAIT WAIT4SWITCH WCKEY '
+    'WORKING_DIR').split()) | {'SLURMD_DEBUG'}
+# The GPUs of the whole job, which its batch script was given; a step that has some is told which.
+GPU_VARIABLES = ('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'ZE_AFFINITY_MASK',
+                 'GPU_DEVICE_ORDINAL')
+
+
+def step_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
+    """Variables for srun, over those of the batch job; None removes one."""
+    removed = [name for name in environment
+               if name in SRUN_SETTINGS or name in GPU_VARIABLES or name.startswith('SRUN_')]
+    return {**dict.fromkeys(removed), 'SLURM_EXIT_ERROR': str(STEP_EXIT_ERROR),
+            'SLURM_EXIT_IMMEDIATE': str(STEP_EXIT_IMMEDIATE)}
+
+
+class StepRequest(Row):
+    """What a step is to have."""
+    job_id: str                 # of the allocation
+    name: str
+    num_cpus: int               # on each of its nodes, as the next two
+    memory_bytes: int           # 0: not stated
+    num_gpus: int
+    num_nodes: int = 1
+    node_names: Sequence[str] = ()      # those chosen for it; none in an allocation of one node
+    minutes: Optional[int] = None       # its time limit, if one is known
+    signal: str = ''            # srun_termination_signal
+    binds_cpus: bool = False    # enable_cpu_bind
+    errors_to: str = ''         # path for what the job writes to stderr, if it goes through srun
+
+
+def step_minutes(left_s: float, headroom_s: float) -> Optional[int]:
+    """A step's time limit, when so much is left of the allocation; None if nothing is known of its end.
+
+    Rounded down, so that the step ends in time, as TIMEOUT, before the allocation does; 1 at least.
+    """
+    return None if math.isinf(left_s) else max(1, int((left_s - headroom_s) // 60))
+
+
+def parse_step_signal(text: str) -> Optional[Tuple[str, int]]:
+    """'TERM@120' -> ('TERM', 120): what a step is sent so many seconds before its limit. None for nothing."""
+    match = STEP_SIGNAL.match(text.strip())
+    if not match:
+        return None
+    name = match.group(1).upper()
+    lead_s = DEFAULT_SIGNAL_LEAD_S if match.group(2) is None else int(match.group(2))
+    return name[3:] if name.startswith('SIG') else name, lead_s
+
+
+def step_flags(step: StepRequest) -> List[str]:
+    """The arguments of srun before the program, in the order of the page "Execution Modes".
+
+    Without --mem a step takes all memory of its job, without --gres all GPUs. With --mem=0 it may use what
+    the job has and takes nothing away from others (srun(1)): so run jobs that state none.
+    A step of one task is cut down to one node (22.05: "can't run 1 processes on 2 nodes"), so one of several
+    has a task on each, of which the first runs the job. A site's WaitTime would end the step when the others
+    have ended.
+    """
+    is_wide = step.num_nodes > 1
+    flags = [f'--jobid={step.job_id}', f'--ntasks={step.num_nodes}']
+    flags += [] if step.binds_cpus else ['--cpu-bind=none']
+    flags += ['--exact', f'--job-name={step.name}']
+    flags += [f"--nodelist={','.join(step.node_names)}"] if step.node_names else []
+    flags += [f'--nodes={step.num_nodes}'] + ['--ntasks-per-node=1', '--wait=0'] * is_wide
+    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={-(-step.memory_bytes // 1024 ** 2)}M']
+    flags.append(f'--gpus={step.num_gpus * step.num_nodes}' if step.num_gpus else '--gres=none')
+    flags += [] if step.minutes is None else [f'--time={step.minutes}']
+    flags += [f'--signal={step.signal}'] if step.signal else []
+    flags.append('--input=none')
+    return flags + ([f'--error={step.errors_to}'] if step.errors_to else [])
+
+
+# -------- inside a step --------
+#
+# The step's program is not the job's shell but a supervisor, since srun's exit code proves little: it notes
+# the step's number, the signals that come, and how the job has ended, in a file in the output directory that
+# the runner has made for it, whichever node the step is on. It gives the job what it has without Slurm: the
+# environment, /dev/null as stdin, a session of its own, its output files opened directly (srun would mix the
+# order of stdout and stderr, and loses what is on the way when it dies). As a subreaper it keeps everything
+# that the job starts below itself, where Slurm finds it to signal it (proctrack/linuxproc follows parents)
+# and where it is ended with the job. If slurmstepd(8) dies, nobody could end the job any more: it is killed.
+#
+# It is a program of its own, since this file would take a tenth of a second and more to load.
+
+STEP_SUPERVISOR = r'''"""Runs one job as a Slurm step, and notes how it ends. Made and removed by torc.py."""
+import ctypes
+import os
+import signal
+import sys
+import time
+
+SUBREAPER, DEATH_SIGNAL = 36, 1     # linux/prctl.h
+TERM_S, KILL_S, FAILED = 2.0, 10.0, 213
+
+
+def note(*words):
+    """Add a line to the notes, if they are still there; whether it is written.
+
+    Opened anew each time: NFS shows to others what is closed.
+    """
+    line = (' '.join(map(str, words)) + '\n').encode('utf-8', 'surrogateescape')
+    for _ in range(3):
+        try:
+            descriptor = os.open(NOTES, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                return os.write(descriptor, line) == len(line)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            sys.stderr.write('%s: %s\n' % (NOTES, error.strerror))
+        time.sleep(0.5)
+    return False
+
+
+def descendants():
+    """All processes below this one, the nearest first."""
+    children = {}
+    for name in os.listdir('/proc'):
+        if name.isdigit():
+            try:
+                with open('/proc/%s/stat' % name, 'rb') as file:
+                    fields = file.read().rpartition(b')')[2].split()
+            except OSError:
+                continue
+            if fields[0] not in (b'Z', b'X'):
+                children.setdefault(int(fields[1]), []).append(int(name))
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, ())
+    return found[1:]
+
+
+def send(number, pids):
+    """Signal processes; those that have ended, or are another user's, are left out."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except OSError:
+            pass
+
+
+def reap():
+    """Take the status of children that have ended; False if there is no child left at all."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def kill_all():
+    """SIGKILL everything below. What is stopped first cannot fork meanwhile."""
+    stopped = set()
+    while True:
+        new = set(descendants()) - stopped
+        if not new:
+            break
+        send(signal.SIGSTOP, new)
+        stopped |= new
+    send(signal.SIGKILL, stopped)
+
+
+def end_rest():
+    """End what the job has left behind: SIGTERM, then SIGKILL."""
+    began, is_asked = time.monotonic(), False
+    while reap() and time.monotonic() < began + KILL_S:
+        if not is_asked:
+            pids, is_asked = descendants(), True
+            send(signal.SIGCONT, pids)
+            send(signal.SIGTERM, pids)
+        elif time.monotonic() > began + TERM_S:
+            kill_all()
+        time.sleep(0.02)
+
+
+def on_signal(number, frame):
+    """The job has got it as well. What is stopped finds it when it goes on."""
+    if os.getppid() != PARENT:
+        note('lost')
+        kill_all()
+    elif number != signal.SIGPWR:
+        note('signal', number)
+        send(signal.SIGCONT, descendants())
+
+
+def set_handlers(handler):
+    """For all signals that end a process by default, but those of its own errors."""
+    kept = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN,
+            signal.SIGTTOU, signal.SIGWINCH, signal.SIGURG, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL,
+            signal.SIGFPE}
+    for number in set(range(1, signal.NSIG)) - kept:
+        try:
+            signal.signal(number, handler)
+        except (OSError, ValueError):       # two belong to the C library
+            pass
+
+
+def open_files(directory, out, error, source):
+    """Put the job's files in place: '-' is what srun gives, '=' the same as stdout."""
+    os.chdir(directory)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, path in ((1, out), (2, error)):
+        if path == b'=':
+            os.dup2(1, 2)
+        elif path != b'-':
+            os.dup2(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), number)
+    if source != b'-':
+        os.dup2(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), 9)
+        os.unlink(source)
+
+
+def run_job(files, command):
+    """In the child: become the job."""
+    try:
+        os.setsid()
+        set_handlers(signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        PRCTL(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        with open('/proc/self/environ', 'rb') as file:      # Python may have changed LC_CTYPE in its copy
+            pairs = [entry.split(b'=', 1) for entry in file.read().split(b'\0') if b'=' in entry]
+        variables = {name: value for name, value in pairs if name not in (
+            b'SLURM_EXIT_ERROR', b'SLURM_EXIT_IMMEDIATE')}
+        if os.environ.get('SLURM_STEP_NUM_NODES', '1') != '1':
+            variables.setdefault(b'SLURM_OVERLAP', b'1')    # srun in the job shares what the step has
+        open_files(*files)
+        os.execve(command[0], command, variables)
+    except OSError as error:
+        note('failed', os.uname()[1] + ':', error.strerror, error.filename or '')
+    finally:
+        os._exit(FAILED)
+
+
+def main():
+    """Run the job, note how it ends, end what it leaves."""
+    if os.environ.get('SLURM_PROCID', '0') != '0':
+        return 0
+    PRCTL(SUBREAPER, 1, 0, 0, 0)
+    set_handlers(on_signal)
+    PRCTL(DEATH_SIGNAL, signal.SIGPWR, 0, 0, 0)
+    words = list(map(os.fsencode, sys.argv[2:]))
+    if not note('step', os.environ.get('SLURM_STEP_ID', '-'), os.getpid(), os.uname()[1]):
+        return FAILED       # the runner has gone, or this node does not see its files
+    signal.pthread_sigmask(signal.SIG_SETMASK, range(1, 32))
+    began, job, pid = time.monotonic(), os.fork(), 0
+    if not job:
+        run_job(words[:4], words[4:])
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    while pid != job:
+        pid, status, usage = os.wait3(0)
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    code = 128 + number if number else os.WEXITSTATUS(status)
+    own = __import__('resource').getrusage(0).ru_maxrss
+    note('end', code, number, int(os.WCOREDUMP(status)), '%.6f' % (time.monotonic() - began),
+         '%.6f' % (usage.ru_utime + usage.ru_stime), usage.ru_maxrss if usage.ru_maxrss > own else 0)
+    end_rest()
+    return code
+
+
+NOTES, PARENT, PRCTL = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl
+os._exit(main())
+'''
+
+
+class StepNotes(Row):
+    """What the supervisor of a step has noted."""
+    number: str = ''            # of the step; '' if the supervisor has not begun
+    pid: int = 0                # of the supervisor
+    host: str = ''
+    signals: Tuple[int, ...] = ()       # that it got
+    failure: str = ''           # why the job could not be started there
+    is_lost: bool = False       # slurmstepd died, and the job was killed
+    return_code: Optional[int] = None   # of the job, as the following
+    signal_number: int = 0      # that ended it
+    has_core: bool = False
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_memory_bytes: int = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the job was started."""
+        return bool(self.number) and not self.failure
+
+
+def parse_step_notes(text: str) -> StepNotes:
+    """Read the supervisor's file. The last line may be on its way."""
+    notes = StepNotes()
+    for line in text.split('\n')[:-1]:
+        word, *rest = line.split(' ')
+        try:
+            if word == 'step':
+                notes = notes._replace(number=rest[0], pid=int(rest[1]), host=rest[2])
+            elif word == 'signal':
+                notes = notes._replace(signals=notes.signals + (int(rest[0]),))
+            elif word == 'failed':
+                notes = notes._replace(failure=' '.join(rest))
+            elif word == 'lost':
+                notes = notes._replace(is_lost=True)
+            elif word == 'end':
+                notes = notes._replace(
+                    return_code=int(rest[0]), signal_number=int(rest[1]), has_core=rest[2] == '1',
+                    wall_s=float(rest[3]), cpu_s=float(rest[4]), peak_memory_bytes=int(rest[5]) * 1024)
+        except (ValueError, IndexError):    # a file system that has lost a part of it
+            continue
+    return notes
+
+
+# -------- what the end of a step means --------
+
+
+class StepOutcome(Row):
+    """A kind of end of a step."""
+    status: str                 # of the attempt; '': by the job's own return code
+    return_code: str            # which one is reported: that of the job, of a timeout, or of lacking memory
+    is_interrupted: bool        # it goes back to ready, and spends no attempt
+    meaning: str                # for the user
+
+
+STEP_OUTCOMES = {
+    'own':       StepOutcome('',           'job',     False, ''),
+    'stopped':   StepOutcome('',           'job',     False, ''),
+    'killed':    StepOutcome('failed',     'job',     False, 'killed by {signal} with all of its step'),
+    'memory':    StepOutcome('failed',     'memory',  False, 'killed by Slurm, all of it or a part, at the '
+                                                             'memory limit of its step'),
+    'timeout':   StepOutcome('terminated', 'timeout', False, 'reached the time limit of its Slurm step'),
+    'canceled':  StepOutcome('terminated', 'job',     False, 'its Slurm step was canceled (scancel)'),
+    'no step':   StepOutcome('terminated', 'job',     True,  'Slurm started no step for it'),
+    'no start':  StepOutcome('terminated', 'job',     True,  'its node could not start it'),
+    'node':      StepOutcome('terminated', 'job',     True,  'lost its node'),
+    'preempted': StepOutcome('terminated', 'job',     True,  'its Slurm job was preempted'),
+    'srun':      StepOutcome('terminated', 'job',     True,  'its srun was killed'),
+    'stepd':     StepOutcome('terminated', 'job',     True,  'its slurmstepd was lost'),
+    'vanished':  StepOutcome('terminated', 'job',     True,  'its Slurm step left no return code'),
+}
+# What srun and slurmstepd write to srun's stderr (20.11 to 25.05), and the kind of end that it speaks for.
+# The first that is found counts: "CANCELLED" stands beside most others.
+STEP_SIGNS = (
+    ('memory',    r'Out Of Memory|[Dd]etected [0-9]+ oom[-_]kill|exceeded memory limit'),
+    ('node',      r'Node failure on|DUE TO NODE FAILURE'),
+    ('preempted', r'DUE TO PREEMPTION'),
+    ('timeout',   r'DUE TO TIME LIMIT|due to time limit'),
+    ('stepd',     r'Timed out waiting for job step to complete'),
+    ('canceled',  r'\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT'),
+)
+STEP_STATES = {'OUT_OF_MEMORY': 'memory', 'NODE_FAIL': 'node', 'BOOT_FAIL': 'node', 'PREEMPTED': 'preempted',
+               'TIMEOUT': 'timeout', 'DEADLINE': 'timeout'}
+
+
+def read_step_sign(text: str) -> str:
+    """What srun's stderr says of an end: a kind of STEP_SIGNS, or ''."""
+    return next((kind for kind, pattern in STEP_SIGNS if re.search(pattern, text)), '')
+
+
+def judge_step(notes: StepNotes, code: int, signal_number: int, sign: str, state: str = '',
+               stopped_for: str = '') -> str:
+    """Which of STEP_OUTCOMES the end of a step is.
+
+    `code`, `signal_number`: srun's end. `sign`: see read_step_sign. `state`: from the accounting, a name of
+    SLURM_STATES, or ''. `stopped_for`: why this runner has ended it itself, or ''.
+    """
+    kind = STEP_STATES.get(state, '')
+    if 'memory' in (kind, sign) and notes.number:
+        return 'memory'     # also if only a child was killed and the rest has ended with 0
+    if notes.return_code == 0:
+        return 'own'
+    if not notes.has_begun:
+        if stopped_for == 'cancel':
+            return 'stopped'
+        return 'no start' if notes.failure else sign if sign in ('node', 'preempted') else 'no step'
+    if stopped_for:
+        return 'stopped'
+    if notes.is_lost:
+        return 'stepd'
+    kind = kind or sign
+    if notes.return_code is not None:
+        # Only what dies of a signal was canceled; other codes are the job's own, unless it has to run again.
+        is_own = not notes.signal_number and notes.return_code <= 128
+        return 'own' if not kind or kind == 'stepd' or kind == 'canceled' and is_own else kind
+    if signal_number and kind in ('', 'canceled'):
+        return 'srun'
+    if not kind and code > 128:
+        return 'killed'
+    return kind or 'vanished'
+
+
+def is_step_clear(notes: StepNotes, sign: str, stopped_for: str) -> bool:
+    """Whether nothing that the accounting could add would change what an end means."""
+    return bool(notes.return_code == 0 and sign != 'memory' or not notes.has_begun or stopped_for
+                or sign in ('memory', 'timeout', 'node', 'preempted'))
+
+
+def explain_step_failure(text: str) -> str:
+    """The last lines of srun's stderr that say something, on one line."""
+    noise = re.compile('cluster configuration lacks support|Job step aborted|Exited with exit code|^\\s*$')
+    lines = [re.sub(r'^(?:srun|slurmstepd\S*): (?:error: )?', '', line).strip()
+             for line in text.splitlines() if not noise.search(line)]
+    return printable('; '.join(list(dict.fromkeys(lines))[-2:])).replace('\n', ' ')[:300]
+
+
 # ======== 14e. Accounting: what sstat and sacct say of steps ========
 #
 # Pure functions from their output to the fields of results and of slurm_stats. A figure that is zero or
@@ -22207,11 +22637,11 @@ def open_outputs(attempt: Attempt, stem: Sequence[Any], config: Dict[str, Any], 
                 attempt.streams.append(stream)
 
 
-def job_variables(attempt: Attempt, common: Dict[str, str]) -> Dict[str, str]:
+def job_variables(attempt: Attempt, common: Dict[str, str], devices: Sequence[str]) -> Dict[str, str]:
     """A job's environment over the runner's: its own, its GPUs, and ours; later ones win."""
     own = {'TORC_JOB_ID': str(attempt.id), 'TORC_JOB_NAME': attempt.name,
            'TORC_ATTEMPT_ID': str(attempt.attempt_id)}
-    return {**(attempt.job['env'] or {}), **gpu_environment(attempt.grant.devices), **common, **own}
+    return {**(attempt.job['env'] or {}), **gpu_environment(devices), **common, **own}
 
 
 def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> Dict[str, str]:
@@ -22233,11 +22663,16 @@ class Verdict(Row):
     status: str
     return_code: int
     message: str = ''
+    is_interrupted: bool = False    # the job did nothing wrong: it is ready again, and no attempt is spent
 
 
 def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_code: int,
-              interrupted_by: Optional[int] = None) -> Verdict:
-    """Status and return code of an attempt, before its output files are looked at."""
+              interrupted_by: Optional[int] = None,
+              cause: str = "stopped: the runner's time is over") -> Verdict:
+    """Status and return code of an attempt, before its output files are looked at.
+
+    `cause`: what is said of one that has reached a time limit.
+    """
     if stopped_for == 'cancel':
         return Verdict('canceled', end.return_code, 'the workflow was canceled')
     if end.return_code == 0:
@@ -22246,10 +22681,10 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
         # A code of its own, such as a checkpoint's, is reported; dying of what was sent is a timeout.
         is_own = not end.signal_number and end.return_code != 128 + sent_signal
         code = end.return_code if is_own else timeout_exit_code
-        return Verdict('terminated', code, "stopped: the runner's time is over")
+        return Verdict('terminated', code, cause)
     if stopped_for:
-        cause = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
-        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
+        by_whom = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
+        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{by_whom}')
     return Verdict('failed', end.return_code)
 
 
@@ -22317,14 +22752,6 @@ def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
     if options.max_parallel_jobs is not None and left_s < least_s:
         raise BadInput(f'{left}, but with --max-parallel-jobs no job is started when less than {least_s} s '
                        f"are left: allow more time, or lower the workflow's {name}")
-
-
-def check_execution_mode(mode: str) -> None:
-    """Refuse what cannot be done here. Mode auto is direct outside of an allocation."""
-    if mode == 'slurm':
-        where = 'this version starts no Slurm steps' if os.environ.get('SLURM_JOB_ID') else \
-            'there is no Slurm allocation here (SLURM_JOB_ID is not set)'
-        raise Refused(f"execution_config.mode is 'slurm', but {where}; use mode 'auto' or 'direct'")
 
 
 def parse_signal(name: str) -> int:
@@ -23486,6 +23913,16 @@ class DirectStarter:
         self.kill_before_s = context.config['sigkill_headroom_seconds']     # the end of the node's time
         self.stop_before_s = self.kill_before_s + context.config['sigterm_lead_seconds']
 
+    def due(self) -> float:
+        """The launcher knows."""
+        return math.inf
+
+    def act(self, now: float) -> None:
+        """Nothing: see Launcher.act."""
+
+    def close(self) -> None:
+        """Nothing: see Launcher.close."""
+
     @property
     def is_drained(self) -> bool:
         """Whether nothing is to be started, as on a node that Slurm drains (UnkillableStepTimeout).
@@ -23504,7 +23941,7 @@ class DirectStarter:
         stem = context.output.stdio, context.workflow_id, context.run_id
         open_outputs(attempt, stem, context.config, outputs, context.cap)
         command = compose_command(attempt.job['invocation_script'], attempt.job['command'])
-        variables = job_variables(attempt, context.variables)
+        variables = job_variables(attempt, context.variables, attempt.grant.devices)
         attempt.process = self.shell.start(command, variables, outputs, name, on_end, check)
 
     def stop(self, attempts: Sequence[Attempt], lead_s: float) -> None:
@@ -23822,9 +24259,9 @@ class Completions:
             completion['reason'] = attempt.reason
         if attempt.streams:
             self.report_cuts(attempt)
-        if verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
+        if verdict.is_interrupted or verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
             completion['interrupted'] = True
-        is_own = attempt.stopped_for in ('', 'deadline', 'memory')
+        is_own = attempt.stopped_for in ('', 'deadline', 'memory') and not verdict.is_interrupted
         may_retry = verdict.status in ('failed', 'terminated') and is_own
         if not (may_retry and self.tries_again(attempt)):
             self.report(attempt)
@@ -24016,11 +24453,10 @@ class Dispatcher:
         is_exhausted = getattr(error, 'errno', None) in EXHAUSTION
         if is_exhausted or len(outputs) < 2 and isinstance(error, OSError) and error.errno not in TAKEN:
             if is_exhausted:
-                self.context.say(f'no job can be started at present: {error}', 'warning')
-                self.policy.pause_claims()
+                self.pause(str(error))
             else:
                 self.watch.on_failure(error)
-            self.link.give_back(self.attempts.of('claimed'))
+                self.link.give_back(self.attempts.of('claimed'))
             return False
         has_no_shell = len(outputs) == 2 and isinstance(error, FileNotFoundError)
         reason = f'cannot be started: {error}'
@@ -24031,6 +24467,12 @@ class Dispatcher:
                 pass
         self.completions.on_start_failure(attempt, COMMAND_NOT_FOUND if has_no_shell else 1, reason)
         return True
+
+    def pause(self, reason: str) -> None:
+        """Nothing can be started now, by no job's fault: what is claimed goes back."""
+        self.context.say_once(reason, 'no job can be started at present: ')
+        self.policy.pause_claims()
+        self.link.give_back(self.attempts.of('claimed'))
 
     def on_end(self, attempt: Attempt, process: Process) -> None:
         """A job's process and all that came from it are gone."""
@@ -24254,6 +24696,432 @@ class Monitor:
 #
 # A starter with the same public names as DirectStarter: behind each attempt stands a step, started by
 # srun(1).
+
+STEPS_DIRECTORY = 'slurm_steps'     # in the output directory; each runner has a directory of its own in it
+SUPERVISOR_NAME = 'supervisor.py'
+# So long srun may wait for its step: while another one ends, say. It tries again when it is told to, and
+# otherwise every minute or later (launch.c), or never, when Slurm has lost count (22.05, --no-kill).
+STEP_CREATION_S = 60.0
+STEP_KILL_S = 5.0           # from scancel of a step to SIGKILL for its srun
+STEP_REST_S = 20.0          # from the end of a job, and of what it has left, to that of its srun
+OVER_LIMIT_S = 120.0        # Slurm looks at limits each 30 s, and KillWait is 30 s by default
+WATCH_S = 30.0              # between looks at the notes of a step that runs on
+MAX_NAMED_IDS = 500         # of one scancel
+
+
+def cancel_words(job_id: str, numbers: Iterable[str], signal_name: str = '') -> List[List[str]]:
+    """Calls of scancel for steps of a job: they get a signal, or, without one, SIGKILL at once."""
+    ids = [f'{job_id}.{number}' for number in numbers]
+    flags = ['-s', signal_name] if signal_name else []
+    return [slurm_argv('scancel', *flags, *ids[index:index + MAX_NAMED_IDS])
+            for index in range(0, len(ids), MAX_NAMED_IDS)]
+
+
+def end_steps(directory: str, job_id: str) -> None:
+    """Kill all steps of a runner that has died, or leaves, by what its directory says.
+
+    The directory is moved away first: a step that begins only now finds no notes, and ends. When both
+    processes of srun(1) are killed, its step runs on (22.05): it is the second that cancels it for the first.
+    """
+    gone = f'{directory}.gone'
+    try:
+        os.rename(directory, gone)
+        names = os.listdir(gone)
+    except OSError:     # the other guardian was faster
+        return
+    numbers = []
+    for name in names:
+        notes = parse_step_notes(read_proc_text(os.path.join(gone, name)).decode('utf-8', 'replace'))
+        numbers += [notes.number] if notes.number.isdigit() and notes.return_code is None else []
+    for argv in cancel_words(job_id, numbers):
+        ask_slurm(argv)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+class StepFiles:
+    """A runner's directory of files about its steps: NAME.notes, NAME.err of srun's own, NAME.command."""
+    KINDS = ('notes', 'err', 'command')
+
+    def __init__(self, output: OutputDirectory) -> None:
+        self.output = output
+        pid = os.getpid()
+        self.name = f'{socket.gethostname()}_p{pid}_{read_process_start_ticks(pid)}'
+        self.path = os.path.join(output.path, STEPS_DIRECTORY, self.name)
+        self.held = None        # type: Optional[HeldDirectory]
+
+    def open(self) -> HeldDirectory:
+        """The directory, made with the supervisor in it if it is not there (any more). OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.held is not None and os.path.samestat(os.stat(self.path), self.held.found):
+                return self.held
+        self.close()
+        make_own_directory(STEPS_DIRECTORY, self.output.top.descriptor, 0o700)
+        with HeldDirectory(os.path.dirname(self.path), self.output.top.descriptor, False) as parent:
+            make_own_directory(self.name, parent.descriptor, 0o700)
+            held = HeldDirectory(self.path, parent.descriptor, False)
+        write_atomically(SUPERVISOR_NAME, STEP_SUPERVISOR.encode(), 0o600, False, held.descriptor)
+        self.held = held
+        return held
+
+    def make(self, step_name: str, command: bytes) -> Tuple[int, List[str]]:
+        """Make a step's files. Where srun's own messages go, and the paths of notes and command. OSError.
+
+        A command that fits into an argument needs no file: '-'.
+        """
+        held = self.open()
+        os.close(held.create(f'{step_name}.notes', 0o600))
+        paths = [os.path.join(self.path, f'{step_name}.notes'), '-']
+        if command:
+            with open(held.create(f'{step_name}.command', 0o600), 'wb') as file:
+                file.write(command)
+            paths[1] = os.path.join(self.path, f'{step_name}.command')
+        return held.create(f'{step_name}.err', 0o600), paths
+
+    def read(self, step_name: str, kind: str) -> str:
+        """One of the files, its last 64 KB; '' if it is gone."""
+        try:
+            with open(f'{step_name}.{kind}', 'rb', opener=self.held.opener) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+                return file.read().decode('utf-8', 'replace')
+        except (OSError, AttributeError):
+            return ''
+
+    def remove(self, step_name: str) -> None:
+        """A step is over."""
+        for kind in self.KINDS if self.held is not None else ():
+            self.held.remove(f'{step_name}.{kind}')
+
+    def close(self) -> None:
+        """Let the directory go."""
+        if self.held is not None:
+            self.held.close()
+            self.held = None
+
+
+class Step:
+    """The step of one attempt, as its starter sees it. Times are monotonic."""
+    __slots__ = ('name', 'started', 'notes', 'code', 'signal_number', 'sign', 'text', 'is_over', 'is_killed',
+                 'num_cancels', 'limit_at', 'early', 'early_at', 'kill_at', 'look_at', 'rest_at')
+
+    def __init__(self, name: str, minutes: Optional[int], early: Optional[Tuple[str, int]],
+                 creation_s: float) -> None:
+        self.name = name
+        self.started = time.monotonic()     # srun
+        self.notes = StepNotes()            # as last read
+        self.code = self.signal_number = 0  # of srun, from its end on
+        self.sign = self.text = ''          # what its stderr says
+        self.is_over = False                # srun has ended
+        self.is_killed = False              # by us
+        self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
+        self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
+        self.early = '' if early is None else early[0]      # the signal before the limit
+        self.early_at = math.inf if early is None else self.limit_at - early[1]
+        self.kill_at = math.inf
+        self.look_at = self.started + creation_s    # the next look at the notes
+        self.rest_at = math.inf             # the job has ended, and by then srun must have
+
+    def due(self) -> float:
+        """When something is to be done for it."""
+        return math.inf if self.is_over else min(self.early_at, self.look_at,
+                                                 math.inf if self.is_killed else self.kill_at)
+
+
+class SlurmStarter:
+    """Runs each attempt as a step of the allocation. Also a part of the runner, with due and act."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.allocation = context.allocation
+        self.files = StepFiles(context.output)
+        self.shell = Shell(launcher).path
+        self.srun = shutil.which(slurm_program('srun')) or 'srun'
+        self.variables = step_variables()
+        self.early = parse_step_signal(str(context.config.get('srun_termination_signal') or ''))
+        self.steps = {}             # type: Dict[Attempt, Step]  # until they are judged
+        self.accounting = None      # type: Any  # (16f)
+        self.on_no_step = lambda reason: None   # type: Callable[[str], Any]  # nothing can be started now
+        self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
+        launcher.guard(functools.partial(end_steps, self.files.path, self.allocation.job_id))
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is to be started: see DirectStarter."""
+        return bool(self.launcher.unkillable)
+
+    # ---- starting ----
+
+    def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any],
+              check: Callable[[], Any]) -> None:
+        """Start srun for an attempt; otherwise as DirectStarter.start."""
+        context, name = self.context, step_name(self.context, attempt)
+        text = encode_text(compose_command(attempt.job['invocation_script'], attempt.job['command']))
+        is_long = len(text) > MAX_ARGUMENT_BYTES and b'\0' not in text
+        opened = []     # type: List[int]
+        try:
+            errors, (notes, source) = self.files.make(name, text if is_long else b'')
+            opened.append(errors)
+            stem = context.output.stdio, context.workflow_id, context.run_id
+            open_outputs(attempt, stem, context.config, outputs, context.cap)
+            files, descriptors = self.route(attempt, outputs, errors, opened)
+            request = self.request(attempt, '/dev/fd/9' if len(descriptors) > 2 else '')
+            command = [self.shell, '-c', READ_COMMAND if is_long else text]
+            words = [self.srun, *step_flags(request), sys.executable or 'python3', '-I', '-S',
+                     os.path.join(self.files.path, SUPERVISOR_NAME), notes, os.getcwd(), *files, source]
+            argv = [encode_text(word) for word in words] + [encode_text(command[0]), b'-c', command[2]]
+            variables = {**self.variables, **job_variables(attempt, context.variables, ()),
+                         **{key: self.variables[key] for key in ('SLURM_EXIT_ERROR', 'SLURM_EXIT_IMMEDIATE')}}
+            attempt.process = self.launcher.start(
+                argv, variables, descriptors, f'{attempt.id}-{attempt.attempt_id}',
+                functools.partial(self.on_step_end, attempt, on_end), check)
+        except (OSError, ValueError) as error:
+            self.files.remove(name)
+            if isinstance(error, FileNotFoundError) and len(outputs) == 2:
+                # srun, or the current directory, is gone: no fault of the job's
+                raise OSError(errno.EAGAIN, f'{error.filename or self.srun}: {error.strerror}') from None
+            raise
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+        # With the queue strategy it is Slurm that makes jobs wait.
+        creation_s = STEP_CREATION_S if attempt.grant.nodes else math.inf
+        self.steps[attempt] = Step(name, request.minutes, self.early, creation_s)
+
+    def request(self, attempt: Attempt, errors_to: str) -> StepRequest:
+        """What the step of an attempt is to have."""
+        needs, nodes, config = attempt.needs, self.allocation.node_names, self.context.config
+        memory_bytes = needs.memory_bytes if needs.memory_bytes > UNSTATED_MEMORY_BYTES else 0
+        chosen = [nodes[index] for index in attempt.grant.nodes] if len(nodes) > 1 else ()
+        ends = [end for end in (self.allocation.end_time, self.context.options.end_time) if end is not None]
+        left_s = min(ends, default=math.inf) - time.time()
+        return StepRequest(
+            self.allocation.job_id, step_name(self.context, attempt), needs.num_cpus, memory_bytes,
+            needs.num_gpus, max(1, needs.num_nodes), chosen,
+            step_minutes(left_s, config['sigkill_headroom_seconds']),
+            str(config.get('srun_termination_signal') or ''), bool(config.get('enable_cpu_bind')), errors_to)
+
+    def route(self, attempt: Attempt, outputs: Sequence[int], errors: int,
+              opened: List[int]) -> Tuple[List[str], List[int]]:
+        """Where a job's stdout and stderr go: for the supervisor, and the descriptors of srun.
+
+        Files are opened by the supervisor, on the step's node. Pipes to files that are capped end here: then
+        srun carries what the job writes, its stderr to a third descriptor.
+        """
+        names, is_capped = (attempt.stdout, attempt.stderr), self.context.cap is not None
+        directory = self.context.output.stdio.path
+        files = [os.devnull if name is None else '-' if is_capped else os.path.join(directory, name)
+                 for name in names]
+        if names[0] == names[1] is not None:
+            files[1] = '='
+        descriptors = [outputs[0] if files[0] == '-' else errors, errors]
+        if files[1] == '-':
+            opened.append(fcntl.fcntl(outputs[1], fcntl.F_DUPFD_CLOEXEC, COMMAND_DESCRIPTOR + 1))
+            descriptors.append(opened[-1])
+        return files, descriptors
+
+    # ---- while it runs ----
+
+    def due(self) -> float:
+        """The next early signal, SIGKILL, or look at a step."""
+        return min((step.due() for step in self.steps.values()), default=math.inf)
+
+    def act(self, now: float) -> None:
+        """Send the signals that are due, and end steps of which nothing more is to be expected."""
+        due = [(attempt, step) for attempt, step in self.steps.items() if now >= step.due()]
+        for attempt, step in due:
+            self.read_notes(step)
+            if now >= step.look_at:
+                self.watch(attempt, step, now)
+        early = [attempt for attempt, step in due if now >= step.early_at and not step.is_killed]
+        self.send_early(early, now)
+        killed = [attempt for attempt, step in due if now >= step.kill_at and not step.is_killed]
+        for attempt in killed:
+            names = {'workflow_id': self.context.workflow_id, 'job_id': attempt.id}
+            self.context.log.write('Job SIGKILL (srun)', **names, pid=attempt.process.pid)
+            self.steps[attempt].is_killed = True
+            attempt.process.kill_at = now + STEP_KILL_S
+        self.cancel(killed)
+
+    def read_notes(self, step: Step) -> None:
+        """See what the supervisor has noted since."""
+        step.notes = parse_step_notes(self.files.read(step.name, 'notes'))
+
+    def watch(self, attempt: Attempt, step: Step, now: float) -> None:
+        """End a step that was never created, whose processes have gone, or that Slurm does not end."""
+        notes, step.look_at = step.notes, now + WATCH_S
+        is_gone = notes.host == os.uname().nodename and not read_process_start_ticks(notes.pid)
+        reason = ''
+        if notes.return_code is not None or is_gone:
+            step.rest_at = min(step.rest_at, now + STEP_REST_S)
+            step.look_at = min(step.look_at, step.rest_at)
+            reason = 'its srun does not end' if now >= step.rest_at else ''
+        elif not notes.number:
+            reason = f'there is still no step after {STEP_CREATION_S:g} s'
+        elif now >= step.limit_at + OVER_LIMIT_S:
+            reason = 'Slurm does not end it at its time limit'
+        if reason:
+            self.context.log.write(f'Step is given up: {reason}', 'warning', **self.context.names(attempt))
+            step.look_at, step.kill_at = math.inf, now
+
+    def send_early(self, attempts: Sequence[Attempt], now: float) -> None:
+        """Send srun_termination_signal to steps, unless Slurm has: 22.05 takes --signal and does nothing."""
+        wanted = []
+        for attempt in attempts:
+            step = self.steps[attempt]
+            number = getattr(signal, f'SIG{step.early}', None)
+            step.early_at = math.inf if step.notes.number else now + 1.0
+            if step.notes.number and step.notes.return_code is None and number not in step.notes.signals:
+                wanted.append(attempt)
+        self.send(wanted, self.early[0] if self.early else '')
+
+    def send(self, attempts: Sequence[Attempt], name: str) -> None:
+        """Send a signal to all processes of steps: never to srun, which would kill them at once."""
+        for attempt in attempts:
+            self.context.log.write(f'Job SIG{name} (srun)', workflow_id=self.context.workflow_id,
+                                   job_id=attempt.id)
+        self.call_scancel(attempts, name)
+
+    def call_scancel(self, attempts: Sequence[Attempt], name: str = '',
+                     on_reply: Callable[[Reply], Any] = bool) -> None:
+        """Have scancel reach all these steps."""
+        def on_answer(reply: Reply) -> None:
+            if reply.code and 'already completing or completed' not in reply.err:
+                self.context.log.write(f'scancel: {explain_reply(reply)}', 'warning')
+            on_reply(reply)
+        for argv in cancel_words(self.allocation.job_id, [self.steps[one].notes.number for one in attempts],
+                                 name):
+            self.launcher.query(argv, SLURM_QUERY_S, on_answer, query_variables())
+
+    # ---- stopping ----
+
+    def stop(self, attempts: Sequence[Attempt], lead_s: float) -> None:
+        """Send the workflow's termination signal; SIGKILL follows after `lead_s`."""
+        kill_at, live = time.monotonic() + max(0.0, lead_s), []
+        for attempt in attempts:
+            step = self.steps.get(attempt)
+            if step is not None and not step.is_over:
+                self.read_notes(step)
+                # What has not begun has nothing to save.
+                step.kill_at = min(step.kill_at, kill_at if step.notes.number else 0.0)
+                live += [attempt] if step.notes.number else []
+        self.send(live, signal.Signals(self.context.stop_signal).name[3:])
+        self.act(time.monotonic())
+
+    def kill(self, attempts: Sequence[Attempt]) -> None:
+        """SIGKILL, with all that they have started."""
+        for attempt in attempts:
+            if attempt in self.steps:
+                self.steps[attempt].kill_at = 0.0
+        self.act(time.monotonic())
+
+    def cancel(self, attempts: Sequence[Attempt]) -> None:
+        """Kill steps. A srun without one gives up at SIGTERM; SIGKILL would leave alone what comes late."""
+        self.call_scancel([attempt for attempt in attempts if self.steps[attempt].notes.number])
+        for attempt in attempts:
+            if not self.steps[attempt].notes.number and attempt.process.end is None:
+                signal_process(attempt.process.pid, read_process_start_ticks(attempt.process.pid),
+                               signal.SIGTERM)
+
+    def close(self) -> None:
+        """The runner leaves: nothing of any step may live on."""
+        end_steps(self.files.path, self.allocation.job_id)
+        self.files.close()
+        with contextlib.suppress(OSError):      # others are in use, or it was never made
+            os.rmdir(os.path.dirname(self.files.path))
+
+    # ---- what an end means ----
+
+    def on_step_end(self, attempt: Attempt, on_end: Callable[[Process], Any], process: Process) -> None:
+        """srun has ended: put the job's own end in the place of srun's."""
+        step, end = self.steps[attempt], process.end
+        self.read_notes(step)
+        notes, text = step.notes, self.files.read(step.name, 'err')
+        step.is_over, step.code, step.signal_number = True, end.return_code, end.signal_number
+        step.sign, step.text = read_step_sign(text), explain_step_failure(text)
+        if end.signal_number and notes.number and notes.return_code is None:
+            self.end_orphan(attempt, step)
+        self.files.remove(step.name)
+        process.end = step_end(end, notes)
+        if self.accounting is not None:
+            (self.accounting.ended if notes.number else self.accounting.drop)(attempt)
+        if attempt.stopped_for == 'revoked':    # nobody asks for a judgement
+            self.call_scancel([attempt] if step.num_cancels else [])
+            del self.steps[attempt]
+        on_end(process)
+
+    def end_orphan(self, attempt: Attempt, step: Step) -> None:
+        """srun was killed: its step may run on, and must not when the job is started anew."""
+        def on_reply(_: Reply) -> None:
+            step.num_cancels = 0
+            self.judge_at = 0.0
+        step.num_cancels = 1
+        self.call_scancel([attempt], on_reply=on_reply)
+
+    def judge(self, attempt: Attempt) -> Optional[Verdict]:
+        """What the end of a step means, or None for "later": then it is asked again in each turn."""
+        step, context, state = self.steps[attempt], self.context, ''
+        if step.num_cancels:
+            return None
+        if self.accounting is not None and not is_step_clear(step.notes, step.sign, attempt.stopped_for):
+            record = self.accounting.state_of(attempt)
+            if record is None:
+                return None
+            state = record.state or ''
+        kind = judge_step(step.notes, step.code, step.signal_number, step.sign, state, attempt.stopped_for)
+        until = attempt.process.started + attempt.process.end.wall_s + SHARED_SIGNAL_S
+        if kind in ('canceled', 'srun', 'killed', 'own') and may_share_signal(attempt.end) \
+                and not attempt.stopped_for and time.monotonic() < until:
+            self.judge_at = min(self.judge_at, until)   # a signal to all of the allocation reaches us, too
+            return None
+        del self.steps[attempt]
+        outcome, codes = STEP_OUTCOMES[kind], context.config
+        if not outcome.status or kind == 'timeout':
+            is_ours = not outcome.status
+            return judge_end(attempt.end, attempt.stopped_for if is_ours else 'deadline',
+                             context.stop_signal if is_ours else signal.SIGTERM,
+                             codes['timeout_exit_code'], attempt.stopped_by, outcome.meaning)
+        message = outcome.meaning.format(signal=format_signal(attempt.end.return_code - 128))
+        if outcome.is_interrupted or kind == 'memory':
+            message = ': '.join(filter(None, (message, step.notes.failure or step.text)))
+        if kind in ('no step', 'no start') and not attempt.stopped_for:
+            self.on_no_step(message)
+        code = codes['oom_exit_code'] if outcome.return_code == 'memory' else attempt.end.return_code
+        return Verdict(outcome.status, code, message, outcome.is_interrupted)
+
+
+def step_end(end: ProcessEnd, notes: StepNotes) -> ProcessEnd:
+    """How the job in a step has ended; where it has left nothing, as if it was killed."""
+    if notes.return_code is None:
+        wall_s, number = end.wall_s if notes.has_begun else 0.0, end.return_code - 128
+        number = number if 0 < number < signal.NSIG else int(signal.SIGKILL)
+        return ProcessEnd(128 + number, number, wall_s, 0.0, 0, end.at)
+    return ProcessEnd(notes.return_code, notes.signal_number, notes.wall_s, notes.cpu_s,
+                      notes.peak_memory_bytes, end.at, notes.has_core)
+
+
+def find_step_obstacle(context: NodeContext) -> str:
+    """Why no steps can be started here, or ''."""
+    if context.allocation is None:
+        return 'there is no Slurm allocation here (SLURM_JOB_ID is not set)' \
+            if not os.environ.get('SLURM_JOB_ID') else 'SLURM_JOB_ID names no allocation that can be used'
+    if not has_slurm_program('srun'):
+        return f"{slurm_program('srun')} is not here"
+    if context.allocation.is_subtask:
+        return 'this runner is in a step itself, and a step in a step waits for ever'
+    return ''
+
+
+def make_starter(context: NodeContext, launcher: Launcher) -> Any:
+    """A starter for a workflow's execution mode. Refused if mode slurm cannot be had here."""
+    mode, obstacle = context.config['mode'], find_step_obstacle(context)
+    if mode == 'slurm' and obstacle:
+        raise Refused(f"execution_config.mode is 'slurm', but {obstacle}; use mode 'auto' or 'direct'")
+    if mode == 'auto' and not obstacle and not context.config['limit_resources']:
+        obstacle = 'limit_resources is false, and steps have limits'
+    if mode == 'auto' and obstacle and context.allocation is not None:
+        context.say(f'jobs run as processes of this node, not as Slurm steps: {obstacle}')
+    kind = DirectStarter if mode == 'direct' or obstacle else SlurmStarter
+    return kind(context, launcher)
 
 
 # ======== 16f. Runner's accounting: sstat while steps run, sacct when they have ended ========
@@ -25293,16 +26161,19 @@ class Runner:
         self.policy = ClaimPolicy(options, ledger, min_time_s, self.attempts)
         self.policy.allocation = context.allocation
         self.digests = Digests(self.report_contents)
-        scripts, starter = Scripts(context, launcher), DirectStarter(context, launcher)
+        scripts, starter = Scripts(context, launcher), make_starter(context, launcher)
+        self.starter = starter
         self.actions = Actions(context, scripts, link)
         self.completions = Completions(context, self.attempts, starter, scripts, self.digests, link)
         watch = OutputWatch(context, self.on_output_repaired)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
         self.monitor = Monitor(context, launcher, self.dispatcher)
-        self.dispatcher.on_started = self.monitor.add
-        self.completions.take_usage = self.monitor.take_usage
-        self.completions.judge_memory = self.monitor.judge_memory
+        starter.on_no_step = self.dispatcher.pause
+        if isinstance(starter, DirectStarter):
+            self.dispatcher.on_started = self.monitor.add
+            self.completions.take_usage = self.monitor.take_usage
+            self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         allocation_watch = AllocationWatch(context, launcher, self.shutdown.set_end)
         allocation_watch.stop_at = lambda: self.shutdown.stop_at
@@ -25310,6 +26181,7 @@ class Runner:
         self.connect_link()
         self.parts = [
             launcher,
+            starter,
             self.monitor,
             allocation_watch,
             self.shutdown,
@@ -25385,6 +26257,7 @@ class Runner:
                 self.perform('on_workflow_complete')
             self.perform('on_worker_complete')
         finally:
+            self.starter.close()
             self.launcher.kill_children()
             figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.shutdown.end - time.monotonic())))
             figures['duration_seconds'] = time.monotonic() - self.began
@@ -25513,7 +26386,6 @@ def ask_for_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> 
 def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any) -> RunOutcome:
     """Work on a workflow's jobs on this machine until it is over, or nothing is left to do here."""
     workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
-    check_execution_mode(execution_settings(workflow)['mode'])
     output_dir, began_at = os.path.abspath(options.output_dir), time.time()
     with contextlib.ExitStack() as stack:
         wakeup = Wakeup()
