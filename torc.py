@@ -19764,8 +19764,6 @@ SLURM_PROGRAMS = ('sbatch', 'srun', 'squeue', 'sstat', 'sacct', 'scancel', 'sinf
 SLURM_QUERY_S = 60.0
 # Settings of users, and of a job around us, that change what these programs do or print.
 SLURM_SETTINGS = re.compile(r'(?:SBATCH|SQUEUE|SACCT|SSTAT|SINFO|SCANCEL|SALLOC|SRUN|SLURM|SLURMD)_')
-RUNNER_MEMORY_BYTES = 128 << 20     # of a runner, and
-STEP_MEMORY_BYTES = 4 << 20         # ... of each srun(1) that it has running (22.05: two processes)
 KEPT_SETTINGS = frozenset(('SLURM_CONF', 'SLURM_CONF_SERVER', 'SLURM_JWT'))     # how Slurm is reached
 
 
@@ -19782,11 +19780,6 @@ def has_slurm_program(name: str) -> bool:
 def slurm_argv(name: str, *words: Any) -> List[str]:
     """A call of one of SLURM_PROGRAMS."""
     return [slurm_program(name), *map(str, words)]
-
-
-def runner_memory_bytes(num_cpus: int) -> int:
-    """Memory that a runner itself needs on its node, in an allocation of so many CPUs in all."""
-    return RUNNER_MEMORY_BYTES + num_cpus * STEP_MEMORY_BYTES
 
 
 def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
@@ -21738,9 +21731,6 @@ SRUN_SETTINGS = frozenset('SLURM_' + name for name in (
     'STEP_KILLED_MSG_NODE_ID TASK_EPILOG TASK_PROLOG TEST_EXEC THREAD_SPEC THREADS THREADS_PER_CORE '
     'TIMELIMIT TRES_PER_TASK TREE_WIDTH UMASK UNBUFFEREDIO USE_MIN_NODES WAIT WAIT4SWITCH WCKEY '
     'WORKING_DIR').split()) | {'SLURMD_DEBUG'}
-# The GPUs of the whole job, which its batch script was given; a step that has some is told which.
-GPU_VARIABLES = ('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'ZE_AFFINITY_MASK',
-                 'GPU_DEVICE_ORDINAL')
 
 
 def step_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
@@ -23410,6 +23400,8 @@ class LinkOutlets:
         self.has_answer = lambda pending: True  # type: Callable[[PendingCall], bool]
         self.want = lambda: None                # type: Callable[[], Optional[Dict[str, Any]]]
         self.held_actions = lambda: []          # type: Callable[[], List[int]]
+        self.submits = lambda: None             # type: Callable[[], Optional[Dict[str, Any]]]
+        self.held_submissions = lambda: []      # type: Callable[[], List[int]]
         self.on_released = lambda: None         # type: Callable[[], Any]  # what we had claimed is others'
         self.on_answer = lambda answer: None    # type: Callable[[Dict[str, Any]], Any]
 
@@ -23433,6 +23425,7 @@ class ServerLink:
         self.action_results = []    # type: List[Dict[str, Any]]
         self.contents = []          # type: List[List[Any]]
         self.accounting = []        # type: List[Dict[str, Any]]  # rows of slurm_stats
+        self.submitted = []         # type: List[Dict[str, Any]]  # allocations, with their Slurm jobs
         self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.state = 'online'
@@ -23465,7 +23458,7 @@ class ServerLink:
     def has_updates(self) -> bool:
         """Whether there is something to send, or a request is still out."""
         return bool(self.pending or self.started or self.returned or self.action_results or self.contents
-                    or self.accounting or self.attempts.by_state['reported'])
+                    or self.accounting or self.submitted or self.attempts.by_state['reported'])
 
     @property
     def has_lease(self) -> bool:
@@ -23635,10 +23628,11 @@ class ServerLink:
         body.update(
             compute_node_id=context.node_id, run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
-            explain=self.is_poll or not self.call.has_children())
+            submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
         if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
             body['held'] = [attempt.key for attempt in self.attempts.of()]
             body['held_actions'] = self.call.held_actions()
+            body['held_submissions'] = self.call.held_submissions()
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
                                              workflow_id=context.workflow_id)
@@ -23650,7 +23644,8 @@ class ServerLink:
         """What has happened here and is not acknowledged, as far as one request carries it."""
         self.sent = {'started': self.started[:], 'returned': self.returned[:],
                      'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS],
-                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST]}
+                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST],
+                     'submitted': self.submitted[:]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
@@ -24842,6 +24837,9 @@ class SlurmStarter:
         self.accounting = None      # type: Any  # (16f)
         self.on_no_step = lambda reason: None   # type: Callable[[str], Any]  # nothing can be started now
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
+        # Steps end by their own limit before, within 30 s (slurmctld looks so often) and its KillWait.
+        headroom_s = context.config['sigkill_headroom_seconds']
+        self.stop_before_s, self.kill_before_s = headroom_s / 2, headroom_s / 4
         launcher.guard(functools.partial(end_steps, self.files.path, self.allocation.job_id))
 
     @property
@@ -25467,7 +25465,8 @@ GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
 STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
 KERNEL_TIME = re.compile(r'\[([A-Z][^\]]+)\]')
-KERNEL_LOG_LIMIT_S = 5.0
+SHORTEST_STEP_S = 60.0      # Slurm counts minutes
+LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 KERNEL_LOG_S = 3600.0       # of the kernel's log, before the runner began
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
@@ -25513,11 +25512,10 @@ class SlurmAllocation:
         """Keep memory of this node for the runner itself, unless the largest job could not start then."""
         index = self.own_index
         if index is not None:
-            size, num_cpus = self.sizes[index], sum(size.num_cpus for size in self.sizes)
-            all_bytes = size.memory_bytes
-            least = largest_bytes if largest_bytes <= all_bytes else 0
-            left = max(all_bytes - runner_memory_bytes(num_cpus), least)
-            self.sizes[index] = size._replace(memory_bytes=max(left, all_bytes // 2))
+            size = self.sizes[index]
+            least = largest_bytes if largest_bytes <= size.memory_bytes else 0
+            left = max(size.memory_bytes - RUNNER_MEMORY_BYTES, least, size.memory_bytes // 2)
+            self.sizes[index] = size._replace(memory_bytes=left)
 
     def take_record(self, node: Dict[str, Any]) -> None:
         """The server has found the record of this allocation: its compute node says so."""
@@ -25784,6 +25782,122 @@ class AllocationWatch:
             allocation.end_time = end_time
             self.context.say(f'Slurm job {allocation.job_id} ends at {format_time(end_time)}')
             self.on_end_time()
+
+
+class Submissions:
+    """Submits the allocations that the server hands out to this runner: schedule_nodes actions that are due,
+    and what other submitters have left. A part; nothing is waited for.
+    """
+
+    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, link: ServerLink) -> None:
+        self.context = context
+        self.client = client
+        self.launcher = launcher
+        self.link = link
+        self.work = Submitter()
+        self.unwritten = {}         # type: Dict[int, Submission]  # without a script, by record
+        self.scripts = {}           # type: Dict[int, Tuple[Submission, str]]  # path, until its end
+        self.replies = None         # type: Optional[List[Reply]]  # to SITE_QUESTIONS
+        self.errand = None          # type: Optional[Errand]  # writes scripts
+        self.has_sbatch = context.allocation is not None and has_slurm_program('sbatch')
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way to Slurm."""
+        return bool(self.unwritten or self.work.is_busy or self.work.ends)
+
+    def wanted(self) -> Optional[Dict[str, Any]]:
+        """The `submits` of a request: how further allocations are to work; None if none can be submitted."""
+        options = self.context.options
+        return {'directory': os.getcwd(), 'output_dir': self.context.output.path,
+                'poll_interval': options.poll_interval_s,
+                'claim_backoff_max_secs': options.claim_backoff_max_s} if self.has_sbatch else None
+
+    def ids(self) -> List[int]:
+        """The records in hand."""
+        ends = [end['id'] for end in self.work.ends + self.link.submitted]
+        return [*self.unwritten, *self.scripts, *ends]
+
+    def on_answer(self, answer: Dict[str, Any]) -> None:
+        """Take in what is to be submitted, and cancel what was submitted in vain."""
+        held = set(self.ids())
+        self.unwritten.update((item.id, item) for item in read_submissions(self.context.workflow, answer)
+                              if item.id not in held)
+        if answer.get('surplus'):
+            argv = slurm_argv('scancel', *answer['surplus'])
+            self.launcher.query(argv, SLURM_QUERY_S, bool, query_variables())
+
+    def due(self) -> float:
+        """The next call. Replies, and the end of an errand, wake the loop."""
+        return self.work.due()
+
+    def act(self, now: float) -> None:
+        """Ask what the site gives; write scripts; submit them one after the other; report."""
+        if self.unwritten and self.replies is None:
+            self.replies = []
+            for words in SITE_QUESTIONS:
+                self.launcher.query(slurm_argv(*words), SLURM_QUERY_S, self.replies.append, query_variables())
+        if self.errand is not None and self.errand.look():
+            self.take_scripts()
+        if self.unwritten and self.errand is None and len(self.replies) == len(SITE_QUESTIONS):
+            waiting = list(self.unwritten.values())
+            self.errand = self.launcher.begin(functools.partial(self.write_scripts, waiting))
+        call = self.work.next_call(now)
+        if call is not None:
+            self.launcher.query(call.argv, call.limit_s, self.on_reply, call.variables)
+        self.take_ends()
+
+    def write_scripts(self, submissions: Sequence[Submission]) -> List[List[Any]]:
+        """In a child: [record, path of its script, or '', reason why there is none]."""
+        texts = sorted(('' if reply.code else reply.out for reply in self.replies),
+                       key=lambda text: 'PartitionName=' not in text)
+        rows, caller = [], None     # type: List[List[Any]], Optional[Caller]
+        for item in submissions:
+            partition = {**default_options(item.workflow), **item.scheduler}.get('partition')
+            try:
+                caller = caller or caller_of(self.client, self.context.output.path)
+                rows.append([item.id, write_batch_script(item, parse_site(*texts, partition), caller), ''])
+            except (TorcError, OSError) as error:
+                rows.append([item.id, '', getattr(error, 'message', None) or str(error)])
+        return rows
+
+    def take_scripts(self) -> None:
+        """The errand is over."""
+        errand, self.errand = self.errand, None
+        if errand.error:
+            errand.result = [[number, '', errand.error] for number in self.unwritten]
+        for number, path, error in errand.result:
+            item = self.unwritten.pop(number)
+            if path:
+                self.scripts[number] = item, path
+                self.work.add(item, path)
+            else:
+                self.work.ends.append({'id': number, 'message': printable(error)})
+
+    def on_reply(self, reply: Reply) -> None:
+        """What sbatch, or squeue, has answered."""
+        self.work.on_reply(reply, time.monotonic())
+        self.take_ends()
+
+    def take_ends(self) -> None:
+        """Report what has been submitted, or refused."""
+        for end in self.work.ends:
+            item, path = self.scripts.pop(end['id'], (None, ''))
+            if item is not None and not item.settings.get('keeps_script'):
+                with contextlib.suppress(OSError):      # sbatch has kept a copy
+                    os.unlink(path)
+            what = f"allocation {end['id']} "
+            if end.get('slurm_job_id'):
+                self.context.say(f"{what}is Slurm job {end['slurm_job_id']}")
+            else:
+                self.context.say(f"{what}cannot be submitted: {end['message']}", 'warning')
+        for item in self.work.lost:
+            self.scripts.pop(item.id, None)
+            self.context.say(f'allocation {item.id}: {self.work.message}', 'warning')
+        if self.work.ends:
+            self.link.submitted += self.work.ends
+            self.link.report_soon(0)
+        self.work.ends, self.work.lost = [], []
 
 
 def write_dump(output: OutputDirectory, name: str, text: str) -> None:
@@ -26107,6 +26221,57 @@ class ProgressView:
                 'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
 
 
+def is_work_left(counts: Dict[str, int]) -> bool:
+    """Whether an allocation that has not begun may find something to do: what is blocked waits for others."""
+    return any(counts.get(STATUS_NAMES[code]) for code in (READY, *ACTIVE))
+
+
+def find_surplus(rows: Sequence[Dict[str, Any]], queue: Reply) -> Tuple[List[Dict[str, Any]], List[int]]:
+    """Of the records of pending allocations those that can go, and their Slurm jobs that wait in the queue.
+
+    `queue`: the reply to find_own_jobs_argv(). One that has begun finds out by itself that nothing is left.
+    """
+    jobs = {job.id: job for job in parse_own_jobs(queue.out)} if queue.code == 0 else {}
+    waiting = [row for row in rows
+               if row['scheduler_id'] in jobs and jobs[row['scheduler_id']].state == 'PENDING']
+    unsubmitted = [row for row in rows if not row['scheduler_id'] and queue.code == 0]
+    return waiting + unsubmitted, [row['scheduler_id'] for row in waiting]
+
+
+def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
+    """Cancel this workflow's allocations in the queue: nothing is left for them to do. One squeue, one scancel."""
+    workflow_id = context.workflow_id
+    rows = [row for row in client.call('list_scheduled_compute_nodes', workflow_id=workflow_id,
+                                       status='pending')['items'] if row['scheduler_type'] == 'slurm']
+    if not rows:
+        return
+    chosen, numbers = find_surplus(rows, ask(find_own_jobs_argv()))
+    # One that begins in this moment is left alone.
+    reply = ask(slurm_argv('scancel', '--state=PENDING', *numbers)) if numbers else Reply(0, '', '')
+    if reply.code and not is_unknown_job(reply):
+        context.say(f'scancel: {explain_reply(reply)}', 'warning')
+        return
+    for row in chosen:
+        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+    if chosen:
+        message = f'canceled {len(chosen)} queued allocations: nothing is left for them to do'
+        context.say(message)
+        client.call('create_event', {'workflow_id': workflow_id, 'data': {
+            'category': 'scheduler', 'action': 'cancel_unneeded_pending_allocations', 'message': message,
+            'slurm_job_ids': numbers}})
+
+
+def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
+    """A runner was ended by Slurm: if its job waits in the queue again, so does the record."""
+    allocation = context.allocation
+    reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
+    facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
+    state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
+    if allocation.record_id is not None and state is not None and state.is_pending:
+        client.call('update_scheduled_compute_node', {'status': 'pending'}, id=allocation.record_id)
+        context.say(f'Slurm has put job {allocation.job_id} into the queue again')
+
+
 def runner_nodes(context: NodeContext, num_gpus: int) -> List[NodeSize]:
     """What a runner works with, in the order of its ledger.
 
@@ -26151,6 +26316,8 @@ class Runner:
         self.context = context
         self.launcher = launcher
         self.wakeup = wakeup
+        starter = make_starter(context, launcher)
+        context.in_steps = not isinstance(starter, DirectStarter)
         nodes = runner_nodes(context, num_gpus)
         self.attempts = Attempts()
         self.pace = Pace(options)
@@ -26161,27 +26328,30 @@ class Runner:
         self.policy = ClaimPolicy(options, ledger, min_time_s, self.attempts)
         self.policy.allocation = context.allocation
         self.digests = Digests(self.report_contents)
-        scripts, starter = Scripts(context, launcher), make_starter(context, launcher)
-        self.starter = starter
+        scripts, self.starter = Scripts(context, launcher), starter
         self.actions = Actions(context, scripts, link)
         self.completions = Completions(context, self.attempts, starter, scripts, self.digests, link)
         watch = OutputWatch(context, self.on_output_repaired)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
         self.monitor = Monitor(context, launcher, self.dispatcher)
-        starter.on_no_step = self.dispatcher.pause
-        if isinstance(starter, DirectStarter):
+        self.accounting = None      # type: Optional[Accounting]
+        if context.in_steps:
+            self.connect_accounting()
+        else:
             self.dispatcher.on_started = self.monitor.add
             self.completions.take_usage = self.monitor.take_usage
             self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         allocation_watch = AllocationWatch(context, launcher, self.shutdown.set_end)
         allocation_watch.stop_at = lambda: self.shutdown.stop_at
+        self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
         self.connect_link()
         self.parts = [
             launcher,
             starter,
+            *filter(None, [self.accounting]),
             self.monitor,
             allocation_watch,
             self.shutdown,
@@ -26190,10 +26360,28 @@ class Runner:
             self.completions,
             self.dispatcher,
             self.digests,
+            self.submissions,
             link,
             self.dispatcher,        # again: what an answer brings starts in the same turn
             ProgressView(context, link),
         ]
+
+    def connect_accounting(self) -> None:
+        """Let Slurm measure: what this node could, srun(1), is not the job."""
+        self.accounting = accounting = Accounting(self.context, self.launcher, self.link)
+        self.starter.accounting, self.starter.on_no_step = accounting, self.dispatcher.pause
+        accounting.records.leaving = lambda: self.shutdown.reason
+        accounting.sampler.on_sample = self.monitor.series.add_job
+        self.dispatcher.on_started = accounting.add
+        self.completions.take_usage = self.take_step_usage
+        self.policy.least_s = self.context.config['sigkill_headroom_seconds'] + SHORTEST_STEP_S
+
+    def take_step_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
+        """What a step has used: as the supervisor saw at its end, and sstat(1) before."""
+        found = Completions.usage_at_end(attempt, end)
+        for name, value in self.accounting.usage_of(attempt).items():
+            found[name] = max(value, found.get(name) or 0) if name.startswith('peak') else value
+        return found
 
     def connect_link(self) -> None:
         """Set where the link finds what it sends, and who gets what comes."""
@@ -26203,6 +26391,7 @@ class Runner:
         call.has_answer = self.wakeup.has_answer
         call.want = self.dispatcher.want
         call.held_actions = self.actions.ids
+        call.submits, call.held_submissions = self.submissions.wanted, self.submissions.ids
         call.on_released = self.dispatcher.drop_claims
         call.on_answer = self.on_answer
 
@@ -26216,6 +26405,7 @@ class Runner:
         self.link.go_on()
         if answer['actions']:
             self.actions.add(answer['actions'])
+        self.submissions.on_answer(answer)
         if answer['jobs']:
             self.dispatcher.add(answer)
 
@@ -26256,6 +26446,9 @@ class Runner:
             if self.link.answer['is_complete'] and not self.link.answer['is_canceled']:
                 self.perform('on_workflow_complete')
             self.perform('on_worker_complete')
+            while self.has_slurm_work and self.link.state != 'offline':
+                self.turn()
+                self.wait()
         finally:
             self.starter.close()
             self.launcher.kill_children()
@@ -26285,10 +26478,17 @@ class Runner:
             self.turn()
             self.exit_rules.look()
             is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
+            is_busy = is_busy or self.has_slurm_work
             is_waiting = link.has_updates or link.deferred or self.attempts.by_state['ended']
             if self.shutdown.reason and not (is_busy or is_waiting):
                 break
             self.wait()
+
+    @property
+    def has_slurm_work(self) -> bool:
+        """Whether Slurm is still to be told, or asked, something; not beyond the end of our time."""
+        is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
+        return is_asking or self.submissions.is_busy and self.shutdown.reason not in SIGNAL_REASONS
 
     @property
     def has_troubles(self) -> bool:
@@ -26351,11 +26551,29 @@ def prepare_allocation(client: Any, context: NodeContext) -> None:
                describe_slurm_environment(os.environ))
 
 
-def dump_kernel_log(context: NodeContext, launcher: Launcher, wakeup: Wakeup, began_at: float) -> None:
+def finish_allocation(runner: Runner, client: Any, began_at: float) -> None:
+    """What is left to do when a runner in a Slurm job has left the workflow, as far as there is time for it."""
+    context, left_s = runner.context, runner.shutdown.end - time.monotonic()
+    is_stopped = runner.shutdown.interrupted_by is not None
+    limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
+
+    def ask(argv: List[str]) -> Reply:
+        return ask_before_work(argv, limit_s, runner.launcher, runner.wakeup, query_variables())
+    try:
+        if is_stopped:
+            note_requeue(context, client, ask)
+        elif context.allocation.node_index == 0 and not is_work_left(runner.link.answer['jobs_by_status']):
+            cancel_surplus(context, client, ask)
+        if runner.has_troubles and shutil.which('dmesg'):
+            dump_kernel_log(context, ask(['dmesg', '--ctime']), began_at)
+    except TorcError as error:
+        context.log.write(f'Not done at the end: {error.message}', 'warning')
+    except KeyboardInterrupt:       # a further signal: there is no time for it
+        pass
+
+
+def dump_kernel_log(context: NodeContext, reply: Reply, began_at: float) -> None:
     """After failures in an allocation: what the kernel has said, as of killed processes or lost disks."""
-    if context.allocation is None or not shutil.which('dmesg'):
-        return
-    reply = ask_before_work(['dmesg', '--ctime'], KERNEL_LOG_LIMIT_S, launcher, wakeup, {'LC_ALL': 'C'})
     text = select_kernel_log(reply.out, began_at - KERNEL_LOG_S)
     if reply.code == 0 and text:
         label = context.allocation.label(context.workflow_id)
@@ -26420,8 +26638,8 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if leftovers:
             context.say(leftovers, 'warning')
         runner.run()
-        if runner.has_troubles:
-            dump_kernel_log(context, launcher, wakeup, began_at)
+        if allocation is not None:
+            finish_allocation(runner, client, began_at)
     return runner.outcome()
 
 
