@@ -37,9 +37,10 @@ Sections (grep '^# ==' torc.py):
     8c. Claims
     8d. Completion
     8e. Nodes
-    8f. Resources
-    8g. Administration
-    8h. Ad-hoc SQL
+    8f. Reasons
+    8g. Resources
+    8h. Administration
+    8i. Ad-hoc SQL
     9. API
     9a. Routes
     10. State files
@@ -83,7 +84,8 @@ Sections (grep '^# ==' torc.py):
     20e. Clusters
     20f. Service
     20g. Arguments
-    21. Main
+    21. Command table
+    21a. Main
 
 A name uses names of its own and of earlier sections, never of later ones. Public for those who
 import this file: what __all__ lists. Everything else may change.
@@ -2299,7 +2301,7 @@ LITERAL_LINES = Expression(r'\S.*(?:\n(?:.*\S)?)*\n?\Z')
 
 
 def format_yaml(value: Any) -> str:
-    """A value of dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
+    """Dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
     return ''.join(line + '\n' for line in yaml_lines(value, ''))
 
 
@@ -5128,7 +5130,7 @@ def summarize(planner: Planner) -> Dict[str, Any]:
 # -------- execution plan --------
 
 
-class Allocation(Row):
+class PlannedAllocation(Row):
     """A schedule_nodes action, as the execution plan sees it."""
     trigger_type: str
     jobs: Optional[Sequence[int]]   # that on_jobs_ready waits for, all of them
@@ -5136,7 +5138,7 @@ class Allocation(Row):
 
 
 def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[int]],
-                   allocations: Sequence[Allocation]) -> Dict[str, Any]:
+                   allocations: Sequence[PlannedAllocation]) -> Dict[str, Any]:
     """In which order jobs become ready: one event for each distinct set of prerequisites, the start first.
 
     Jobs of a cycle never become ready and are in no event. An action fires when the last of its jobs is
@@ -5224,7 +5226,7 @@ def make_event(name: str, finished: List[str], ready: List[str], before: List[st
             'jobs_becoming_ready': ready, 'depends_on_events': before, 'unlocks_events': []}
 
 
-def find_firing(allocation: Allocation, event_of: Dict[int, int]) -> Optional[int]:
+def find_firing(allocation: PlannedAllocation, event_of: Dict[int, int]) -> Optional[int]:
     """The event in which an allocation is made, or None."""
     if allocation.trigger_type == 'on_workflow_start':
         return 0
@@ -6564,12 +6566,12 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 
 # ======== 8. Service: the rules of a workflow, from states and access to dependencies and actions ========
 #
-# Sections 8 to 8h are plain verbs over a Store, with the same names as the operations of the API, in the
+# Sections 8 to 8i are plain verbs over a Store, with the same names as the operations of the API, in the
 # order of a job's life: what all verbs share (8), creation (8a), initialization and reset (8b), claims (8c),
-# completion (8d), compute nodes and a runner's turn (8e); then rows that few rules hold for (8f),
-# administration (8g), and SQL that an administrator wrote (8h). They start no process, open no socket and
-# know no clock but the Store's. The caller holds a transaction, so that every verb happens whole or not at
-# all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
+# completion (8d), compute nodes and a runner's turn (8e); why nothing runs (8f); rows that few rules hold
+# for (8g), administration (8h), and SQL that an administrator wrote (8i). They start no process, open no
+# socket and know no clock but the Store's. The caller holds a transaction, so that every verb happens whole
+# or not at all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
 # where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and elsewhere it
 # guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based where it can be.
 #
@@ -10552,10 +10554,10 @@ def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
     return not context.one(active, (workflow_id, node_id)) and not context.one(queued, (workflow_id,))
 
 
-# -------- why nothing runs --------
+# ======== 8f. Reasons: why nothing runs ========
 #
 # By job class and by kind of offer, never by job, and every list is bounded: 100,000 jobs are explained in
-# the time of a few queries.
+# the time of a few queries. The words are those of claims (8c).
 
 WAITING_EXPLAINED = 50          # groups of ready jobs, actions, runners
 ALLOCATIONS_EXPLAINED = 1000
@@ -10828,7 +10830,7 @@ def measure_span(counted: Sequence[Tuple[int, int]]) -> Optional[Values]:
             'max_seconds': counted[-1][0]}
 
 
-# ======== 8f. Resources: rows that few rules hold for, one by one and in lists ========
+# ======== 8g. Resources: rows that few rules hold for, one by one and in lists ========
 #
 # RESOURCES says which table and view a noun has and what a list of it may be asked for. The usual operations
 # serve all of them; what a rule holds for has a verb of its own.
@@ -11131,7 +11133,7 @@ def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Va
     return {'deleted_count': count, 'message': message}
 
 
-# ======== 8g. Administration: access groups, the server itself, and event streams ========
+# ======== 8h. Administration: access groups, the server itself, and event streams ========
 #
 # Who is in which group, and which groups may use which workflow; the rules that these serve stand in section
 # 8. Then what a server says of itself, and what may be subscribed to.
@@ -11419,7 +11421,7 @@ def stream_api_events(context: Context, include_bodies: bool = False) -> Subscri
     return Subscription(API_SUBJECTS[include_bodies], 0)
 
 
-# ======== 8h. Ad-hoc SQL: an administrator's own statements ========
+# ======== 8i. Ad-hoc SQL: an administrator's own statements ========
 #
 # One statement at a time, between two savepoints and under an authorizer, which SQLite asks while it compiles
 # a statement. What it refuses, and the words that check_statement() refuses before, keep our transaction and
@@ -21481,7 +21483,7 @@ def parse_submission(text: str) -> Optional[Tuple[int, str]]:
     return (int(found[-1].group(1)), found[-1].group(2) or '') if found else None
 
 
-class QueuedJob(Row):
+class OwnJob(Row):
     """A job in the queue, or one that has just left it."""
     id: int
     state: str
@@ -21494,13 +21496,13 @@ def find_own_jobs_argv() -> List[str]:
     return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', '%i|%T|%j|%k')
 
 
-def parse_own_jobs(text: str) -> List[QueuedJob]:
+def parse_own_jobs(text: str) -> List[OwnJob]:
     """What find_own_jobs_argv() asks for."""
-    return [QueuedJob(int(number), parse_slurm_state(state), name, comment)
+    return [OwnJob(int(number), parse_slurm_state(state), name, comment)
             for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
 
 
-def find_submitted(jobs: Iterable[QueuedJob], tag: str, name: str) -> Optional[QueuedJob]:
+def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str) -> Optional[OwnJob]:
     """The job of a record: by its comment, or by its name where a site has put another comment there."""
     jobs = list(jobs)
     found = [job for job in jobs if job.comment == tag]
@@ -21607,7 +21609,7 @@ class Submitter:
             self.waiting = [item for item in self.waiting if not item.needs_look]
             self.failed_looks = 0
 
-    def on_jobs(self, jobs: List[QueuedJob]) -> None:
+    def on_jobs(self, jobs: List[OwnJob]) -> None:
         """The queue, as it is: submit what is not in it."""
         self.failed_looks = 0
         for item in [item for item in self.waiting if item.needs_look]:
@@ -23319,7 +23321,7 @@ class NodeContext:
         self.log = log
         self.progress = progress
         self.cap = None         # type: Optional[OutputCap]
-        self.allocation = None  # type: Any  # the SlurmAllocation around us (16g), set before parts are made
+        self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
         self.in_steps = False   # each job is a step of it, and Slurm keeps its limits
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
@@ -23760,7 +23762,7 @@ class ClaimPolicy:
         self.ledger = ledger
         self.min_time_s = min_time_s    # the queue strategy claims nothing when less is left
         self.least_s = -math.inf        # ... nor does any strategy
-        self.allocation = None          # type: Any  # the SlurmAllocation around us
+        self.allocation = None          # type: Any  # the Allocation around us
         self.attempts = attempts
         self.backlog = attempts.by_state['claimed']     # in the order of the server
         self.mean_s = math.inf          # recent run time of a job
@@ -25474,7 +25476,7 @@ LAST_LOOK_S = 90.0          # before jobs are stopped
 SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
 
 
-class SlurmAllocation:
+class Allocation:
     """The Slurm job around a runner, as far as it is this runner's own. See find_allocation."""
 
     def __init__(self, job_id: str) -> None:
@@ -25631,7 +25633,7 @@ class AllocationFinder:
         self.is_subtask = is_subtask    # the script has started one runner on each node
         self.notice = ''                # for the user
 
-    def find(self) -> Optional[SlurmAllocation]:
+    def find(self) -> Optional[Allocation]:
         """The allocation, or None: there is none, or what the environment names is not ours (any more)."""
         environment = self.environment
         job_id = environment.get('SLURM_JOB_ID') or environment.get('SLURM_JOBID') or ''
@@ -25639,7 +25641,7 @@ class AllocationFinder:
             return None
         reply = self.ask(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
         line = find_job_line(reply.out, job_id)
-        facts, found = read_slurm_facts(line), SlurmAllocation(job_id)
+        facts, found = read_slurm_facts(line), Allocation(job_id)
         host = environment.get('SLURMD_NODENAME', '')
         obstacle = self.find_obstacle(reply, facts, bool(host))
         if obstacle:
@@ -25651,8 +25653,8 @@ class AllocationFinder:
         found.name, found.comment = facts.get('JobName', ''), facts.get('Comment', '')
         count = facts.get('Restarts') or environment.get('SLURM_RESTART_COUNT', '')
         found.restart_count = int(count) if count.isdigit() else 0
-        found.end_time = parse_slurm_instant(facts.get('EndTime')
-                                             or environment.get('SLURM_JOB_END_TIME', ''))
+        end_text = facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', '')
+        found.end_time = parse_slurm_instant(end_text)
         pid = environment.get('SLURM_TASK_PID', '')
         found.task_pid = int(pid) if pid.isdigit() else found.task_pid
         self.find_nodes(found, line, host)
@@ -25672,7 +25674,7 @@ class AllocationFinder:
             return f"that job is another user's ({facts['UserId']})"
         return ''
 
-    def find_nodes(self, found: SlurmAllocation, line: str, host: str) -> None:
+    def find_nodes(self, found: Allocation, line: str, host: str) -> None:
         """Set the nodes and their sizes."""
         listed = read_slurm_facts(line).get('NodeList') or self.environment.get('SLURM_JOB_NODELIST', '')
         names = expand_node_list(listed) or [host or socket.gethostname()]
@@ -25701,7 +25703,7 @@ class AllocationFinder:
         here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
         return [known.get(name, here) for name in names]
 
-    def own_share(self, found: SlurmAllocation, whole: NodeSize) -> NodeSize:
+    def own_share(self, found: Allocation, whole: NodeSize) -> NodeSize:
         """What a step that a user has started by hand gives to each of its tasks on this node."""
         environment = self.environment
         reply = self.ask(slurm_argv('scontrol', 'show', 'step', '-o',
@@ -25725,7 +25727,7 @@ class AllocationFinder:
         return NodeSize(max(1, num_cpus // num_tasks), min(memory_bytes, whole.memory_bytes), devices)
 
     @staticmethod
-    def limit_time(found: SlurmAllocation, facts: Dict[str, str]) -> None:
+    def limit_time(found: Allocation, facts: Dict[str, str]) -> None:
         """A step may end before its job."""
         began = parse_slurm_instant(facts.get('StartTime', ''))
         with contextlib.suppress(ValueError):       # UNLIMITED
@@ -26523,7 +26525,7 @@ def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wak
 
 
 def look_for_allocation(options: RunnerOptions, launcher: Launcher,
-                        wakeup: Wakeup) -> Tuple[Optional[SlurmAllocation], str]:
+                        wakeup: Wakeup) -> Tuple[Optional[Allocation], str]:
     """The Slurm job around us, and what the user should know of it."""
     def ask(argv: List[str]) -> Reply:
         return ask_before_work(argv, SLURM_QUERY_S, launcher, wakeup, query_variables())
@@ -26534,7 +26536,7 @@ def look_for_allocation(options: RunnerOptions, launcher: Launcher,
     return found, finder.notice
 
 
-def name_log(workflow: Dict[str, Any], allocation: Optional[SlurmAllocation]) -> str:
+def name_log(workflow: Dict[str, Any], allocation: Optional[Allocation]) -> str:
     """Name of the runner's log, as in Torc."""
     if allocation is not None:
         return f"job_runner_slurm_{allocation.label(workflow['id'])}.log"
@@ -28605,10 +28607,14 @@ class Session:
             self.inform(*text.splitlines())
 
     def ask(self, question: str) -> str:
-        """The line that is typed as the answer to a question."""
+        """The line that is typed as the answer to a question; '' also at the end of the input."""
+        return (self.ask_for_line(question) or '').strip()
+
+    def ask_for_line(self, question: str) -> Optional[str]:
+        """The same with its blanks, or None at the end of the input."""
         self.err.write(printable_line(question))
         self.err.flush()
-        return self.stdin.readline().strip()
+        return self.stdin.readline() or None
 
     def answer(self, value: Any, text: str, style: Style = PLAIN) -> None:
         """The result: as a JSON document, or the text for people."""
@@ -30570,7 +30576,7 @@ def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
             name = config.get('scheduler')     # or its index, before it has an id
             if isinstance(name, int):
                 name = body['slurm_schedulers'][name].get('name')
-            allocations.append(Allocation(action['trigger_type'], action.get('job_indexes'),
+            allocations.append(PlannedAllocation(action['trigger_type'], action.get('job_indexes'),
                                    allocation_row(config, name)))
     plan = execution_plan([job.name for job in body['jobs']], [sets[number] for number in set_numbers],
                           allocations)
@@ -30591,7 +30597,7 @@ def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
             config = action['action_config']
             starts = [index[job_id] for job_id in action.get('job_ids') or ()]
             row = allocation_row(config, names.get(config.get('scheduler_id')))
-            allocations.append(Allocation(action['trigger_type'], starts, row))
+            allocations.append(PlannedAllocation(action['trigger_type'], starts, row))
     plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], allocations)
     return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
 
@@ -31297,6 +31303,7 @@ def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
     return list(filter(is_schedule, due))
 
 
+WHOLE_NUMBER = Expression(r'[0-9]{1,9}\Z')
 REVIEW_HELP = ('p: proceed    d ID: disable an action    n ID COUNT: so many allocations of it    '
                'c: cancel')
 
@@ -31323,16 +31330,14 @@ def review_schedules(session: Session, workflow: Dict[str, Any],
                          f"{names.get(config.get('scheduler_id'))} ({action['trigger_type']})"
                          + ('' if count else ', disabled'))
         session.report(*lines, REVIEW_HELP)
-        session.err.write('> ')
-        session.err.flush()
-        line = session.stdin.readline()
-        words = line.split()
-        if not line or words == ['c']:
+        line = session.ask_for_line('> ')
+        words = (line or '').split()
+        if line is None or words == ['c']:
             session.report('Cancelled')
             return None
         if words == ['p']:
             break
-        numbers = [int(word) for word in words[1:] if re.match(r'[0-9]{1,9}\Z', word)]
+        numbers = [int(word) for word in words[1:] if WHOLE_NUMBER.match(word)]
         if words[:1] == ['d'] and len(words) == 2 and numbers and numbers[0] in actions:
             counts[numbers[0]] = 0
         elif words[:1] == ['n'] and len(words) == 3 and len(numbers) == 2 and numbers[0] in actions:
@@ -31588,7 +31593,7 @@ def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
 # -------- accounts --------
 
 NO_ALLOCATIONS = 'No Slurm scheduled compute nodes found'
-STATS_COLUMNS = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
+STEP_STATS_COLUMNS = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
                  'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
                  'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
 SACCT_COLUMNS = ('Slurm Job=slurm_job_id, Job Step=job_step, State=state, Exit Code=exit_code, '
@@ -31631,7 +31636,7 @@ def cmd_slurm_stats(session: Session, args: Arguments) -> int:
         item['job_name'] = result.get('job_name')
         if seconds and item.get('ave_cpu_seconds') is not None:
             item['cpu_percent'] = item['ave_cpu_seconds'] / seconds * 100
-    session.show_list(headings_of(STATS_COLUMNS), items, 'Slurm stats')
+    session.show_list(headings_of(STEP_STATS_COLUMNS), items, 'Slurm stats')
     return 0
 
 
@@ -32247,7 +32252,7 @@ def read_known_s(args: Arguments) -> float:
     if args['credential_cache_ttl_secs'] is not None:
         return args['credential_cache_ttl_secs']
     text = os.environ.get('TORC_CREDENTIAL_CACHE_TTL_SECS') or str(int(DEFAULT_KNOWN_S))
-    if not re.match(r'[0-9]{1,9}\Z', text):
+    if not WHOLE_NUMBER.match(text):
         raise BadInput(f'TORC_CREDENTIAL_CACHE_TTL_SECS is {printable(text)!r}; '
                        'it must be a number of seconds')
     return float(text)
@@ -32799,7 +32804,7 @@ GLOBAL_ARGUMENTS = (
 )
 
 
-# ======== 21. Main: the table of commands, the manual, parsing, and error handling ========
+# ======== 21. Command table: every command with what it takes, and the manual ========
 #
 # COMMANDS is the one place that knows which commands there are: the parser, the manual, README's
 # reference and the tests read it.
@@ -33451,7 +33456,11 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 }
 
 
-# -------- parsing --------
+# ======== 21a. Main: parsing, and error handling ========
+#
+# From the words of the command line to a command, and from whatever goes wrong to a message and an exit code.
+# Nothing that a user can cause ends in a traceback; a bug does, with exit code 70.
+
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 # Commands whose errors Torc 1.0 prints as JSON on stdout, too.
