@@ -3074,15 +3074,15 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('persistent',          'bool', 'for each runner, not once', False),
     )),
     ('execution_config', (
-        ('mode',                'mode', 'auto: slurm inside an allocation, else direct', 'auto', 'slurm'),
+        ('mode',                'mode', 'auto: slurm inside an allocation, else direct', 'auto'),
         ('limit_resources',     'bool', 'end jobs that exceed their memory (direct)', True),
         ('termination_signal',  'signal', 'first signal to a job that must stop (direct)', 'SIGTERM'),
         ('sigterm_lead_seconds', 'seconds', 'so long before SIGKILL (direct)', 30),
         ('sigkill_headroom_seconds', 'seconds', 'SIGKILL so long before the end of the allocation', 60),
         ('timeout_exit_code',   'code', 'return code of a job out of time', 152),
         ('oom_exit_code',       'code', 'return code of a job out of memory (direct)', 137),
-        ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)', None, ANY),
-        ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False, ANY),
+        ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)'),
+        ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False),
         ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node'),
         ('staggered_start',     'bool', 'runners of an allocation start one after the other', True),
         ('stdio',               'stdio', 'where the output of every job goes'),
@@ -26241,7 +26241,7 @@ def find_surplus(rows: Sequence[Dict[str, Any]], queue: Reply) -> Tuple[List[Dic
 
 
 def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
-    """Cancel this workflow's allocations in the queue: nothing is left for them to do. One squeue, one scancel."""
+    """Cancel this workflow's allocations in the queue, without work by now. One squeue, one scancel."""
     workflow_id = context.workflow_id
     rows = [row for row in client.call('list_scheduled_compute_nodes', workflow_id=workflow_id,
                                        status='pending')['items'] if row['scheduler_type'] == 'slurm']
@@ -26554,7 +26554,7 @@ def prepare_allocation(client: Any, context: NodeContext) -> None:
 
 
 def finish_allocation(runner: Runner, client: Any, began_at: float) -> None:
-    """What is left to do when a runner in a Slurm job has left the workflow, as far as there is time for it."""
+    """What is to be done when a runner in a Slurm job has left the workflow, as far as there is time."""
     context, left_s = runner.context, runner.shutdown.end - time.monotonic()
     is_stopped = runner.shutdown.interrupted_by is not None
     limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
