@@ -2273,7 +2273,7 @@ LITERAL_LINES = Expression(r'\S.*(?:\n(?:.*\S)?)*\n?\Z')
 
 
 def format_yaml(value: Any) -> str:
-    """A value of dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
+    """A value of dicts, lists, texts, numbers, booleans and None -> YAML, which load_yaml reads back."""
     return ''.join(line + '\n' for line in yaml_lines(value, ''))
 
 
@@ -4728,8 +4728,8 @@ def check_fit(planner: Planner, skip_checks: bool) -> None:
     if not schedulers:
         return
     first_jobs = {job.kind: index for index, job in reversed(list(enumerate(planner.jobs)))}
-    for kind, (resources, _, scheduler, _) in enumerate(planner.job_classes):
-        if resources is not None:
+    for kind, (resources, _, scheduler, labels) in enumerate(planner.job_classes):
+        if resources is not None and not labels:    # runners with labels are not in allocations
             requirements = planner.workflow['resource_requirements'][resources]
             candidates = schedulers if scheduler is None else [schedulers[scheduler]]
             reasons = [incompatibility(requirements, candidate) for candidate in candidates]
@@ -19589,7 +19589,7 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 #
 # Jobs are pooled into groups, a scheduler each: by partition or by resource requirements, and those that wait
 # for other jobs apart from those that do not. The arithmetic is Torc's:
-#     walltime     longest runtime x multiplier, or the partition's longest
+#     walltime     longest runtime x multiplier, or the partition's longest; ours leaves END_S at least
 #     a node runs  jobs side by side, as many as its CPUs, memory and GPUs allow, and walltime / runtime of
 #                  them one after the other
 #     allocations  what all jobs of the group take of such nodes, rounded up
@@ -19599,8 +19599,11 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 # A group's action fires when its gates are ready: jobs that wait for no other job of the group. Where groups
 # wait for each other in turn, a group has several stages, each with its own action, so that what comes later
 # is never a gate of what it waits for: stages are numbered so that along each dependency the pair (stage,
-# rank of the group) grows, or both jobs are in the same stage.
+# rank of the group) grows, or both jobs are in the same stage. Jobs that wait for another job of their stage
+# and for a group that has perhaps not begun by then are in the next stage, too.
 
+# A runner stops its jobs a minute before the end (sigkill_headroom_seconds), and gives steps whole minutes.
+END_S = 120
 RUNNER_MEMORY_MB = 512      # the runner itself, and its sruns: some 100 MB, and 5 MB a step (slurm 22.05)
 MERGED_ALLOCATIONS = 2      # up to so many together, a partition's two groups become one; as in Torc
 SMALL_CPUS, SMALL_MEMORY_MB = 26, 60000     # of a job that goes to shared nodes where there are some; Torc's
@@ -19729,7 +19732,7 @@ def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
         is_small = needs.num_cpus <= SMALL_CPUS and needs.memory_mb <= SMALL_MEMORY_MB
         tiers = [[partition for partition in without_gpus if partition.shared and is_small], without_gpus,
                  routed, fitting]
-    wanted_s = needs.runtime_s * multiplier
+    wanted_s = max(needs.runtime_s * multiplier, needs.runtime_s + END_S)
     tier = next(filter(None, tiers), ())
     return min(tier, default=None, key=lambda partition: (
         partition.max_walltime_secs < wanted_s, partition.memory_mb, partition.max_walltime_secs))
@@ -19766,13 +19769,20 @@ def jobs_side_by_side(partition: Partition, needs: ResourceClass) -> int:
     return max(1, partition.node.count(needs))
 
 
-def plan_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
-    """Walltime of allocations whose longest job takes so many seconds."""
+def nominal_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
+    """Walltime that allocations are counted with, when their longest job takes so many seconds."""
     if options.walltime_s is not None:
         return options.walltime_s
     if options.walltime_strategy == 'max-partition-time' or not longest_s:
         return partition.max_walltime_secs
     return min(math.ceil(longest_s * options.walltime_multiplier), partition.max_walltime_secs)
+
+
+def plan_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
+    """Walltime that is asked for: at its end, a job that takes all of its runtime has not been stopped."""
+    nominal_s = nominal_walltime(partition, longest_s, options)
+    least_s = min(longest_s + END_S, partition.max_walltime_secs)
+    return nominal_s if options.walltime_s is not None else max(nominal_s, least_s)
 
 
 def count_allocations(partition: Partition, walltime_s: int,
@@ -19867,15 +19877,15 @@ class Grouping:
         """The partition of a group."""
         return self.partitions[next(iter(self.groups[key]))]
 
-    def walltime(self, key: GroupKey) -> int:
-        """The walltime of a group."""
-        longest_s = max(self.classes[number].runtime_s for number in self.groups[key])
-        return plan_walltime(self.partition(key), longest_s, self.options)
+    def longest(self, key: GroupKey) -> int:
+        """Seconds of the longest job of a group."""
+        return max(self.classes[number].runtime_s for number in self.groups[key])
 
     def count(self, key: GroupKey, jobs: Optional[List[int]] = None) -> int:
         """Allocations for a group, or for some jobs of it."""
         jobs_of = self.groups[key] if jobs is None else sort_by_class(self.graph, jobs)
-        return count_allocations(self.partition(key), self.walltime(key), self.demands(jobs_of))
+        nominal_s = nominal_walltime(self.partition(key), self.longest(key), self.options)
+        return count_allocations(self.partition(key), nominal_s, self.demands(jobs_of))
 
 
 def sort_by_class(graph: JobGraph, jobs: Sequence[int]) -> Dict[int, List[int]]:
@@ -19899,6 +19909,7 @@ def find_stages(graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict
             ranks.setdefault(group_of.get(job), len(ranks))
     ranks[None] = -1
     places = {}     # job -> group, stage, seconds from the begin of its stage to its end
+    earlier = {}    # type: Dict[Any, Set[Any]]     # (group, stage) -> those that have begun before it
     stages = {}     # type: Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]
     for members, jobs in order:
         before = {}     # (group, stage) of prerequisites -> the last end
@@ -19908,7 +19919,12 @@ def find_stages(graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict
         for group in dict.fromkeys(group_of.get(job) for job in jobs):
             stage = max([other_stage + (ranks[other] > ranks[group])
                          for other, other_stage in before] or [0])
-            begin_s = before.get((group, stage))
+            begin_s, known = before.get((group, stage)), earlier.setdefault((group, stage), {(group, stage)})
+            if begin_s is not None and not known.issuperset(before):
+                stage, begin_s = stage + 1, None    # by then its allocations may have run out of work
+            if begin_s is None:
+                known = earlier.setdefault((group, stage), {(group, stage)})
+                known.update(before, *(earlier[place] for place in before))
             for job in jobs:
                 if group_of.get(job) == group:
                     end_s = (begin_s or 0) + runtimes_s.get(job, 0)
@@ -19958,8 +19974,8 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
 def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[Tuple[List[int], List[int], int]],
                    names: Set[str]) -> PlannedScheduler:
     """The scheduler of a group."""
-    partition, walltime_s = grouping.partition(key), grouping.walltime(key)
-    jobs_of, options = grouping.groups[key], grouping.options
+    partition, jobs_of, options = grouping.partition(key), grouping.groups[key], grouping.options
+    walltime_s = plan_walltime(partition, grouping.longest(key), options)
     job_nodes = max(grouping.classes[number].num_nodes for number in jobs_of)
     planned = [Stage(sorted(jobs), sorted(gates), grouping.count(key, jobs) if len(stages) > 1
                      else grouping.count(key)) for jobs, gates, _ in stages]
@@ -19997,9 +20013,9 @@ def doubt_scheduler(made: PlannedScheduler, classes: Sequence[ResourceClass], ch
     if longest_s > made.walltime_s:
         yield (f'{made.name}: a runtime of {format_walltime(longest_s)} is longer than the walltime of '
                f'{shown}')
-    elif longest_s == made.walltime_s:
-        yield (f'{made.name}: the longest job takes the whole walltime of {shown}, the longest of partition '
-               f'{made.partition.name}: no time is left for it to start and to end')
+    elif longest_s + END_S > made.walltime_s:
+        yield (f'{made.name}: a job of {format_walltime(longest_s)} cannot run to its end within the '
+               f'walltime of {shown}: jobs are stopped up to {END_S} s before that')
     elif chain_s > made.walltime_s:
         yield (f'{made.name}: jobs that wait for each other take up to {format_walltime(chain_s)}, its '
                f'allocations last {shown}: what is left then needs more of them (--walltime-strategy '
@@ -20088,7 +20104,10 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
                        'need')
     graph, classes = planned_graph(spec)
     made = plan_allocations(graph, classes, partitions, options.plan)
-    problems = [misfit_problem(document, classes[number].name, reason) for number, reason in made.problems]
+    cure = 'its jobs are left out' if options.skip_checks else \
+        'change it, choose another --profile, or leave its jobs out with --skip-checks'
+    problems = [misfit_problem(document, classes[number].name, f'{reason}: {cure}')
+                for number, reason in made.problems]
     if problems and not options.skip_checks:
         message = str(problems[0]) if len(problems) == 1 else f'{len(problems)} job classes fit no partition'
         raise BadInput(message, problems, warnings=spec.warnings)
@@ -20114,8 +20133,7 @@ def misfit_problem(document: Document, name: str, reason: str) -> Problem:
     blocks = document.value.get('resource_requirements') or ()
     block = next((block for block in blocks if block.get('name') == name), None)
     line, column = document.find_position(block, reason.split()[0]) if block else (0, 0)
-    return Problem(f"resource_requirements '{shorten(name)}' fits no partition: {reason}: change it, choose "
-                   'another --profile, or leave its jobs out with --skip-checks', line, column)
+    return Problem(f"resource_requirements '{shorten(name)}' fits no partition: {reason}", line, column)
 
 
 def name_schedulers(jobs: Sequence[Dict[str, Any]], starts: Sequence[int], graph: JobGraph,
@@ -27402,8 +27420,8 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
 # how full they are and when a job would start, and submit nothing.
 
-PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime:1, gpus=gpus:2, shared=shared:2, '
-                     'explicit=explicit:3')
+PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime:1, gpus=gpus:2, '
+                     'shared=shared:2, explicit=explicit:3')
 
 
 def hpc_config(session: Session) -> HpcConfig:
@@ -27423,8 +27441,8 @@ def cmd_hpc_list(session: Session, args: Arguments) -> int:
     """The clusters that are known without asking Slurm."""
     rows = [{'name': profile.name, 'display': profile.display_name, 'partitions': len(profile.partitions),
              'detected': is_here(profile)} for profile in known_profiles(hpc_config(session))]
-    session.show_list(headings_of('name=name, display=display, partitions=partitions, detected=detected'), rows,
-                      f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
+    headings = headings_of('name=name, display=display, partitions=partitions, detected=detected')
+    session.show_list(headings, rows, f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
     return 0
 
 
@@ -27543,7 +27561,8 @@ def format_toml_profile(name: str, entry: Dict[str, Any]) -> str:
     """A configured cluster as TOML (its basic strings take what JSON's do)."""
     def pair(key: str, value: Any) -> str:
         return f'{key} = {json.dumps(value)}'
-    table = 'client.hpc.custom_profiles.' + (name if re.match(r'[A-Za-z0-9_-]+\Z', name) else json.dumps(name))
+    key = name if re.match(r'[A-Za-z0-9_-]+\Z', name) else json.dumps(name)
+    table = f'client.hpc.custom_profiles.{key}'
     lines = [f'[{table}]'] + [pair(key, value) for key, value in entry.items() if key != 'partitions']
     for partition in entry['partitions']:
         lines += ['', f'[[{table}.partitions]]', *(pair(key, value) for key, value in partition.items())]
@@ -27635,8 +27654,8 @@ def format_generated(made: GeneratedSpec, profile: Profile) -> str:
     for scheduler in made.plan.schedulers:
         gpus = f', {scheduler.num_gpus} GPUs' if scheduler.num_gpus else ''
         nodes = f'{scheduler.nodes} nodes' if scheduler.nodes > 1 else '1 node'
-        lines.append(f'  {scheduler.name}: {len(scheduler.jobs)} jobs, {scheduler.num_allocations} x {nodes} of '
-                     f'{scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
+        lines.append(f'  {scheduler.name}: {len(scheduler.jobs)} jobs, {scheduler.num_allocations} x {nodes} '
+                     f'of {scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
                      f'{scheduler.num_cpus} CPUs, {format_request(scheduler.memory_mb)}{gpus}')
         if made.actions:
             lines += [f'    {stage.num_allocations} when {len(stage.gates)} jobs are ready: '
@@ -27693,8 +27712,8 @@ def ask_cluster_state(names: Sequence[str]) -> List[Dict[str, Any]]:
     listed = ','.join(names)
     nodes = ask_slurm(slurm_argv('sinfo', '-e', '-h', '-o', '%P|%T|%D', '-p', listed))
     if nodes.code:
-        raise Refused(f'cannot ask Slurm how full its partitions are: {explain_reply(nodes)}; plan without it '
-                      'with --offline')
+        raise Refused(f'cannot ask Slurm how full its partitions are: {explain_reply(nodes)}; '
+                      'to plan without it: --offline')
     queue = ask_slurm(slurm_argv('squeue', '-h', '-o', '%P|%T|%D', '-p', listed))
     counts, waiting = count_nodes(nodes.out), count_queue(queue.out)
     return [{'partition': name, **{key: {**counts.get(name, {}), **waiting.get(name, {})}.get(key, 0)
@@ -28746,7 +28765,8 @@ COMMANDS = (
         (CLUSTER._replace(count='1'),), 'hpc show kestrel'),
     Command('hpc partitions', cmd_hpc_partitions, 'list the partitions of a cluster', (
         CLUSTER, Argument('--gpu', '', 'only with GPUs'),
-        Argument('--shared', '', 'only where several jobs share a node')), 'hpc partitions kestrel --gpu', True),
+        Argument('--shared', '', 'only where several jobs share a node')),
+        'hpc partitions kestrel --gpu', True),
     Command('hpc match', cmd_hpc_match, 'list the partitions that can run a job, and the best of them', (
         CLUSTER, Argument('--cpus', 'N', 'CPUs of a node', at_least(1)),
         Argument('--memory', 'MEMORY', 'memory of a node, such as 8g', parse_size),
