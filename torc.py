@@ -37,9 +37,10 @@ Sections (grep '^# ==' torc.py):
     8c. Claims
     8d. Completion
     8e. Nodes
-    8f. Resources
-    8g. Administration
-    8h. Ad-hoc SQL
+    8f. Reasons
+    8g. Resources
+    8h. Administration
+    8i. Ad-hoc SQL
     9. API
     9a. Routes
     10. State files
@@ -83,7 +84,8 @@ Sections (grep '^# ==' torc.py):
     20e. Clusters
     20f. Service
     20g. Arguments
-    21. Main
+    21. Command table
+    21a. Main
 
 A name uses names of its own and of earlier sections, never of later ones. Public for those who
 import this file: what __all__ lists. Everything else may change.
@@ -285,6 +287,7 @@ TRIGGERS = ('on_workflow_start', 'on_workflow_complete', 'on_worker_start', 'on_
             'on_jobs_ready', 'on_jobs_complete')
 JOB_TRIGGERS = ('on_jobs_ready', 'on_jobs_complete')
 ACTION_TYPES = ('run_commands', 'schedule_nodes')
+ALLOCATION_STATUSES = ('pending', 'active', 'complete', 'canceled')
 EXECUTION_MODES = ('direct', 'slurm', 'auto')
 STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
@@ -364,6 +367,30 @@ ENVIRONMENT = (
     Variable('TORC_GPU_VISIBLE_DEVICES', 'torc',
              'GPU indexes given to the job; CUDA_, HIP_ and ROCR_VISIBLE_DEVICES are the same'),
 )
+
+# Why jobs do not run, in the words of all who say so: a claim that brings nothing, a runner that leaves,
+# `status`, `jobs get` and `explain`, whose JSON has the keys of some as codes.
+WAIT_REASONS = {
+    'canceled':      'Workflow is canceled',
+    'uninitialized': 'the workflow is not initialized',
+    'limit':         'the limit is 0',
+    'not_ready':     'no job is ready: {}',
+    'prerequisites': 'waits for {}',
+    'no_runner':     'waits for a runner',
+    'allocation':    'waits for {}',
+    'action':        'waits until {} is carried out',
+    'busy':          'the runners that can take it are busy',
+    'next_turn':     'a runner can take it in its next turn',
+    'lacks':         'no runner or allocation can take it: it needs {}',
+    'cannot_run':    'jobs such as {} cannot run here: they need {}',
+    'labelled':      'the ready jobs have labels that this node lacks',
+    'other_labels':  "no ready job has labels that are all among this node's",
+    'time':          'every ready job needs at least {}, and only {} are left',
+    'scheduler':     'every ready job is bound to another scheduler',
+    'no_room':       'no ready job fits what is free: the smallest needs {} CPUs, {} and {} GPUs on {} nodes',
+    'late':          'no job is started when less than {} s are left',
+    'stuck':         'of the jobs that are left ({}) none can run here',
+}
 
 # ---- limits ----
 MAX_LIST_ITEMS = 100000             # of one list answer, and of one bulk request
@@ -3033,7 +3060,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
     )),
     ('action', (
         ('trigger_type',        'trigger', 'what sets it off', REQUIRED),
-        ('action_type',         'action_type', 'what it does', REQUIRED, 'schedule_nodes'),
+        ('action_type',         'action_type', 'what it does', REQUIRED),
         ('jobs',                'names', 'on_jobs_*: when all of these are ready or have finished'),
         ('job_name_regexes',    'regexes', 'the same, by regular expressions'),
         ('commands',            'texts',
@@ -3055,8 +3082,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('oom_exit_code',       'code', 'return code of a job out of memory (direct)', 137),
         ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)', None, ANY),
         ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False, ANY),
-        ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node', None, ANY),
-        ('staggered_start',     'bool', 'runners of an allocation start one after the other', True, ANY),
+        ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node'),
+        ('staggered_start',     'bool', 'runners of an allocation start one after the other', True),
         ('stdio',               'stdio', 'where the output of every job goes'),
         ('job_stdio_overrides', 'stdio_map', 'the same by job name'),
     )),
@@ -4990,8 +5017,8 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
         workflow.error(f"'{name}' is both a variable and a parameter: rename one", 'variables', name)
     if 'parameters' in workflow and 'parameters_file' in workflow:
         workflow.error('parameters and parameters_file cannot be combined', 'parameters_file')
-    for name in workflow.get('slurm_defaults', ()):
-        if name.lower() in SCHEDULER_OPTIONS:
+    for name, value in workflow.get('slurm_defaults', {}).items():
+        if name.lower() in SCHEDULER_OPTIONS and value is not False:
             workflow.error(f"slurm_defaults cannot set '{name}': set it in slurm_schedulers",
                            'slurm_defaults', name)
     groups = workflow.get('access_groups', ())
@@ -5102,7 +5129,7 @@ def summarize(planner: Planner) -> Dict[str, Any]:
 # -------- execution plan --------
 
 
-class Allocation(Row):
+class PlannedAllocation(Row):
     """A schedule_nodes action, as the execution plan sees it."""
     trigger_type: str
     jobs: Optional[Sequence[int]]   # that on_jobs_ready waits for, all of them
@@ -5110,7 +5137,7 @@ class Allocation(Row):
 
 
 def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[int]],
-                   allocations: Sequence[Allocation]) -> Dict[str, Any]:
+                   allocations: Sequence[PlannedAllocation]) -> Dict[str, Any]:
     """In which order jobs become ready: one event for each distinct set of prerequisites, the start first.
 
     Jobs of a cycle never become ready and are in no event. An action fires when the last of its jobs is
@@ -5198,7 +5225,7 @@ def make_event(name: str, finished: List[str], ready: List[str], before: List[st
             'jobs_becoming_ready': ready, 'depends_on_events': before, 'unlocks_events': []}
 
 
-def find_firing(allocation: Allocation, event_of: Dict[int, int]) -> Optional[int]:
+def find_firing(allocation: PlannedAllocation, event_of: Dict[int, int]) -> Optional[int]:
     """The event in which an allocation is made, or None."""
     if allocation.trigger_type == 'on_workflow_start':
         return 0
@@ -5296,7 +5323,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5379,7 +5406,11 @@ CREATE TABLE scheduled_compute_node (
     scheduler_id        INTEGER NOT NULL,               -- the Slurm job
     scheduler_config_id INTEGER NOT NULL,               -- the slurm_scheduler it was made from
     scheduler_type      TEXT NOT NULL,
-    status              TEXT NOT NULL                   -- pending, active, complete, canceled
+    status              TEXT NOT NULL,                  -- pending, active, complete, canceled
+    settings            JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
+    action_id           INTEGER,                        -- the action that it was made for
+    submitter           TEXT,                           -- who submits it now
+    submitter_until     REAL                            -- ... until then; NULL: while that node is active
 );
 CREATE INDEX scheduled_compute_node_of ON scheduled_compute_node (workflow_id, status);
 
@@ -5744,6 +5775,12 @@ ALTER TABLE workflow_action ADD COLUMN failure TEXT;
 ALTER TABLE compute_node RENAME COLUMN lease_until TO lease_s;
 UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- the longest, until its next request
 """,
+    9: """
+ALTER TABLE scheduled_compute_node ADD COLUMN settings JSON TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN action_id INTEGER;
+ALTER TABLE scheduled_compute_node ADD COLUMN submitter TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
+""",
 }
 
 
@@ -5875,7 +5912,8 @@ LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
 ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
-                             'is_system', 'is_run_zero', 'is_declared'])
+                             'is_system', 'is_run_zero', 'is_declared', 'settings', 'action_id', 'submitter',
+                             'submitter_until'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -6527,12 +6565,12 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 
 # ======== 8. Service: the rules of a workflow, from states and access to dependencies and actions ========
 #
-# Sections 8 to 8h are plain verbs over a Store, with the same names as the operations of the API, in the
+# Sections 8 to 8i are plain verbs over a Store, with the same names as the operations of the API, in the
 # order of a job's life: what all verbs share (8), creation (8a), initialization and reset (8b), claims (8c),
-# completion (8d), compute nodes and a runner's turn (8e); then rows that few rules hold for (8f),
-# administration (8g), and SQL that an administrator wrote (8h). They start no process, open no socket and
-# know no clock but the Store's. The caller holds a transaction, so that every verb happens whole or not at
-# all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
+# completion (8d), compute nodes and a runner's turn (8e); why nothing runs (8f); rows that few rules hold
+# for (8g), administration (8h), and SQL that an administrator wrote (8i). They start no process, open no
+# socket and know no clock but the Store's. The caller holds a transaction, so that every verb happens whole
+# or not at all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
 # where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and elsewhere it
 # guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based where it can be.
 #
@@ -6573,6 +6611,7 @@ class Service:
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
         self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
         self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
+        self.wants = {}                     # type: Dict[int, Values]  # node -> its last request for work
         # Ids of the workflows whose updates are wanted; anything with `in`.
         self.watched = frozenset()          # type: Any
         self.updates = []                   # type: List[Union[Update, int]]  # int: of it, one too many
@@ -8698,7 +8737,8 @@ def refuse_runners(context: Context, workflow_id: int) -> None:
     if jobs or nodes:
         raise Refused(f'runners are at work on workflow {workflow_id} ({nodes} active, with {jobs} pending '
                       'or running jobs): wait for their end, or stop them (Ctrl-C there, or '
-                      f'torc.py cancel {workflow_id}); one that was killed is noticed after a while')
+                      f'torc.py cancel {workflow_id}); one that was killed on another host is noticed after '
+                      'a while')
 
 
 # ======== 8c. Claims: which ready jobs a node gets ========
@@ -8869,33 +8909,111 @@ def claim(context: Context, state: WorkflowState, want: Values, node_id: Optiona
 def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str:
     """Why a claim brought nothing, in words that a user understands."""
     if state.is_canceled:
-        return 'Workflow is canceled'
+        return WAIT_REASONS['canceled']
     if want['limit'] <= 0:
-        return 'the limit is 0'
+        return WAIT_REASONS['limit']
     if not context.one(KIND_QUERY, (state.id,)):
         waiting = [f'{count} {name}' for name, count in count_by_status(context, state.id).items() if count]
-        return 'no job is ready: ' + (', '.join(waiting) or 'there are none')
+        return WAIT_REASONS['not_ready'].format(', '.join(waiting) or 'there are none')
     kinds = ready_kinds(context, state.id, want)
     incompatible = find_incompatible_jobs(context, state.id, want, KIND_QUERY, f'status = {READY}')
     if incompatible and all(lacks_of(kind, want) for kind in kinds):
         return '; '.join(incompatible)
     if not kinds:
-        return "the ready jobs have labels that this node lacks" if not want.get('labels') else \
-            "no ready job has labels that are all among this node's"
+        return WAIT_REASONS['other_labels' if want.get('labels') else 'labelled']
     limit_s = parse_time_limit(want)
     if limit_s is not None and all(kind.runtime_s > limit_s for kind in kinds):
         shortest_s = min(kind.runtime_s for kind in kinds)
-        return (f'every ready job needs at least {format_duration(shortest_s)}, '
-                f'and only {format_duration(limit_s)} are left')
+        return WAIT_REASONS['time'].format(format_duration(shortest_s), format_duration(limit_s))
     if want.get('strict') and not kinds_by_turn(kinds, want):
-        return 'every ready job is bound to another scheduler'
+        return WAIT_REASONS['scheduler']
     smallest = min(kinds, key=lambda kind: (kind.num_nodes, kind.num_cpus, kind.memory_bytes, kind.num_gpus))
-    return (f'no ready job fits what is free: the smallest needs {smallest.num_cpus} CPUs, '
-            f'{format_memory(smallest.memory_bytes)} and '
-            f'{smallest.num_gpus} GPUs on {smallest.num_nodes} nodes')
+    return WAIT_REASONS['no_room'].format(smallest.num_cpus, format_memory(smallest.memory_bytes),
+                                          smallest.num_gpus, smallest.num_nodes)
 
 
 INCOMPATIBLE_SHOWN = 5
+
+
+class Offer(Row):
+    """What a runner offers to jobs: one at work, or that of an allocation which is to come."""
+    labels: Tuple[str, ...]
+    size: Optional[Capacity]    # of the largest of its nodes; None: it asks for jobs of any size
+    num_nodes: int = 1
+    limit_s: Optional[int] = None       # it takes jobs up to this runtime, the grace included; None: any
+    scheduler_id: Optional[int] = None  # it takes only jobs bound to this one, or to none; None: any
+
+
+class Dimension(Row):
+    """One thing of which jobs need, and runners have, a certain amount."""
+    name: str
+    needs: Callable[[Kind], int]
+    has: Callable[[Offer], float]
+    words: str                      # of an amount, for people
+    format: Callable[[Any], str]
+    option: str = ''                # of `run`, which sets what a runner has
+    field: str = ''                 # of a Slurm scheduler, which sets what its allocations have
+
+
+def format_left(limit_s: float) -> str:
+    """The time that is left until a limit for claims, for people."""
+    return f'{format_duration(max(0, limit_s - CLAIM_GRACE_S))} left'
+
+
+DIMENSIONS = (
+    Dimension('cpus', lambda kind: kind.num_cpus, lambda offer: offer.size.num_cpus, '{} CPUs', str,
+              '--num-cpus', 'ntasks_per_node'),
+    Dimension('memory', lambda kind: kind.memory_bytes, lambda offer: offer.size.memory_bytes,
+              '{} of memory', format_memory, '--memory-gb', 'mem'),
+    Dimension('gpus', lambda kind: kind.num_gpus, lambda offer: offer.size.num_gpus, '{} GPUs', str,
+              '--num-gpus', 'gres'),
+    Dimension('nodes', lambda kind: kind.num_nodes, lambda offer: offer.num_nodes, '{} nodes', str, '',
+              'nodes'),
+    Dimension('runtime', lambda kind: kind.runtime_s,
+              lambda offer: math.inf if offer.limit_s is None else offer.limit_s, 'a runtime of {}',
+              format_duration, '--time-limit, --end-time', 'walltime'),
+)
+
+
+class Lack(Row):
+    """What a kind of jobs needs and an offer does not have, in words."""
+    name: str       # of a dimension; labels, scheduler
+    needs: str
+    has: str = ''   # '' where there is no amount
+
+
+def find_lacks(kind: Kind, offer: Offer, by: str = 'option') -> List[Lack]:
+    """What jobs of a kind need and an offer will never have. `by`: the column of DIMENSIONS with the cure."""
+    lacks = []
+    labels = set(json.loads(kind.labels)) if kind.labels else set()
+    if labels and not labels.issubset(offer.labels):
+        lacks.append(Lack('labels', f"a runner with --label {','.join(sorted(labels))}"))
+    elif offer.labels and not labels:
+        lacks.append(Lack('labels', 'a runner without --label'))
+    if None not in (offer.scheduler_id, kind.scheduler_id) and offer.scheduler_id != kind.scheduler_id:
+        lacks.append(Lack('scheduler', f'an allocation of scheduler {kind.scheduler_id}'))
+    for dimension in DIMENSIONS if offer.size is not None else ():
+        needs, has = dimension.needs(kind), dimension.has(offer)
+        if needs > has:
+            show = format_left if dimension.name == 'runtime' else dimension.format
+            cure = getattr(dimension, by)
+            lacks.append(Lack(dimension.name, dimension.words.format(dimension.format(needs)),
+                              show(has) + (f' ({cure})' if cure else '')))
+    return lacks
+
+
+def format_lack(lack: Lack, place: str = 'this runner') -> str:
+    """One lack, of a place."""
+    return f'{lack.needs}, and {place} has {lack.has}' if lack.has else lack.needs
+
+
+def offer_of(want: Values) -> Offer:
+    """What a claim offers: the sizes of the nodes, if it states them, whatever is free of them."""
+    labels = tuple(want.get('labels') or ())
+    if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
+        return Offer(labels, None)
+    sizes = node_sizes(want)
+    return Offer(labels, Capacity(*map(max, zip(*sizes))), len(sizes), parse_time_limit(want))
 
 
 def lacks_of(kind: Kind, want: Values) -> List[str]:
@@ -8903,24 +9021,9 @@ def lacks_of(kind: Kind, want: Values) -> List[str]:
 
     A labelled runner skips jobs of other labels: that is no lack.
     """
-    labels = set(json.loads(kind.labels)) if kind.labels else set()
-    if want.get('labels') and not (labels and labels.issubset(want['labels'])):
-        return []
-    lacks = [f"a runner with --label {','.join(sorted(labels))}"] if labels and not want.get('labels') else []
-    if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
-        return lacks
-    sizes = node_sizes(want)
-    size = Capacity(*map(max, zip(*sizes)))
-    limit_s = parse_time_limit(want)
-    left = format_duration(max(0, (limit_s or 0) - CLAIM_GRACE_S))
-    return lacks + [f'{needs}, and this runner has {has}' for is_lacking, needs, has in (
-        (kind.num_cpus > size.num_cpus, f'{kind.num_cpus} CPUs', f'{size.num_cpus} (--num-cpus)'),
-        (kind.memory_bytes > size.memory_bytes, f'{format_memory(kind.memory_bytes)} of memory',
-         f'{format_memory(size.memory_bytes)} (--memory-gb)'),
-        (kind.num_gpus > size.num_gpus, f'{kind.num_gpus} GPUs', f'{size.num_gpus} (--num-gpus)'),
-        (kind.num_nodes > len(sizes), f'{kind.num_nodes} nodes', str(len(sizes))),
-        (limit_s is not None and kind.runtime_s > limit_s, f'a runtime of {format_duration(kind.runtime_s)}',
-         f'{left} left (--time-limit, --end-time)')) if is_lacking]
+    lacks = find_lacks(kind, offer_of(want))
+    is_skipped = want.get('labels') and any(lack.name == 'labels' for lack in lacks)
+    return [] if is_skipped else [format_lack(lack) for lack in lacks]
 
 
 def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kinds: str,
@@ -8937,7 +9040,7 @@ def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kin
     for reason, kind_ids in list(lacking.items())[:INCOMPATIBLE_SHOWN]:
         some = sql_list(kind_ids[:500])
         name = context.value(f'SELECT name FROM job WHERE {condition} AND kind_id IN {some} LIMIT 1')
-        found += [f'jobs such as {name} cannot run here: they need {reason}'] if name is not None else []
+        found += [WAIT_REASONS['cannot_run'].format(name, reason)] if name is not None else []
     return found
 
 
@@ -9346,7 +9449,7 @@ ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was ca
 BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
 BROKEN_WORDS = tuple(STATUS_NAMES[code] for code in BROKEN)
 HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)  # what blocked jobs wait for in the end
-IDLE_REASONS = {READY: 'waits for a runner', UNINITIALIZED: 'the workflow is not initialized'}
+IDLE_REASONS = {READY: WAIT_REASONS['no_runner'], UNINITIALIZED: WAIT_REASONS['uninitialized']}
 PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
 
@@ -9363,7 +9466,7 @@ def explain_job(context: Context, job_id: int) -> Values:
         condition = f'need.status IN {sql_list(UNFINISHED)}'
         found = context.rows(f'SELECT need.name, need.status {PREREQUISITES} AND {condition}', (job_id,))
         names = [f'{name} ({STATUS_NAMES[status]})' for name, status in found]
-        reason = f'waits for {first_of(names, FAILURES_EXPLAINED)}'
+        reason = WAIT_REASONS['prerequisites'].format(first_of(names, FAILURES_EXPLAINED))
     else:
         reason = IDLE_REASONS.get(job.status)
     return dict(answer, reason=reason) if reason else answer
@@ -9742,6 +9845,198 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
     return {'worker': worker, 'workflow_id': workflow_id}
 
 
+# -------- allocations that are to be submitted --------
+#
+# The row of an allocation is made in the transaction that takes its action. Until it has a Slurm job
+# (scheduler_id 0) it is an intent, held by one submitter at a time: a node while that is active, a command
+# for a while. Whoever takes over what a submitter has left must look whether Slurm has the job.
+
+IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND settings IS NOT NULL"
+FREE_SUBMISSIONS = ('UPDATE scheduled_compute_node SET submitter = NULL, submitter_until = NULL '
+                    f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND ')
+
+
+def take_submissions(context: Context, workflow_id: int, body: Values) -> Values:
+    """Hand out allocations to a submitter: of due actions, new ones of a scheduler, and what others left."""
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    if state.is_canceled:
+        raise Refused(f'workflow {workflow_id} was canceled: nothing is submitted for it')
+    submitter, settings = body['submitter'], body['settings']
+    context.run(FREE_SUBMISSIONS + '(submitter_until < ? OR submitter = ?)',
+                (workflow_id, context.now(), submitter))
+    for ended in body.get('ended') or ():
+        context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, ended))
+    made, idle = [], []     # type: List[int], List[int]
+    for row in body.get('actions') or ():
+        action = get_action(context, workflow_id, row['action_id'])
+        if action['action_type'] != 'schedule_nodes':
+            raise Refused(f"action {action['id']} does not schedule nodes")
+        new = execute_schedule(context, action, settings, row.get('count'), None)
+        if new == []:
+            idle.append(action['id'])
+        made += new or []
+    if body.get('scheduler_config_id') is not None:
+        check_owned(context, 'slurm_scheduler', workflow_id, [body['scheduler_config_id']])
+        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings,
+                                   body.get('count') or 1, None)
+    taken = hold_submissions(context, workflow_id, submitter, context.now() + body['lease_s'], made)
+    others = context.rows('SELECT DISTINCT submitter FROM scheduled_compute_node WHERE workflow_id = ? '
+                          f'AND {IS_UNSUBMITTED} AND submitter <> ?', (workflow_id, submitter))
+    return {'allocations': taken, 'submitters': [row[0] for row in others], 'idle_actions': idle}
+
+
+def take_due_schedules(context: Context, workflow_id: int, node_id: int, triggers: Sequence[str],
+                       settings: Values) -> List[Values]:
+    """The allocations that a runner is to submit: of due actions, but failed ones, and what others left."""
+    if not context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,)):
+        return []
+    due = action_rows(context, *due_condition(
+        workflow_id, triggers, "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
+    made = []   # type: List[int]
+    for action in due:
+        if action['action_config'].get('scheduler_type', 'slurm') == 'slurm':
+            made += execute_schedule(context, action, settings, None, node_id) or []
+    context.run(FREE_SUBMISSIONS + 'submitter_until < ?', (workflow_id, context.now()))
+    return hold_submissions(context, workflow_id, name_submitter(node_id), None, made)
+
+
+def name_submitter(node_id: int) -> str:
+    """A compute node as the submitter of allocations."""
+    return f'compute node {node_id}'
+
+
+def execute_schedule(context: Context, action: Values, settings: Values, count: Optional[int],
+                     node_id: Optional[int]) -> Optional[List[int]]:
+    """Take an action and make the rows of its allocations; None if another has it. [] if no job is left."""
+    if not take_action(context, action['id'], node_id, action['persistent']):
+        return None
+    note_action_reported(context, action['id'], node_id or 0)   # from now on its rows are what is to be done
+    config = action['action_config']
+    if count is None:
+        count = config.get('num_allocations')
+    count = (1 if count is None else count) if has_work(context, action) else 0
+    own = {name: config[name] for name in ('start_one_worker_per_node', 'max_parallel_jobs')
+           if config.get(name) is not None}
+    record_event(context, action['workflow_id'], {
+        'category': 'action', 'event_type': 'action_completed', 'action_id': action['id'],
+        'message': f'{count} allocations to submit' if count else 'no job is left for its allocations'})
+    # those of an earlier execution do not belong to this one
+    context.run('UPDATE scheduled_compute_node SET action_id = NULL WHERE action_id = ?', (action['id'],))
+    return insert_allocations(context, action['workflow_id'], config['scheduler_id'], {**settings, **own},
+                              count, action['id'])
+
+
+def has_work(context: Context, action: Values) -> bool:
+    """Whether a job is left that allocations of an action could run.
+
+    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
+    that is bound to none.
+    """
+    undone = f"workflow_id = {int(action['workflow_id'])} AND status IN {sql_list(NOT_DONE)}"
+    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
+    other = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL)'
+    if action['trigger_type'] == 'on_jobs_ready':
+        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
+    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
+                       (action['action_config'].get('scheduler_id'),)) is not None
+
+
+def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, settings: Values, count: int,
+                       action_id: Optional[int]) -> List[int]:
+    """Rows of allocations that are to be submitted together; their ids."""
+    values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
+              'scheduler_type': 'slurm', 'status': 'pending', 'action_id': action_id,
+              'settings': dict(settings, num_allocations=count)}
+    return [context.insert('scheduled_compute_node', values) for _ in range(count)]
+
+
+def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
+                     made: Ids) -> List[Values]:
+    """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
+    rows = context.rows('SELECT id, scheduler_config_id, settings FROM scheduled_compute_node '
+                        f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
+                        (workflow_id,))
+    context.run_many('UPDATE scheduled_compute_node SET submitter = ?, submitter_until = ? WHERE id = ?',
+                     ((submitter, until, row[0]) for row in rows))
+    database_id = context.value('SELECT id FROM identity')
+    schedulers = {scheduler_id: (get_row(context, 'slurm_scheduler', scheduler_id),
+                                 allocation_needs(context, workflow_id, scheduler_id))
+                  for scheduler_id in {row[1] for row in rows}}
+    return [{'id': row_id, 'scheduler': schedulers[scheduler_id][0], 'needs': schedulers[scheduler_id][1],
+             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made}
+            for row_id, scheduler_id, settings in rows]
+
+
+def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> Values:
+    """What the largest of the jobs that are left for a scheduler needs, and how many they are."""
+    query = ('SELECT max(num_cpus), max(memory_bytes), total(count) FROM (SELECT needs.num_cpus, '
+             'CASE WHEN needs.is_implicit THEN 0 ELSE needs.memory_bytes END AS memory_bytes, '
+             '(SELECT count(*) FROM job WHERE kind_id = kind.id '
+             f'AND status IN {sql_list(NOT_DONE)}) AS count FROM job_kind kind '
+             'JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+             'WHERE kind.workflow_id = ? AND kind.scheduler_id {}) WHERE count > 0')
+    for condition, values in (('= ?', (scheduler_id,)), ('IS NULL', ()), ('IS NOT NULL', ())):
+        num_cpus, memory_bytes, count = context.one(query.format(condition), (workflow_id, *values))
+        if count:
+            return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count)}
+    return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1}
+
+
+def report_submissions(context: Context, workflow_id: int, body: Values) -> Values:
+    """What became of submissions: Slurm jobs, or refusals. `surplus`: Slurm jobs that no row needs."""
+    workflow_state(context, workflow_id)
+    surplus, refused = [], collections.defaultdict(list)    # type: List[int], Dict[int, List[str]]
+    for row in body['submitted']:
+        found = context.one('SELECT status, scheduler_id, settings, action_id, submitter '
+                            'FROM scheduled_compute_node WHERE id = ? AND workflow_id = ?',
+                            (row['id'], workflow_id))
+        number = row.get('slurm_job_id')
+        if number is not None:
+            if found is None or found[0] == 'canceled' or found[1] not in (0, number):
+                surplus.append(number)
+                continue
+            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
+            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, settings = ?, submitter = NULL '
+                        'WHERE id = ?', (number, format_json(settings), row['id']))
+        elif found and found[1] == 0 and found[4] == body['submitter']:
+            context.run('DELETE FROM scheduled_compute_node WHERE id = ?', (row['id'],))
+            if found[3] is not None:
+                refused[found[3]].append(row.get('message') or '')
+    for action_id, messages in refused.items():
+        note_refusal(context, workflow_id, action_id, messages)
+    return {'surplus': surplus}
+
+
+def note_refusal(context: Context, workflow_id: int, action_id: int, messages: List[str]) -> None:
+    """Slurm has refused allocations of an action: it has failed, and is due again if it got none at all."""
+    kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE action_id = ?', (action_id,))
+    failure = f'{len(messages)} allocations were refused by Slurm: {messages[0]}'
+    context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, action_id))
+    if not kept:
+        context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL '
+                    'WHERE id = ?', (action_id,))
+    record_event(context, workflow_id, {'category': 'action', 'event_type': 'action_failed',
+                                        'action_id': action_id, 'message': failure}, 'error')
+
+
+def sync_submissions(context: Context, workflow_id: int, node_id: int, body: Values) -> Values:
+    """A runner's part of it, in its turn: what it has submitted, and what it is to submit."""
+    if not (body.get('submitted') or body.get('submits')):
+        return {}
+    submitter = name_submitter(node_id)
+    answer = report_submissions(context, workflow_id,
+                                {'submitted': body.get('submitted') or (), 'submitter': submitter})
+    if body.get('held_submissions') is not None:    # what an answer that was lost had brought
+        lost = set(context.ids('SELECT id FROM scheduled_compute_node WHERE submitter = ?', (submitter,)))
+        run_by_ids(context, 'UPDATE scheduled_compute_node SET submitter = NULL WHERE id IN',
+                   sorted(lost.difference(body['held_submissions'])))
+    if body.get('submits') and not context.state.is_canceled:
+        answer['allocations'] = take_due_schedules(context, workflow_id, node_id, body.get('actions') or (),
+                                                   body['submits'])
+    return answer
+
+
 # -------- nodes --------
 
 # How many jobs of each status a workflow has: runners ask in every turn. Counted once, then kept up to date
@@ -9865,8 +10160,10 @@ def release_node(context: Context, node_id: int) -> None:
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.leases.pop(node_id, None)
     context.service.turns.pop(node_id, None)
+    context.service.wants.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
+    context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
     state = workflow_state(context, workflow_id)
     for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
                               (node_id,)):
@@ -9888,14 +10185,17 @@ def release_node(context: Context, node_id: int) -> None:
     note_if_complete(context, workflow_id)
 
 
-def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]]) -> List[int]:
+def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
+                       host: Optional[str] = None) -> List[int]:
     """Release the active nodes whose runner is dead, or unknown while their lease is over. Their ids.
 
-    lives(hostname, pid, identity) is asked for every active node; it answers None when it cannot know.
+    lives(hostname, pid, identity) is asked for every active node, or those of one host; it answers None when
+    it cannot know.
     """
     lost = []
     rows = context.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
-                        'WHERE is_active = 1 AND lease_s IS NOT NULL')
+                        'WHERE is_active = 1 AND lease_s IS NOT NULL AND hostname = ifnull(?, hostname)',
+                        (host,))
     for node_id, hostname, pid, identity, lease_s in rows:
         # After a start of the server no lease is known, and a runner may be in its longest pause.
         ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s
@@ -9930,6 +10230,10 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     for end in body.get('completions') or ():
         record_reported_end(context, state, node_id, end, answer)
     note_contents(context, workflow_id, body.get('contents') or ())
+    accounts = body.get('accounting') or ()
+    record_accounts(context, state, accounts)
+    backfill_results(context, state.run_id, [key[0] for key in answer['accepted']]
+                     + [account['job_id'] for account in accounts])
     for start in body.get('started') or ():
         record_start(context, state, node_id, start)
     return_claims(context, [job_id for job_id, _ in body.get('returned') or () if
@@ -9942,6 +10246,8 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
         answer['revoked_actions'] = find_revoked_actions(context, workflow_id, node_id,
                                                          body.get('held_actions') or ())
     want = body.get('want')
+    if want:
+        context.service.wants[node_id] = want
     chosen = claim(context, state, want, node_id) if want else {}
     answer.update(describe_claims(context, state.run_id, chosen))
     is_asked_why = want and not chosen and body.get('explain')
@@ -9953,6 +10259,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     if not any(counts[code] for code in NOT_DONE):
         note_complete(context, workflow_id)
     answer['actions'] = take_due_actions(context, workflow_id, node_id, body.get('actions') or ())
+    answer.update(sync_submissions(context, workflow_id, node_id, body))
     answer.update(describe_progress(context, state, node_id, counts, is_denied=bool(want) and not chosen))
     if body.get('explain'):
         answer['has_jobs_for_node'] = has_jobs_for_node(context, workflow_id, node_id)
@@ -10077,6 +10384,61 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
         'message': result.get('message') or ''}, severity)
 
 
+ACCOUNT_COLUMNS = ('max_rss_bytes', 'max_vm_size_bytes', 'max_disk_read_bytes', 'max_disk_write_bytes',
+                   'ave_cpu_seconds', 'node_list', 'slurm_job_id')
+# What is known stays: a record may come again, and later ones may have lost something. A zero is no figure.
+ADD_ACCOUNT = (
+    f"INSERT INTO slurm_stats (workflow_id, job_id, run_id, attempt_id, {', '.join(ACCOUNT_COLUMNS)}) "
+    f"VALUES (?, ?, ?, ?, {', '.join('?' * len(ACCOUNT_COLUMNS))}) "
+    'ON CONFLICT (job_id, run_id, attempt_id) DO UPDATE SET '
+    + ', '.join(f'{name} = coalesce(nullif(excluded.{name}, 0), {name}, excluded.{name})'
+                for name in ACCOUNT_COLUMNS))
+
+
+def record_accounts(context: Context, state: WorkflowState, accounts: Sequence[Values]) -> None:
+    """Take in what Slurm's accounting says of attempts; deleted jobs, and those of others, are left out."""
+    known = {row[0] for row in rows_by_ids(
+        context, f'SELECT id FROM job WHERE workflow_id = {state.id} AND id IN',
+        [account['job_id'] for account in accounts])}
+    context.run_many(ADD_ACCOUNT, (
+        (state.id, account['job_id'], state.run_id, account['attempt_id'],
+         *map(account.get, ACCOUNT_COLUMNS)) for account in accounts if account['job_id'] in known))
+
+
+def backfill_results(context: Context, run_id: int, job_ids: Ids) -> None:
+    """Bring results up to date with what the accounting says of their attempts, whichever came first."""
+    rows = rows_by_ids(
+        context, 'SELECT result.id, exec_time_minutes * 60, max_rss_bytes, ave_cpu_seconds, '
+        'peak_memory_bytes, avg_cpu_percent, peak_cpu_percent FROM slurm_stats CROSS JOIN result '
+        'USING (job_id, run_id, attempt_id) '
+        f'WHERE run_id = {run_id} AND job_id IN', sorted(set(job_ids)))
+    for result_id, exec_s, max_rss_bytes, cpu_s, peak_bytes, avg_percent, peak_percent in rows:
+        known = peak_bytes, avg_percent, peak_percent
+        figures = merge_accounts(exec_s, max_rss_bytes or 0, cpu_s or 0.0, known)
+        if figures != known:
+            context.run('UPDATE result SET peak_memory_bytes = ?, avg_cpu_percent = ?, peak_cpu_percent = ? '
+                        'WHERE id = ?', (*figures, result_id))
+
+
+MAX_CPU_PERCENT = 100000.0      # more than a node can have: an error of measurement
+
+
+def merge_accounts(exec_s: float, max_rss_bytes: int, cpu_s: float, known: Cells) -> Cells:
+    """The table of the page "Slurm Job Step Monitoring": peak of memory, average and peak of CPU percent.
+
+    Either source of memory may miss a spike. The average of sacct is of the whole life of a step; it stands
+    for the peak, too, where sstat has seen none. A zero was never measured. Sampled memory has no second
+    source for its average.
+    """
+    peak_bytes, avg_percent, peak_percent = known
+    if max_rss_bytes > 0:
+        peak_bytes = max(peak_bytes or 0, max_rss_bytes)
+    percent = cpu_s / exec_s * 100 if exec_s > 0 else 0.0
+    if 0 < percent <= MAX_CPU_PERCENT:
+        avg_percent, peak_percent = percent, peak_percent or percent
+    return peak_bytes, avg_percent, peak_percent
+
+
 CLASS_NEEDS = {     # name in a claim's answer -> column of resource_requirements
     'resource_requirements_name': 'name', 'num_cpus': 'num_cpus', 'memory_bytes': 'memory_bytes',
     'num_gpus': 'num_gpus', 'num_nodes': 'num_nodes', 'runtime_s': 'runtime_s', 'is_implicit': 'is_implicit'}
@@ -10133,7 +10495,283 @@ def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
     return not context.one(active, (workflow_id, node_id)) and not context.one(queued, (workflow_id,))
 
 
-# ======== 8f. Resources: rows that few rules hold for, one by one and in lists ========
+# ======== 8f. Reasons: why nothing runs ========
+#
+# By job class and by kind of offer, never by job, and every list is bounded: 100,000 jobs are explained in
+# the time of a few queries. The words are those of claims (8c).
+
+WAITING_EXPLAINED = 50          # groups of ready jobs, actions, runners
+ALLOCATIONS_EXPLAINED = 1000
+MOST_COMPARISONS = 50000        # of a job class with an offer: 0.2 s
+# Of what a job waits for, the nearest first; `lacks` and `no_runner` are left where none of these holds.
+NEAREST_REASONS = ('next_turn', 'busy', 'allocation', 'action', 'late')
+# Of an action that is due, and of one whose trigger is still to come.
+DUE_REASONS = {
+    'on_worker_start': 'the next runner that starts carries it out',
+    'on_worker_complete': 'the next runner that ends carries it out',
+    'schedule_nodes': 'is due: `submit` or a runner carries it out',
+    'run_commands': 'is due: a runner carries it out'}
+TRIGGER_REASONS = {
+    'on_workflow_start': 'waits for the start of the workflow',
+    'on_workflow_complete': 'waits for the end of the workflow',
+    'on_worker_start': 'waits for the start of a runner',
+    'on_worker_complete': 'waits for the end of a runner',
+    'on_jobs_ready': 'waits until its jobs are ready: {} of {} are, not yet {}',
+    'on_jobs_complete': 'waits until its jobs have ended: {} of {} have, not yet {}'}
+
+
+ALLOCATION_COLUMNS = (
+    'scheduler.name, scheduler.partition, scheduler.nodes, scheduler.walltime, scheduler.mem, '
+    "scheduler.gres, scheduler.ntasks_per_node, ifnull(scheduler.extra, '') || "
+    "(SELECT ifnull(slurm_defaults, '') FROM workflow "
+    'WHERE id = scheduler.workflow_id)')
+ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem', 'gres')
+
+
+class Place(Row):
+    """Where ready jobs may run: runners at work, or allocations to come, that offer the same; one of them."""
+    offer: Offer
+    reason: str     # why a job that it can take does not run yet, of NEAREST_REASONS
+    name: str       # for people
+    by: str         # column of DIMENSIONS that says how to change what it offers
+
+
+def explain_waiting(context: Context, workflow_id: int) -> Values:
+    """Which ready jobs no runner or allocation can take, and what all others wait for."""
+    runners = describe_runners(context, workflow_id)
+    allocations = describe_allocations(context, workflow_id, runners)
+    state = workflow_state(context, workflow_id)
+    places = find_places(context, workflow_id, runners, allocations)
+    return {'status': get_workflow_status(context, workflow_id),
+            'explanation': explain_workflow(context, workflow_id),
+            'runners': runners[:WAITING_EXPLAINED], 'allocations': allocations[:ALLOCATIONS_EXPLAINED],
+            'ready': [] if state.is_canceled else explain_ready(context, workflow_id, places),
+            'actions': [] if state.is_canceled else explain_actions(context, workflow_id)}
+
+
+def describe_runners(context: Context, workflow_id: int) -> List[Values]:
+    """The active compute nodes: what they have, how long they last, and how many jobs they have in hand."""
+    jobs = dict(context.rows('SELECT compute_node_id, count(*) FROM job WHERE workflow_id = ? '
+                             f'AND status IN {sql_list(ACTIVE)} GROUP BY compute_node_id', (workflow_id,)))
+    slurm_jobs, runners = slurm_jobs_of_nodes(context, workflow_id), []
+    for node in context.select('compute_node', 'WHERE workflow_id = ? AND is_active = 1 ORDER BY id',
+                               (workflow_id,)):
+        end_time = node.get('end_time')
+        left_s = None if end_time is None else max(0, int(parse_time(end_time) - context.now()))
+        runners.append({
+            'compute_node_id': node['id'], 'hostname': node['hostname'],
+            'compute_node_type': node['compute_node_type'], 'num_cpus': node['num_cpus'],
+            'memory_gb': node['memory_gb'], 'num_gpus': node['num_gpus'], 'num_nodes': node['num_nodes'],
+            'labels': node.get('labels') or [], 'slurm_job_id': slurm_jobs.get(node['id']),
+            'scheduler_config_id': node.get('scheduler_config_id'), 'num_jobs': jobs.get(node['id'], 0),
+            'remaining_seconds': left_s})
+    return runners
+
+
+def describe_allocations(context: Context, workflow_id: int, runners: Sequence[Values]) -> List[Values]:
+    """The pending and active allocations, with the Slurm job, the scheduler, and the runners in it."""
+    members = collections.defaultdict(list)     # type: Dict[Any, List[Values]]
+    for runner in runners:
+        members[runner['slurm_job_id']].append(runner)
+    rows = context.rows(
+        'SELECT allocation.id, allocation.scheduler_id, allocation.status, scheduler.id, '
+        f'{ALLOCATION_COLUMNS} FROM scheduled_compute_node allocation LEFT JOIN slurm_scheduler scheduler '
+        'ON scheduler.id = allocation.scheduler_config_id WHERE allocation.workflow_id = ? '
+        "AND allocation.status IN ('pending', 'active') ORDER BY allocation.id", (workflow_id,))
+    found = []
+    for allocation_id, slurm_job_id, status, config_id, *cells in rows:
+        mine = members.get(str(slurm_job_id), [])
+        left = [runner['remaining_seconds'] for runner in mine]
+        found.append({
+            'allocation_id': allocation_id, 'slurm_job_id': slurm_job_id, 'status': status,
+            'scheduler_config_id': config_id, **describe_scheduler(cells), 'num_runners': len(mine),
+            'num_jobs': sum(runner['num_jobs'] for runner in mine),
+            'remaining_seconds': max((left_s for left_s in left if left_s is not None), default=None)})
+    return found
+
+
+def describe_scheduler(cells: Cells) -> Values:
+    """What ALLOCATION_COLUMNS say of an allocation; None: what its nodes have is left to other options."""
+    *cells, num_cpus, options = cells
+    described, options = dict(zip(ALLOCATION_KEYS, cells)), options or ''
+    has_cpus = num_cpus and not ('cpus-per-task' in options or 'exclusive' in options)
+    return dict(described, num_cpus=num_cpus if has_cpus else None,
+                num_gpus=None if 'gpu' in options else count_gpus(described['gres'] or ''))
+
+
+def due_allocations(context: Context, workflow_id: int) -> List[Values]:
+    """What the schedule_nodes actions will allocate that are due."""
+    found = []
+    for action in context.select('workflow_action', *due_condition(workflow_id, (),
+                                                                   "AND action_type = 'schedule_nodes'")):
+        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        cells = context.one(f'SELECT {ALLOCATION_COLUMNS} FROM slurm_scheduler scheduler WHERE id = ?',
+                            (config.get('scheduler_id'),))
+        if cells:
+            found.append(dict(describe_scheduler(cells), action_id=action['id']))
+    return found
+
+
+def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
+                allocations: Sequence[Values]) -> List[Place]:
+    """What runners, and allocations to come, offer; of those that differ in their time alone the longest."""
+    places = [place_of_runner(context, runner) for runner in runners]
+    places += [place_of_allocation(row, 'allocation') for row in allocations if row['status'] == 'pending']
+    places += [place_of_allocation(row, 'action') for row in due_allocations(context, workflow_id)]
+    longest = {}    # type: Dict[Any, Place]
+    for place in places:
+        key = place.offer._replace(limit_s=None), place.reason
+        limits = [math.inf if each.offer.limit_s is None else each.offer.limit_s
+                  for each in (place, longest.get(key, place))]
+        if key not in longest or limits[0] > limits[1]:
+            longest[key] = place
+    return list(longest.values())
+
+
+def place_of_runner(context: Context, runner: Values) -> Place:
+    """What a runner offers: as it last asked for work, else what its record says."""
+    want, left_s = context.service.wants.get(runner['compute_node_id']), runner['remaining_seconds']
+    limit_s = None if left_s is None else left_s + CLAIM_GRACE_S
+    if want:
+        offer = offer_of(want)._replace(limit_s=limit_s)
+        if want.get('strict'):
+            offer = offer._replace(scheduler_id=want.get('scheduler_config_id') or 0)
+    else:       # its record has the totals of its nodes
+        number = max(1, runner['num_nodes'])
+        size = Capacity(runner['num_cpus'] // number, int(runner['memory_gb'] * 1024 ** 3 / number),
+                        runner['num_gpus'] // number)
+        offer = Offer(tuple(runner['labels']), size, number, limit_s)
+    is_late = offer.size is None and left_s is not None and left_s < min_time_for_new_jobs(context, runner)
+    return Place(offer, 'late' if is_late else 'busy' if runner['num_jobs'] else 'next_turn',
+                 f"compute node {runner['compute_node_id']} ({runner['hostname']})",
+                 'field' if runner['scheduler_config_id'] else 'option')
+
+
+def min_time_for_new_jobs(context: Context, runner: Values) -> int:
+    """So many seconds must be left for a runner that looks at no resources to start a job."""
+    return context.value('SELECT compute_node_min_time_for_new_jobs_seconds FROM workflow WHERE id = '
+                         '(SELECT workflow_id FROM compute_node WHERE id = ?)', (runner['compute_node_id'],))
+
+
+def place_of_allocation(row: Values, what: str) -> Place:
+    """What an allocation, or that of an action, will offer by its scheduler, which may leave things open."""
+    mem, walltime, num_gpus = row['mem'], row['walltime'], row['num_gpus']
+    try:
+        memory_bytes = parse_requested_memory(mem or '0') or MAX_INTEGER    # 0: all that a node has
+        limit_s = parse_walltime(walltime) + CLAIM_GRACE_S if walltime else None
+    except ValueError:      # the API takes any text
+        memory_bytes, limit_s = MAX_INTEGER, None
+    size = Capacity(row['num_cpus'] or MAX_INTEGER, memory_bytes,
+                    MAX_INTEGER if num_gpus is None else num_gpus)
+    name = f"{what} {row[f'{what}_id']}"
+    if row['scheduler_name']:
+        name += f" (scheduler {row['scheduler_name']})"
+    return Place(Offer((), size, row['num_nodes'] or MAX_INTEGER, limit_s), what, name, 'field')
+
+
+def explain_ready(context: Context, workflow_id: int, places: Sequence[Place]) -> List[Values]:
+    """What ready jobs wait for, those with the same reason together; what will never run comes first."""
+    counts = dict(context.rows(
+        f'SELECT id, (SELECT count(*) FROM job WHERE kind_id = job_kind.id AND status = {READY}) AS number '
+        'FROM job_kind WHERE workflow_id = ? AND number > 0 ORDER BY number DESC LIMIT ?',
+        (workflow_id, MOST_COMPARISONS // max(1, len(places)) + WAITING_EXPLAINED)))
+    groups = {}     # type: Dict[Tuple[str, str], Values]
+    for kind in (Kind(*row) for row in context.rows(ALL_KINDS_QUERY, (workflow_id,)) if row[0] in counts):
+        code, reason, lacks = explain_kind(kind, places)
+        group = groups.setdefault((code, reason), {
+            'code': code, 'reason': reason, 'lacks': [lack._asdict() for lack in lacks], 'count': 0,
+            'num_cpus': kind.num_cpus, 'memory_bytes': kind.memory_bytes, 'num_gpus': kind.num_gpus,
+            'num_nodes': kind.num_nodes, 'runtime_seconds': kind.runtime_s, 'priority': kind.priority,
+            'labels': json.loads(kind.labels) if kind.labels else [],
+            'scheduler_config_id': kind.scheduler_id, 'job_id': take_ready(context, kind.id, 1)[0]})
+        group['count'] += counts[kind.id]
+    order = ('lacks', 'no_runner', *reversed(NEAREST_REASONS))
+    found = sorted(groups.values(), key=lambda group: (order.index(group['code']), -group['count']))
+    for group in found[:WAITING_EXPLAINED]:
+        group['job_name'] = context.value('SELECT name FROM job WHERE id = ?', (group['job_id'],))
+    return found[:WAITING_EXPLAINED]
+
+
+def explain_kind(kind: Kind, places: Sequence[Place]) -> Tuple[str, str, List[Lack]]:
+    """(key of WAIT_REASONS, reason, what is lacking) of ready jobs: of the place where they come nearest."""
+    if not places:
+        return 'no_runner', WAIT_REASONS['no_runner'], []
+    lacks, place = min(((find_lacks(kind, place.offer, place.by), place) for place in places),
+                       key=lambda pair: (len(pair[0]), NEAREST_REASONS.index(pair[1].reason)))
+    if lacks:
+        needs = '; '.join(format_lack(lack, place.name) for lack in lacks)
+        return 'lacks', WAIT_REASONS['lacks'].format(needs), lacks
+    return place.reason, WAIT_REASONS[place.reason].format(place.name), []
+
+
+def explain_actions(context: Context, workflow_id: int) -> List[Values]:
+    """The actions that are still to be carried out, or have failed, each with what it waits for."""
+    names = dict(context.rows('SELECT id, name FROM slurm_scheduler WHERE workflow_id = ?', (workflow_id,)))
+    found = []
+    for action in context.select('workflow_action', 'WHERE workflow_id = ? AND (executed = 0 OR failure '
+                                 'IS NOT NULL) ORDER BY id LIMIT ?', (workflow_id, WAITING_EXPLAINED)):
+        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        found.append({
+            'action_id': action['id'], 'trigger_type': action['trigger_type'],
+            'action_type': action['action_type'], 'trigger_count': action['trigger_count'],
+            'required_triggers': action['required_triggers'], 'executed': action['executed'],
+            'scheduler_name': names.get(config.get('scheduler_id')),
+            'num_allocations': config.get('num_allocations'), 'reason': explain_action(context, action)})
+    return found
+
+
+def explain_action(context: Context, action: Values) -> str:
+    """What an action waits for, or why it failed."""
+    trigger = action['trigger_type']
+    if action.get('failure'):
+        return f"failed: {action['failure']}"
+    if action['trigger_count'] >= action['required_triggers']:
+        return DUE_REASONS.get(trigger) or DUE_REASONS[action['action_type']]
+    rows = context.rows('SELECT job.name, job.status FROM action_job CROSS JOIN job ON job.id = job_id '
+                        'WHERE action_id = ? AND is_counted = 0 LIMIT ?',
+                        (action['id'], FAILURES_EXPLAINED + 1))
+    awaited = [f'{name} ({STATUS_NAMES[status]})' for name, status in rows]
+    more = ' and others' if len(awaited) > FAILURES_EXPLAINED else ''
+    return TRIGGER_REASONS[trigger].format(action['trigger_count'], action['required_triggers'],
+                                           ', '.join(awaited[:FAILURES_EXPLAINED]) + more)
+
+
+def diagnose_workflow(context: Context, workflow_id: int) -> Values:
+    """The time that active nodes have left, beside the run times of ready jobs, as Torc's `diagnose`."""
+    ends = context.ids('SELECT end_time FROM compute_node WHERE workflow_id = ? AND is_active = 1',
+                       (workflow_id,))
+    left_s = sorted(max(0, int(parse_time(end) - context.now())) for end in ends if end is not None)
+    runtimes = context.rows(
+        f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) AS ready '
+        'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+        'WHERE kind.workflow_id = ? AND ready > 0 ORDER BY runtime_s', (workflow_id,))
+    number, is_unlimited = sum(count for _, count in runtimes), len(ends) > len(left_s)
+    best_s = left_s[-1] + CLAIM_GRACE_S if left_s and not is_unlimited else math.inf
+    blocked = sum(count for runtime_s, count in runtimes if runtime_s > best_s)
+    longest_s = runtimes[-1][0] if runtimes else 0
+    return {'workflow_id': workflow_id, 'active_allocations': len(ends),
+            'allocations_with_walltime': len(left_s), 'allocations_unlimited': len(ends) - len(left_s),
+            'has_unlimited_allocation': is_unlimited, 'ready_jobs': number,
+            'ready_jobs_with_runtime': number,
+            'allocation_remaining': measure_span([(seconds, 1) for seconds in left_s]),
+            'ready_job_runtime': measure_span(runtimes), 'runtime_blocked_jobs': blocked,
+            'allocations_too_short_for_longest':
+                sum(seconds + CLAIM_GRACE_S < longest_s for seconds in left_s),
+            'runtime_blocked': blocked > 0}
+
+
+def measure_span(counted: Sequence[Tuple[int, int]]) -> Optional[Values]:
+    """Number, least, median and most of sorted (seconds, how many times); None without any."""
+    if not counted:
+        return None
+    totals = list(itertools.accumulate(count for _, count in counted))
+    middle = [counted[bisect.bisect_right(totals, place)][0]
+              for place in ((totals[-1] - 1) // 2, totals[-1] // 2)]
+    return {'count': totals[-1], 'min_seconds': counted[0][0], 'median_seconds': sum(middle) // 2,
+            'max_seconds': counted[-1][0]}
+
+
+# ======== 8g. Resources: rows that few rules hold for, one by one and in lists ========
 #
 # RESOURCES says which table and view a noun has and what a list of it may be asked for. The usual operations
 # serve all of them; what a rule holds for has a verb of its own.
@@ -10436,7 +11074,7 @@ def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Va
     return {'deleted_count': count, 'message': message}
 
 
-# ======== 8g. Administration: access groups, the server itself, and event streams ========
+# ======== 8h. Administration: access groups, the server itself, and event streams ========
 #
 # Who is in which group, and which groups may use which workflow; the rules that these serve stand in section
 # 8. Then what a server says of itself, and what may be subscribed to.
@@ -10724,7 +11362,7 @@ def stream_api_events(context: Context, include_bodies: bool = False) -> Subscri
     return Subscription(API_SUBJECTS[include_bodies], 0)
 
 
-# ======== 8h. Ad-hoc SQL: an administrator's own statements ========
+# ======== 8i. Ad-hoc SQL: an administrator's own statements ========
 #
 # One statement at a time, between two savepoints and under an authorizer, which SQLite asks while it compiles
 # a statement. What it refuses, and the words that check_statement() refuses before, keep our transaction and
@@ -11107,6 +11745,10 @@ MODELS = {
     'IsUninitializedResponse': 'is_uninitialized:bool!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
     'JobCompletionError': 'job_id:int! message:str!',
+    'DiagnosisResponse': 'active_allocations:int! allocation_remaining:@SecondsSpan '
+        'allocations_too_short_for_longest:int! allocations_unlimited:int! allocations_with_walltime:int! '
+        'has_unlimited_allocation:bool! ready_job_runtime:@SecondsSpan ready_jobs:int! '
+        'ready_jobs_with_runtime:int! runtime_blocked:bool! runtime_blocked_jobs:int! workflow_id:int!',
     'JobExplanation': 'job_id:int! job_name:str! status:@JobStatus! reason:str return_code:int count:int',
     'JobDependencyModel': 'depends_on_job_id:int! depends_on_job_name:str! job_id:int! job_name:str! '
         'workflow_id:int!',
@@ -11150,6 +11792,8 @@ MODELS = {
         'workflow_id:int! reason:str',
     'RoCrateEntityModel': 'entity_id:str! entity_type:str! file_id:int id:int metadata:object! '
         'workflow_id:int!',
+    'RunnerAccount': 'job_id:int! attempt_id:int! slurm_job_id:str max_rss_bytes:int max_vm_size_bytes:int '
+        'max_disk_read_bytes:int max_disk_write_bytes:int ave_cpu_seconds:float node_list:str',
     'RunnerAction': 'action_id:int! success:bool! message:str',
     'RunnerCapacity': 'num_cpus:int! memory_gb:gigabytes! num_gpus:int!',
     'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! '
@@ -11162,11 +11806,13 @@ MODELS = {
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
-        'action_results:[@RunnerAction] explain:bool survey:bool held:[attempt] held_actions:[int] turn:int',
+        'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
+        'held_actions:[int] turn:int submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
     'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! '
         'kinds:[@RunnerKind]! revoked:[attempt] revoked_actions:[int] handlers:[[object]]! reason:str '
         'notices:[str]! actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! unfinished:int! '
-        'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}!',
+        'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}! '
+        'allocations:[@SubmissionModel] surplus:[int]',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int '
         'num_nodes:nodes depth:int total:@RunnerCapacity nodes:[capacity] sizes:[capacity] time_limit:str '
         'scheduler_config_id:int labels:[str] strict:bool',
@@ -11174,6 +11820,7 @@ MODELS = {
         'scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
         'status:str! workflow_id:int!',
+    'SecondsSpan': 'count:int! max_seconds:int! median_seconds:int! min_seconds:int!',
     'SetFileTimesRequest': 'files:{float?}! contents:[content]',
     'SetFileTimesResponse': 'count:int!',
     'SlurmJobCorrelationModel': 'job_id:int! job_name:str! slurm_job_id:str!',
@@ -11189,12 +11836,36 @@ MODELS = {
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
+    'ScheduledAction': 'action_id:int! count:ordinal',
+    'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
+    'SubmissionModel': 'id:int! scheduler:@SlurmSchedulerModel! needs:object! settings:object! '
+        'database_id:str! is_new:bool!',
+    'SubmissionReport': 'submitter:str! submitted:[@SubmissionEnd]!',
+    'SubmissionReportResponse': 'surplus:[int]!',
+    'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
+        'scheduler_config_id:int count:ordinal ended:[str]',
+    'SubmissionResponse': 'allocations:[@SubmissionModel]! submitters:[str]! idle_actions:[int]!',
     'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int '
         'status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
     'UserDataModel': 'data:any id:int is_ephemeral:bool name:name! workflow_id:int!',
     'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:@GroupRole! user_name:name!',
     'VersionResponse': 'api_version:str! git_hash:str version:str!',
+    'WaitingAction': 'action_id:int! action_type:str! executed:bool! num_allocations:int reason:str! '
+        'required_triggers:int! scheduler_name:str trigger_count:int! trigger_type:str!',
+    'WaitingAllocation': 'allocation_id:int! gres:str mem:str num_cpus:int num_gpus:int num_jobs:int! '
+        'num_nodes:int num_runners:int! partition:str remaining_seconds:int scheduler_config_id:int '
+        'scheduler_name:str slurm_job_id:int! status:str! walltime:str',
+    'WaitingExplanation': 'actions:[@WaitingAction]! allocations:[@WaitingAllocation]! '
+        'explanation:@WorkflowExplanation! ready:[@WaitingJobs]! runners:[@WaitingRunner]! '
+        'status:@WorkflowStatusResponse!',
+    'WaitingJobs': 'code:str! count:int! job_id:int! job_name:str! labels:[str]! lacks:[@WaitingLack]! '
+        'memory_bytes:int! num_cpus:int! num_gpus:int! num_nodes:int! priority:int! reason:str! '
+        'runtime_seconds:int! scheduler_config_id:int',
+    'WaitingLack': 'has:str! name:str! needs:str!',
+    'WaitingRunner': 'compute_node_id:int! compute_node_type:str! hostname:str! '
+        'labels:[str]! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int! num_nodes:int! '
+        'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
@@ -11626,6 +12297,8 @@ ROUTES = (
     route_to('PUT', 'cancel', cancel_workflow, '@WorkflowModel'),
     route_to('GET', 'status', get_workflow_status, '@WorkflowStatusResponse'),
     route_to('GET', 'explanation', explain_workflow, '@WorkflowExplanation', query='limit:int'),
+    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation'),
+    route_to('GET', 'diagnosis', diagnose_workflow, '@DiagnosisResponse'),
     route_to('GET', '/workflow_statuses', list_workflow_statuses, '@WorkflowStatusesResponse',
              query='ids:[int]!'),
     route_to('GET', 'is_complete', is_workflow_complete, '@IsCompleteResponse'),
@@ -11729,6 +12402,9 @@ ROUTES = (
     *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
                   'scheduler_id:int scheduler_config_id:int status:str'),
+    route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
+    route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
+             body='SubmissionReport'),
 
     route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
     route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
@@ -11792,6 +12468,17 @@ OPEN_OPERATIONS = frozenset((
     'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth'))
 # First parameter of a path -> table of what it names; row_id: the route's resource.
 TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}
+
+
+# Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
+# tells of them or their jobs, and the start of another.
+ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
+                           'reset_job_status', 'reset_status', 'status'))
+
+
+def is_about_runners(path: str) -> bool:
+    """Whether dead runners are to be noticed before a request to this path is answered."""
+    return path.rpartition('/')[2] in ABOUT_RUNNERS
 
 
 def body_limit(path: str) -> int:
@@ -12295,7 +12982,7 @@ def pid_exists(pid: int) -> bool:
     """Whether a process has this number."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):     # no system has a number that large
         return False
     except PermissionError:     # another user's
         pass
@@ -12305,10 +12992,10 @@ def pid_exists(pid: int) -> bool:
 def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
     """Whether a runner exists; None: unknown here. `identity` is its BOOT_ID/START_TICKS/PID_NAMESPACE."""
     boot_id, start_ticks, namespace = (identity.split('/') + ['', ''])[:3]
-    if not start_ticks.isdigit():
+    if not start_ticks.isdecimal():     # for int() a digit such as ² is none
         return None
     lives = process_lives({'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks),
-                           'pid_namespace': int(namespace) if namespace.isdigit() else None})
+                           'pid_namespace': int(namespace) if namespace.isdecimal() else None})
     if lives:       # a number alone proves nothing: it may be another process's by now
         return True if int(start_ticks) else None
     # Another user's process may be hidden (proc(5), hidepid); without descriptors no file can be opened.
@@ -14855,6 +15542,14 @@ def tend(service: Service) -> bool:
     return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
 
+def notice_dead_runners(service: Service) -> None:
+    """Take back, at once, the jobs of runners that are known to be dead: those of this host."""
+    host = socket.gethostname()
+    if service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1 AND hostname = ?', (host,)):
+        with service.transaction():
+            release_lost_nodes(service.context(), node_lives, host)
+
+
 class Responder:
     """Carries out requests on a store: all of a turn in one transaction. Knows no connection."""
 
@@ -14959,6 +15654,7 @@ class Server:
         self.complete = []                      # type: List[Tuple[Connection, Request]]  # for the next turn
         self.backlog = Backlog()                # the same, whose answers may be long
         self.is_held_up = False                 # ... and are not to be made until more is sent
+        self.is_asked = False                   # a request of this turn is about the runners at work
         self.put_off = []                       # type: List[Callable[[], Any]]  # signal_calls to be made
         self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # by further signals
         self.has_grown = False                  # by a large request or answer, or many rows
@@ -15055,6 +15751,9 @@ class Server:
         self.traffic.begin_turn()
         for key, mask in ready:
             key.data(mask)
+        if self.is_asked and self.long.has_store:   # who asks need not wait for a tick to see who was killed
+            self.is_asked = False
+            self.work(notice_dead_runners)
         self.long.begin()
         if self.complete or self.backlog:
             self.answer_complete()
@@ -15120,17 +15819,24 @@ class Server:
 
     def on_tick(self, now: float) -> None:
         """Run the periodic work of the service."""
+        goes_on = self.work(self.run_tick)
+        self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
+
+    def run_tick(self, service: Service) -> bool:
+        """The periodic work, in a transaction."""
+        with service.transaction():
+            return self.tick(service)
+
+    def work(self, act: Callable[[Service], Any]) -> Any:
+        """Do something with the service that nobody has asked for. Its answer; True if it failed."""
         try:
-            with self.service.transaction():
-                goes_on = self.tick(self.service)
+            return act(self.service)
         except (sqlite3.Error, TorcError) as error:     # a full disk
             self.store.check_in_place()
             self.responder.report_failure(0, error)
-            goes_on = True
         except Exception:  # border: one time; the server goes on, and tries again
             log.exception('the look for lost nodes failed')
-            goes_on = True
-        self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
+        return True
 
     def on_wake(self, mask: int) -> None:
         """A signal came, a thread has done its work, or stop() was called."""
@@ -15208,6 +15914,7 @@ class Server:
 
     def queue(self, connection: Connection, request: Request) -> None:
         """A request is complete: it waits for its turn, and nothing more is read."""
+        self.is_asked = self.is_asked or is_about_runners(request.head.path)
         connection.state = WAITING
         connection.deadline = math.inf
         connection.asked_at = time.monotonic()
@@ -16675,6 +17382,9 @@ class Client(Connector, Operations):
         """Carry out an operation on our own store."""
         store, context = service.store, service.context(user_name())
         failure = None      # of the verb: what it has asked to be stored all the same is committed
+        if is_about_runners(route.path):
+            with contextlib.suppress(sqlite3.Error):    # what cannot be stored stays as it is
+                notice_dead_runners(service)
         try:
             with store.reading() if route.method == 'GET' else store.transaction():
                 try:
@@ -19009,9 +19719,10 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     return {**dict.fromkeys(removed), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}
 
 
-def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S) -> Reply:
+def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
+              variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
     """Call a program of Slurm and wait for its reply: for commands, never in a runner."""
-    environment = {**os.environ, **query_variables()}
+    environment = {**os.environ, **(query_variables() if variables is None else variables)}
     given = {name: value for name, value in environment.items() if value is not None}
     try:
         done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -19044,6 +19755,7 @@ def explain_reply(reply: Reply) -> str:
 
 SLURM_SIZE = re.compile(r'([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([KMGTPE]?)[Bcn]?\Z', re.IGNORECASE)
 SLURM_CPU_TIME = re.compile(r'(?:([0-9]+)-)?(?:([0-9]+):)?([0-9]+):([0-9]+(?:\.[0-9]*)?)\Z')
+SLURM_NUMBER = re.compile(r'[0-9]{1,18}\Z')     # str.isdigit() takes superscripts, too
 SLURM_INSTANT = re.compile(r'[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\Z')
 MAX_LISTED_NODES = 100000       # of one list: a range is a few characters
 
@@ -19071,8 +19783,8 @@ def parse_slurm_cpu_time(text: str) -> Optional[float]:
 def parse_slurm_instant(text: str) -> Optional[float]:
     """A point in time, seconds since the epoch or local time -> seconds; None for 'Unknown', 'N/A'."""
     text = text.strip()
-    if text.isdigit():
-        return float(text) if int(text) <= MAX_INTEGER else None
+    if SLURM_NUMBER.match(text):
+        return float(text)
     if not SLURM_INSTANT.match(text):
         return None
     try:
@@ -19103,7 +19815,7 @@ def expand_node_word(word: str) -> Iterator[str]:
     for part in inner.split(','):
         first, dash, last = part.strip().partition('-')
         numbers = [first]   # what is no range of numbers stays as it is
-        if dash and first.isdigit() and last.isdigit():
+        if dash and SLURM_NUMBER.match(first) and SLURM_NUMBER.match(last):
             numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
         for number in numbers:
             yield from expand_node_word(before + number + after)
@@ -19179,6 +19891,119 @@ def parse_slurm_state(text: str) -> str:
     found = [name for name in SLURM_STATES if name == word]
     found = found or [name for name in SLURM_STATES if word != words[0].upper() and name.startswith(word)]
     return found[0] if len(found) == 1 else ''
+
+
+# -------- the queue --------
+
+
+class SlurmReason(Row):
+    """Why a job of Slurm has not started (squeue(1), JOB REASON CODES)."""
+    is_final: bool      # it will not start unless somebody changes something
+    meaning: str
+
+
+SLURM_REASONS = {
+    'None':                SlurmReason(False, 'Slurm has not looked at it yet'),
+    'Priority':            SlurmReason(False, 'jobs of higher priority come first'),
+    'Resources':           SlurmReason(False, 'it is the next for the nodes that it needs, which are busy'),
+    'BeginTime':           SlurmReason(False, 'its begin time has not come, as for minutes after a requeue'),
+    'Dependency':          SlurmReason(False, 'another job must end first'),
+    'JobArrayTaskLimit':   SlurmReason(False, 'its array runs as many tasks as it may'),
+    'Licenses':            SlurmReason(False, 'the licenses that it needs are in use'),
+    'NodeDown':            SlurmReason(False, 'a node that it needs is down'),
+    'ReqNodeNotAvail':     SlurmReason(False, 'a node that it needs is down, drained or reserved'),
+    'Reservation':         SlurmReason(False, 'its reservation has not begun'),
+    'PartitionDown':       SlurmReason(False, 'its partition is down'),
+    'PartitionInactive':   SlurmReason(False, 'its partition starts no jobs'),
+    'Prolog':              SlurmReason(False, 'its nodes are being prepared'),
+    'Cleaning':            SlurmReason(False, 'its last run is being cleaned up'),
+    'SystemFailure':       SlurmReason(False, 'Slurm, a file system or the network failed'),
+    'JobHeldUser':         SlurmReason(True, 'it is held: `scontrol release JOB`'),
+    'JobHeldAdmin':        SlurmReason(True, 'an administrator holds it'),
+    'JobHoldMaxRequeue':   SlurmReason(True, 'it is held: it was requeued too often'),
+    'launch failed requeued held': SlurmReason(True, 'it is held: it could not be started on its nodes'),
+    'DependencyNeverSatisfied':    SlurmReason(True, 'the job that it waits for has not ended as it should'),
+    'PartitionNodeLimit':  SlurmReason(True, 'its partition has, or allows, fewer nodes'),
+    'PartitionTimeLimit':  SlurmReason(True, 'its partition allows less time'),
+    'PartitionConfig':     SlurmReason(True, 'its partition does not allow what it asks for'),
+    'BadConstraints':      SlurmReason(True, 'no node can ever have what it asks for'),
+    'AccountNotAllowed':   SlurmReason(True, 'its account may not use its partition'),
+    'InvalidAccount':      SlurmReason(True, 'its account is not valid'),
+    'InvalidQOS':          SlurmReason(True, 'its quality of service is not valid'),
+    'QOSNotAllowed':       SlurmReason(True, 'its account or partition may not use its quality of service'),
+    'AssociationTimeLimit':        SlurmReason(True, 'its account or user is allowed less time'),
+    'QOSTimeLimit':        SlurmReason(True, 'its quality of service allows less time'),
+}
+LIMIT_REASON = SlurmReason(False, 'its user, account or quality of service uses all that it may')
+LIMIT_REASONS = ('Assoc', 'QOS', 'MaxCpuPerAccount', 'MaxMemPerAccount', 'MaxGRESPerAccount')
+QUEUE_AGE_S = 60.0      # for so long squeue's answer is used again, by all commands of the user on this host
+QUEUE_FORMAT = '%i|%T|%V|%S|%e|%P|%r'   # id, state, submission, start, end, partition, reason
+
+
+def find_slurm_reason(text: str) -> Optional[SlurmReason]:
+    """'ReqNodeNotAvail, UnavailableNodes:node3' -> its row of SLURM_REASONS; None for an unknown one."""
+    word = text.strip(' ()').partition(',')[0]
+    found = SLURM_REASONS.get(word)
+    return found or (LIMIT_REASON if word.startswith(LIMIT_REASONS) else None)
+
+
+class QueuedJob(Row):
+    """One of the user's jobs, as squeue lists it. Times are seconds since the epoch, None where unknown."""
+    state: str                      # of SLURM_STATES
+    submitted_at: Optional[float]
+    starts_at: Optional[float]      # started, or is expected to start
+    ends_at: Optional[float]
+    partition: str
+    reason: str
+
+
+class Queue(Row):
+    """All of the user's jobs in Slurm's queue, by their ids."""
+    jobs: Dict[str, QueuedJob]
+    asked_at: Optional[float]       # None: never
+    error: str                      # why that is not known; ''
+
+
+def queue_cache_path() -> str:
+    """Where squeue's last answer is kept: for each cluster, and each squeue, a file."""
+    cluster = '\0'.join((os.environ.get('SLURM_CONF', ''), slurm_program('squeue'), socket.gethostname()))
+    name = hashlib.sha256(cluster.encode('utf-8', 'surrogateescape')).hexdigest()[:16]
+    return os.path.join(state_directory(), 'slurm', f'queue-{name}')
+
+
+def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply]]:
+    """(when squeue was asked, its answer) if that was lately; None if not, or if it cannot be read."""
+    try:
+        with os.fdopen(open_private(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
+            asked_at, code, out, err = json.load(file)
+        return (asked_at, Reply(code, out, err)) if 0 <= now - asked_at < QUEUE_AGE_S else None
+    except (OSError, Denied, ValueError, TypeError):
+        return None
+
+
+def ask_queue(now: float) -> Queue:
+    """The user's jobs from one squeue, not more than once a minute: what others need of the controller."""
+    if not has_slurm_program('squeue'):
+        return Queue({}, None, f'there is no {slurm_program("squeue")} on this machine')
+    path = queue_cache_path()
+    cached = read_cached_reply(path, now)
+    if cached is None:
+        cached = now, ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        # Without a place for it, the next command asks again.
+        with contextlib.suppress(OSError, Denied):
+            make_private_directory(os.path.dirname(path))
+            write_atomically(path, json.dumps([now, *cached[1]]).encode())
+    asked_at, reply = cached
+    if reply.code != 0:
+        return Queue({}, asked_at, f'squeue failed: {explain_reply(reply)}')
+    return Queue({row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}, asked_at, '')
+
+
+def read_queue_row(row: Sequence[str]) -> QueuedJob:
+    """One line of squeue in QUEUE_FORMAT."""
+    _, state, submitted, start, end, partition, reason = row
+    return QueuedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
+                     parse_slurm_instant(end), partition, reason)
 
 
 # ======== 14a. Partitions: what a cluster has, built in, configured, or asked for ========
@@ -20231,8 +21056,596 @@ def mark_numbers(value: Any) -> Any:
 
 # ======== 14c. Submission: sbatch scripts, and how they become allocations ========
 #
-# The record of an allocation exists before sbatch(1) runs, and its comment names the record: a reply that is
-# lost is found again, and nothing is submitted twice.
+# The record of an allocation exists before sbatch(1) runs: it is the intent to submit it, held by whoever is
+# doing so. The job's comment names the record. Invariants:
+#
+# * sbatch runs again for a record only when squeue(1) has answered, and no job names the record: an ambiguous
+#   failure, such as a time-out, or a submitter that was killed, may have left a job behind.
+# * A refusal ("Invalid account") is final: the record goes, and the user is shown Slurm's words.
+# * A script holds no secret: a token goes as the path of its file, a password through the environment.
+# * No text from a workflow becomes a second option, or a second directive.
+#
+# Submitter does no input or output, so that a command may wait for programs, and a runner never does.
+
+SBATCH_TRIES = 6
+SBATCH_PAUSE_S = 10.0       # after a failure that passes; an ambiguous one may take effect late
+# A command may take so long for its first allocation; and a minute more for each further one.
+SUBMISSION_LEASE_S = 1200.0
+LOOK_PAUSE_S = 60.0         # between two looks into the queue: never more than one squeue a minute
+# What a runner, and the srun processes of its steps, take of an allocation's memory.
+RUNNER_MEMORY_BYTES, STEP_MEMORY_BYTES = 256 << 20, 10 << 20
+STARTUP_WINDOWS = ((1, 0), (10, 10), (100, 60))     # runners, seconds within which so many start
+# Errors of sbatch that pass, and may have come after the job was taken (slurm_errno.c, 20.11 to 25.05).
+PASSING_ERRORS = Expression(
+    'Unable to contact slurm controller|timed out|Zero Bytes were transmitted|temporarily unavailable|'
+    'temporarily unable|Connection re|connect failure|connection failure|Transport endpoint|not responding|'
+    'Unexpected message received|Unable to resolve|Header lengths|Protocol authentication|standby|try again',
+    re.IGNORECASE)
+SUBMITTED = Expression(r'(?:Submitted batch job )?([0-9]+)(?:(?:;| on cluster )([\w.-]+))?\s*\Z')
+# A word that sbatch takes as it is, whatever reads it: without blanks, quotes, or the begin of a comment.
+DIRECTIVE_VALUE = Expression(r'''(?!-[^0-9])[^\s"'\\#\x00-\x1f\x7f]+\Z''')
+DIRECTIVE_NAME = Expression(r'[a-z][a-z0-9-]*\Z')
+JOB_PREFIX = Expression(r'(?!-)[A-Za-z0-9_.+-]*\Z')
+# Options with which an allocation would not be one job that runs its script.
+UNSUITABLE_OPTIONS = frozenset(('array', 'a', 'wrap', 'test-only', 'wait', 'W', 'help', 'h', 'usage',
+                                'version', 'V', 'uid', 'gid'))
+MEMORY_OPTIONS = frozenset(('mem', 'mem-per-cpu', 'mem-per-gpu'))
+CPU_OPTIONS = frozenset(('cpus-per-task', 'c', 'ntasks', 'n', 'ntasks-per-node', 'exclusive', 'cpus-per-gpu',
+                         'cores-per-socket', 'ntasks-per-socket', 'ntasks-per-core', 'mincpus'))
+ENDED_JOB = Expression('Invalid job id|already complet')     # what scancel says of jobs that are gone
+GPU_VARIABLES = ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'GPU_DEVICE_ORDINAL',
+                 'ZE_AFFINITY_MASK')
+
+
+def submission_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
+    """Variables for sbatch, which hands its environment on to the job; None removes one.
+
+    Inside a job, what that job got goes too, GPUs as well: a runner submits the next allocation.
+    """
+    removed = [name for name in environment if SLURM_SETTINGS.match(name) and name not in KEPT_SETTINGS]
+    if 'SLURM_JOB_ID' in environment:
+        removed += [name for name in GPU_VARIABLES if name in environment]
+    return dict.fromkeys(removed)
+
+
+def startup_window_s(num_runners: int) -> int:
+    """Within so many seconds the runners of one submission start, so that they do not ask all at once."""
+    if num_runners <= 1:
+        return 0
+    if num_runners <= 10:
+        return num_runners
+    return min(60, 10 + (num_runners - 10) * 50 // 90)
+
+
+# -------- what is asked for --------
+
+class Site(Row):
+    """What a partition gives to a job that does not say what it needs; 0: unknown."""
+    gives_whole_nodes: bool = False
+    has_default_memory: bool = True     # a job that asks for none does not get all
+    num_cpus: int = 0                   # of a node
+    memory_bytes: int = 0
+
+
+SITE_QUESTIONS = (('scontrol', '-o', 'show', 'partition'), ('scontrol', 'show', 'config'))
+
+
+def parse_site(partitions: str, config: str, partition: Optional[str]) -> Site:
+    """The Site of a partition, or of the default one, from the answers to SITE_QUESTIONS.
+
+    A partition that sets no default memory has that of the cluster (slurm.conf(5), DefMemPerCPU).
+    """
+    for line in partitions.splitlines():
+        cells = dict(word.split('=', 1) for word in line.split() if '=' in word)
+        if cells.get('PartitionName') == partition if partition else cells.get('Default') == 'YES':
+            words = [cells.get(name, '') for name in ('DefMemPerNode', 'DefMemPerCPU')]
+            words += re.findall(r'^DefMemPer(?:Node|CPU)\s*=\s*(\S+)', config, re.MULTILINE)
+            num_nodes, num_cpus = (int(cells[name]) if cells.get(name, '').isdigit() else 0
+                                   for name in ('TotalNodes', 'TotalCPUs'))
+            memory = re.search(r'\bmem=([0-9.]+[KMGTP]?)', cells.get('TRES', ''))
+            memory_bytes = memory and parse_slurm_memory(memory.group(1)) or 0
+            return Site(cells.get('OverSubscribe', '').startswith('EXCLUSIVE'),
+                        any(word not in ('', 'UNLIMITED', '0') for word in words) or not config,
+                        num_cpus // max(1, num_nodes), memory_bytes // max(1, num_nodes))
+    return Site()
+
+
+class AllocationNeeds(Row):
+    """What the largest of an allocation's jobs needs on each of its nodes, and how many jobs there are."""
+    num_cpus: int = 1
+    memory_bytes: int = 0
+    num_jobs: int = 1
+
+
+def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, site: Site, given: Set[str],
+                     num_allocations: int) -> Dict[str, str]:
+    """CPUs and memory of an allocation, as options of sbatch, where the scheduler does not say them.
+
+    A shared node gives one CPU and little memory to who asks for nothing. Where whole nodes are given, only
+    memory must be asked for, and not even that where a job gets all of it.
+    """
+    has_memory = bool(scheduler.get('mem')) or any(name in given for name in MEMORY_OPTIONS)
+    has_cpus = bool(scheduler.get('ntasks_per_node')) or any(name in given for name in CPU_OPTIONS)
+    if site.gives_whole_nodes or 'exclusive' in given:
+        return {'mem': '0'} if site.has_default_memory and not has_memory else {}
+    nodes = max(1, scheduler.get('nodes') or 1)
+    rooms = [math.ceil(needs.num_jobs / (nodes * max(1, num_allocations)))]
+    if site.num_cpus:
+        rooms.append(site.num_cpus // needs.num_cpus)
+    memory_bytes = parse_requested_memory(scheduler['mem']) if scheduler.get('mem') else site.memory_bytes
+    job_bytes = needs.memory_bytes + STEP_MEMORY_BYTES
+    if memory_bytes:
+        rooms.append((memory_bytes - RUNNER_MEMORY_BYTES) // job_bytes)
+    at_once = max(1, min(rooms))
+    found = {}
+    if not has_cpus:
+        found.update({'ntasks-per-node': '1', 'cpus-per-task': str(needs.num_cpus * at_once)})
+    if not has_memory:
+        wanted_bytes = RUNNER_MEMORY_BYTES + at_once * job_bytes
+        wanted_bytes = min(wanted_bytes, site.memory_bytes or wanted_bytes)
+        found['mem'] = f'{math.ceil(wanted_bytes / 1024 ** 2)}M'
+    return found
+
+
+# -------- the script --------
+
+class Caller(Row):
+    """How a script starts a runner of this workflow."""
+    python: str
+    program: str                # the pinned copy
+    server: str                 # URL, or path of the database
+    token_file: str = ''
+    ca_file: str = ''
+    is_insecure: bool = False
+
+
+class Submission(Row):
+    """An allocation that is to be submitted."""
+    id: int                     # of its record
+    workflow: Dict[str, Any]
+    scheduler: Dict[str, Any]
+    settings: Dict[str, Any]    # SUBMISSION_SETTINGS
+    needs: AllocationNeeds
+    database_id: str
+    is_new: bool                # no job can name its record yet
+
+
+SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the record
+    'directory': 'working directory', 'output_dir': 'output directory', 'poll_interval': 'seconds',
+    'claim_backoff_max_secs': 'seconds', 'max_parallel_jobs': 'jobs at a time',
+    'start_one_worker_per_node': 'a runner on each node', 'prefix': 'begin of the name of the Slurm job',
+    'num_allocations': 'submitted together', 'keeps_script': 'the script stays'}
+
+
+def submission_name(submission: Submission) -> str:
+    """Name of an allocation's script, and of its Slurm job unless it belongs to a chain."""
+    return f"{submission.settings.get('prefix') or ''}wf{submission.workflow['id']}_a{submission.id}"
+
+
+def submission_tag(submission: Submission) -> str:
+    """The comment of an allocation's Slurm job: it is of no other record, nor of another database's."""
+    return f"torc:{submission.database_id[:12]}:{submission.workflow['id']}:{submission.id}"
+
+
+def record_of_comment(text: str) -> Optional[int]:
+    """The record that a Slurm job's comment names, or None."""
+    match = re.match(r'torc:[0-9a-f]+:[0-9]+:([0-9]+)\Z', text)
+    return int(match.group(1)) if match else None
+
+
+def job_name_of(submission: Submission) -> str:
+    """Name of the Slurm job. Those of a chain share it: --dependency=singleton goes by name and user."""
+    scheduler = submission.scheduler
+    if scheduler.get('serialize_allocations'):
+        return f"torc-wf{submission.workflow['id']}-sched{scheduler['id']}"
+    return submission_name(submission)
+
+
+def check_directive(name: str, value: Any, where: str) -> str:
+    """The value of an option as text. Refused if sbatch could take it for more than one value."""
+    text = str(value)
+    if not DIRECTIVE_VALUE.match(text):
+        raise Refused(printable(f'{where}: {name} {text!r} cannot be given to sbatch: it is empty, begins '
+                                'with a dash, or holds a blank, quote, backslash, # or control character'))
+    return text
+
+
+def check_option(name: str, where: str) -> str:
+    """The name of a long option of sbatch. Refused if it is none, or would make something else of the job."""
+    option = name.lower().replace('_', '-')
+    if not DIRECTIVE_NAME.match(option):
+        raise Refused(printable(f'{where}: {name!r} is not a long option of sbatch, such as mail-user'))
+    if option in UNSUITABLE_OPTIONS:
+        raise Refused(f'{where}: --{option} does not go with an allocation: remove it')
+    return option
+
+
+def options_of_extra(extra: str, where: str) -> Set[str]:
+    """Names of the options in a scheduler's `extra`. Refused if it is more than one line of options."""
+    if not extra.isprintable():
+        raise Refused(printable(f'{where}: extra {extra!r} must be one line of options'))
+    try:
+        words = shlex.split(extra)
+    except ValueError as error:
+        raise Refused(printable(f'{where}: extra {extra!r} cannot be read: {error}')) from None
+    if words and not words[0].startswith('-'):
+        raise Refused(printable(f'{where}: extra {extra!r} must begin with an option, such as --exclusive'))
+    names = set()
+    for word in words:
+        if word.startswith('--'):
+            names.add(word[2:].partition('=')[0])
+        elif word.startswith('-'):
+            names.add(word[1:2])
+    for name in sorted(names & UNSUITABLE_OPTIONS):
+        raise Refused(f"{where}: extra: {'--' if name[1:] else '-'}{name} does not go with an allocation: "
+                      'remove it')
+    return names
+
+
+def default_options(workflow: Dict[str, Any]) -> Dict[str, Any]:
+    """Options from a workflow's slurm_defaults: text or True; False for one that is not to be written."""
+    found = {}
+    for name, value in (workflow.get('slurm_defaults') or {}).items():
+        option = check_option(name, 'slurm_defaults')
+        if isinstance(value, bool):
+            found[option] = value
+        elif isinstance(value, (str, int, float)):
+            found[option] = check_directive(option, value, 'slurm_defaults')
+    return found
+
+
+def scheduler_options(scheduler: Dict[str, Any]) -> Dict[str, str]:
+    """Options from the fields of a scheduler, in the order of the script."""
+    where = f"scheduler {scheduler.get('name') or scheduler.get('id')}"
+    try:
+        walltime = format_walltime(parse_walltime(scheduler['walltime']))
+    except ValueError as error:
+        raise Refused(printable(f'{where}: walltime {error}')) from None
+    values = {'account': scheduler['account'], 'partition': scheduler.get('partition'),
+              'qos': scheduler.get('qos'), 'time': walltime, 'nodes': scheduler.get('nodes') or 1,
+              'ntasks-per-node': scheduler.get('ntasks_per_node'), 'mem': scheduler.get('mem'),
+              'gres': scheduler.get('gres'), 'tmp': scheduler.get('tmp')}
+    return {name: check_directive(name, value, where) for name, value in values.items()
+            if value not in (None, '')}
+
+
+DIRECTIVE_ORDER = ('job-name', 'comment', 'account', 'partition', 'qos', 'time', 'nodes', 'ntasks-per-node',
+                   'cpus-per-task', 'mem', 'gres', 'tmp', 'dependency', 'requeue', 'no-requeue', 'open-mode',
+                   'chdir', 'output', 'error')
+
+
+def batch_options(submission: Submission, site: Site) -> Dict[str, Any]:
+    """All options of an allocation, in the order of its script: text, or True for a switch.
+
+    Fields of the scheduler beat slurm_defaults, and these beat what is generated; False there leaves an
+    option out.
+    """
+    settings, scheduler = submission.settings, submission.scheduler
+    defaults, own = default_options(submission.workflow), scheduler_options(scheduler)
+    extra = options_of_extra(scheduler.get('extra') or '', f"scheduler {scheduler.get('name')}")
+    output = os.path.join(settings['output_dir'].replace('%', '%%'),
+                          f"slurm_output_wf{submission.workflow['id']}_sl%j")
+    generated = {'job-name': job_name_of(submission), 'comment': submission_tag(submission),
+                 'open-mode': 'append', 'chdir': quote_directive(settings['directory']),
+                 'output': quote_directive(output + '.o'), 'error': quote_directive(output + '.e')}
+    if not {'requeue', 'no-requeue'} & {*defaults, *extra}:
+        generated['requeue'] = True     # else the cluster's JobRequeue decides what a lost node means
+    if scheduler.get('serialize_allocations'):
+        generated['dependency'] = 'singleton'
+    generated.update(resource_options(scheduler, submission.needs, site, {*defaults, *own, *extra},
+                                      settings.get('num_allocations') or 1))
+    merged = {**generated, **defaults, **own}
+    if 'dependency' in generated:
+        merged['dependency'] = 'singleton'
+    places = {name: index for index, name in enumerate(DIRECTIVE_ORDER)}
+    ordered = sorted(merged, key=lambda name: (places.get(name, len(places)), name))
+    return {name: merged[name] for name in ordered if defaults.get(name) is not False}
+
+
+def quote_directive(path: str) -> str:
+    """A path as a value of a #SBATCH line, which knows quotes as a shell does (sbatch/opt.c, 20.11).
+
+    Slurm takes a backslash in a name for an escape of its own. Refused if it holds one, or a line's end.
+    """
+    if '\\' in path or any(ord(character) < 32 or ord(character) == 127 for character in path):
+        raise Refused(printable(f'the path {path!r} cannot be given to Slurm: it holds a backslash or a '
+                                'control character; use another output directory'))
+    if DIRECTIVE_VALUE.match(path):
+        return path
+    if '"' not in path:
+        return f'"{path}"'
+    if "'" not in path:
+        return f"'{path}'"
+    raise Refused(printable(f'the path {path!r} cannot be given to Slurm: it holds both kinds of quotes; '
+                            'use another output directory'))
+
+
+def runner_words(submission: Submission, caller: Caller) -> List[str]:
+    """The command line of the runner that an allocation starts."""
+    settings, config = submission.settings, submission.workflow.get('execution_config') or {}
+    each_node = bool(settings.get('start_one_worker_per_node'))
+    num_runners = 1 if submission.scheduler.get('serialize_allocations') else \
+        settings.get('num_allocations') or 1
+    num_runners *= (submission.scheduler.get('nodes') or 1) if each_node else 1
+    window_s = 0 if config.get('staggered_start') is False else startup_window_s(num_runners)
+    options = [('--scheduled-compute-node', submission.id),
+               ('--poll-interval', f"{settings.get('poll_interval') or DEFAULT_POLL_INTERVAL_S:g}"),
+               ('--max-parallel-jobs', settings.get('max_parallel_jobs')),
+               ('--claim-backoff-max-secs', settings.get('claim_backoff_max_secs')),
+               ('--tls-ca-cert', caller.ca_file), ('--startup-delay-seconds', window_s)]
+    words = [word for name, value in options if value for word in (name, str(value))]
+    words += ['--tls-insecure'] if caller.is_insecure else []
+    return [caller.server, str(submission.workflow['id']), settings['output_dir'], *words,
+            *(['--is-subtask'] if each_node else [])]
+
+
+def each_node_words(workflow: Dict[str, Any]) -> str:
+    """srun that starts a runner on each node, as a line of shell.
+
+    A site's WaitTime must not end the others when one retires, nor one that fails. It overlaps: the steps of
+    jobs need the same CPUs. Its size is given: the job's --ntasks-per-node would be inherited.
+    """
+    mpi = (workflow.get('execution_config') or {}).get('srun_mpi')
+    words = ['srun', '--overlap', '--wait=0', '--kill-on-bad-exit=0']
+    words += [shlex.quote(f"--mpi={check_directive('srun_mpi', mpi, 'execution_config')}")] if mpi else []
+    return ' '.join(words) + (' --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" '
+                              '--ntasks-per-node=1 --cpu-bind=none --input=none')
+
+
+def format_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
+    """The script that is given to sbatch. Refused for what cannot be written into one."""
+    settings, workflow = submission.settings, submission.workflow
+    if settings.get('start_one_worker_per_node') \
+            and (workflow.get('execution_config') or {}).get('mode') != 'direct':
+        raise Refused('start_one_worker_per_node needs mode direct in execution_config')
+    options = batch_options(submission, site)
+    lines = ['#!/bin/bash']
+    lines += [f'#SBATCH --{name}' + ('' if value is True else f'={value}') for name, value in options.items()]
+    extra = (submission.scheduler.get('extra') or '').strip()
+    lines += [f'#SBATCH {extra}'] if extra else []
+    lines += ['', f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}.",
+              '# They clash with the --mem of its steps.', 'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU']
+    if caller.token_file:
+        lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
+    program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
+    if settings.get('start_one_worker_per_node'):
+        program = f'{each_node_words(workflow)} \\\n    {program}'
+    # exec: a signal for the batch shell, and the one before the end of the time, must reach the runner.
+    words = runner_words(submission, caller)
+    lines.append(f"exec {program} \\\n    {' '.join(map(shlex.quote, words))}")
+    return ''.join(f'{line}\n' for line in lines)
+
+
+# -------- sbatch, and what its replies mean --------
+
+def parse_submission(text: str) -> Optional[Tuple[int, str]]:
+    """Slurm's id of a job and its cluster, '' for the usual one, from what sbatch printed; None without one.
+
+    With --parsable it is `id` or `id;cluster`; a site's plugins may print lines before it.
+    """
+    found = [match for match in map(SUBMITTED.match, map(str.strip, text.splitlines())) if match]
+    return (int(found[-1].group(1)), found[-1].group(2) or '') if found else None
+
+
+class OwnJob(Row):
+    """A job in the queue, or one that has just left it."""
+    id: int
+    state: str
+    name: str
+    comment: str
+
+
+def find_own_jobs_argv() -> List[str]:
+    """squeue for all own jobs, also those that have ended a short time ago (MinJobAge)."""
+    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', '%i|%T|%j|%k')
+
+
+def parse_own_jobs(text: str) -> List[OwnJob]:
+    """What find_own_jobs_argv() asks for."""
+    return [OwnJob(int(number), parse_slurm_state(state), name, comment)
+            for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
+
+
+def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str) -> Optional[OwnJob]:
+    """The job of a record: by its comment, or by its name where a site has put another comment there."""
+    jobs = list(jobs)
+    found = [job for job in jobs if job.comment == tag]
+    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')]
+    return found[-1] if found else None
+
+
+class SlurmCall(Row):
+    """A program of Slurm that is to be called."""
+    argv: List[str]
+    limit_s: float
+    variables: Dict[str, Optional[str]]
+
+
+class Underway:
+    """One allocation on its way to Slurm."""
+    __slots__ = ('submission', 'script', 'needs_look', 'tries')
+
+    def __init__(self, submission: Submission, script: str) -> None:
+        self.submission = submission
+        self.script = script                            # path
+        self.needs_look = not submission.is_new         # a job may name its record
+        self.tries = 0
+
+
+class Submitter:
+    """Brings allocations to Slurm, one call after the other: which is next, and what its reply means.
+
+    Whoever owns it performs `next_call` when it is `due`, hands the reply to `on_reply`, and takes `ends`:
+    rows for the server, of what was submitted or refused. What is in `lost` stays as it is: Slurm could not
+    be asked whether it has the job.
+    """
+
+    def __init__(self, pause_s: float = SBATCH_PAUSE_S, look_pause_s: float = LOOK_PAUSE_S,
+                 tries: int = SBATCH_TRIES) -> None:
+        self.pause_s = pause_s
+        self.look_pause_s = look_pause_s
+        self.tries = tries
+        self.waiting = []           # type: List[Underway]
+        self.current = None         # type: Optional[Underway]  # its sbatch runs
+        self.is_looking = False     # squeue runs
+        self.look_at = 0.0          # not before
+        self.failed_looks = 0
+        self.message = ''           # of the last failure that passes
+        self.ends = []              # type: List[Dict[str, Any]]
+        self.lost = []              # type: List[Submission]
+
+    def add(self, submission: Submission, script: str) -> None:
+        """Submit an allocation; its script is there."""
+        self.waiting.append(Underway(submission, script))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self.waiting or self.current)
+
+    def due(self) -> float:
+        """When next_call has something to call; infinite while a call is out, or there is nothing."""
+        if self.current or self.is_looking or not self.waiting:
+            return math.inf
+        return 0.0 if any(not item.needs_look for item in self.waiting) else self.look_at
+
+    def next_call(self, now: float) -> Optional[SlurmCall]:
+        """The program to call now, if any."""
+        if self.due() > now:
+            return None
+        ready = [item for item in self.waiting if not item.needs_look]
+        if ready:
+            self.current = ready[0]
+            self.waiting.remove(self.current)
+            self.current.tries += 1
+            argv = slurm_argv('sbatch', '--parsable', self.current.script)
+            return SlurmCall(argv, SLURM_QUERY_S, submission_variables())
+        self.is_looking = True
+        return SlurmCall(find_own_jobs_argv(), SLURM_QUERY_S, query_variables())
+
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """What the last call has answered."""
+        if self.is_looking:
+            self.is_looking, self.look_at = False, now + self.look_pause_s
+            if reply.code:
+                self.on_failed_look(explain_reply(reply))
+            else:
+                self.on_jobs(parse_own_jobs(reply.out))
+            return
+        item, self.current = self.current, None
+        found = parse_submission(reply.out) if reply.code == 0 else None
+        if found is not None:
+            self.end(item, *found)
+        elif reply.code in (0, REPLY_TIMED_OUT) or reply.code > 128 or PASSING_ERRORS.search(reply.err):
+            self.message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
+            item.needs_look = True
+            self.look_at = max(self.look_at, now + self.pause_s)
+            self.waiting.append(item)
+        else:
+            self.refuse(item, explain_reply(reply))
+
+    def on_failed_look(self, message: str) -> None:
+        """Without an answer nothing may be submitted again: try some times, then leave the records alone."""
+        self.failed_looks += 1
+        if self.failed_looks >= self.tries:
+            self.message = message
+            self.lost += [item.submission for item in self.waiting if item.needs_look]
+            self.waiting = [item for item in self.waiting if not item.needs_look]
+            self.failed_looks = 0
+
+    def on_jobs(self, jobs: List[OwnJob]) -> None:
+        """The queue, as it is: submit what is not in it."""
+        self.failed_looks = 0
+        for item in [item for item in self.waiting if item.needs_look]:
+            found = find_submitted(jobs, submission_tag(item.submission), submission_name(item.submission))
+            if found is not None:
+                self.waiting.remove(item)
+                self.end(item, found.id, '')
+            elif item.tries >= self.tries:
+                self.waiting.remove(item)
+                self.refuse(item, f'{self.message} ({item.tries} tries)')
+            else:
+                item.needs_look = False
+
+    def refuse(self, item: Underway, message: str) -> None:
+        """Slurm does not take it; nor would it take the others of the same scheduler."""
+        self.ends.append({'id': item.submission.id, 'message': message})
+        for other in list(self.waiting):
+            if other.submission.scheduler['id'] == item.submission.scheduler['id'] and not other.needs_look:
+                self.waiting.remove(other)
+                self.ends.append({'id': other.submission.id, 'message': message})
+
+    def end(self, item: Underway, number: int, cluster: str) -> None:
+        """It is in the queue."""
+        self.ends.append({'id': item.submission.id, 'slurm_job_id': number, 'cluster': cluster})
+
+
+def read_submissions(workflow: Dict[str, Any], answer: Dict[str, Any]) -> List[Submission]:
+    """What the server has handed out to be submitted (`allocations` of its answer)."""
+    return [Submission(row['id'], workflow, row['scheduler'], row['settings'],
+                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'])
+            for row in answer.get('allocations') or ()]
+
+
+def write_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
+    """Put an allocation's script into its output directory; its path. Refused, OSError."""
+    path = os.path.join(submission.settings['output_dir'], submission_name(submission) + '.sh')
+    write_atomically(path, os.fsencode(format_batch_script(submission, site, caller)), 0o700)
+    return path
+
+
+def pin_program(output_dir: str) -> str:
+    """Keep a compiled copy of this very file in an output directory; the path of its launcher. OSError.
+
+    An upgrade, or another version in the user's PATH, must not change what a queued allocation runs.
+    """
+    source = os.path.abspath(globals().get('__file__') or '')
+    with open(source, 'rb') as file:
+        mark = hashlib.sha256(file.read())
+    mark.update(f'{sys.executable} {sys.implementation.cache_tag}'.encode('utf-8', 'surrogateescape'))
+    made = installation_of(os.path.join(output_dir, f'torc-{mark.hexdigest()[:12]}'))
+    if not (os.path.isfile(made.launcher) and os.path.isfile(made.module) and compiled_modules(made)):
+        write_installation(made)
+    return made.launcher
+
+
+# -------- cancellation --------
+
+def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], List[str]]:
+    """Cancel what a workflow has in the queue, or running, with one scancel. The Slurm jobs, and errors.
+
+    Rows are marked once Slurm has answered: after an error the same command does it again.
+    """
+    rows = [row for row in list_items(client, 'list_scheduled_compute_nodes', workflow_id=workflow_id)
+            if row['scheduler_type'] == 'slurm' and row['status'] in ('pending', 'active')]
+    unknown = [row for row in rows if not row['scheduler_id']]
+    numbers = [row['scheduler_id'] for row in rows if row['scheduler_id']]
+    if unknown:     # their submitter was killed, or is at it: it will find them canceled
+        reply = ask_slurm(find_own_jobs_argv())
+        if reply.code:
+            return [], [f'squeue: {explain_reply(reply)}']
+        own = {record_of_comment(job.comment): job for job in parse_own_jobs(reply.out)
+               if job.comment.startswith(f"torc:{client.call('get_database')['id'][:12]}:{workflow_id}:")}
+        numbers += [own[row['id']].id for row in unknown if row['id'] in own]
+    if numbers:
+        reply = ask_slurm(slurm_argv('scancel', *numbers))
+        lines = [line for line in reply.err.splitlines() if line.strip()]
+        if reply.code and not (lines and all(ENDED_JOB.search(line) for line in lines)):
+            return [], [f'scancel: {explain_reply(reply)}']
+    for row in rows:
+        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+    return numbers, []
+
+
+# -------- who calls --------
+
+def caller_of(client: Client, output_dir: str) -> Caller:
+    """How scripts reach what a client uses: a URL that was named, or the database, whoever serves it then."""
+    server = client.named_url or os.path.abspath(client.database)
+    token_file = os.path.abspath(client.token_file) if client.named_url and client.token_file else ''
+    ca_file = os.path.abspath(client.tls.ca_file) if client.named_url and client.tls.ca_file else ''
+    return Caller(sys.executable, pin_program(output_dir), server, token_file, ca_file,
+                  bool(client.named_url and client.tls.is_insecure))
 
 
 # ======== 14d. Slurm steps: srun's command line, and what the end of a step means ========
@@ -20241,10 +21654,184 @@ def mark_numbers(value: Any) -> Any:
 # said, and the state in the accounting decide together.
 
 
+def step_name(context: Any, attempt: Any) -> str:
+    """What the step of an attempt (16) is called: by it squeue and sacct tell it from others."""
+    return f'wf{context.workflow_id}_j{attempt.id}_r{context.run_id}_a{attempt.attempt_id}'
+
+
 # ======== 14e. Accounting: what sstat and sacct say of steps ========
 #
 # Pure functions from their output to the fields of results and of slurm_stats. A figure that is zero or
 # missing was mostly not gathered: it never replaces one that is known.
+
+STEP_FORMAT = '%i|%j'               # of squeue --steps
+SSTAT_FORMAT = 'JobID,AveCPU,MaxRSS'
+# The fields of the page "Slurm Job Step Monitoring", in its order, and what else is asked for behind them.
+SACCT_FORMAT = 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State,ExitCode'
+MIN_SACCT_FIELDS = 7
+
+
+class StepSample(Row):
+    """What sstat says of a step that runs. None: it does not know."""
+    cpu_s: Optional[float]
+    memory_bytes: Optional[int]
+
+
+class StepRecord(Row):
+    """What sacct says of a step; None: nothing. Six columns of slurm_stats, and how it ended."""
+    max_rss_bytes: Optional[int] = None
+    max_vm_size_bytes: Optional[int] = None
+    max_disk_read_bytes: Optional[int] = None
+    max_disk_write_bytes: Optional[int] = None
+    ave_cpu_seconds: Optional[float] = None
+    node_list: Optional[str] = None
+    state: Optional[str] = None         # a name of SLURM_STATES
+    exit_code: Optional[str] = None     # '7:0', code and signal, as sacct prints it: less 128 from 128 on
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the step is over, as far as the accounting knows."""
+        return self.state in SLURM_STATES and SLURM_STATES[self.state].is_ended
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether anything was measured; zeros are figures too."""
+        return self.max_rss_bytes is not None or self.ave_cpu_seconds is not None
+
+
+STATS_FIELDS = StepRecord._fields[:6]
+
+
+def step_number(step_id: str) -> str:
+    """'13.2', '26_5.2', '13+0.2' -> '2', which names the step within its job; '' for '13', '13.batch'."""
+    number = step_id.rpartition('.')[2]
+    return number if '.' in step_id and SLURM_NUMBER.match(number) else ''
+
+
+def read_step_numbers(text: str) -> Dict[str, str]:
+    """Output of squeue in STEP_FORMAT -> name of a step -> its number. Of several with a name the last."""
+    rows = [(name, step_number(step_id)) for step_id, name in read_slurm_rows(text, 2)]
+    return {name: number for name, number in rows if number}
+
+
+def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, StepSample]:
+    """Output of sstat for the steps with these numbers -> number -> figures.
+
+    Of a single step the output may also be without its id: '00:01:30|2048576K'.
+    """
+    samples = {}
+    for cells in (line.split('|') for line in text.splitlines()):
+        if len(cells) == 2 and len(numbers) == 1:
+            cells = ['.' + next(iter(numbers)), *cells]
+        number = step_number(cells[0].strip())
+        if len(cells) >= 3 and number in numbers:
+            samples[number] = StepSample(parse_slurm_cpu_time(cells[1]), parse_slurm_memory(cells[2]))
+    return {number: sample for number, sample in samples.items() if sample != (None, None)}
+
+
+def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
+    """Output of sacct in SACCT_FORMAT -> name of a step -> what it says, for these names.
+
+    They are compared here, since --name meant the job's name in some versions. Of several steps with a name
+    the last one counts: sacct prints them in their order, those of a requeued job's earlier runs (-D) first.
+    """
+    records = {}
+    for line in text.splitlines():
+        if line.partition('|')[0].strip() not in names:     # most, in a job of many short steps
+            continue
+        cells = [cell.strip() for cell in line.split('|')]
+        if len(cells) < MIN_SACCT_FIELDS:
+            continue
+        state, exit_code = (cells[MIN_SACCT_FIELDS:] + ['', ''])[:2]
+        sizes = map(parse_slurm_memory, cells[1:5])
+        records[cells[0]] = StepRecord(*sizes, parse_slurm_cpu_time(cells[5]), cells[6] or None,
+                                       parse_slurm_state(state) or None, exit_code or None)
+    return records
+
+
+JOB_FORMAT = 'JobID,JobName,State,ExitCode,ElapsedRaw,MaxRSS,TotalCPU,NNodes,NodeList'
+MAX_LISTED_JOBS = 5000      # in a command line, of which Linux allows 128 kB a word
+
+
+class JobAccount(Row):
+    """A row of sacct about an allocation, or a step of it."""
+    job_id: str
+    step: str                   # 'batch', '0', ...; '' for the allocation itself
+    name: str
+    state: str                  # as sacct prints it
+    exit_code: str
+    elapsed_s: float
+    max_rss_bytes: Optional[int]
+    cpu_s: Optional[float]      # used by all its processes
+    num_nodes: Optional[int]
+    node_list: str
+
+
+def job_accounts_argv(job_ids: Sequence[str], since: float) -> List[str]:
+    """A call of sacct for allocations: all their runs (-D), but not of jobs that had these numbers before."""
+    start = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))
+    return slurm_argv('sacct', '-j', ','.join(job_ids), '-S', start, '-D', '--format', JOB_FORMAT, '-P', '-n')
+
+
+def read_job_accounts(text: str) -> List[JobAccount]:
+    """Output of sacct in JOB_FORMAT. The name of a job may hold any character, also our separator."""
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split('|')]
+        job_id, _, step = cells[0].partition('.')
+        if len(cells) < 9 or not job_id[:1].isdigit():
+            continue
+        state, exit_code, elapsed, size, cpu, nodes, node_list = cells[-7:]
+        found.append(JobAccount(
+            job_id, step, '|'.join(cells[1:-7]), state, exit_code,
+            float(elapsed) if SLURM_NUMBER.match(elapsed) else 0.0, parse_slurm_memory(size),
+            parse_slurm_cpu_time(cpu), int(nodes) if SLURM_NUMBER.match(nodes) else None, node_list))
+    return found
+
+
+def is_accounting_off(reply: Reply) -> bool:
+    """Whether sacct will never know anything here: there is none, or it stores nothing."""
+    return reply.code == COMMAND_NOT_FOUND or reply.code != 0 and 'storage is disabled' in reply.err
+
+
+class StepUsage:
+    """Figures of a step that runs, from sample to sample of sstat."""
+    cpu_s = None                # type: Optional[float]  # of the last sample: since the step's start
+    cpu_at = 0.0                # monotonic; when that was
+    used_s = measured_s = 0.0   # CPU time, and time, between the first sample and the last
+    peak_cpu_percent = 0.0
+    peak_memory_bytes = total_memory_bytes = num_samples = 0
+
+    def add(self, now: float, sample: StepSample) -> Optional[float]:
+        """Take a sample in. CPU percent since the last one; None for the first: it has nothing before it."""
+        if sample.memory_bytes is not None:
+            self.peak_memory_bytes = max(self.peak_memory_bytes, sample.memory_bytes)
+            self.total_memory_bytes += sample.memory_bytes
+            self.num_samples += 1
+        if sample.cpu_s is None:
+            return None
+        before_s, elapsed_s = self.cpu_s, now - self.cpu_at
+        self.cpu_s, self.cpu_at = sample.cpu_s, now
+        if before_s is None or elapsed_s <= 0:
+            return None
+        used_s = max(0.0, sample.cpu_s - before_s)
+        percent = used_s / elapsed_s * 100
+        if percent > MAX_CPU_PERCENT:
+            return None
+        self.used_s, self.measured_s = self.used_s + used_s, self.measured_s + elapsed_s
+        self.peak_cpu_percent = max(self.peak_cpu_percent, percent)
+        return percent
+
+    def fields(self) -> Dict[str, Any]:
+        """Fields of a result; what is unknown is left out."""
+        fields = {}     # type: Dict[str, Any]
+        if self.num_samples:
+            fields = {'peak_memory_bytes': self.peak_memory_bytes,
+                      'avg_memory_bytes': self.total_memory_bytes // self.num_samples}
+        if self.measured_s:
+            fields.update(peak_cpu_percent=self.peak_cpu_percent,
+                          avg_cpu_percent=self.used_s / self.measured_s * 100)
+        return fields
 
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
@@ -20482,7 +22069,7 @@ class Attempt:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
     __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'state', 'grant', 'stdout', 'stderr',
                  'deletes_stdio', 'process', 'stopped_for', 'stopped_by', 'end', 'completion', 'reason',
-                 'usage', 'streams')
+                 'usage', 'streams', 'account')
 
     def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]] = ()) -> None:
         self.id = job['id']             # type: int
@@ -20504,6 +22091,7 @@ class Attempt:
         self.reason = ''                # of a failure, or what is to be known of its output
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
         self.streams = []               # type: List[Any]  # a CappedStream for each file, if they are capped
+        self.account = None             # type: Any  # what Slurm knows of it, if it is a step: a StepAccount
 
     @property
     def key(self) -> Tuple[int, int]:
@@ -21265,6 +22853,7 @@ class NodeContext:
         self.log = log
         self.progress = progress
         self.cap = None         # type: Optional[OutputCap]
+        self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
 
@@ -21360,6 +22949,7 @@ class ServerLink:
         self.returned = []          # type: List[Sequence[int]]
         self.action_results = []    # type: List[Dict[str, Any]]
         self.contents = []          # type: List[List[Any]]
+        self.accounting = []        # type: List[Dict[str, Any]]  # rows of slurm_stats
         self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.state = 'online'
@@ -21392,7 +22982,7 @@ class ServerLink:
     def has_updates(self) -> bool:
         """Whether there is something to send, or a request is still out."""
         return bool(self.pending or self.started or self.returned or self.action_results or self.contents
-                    or self.attempts.by_state['reported'])
+                    or self.accounting or self.attempts.by_state['reported'])
 
     @property
     def has_lease(self) -> bool:
@@ -21568,7 +23158,8 @@ class ServerLink:
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
         self.sent = {'started': self.started[:], 'returned': self.returned[:],
-                     'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS]}
+                     'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS],
+                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
@@ -21596,7 +23187,7 @@ class ServerLink:
         wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children())
         if wait_s is not None:
             self.poll_at = time.monotonic() + wait_s
-        if self.attempts.by_state['reported'] or self.contents:     # more than one request carries
+        if self.attempts.by_state['reported'] or self.contents or self.accounting:  # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
 
     def on_answer(self, answer: Dict[str, Any]) -> None:
@@ -22596,14 +24187,585 @@ class Monitor:
 
 # ======== 16f. Runner's accounting: sstat while steps run, sacct when they have ended ========
 #
-# A part of a runner (see 16c). One squeue names all new steps, one sstat samples all, one sacct reads all
-# that have ended. None is waited for.
+# A part of a runner (see 16c). One squeue numbers all new steps, one sstat samples all, one sacct reads all
+# that have ended. None is waited for. However many steps there are, there is at most
+#
+# * a round of STEP_TRIES squeues, STEP_PAUSE_S apart, when steps have begun, and mostly the first one has all
+#   numbers; while steps keep beginning a round each sample;
+# * an sstat each sample;
+# * a sacct each SACCT_PAUSE_S while the end of a job cannot be judged without it, else each SACCT_BATCH_S.
+#
+# A program that takes long is asked less often. What a controller or an accounting that is down does not say
+# is missing in the results, and nothing else happens.
+
+STEP_TRIES = 5
+STEP_PAUSE_S = 0.2
+ROUND_GAP_S = 1.0           # between two rounds of these; doubled while steps keep beginning
+STEP_QUERY_S = 30.0         # limit of squeue and sstat
+MAX_NAMED_STEPS = 5000      # in a command line, of which Linux allows 128 kB a word
+SACCT_TRIES = 6
+SACCT_PAUSE_S = 5.0
+SACCT_FIRST_S = 1.0         # after the end of a step: before, slurmdbd(8) hardly has its record
+SACCT_BATCH_S = 30.0        # so long ends that nobody waits for are gathered
+SACCT_QUERY_S = 30.0
+SACCT_AWAY_S = 60.0         # between two calls once SACCT_TRIES have failed
+LAST_SACCT_S = 2.0          # before the runner must be gone it waits for no record any more
+PATIENCE = 10               # a program is left alone so many times as long as it took
+
+
+class StepAccount:
+    """What is known of the step of an attempt."""
+    __slots__ = ('name', 'number', 'usage', 'ended_at', 'tries', 'record', 'is_awaited', 'is_over')
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.number = ''            # within the job, once squeue has said it
+        self.usage = StepUsage()
+        self.ended_at = math.inf    # monotonic
+        self.tries = 0              # answers of sacct since then
+        self.record = None          # type: Optional[StepRecord]  # the last one
+        self.is_awaited = False     # a judgement waits for its state
+        self.is_over = False        # nothing more is asked, and its row is on the way
+
+
+class StepSampler:
+    """Numbers of steps, by squeue, and what they use, by sstat."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.settings = monitor_settings(context.workflow)
+        self.running = {}           # type: Dict[Attempt, StepAccount]
+        self.unnumbered = {}        # type: Dict[Attempt, StepAccount]  # ... of which the number is not known
+        self.is_asking = self.is_sampling = False
+        self.tries = 0              # left of the current round of questions
+        self.round_at = -math.inf   # monotonic, as all that follow; when it began
+        self.ask_at = math.inf
+        self.sample_at = math.inf
+        self.round_gap_s = 0.0      # between this round and the next
+        self.must_sample = False    # as soon as nothing is asked
+        self.on_sample = bool       # type: Callable[..., Any]  # gets attempt, time, CPU percent, bytes, 1
+
+    def add(self, attempt: Attempt) -> None:
+        """A step was started."""
+        self.running[attempt] = self.unnumbered[attempt] = attempt.account
+        now = time.monotonic()
+        if self.ask_at == math.inf and not self.is_asking:
+            self.plan_round(now)
+        if self.sample_at == math.inf:
+            self.sample_at = now + self.settings.interval_s
+
+    def plan_round(self, now: float) -> None:
+        """Ask for numbers soon; the more often steps begin, the longer they wait for it."""
+        is_rare = now - self.round_at > self.settings.interval_s
+        self.round_gap_s = ROUND_GAP_S if is_rare else min(2 * self.round_gap_s, self.settings.interval_s)
+        self.round_at = now if is_rare else max(now, self.round_at + self.round_gap_s)
+        self.tries, self.ask_at = STEP_TRIES, self.round_at + STEP_PAUSE_S
+
+    def drop(self, attempt: Attempt) -> None:
+        """It has ended."""
+        self.running.pop(attempt, None)
+        self.unnumbered.pop(attempt, None)
+        if not self.running:
+            self.ask_at = self.sample_at = math.inf
+
+    def due(self) -> float:
+        """The next question."""
+        return min(math.inf if self.is_asking else self.ask_at, self.sample_at)
+
+    def act(self, now: float) -> None:
+        """Ask what is to be asked: numbers first, since new steps are to be sampled, too."""
+        if now >= self.sample_at:
+            self.sample_at, self.must_sample = now + self.settings.interval_s, self.settings.jobs
+            if self.unnumbered:
+                self.ask_at = now
+        if now >= self.ask_at and not self.is_asking:
+            self.ask_numbers(now)
+        if self.must_sample and not (self.is_asking or self.is_sampling):
+            self.must_sample = False
+            self.ask_samples(now)
+
+    def query(self, argv: List[str], on_reply: Callable[[Reply], Any]) -> None:
+        """Ask, and log at the debug level what goes wrong: mostly a step has just ended."""
+        def on_end(reply: Reply) -> None:
+            if reply.code or reply.err:
+                self.context.log.write(f'{argv[0]}: {explain_reply(reply)}', 'debug')
+            on_reply(reply)
+        self.launcher.query(argv, STEP_QUERY_S, on_end, query_variables())
+
+    # ---- numbers ----
+
+    def ask_numbers(self, now: float) -> None:
+        """One squeue for all steps."""
+        self.is_asking, self.ask_at = True, math.inf
+        argv = slurm_argv('squeue', '--steps', '-j', self.context.allocation.job_id, '-o', STEP_FORMAT,
+                          '--noheader')
+        self.query(argv, functools.partial(self.on_numbers, now, list(self.unnumbered)))
+
+    def on_numbers(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
+        """Take numbers in; ask again if one is missing of those that were there."""
+        self.is_asking, now = False, time.monotonic()
+        numbers = read_step_numbers(reply.out)
+        for attempt, step in list(self.unnumbered.items()):
+            if step.name in numbers:
+                step.number = numbers[step.name]
+                del self.unnumbered[attempt]
+        self.tries = max(0, self.tries - 1)
+        if self.tries and any(attempt in self.unnumbered for attempt in asked):
+            self.ask_at = now + max(STEP_PAUSE_S, PATIENCE * (now - asked_at))
+        elif not self.unnumbered.keys() <= set(asked):     # what began meanwhile
+            self.plan_round(now)
+
+    # ---- samples ----
+
+    def ask_samples(self, now: float) -> None:
+        """One sstat for all steps whose numbers are known."""
+        asked = {step.number: attempt for attempt, step in self.running.items() if step.number}
+        if not asked:
+            return
+        self.is_sampling, job_id = True, self.context.allocation.job_id
+        which = ['-j', ','.join(f'{job_id}.{number}' for number in asked)]
+        if len(asked) > MAX_NAMED_STEPS:
+            which = ['-j', job_id, '--allsteps']
+        argv = slurm_argv('sstat', *which, '--format', SSTAT_FORMAT, '-P', '-n')
+        self.query(argv, functools.partial(self.on_samples, now, asked))
+
+    def on_samples(self, asked_at: float, asked: Dict[str, Attempt], reply: Reply) -> None:
+        """Take samples in. All count for the same moment."""
+        now, at, self.is_sampling = time.monotonic(), int(time.time()), False
+        if self.sample_at != math.inf:
+            self.sample_at = max(self.sample_at, now + PATIENCE * (now - asked_at))
+        for number, sample in read_step_samples(reply.out, set(asked)).items():
+            attempt = asked[number]
+            percent = attempt.account.usage.add(now, sample) if attempt in self.running else None
+            if percent is not None and self.settings.has_job_series:
+                self.on_sample(attempt.id, attempt.name, (at, percent, sample.memory_bytes or 0, 1))
+
+
+class StepRecords:
+    """What sacct says of steps that have ended, for judgements and for slurm_stats."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.link = link
+        self.open = {}              # type: Dict[Attempt, StepAccount]  # still asked for
+        self.leaving = lambda: ''   # type: Callable[[], str]  # why this runner leaves
+        self.is_last = False        # it leaves: only what is open is waited for, and not for long
+        self.is_asking = False
+        self.is_off = False         # there is no accounting here
+        self.failures = 0           # calls in a row
+        self.not_before = -math.inf     # monotonic, as all that follow; the pause after a call
+        self.ask_at = math.inf
+        self.ended_at = -math.inf   # the last end
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no answer is to be expected soon."""
+        return self.is_off or self.failures >= SACCT_TRIES
+
+    def add(self, attempt: Attempt) -> None:
+        """A step has ended."""
+        attempt.account.ended_at = self.ended_at = time.monotonic()
+        self.open[attempt] = attempt.account
+        self.ask_at = min(self.ask_at, self.ended_at + SACCT_BATCH_S)
+        if self.is_off:
+            self.close([attempt])
+
+    def state_of(self, step: StepAccount) -> Optional[StepRecord]:
+        """The record of a step as soon as it says how it ended, or nothing more is expected; else None."""
+        if step.record is not None and step.record.has_ended:
+            return step.record
+        if step.is_over or self.is_away or step.tries >= SACCT_TRIES:
+            return step.record or StepRecord()
+        if not step.is_awaited:
+            step.is_awaited = True
+            self.ask_at = min(self.ask_at, step.ended_at + SACCT_FIRST_S)
+        return None
+
+    def due(self) -> float:
+        """The next question, or the end of all waiting."""
+        if not self.open:
+            return math.inf
+        asks_at = math.inf if self.is_asking else max(self.ask_at, self.not_before)
+        return min(asks_at, self.give_up_at()) if self.is_last else asks_at
+
+    def give_up_at(self) -> float:
+        """When a runner that leaves waits no longer."""
+        window_s = SACCT_FIRST_S + SACCT_TRIES * SACCT_PAUSE_S
+        if self.leaving() in SIGNAL_REASONS:
+            window_s = min(window_s, LAST_REPORT_S)
+        return min(self.ended_at + window_s, self.link.end - LAST_SACCT_S)
+
+    def act(self, now: float) -> None:
+        """Ask what is to be asked; give up what is asked in vain."""
+        if self.leaving() and not self.is_last:
+            self.is_last, self.not_before = True, -math.inf     # one call more than the pauses allow
+        if not self.open:
+            return
+        if self.is_last:
+            self.ask_at = min(self.ask_at, self.ended_at + SACCT_FIRST_S)
+        if self.is_last and (self.is_away or now >= self.give_up_at()):
+            self.close(list(self.open))
+        elif not self.is_asking and now >= max(self.ask_at, self.not_before):
+            self.ask(now)
+
+    def ask(self, now: float) -> None:
+        """One sacct for all steps that have ended."""
+        self.is_asking, self.ask_at = True, math.inf
+        argv = slurm_argv('sacct', '-j', self.context.allocation.job_id, '--format', SACCT_FORMAT, '-P', '-n')
+        on_reply = functools.partial(self.on_reply, now, list(self.open))
+        self.launcher.query(argv, SACCT_QUERY_S, on_reply, query_variables())
+
+    def on_reply(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
+        """Take records in, and plan the next call for what is missing."""
+        now, self.is_asking = time.monotonic(), False
+        self.note_failure(reply)
+        pause_s = SACCT_AWAY_S if self.is_away else SACCT_PAUSE_S
+        self.not_before = now + (pause_s if self.is_last else max(pause_s, PATIENCE * (now - asked_at)))
+        steps = {attempt: self.open[attempt] for attempt in asked if attempt in self.open}
+        records = {}    # type: Dict[str, StepRecord]
+        if reply.code == 0:
+            records = read_step_records(reply.out, {step.name for step in steps.values()})
+        for step in steps.values():
+            step.tries += 1
+            step.record = records.get(step.name) or step.record
+        self.close([attempt for attempt, step in steps.items() if self.is_done(step)])
+        for step in self.open.values():
+            is_urgent = step.is_awaited and not (step.record and step.record.has_ended)
+            self.ask_at = min(self.ask_at, now + (SACCT_PAUSE_S if is_urgent else SACCT_BATCH_S))
+
+    def is_done(self, step: StepAccount) -> bool:
+        """Whether asking again is useless. The figures may come later than the state, but a runner that
+        leaves does not wait for them: steps of less than a second mostly have none."""
+        record = step.record or StepRecord()
+        is_known = record.has_ended or record.state is None and record.has_figures
+        return self.is_off or step.tries >= SACCT_TRIES or is_known and (record.has_figures or self.is_last)
+
+    def note_failure(self, reply: Reply) -> None:
+        """Say once that figures will be missing, and why."""
+        self.failures = self.failures + 1 if reply.code else 0
+        if is_accounting_off(reply):
+            self.is_off = True
+            self.context.say_once('Slurm keeps no accounts of steps here, so that results have only what was '
+                                  f'sampled: {explain_reply(reply)}')
+        elif reply.code:
+            self.context.say_once('the accounting of Slurm does not answer, so that figures of results may '
+                                  f'be missing: {explain_reply(reply)}')
+
+    def close(self, attempts: Sequence[Attempt]) -> None:
+        """Send rows of these to the server, also of what nothing is known."""
+        for attempt in attempts:
+            step = self.open.pop(attempt)
+            step.is_over = True
+            row = {'job_id': attempt.id, 'attempt_id': attempt.attempt_id,
+                   'slurm_job_id': self.context.allocation.job_id}
+            row.update(zip(STATS_FIELDS, step.record or ()))
+            self.link.accounting.append({key: cell for key, cell in row.items() if cell is not None})
+        if attempts:
+            self.link.report_soon(0)
+
+
+class Accounting:
+    """What Slurm measures of steps, while they run and afterwards: for results, and for judgements."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink) -> None:
+        self.context = context
+        self.sampler = StepSampler(context, launcher)
+        self.records = StepRecords(context, launcher, link)
+
+    def add(self, attempt: Attempt) -> None:
+        """The step of an attempt was started."""
+        attempt.account = StepAccount(step_name(self.context, attempt))
+        self.sampler.add(attempt)
+
+    def drop(self, attempt: Attempt) -> None:
+        """There was no step, and will be none: nothing is to be known of it."""
+        self.sampler.drop(attempt)
+
+    def ended(self, attempt: Attempt) -> None:
+        """Its step has ended."""
+        self.sampler.drop(attempt)
+        self.records.add(attempt)
+
+    def step_id_of(self, attempt: Attempt) -> str:
+        """Its step as scancel wants it, '1234.5'; '' while that is not known."""
+        step = attempt.account
+        return f'{self.context.allocation.job_id}.{step.number}' if step and step.number else ''
+
+    def state_of(self, attempt: Attempt) -> Optional[StepRecord]:
+        """What sacct says of its end: None for "later", and a StepRecord without anything for "never"."""
+        return self.records.state_of(attempt.account)
+
+    def usage_of(self, attempt: Attempt) -> Dict[str, Any]:
+        """Fields of its result, as sampled."""
+        return attempt.account.usage.fields()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the runner is to stay for records: it is not for longer than all tries take."""
+        return bool(self.records.open)
+
+    def due(self) -> float:
+        """The next question."""
+        return min(self.sampler.due(), self.records.due())
+
+    def act(self, now: float) -> None:
+        """Ask what is to be asked."""
+        self.sampler.act(now)
+        self.records.act(now)
 
 
 # ======== 16g. Runner's allocation: the runner inside a Slurm job ========
 #
 # Finds the record of its allocation, its nodes and its end, and follows changes of the end. Also what the
 # first runner of an allocation does for the others: the record's status, and queued allocations without work.
+
+FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
+COUNTS_BY_NODE = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
+SLURM_FACT = re.compile(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
+GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
+GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
+STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
+SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
+
+
+class Allocation:
+    """The Slurm job around a runner, as far as it is this runner's own. See find_allocation."""
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = job_id
+        self.cluster = ''
+        self.name = self.comment = ''   # of the Slurm job
+        self.node_names = []        # type: List[str]  # those that this runner works with
+        self.sizes = []             # type: List[NodeSize]  # ... and what it has of each
+        self.node_index = 0         # of this node among all of the Slurm job's: the first one does the chores
+        self.num_nodes = 1          # of the Slurm job
+        self.is_on_node = True      # False: on the login node, as in a shell of salloc(1)
+        self.is_subtask = False     # one runner of several in this job, or in a step: has this node alone
+        self.task_pid = os.getpid()
+        self.restart_count = 0
+        self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
+        self.record_id = None       # type: Optional[int]  # the scheduled_compute_node
+        self.scheduler_config_id = None     # type: Optional[int]
+
+    @property
+    def own_index(self) -> Optional[int]:
+        """Index of this node among node_names; None on a login node."""
+        if not self.is_on_node:
+            return None
+        return 0 if self.is_subtask else self.node_index
+
+    def scheduler(self) -> Dict[str, Any]:
+        """What the compute node says of it, with Torc's names."""
+        return {'type': 'slurm', 'scheduler_id': self.record_id, 'slurm_job_id': int(self.job_id),
+                'slurm_node_id': self.node_index, 'slurm_task_pid': self.task_pid,
+                'restart_count': self.restart_count}
+
+    def label(self, workflow_id: int) -> str:
+        """What the names of its files have in common."""
+        return f'wf{workflow_id}_sl{self.job_id}_n{self.node_index}_pid{self.task_pid}'
+
+
+def parse_node_counts(text: str) -> List[int]:
+    """'4(x2),2' -> [4, 4, 2]: SLURM_JOB_CPUS_PER_NODE, SLURM_STEP_TASKS_PER_NODE."""
+    matches = [COUNTS_BY_NODE.match(part.strip()) for part in text.split(',')]
+    counts = (itertools.repeat(int(match.group(1)), int(match.group(2) or 1)) for match in matches if match)
+    return list(itertools.islice(itertools.chain.from_iterable(counts), MAX_LISTED_NODES))
+
+
+def read_slurm_facts(line: str) -> Dict[str, str]:
+    """A line of `scontrol show -o` as a mapping. The first of a name counts."""
+    parts = SLURM_FACT.split(line)
+    facts = {}      # type: Dict[str, str]
+    for name, value in zip(parts[1::2], parts[2::2]):
+        facts.setdefault(name, value.strip())
+    return facts
+
+
+def find_job_line(text: str, job_id: str) -> str:
+    """The line of a job in `scontrol show job -o`: an id may name the other tasks of an array, too."""
+    lines = [line for line in text.splitlines() if re.match(f'JobId={job_id}\\b', line)]
+    running = [line for line in lines if ' JobState=RUNNING ' in line]
+    return (running or lines or [''])[0]
+
+
+def read_granted_sizes(line: str) -> Dict[str, NodeSize]:
+    """Node -> what a job has of it, from a line of `scontrol show job -d -o`. No memory: all there is."""
+    return {name: NodeSize(len(list(expand_node_word(f'[{cpus}]'))), int(memory) << 20, read_gpus(gres))
+            for nodes, cpus, memory, gres in GRANTED.findall(line) for name in expand_node_list(nodes)}
+
+
+def read_gpus(gres: str) -> Tuple[str, ...]:
+    """'gpu:a100:2(IDX:0-1),tmp:1' -> ('0', '1')."""
+    found = []      # type: List[str]
+    for count, indexes in GRANTED_GPUS.findall(gres):
+        found += expand_node_word(f'[{indexes}]') if indexes else map(str, range(int(count)))
+    return tuple(found)
+
+
+def parse_node_memory(text: str) -> Dict[str, int]:
+    """Node -> bytes that jobs may have in all, from `scontrol show node -o`."""
+    found = {}
+    for facts in map(read_slurm_facts, text.splitlines()):
+        with contextlib.suppress(KeyError, ValueError):
+            reserved_mb = int(facts.get('MemSpecLimit', 0))     # for the system
+            found[facts['NodeName']] = (int(facts['RealMemory']) - reserved_mb) << 20
+    return found
+
+
+def stated_sizes(environment: Any, num_nodes: int) -> List[NodeSize]:
+    """What the environment says that a job has of its nodes, which are all taken to be like this one.
+
+    SLURM_MEM_PER_NODE and the like stand there only if the job asked for so much, in megabytes; else, and
+    with 0, the memory is 0: all there is.
+    """
+    counts = parse_node_counts(environment.get('SLURM_JOB_CPUS_PER_NODE', ''))
+    counts += [counts[-1] if counts else 1] * (num_nodes - len(counts))
+    words = environment.get('SLURM_JOB_GPUS', '').split(',')
+    devices = tuple(word.strip() for word in words if word.strip())
+    number = environment.get('SLURM_GPUS_ON_NODE', '')
+    if not devices and number.isdigit():
+        devices = tuple(map(str, range(int(number))))
+    sizes = []
+    for count in counts[:num_nodes]:
+        units = {'NODE': 1, 'CPU': count, 'GPU': len(devices)}
+        stated = [(environment.get('SLURM_MEM_PER_' + name, ''), unit) for name, unit in units.items()]
+        memory_mb = next((int(text) * unit for text, unit in stated if text.isdigit()), 0)
+        sizes.append(NodeSize(count, memory_mb << 20, devices))
+    return sizes
+
+
+def read_slurm_step() -> str:
+    """The step that slurmstepd(8) has started us in, by its title: '12.0', '12.batch'; '' if it is hidden."""
+    for pid in find_ancestors(os.getpid()):
+        match = SLURMSTEPD.match(read_proc_text(f'/proc/{pid}/cmdline'))
+        if match:
+            return match.group(1).decode()
+    return ''
+
+
+def is_in_step(environment: Any, step: str) -> bool:
+    """Whether srun(1) has started us; the shells of batch scripts and of salloc(1) are no such steps.
+
+    `step`: what read_slurm_step says; variables of a step also come along with what is submitted from one.
+    """
+    number = step.partition('.')[2] or environment.get('SLURM_STEP_ID', '')
+    return number.isdigit() and int(number) < FIRST_SPECIAL_STEP
+
+
+class AllocationFinder:
+    """Finds out what the Slurm job around us is. `ask` calls a program of Slurm and gives its Reply."""
+
+    def __init__(self, ask: Callable[[List[str]], Reply], environment: Any, step: str,
+                 is_subtask: bool) -> None:
+        self.ask = ask
+        self.environment = environment
+        self.step = step                # what read_slurm_step says
+        self.is_subtask = is_subtask    # the script has started one runner on each node
+        self.notice = ''                # for the user
+
+    def find(self) -> Optional[Allocation]:
+        """The allocation, or None: there is none, or what the environment names is not ours (any more)."""
+        environment = self.environment
+        job_id = environment.get('SLURM_JOB_ID') or environment.get('SLURM_JOBID') or ''
+        if not job_id.isdigit():
+            return None
+        reply = self.ask(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
+        line = find_job_line(reply.out, job_id)
+        facts, found = read_slurm_facts(line), Allocation(job_id)
+        host = environment.get('SLURMD_NODENAME', '')
+        obstacle = self.find_obstacle(reply, facts, bool(host))
+        if obstacle:
+            self.notice = f'SLURM_JOB_ID is {job_id}, but {obstacle}: this runner works as if there were none'
+            return None
+        if not facts:
+            self.notice = f'Slurm cannot be asked about job {job_id}: {explain_reply(reply)}'
+        found.cluster = environment.get('SLURM_CLUSTER_NAME', '')
+        found.name, found.comment = facts.get('JobName', ''), facts.get('Comment', '')
+        count = facts.get('Restarts') or environment.get('SLURM_RESTART_COUNT', '')
+        found.restart_count = int(count) if count.isdigit() else 0
+        end_text = facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', '')
+        found.end_time = parse_slurm_instant(end_text)
+        pid = environment.get('SLURM_TASK_PID', '')
+        found.task_pid = int(pid) if pid.isdigit() else found.task_pid
+        self.find_nodes(found, line, host)
+        return found
+
+    @staticmethod
+    def find_obstacle(reply: Reply, facts: Dict[str, str], is_started_by_slurm: bool) -> str:
+        """Why a job is none that we may use; '' if it is, or nothing can be known."""
+        if is_unknown_job(reply) or reply.code == 0 and not facts:
+            return 'Slurm knows no such job (any more)'
+        state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
+        if state is not None and not state.is_live:
+            return f'that job {state.meaning}'
+        user = re.search(r'\(([0-9]+)\)', facts.get('UserId', ''))
+        # Inside a container, ids may be others.
+        if user and int(user.group(1)) != os.getuid() and not is_started_by_slurm:
+            return f"that job is another user's ({facts['UserId']})"
+        return ''
+
+    def find_nodes(self, found: Allocation, line: str, host: str) -> None:
+        """Set the nodes and their sizes."""
+        listed = read_slurm_facts(line).get('NodeList') or self.environment.get('SLURM_JOB_NODELIST', '')
+        names = expand_node_list(listed) or [host or socket.gethostname()]
+        granted, stated = read_granted_sizes(line), stated_sizes(self.environment, len(names))
+        sizes = [granted.get(name, size) for name, size in zip(names, stated)]
+        sizes = [size if size.memory_bytes else size._replace(memory_bytes=memory_bytes)
+                 for size, memory_bytes in zip(sizes, self.whole_memory(names, sizes))]
+        short = host.partition('.')[0]
+        places = [index for index, name in enumerate(names) if name in (host, short)]
+        found.is_on_node, found.num_nodes = bool(places), len(names)
+        found.node_index = places[0] if places else 0
+        found.node_names, found.sizes = names, sizes
+        in_step = is_in_step(self.environment, self.step)
+        if places and (self.is_subtask or in_step):
+            found.is_subtask, own = True, sizes[places[0]]
+            if not self.is_subtask:
+                own = self.own_share(found, own)
+            found.node_names, found.sizes = [names[places[0]]], [own]
+
+    def whole_memory(self, names: Sequence[str], sizes: Sequence[NodeSize]) -> List[int]:
+        """All memory of each node, where a job has all; asked of Slurm, else measured here."""
+        known = {}      # type: Dict[str, int]
+        if not all(size.memory_bytes for size in sizes):
+            reply = self.ask(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names)))
+            known = parse_node_memory(reply.out)
+        here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+        return [known.get(name, here) for name in names]
+
+    def own_share(self, found: Allocation, whole: NodeSize) -> NodeSize:
+        """What a step that a user has started by hand gives to each of its tasks on this node."""
+        environment = self.environment
+        reply = self.ask(slurm_argv('scontrol', 'show', 'step', '-o',
+                                    f"{found.job_id}.{environment['SLURM_STEP_ID']}"))
+        facts = read_slurm_facts(reply.out.strip())
+        tasks = parse_node_counts(environment.get('SLURM_STEP_TASKS_PER_NODE', ''))
+        places = expand_node_list(environment.get('SLURM_STEP_NODELIST', ''))
+        name = found.node_names[found.node_index]
+        num_tasks = dict(zip(places, tasks)).get(name, 1) or 1
+        on_node, nodes = environment.get('SLURM_CPUS_ON_NODE', ''), facts.get('Nodes', '')
+        num_cpus = int(on_node) if on_node.isdigit() else whole.num_cpus
+        memory = STEP_MEMORY.search(facts.get('TRES', ''))
+        step_bytes = parse_slurm_memory(memory.group(1)) if memory else None
+        if step_bytes and nodes.isdigit() and int(nodes):
+            memory_bytes = step_bytes // int(nodes) // num_tasks
+        else:
+            memory_bytes = whole.memory_bytes * num_cpus // max(1, whole.num_cpus) // num_tasks
+        self.limit_time(found, facts)
+        named = named_devices()
+        devices = whole.devices if named is None else tuple(named)
+        return NodeSize(max(1, num_cpus // num_tasks), min(memory_bytes, whole.memory_bytes), devices)
+
+    @staticmethod
+    def limit_time(found: Allocation, facts: Dict[str, str]) -> None:
+        """A step may end before its job."""
+        began = parse_slurm_instant(facts.get('StartTime', ''))
+        with contextlib.suppress(ValueError):       # UNLIMITED
+            limit_s = parse_walltime(facts.get('TimeLimit', ''))
+            if began is not None:
+                found.end_time = min(began + limit_s, found.end_time or math.inf)
 
 
 # ======== 16h. Runner's loop: turns, signals, and when to leave ========
@@ -22843,7 +25005,7 @@ class ExitRules:
         is_over = bool(limit_s) and idle_s >= limit_s
         if policy.is_too_late(self.shutdown.end - now):
             leave('deadline')
-            context.say(f'leaving: no job is started when less than {policy.min_time_s} s are left')
+            context.say('leaving: ' + WAIT_REASONS['late'].format(policy.min_time_s))
         elif self.watch.loss:
             if is_over:
                 leave('output')
@@ -22851,7 +25013,7 @@ class ExitRules:
                 context.say(f'leaving: {waited}, since {self.watch.loss}', 'warning')
         elif not (answer.get('claimable', True) or pending or ignores or is_persistent):
             leave('stuck')
-            context.say(f"leaving: of the jobs that are left ({answer['unfinished']}) none can run here")
+            context.say('leaving: ' + WAIT_REASONS['stuck'].format(answer['unfinished']))
         elif is_over and not pending:
             leave('idle')
             context.say(f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds). '
@@ -23454,8 +25616,12 @@ def explain_others(why: Dict[str, Any], counts: Dict[str, int], number: int,
     return lines
 
 
-def format_explanation(status: Dict[str, Any], style: Style, program: str) -> List[str]:
-    """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal."""
+def format_explanation(status: Dict[str, Any], style: Style, program: str,
+                       is_part: bool = False) -> List[str]:
+    """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal.
+
+    With `is_part` more is said elsewhere, of ready jobs.
+    """
     counts, number = status['jobs_by_status'], status['workflow_id']
     why = status.get('explanation')
     found = explain_failures(why['failures'][:FAILURES_SHOWN], counts, number, program) if why else []
@@ -23463,7 +25629,7 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str) -> Li
         found += explain_others(why, counts, number, program)
     for job in why.get('remarks', ())[:REMARKS_SHOWN] if why else ():   # older servers have none
         found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
-    if counts['ready'] and not status['is_canceled'] and not status['active_compute_nodes']:
+    if counts['ready'] and not (is_part or status['is_canceled'] or status['active_compute_nodes']):
         found.append(('ready', f"{counts['ready']} ready wait for a runner: {program} run {number}"))
     lines = []
     for name, text in found:
@@ -23491,13 +25657,190 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
         times = f"wall time {format_seconds(status['walltime_seconds'])}, {times}"
     lines.append('  ' + times[0].upper() + times[1:])
     nodes = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
-    lines += ([f"  {', '.join(nodes)}"] if nodes else []) + ['']
+    lines += [f"  {', '.join(nodes)}"] if nodes else []
+    rows = status.get('allocations') or []
+    lines += [f'    {printable_line(format_allocation(row))}' for row in rows[:FAILURES_SHOWN]]
+    lines += [f'    {len(rows) - FAILURES_SHOWN} more allocations'] if len(rows) > FAILURES_SHOWN else []
+    lines.append('')
     explained = format_explanation(status, style, program)
     lines += explained + [''] if explained else []
     kind, sentence = verdict_of(status)
     mark, ascii_mark, colour = VERDICTS[kind]
     lines.append(paint(f'{mark if style.is_unicode else ascii_mark} {sentence}', colour, style))
     return '\n'.join(lines) + '\n'
+
+
+# -------- why nothing runs --------
+
+WAITING_SUMMARY = {     # code of a group of ready jobs -> what a summary says of so many
+    'lacks': '{} ready fit no runner or allocation', 'no_runner': '{} ready wait for a runner',
+    'late': '{} ready wait for a runner with more time left',
+    'action': '{} ready wait for an action that allocates nodes',
+    'allocation': '{} ready wait for a pending allocation', 'busy': '{} ready wait for busy runners',
+    'next_turn': '{} ready are about to be taken'}
+RUNNERS_SHOWN = 5
+ALLOCATIONS_SHOWN = 20
+
+
+def summarize_waiting(waiting: Dict[str, Any]) -> str:
+    """Answer of explain_waiting -> why nothing, or not everything, runs, in one sentence."""
+    status = waiting['status']
+    counts, running = status['jobs_by_status'], status['jobs_by_status']['running']
+    if status['is_canceled'] or status['is_complete']:
+        return verdict_of(status)[1]
+    ready = collections.Counter()   # type: Dict[str, int]
+    for group in waiting['ready']:
+        ready[group['code']] += group['count']
+    parts = [words.format(ready[code]) for code, words in WAITING_SUMMARY.items() if ready[code]]
+    for name, words in (('pending', '{} are being started'), ('blocked', '{} blocked wait for other jobs'),
+                        ('pending_failed', '{} failed wait for a decision'),
+                        ('uninitialized', '{} are not initialized')):
+        parts += [words.format(counts[name])] if counts[name] else []
+    failed = [action for action in waiting['actions'] if action['reason'].startswith('failed: ')]
+    parts += [f'{len(failed)} actions failed'] if failed else []
+    head = f'{running} of {status["total_jobs"]} jobs run' if running else 'Nothing runs'
+    return f"{head}: {', '.join(parts)}" if parts else head
+
+
+def format_ready_group(group: Dict[str, Any]) -> str:
+    """A group of ready jobs, with what the first of them needs."""
+    needs = [f"{group['num_cpus']} CPUs", format_memory(group['memory_bytes'])]
+    needs += [f"{group['num_gpus']} GPUs"] if group['num_gpus'] else []
+    needs += [f"{group['num_nodes']} nodes"] if group['num_nodes'] > 1 else []
+    needs += [f"label {','.join(group['labels'])}"] if group['labels'] else []
+    more = f" and {group['count'] - 1} more" if group['count'] > 1 else ''
+    return (f"{group['job_name']}{more} ({', '.join(needs)}, {format_elapsed(group['runtime_seconds'])}): "
+            f"{group['reason']}")
+
+
+def format_allocation(row: Dict[str, Any], now: float = 0.0) -> str:
+    """An allocation: Slurm job, scheduler, how long it lasts, or what it waits for. `now` is in seconds."""
+    number = f"Slurm job {row['slurm_job_id']}" if row['slurm_job_id'] > 0 else 'is being submitted'
+    parts = [f"scheduler {row['scheduler_name']}"] if row['scheduler_name'] else []
+    parts += [f"partition {row['partition']}"] if row['partition'] else []
+    parts += [f"{row['num_nodes']} nodes"] if (row['num_nodes'] or 1) > 1 else []
+    parts += [row['walltime']] if row['walltime'] else []
+    about = f" ({', '.join(parts)})" if parts else ''
+    return f"allocation {row['allocation_id']}: {number}{about}: {'; '.join(allocation_state(row, now))}"
+
+
+def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
+    """What is to be said of the state of an allocation, as the server and, if it was asked, Slurm know it."""
+    queued, found = row.get('queue'), [row['status']]
+    if row['status'] == 'active':
+        found.append(f"{row['num_runners']} runners with {row['num_jobs']} jobs" if row['num_runners'] else
+                     'none of its runners is at work')
+        if row['remaining_seconds'] is not None:
+            found.append(f"{format_elapsed(row['remaining_seconds'])} left")
+    if queued is None:
+        return found + (['Slurm does not list it any more'] if 'queue' in row else [])
+    if queued['state'] == 'PENDING':
+        meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
+        found.append(f"Slurm says {queued['reason']}{meaning}")
+        if queued['submitted_at']:
+            found.append(f"in the queue for {format_elapsed(max(0.0, now - queued['submitted_at']))}")
+        if queued['starts_at'] and queued['starts_at'] > now:
+            found.append(f"Slurm expects its start in {format_elapsed(queued['starts_at'] - now)}")
+    elif queued['state'] != 'RUNNING' or row['status'] == 'pending':
+        state = SLURM_STATES.get(queued['state'])
+        found.append(f"Slurm says {queued['state']}: it {state.meaning}" if state else
+                     'Slurm says nothing of its state')
+        if queued['state'] == 'RUNNING':
+            found.append('its runner has not reported yet')
+    return found
+
+
+def format_queue_report(slurm: Dict[str, Any], now: float) -> str:
+    """Whether Slurm was asked, and when."""
+    if slurm['error']:
+        return f"Slurm could not be asked: {slurm['error']}"
+    age_s = max(0.0, now - slurm['asked_at'])
+    return f'Slurm was asked {format_elapsed(age_s)} ago' if age_s >= 1 else 'Slurm was asked just now'
+
+
+def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
+                   program: str = 'torc.py') -> str:
+    """The answer of `explain` for people: a sentence, then what waits for what, and what to do."""
+    status = waiting['status']
+    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"
+    parts = {
+        'Ready jobs': [format_ready_group(group) for group in waiting['ready']],
+        'Allocations': [format_allocation(row, now) for row in waiting['allocations'][:ALLOCATIONS_SHOWN]],
+        'Runners': [format_runner(runner) for runner in waiting['runners'][:RUNNERS_SHOWN]],
+        'Actions': [format_waiting_action(action) for action in waiting['actions']]}
+    hidden = {
+        'Ready jobs': status['jobs_by_status']['ready'] * (not status['is_canceled'])
+        - sum(group['count'] for group in waiting['ready']),
+        'Allocations': status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+        - len(parts['Allocations']),
+        'Runners': status['active_compute_nodes'] - len(parts['Runners'])}
+    for name, number in hidden.items():
+        parts[name] += [f'{number} more'] if number > 0 else []
+    if waiting['slurm']:
+        parts['Allocations'].append(format_queue_report(waiting['slurm'], now))
+    lines = [printable_line(title), '', waiting['summary']]
+    explained = format_explanation(dict(status, explanation=waiting['explanation']), style, program, True)
+    lines += [''] + explained if explained else []
+    for name, found in parts.items():
+        lines += ['', name] + [f'  {printable_line(text)}' for text in found] if found else []
+    lines += [''] + waiting['next_steps'] if waiting['next_steps'] else []
+    return '\n'.join(lines) + '\n'
+
+
+def format_runner(runner: Dict[str, Any]) -> str:
+    """A compute node at work: what it has, and how busy it is."""
+    has = (f"{runner['num_cpus']} CPUs, {runner['memory_gb']:.1f}GB, {runner['num_gpus']} GPUs"
+           + (f" on {runner['num_nodes']} nodes" if runner['num_nodes'] > 1 else ''))
+    left = runner['remaining_seconds']
+    about = [f"Slurm job {runner['slurm_job_id']}"] if runner['slurm_job_id'] else []
+    about += [f"label {','.join(runner['labels'])}"] if runner['labels'] else []
+    about += [f"{runner['num_jobs']} jobs"] + ([f'{format_elapsed(left)} left'] if left is not None else [])
+    return f"compute node {runner['compute_node_id']} ({runner['hostname']}), {has}: {', '.join(about)}"
+
+
+def format_waiting_action(action: Dict[str, Any]) -> str:
+    """An action that is still to be carried out."""
+    what = action['action_type']
+    if action['scheduler_name']:
+        what += f" {action['num_allocations'] or 1} x {action['scheduler_name']}"
+    return f"action {action['action_id']} ({what}, {action['trigger_type']}): {action['reason']}"
+
+
+def format_diagnosis(found: Dict[str, Any]) -> str:
+    """Answer of diagnose_workflow, for people."""
+    def span(name: str, key: str) -> str:
+        times = found[key]
+        return f'  {name:24}' + (', '.join(
+            f"{word} {format_elapsed(times[f'{word}_seconds'])}" for word in ('min', 'median', 'max'))
+            if times else '-')
+    lines = [
+        f"Workflow {found['workflow_id']}: {found['active_allocations']} compute nodes at work "
+        f"({found['allocations_unlimited']} without an end), {found['ready_jobs']} ready jobs", '',
+        span('time left of nodes', 'allocation_remaining'),
+        span('run time of ready jobs', 'ready_job_runtime'), '']
+    lines.append(f"{found['runtime_blocked_jobs']} ready jobs need more time than any active node has left"
+                 if found['runtime_blocked'] else
+                 'No ready job needs more time than the active nodes have left')
+    return format_lines(lines)
+
+
+def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
+    """Commands that help, for a workflow that stands still. `program` begins them."""
+    status, number = waiting['status'], waiting['status']['workflow_id']
+    counts, codes = status['jobs_by_status'], {group['code'] for group in waiting['ready']}
+    has_schedule = any(action['action_type'] == 'schedule_nodes' and not action['executed']
+                       and action['trigger_count'] >= action['required_triggers']
+                       for action in waiting['actions'])
+    steps = []
+    if status['is_canceled'] or status['is_complete']:
+        return []
+    if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
+        steps.append(f'Start runners: {program} run {number}' +
+                     (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
+    if 'lacks' in codes:
+        steps.append('Ask for less, or offer more: '
+                     f'{program} resource-requirements list {number}; {program} slurm list {number}')
+    return steps
 
 
 # -------- progress --------
@@ -24739,7 +27082,7 @@ TASK_PAUSE_S = 1.0          # longest between looks at a task
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
-MAKERS = ('run', 'create', 'exec', 'workflows new')     # commands that make a database where there is none
+MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new')     # they make a database where there is none
 
 Arguments = Dict[str, Any]
 CommandFunction = Callable[[Any, Arguments], int]   # of a Session
@@ -24885,10 +27228,14 @@ class Session:
             self.inform(*text.splitlines())
 
     def ask(self, question: str) -> str:
-        """The line that is typed as the answer to a question."""
+        """The line that is typed as the answer to a question; '' also at the end of the input."""
+        return (self.ask_for_line(question) or '').strip()
+
+    def ask_for_line(self, question: str) -> Optional[str]:
+        """The same with its blanks, or None at the end of the input."""
         self.err.write(printable_line(question))
         self.err.flush()
-        return self.stdin.readline().strip()
+        return self.stdin.readline() or None
 
     def answer(self, value: Any, text: str, style: Style = PLAIN) -> None:
         """The result: as a JSON document, or the text for people."""
@@ -25157,7 +27504,8 @@ SHOWN_VALUES = {
     'st_mtime': or_blank(lambda value: format_local_time(format_time(value))),
     'exec_time_minutes': or_blank(lambda value: format_seconds(value * 60)),
     'duration_seconds': or_blank(format_elapsed),
-    'peak_memory_bytes': show_memory, 'peak_cpu_percent': show_percent,
+    **dict.fromkeys(('peak_memory_bytes', 'max_rss_bytes', 'max_vm_size_bytes'), show_memory),
+    **dict.fromkeys(('peak_cpu_percent', 'cpu_percent'), show_percent),
 }
 # ... and from the whole object, where no key has the name.
 SHOWN_OBJECTS = {
@@ -25219,6 +27567,9 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
     'events': Noun(
         'event', 'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), +Message=(message), '
         'Data=data:1'),
+    'scheduled-compute-nodes': Noun(
+        'scheduled_compute_node', 'ID=id, Scheduler ID=scheduler_id, Config ID=scheduler_config_id, '
+        'Type=scheduler_type, Status=status'),
     'compute-nodes': Noun(
         'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
         'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
@@ -25714,6 +28065,9 @@ def cmd_status(session: Session, args: Arguments) -> int:
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
         status['walltime_formatted'] = format_seconds(status['walltime_seconds'])
+    if status['pending_scheduled_nodes'] or status['active_scheduled_nodes']:
+        waiting = call_addition(session.client, 'explain_waiting', workflow_id=status['workflow_id'])
+        status['allocations'] = waiting.get('allocations', [])
     style = style_of(session.out, os.environ)
     session.answer(status, format_status(status, style, command_line(session)), style)
     for labels, count in status['unserved_ready_labels'].items():
@@ -25724,6 +28078,13 @@ def cmd_status(session: Session, args: Arguments) -> int:
     return 0
 
 
+def cmd_diagnose(session: Session, args: Arguments) -> int:
+    """Whether ready jobs need more time than the active nodes have left."""
+    found = session.call('diagnose_workflow', workflow_id=choose_workflow(session, args))
+    session.answer(found, format_diagnosis(found))
+    return 0
+
+
 def cmd_cancel(session: Session, args: Arguments) -> int:
     """Stop a workflow: what runs is stopped, what waits never starts."""
     workflow_id = choose_workflow(session, args)
@@ -25731,12 +28092,18 @@ def cmd_cancel(session: Session, args: Arguments) -> int:
     if not session.confirm(f'Cancel {named}?'):
         return 0
     session.call('cancel_workflow', workflow_id=workflow_id)
-    value = {'canceled_slurm_jobs': [], 'errors': None, 'status': 'success', 'workflow_id': workflow_id}
+    canceled, errors = cancel_allocations(session.client, workflow_id)
+    value = {'canceled_slurm_jobs': canceled, 'errors': errors or None, 'status': 'success',
+             'workflow_id': workflow_id}
+    if canceled:
+        session.inform(f'Canceled {len(canceled)} Slurm jobs: {first_of(canceled)}')
+    for error in errors:
+        session.report(f'torc: its allocations are not canceled, do so again: {error}')
     now = command_line(session, 'run', workflow_id, '--retry-failed')
     later = command_line(session, 'workflows', 'reset-status', workflow_id, '--failed-only', '-r')
     session.answer(value, f'Canceled {named}. To go on with what it left undone: {now}\n'
                           f'(or {later}, and run it later)\n')
-    return 0
+    return 1 if errors else 0
 
 
 def cmd_delete_workflows(session: Session, args: Arguments) -> int:
@@ -26830,7 +29197,7 @@ def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
             name = config.get('scheduler')     # or its index, before it has an id
             if isinstance(name, int):
                 name = body['slurm_schedulers'][name].get('name')
-            allocations.append(Allocation(action['trigger_type'], action.get('job_indexes'),
+            allocations.append(PlannedAllocation(action['trigger_type'], action.get('job_indexes'),
                                    allocation_row(config, name)))
     plan = execution_plan([job.name for job in body['jobs']], [sets[number] for number in set_numbers],
                           allocations)
@@ -26851,7 +29218,7 @@ def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
             config = action['action_config']
             starts = [index[job_id] for job_id in action.get('job_ids') or ()]
             row = allocation_row(config, names.get(config.get('scheduler_id')))
-            allocations.append(Allocation(action['trigger_type'], starts, row))
+            allocations.append(PlannedAllocation(action['trigger_type'], starts, row))
     plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], allocations)
     return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
 
@@ -27163,6 +29530,7 @@ def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
     session.report(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
     if code:
+        report_undone(session, number, status['jobs_by_status'], set())
         retry = command_line(session, 'run', number, '--retry-failed', *words)
         session.report(f'To go on from here: {retry}')
         report_edit(session, workflow, words)
@@ -27212,7 +29580,8 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
     if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
         session.report(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
     if outcome_exit(outcome):
-        report_undone(session, number, outcome)
+        shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
+        report_undone(session, number, outcome.jobs_by_status, shown)
     directory_words = logs_words(workflow, options)
     if outcome.failed_jobs:
         logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *directory_words)
@@ -27252,10 +29621,8 @@ def report_unwritten_data(session: Session, workflow_id: int) -> None:
 NAMES_SHOWN = 5     # of the jobs that are not done, for each status
 
 
-def report_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None:
+def report_undone(session: Session, workflow_id: int, counts: Dict[str, int], shown: Set[int]) -> None:
     """Name the jobs that are not done, except for failures already shown; count those lost with runners."""
-    shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
-    counts = outcome.jobs_by_status
     all_shown = sum(counts.get(name, 0) for name in BROKEN_WORDS) <= len(shown)
     try:
         for row in STATUSES:
@@ -27411,8 +29778,651 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 
 # ======== 20d. Allocations: commands about Slurm ========
 #
-# What a user does with Slurm jobs: `submit`, `slurm ...`, `scheduled-compute-nodes ...`, `explain`.
-# Where a runner does the same, both call a function of an earlier section.
+# `submit` and `slurm schedule-nodes` bring allocations to Slurm and return at once; what runs in them is a
+# runner. Slurm is called here, never by the server: the programs are on a login node.
+
+SUBMIT_TRIGGERS = ('on_workflow_start', 'on_jobs_ready', 'on_jobs_complete')
+DEFAULT_ALLOCATION_POLL_S = 30.0    # between the requests of a runner in an allocation
+SCHEDULER_COLUMNS = ('ID=id, Name=name, Account=account, Nodes=nodes, Walltime=walltime, '
+                     'Partition=partition, QOS=qos:1, Serialized=serialize_allocations:2')
+ALLOCATION_JOB_COLUMNS = 'Job ID=job_id, Job Name=job_name, Status=status, Return Code=return_code'
+
+
+# -------- submission --------
+
+def submission_settings(args: Arguments) -> Dict[str, Any]:
+    """SUBMISSION_SETTINGS from the arguments of a command."""
+    given_settings = {
+        'directory': os.getcwd(), 'output_dir': os.path.abspath(args['output_dir']),
+        'poll_interval': args['poll_interval'] or DEFAULT_ALLOCATION_POLL_S,
+        'claim_backoff_max_secs': args['claim_backoff_max_secs'],
+        'max_parallel_jobs': args['max_parallel_jobs'], 'prefix': args.get('job_prefix'),
+        'start_one_worker_per_node': args.get('start_one_worker_per_node'),
+        'keeps_script': args.get('keep_submission_scripts')}
+    return {name: value for name, value in given_settings.items() if value}
+
+
+def refuse_without_sbatch() -> None:
+    """Refuse, before anything is created or claimed, where nothing can be submitted."""
+    if not has_slurm_program('sbatch'):
+        raise Refused(printable(f"there is no {slurm_program('sbatch')} here: submit from a login node of "
+                                'the cluster'))
+
+
+def is_schedule(action: Dict[str, Any]) -> bool:
+    """Whether an action of a workflow, stored or planned, submits allocations that `submit` may begin."""
+    config = action['action_config']
+    return action['action_type'] == 'schedule_nodes' and config.get('scheduler_type', 'slurm') == 'slurm' \
+        and action['trigger_type'] in SUBMIT_TRIGGERS
+
+
+def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]], name: str) -> None:
+    """Refuse what has no action that submits anything: say how it gets one."""
+    if not any(map(is_schedule, actions)):
+        generate = command_line(session, 'slurm', 'generate', '--account', 'ACCOUNT', 'SPEC', '-o', 'NEW')
+        raise Refused(f"{name} has no schedule_nodes action ({', '.join(SUBMIT_TRIGGERS)}): nothing says "
+                      f'which allocations it needs. Let them be planned: {generate} (or `submit --account '
+                      'ACCOUNT SPEC`, which does both); submit some by hand: `slurm schedule-nodes`; or run '
+                      'it here: `run`')
+
+
+def cmd_submit(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
+    refuse_without_sbatch()
+    settings = submission_settings(args)
+    if is_id(args['target']):
+        if args['account']:
+            raise BadInput('--account plans the allocations of a workflow file; change those of a workflow '
+                           'with `slurm update`')
+        workflow = session.workflow(int(args['target']))
+        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        return submit_workflow(session, workflow, settings, args)
+    plan = read_spec(session, args['target'], args)
+    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
+    for scheduler in plan.body['slurm_schedulers']:
+        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
+    if not args['ignore_missing_data']:
+        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    if session.format != 'json':    # which is one document, at the end
+        session.inform(f'Created workflow {workflow_id}')
+    return submit_workflow(session, session.workflow(workflow_id), settings, args)
+
+
+def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
+    """Refuse what no script could be made of, before anything is created or claimed."""
+    submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
+                            AllocationNeeds(), '', True)
+    format_batch_script(submission, Site(), Caller('', '', ''))
+
+
+def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
+                    args: Arguments) -> int:
+    """Initialize a workflow if need be, and submit the allocations of all actions that are due."""
+    number = workflow['id']
+    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
+    chosen = review_schedules(session, workflow, schedulers)
+    if chosen is None:
+        return 0
+    begin_workflow(session, workflow, settings['output_dir'], bool(args['ignore_missing_data']))
+    actions = [action for action in due_schedules(session, number) if chosen.get(action['id']) != 0]
+    used = {action['action_config'].get('scheduler_id') for action in actions}
+    for scheduler in schedulers:
+        if scheduler['id'] in used:
+            check_scheduler(workflow, scheduler, settings)
+    counts = {number: {'count': count} for number, count in chosen.items()}
+    wanted = [dict({'action_id': action['id']}, **counts.get(action['id'], {})) for action in actions]
+    outcome = submit_allocations(session, workflow, {'settings': settings, 'actions': wanted})
+    return report_submitted(session, workflow, outcome)
+
+
+def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, is_forced: bool) -> None:
+    """Make ready what is uninitialized; refuse what was canceled."""
+    number = workflow['id']
+    prepare_output_dir(session, RunnerOptions(output_dir=output_dir))
+    status = session.call('get_workflow_status', workflow_id=number)
+    if status['jobs_by_status']['uninitialized']:
+        if not is_forced:
+            refuse_missing_inputs(check_files(session.client, workflow), False, session.report)
+        session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=number)
+        record_contents(session.client, workflow)
+        initialize_for_run(session, workflow, status)
+    elif status['is_canceled']:
+        reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
+        raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
+    directory = workflow.get('submission_directory')
+    if directory and os.path.isdir(directory) and not os.path.samefile(directory, os.getcwd()):
+        session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
+                                 'its jobs now count from here'))
+
+
+def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
+    """Actions that are due and submit allocations."""
+    due = session.call('get_pending_actions', workflow_id=workflow_id, trigger_type=list(SUBMIT_TRIGGERS))
+    return list(filter(is_schedule, due))
+
+
+WHOLE_NUMBER = Expression(r'[0-9]{1,9}\Z')
+REVIEW_HELP = ('p: proceed    d ID: disable an action    n ID COUNT: so many allocations of it    '
+               'c: cancel')
+
+
+def review_schedules(session: Session, workflow: Dict[str, Any],
+                     schedulers: Sequence[Dict[str, Any]]) -> Optional[Dict[int, int]]:
+    """Before a workflow is submitted again: how many allocations of which action, where that was changed.
+
+    None if the user has canceled. Asked on a terminal only.
+    """
+    counts = {}     # type: Dict[int, int]
+    if (workflow.get('run_id') or 0) <= 1 or not session.is_interactive:
+        return counts
+    names = {item['id']: item.get('name') for item in schedulers}
+    actions = {action['id']: action for action in filter(is_schedule, session.call(
+        'get_workflow_actions', workflow_id=workflow['id'])) if not action['executed']
+        and not action.get('is_recovery')}
+    while actions:
+        lines = [f"Workflow {workflow['id']} runs again. Allocations that its actions submit:"]
+        for action in actions.values():
+            config, is_now = action['action_config'], action['trigger_count'] >= action['required_triggers']
+            count = counts.get(action['id'], config.get('num_allocations', 1))
+            lines.append(f"  {action['id']}  {'now' if is_now else 'later'}  {count} x "
+                         f"{names.get(config.get('scheduler_id'))} ({action['trigger_type']})"
+                         + ('' if count else ', disabled'))
+        session.report(*lines, REVIEW_HELP)
+        line = session.ask_for_line('> ')
+        words = (line or '').split()
+        if line is None or words == ['c']:
+            session.report('Cancelled')
+            return None
+        if words == ['p']:
+            break
+        numbers = [int(word) for word in words[1:] if WHOLE_NUMBER.match(word)]
+        if words[:1] == ['d'] and len(words) == 2 and numbers and numbers[0] in actions:
+            counts[numbers[0]] = 0
+        elif words[:1] == ['n'] and len(words) == 3 and len(numbers) == 2 and numbers[0] in actions:
+            counts[numbers[0]] = numbers[1]
+        elif words:
+            session.report(printable(f'{line.strip()!r} is not understood'))
+    disable_schedules(session, workflow, [number for number, count in counts.items() if not count])
+    return counts
+
+
+def disable_schedules(session: Session, workflow: Dict[str, Any], ids: Iterable[int]) -> None:
+    """Take actions without carrying them out."""
+    for number in ids:
+        with contextlib.suppress(Conflict):     # it was taken meanwhile
+            session.call('claim_action', {}, workflow_id=workflow['id'], action_id=number)
+
+
+class Submitted(Row):
+    """What became of allocations."""
+    numbers: List[int]          # Slurm jobs
+    refusals: List[str]
+    lost: List[int]             # records: Slurm could not be asked whether it has their jobs
+    message: str                # why that is
+    idle: List[int]             # actions that had nothing left to do
+    submitters: List[str]       # others, who are at it
+
+
+def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any]) -> Submitted:
+    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left."""
+    submitter = format_json(describe_process())
+    wanted = sum(row.get('count') or 1 for row in request.get('actions') or ()) + (request.get('count') or 0)
+    request = dict(request, submitter=submitter, lease_s=SUBMISSION_LEASE_S + SLURM_QUERY_S * wanted)
+    answer = session.call('take_submissions', request, workflow_id=workflow['id'])
+    ended = [text for text in answer['submitters'] if has_ended(text)]
+    if ended:   # killed: nobody else brings their allocations to Slurm
+        more = {'submitter': submitter, 'lease_s': request['lease_s'], 'settings': {}, 'ended': ended}
+        found = session.call('take_submissions', more, workflow_id=workflow['id'])
+        # what was handed out before is ours already, and handed out again
+        known = {row['id']: row for row in answer['allocations']}
+        answer = dict(answer, allocations=[known.get(row['id'], row) for row in found['allocations']],
+                      submitters=found['submitters'])
+    submissions = read_submissions(workflow, answer)
+    work = Submitter()
+    if submissions:
+        start_submissions(session, work, submissions)
+    numbers, refusals = drive_submitter(session, workflow, work, submitter)
+    return Submitted(numbers, refusals, [item.id for item in work.lost], work.message, answer['idle_actions'],
+                     answer['submitters'])
+
+
+def has_ended(submitter: str) -> bool:
+    """Whether a command that holds allocations is known to be dead."""
+    try:
+        process = parse_json(submitter)
+    except ValueError:      # a compute node: the server knows
+        return False
+    return isinstance(process, dict) and process_lives(process) is False
+
+
+def ask_site() -> Callable[[Optional[str]], Site]:
+    """What the partitions of this cluster give to whom asks for nothing; asked once."""
+    replies = [ask_slurm(slurm_argv(*words)) for words in SITE_QUESTIONS]
+    partitions, config = ('' if reply.code else reply.out for reply in replies)
+    return functools.partial(parse_site, partitions, config)
+
+
+def start_submissions(session: Session, work: Submitter, submissions: List[Submission]) -> None:
+    """Write the scripts of allocations, and hand them to a Submitter."""
+    site_of, callers = ask_site(), {}   # type: Any, Dict[str, Caller]
+    for submission in submissions:
+        output_dir = submission.settings['output_dir']
+        try:
+            if output_dir not in callers:
+                os.makedirs(output_dir, exist_ok=True)  # of another command, which was killed
+                callers[output_dir] = caller_of(session.client, output_dir)
+            options = {**default_options(submission.workflow), **submission.scheduler}
+            path = write_batch_script(submission, site_of(options.get('partition')), callers[output_dir])
+        except (TorcError, OSError) as error:
+            message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
+            work.ends.append({'id': submission.id, 'message': printable(message)})
+            continue
+        work.add(submission, path)
+
+
+def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
+                    submitter: str) -> Tuple[List[int], List[str]]:
+    """Carry a Submitter's calls out, and report what comes of them. Slurm jobs, and refusals."""
+    numbers, refusals, scripts = [], [], {item.submission.id: item for item in work.waiting}
+    while work.is_busy or work.ends:
+        pause_s = work.due() - time.monotonic() if work.is_busy and not work.ends else 0.0
+        if pause_s > 0:
+            why = work.message or 'an earlier submission was interrupted'
+            session.report(f'{why}: looking into the queue in {pause_s:.0f} s')
+            time.sleep(pause_s)
+        call = work.next_call(time.monotonic())
+        if call is not None:
+            work.on_reply(ask_slurm(call.argv, call.limit_s, call.variables), time.monotonic())
+        ends, work.ends = work.ends, []
+        if ends:
+            body = {'submitter': submitter, 'submitted': ends}
+            answer = session.call('report_submissions', body, workflow_id=workflow['id'])
+            if answer['surplus']:       # canceled meanwhile
+                ask_slurm(slurm_argv('scancel', *answer['surplus']))
+            numbers += [end['slurm_job_id'] for end in ends
+                        if 'slurm_job_id' in end and end['slurm_job_id'] not in answer['surplus']]
+            refusals += [end['message'] for end in ends if 'message' in end]
+            for end in ends:
+                remove_script(scripts.get(end['id']))
+    return numbers, refusals
+
+
+def remove_script(item: Optional[Underway]) -> None:
+    """sbatch has kept a copy of it."""
+    if item is not None and not item.submission.settings.get('keeps_script'):
+        with contextlib.suppress(OSError):
+            os.unlink(item.script)
+
+
+def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
+    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+    number = workflow['id']
+    if outcome.submitters:
+        session.report(f'{len(outcome.submitters)} other submitters of workflow {number} are at work')
+    if outcome.lost:
+        again = command_line(session, 'submit', number)
+        session.report(f'Slurm does not say whether it has {len(outcome.lost)} allocations: '
+                       f'{outcome.message}. Nothing is submitted twice; when it answers: {again}')
+    if outcome.refusals and not outcome.numbers:
+        raise Refused(f'Slurm has refused the allocations of workflow {number}: {outcome.refusals[0]}')
+    for message in sorted(set(outcome.refusals)):
+        count = outcome.refusals.count(message)
+        session.report(f'torc: {count} allocations of workflow {number} were refused: {message}')
+    count = len(outcome.numbers)
+    text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
+        f'Submitted no allocation of workflow {number}'
+    if not count and not outcome.lost:
+        why = 'no job is left that they could run' if outcome.idle else 'none of its actions is due'
+        session.report(f'{text}: {why}')
+    value = {'workflow_id': number, 'message': text, 'slurm_job_ids': outcome.numbers}
+    session.answer(value, f'{text}\n' if count else '')
+    return 0 if count and not outcome.refusals and not outcome.lost else 1
+
+
+def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
+    """Submit allocations of one scheduler, whatever the actions of the workflow say."""
+    refuse_without_sbatch()
+    workflow = session.workflow(choose_workflow(session, args))
+    settings = submission_settings(args)
+    if not JOB_PREFIX.match(args['job_prefix'] or ''):
+        raise BadInput('--job-prefix takes letters, digits and . _ + -, and does not begin with a dash')
+    scheduler = choose_scheduler(session, workflow, args['scheduler_config_id'])
+    if scheduler.get('serialize_allocations') and args['job_prefix']:
+        raise BadInput('--job-prefix does not go with serialize_allocations, whose jobs share a name')
+    if args['start_one_worker_per_node'] and (workflow.get('execution_config') or {}).get('mode') != 'direct':
+        raise BadInput('--start-one-worker-per-node needs mode direct in execution_config')
+    check_scheduler(workflow, scheduler, settings)
+    if not suppress_schedules(session, workflow, bool(args['suppress_actions'])):
+        return 0
+    begin_workflow(session, workflow, settings['output_dir'], False)
+    if args['suppress_actions']:    # those that the initialization has made due
+        due = due_schedules(session, workflow['id'])
+        disable_schedules(session, workflow, [action['id'] for action in due])
+    request = {'settings': settings, 'scheduler_config_id': scheduler['id'], 'count': args['num_hpc_jobs']}
+    return report_submitted(session, workflow, submit_allocations(session, workflow, request))
+
+
+def choose_scheduler(session: Session, workflow: Dict[str, Any], number: Optional[int]) -> Dict[str, Any]:
+    """The named scheduler of a workflow, its only one, or the one that is chosen on a terminal."""
+    schedulers = {item['id']: item for item in session.items('list_slurm_schedulers',
+                                                             workflow_id=workflow['id'])}
+    if not schedulers:
+        raise Refused(f"workflow {workflow['id']} has no Slurm scheduler: make one with `slurm create`")
+    named = ', '.join(f"{item['id']} ({item.get('name')})" for item in schedulers.values())
+    if number is None and len(schedulers) > 1:
+        if not session.is_interactive:
+            raise BadInput(printable(f'--scheduler-config-id is required: one of {named}'))
+        word = session.ask(f'Scheduler, one of {named}: ')
+        number = int(word) if is_id(word) else 0
+    number = next(iter(schedulers)) if number is None else number
+    if number not in schedulers:
+        raise NotFound(printable(f"workflow {workflow['id']} has no Slurm scheduler {number}; "
+                                 f'it has {named}'))
+    return schedulers[number]
+
+
+def suppress_schedules(session: Session, workflow: Dict[str, Any], is_wanted: bool) -> bool:
+    """Actions would submit allocations as well: take them if so wanted. Whether to go on."""
+    due = [action['id'] for action in due_schedules(session, workflow['id'])
+           if not action.get('is_recovery') and not action['persistent']]
+    if not due or is_wanted:
+        disable_schedules(session, workflow, due)
+        return True
+    message = f"actions of workflow {workflow['id']} would submit allocations, too: {first_of(due)}"
+    if not session.is_interactive:
+        session.report(f'warning: {message}; --suppress-actions prevents that')
+        return True
+    answer = ''
+    while answer not in ('s', 'p', 'c'):
+        answer = session.ask(f'{message[0].upper()}{message[1:]}. s: suppress them, p: proceed, c: cancel: ')
+    if answer == 's':
+        disable_schedules(session, workflow, due)
+    elif answer == 'c':
+        session.report('Cancelled')
+    return answer != 'c'
+
+
+# -------- schedulers, records of allocations --------
+
+def cmd_slurm_create(session: Session, args: Arguments) -> int:
+    """Add a Slurm scheduler to a workflow."""
+    body = with_workflow(session, args)
+    body['serialize_allocations'] = bool(args['serialize_allocations'])
+    check_scheduler({}, dict(body, id=0), {'output_dir': '/', 'directory': '/'})
+    record = session.call('create_slurm_scheduler', body)
+    session.answer(record, f"Created Slurm scheduler {record['id']}\n")
+    return 0
+
+
+def cmd_slurm_update(session: Session, args: Arguments) -> int:
+    """Change a Slurm scheduler; allocations that are submitted stay as they are."""
+    changed = given(args, 'id')
+    require_changes(session, changed)
+    record = dict(session.call('get_slurm_scheduler', id=args['id']), **changed)
+    check_scheduler({}, record, {'output_dir': '/', 'directory': '/'})
+    record = session.call('update_slurm_scheduler', changed, id=args['id'])
+    session.answer(record, f"Updated Slurm scheduler {args['id']}\n")
+    return 0
+
+
+def cmd_slurm_delete(session: Session, args: Arguments) -> int:
+    """Delete a Slurm scheduler."""
+    record = session.call('delete_slurm_scheduler', id=args['id'])
+    session.answer(record, f"Deleted Slurm scheduler {args['id']}\n")
+    return 0
+
+
+def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
+    """Jobs that run, or have run, in an allocation."""
+    record = session.call('get_scheduled_compute_node', id=args['id'])
+    number = record['workflow_id']
+    nodes = {node['id'] for node in session.items('list_compute_nodes', workflow_id=number,
+                                                  scheduled_compute_node_id=record['id'])}
+    jobs = {job['id']: job for job in session.items('list_jobs', workflow_id=number)}
+    codes = {row['job_id']: row['return_code'] for row in session.items('list_results', workflow_id=number)
+             if row['compute_node_id'] in nodes}
+    running = [job_id for job_id, job in jobs.items() if job.get('compute_node_id') in nodes]
+    items = [{'job_id': job_id, 'job_name': jobs[job_id]['name'], 'status': jobs[job_id]['status'],
+              'return_code': codes.get(job_id)} for job_id in sorted({*codes, *running}) if job_id in jobs]
+    session.show_list(headings_of(ALLOCATION_JOB_COLUMNS), items, 'jobs')
+    return 0
+
+
+# -------- accounts --------
+
+NO_ALLOCATIONS = 'No Slurm scheduled compute nodes found'
+STEP_STATS_COLUMNS = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
+                 'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
+                 'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
+SACCT_COLUMNS = ('Slurm Job=slurm_job_id, Job Step=job_step, State=state, Exit Code=exit_code, '
+                 'Elapsed=elapsed:1, Max RSS=max_rss:1, CPU Time=cpu_time:2, Nodes=nodes:3')
+
+
+def list_allocations(session: Session, workflow_id: int) -> List[str]:
+    """The Slurm jobs of a workflow that are known: what was submitted, and where its runners were."""
+    scheduled = session.items('list_scheduled_compute_nodes', workflow_id=workflow_id)
+    found = [item['scheduler_id'] for item in scheduled if item['scheduler_type'] == 'slurm']
+    for node in session.items('list_compute_nodes', workflow_id=workflow_id):
+        scheduler = node.get('scheduler')       # any JSON: Torc's clients say what they like there
+        found.append(scheduler.get('slurm_job_id') if isinstance(scheduler, dict) else None)
+    return sorted({str(job_id) for job_id in found if job_id}, key=lambda job_id: (len(job_id), job_id))
+
+
+def ask_accounts(session: Session, workflow_id: int, job_ids: Sequence[str]) -> List[JobAccount]:
+    """What sacct says of these allocations, in one call. Refused if it says nothing at all."""
+    since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400    # clocks, and time zones
+    found = []
+    for start in range(0, len(job_ids), MAX_LISTED_JOBS):
+        reply = ask_slurm(job_accounts_argv(job_ids[start:start + MAX_LISTED_JOBS], since))
+        if reply.code:
+            raise Refused(f'the accounting of Slurm cannot be read: {explain_reply(reply)}; `slurm stats '
+                          f'{workflow_id}` shows what runners have gathered')
+        found += read_job_accounts(reply.out)
+    return found
+
+
+def cmd_slurm_stats(session: Session, args: Arguments) -> int:
+    """What Slurm's accounting said of attempts; CPU percent is of the run time in their results."""
+    workflow_id = args['workflow_id']
+    asked = given(args, 'job_id', 'run_id', 'attempt_id')
+    items = session.items('list_slurm_stats', workflow_id=workflow_id, **asked)
+    results = {(item['job_id'], item['run_id'], item['attempt_id']): item for item in session.items(
+        'list_results', workflow_id=workflow_id, all_runs=True)} if items else {}
+    for item in items:
+        result = results.get((item['job_id'], item['run_id'], item['attempt_id']), {})
+        seconds = result.get('exec_time_minutes', 0) * 60
+        item['job_name'] = result.get('job_name')
+        if seconds and item.get('ave_cpu_seconds') is not None:
+            item['cpu_percent'] = item['ave_cpu_seconds'] / seconds * 100
+    session.show_list(headings_of(STEP_STATS_COLUMNS), items, 'Slurm stats')
+    return 0
+
+
+def cmd_slurm_sacct(session: Session, args: Arguments) -> int:
+    """What sacct says of a workflow's allocations and their steps."""
+    workflow_id = choose_workflow(session, args)
+    job_ids = list_allocations(session, workflow_id)
+    if not job_ids:
+        session.answer({'workflow_id': workflow_id, 'message': NO_ALLOCATIONS, 'summary': []},
+                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
+        return 0
+    accounts = ask_accounts(session, workflow_id, job_ids)
+    with_steps = {account.job_id for account in accounts if account.step}
+    shown = [account for account in accounts if account.step or account.job_id not in with_steps]
+    errors = [f'sacct does not know Slurm job {job_id}' for job_id in job_ids
+              if job_id not in {account.job_id for account in accounts}]
+    if args['save_json']:
+        save_accounts(args['output_dir'], accounts)
+    summary = list(map(describe_account, shown))
+    answer = {'workflow_id': workflow_id, 'total_slurm_jobs': len(job_ids), 'summary': summary,
+              'errors': errors}
+    session.report(*(f'torc: {error}' for error in errors))
+    session.show_list(headings_of(SACCT_COLUMNS), summary, 'Slurm job steps', answer)
+    return 0
+
+
+def describe_account(account: JobAccount) -> Dict[str, Any]:
+    """A row of sacct, with the keys of Torc's JSON."""
+    size, cpu_s = account.max_rss_bytes, account.cpu_s
+    return {'slurm_job_id': account.job_id, 'job_step': account.name, 'state': account.state,
+            'exit_code': account.exit_code, 'elapsed': format_elapsed(account.elapsed_s),
+            'max_rss': '-' if size is None else report_memory(size),
+            'cpu_time': '-' if cpu_s is None else format_elapsed(cpu_s), 'nodes': account.node_list}
+
+
+def save_accounts(output_dir: str, accounts: Sequence[JobAccount]) -> None:
+    """Write sacct_ID.json for each allocation."""
+    for job_id in sorted({account.job_id for account in accounts}):
+        rows = [dict(zip(JobAccount._fields, account)) for account in accounts if account.job_id == job_id]
+        path = os.path.join(output_dir, f'sacct_{job_id}.json')
+        with writing(path, '--output-dir'):
+            write_atomically(path, format_json({'slurm_job_id': job_id, 'rows': rows}).encode(), 0o666)
+
+
+def cmd_slurm_usage(session: Session, args: Arguments) -> int:
+    """The time of nodes and CPUs that a workflow's allocations took, over all their runs."""
+    workflow_id = choose_workflow(session, args)
+    job_ids = list_allocations(session, workflow_id)
+    accounts = ask_accounts(session, workflow_id, job_ids) if job_ids else []
+    whole = [account for account in accounts if not account.step]
+    node_s = sum(account.elapsed_s * (account.num_nodes or 1) for account in whole)
+    cpu_s = sum(account.cpu_s or 0.0 for account in whole)
+    nodes = {account.job_id: account.num_nodes or 0 for account in whole}
+    errors = [f'sacct does not know Slurm job {job_id}' for job_id in job_ids if job_id not in nodes]
+    answer = {'workflow_id': workflow_id, 'total_slurm_jobs': len(job_ids),
+              'total_nodes': sum(nodes.values()), 'total_node_time': format_elapsed(node_s),
+              'total_node_time_seconds': round(node_s), 'total_cpu_time': format_elapsed(cpu_s),
+              'total_cpu_time_seconds': round(cpu_s)}
+    if errors:
+        answer['errors'] = errors
+    lines = [f'Workflow ID: {workflow_id}', f'Slurm jobs:  {len(job_ids)}',
+             f"Nodes:       {answer['total_nodes']}", f"Node time:   {answer['total_node_time']}",
+             f"CPU time:    {answer['total_cpu_time']}", *errors]
+    session.answer(answer, format_lines(lines))
+    return 0
+
+
+# -------- errors in what Slurm and jobs wrote --------
+
+SLURM_OUTPUT_NAME = Expression(r'(?:\A|/)slurm_output_wf[0-9]+_sl([0-9]+)\.[oe]\Z')
+# Where a line names another job than its file does: messages of slurmstepd, srun and slurmctld.
+NAMED_SLURM_JOB = Expression(r'(?:\bStepId=|\bJobId=|\bSLURM_JOB_ID=|\*\*\* (?:JOB|STEP) |'
+                             r'\b[Ss]lurm job (?:ID )?|\bbatch job )([0-9]+)\b')
+NAMED_NODE = Expression(r'\bON (\S+) (?:CANCELLED|FAILED)|\bNode failure on ([\w.-]+)|'
+                        r'\bslurmstepd-([\w.-]+):|\bsrun: error: ([\w.-]+): task|'
+                        r'\bfailed on node ([\w.-]+):')
+
+
+class SlurmJobs:
+    """Which job of a workflow ran in which Slurm job."""
+
+    def __init__(self, session: Session, workflow_id: int) -> None:
+        self.of_slurm_job = {}      # type: Dict[str, List[Dict[str, Any]]]
+        self.of_job = {}            # type: Dict[int, Set[str]]
+        self.names = {}             # type: Dict[int, str]
+        for item in session.items('get_slurm_job_correlations', workflow_id=workflow_id):
+            job = {'job_id': item['job_id'], 'job_name': item['job_name']}
+            self.of_slurm_job.setdefault(item['slurm_job_id'], []).append(job)
+            self.of_job.setdefault(item['job_id'], set()).add(item['slurm_job_id'])
+            self.names[item['job_id']] = item['job_name']
+        self.of_attempt = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('slurm_job_id')
+                           for item in session.items('list_slurm_stats', workflow_id=workflow_id)}
+
+    def describe(self, name: str, finding: Finding) -> Dict[str, Any]:
+        """A finding in a file, with the keys of Torc's JSON."""
+        output, stdio = SLURM_OUTPUT_NAME.search(name), STDIO_FILE_NAME.search(name)
+        named, node = NAMED_SLURM_JOB.search(finding.text), NAMED_NODE.search(finding.text)
+        slurm_job, affected = named.group(1) if named else output.group(1) if output else None, None
+        if stdio:
+            key = tuple(map(int, stdio.groups()))
+            slurm_jobs = self.of_job.get(key[0], set())
+            slurm_job = slurm_job or self.of_attempt.get(key) or (
+                next(iter(slurm_jobs)) if len(slurm_jobs) == 1 else None)
+            affected = [{'job_id': key[0], 'job_name': self.names.get(key[0])}]
+        return {'file': name, 'slurm_job_id': slurm_job or 'unknown', 'line_number': finding.line,
+                'line': finding.text, 'pattern_description': finding.kind.name,
+                'severity': 'error' if finding.kind.is_error else 'warning',
+                'node': next(filter(None, node.groups()), None) if node else None,
+                'affected_jobs': self.of_slurm_job.get(slurm_job, []) if affected is None else affected}
+
+
+def cmd_slurm_parse_logs(session: Session, args: Arguments) -> int:
+    """Look for errors in what a workflow's allocations and jobs wrote."""
+    path = args['path']
+    workflow_id = choose_logged_workflow(path, args['workflow_id']) if args['workflow_id'] is None \
+        else args['workflow_id']
+    job_ids = list_allocations(session, workflow_id)
+    if not job_ids:
+        message = f'{NO_ALLOCATIONS} for this workflow'
+        session.answer({'workflow_id': workflow_id, 'output_dir': path, 'message': message, 'total_issues': 0,
+                        'errors': 0, 'warnings': 0, 'issues': []},
+                       f'{NO_ALLOCATIONS} for workflow {workflow_id}\n')
+        return 0
+    files = [(name, read_findings(file)) for name, file in open_logs(session, path, workflow_id)
+             if is_slurm_log(name, job_ids)]
+    jobs, counts = SlurmJobs(session, workflow_id), collections.Counter()   # type: SlurmJobs, Any
+    counts.update(kind.is_error for _, found in files for kind in ERROR_CLASSES
+                  for _ in range(found.counts[kind.name]))
+    if args['errors_only']:
+        counts[False] = 0
+    issues = [jobs.describe(name, finding) for name, found in files for finding in found.kept
+              if finding.kind.is_error or not args['errors_only']]
+    answer = {'workflow_id': workflow_id, 'output_dir': path, 'slurm_jobs_count': len(job_ids),
+              'files_scanned': len(files), 'total_issues': sum(counts.values()), 'errors': counts[True],
+              'warnings': counts[False], 'issues': issues}
+    session.answer(answer, format_issues(answer))
+    return 0
+
+
+def is_slurm_log(name: str, job_ids: Sequence[str]) -> bool:
+    """Whether a log is one of these allocations, or of a job."""
+    output = SLURM_OUTPUT_NAME.search(name)
+    return output.group(1) in job_ids if output else bool(STDIO_FILE_NAME.search(name))
+
+
+def format_issues(answer: Dict[str, Any]) -> str:
+    """Errors in logs, by Slurm job, for people."""
+    lines = [f"Files scanned: {answer['files_scanned']}, of {answer['slurm_jobs_count']} Slurm jobs"]
+    issues = answer['issues']
+    for slurm_job in dict.fromkeys(issue['slurm_job_id'] for issue in issues):
+        lines += ['', f'Slurm job {slurm_job}:']
+        for issue in issues:
+            if issue['slurm_job_id'] == slurm_job:
+                mark = 'ERROR' if issue['severity'] == 'error' else 'WARN'
+                node = f" on {issue['node']}" if issue['node'] else ''
+                lines += [f"  [{mark}] {issue['pattern_description']}{node}: {issue['line']}",
+                          f"      {issue['file']}:{issue['line_number']}"]
+    more = answer['total_issues'] - len(issues)
+    lines += ['', f'and {more} more, in the same files'] if more > 0 else []
+    lines += ['', f"{answer['errors']} errors, {answer['warnings']} warnings"]
+    return format_lines(lines)
+
+
+# -------- explain --------
+
+def cmd_explain(session: Session, args: Arguments) -> int:
+    """Why nothing runs, or not everything."""
+    found = session.call('explain_waiting', workflow_id=choose_workflow(session, args))
+    slurm = add_queue(found['allocations'], ask_queue(time.time())) if found['allocations'] else None
+    program, style = command_line(session), style_of(session.out, os.environ)
+    waiting = {'workflow_id': found['status']['workflow_id'], 'summary': summarize_waiting(found),
+               'next_steps': next_steps(found, program), 'slurm': slurm, **found}
+    session.answer(waiting, format_waiting(waiting, time.time(), style, program), style)
+    return 0
+
+
+def add_queue(allocations: Sequence[Dict[str, Any]], queue: Queue) -> Dict[str, Any]:
+    """Add to each allocation what Slurm says of it, as `queue`, None if nothing. Whether Slurm was asked."""
+    for row in allocations if not queue.error else ():
+        found, row['queue'] = queue.jobs.get(str(row['slurm_job_id'])), None
+        if found:
+            reason = find_slurm_reason(found.reason)
+            row['queue'] = dict(found._asdict(), reason_meaning=reason and reason.meaning,
+                                is_final=bool(reason and reason.is_final))
+    return {'asked_at': queue.asked_at, 'error': queue.error or None}
 
 
 # ======== 20e. Clusters: commands that plan allocations ========
@@ -27844,7 +30854,7 @@ def read_known_s(args: Arguments) -> float:
     if args['credential_cache_ttl_secs'] is not None:
         return args['credential_cache_ttl_secs']
     text = os.environ.get('TORC_CREDENTIAL_CACHE_TTL_SECS') or str(int(DEFAULT_KNOWN_S))
-    if not re.match(r'[0-9]{1,9}\Z', text):
+    if not WHOLE_NUMBER.match(text):
         raise BadInput(f'TORC_CREDENTIAL_CACHE_TTL_SECS is {printable(text)!r}; '
                        'it must be a number of seconds')
     return float(text)
@@ -28315,6 +31325,21 @@ RUN_OPTIONS = (
     Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these', parse_labels,
              '*'),
 )
+ALLOCATION_OPTIONS = (
+    OUTPUT_DIR._replace(names='-o --output --output-dir'),
+    Argument('-p --poll-interval', 'SECONDS', "interval between a runner's requests to the server (default "
+             f'{DEFAULT_ALLOCATION_POLL_S:g})', at_least(0.01, parse_seconds)),
+    Argument('-m --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
+    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
+             at_least(0, parse_seconds)),
+)
+ACCOUNT = Argument('-a --account', 'ACCOUNT', 'account to charge')
+SCHEDULER_ARGUMENTS = (
+    Argument('-g --gres', 'GRES', 'generic resources of a node, such as gpu:2'),
+    Argument('-m --mem', 'MEMORY', 'memory of a node, such as 240G', normalize_slurm_memory),
+    Argument('-p --partition', 'NAME', 'partition'), Argument('-t --tmp', 'SIZE', 'local disk of a node'),
+    Argument('-e --extra', 'OPTIONS', 'further options of sbatch'),
+)
 REQUIREMENT_OPTIONS = (
     Argument('--num-cpus', 'N', 'CPUs', at_least(1)), Argument('--num-gpus', 'N', 'GPUs', at_least(0)),
     Argument('--num-nodes', 'N', 'nodes', at_least(1)),
@@ -28381,7 +31406,7 @@ GLOBAL_ARGUMENTS = (
 )
 
 
-# ======== 21. Main: the table of commands, the manual, parsing, and error handling ========
+# ======== 21. Command table: every command with what it takes, and the manual ========
 #
 # COMMANDS is the one place that knows which commands there are: the parser, the manual, README's
 # reference and the tests read it.
@@ -28435,7 +31460,14 @@ COMMANDS = (
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
         "exec -c 'echo {i}' --param i=1:10"),
+    Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
+        Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
+        Argument('-a --account', 'ACCOUNT', 'plan the allocations, and charge this account (see: slurm '
+                 'generate)'),
+        Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
+        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
+    Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
@@ -28458,6 +31490,21 @@ COMMANDS = (
         Argument('PATH', '', "a bundle, or the output directory of a runner"),
         Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id)),
         f'logs analyze {DEFAULT_OUTPUT_DIR} -w 1'),
+    Command('slurm sacct', cmd_slurm_sacct, "show what Slurm's accounting says of a workflow's allocations", (
+        ASKED_WF,
+        Argument('-o --output-dir', 'DIR', 'where --save-json puts its files', default=DEFAULT_OUTPUT_DIR),
+        Argument('--save-json', '', 'write sacct_ID.json for each allocation, too')), 'slurm sacct 1'),
+    Command('slurm stats', cmd_slurm_stats, "list what Slurm's accounting said of each attempt", (
+        Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id'),
+        Argument('--job-id', 'N', 'only of this job', parse_id),
+        Argument('--run-id', 'N', 'only of this run', at_least(0)),
+        Argument('--attempt-id', 'N', 'only of this attempt', at_least(1))), 'slurm stats 1'),
+    Command('slurm usage', cmd_slurm_usage, "sum up the node and CPU time of a workflow's allocations", (
+        ASKED_WF,), 'slurm usage 1'),
+    Command('slurm parse-logs', cmd_slurm_parse_logs, 'find errors in what allocations and jobs wrote', (
+        Argument('PATH', '', 'output directory of the runners'),
+        Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id),
+        Argument('--errors-only', '', 'no warnings')), f'slurm parse-logs {DEFAULT_OUTPUT_DIR} -w 1'),
     Command('plot-resources', cmd_plot_resources, 'draw what a monitor has sampled, as pages for a browser', (
         Argument('DB', '', 'databases resource_metrics_*.db of runners', count='+', key='databases'),
         Argument('-o --output-dir', 'DIR', 'where to put the pages', default='.'),
@@ -28567,6 +31614,8 @@ COMMANDS = (
     Command('workflows execution-plan', cmd_execution_plan, 'show the order in which jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'), *SPEC_OPTIONS),
         'workflows execution-plan examples/diamond.yaml'),
+    Command('workflows diagnose', cmd_diagnose, "compare the run times of ready jobs with nodes' time left",
+        (ASKED_WF,), 'workflows diagnose 1'),
     Command('workflows check-resources', cmd_check_resources,
         'compare what jobs used with what they asked for', (
         ASKED_WF, Argument('-r --run-id', 'N', 'only of this run', at_least(0)),
@@ -28724,6 +31773,46 @@ COMMANDS = (
         Argument('--scheduled-compute-node', 'ID', 'only of this allocation', parse_id,
                  key='scheduled_compute_node_id')), 'compute-nodes list 1', True),
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
+
+    Command('scheduled-compute-nodes list', cmd_list, 'list allocations', (
+        ASKED_WF, *SHORT_SORT_OPTIONS,
+        Argument('--scheduler-id', 'N', 'only of this Slurm job', parse_id),
+        Argument('--scheduler-config-id', 'ID', 'only of this scheduler', parse_id),
+        Argument('--status', 'STATUS', ', '.join(ALLOCATION_STATUSES), one_of(*ALLOCATION_STATUSES))),
+        'scheduled-compute-nodes list 1', True),
+    Command('scheduled-compute-nodes get', cmd_get, 'show an allocation', (ID,),
+        'scheduled-compute-nodes get 1'),
+    Command('scheduled-compute-nodes list-jobs', cmd_allocation_jobs, 'list the jobs of an allocation', (ID,),
+        'scheduled-compute-nodes list-jobs 1', True),
+
+    Command('slurm create', cmd_slurm_create, 'add a Slurm scheduler to a workflow', (
+        ASKED_WF, THE_NAME, ACCOUNT._replace(count='!'), *SCHEDULER_ARGUMENTS,
+        Argument('-N --nodes', 'N', 'nodes of an allocation', at_least(1), default=1),
+        Argument('-q --qos', 'QOS', 'quality of service', default='normal'),
+        Argument('-W --walltime', 'TIME', 'time limit, such as 04:00:00 or 4h', normalize_walltime,
+                 default='04:00:00'),
+        Argument('--serialize-allocations', '', 'one allocation at a time')),
+        'slurm create 1 -n short -a proj'),
+    Command('slurm update', cmd_slurm_update, 'change a Slurm scheduler', (
+        ID, NAME._replace(names='-N --name'), ACCOUNT, *SCHEDULER_ARGUMENTS,
+        Argument('-n --nodes', 'N', 'nodes of an allocation', at_least(1)),
+        Argument('-q --qos', 'QOS', 'quality of service'),
+        Argument('-W --walltime', 'TIME', 'time limit, such as 04:00:00 or 4h', normalize_walltime),
+        Argument('--serialize-allocations', 'BOOL', 'one allocation at a time', parse_truth)),
+        'slurm update 1 --walltime 02:00:00'),
+    Command('slurm list', lists('list_slurm_schedulers', SCHEDULER_COLUMNS, 'Slurm schedulers'),
+        'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET), 'slurm list 1', True),
+    Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
+    Command('slurm delete', cmd_slurm_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
+    Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
+        ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many', at_least(1), default=1),
+        Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs'),
+        Argument('--scheduler-config-id', 'ID', 'the scheduler, if the workflow has several', parse_id),
+        *ALLOCATION_OPTIONS,
+        Argument('--start-one-worker-per-node', '', 'start a runner on each node (mode direct)'),
+        Argument('--keep-submission-scripts', '', 'keep the scripts in the output directory'),
+        Argument('--suppress-actions', '', 'take the actions that would submit allocations, too')),
+        'slurm schedule-nodes 1'),
 
     Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; exit code 1 if it failed', (
         ID._replace(meaning='id of the task'),
@@ -28953,7 +32042,11 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 }
 
 
-# -------- parsing --------
+# ======== 21a. Main: parsing, and error handling ========
+#
+# From the words of the command line to a command, and from whatever goes wrong to a message and an exit code.
+# Nothing that a user can cause ends in a traceback; a bug does, with exit code 70.
+
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 # Commands whose errors Torc 1.0 prints as JSON on stdout, too.
