@@ -29175,6 +29175,59 @@ def format_summary(summary: Dict[str, Any]) -> str:
     return format_lines(lines + ['', f'Ready to run {where}', 'Validation: PASSED'])
 
 
+# -------- planned allocations --------
+
+
+def hpc_config(session: Session) -> HpcConfig:
+    """Clusters of the user's configuration files; what could not be read is reported."""
+    config = read_config()
+    for note in config.notes:
+        session.report(f'warning: {note}')
+    return config
+
+
+def plan_options(args: Arguments) -> PlanOptions:
+    """How allocations are planned, from the command line."""
+    return PlanOptions(args['group_by'], args['walltime_strategy'], args['walltime_multiplier'],
+                       bool(args.get('single_allocation')))
+
+
+def read_for_slurm(session: Session, args: Arguments, *, replaces: bool, has_actions: bool
+                   ) -> Tuple[GeneratedSpec, Profile, str, Document]:
+    """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was.
+
+    Warnings are reported.
+    """
+    path = '' if args['spec'] == '-' else args['spec']
+    document = read_document(read_input(session, args['spec']), path)
+    config = hpc_config(session)
+    profile = find_profile(args['profile'], config)
+    defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
+    account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
+    partitions = profile.partitions
+    if args.get('partition'):
+        partitions = [partition for partition in partitions if partition.name == args['partition']]
+        if not partitions:
+            names = dict.fromkeys(partition.name for partition in profile.partitions)
+            raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
+                           f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
+    options = GenerateOptions(plan_options(args), account, replaces, has_actions, bool(args['skip_checks']),
+                              args['max_instances'] or MAX_INSTANCES)
+    try:
+        made = generate_spec(document, spec_directory(path), partitions, options)
+    except BadInput as error:
+        error.problems = [placed(problem, path) for problem in error.problems]
+        raise
+    for warning in made.warnings[:PROBLEMS_SHOWN]:
+        session.report(f'warning: {placed(warning, path)}')
+    return made, profile, account, document
+
+
+def spec_directory(path: str) -> str:
+    """Directory of a workflow file, which its tables are looked for in."""
+    return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
+
+
 # -------- execution plan --------
 
 def cmd_execution_plan(session: Session, args: Arguments) -> int:
@@ -30434,14 +30487,6 @@ PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime
                      'shared=shared:2, explicit=explicit:3')
 
 
-def hpc_config(session: Session) -> HpcConfig:
-    """Clusters of the user's configuration files; what could not be read is reported."""
-    config = read_config()
-    for note in config.notes:
-        session.report(f'warning: {note}')
-    return config
-
-
 def chosen_profile(session: Session, name: Optional[str]) -> Profile:
     """The cluster that a command was given, or that this machine belongs to."""
     return find_profile(name, hpc_config(session))
@@ -30588,48 +30633,6 @@ def write_result(path: str, text: str) -> None:
 
 
 # -------- slurm generate --------
-
-
-def plan_options(args: Arguments) -> PlanOptions:
-    """How allocations are planned, from the command line."""
-    return PlanOptions(args['group_by'], args['walltime_strategy'], args['walltime_multiplier'],
-                       bool(args.get('single_allocation')))
-
-
-def read_for_slurm(session: Session, args: Arguments, *, replaces: bool, has_actions: bool
-                   ) -> Tuple[GeneratedSpec, Profile, str, Document]:
-    """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was.
-
-    Warnings are reported.
-    """
-    path = '' if args['spec'] == '-' else args['spec']
-    document = read_document(read_input(session, args['spec']), path)
-    config = hpc_config(session)
-    profile = find_profile(args['profile'], config)
-    defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
-    account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
-    partitions = profile.partitions
-    if args.get('partition'):
-        partitions = [partition for partition in partitions if partition.name == args['partition']]
-        if not partitions:
-            names = dict.fromkeys(partition.name for partition in profile.partitions)
-            raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
-                           f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
-    options = GenerateOptions(plan_options(args), account, replaces, has_actions, bool(args['skip_checks']),
-                              args['max_instances'] or MAX_INSTANCES)
-    try:
-        made = generate_spec(document, spec_directory(path), partitions, options)
-    except BadInput as error:
-        error.problems = [placed(problem, path) for problem in error.problems]
-        raise
-    for warning in made.warnings[:PROBLEMS_SHOWN]:
-        session.report(f'warning: {placed(warning, path)}')
-    return made, profile, account, document
-
-
-def spec_directory(path: str) -> str:
-    """Directory of a workflow file, which its tables are looked for in."""
-    return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
 
 
 def cmd_slurm_generate(session: Session, args: Arguments) -> int:
