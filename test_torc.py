@@ -21600,7 +21600,7 @@ class SlurmGenerateTest(WorldTest):
             jobs: [{name: j, command: x, resource_requirements: small, scheduler: old}]
             ''')
         self.assertIn('has slurm_schedulers and actions of the type schedule_nodes and jobs with a scheduler already: submit it as it '
-                      'is, or replace them with --overwrite', self.generate(spec, code=2).err)
+                      'is, without --account, or replace them with `slurm generate --overwrite`', self.generate(spec, code=2).err)
         value = torc.load_yaml(self.generate(spec, '--overwrite').out)[0]
         self.assertEqual(['short_scheduler'], [row['name'] for row in value['slurm_schedulers']])
         self.assertEqual(['run_commands', 'schedule_nodes'], [row['action_type'] for row in value['actions']])
@@ -21625,6 +21625,7 @@ class SlurmGenerateTest(WorldTest):
                 ('{name: x, jobs: []}', ('--group-by', 'x'), "'x' is none of partition, resource-requirements"),
                 ('{name: x, jobs: []}', ('-o', '/no/such/dir/x'), 'has no resource_requirements')):
             self.assertIn(message, self.generate(self.world.write('w.yaml', text), *argv, code=2).err)
+        self.assertIn('KDL is not written: give the file a name in .yaml or .json', self.generate(self.spec, '-o', 'x.kdl', code=2).err)
         self.assertIn('cannot write', self.generate(self.spec, '-o', '/no/such/dir/x.yaml', code=2).err)
         no_account = self.world.main('slurm', 'generate', '--profile', 'kestrel', self.spec)
         self.assertExit(2, no_account, 'no account is named: give --account, or account under slurm_defaults')
@@ -21681,6 +21682,23 @@ class SlurmGenerateTest(WorldTest):
                         self.assertExit(0, self.world.main('create', '--dry-run', written))
                         made += 1
         self.assertGreaterEqual(made, 30)
+
+
+class SubmitPlannedTest(WorldTest):
+    """`submit --account`: plan and submit in one."""
+
+    def test_a_workflow_file_without_schedulers_is_planned_for_and_submitted(self):
+        fakes = self.world.fake_slurm(sbatch='echo 17', squeue='exit 0', sinfo='echo "main*|4|4000|2:00:00|gpu:2|4"', scontrol='exit 0')
+        spec = self.world.write('staged.yaml', STAGED_SPEC)
+        self.assertExit(0, self.world.main('submit', spec, '--account', 'acct', '--profile', 'kestrel'), 'short_deferred_scheduler: 16 jobs')
+        self.assertEqual(1, len(fakes.calls('sbatch')))     # the other ones when their jobs are ready
+        rows = json.loads(self.world.main('slurm', 'list', 1, '-f', 'json').out)['items']
+        self.assertEqual([('short_scheduler', 'acct', 'short'), ('short_deferred_scheduler', 'acct', 'short')],
+                         [(row['name'], row['account'], row['partition']) for row in rows])
+        ready = self.world.path('ready.yaml')
+        self.assertExit(0, self.world.main('slurm', 'generate', '-a', 'x', '--profile', 'kestrel', spec, '-o', ready))
+        self.assertExit(2, self.world.main('submit', ready, '-a', 'x', '--profile', 'kestrel'), 'submit it as it is, without --account')
+        self.assertExit(4, self.world.main('submit', spec), 'slurm generate')
 
 
 class PlanAllocationsTest(WorldTest):

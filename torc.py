@@ -20904,8 +20904,8 @@ def clear_schedulers(document: Document, replaces: bool) -> None:
         ('actions of the type schedule_nodes', any(map(is_allocation, actions))),
         ('jobs with a scheduler', any(job.get('scheduler') for job in jobs))) if is_there]
     if found and not replaces:
-        raise BadInput(f"the workflow file has {' and '.join(found)} already: submit it as it is, or replace "
-                       'them with --overwrite')
+        raise BadInput(f"the workflow file has {' and '.join(found)} already: submit it as it is, without "
+                       '--account, or replace them with `slurm generate --overwrite`')
     document.find_position(value)       # of JSON they are only found in the value that was read
     if value.get('slurm_schedulers'):
         value['slurm_schedulers'] = None
@@ -29192,14 +29192,15 @@ def plan_options(args: Arguments) -> PlanOptions:
                        bool(args.get('single_allocation')))
 
 
-def read_for_slurm(session: Session, args: Arguments, *, replaces: bool, has_actions: bool
+def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOptions = PlanOptions(),
+                   replaces: bool = False, has_actions: bool = True
                    ) -> Tuple[GeneratedSpec, Profile, str, Document]:
     """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was.
 
     Warnings are reported.
     """
-    path = '' if args['spec'] == '-' else args['spec']
-    document = read_document(read_input(session, args['spec']), path)
+    path = '' if spec == '-' else spec
+    document = read_document(read_input(session, spec), path)
     config = hpc_config(session)
     profile = find_profile(args['profile'], config)
     defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
@@ -29211,16 +29212,42 @@ def read_for_slurm(session: Session, args: Arguments, *, replaces: bool, has_act
             names = dict.fromkeys(partition.name for partition in profile.partitions)
             raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
                            f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
-    options = GenerateOptions(plan_options(args), account, replaces, has_actions, bool(args['skip_checks']),
-                              args['max_instances'] or MAX_INSTANCES)
+    chosen = GenerateOptions(options, account, replaces, has_actions, bool(args['skip_checks']),
+                             args['max_instances'] or MAX_INSTANCES)
     try:
-        made = generate_spec(document, spec_directory(path), partitions, options)
+        made = generate_spec(document, spec_directory(path), partitions, chosen)
     except BadInput as error:
         error.problems = [placed(problem, path) for problem in error.problems]
         raise
     for warning in made.warnings[:PROBLEMS_SHOWN]:
         session.report(f'warning: {placed(warning, path)}')
     return made, profile, account, document
+
+
+def format_generated(made: GeneratedSpec, profile: Profile) -> str:
+    """The plan for people: a scheduler, what it asks for, and what it is for."""
+    lines = [f'Schedulers for {profile.display_name}:']
+    for scheduler in made.plan.schedulers:
+        gpus = f', {scheduler.num_gpus} GPUs' if scheduler.num_gpus else ''
+        nodes = f'{scheduler.nodes} nodes' if scheduler.nodes > 1 else '1 node'
+        lines.append(f'  {scheduler.name}: {len(scheduler.jobs)} jobs, {scheduler.num_allocations} x {nodes} '
+                     f'of {scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
+                     f'{scheduler.num_cpus} CPUs, {format_request(scheduler.memory_mb)}{gpus}')
+        if made.actions:
+            lines += [f'    {stage.num_allocations} when {len(stage.gates)} jobs are ready: '
+                      + first_of([made.graph.names[job] for job in stage.gates], 3)
+                      for stage in scheduler.stages]
+    return format_lines(lines)
+
+
+def read_planned_spec(session: Session, spec: str, args: Arguments) -> Plan:
+    """A workflow file that says nothing of allocations, read, expanded and checked, with a plan of them."""
+    made, profile, _, _ = read_for_slurm(session, spec, args)
+    session.inform(*format_generated(made, profile).splitlines())
+    path = '' if spec == '-' else spec
+    plan = read_plan(Document(made.value, 'yaml', '', {}), spec_directory(path),
+                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
+    return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(path) if path else None)
 
 
 def spec_directory(path: str) -> str:
@@ -29891,7 +29918,7 @@ def cmd_submit(session: Session, args: Arguments) -> int:
         actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
         refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
         return submit_workflow(session, workflow, settings, args)
-    plan = read_spec(session, args['target'], args)
+    plan = (read_planned_spec if args['account'] else read_spec)(session, args['target'], args)
     refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
     for scheduler in plan.body['slurm_schedulers']:
         check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
@@ -30598,6 +30625,8 @@ def cmd_hpc_generate(session: Session, args: Arguments) -> int:
     name = args['name'] or re.sub('[^a-z0-9_-]+', '-', profile.name.lower())
     entry = {key: value for key, value in entry.items() if value is not None}
     path = args['output']
+    if path and not path.endswith('.toml'):
+        refuse_format(path)
     format = FORMATS.get(os.path.splitext(path or '.toml')[1].lower(), 'toml')
     value = {'client': {'hpc': {'custom_profiles': {name: entry}}}}
     text = format_toml_profile(name, entry) if format == 'toml' else format_spec(value, format)
@@ -30624,6 +30653,13 @@ def format_toml_profile(name: str, entry: Dict[str, Any]) -> str:
     return '\n'.join(lines) + '\n'
 
 
+def refuse_format(path: Optional[str]) -> None:
+    """Refuse the name of a file whose format is not written."""
+    format = FORMATS.get(os.path.splitext(path or '')[1].lower(), 'yaml')
+    if format in ('kdl', 'toml'):
+        raise BadInput(f'{format.upper()} is not written: give the file a name in .yaml or .json')
+
+
 def write_result(path: str, text: str) -> None:
     """A file that the user asked for."""
     try:
@@ -30637,8 +30673,9 @@ def write_result(path: str, text: str) -> None:
 
 def cmd_slurm_generate(session: Session, args: Arguments) -> int:
     """Put Slurm schedulers, and actions that submit them, into a workflow file."""
-    made, profile, _, document = read_for_slurm(session, args, replaces=args['overwrite'],
-                                                has_actions=not args['no_actions'])
+    refuse_format(args['output'])
+    made, profile, _, document = read_for_slurm(session, args['spec'], args, plan_options(args),
+                                                bool(args['overwrite']), not args['no_actions'])
     summary = {'dry_run': bool(args['dry_run']), 'scheduler_count': len(made.schedulers),
                'action_count': len(made.actions), 'profile_name': profile.name,
                'profile_display_name': profile.display_name, 'slurm_schedulers': made.schedulers,
@@ -30659,22 +30696,6 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> int:
     else:
         session.show(format_spec(value, 'json' if session.format == 'json' else document.format))
     return 0
-
-
-def format_generated(made: GeneratedSpec, profile: Profile) -> str:
-    """The plan for people: a scheduler, what it asks for, and what it is for."""
-    lines = [f'Schedulers for {profile.display_name}:']
-    for scheduler in made.plan.schedulers:
-        gpus = f', {scheduler.num_gpus} GPUs' if scheduler.num_gpus else ''
-        nodes = f'{scheduler.nodes} nodes' if scheduler.nodes > 1 else '1 node'
-        lines.append(f'  {scheduler.name}: {len(scheduler.jobs)} jobs, {scheduler.num_allocations} x {nodes} '
-                     f'of {scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
-                     f'{scheduler.num_cpus} CPUs, {format_request(scheduler.memory_mb)}{gpus}')
-        if made.actions:
-            lines += [f'    {stage.num_allocations} when {len(stage.gates)} jobs are ready: '
-                      + first_of([made.graph.names[job] for job in stage.gates], 3)
-                      for stage in scheduler.stages]
-    return format_lines(lines)
 
 
 # -------- slurm plan-allocations --------
@@ -30797,7 +30818,7 @@ def compare_probes(advice: Advice, made: PlannedScheduler, small_s: Optional[int
 
 def cmd_plan_allocations(session: Session, args: Arguments) -> int:
     """Recommend how many allocations of how many nodes a workflow should ask for now."""
-    made, profile, account, _ = read_for_slurm(session, args, replaces=True, has_actions=False)
+    made, profile, account, _ = read_for_slurm(session, args['spec'], args, plan_options(args), True, False)
     names = list(dict.fromkeys(scheduler.partition.name for scheduler in made.plan.schedulers))
     states = [] if args['offline'] else ask_cluster_state(names)
     by_name = {state['partition']: state for state in states}
@@ -31351,11 +31372,12 @@ REQUIREMENT_OPTIONS = (
 )
 CLUSTER = Argument('NAME', '', f'name of its profile, or {LIVE_PROFILE}: ask sinfo (default: this cluster)',
                    count='?')
+PROFILE = Argument('--profile', 'NAME', 'the cluster that allocations are planned for, see `hpc list`, or '
+                   f'{LIVE_PROFILE}: ask sinfo (default: this one)')
 PLANNED_SPEC = (
     Argument('SPEC', '', 'workflow file, or - for stdin'),
     Argument('-a --account', 'NAME', 'account to charge (default: account of its slurm_defaults)'),
-    Argument('--profile', 'NAME', f'the cluster, see `hpc list`, or {LIVE_PROFILE}: ask sinfo (default: this '
-             'cluster)'),
+    PROFILE,
 )
 PLAN_OPTIONS = (
     Argument('--group-by', 'WHAT', f"a scheduler for each {' or '.join(GROUPINGS)}", one_of(*GROUPINGS),
@@ -31468,7 +31490,7 @@ COMMANDS = (
         Argument('-a --account', 'ACCOUNT', 'plan the allocations, and charge this account (see: slurm '
                  'generate)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
-        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+        PROFILE, *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
