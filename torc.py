@@ -353,6 +353,9 @@ ENVIRONMENT = (
              'administrators of `serve`, separated by commas; beside --admin-user'),
     Variable('XDG_STATE_HOME', 'you',
              "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
+    Variable('XDG_CONFIG_HOME', 'you',
+             'where torc/config.yaml (.json, or .toml from Python 3.11) describes clusters, under '
+             'client.hpc; else ~/.config'),
     Variable('NO_COLOR',                  'you',  'no colours on the terminal'),
     Variable('TORC_WORKFLOW_ID',          'torc', 'the workflow'),
     Variable('TORC_RUN_ID',               'torc', 'its run generation'),
