@@ -15531,6 +15531,19 @@ class PartitionTest(unittest.TestCase):
                   'yes' if row.shared else '', row.min_nodes, row.max_nodes) for row in self.parse()]
         self.assertEqual([tuple(row.values()) for row in table], [tuple(str(cell or '') for cell in row) for row in found])
 
+    def test_partitions_for_some_only_and_those_that_others_preempt_are_chosen_last(self):
+        names = ('all', 'accounts', 'groups', 'low', 'root')
+        sinfo = ''.join(f'{name}|4|4000|1:00|(null)|4\n' for name in names)
+        text = ('PartitionName=all AllowAccounts=ALL AllowGroups=ALL PreemptMode=OFF State=UP\nPartitionName=accounts AllowAccounts=a,b State=UP\n'
+                'PartitionName=groups AllowGroups=g State=UP\nPartitionName=low PreemptMode=REQUEUE State=UP\nPartitionName=root RootOnly=YES State=UP\n')
+        found = torc.parse_partitions(sinfo, torc.parse_partition_records(text), False)
+        self.assertEqual([('all', False), ('accounts', True), ('groups', True), ('low', True)],
+                         [(row.name, row.requires_explicit_request) for row in found])
+        text = text.replace('PreemptMode=OFF', 'PreemptMode=REQUEUE').replace(' State', ' PreemptMode=GANG,SUSPEND State')
+        found = torc.parse_partitions(sinfo, torc.parse_partition_records(text), False)
+        self.assertEqual([('all', False), ('accounts', True), ('groups', True), ('low', False)],
+                         [(row.name, row.requires_explicit_request) for row in found])
+
     def test_under_select_linear_every_job_has_whole_nodes(self):
         self.assertEqual({False}, {partition.shared for partition in self.parse(is_linear=True)})
 

@@ -20318,18 +20318,30 @@ def parse_partition_records(text: str) -> Dict[str, Dict[str, str]]:
     return records
 
 
+def is_restricted(record: Dict[str, str]) -> bool:
+    """Whether a partition is for some accounts, groups or QOS only (scontrol(1), SHOW PARTITION)."""
+    lists = ('AllowAccounts', 'AllowGroups', 'AllowQos')
+    return any(record.get(name, 'ALL') not in ('ALL', '') for name in lists)
+
+
+def is_preempted(record: Dict[str, str]) -> bool:
+    """Whether jobs of other partitions may push those of this one aside."""
+    return record.get('PreemptMode', 'OFF').upper() not in ('OFF', '')
+
+
 def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]], is_linear: bool) -> List[Partition]:
     """Partitions from the output of sinfo and scontrol: the default one first, then in sinfo's order.
 
     With select/linear (slurm.conf(5)) every job gets whole nodes, without it those of a partition with
-    OverSubscribe=EXCLUSIVE.
+    OverSubscribe=EXCLUSIVE. What is not for everybody, or less safe than others, is chosen last.
     """
-    found = {}
+    found, all_preempted = {}, all(map(is_preempted, records.values()))
     for name, cpus, memory, limit, gres, _ in read_slurm_rows(sinfo, 6):
         num_cpus, memory_mb, limit_s = parse_least(cpus), parse_least(memory), parse_partition_limit(limit)
         is_default, name = name.endswith('*'), name.rstrip('*')
         record = records.get(name, {})
-        if not name or None in (num_cpus, memory_mb, limit_s) or record.get('State', 'UP') != 'UP':
+        is_open = record.get('State', 'UP') == 'UP' and record.get('RootOnly') != 'YES'
+        if not name or None in (num_cpus, memory_mb, limit_s) or not is_open:
             continue
         gpus, gpu_type = parse_gres(gres)
         if not gpus and 'gpu' in name.lower() and gres.strip() in ('', '(null)'):
@@ -20340,7 +20352,8 @@ def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]], is_linear: 
             name=name, cpus_per_node=num_cpus, memory_mb=memory_mb, max_walltime_secs=limit_s,
             max_nodes=parse_least(record.get('MaxNodes', '')), shared=not is_whole,
             min_nodes=parse_least(record.get('MinNodes', '')), gpus_per_node=gpus or None,
-            gpu_type=gpu_type or None), not is_default)
+            gpu_type=gpu_type or None, requires_explicit_request=is_restricted(record) or is_preempted(
+                record) and not all_preempted), not is_default)
     return sorted(found, key=found.__getitem__)
 
 
