@@ -1992,6 +1992,73 @@ MISTAKES = (
 )
 
 
+class YamlWriterTest(unittest.TestCase):
+    """Values as YAML for people."""
+
+    def test_a_workflow_reads_as_people_write_it(self):
+        value = {'name': 'x y', 'empty': '', 'number': '1', 'word': 'No', 'list': [], 'jobs': [
+            {'name': 'a', 'command': 'if true; then\n  echo "a: b"\nfi\n', 'depends_on': ['b', 'c'], 'env': {}},
+            {'name': '{i}', 'command': 'echo # x', 'parameters': {'i': [1, 2.5, True, None]}}], 'nested': [[1, [2]], {'a': [{}]}]}
+        self.assertEqual(textwrap.dedent('''\
+            name: x y
+            empty: ""
+            number: "1"
+            word: "No"
+            list: []
+            jobs:
+              - name: a
+                command: |
+                  if true; then
+                    echo "a: b"
+                  fi
+                depends_on:
+                  - b
+                  - c
+                env: {}
+              - name: "{i}"
+                command: "echo # x"
+                parameters:
+                  i:
+                    - 1
+                    - 2.5
+                    - true
+                    - null
+            nested:
+              - - 1
+                - - 2
+              - a:
+                  - {}
+            '''), torc.format_yaml(value))
+
+    def test_what_is_written_is_read_back(self):
+        rng = random.Random(4)
+        letters = 'ab: #-\n\t\'"{}[]|>&*!%@`\\,?~0123.eE\u00e9\u2028\x85\x7f\U0001f600\ufeff '
+        lines = ['echo x', ' y', '', '# c', 'a: b', '---', '- x', '%', 'end ']
+
+        def value(depth: int) -> Any:
+            kind = rng.randrange(10) if depth < 4 else 0
+            if kind < 5:
+                return rng.choice([''.join(rng.choice(letters) for _ in range(rng.randrange(8))),
+                                   '\n'.join(rng.choice(lines) for _ in range(rng.randrange(5))), rng.randrange(-10, 1000),
+                                   rng.random() * 10 ** rng.randrange(-20, 20), True, None, '1.0', 'true', 'No', '~', '=', '<<'])
+            if kind < 8:
+                return {rng.choice(lines + ['k', '1', 'a b']): value(depth + 1)
+                        for _ in range(rng.randrange(4))}
+            return [value(depth + 1) for _ in range(rng.randrange(4))]
+
+        for _ in range(2000):
+            written = value(0)
+            text = torc.format_yaml(written)
+            self.assertEqual(repr(written), repr(torc.load_yaml(text)[0]), text)
+
+    def test_numbers_stay_as_they_were_written(self):
+        value = torc.load_yaml('{a: 1.10, b: 007, c: 0x1F, d: 1e3, e: 5}')[0]
+        self.assertEqual('a: 1.10\nb: 007\nc: 0x1F\nd: 1e3\ne: 5\n', torc.format_yaml(value))
+        json5 = torc.read_as('{a: +5, b: 1.10, c: 0x1F, d: .5}', 'json5', '').value
+        self.assertEqual({'a': 5, 'b': 1.1, 'c': 31, 'd': 0.5}, torc.load_yaml(torc.format_yaml(json5))[0])
+        self.assertEqual('{\n  "a": 5,\n  "b": 1.10,\n  "c": 31,\n  "d": 0.5\n}\n', torc.format_spec(json5, 'json'))
+
+
 # ======== 5. Spec: from a document to a plan ========
 
 
@@ -2568,6 +2635,10 @@ class SpecTest(unittest.TestCase):
                 plan = plan_of(text, skip_checks=True)
                 self.assertEqual(1, len(plan.warnings))
         self.assertEqual([], problems_of(f'{{name: w, jobs: [{{name: a, command: c}}], {SCHEDULER}}}'))
+
+    def test_jobs_with_labels_need_fit_no_scheduler(self):
+        text = '{name: w, jobs: [{name: a, command: c, resource_requirements: r, labels: [l]}], resource_requirements: [{name: r, memory: 9000g}], %s}'
+        self.assertEqual([], problems_of(text % SCHEDULER))
 
     def test_a_job_needs_one_scheduler_that_fits_in_all_respects(self):
         text = '{name: w, jobs: [{name: a, command: c, resource_requirements: r}], resource_requirements: [{name: r, memory: 16g, runtime: PT2H}], ' \
@@ -15618,7 +15689,435 @@ class QueueTest(WorldTest):
 # ======== 14a. Partitions ========
 
 
+class PartitionTest(unittest.TestCase):
+    """Clusters: built in, and as sinfo and scontrol describe them."""
+    SINFO = '''
+        site banner: maintenance on Friday
+        main*|4|4000|2:00:00|gpu:2|4
+        short|4|4000|1:00|(null)|4
+        fat|64+|1031000+|10-00:00:00|gpu:a100:4(S:0-1),lustre:1|2
+        fat|128|2063000|10-00:00:00|(null)|2
+        fat|128|2063000|10-00:00:00|(null)|7
+        gpu-v100|40|380000|infinite||8
+        down|4|4000|1:00|(null)|4
+        odd|x|4000|1:00|(null)|4
+        late|4|4000|n/a|(null)|4
+        '''
+    RECORDS = '''
+        PartitionName=main AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MinNodes=0 OverSubscribe=NO State=UP TotalNodes=4
+        PartitionName=short MaxNodes=2 MinNodes=1 OverSubscribe=EXCLUSIVE State=UP
+        PartitionName=fat MaxNodes=12 MinNodes=2 OverSubscribe=FORCE:4 State=UP
+        PartitionName=down OverSubscribe=NO State=DOWN
+        slurm_load_partitions: chatter without a name
+        '''
+
+    def test_the_built_in_clusters_are_torcs(self):
+        recorded = read_shared('torc/hpc_profiles.json')
+        profiles = {profile.name: profile for profile in torc.builtin_profiles()}
+        self.assertEqual(set(recorded), set(profiles))
+        for name, wanted in recorded.items():
+            self.assertEqual(wanted['display_name'], profiles[name].display_name)
+            self.assertIn(wanted['detection'][0], profiles[name].detection)
+            self.assertEqual([row['name'] for row in wanted['partitions']],
+                             [partition.name for partition in profiles[name].partitions])
+            for row, partition in zip(wanted['partitions'], profiles[name].partitions):
+                found = torc.partition_record(partition)
+                self.assertEqual(row, {key: found[key] for key in row})
+
+    def parse(self, is_linear: bool = False) -> List[Any]:
+        records = torc.parse_partition_records(textwrap.dedent(self.RECORDS))
+        return torc.parse_partitions(textwrap.dedent(self.SINFO), records, is_linear)
+
+    def test_partitions_are_read_from_sinfo_and_scontrol(self):
+        table = rows_of('''
+            name      cpus  memory   seconds   gpus  type  shared  least  most
+            main      4     4000     7200      2     -     yes     -      -
+            short     4     4000     60        -     -     -       1      2
+            fat       64    1031000  864000    4     a100  yes     2      12
+            fat       128   2063000  864000    -     -     yes     2      12
+            gpu-v100  40    380000   31536000  4     v100  yes     -      -
+            ''')
+        found = [(row.name, row.cpus_per_node, row.memory_mb, row.max_walltime_secs, row.gpus_per_node, row.gpu_type,
+                  'yes' if row.shared else '', row.min_nodes, row.max_nodes) for row in self.parse()]
+        self.assertEqual([tuple(row.values()) for row in table], [tuple(str(cell or '') for cell in row) for row in found])
+
+    def test_partitions_for_some_only_and_those_that_others_preempt_are_chosen_last(self):
+        names = ('all', 'accounts', 'groups', 'low', 'root')
+        sinfo = ''.join(f'{name}|4|4000|1:00|(null)|4\n' for name in names)
+        text = ('PartitionName=all AllowAccounts=ALL AllowGroups=ALL PreemptMode=OFF State=UP\nPartitionName=accounts AllowAccounts=a,b State=UP\n'
+                'PartitionName=groups AllowGroups=g State=UP\nPartitionName=low PreemptMode=REQUEUE State=UP\nPartitionName=root RootOnly=YES State=UP\n')
+        found = torc.parse_partitions(sinfo, torc.parse_partition_records(text), False)
+        self.assertEqual([('all', False), ('accounts', True), ('groups', True), ('low', True)],
+                         [(row.name, row.requires_explicit_request) for row in found])
+        text = text.replace('PreemptMode=OFF', 'PreemptMode=REQUEUE').replace(' State', ' PreemptMode=GANG,SUSPEND State')
+        found = torc.parse_partitions(sinfo, torc.parse_partition_records(text), False)
+        self.assertEqual([('all', False), ('accounts', True), ('groups', True), ('low', False)],
+                         [(row.name, row.requires_explicit_request) for row in found])
+
+    def test_under_select_linear_every_job_has_whole_nodes(self):
+        self.assertEqual({False}, {partition.shared for partition in self.parse(is_linear=True)})
+
+    def test_gres_of_nodes(self):
+        table = rows_of('''
+            text                              gpus  type
+            (null)                            0     -
+            -                                 0     -
+            gpu                               1     -
+            gpu:2                             2     -
+            gpu:2(S:0-1)                      2     -
+            gpu:a100:4(S:0-1)                 4     a100
+            gpu:a100:4(S:0,1),gpu:v100:2      6     -
+            gpu:a100:1,gpu:a100:1             2     a100
+            lustre:1,gpu:h100:8(IDX:0-7)      8     h100
+            gpus:3,mygpu:2                    0     -
+            ''')
+        self.assertEqual([(int(row['gpus']), row['type']) for row in table], [torc.parse_gres(row['text']) for row in table])
+
+    def test_whatever_sinfo_and_scontrol_print_is_read_or_passed_over(self):
+        rng = random.Random(14)
+        texts = [textwrap.dedent(self.SINFO), textwrap.dedent(self.RECORDS), 'main*|idle|3\nmain|down*|1\n',
+                 'main|PENDING|2\nlow,main|RUNNING|1\n']
+        letters = '|*=\n ,:()[]+-0123456789abUPgpu\x00\ufffd'
+        for _ in range(1000):
+            text = rng.choice(texts)
+            for _ in range(rng.randrange(1, 6)):
+                at = rng.randrange(len(text))
+                text = text[:at] + ''.join(rng.choice(letters) for _ in range(rng.randrange(4))) + text[at + rng.randrange(4):]
+            found = torc.parse_partitions(text, torc.parse_partition_records(text), False)
+            self.assertTrue(all(row.name and row.cpus_per_node > 0 and row.memory_mb > 0 and row.max_walltime_secs > 0
+                                for row in found), text)
+            for counts in (torc.count_nodes(text), torc.count_queue(text)):
+                self.assertTrue(all(value >= 0 for row in counts.values() for value in row.values()), text)
+
+    def test_a_cluster_is_known_by_a_variable_or_by_its_name(self):
+        profile = torc.Profile('x', 'X', '', [{'type': 'env_var', 'name': 'SITE', 'value': 'x'},
+                                              {'type': 'hostname_pattern', 'pattern': r'^login\d+\.x\.org$'}], None, [])
+        for environment, hostname, wanted in (
+                ({'SITE': 'x'}, 'h', True), ({'SITE': 'xy'}, 'h', False), ({}, 'h', False),
+                ({}, 'login12.x.org', True), ({}, 'login.x.org', False)):
+            self.assertEqual(wanted, torc.is_here(profile, environment, hostname), (environment, hostname))
+        by_name = {profile.name: profile for profile in torc.builtin_profiles()}
+        for name, variables in (('kestrel', {'NLR_CLUSTER': 'kestrel'}), ('kestrel', {'NREL_CLUSTER': 'kestrel'}),
+                                ('dane', {'CLUSTER': 'dane'})):
+            self.assertEqual([name], [key for key in by_name if torc.is_here(by_name[key], variables, 'h')])
+
+
+class HpcConfigTest(WorldTest):
+    """Clusters in configuration files."""
+    CONFIG = '''
+        client:
+          hpc:
+            default_account: everybody
+            profile_overrides: {kestrel: {default_account: wind}}
+            custom_profiles:
+              mine:
+                display_name: My Cluster
+                detect_env_var: SITE=mine
+                default_account: own
+                partitions:
+                  - {name: all, cpus_per_node: 8, memory_mb: 16000, max_walltime_secs: 3600, gpus_per_node: 1}
+              dane:
+                partitions: [{name: only, cpus_per_node: 1, memory_mb: 1, max_walltime_secs: 1}]
+        '''
+
+    def read(self, text: str, name: str = 'config.yaml') -> Any:
+        self.world.write(f'xdg/torc/{name}', text)
+        with self.world.inside():
+            return torc.read_config({'XDG_CONFIG_HOME': self.world.path('xdg')})
+
+    def test_the_users_own_are_known_and_replace_those_built_in(self):
+        config = self.read(self.CONFIG)
+        known = {profile.name: profile for profile in torc.known_profiles(config)}
+        self.assertEqual(['dane', 'kestrel', 'mine'], list(known))
+        self.assertEqual(['only'], [partition.name for partition in known['dane'].partitions])
+        partition = known['mine'].partitions[0]
+        self.assertEqual(('all', 8, 16000, 3600, 1, False),
+                         (partition.name, partition.cpus_per_node, partition.memory_mb, partition.max_walltime_secs,
+                          partition.gpus, partition.shared))
+        self.assertTrue(torc.is_here(known['mine'], {'SITE': 'mine'}, 'h'))
+
+    def test_whose_account_is_charged(self):
+        config = self.read(self.CONFIG)
+        known = {profile.name: profile for profile in torc.known_profiles(config)}
+        for wanted, given, defaults, profile in (
+                ('a', 'a', {'account': 'b'}, 'kestrel'), ('b', None, {'account': 'b'}, 'kestrel'),
+                ('wind', None, {}, 'kestrel'), ('own', None, {}, 'mine'), ('everybody', None, {}, 'dane')):
+            self.assertEqual(wanted, torc.find_account(given, defaults, known[profile], config))
+        with self.assertRaisesRegex(torc.BadInput, 'give --account'):
+            torc.find_account(None, {}, known['dane'], torc.HpcConfig())
+
+    def test_mistakes_are_reported_with_file_and_key(self):
+        wrong = rows_of('''
+            text                                                               message
+            {client: {hpc: {custom_profiles: {x: {partitions: []}}}}}          client.hpc.custom_profiles.x needs partitions, a list
+            {client: {hpc: {custom_profiles: {x: 1}}}}                         client.hpc.custom_profiles.x must be a mapping
+            {client: {hpc: {custom_profiles: []}, x: 1}}                       -
+            {client: {hpc: {custom_profiles: {x: {partition: 1}}}}}            unknown key 'partition', did you mean 'partitions'?
+            {client: {hpc: {custom_profiles: {x: {partitions: [{name: p}]}}}}}  partition 'p' needs cpus_per_node, memory_mb, max_walltime_secs
+            {client: {hpc: {custom_profiles: {x: {partitions: [{name: p, cpus_per_node: no}]}}}}}  cpus_per_node must be a whole number
+            {client: {hpc: {custom_profiles: {x: {detect_hostname: "(", partitions: [1]}}}}}  is not a regular expression
+            {client: [                                                         config.yaml:1
+            ''')
+        for row in wrong:
+            with self.subTest(row['text']):
+                if not row['message']:
+                    self.assertEqual({}, self.read(row['text']).profiles)
+                    continue
+                with self.assertRaises(torc.BadInput) as caught:
+                    self.read(row['text'])
+                self.assertIn(row['message'], str(caught.exception))
+                self.assertIn('config.yaml', str(caught.exception))
+
+    def test_toml_is_read_where_python_reads_it_and_else_said_not_to_be(self):
+        entry = {'display_name': 'M "1"', 'partitions': [{'name': 'p', 'cpus_per_node': 2, 'memory_mb': 5,
+                                                         'max_walltime_secs': 60, 'shared': True, 'features': ['x']}]}
+        config = self.read(torc.format_toml_profile('m.1', entry), 'config.toml')
+        if torc.tomllib is None:
+            self.assertEqual(({}, 1), (config.profiles, len(config.notes)))
+            self.assertIn('config.toml is not read: TOML needs Python 3.11', config.notes[0])
+        else:
+            profile = config.profiles['m.1']
+            self.assertEqual(('M "1"', 'p', True, ('x',)), (profile.display_name, profile.partitions[0].name,
+                                                           profile.partitions[0].shared, profile.partitions[0].features))
+
+
 # ======== 14b. Allocation plan ========
+
+KESTREL, DANE = (next(profile.partitions for profile in torc.builtin_profiles() if profile.name == name)
+                 for name in ('kestrel', 'dane'))
+GB = 1024 ** 3
+
+
+def resource_class(name: str = 'rr', cpus: int = 1, gigabytes: float = 1, gpus: int = 0, nodes: int = 1,
+                   runtime_s: int = 3600) -> Any:
+    """What jobs need."""
+    return torc.ResourceClass(name, cpus, int(gigabytes * GB), gpus, nodes, runtime_s)
+
+
+def chain_of(stages: Sequence[Tuple[int, int]]) -> Any:
+    """Stages of (class, jobs), each waiting for all jobs of the one before."""
+    numbers = [number for number, count in stages for _ in range(count)]
+    ends = list(itertools.accumulate(count for _, count in stages))
+    sets = [[]] + [list(range(end - count, end)) for (_, count), end in zip(stages[:-1], ends)]
+    set_numbers = [stage for stage, (_, count) in enumerate(stages) for _ in range(count)]
+    return torc.JobGraph([f'job{index}' for index in range(len(numbers))], numbers, set_numbers, sets)
+
+
+class AllocationPlanTest(unittest.TestCase):
+    """From jobs and partitions to allocations."""
+    maxDiff = None
+
+    def plan(self, graph: Any, classes: Sequence[Any], partitions: Any = KESTREL, **options: Any) -> List[Tuple[Any, ...]]:
+        """Name, partition, walltime, allocations, nodes, and how many jobs its first allocations wait for."""
+        made = torc.plan_allocations(graph, classes, partitions, torc.PlanOptions(**options))
+        self.assertEqual([], made.problems)
+        self.made = made
+        return [(row.name, row.partition.name, torc.format_walltime(row.walltime_s), row.num_allocations, row.nodes,
+                 len(row.stages[0].gates)) for row in made.schedulers]
+
+    def test_the_examples_of_torcs_arithmetic(self):
+        half = resource_class(cpus=4, gigabytes=8, runtime_s=1800)
+        self.assertEqual([('short_scheduler', 'short', '00:45:00', 4, 1, 100)], self.plan(chain_of([(0, 100)]), [half]))
+        self.assertEqual([('short_scheduler', 'short', '04:00:00', 1, 1, 100)],
+                         self.plan(chain_of([(0, 100)]), [half], walltime_strategy='max-partition-time'))
+        gpu = resource_class(cpus=16, gigabytes=64, gpus=1, runtime_s=7200)
+        self.assertEqual([('gpu-h100s_scheduler', 'gpu-h100s', '03:00:00', 2, 1, 8)], self.plan(chain_of([(0, 8)]), [gpu]))
+        self.assertEqual([('short_scheduler', 'short', '00:45:00', 1, 1, 1)], self.plan(chain_of([(0, 1), (0, 3)]), [half]))
+        self.assertEqual([('short_scheduler', 'short', '00:45:00', 2, 1, 30), ('short_deferred_scheduler', 'short', '00:45:00', 2, 1, 30)],
+                         self.plan(chain_of([(0, 30), (0, 30)]), [half]))
+
+    def test_jobs_of_several_nodes_have_allocations_of_as_many(self):
+        wide = resource_class(nodes=2)
+        self.assertEqual([('short_scheduler', 'short', '01:30:00', 3, 2, 3)], self.plan(chain_of([(0, 3)]), [wide]))
+        narrow = resource_class('narrow')
+        self.assertEqual([('short_scheduler', 'short', '01:30:00', 3, 2, 3), ('short_2_scheduler', 'short', '01:30:00', 1, 1, 4)],
+                         self.plan(torc.JobGraph('abcdefg', [0, 0, 0, 1, 1, 1, 1], [0] * 7, [[]]), [wide, narrow]))
+        self.assertEqual([('short_scheduler', 'short', '01:30:00', 1, 6, 3)], self.plan(chain_of([(0, 3)]), [wide], is_single=True))
+        self.assertFalse(self.made.schedulers[0].is_bound)
+
+    def test_a_job_near_a_partitions_limit_goes_where_it_has_time_to_spare(self):
+        for hours, wanted in ((2, ('short', '03:00:00')), (4, ('standard', '06:00:00')), (40, ('long', '2-12:00:00')),
+                              (200, ('long', '10-00:00:00'))):
+            found = self.plan(chain_of([(0, 1)]), [resource_class(runtime_s=hours * 3600)])
+            self.assertEqual([wanted], [row[1:3] for row in found])
+        self.assertEqual([], self.made.warnings)
+        self.plan(chain_of([(0, 1)]), [resource_class(runtime_s=240 * 3600)])
+        self.assertIn('cannot run to its end within the walltime of 10-00:00:00', self.made.warnings[0])
+        self.assertEqual('pbatch', torc.choose_partition(DANE, resource_class(runtime_s=20 * 3600), 1.5).name)
+
+    def test_a_short_job_is_left_the_time_that_its_end_takes(self):
+        found = self.plan(chain_of([(0, 100)]), [resource_class(runtime_s=60)])
+        self.assertEqual([('short_scheduler', 'short', '00:03:00', 1, 1, 100)], found)
+
+    def test_which_partition_is_chosen(self):
+        table = rows_of('''
+            cpus  memory  gpus  hours  nodes  kestrel    dane
+            1     1       0     1      1      short      pbatch
+            104   240     0     1      1      short      pbatch
+            112   240     0     1      1      gpu-h100s  pbatch
+            1     500     0     1      1      medmem     -
+            1     1500    0     1      1      bigmem     -
+            1     1500    0     100    1      bigmeml    -
+            1     1       1     1      1      gpu-h100s  -
+            1     1       4     30     1      gpu-h100   -
+            1     1       5     1      1      -          -
+            1     1       0     100    1      long       pserial
+            1     1       0     300    1      -          pall
+            1     1       0     1      2240   short      pbatch
+            1     1       0     1      3000   -          pbatch
+            ''')
+        for row in table:
+            needs = resource_class('', *(int(row[key]) for key in ('cpus', 'memory', 'gpus', 'nodes')), int(row['hours']) * 3600)
+            for name, partitions in (('kestrel', KESTREL), ('dane', DANE)):
+                found = torc.choose_partition(partitions, needs)
+                self.assertEqual(row[name], found.name if found else '', row)
+
+    def test_why_a_job_fits_nowhere_is_said_with_both_numbers(self):
+        for needs, wanted in (
+                (resource_class(gpus=5), 'num_gpus 5 is more than 4, the most of a node'),
+                (resource_class(gigabytes=3000), 'memory 2.9TB is more than 1.9TB, the most of a node'),
+                (resource_class(cpus=200), 'num_cpus 200 is more than 128, the most of a node'),
+                (resource_class(runtime_s=11 * 86400), 'runtime 11-00:00:00 is longer than 10-00:00:00, the longest walltime'),
+                (resource_class(gpus=1, gigabytes=500), 'memory 500.0GB is more than the 240.3GB of a node of debug'),
+                (resource_class(nodes=3000), 'num_nodes 3000 is more than the 2240 of a job in short')):
+            self.assertIn(wanted, torc.explain_misfit(KESTREL, needs))
+
+    def test_what_is_asked_for_is_what_was_planned_with(self):
+        shared = torc.NO_PARTITION._replace(name='s', cpus_per_node=64, memory_mb=256000, max_walltime_secs=86400,
+                                            gpus_per_node=4, shared=True)
+        whole = shared._replace(name='w', shared=False)
+        for partition, needs, count, wanted in (
+                (whole, resource_class(cpus=4), 1, (64, 256000, 0)),
+                (whole, resource_class(gpus=1), 1, (64, 256000, 4)),
+                (whole._replace(memory_mb=4000), resource_class(gigabytes=0.9), 4, (64, 4000, 0)),
+                (whole._replace(memory_mb=246064), resource_class(), 4, (64, 240 * 1024, 0)),
+                (shared, resource_class(cpus=4), 1, (4, 1024 + 512, 0)),
+                (shared, resource_class(cpus=4, gpus=1), 3, (12, 3 * 1024 + 512, 3)),
+                (shared, resource_class(cpus=4, gigabytes=2), 100, (60, 15 * 2048 + 512, 0)),
+                (shared, resource_class(gigabytes=250), 7, (1, 256000, 0)),
+                (shared, resource_class(cpus=5, gpus=2, nodes=3), 7, (5, 1024 + 512, 2))):
+            torc_plan = torc.plan_allocations(chain_of([(0, count)]), [needs], [partition])
+            made = torc_plan.schedulers[0]
+            self.assertEqual(wanted, (made.num_cpus, made.memory_mb, made.num_gpus), (partition.name, needs, count))
+            block = torc.scheduler_block(made, 'acct')
+            self.assertEqual((partition.name, wanted[0], f'gpu:{wanted[2]}' if wanted[2] else None),
+                             (block['partition'], block['ntasks_per_node'], block.get('gres')))
+
+    def test_no_groups_wait_for_each_other(self):
+        """Whatever the jobs wait for: when the gates of a stage are ready, its jobs may run, and all of them do."""
+        rng = random.Random(9)
+        classes = [resource_class('a'), resource_class('b', gpus=1), resource_class('c', gigabytes=500), resource_class('d', nodes=2)]
+        for _ in range(300):
+            size = rng.randrange(1, 25)
+            sets = [[]] + [sorted(rng.sample(range(job), min(job, rng.randrange(3)))) for job in range(1, size)]
+            numbers = [rng.choice([0, 0, 1, 1, 2, 3, None]) for _ in range(size)]
+            graph = torc.JobGraph([str(job) for job in range(size)], numbers, list(range(size)), sets)
+            made = torc.plan_allocations(graph, classes, KESTREL, torc.PlanOptions(group_by=rng.choice(torc.GROUPINGS)))
+            stages = [stage for scheduler in made.schedulers for stage in scheduler.stages]
+            self.assertEqual(sorted(job for job, number in enumerate(numbers) if number is not None),
+                             sorted(job for stage in stages for job in stage.jobs))
+            self.assertTrue(all(stage.gates and stage.num_allocations for stage in stages))
+            done, open_jobs = set(), {job for job, number in enumerate(numbers) if number is None}
+            while len(done) < size:
+                ready = {job for job in range(size) if done.issuperset(sets[job])}
+                for stage in stages:
+                    if ready.issuperset(stage.gates):
+                        open_jobs.update(stage.jobs)
+                progress = (ready & open_jobs) - done
+                self.assertTrue(progress, (graph, made))
+                done |= progress
+
+    def test_what_lies_behind_another_group_has_allocations_of_its_own(self):
+        classes = [resource_class('cpu'), resource_class('gpu', gpus=1)]
+        found = self.plan(chain_of([(0, 2), (1, 4), (0, 3)]), classes)
+        self.assertEqual([('short_scheduler', 'short', '01:30:00', 2, 1, 2), ('gpu-h100s_deferred_scheduler', 'gpu-h100s', '01:30:00', 1, 1, 4)],
+                         found)
+        self.assertEqual([torc.Stage([0, 1], [0, 1], 1), torc.Stage([6, 7, 8], [6, 7, 8], 1)], self.made.schedulers[0].stages)
+
+    def test_what_waits_for_a_slower_group_as_well_has_allocations_of_its_own(self):
+        classes = [resource_class('small'), resource_class('big', gigabytes=200, runtime_s=7200)]
+        graph = torc.JobGraph('abcd', [0, 0, 1, 0], [0, 1, 1, 2], [[], [0], [1, 2]])
+        found = self.plan(graph, classes, group_by='resource-requirements')
+        self.assertEqual([('small_scheduler', 1), ('small_deferred_scheduler', 2), ('big_deferred_scheduler', 1)],
+                         [(row[0], row[3]) for row in found])
+        self.assertEqual([torc.Stage([1], [1], 1), torc.Stage([3], [3], 1)], self.made.schedulers[1].stages)
+        first = torc.JobGraph('abc', [0, 0, 0], [0, 1, 2], [[], [0], [0, 1]])       # a is over before b begins
+        self.assertEqual([1, 1], [row[3] for row in self.plan(first, classes, group_by='resource-requirements')])
+
+    def test_a_chain_that_is_longer_than_its_allocations_is_warned_of(self):
+        self.plan(chain_of([(0, 1), (0, 1), (0, 1)]), [resource_class()])
+        self.assertIn('jobs that wait for each other take up to 03:00:00, its allocations last 01:30:00', self.made.warnings[0])
+        self.plan(chain_of([(0, 1), (0, 1), (0, 1)]), [resource_class()], walltime_strategy='max-partition-time')
+        self.assertEqual([], self.made.warnings)
+
+    def test_a_plan_is_the_same_each_time(self):
+        classes = [resource_class('a'), resource_class('b', gpus=1), resource_class('c', gigabytes=500)]
+        plans = [self.plan(chain_of([(0, 40), (1, 9), (2, 5), (0, 8)]), classes) for _ in range(3)]
+        self.assertEqual(plans[0], plans[1])
+        self.assertEqual(plans[0], plans[2])
+
+
+# Specs, with options or without, whose plan is not Torc's, and why. Everywhere else allocations (times their nodes) and
+# walltimes are the same.
+BEHIND = 'jobs behind those of another group: Torc gives them an allocation that may have ended by then'
+PLANNED_OTHERWISE = {
+    'hyperparameter_sweep.yaml': BEHIND,
+    'workflow_actions_multi_class_slurm.yaml --walltime-strategy max-partition-time': BEHIND,
+    'workflow_actions_multi_class_slurm.yaml --single-allocation': BEHIND,
+    'priority_workflow.yaml --group-by resource-requirements': BEHIND,
+    'multi_node_slurm.yaml': 'jobs of 2 nodes: Torc pools them with others, and gives 4 hours to a job of 4 hours',
+    'single_allocation_mpi_stages.yaml': 'jobs of 100 nodes: the same',
+    'ro_crate_provenance.yaml --group-by resource-requirements':
+        "dependencies through the tokens of commands, which Torc's plan does not see",
+}
+SHORT_JOBS_S = 240      # below it, 1.5 times the runtime leaves no time for the end
+UNREADABLE_HERE = ('multi_node_parallel_jobs_test_workflow.yaml',)      # granularity: TimeSeries
+UNREADABLE_THERE = ('timeout_auto_recovery_test_workflow.yaml',)        # a field of a scheduler that is replaced here
+
+
+class RecordedPlanTest(unittest.TestCase):
+    """What Torc 1.0.0 plans for real workflows."""
+
+    @staticmethod
+    def options_of(case: Dict[str, Any]) -> Any:
+        words = case['options'].split()
+        values = dict(zip(words[::2], words[1::2])) if len(words) % 2 == 0 else {}
+        return torc.GenerateOptions(torc.PlanOptions(
+            values.get('--group-by', 'partition'), values.get('--walltime-strategy', 'max-job-runtime'),
+            float(values.get('--walltime-multiplier', 1.5)), '--single-allocation' in words),
+            'acct', True, '--no-actions' not in words, True)
+
+    def compare(self, case: Dict[str, Any]) -> bool:
+        """Compare one case; whether it was planned."""
+        with open(shared(f"specs/{case['spec']}"), 'rb') as file:
+            document = torc.read_document(file.read(), case['spec'])
+        partitions = {'kestrel': KESTREL, 'dane': DANE}[case['profile']]
+        try:
+            made = torc.generate_spec(document, shared('specs'), partitions, self.options_of(case))
+        except torc.BadInput:
+            self.assertTrue(case.get('error'))
+            return False
+        self.assertTrue('error' not in case or case['spec'] in UNREADABLE_THERE)
+        if 'error' in case or not {case['spec'], f"{case['spec']} {case['options']}"}.isdisjoint(PLANNED_OTHERWISE):
+            return False
+        shortest = min(made.classes[number].runtime_s for row in made.plan.schedulers for number in row.class_numbers)
+        is_single, has_times = '--single' in case['options'], shortest >= SHORT_JOBS_S
+        counts = {row['scheduler']: row['num_allocations'] for row in case['actions']}
+        wanted = {row['name']: (row['walltime'] if has_times else '', counts.get(row['name'], 0)) for row in case['schedulers']}
+        nodes = {row['name']: 1 if is_single else row['nodes'] for row in made.schedulers}
+        found_counts = collections.Counter()    # type: Dict[str, int]
+        for action in made.actions:
+            found_counts[action['scheduler']] += action['num_allocations'] * nodes[action['scheduler']]
+        self.assertEqual(wanted, {row['name']: (row['walltime'] if has_times else '', found_counts[row['name']])
+                                  for row in made.schedulers})
+        return True
+
+    def test_counts_and_times_are_the_same(self):
+        planned = 0
+        for case in read_shared('torc/generate_cases.json'):
+            with self.subTest(f"{case['spec']} {case['profile']} {case['options']}"):
+                planned += self.compare(case)
+        self.assertGreaterEqual(planned, 210)
 
 
 # ======== 14c. Submission ========
@@ -21761,6 +22260,390 @@ class WholeNodeSubmitTest(SlurmTest):
 # ======== 20e. Clusters ========
 
 
+STAGED_SPEC = '''
+    # a comment
+    name: staged
+    resource_requirements:
+      - {name: small, num_cpus: 2, memory: 1g, runtime: PT30M}
+      - {name: big, num_cpus: 50, memory: 100g, runtime: PT2H}
+    jobs:
+      - {name: prep, command: echo prep, resource_requirements: small}
+      - name: "work_{i:02d}"
+        command: |
+          echo {i}
+          echo done
+        resource_requirements: big
+        depends_on: [prep]
+        parameters: {i: "1:12"}
+      - {name: "work_x_{i}", command: "echo {i}", resource_requirements: small, depends_on: [prep], parameters: {i: "1:3"}}
+      - {name: report, command: cat, resource_requirements: small, depends_on_regexes: ["^work_"], env: {VERSION: 1.10}}
+    '''
+
+
+class SlurmGenerateTest(WorldTest):
+    """`slurm generate`."""
+
+    def generate(self, *argv: Any, code: int = 0) -> Outcome:
+        return self.assertExit(code, self.world.main('slurm', 'generate', '--account', 'acct', '--profile', 'kestrel', *argv))
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.spec = self.world.write('staged.yaml', STAGED_SPEC)
+
+    def test_the_workflow_file_gets_schedulers_and_actions_and_keeps_its_parameters(self):
+        value = torc.load_yaml(self.generate(self.spec).out)[0]
+        self.assertEqual(['prep', 'work_{i:02d}', 'work_x_{i}', 'report'], [job['name'] for job in value['jobs']])
+        self.assertEqual(['short_scheduler', 'short_deferred_scheduler', 'short_deferred_scheduler', 'short_deferred_scheduler'],
+                         [job['scheduler'] for job in value['jobs']])
+        self.assertEqual([{'name': 'short_scheduler', 'account': 'acct', 'partition': 'short', 'mem': '240g', 'nodes': 1,
+                           'ntasks_per_node': 104, 'walltime': '00:45:00'},
+                          {'name': 'short_deferred_scheduler', 'account': 'acct', 'partition': 'short', 'mem': '240g', 'nodes': 1,
+                           'ntasks_per_node': 104, 'walltime': '03:00:00'}], value['slurm_schedulers'])
+        works = [f'work_{number:02d}' for number in range(1, 13)] + ['work_x_1', 'work_x_2', 'work_x_3']
+        common = {'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes', 'scheduler_type': 'slurm'}
+        self.assertEqual([dict(common, jobs=['prep'], scheduler='short_scheduler', num_allocations=1),
+                          dict(common, jobs=works, scheduler='short_deferred_scheduler', num_allocations=7)], value['actions'])
+
+    def test_what_is_written_is_a_workflow_that_is_created_as_it_is(self):
+        for name in ('ready.yaml', 'ready.json', 'ready.json5'):
+            made = self.generate(self.spec, '-o', self.world.path(name))
+            self.assertIn('submit', made.out + made.err)
+            self.assertExit(0, self.world.main('create', self.world.path(name)))
+            self.assertIn('VERSION', self.world.read(name))
+            self.assertIn('1.10', self.world.read(name))
+        jobs = json.loads(self.world.main('jobs', 'list', 1, '-f', 'json').out)['items']
+        self.assertEqual(17, len(jobs))
+        json.loads(self.world.read('ready.json'))
+
+    def test_the_same_file_gives_the_same_text(self):
+        self.assertEqual(self.generate(self.spec).out, self.generate(self.spec).out)
+
+    def test_json_and_dry_run_have_torcs_keys(self):
+        recorded = {case['command']: case['stdout'] for case in read_shared('torc/cli_json.json') if 'slurm generate' in case['command']}
+        wanted = next(value for command, value in recorded.items() if 'dry-run' in command)
+        found = json.loads(self.generate(self.spec, '--dry-run', '-f', 'json').out)
+        self.assertEqual(list(wanted), list(found))
+        self.assertEqual((True, 2, 2, 'kestrel', 'NLR Kestrel'), tuple(found[key] for key in list(wanted)[:5]))
+        self.assertLessEqual(set(wanted['slurm_schedulers'][0]), set(found['slurm_schedulers'][0]))
+        self.assertEqual(set(wanted['actions'][0]), set(found['actions'][0]))
+        self.assertEqual(found['slurm_schedulers'], json.loads(self.generate(self.spec, '-f', 'json').out)['slurm_schedulers'])
+        text = self.generate(self.spec, '--dry-run').out
+        self.assertIn('short_deferred_scheduler: 16 jobs, 7 x 1 node of short for 03:00:00, each with 104 CPUs, 240g', text)
+        self.assertFalse(os.path.exists(self.world.path('torc_output')))
+
+    def test_options_change_the_plan(self):
+        def schedulers(*argv: str) -> List[Tuple[Any, ...]]:
+            found = json.loads(self.generate(self.spec, '--dry-run', '-f', 'json', *argv).out)
+            counts = {}     # type: Dict[str, int]
+            for action in found['actions']:
+                counts[action['scheduler']] = counts.get(action['scheduler'], 0) + action['num_allocations']
+            return [(row['name'], row['walltime'], row['nodes'], counts.get(row['name'])) for row in found['slurm_schedulers']]
+        self.assertEqual([('short_scheduler', '03:00:00', 7, 1)], schedulers('--single-allocation'))
+        self.assertEqual([('short_scheduler', '00:45:00', 1, None), ('short_deferred_scheduler', '03:00:00', 1, None)],
+                         schedulers('--no-actions'))
+        self.assertEqual([('short_scheduler', '04:00:00', 1, 1), ('short_deferred_scheduler', '04:00:00', 1, 4)],
+                         schedulers('--walltime-strategy', 'max-partition-time'))
+        self.assertEqual([('small_scheduler', '01:00:00', 1, 1), ('big_deferred_scheduler', '04:00:00', 1, 3),
+                          ('small_deferred_scheduler', '01:00:00', 1, 2)],
+                         sorted(schedulers('--group-by', 'resource-requirements', '--walltime-multiplier', '2'), key=lambda row: 'small_s' not in row[0]))
+
+    def test_what_it_has_already_is_replaced_only_when_asked_for(self):
+        spec = self.world.write('ready.yaml', '''
+            name: x
+            resource_requirements: [{name: small, runtime: PT30M}]
+            slurm_schedulers: [{name: old, account: a, num_nodes: 3}]
+            actions:
+              - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: old, scheduler_type: slurm}
+              - {trigger_type: on_workflow_complete, action_type: run_commands, commands: [echo the end]}
+            jobs: [{name: j, command: x, resource_requirements: small, scheduler: old}]
+            ''')
+        self.assertIn('has slurm_schedulers and actions of the type schedule_nodes and jobs with a scheduler already: submit it as it '
+                      'is, without --account, or replace them with `slurm generate --overwrite`', self.generate(spec, code=2).err)
+        value = torc.load_yaml(self.generate(spec, '--overwrite').out)[0]
+        self.assertEqual(['short_scheduler'], [row['name'] for row in value['slurm_schedulers']])
+        self.assertEqual(['run_commands', 'schedule_nodes'], [row['action_type'] for row in value['actions']])
+        self.assertEqual('short_scheduler', value['jobs'][0]['scheduler'])
+        self.assertExit(0, self.world.main('create', '--dry-run', self.world.write('new.yaml', torc.format_yaml(value))))
+
+    def test_a_job_that_fits_no_partition_is_an_error_with_both_numbers(self):
+        spec = self.world.write('large.yaml', STAGED_SPEC.replace('memory: 100g', 'memory: 3000g'))
+        self.assertIn("large.yaml:6:31: resource_requirements 'big' fits no partition: memory 2.9TB is more than 1.9TB, the most of a "
+                      'node: change it', self.generate(spec, code=2).err)
+        made = self.generate(spec, '--skip-checks')
+        self.assertIn("'big' fits no partition: memory 2.9TB is more than 1.9TB, the most of a node: its jobs are left out", made.err)
+        value = torc.load_yaml(made.out)[0]
+        self.assertEqual([True, False, True, True], ['scheduler' in job for job in value['jobs']])
+
+    def test_what_is_missing_or_wrong_is_an_error(self):
+        for text, argv, message in (
+                ('{name: x, jobs: [{name: a, command: b}]}', (), 'has no resource_requirements'),
+                ('[1]', (), 'a workflow must be a mapping'), ('{name: x, jobs: 1}', (), 'jobs must be a list'),
+                ('{name: x, jobs: [{name: a, comand: b}]}', (), "unknown field 'comand', did you mean 'command'?"),
+                ('{name: x, jobs: []}', ('--profile', 'kestrl'), "there is no profile 'kestrl', did you mean 'kestrel'?"),
+                ('{name: x, jobs: []}', ('--group-by', 'x'), "'x' is none of partition, resource-requirements"),
+                ('{name: x, jobs: []}', ('-o', '/no/such/dir/x'), 'has no resource_requirements')):
+            self.assertIn(message, self.generate(self.world.write('w.yaml', text), *argv, code=2).err)
+        self.assertIn('KDL is not written: give the file a name in .yaml or .json', self.generate(self.spec, '-o', 'x.kdl', code=2).err)
+        self.assertIn('cannot write', self.generate(self.spec, '-o', '/no/such/dir/x.yaml', code=2).err)
+        no_account = self.world.main('slurm', 'generate', '--profile', 'kestrel', self.spec)
+        self.assertExit(2, no_account, 'no account is named: give --account, or account under slurm_defaults')
+        spec = self.world.write('w.yaml', STAGED_SPEC.rstrip() + '\n    slurm_defaults: {account: mine}\n')
+        self.assertIn('account: mine', self.assertExit(0, self.world.main('slurm', 'generate', '--profile', 'kestrel', spec)).out)
+
+    def test_a_template_of_several_schedulers_names_none(self):
+        spec = self.world.write('mixed.yaml', '''
+            name: mixed
+            resource_requirements: [{name: cpu, runtime: PT1H}, {name: gpu, num_gpus: 1, runtime: PT1H}]
+            jobs:
+              - {name: "j_{kind}", command: x, resource_requirements: "{kind}", parameters: {kind: [cpu, gpu]}}
+              - {name: "j_{kind}_2", command: x, resource_requirements: gpu, parameters: {kind: [cpu, gpu]}}
+            ''')
+        made = self.generate(spec)
+        self.assertIn('1 templates make jobs for several schedulers', made.err)
+        self.assertEqual([None, 'gpu-h100s_scheduler'], [job.get('scheduler') for job in torc.load_yaml(made.out)[0]['jobs']])
+        self.assertExit(0, self.world.main('create', '--dry-run', self.world.write('new.yaml', made.out)))
+
+    def test_labelled_jobs_are_left_to_other_runners(self):
+        spec = self.world.write('labels.yaml', '''
+            name: labels
+            resource_requirements: [{name: r, runtime: PT1H}, {name: huge, memory: 9000g, runtime: PT1H}]
+            jobs: [{name: a, command: x, resource_requirements: r}, {name: b, command: x, labels: [l], resource_requirements: huge}]
+            ''')
+        made = self.generate(spec)
+        self.assertIn('1 jobs have labels', made.err)
+        self.assertExit(0, self.world.main('create', '--dry-run', self.world.write('new.yaml', made.out)))
+
+    def test_tables_are_found_from_where_the_file_is_written(self):
+        self.world.write('in/runs.csv', 'n\n1\n2\n')
+        self.world.write('in/names.txt', 'a\nb\nc\n')
+        spec = self.world.write('in/w.yaml', '''
+            name: tables
+            resource_requirements: [{name: r, runtime: PT1H}]
+            jobs:
+              - {name: "a{n}", command: x, resource_requirements: r, parameters_file: runs.csv}
+              - {name: "b{n}", command: x, resource_requirements: r, parameters: {n: "@names.txt", m: "1:2"}, parameter_mode: product}
+            '''.replace('"b{n}"', '"b{n}{m}"'))
+        self.world.write('out/there', '')
+        self.generate(spec, '-o', self.world.path('out/w.yaml'))
+        for made in (self.world.path('out/w.yaml'), self.world.write('w.yaml', self.generate(spec).out)):
+            found = self.assertExit(0, self.world.main('create', '--dry-run', '-f', 'json', made))
+            self.assertEqual(8, json.loads(found.out)['summary']['job_count'])
+
+    def test_real_workflows_are_created_as_they_are_written(self):
+        made = 0
+        for path in sorted(glob.glob(os.path.join(shared('specs'), '*'))):
+            if path.endswith(('.yaml', '.json5', '.kdl', '.json')) and not path.endswith(('.torc.json', '.expected.json')):
+                outcome = self.world.main('slurm', 'generate', '-a', 'a', '--profile', 'kestrel', '--overwrite', path)
+                if outcome.code == 0:
+                    with self.subTest(path):
+                        written = self.world.write('new.yaml', outcome.out)
+                        self.assertExit(0, self.world.main('create', '--dry-run', written))
+                        made += 1
+        self.assertGreaterEqual(made, 30)
+
+
+class SubmitPlannedTest(WorldTest):
+    """`submit --account`: plan and submit in one."""
+
+    def test_a_workflow_file_without_schedulers_is_planned_for_and_submitted(self):
+        fakes = self.world.fake_slurm(sbatch='echo 17', squeue='exit 0', sinfo='echo "main*|4|4000|2:00:00|gpu:2|4"', scontrol='exit 0')
+        spec = self.world.write('staged.yaml', STAGED_SPEC)
+        self.assertExit(0, self.world.main('submit', spec, '--account', 'acct', '--profile', 'kestrel'), 'short_deferred_scheduler: 16 jobs')
+        self.assertEqual(1, len(fakes.calls('sbatch')))     # the other ones when their jobs are ready
+        rows = json.loads(self.world.main('slurm', 'list', 1, '-f', 'json').out)['items']
+        self.assertEqual([('short_scheduler', 'acct', 'short'), ('short_deferred_scheduler', 'acct', 'short')],
+                         [(row['name'], row['account'], row['partition']) for row in rows])
+        ready = self.world.path('ready.yaml')
+        self.assertExit(0, self.world.main('slurm', 'generate', '-a', 'x', '--profile', 'kestrel', spec, '-o', ready))
+        self.assertExit(2, self.world.main('submit', ready, '-a', 'x', '--profile', 'kestrel'), 'submit it as it is, without --account')
+        self.assertExit(4, self.world.main('submit', spec), 'slurm generate')
+
+
+class PlanAllocationsTest(WorldTest):
+    """`slurm plan-allocations`."""
+
+    @staticmethod
+    def scheduler(allocations: int, nodes: int = 1, walltime_s: int = 3600) -> Any:
+        return torc.PlannedScheduler('s', [0], False, torc.NO_PARTITION._replace(name='p'), walltime_s, nodes, 1, 1, 0, True,
+                                     [torc.Stage([0], [0], allocations)])
+
+    def test_by_idle_nodes_it_is_one_large_many_small_or_some_between(self):
+        table = rows_of('''
+            n   idle  total  pending  strategy    allocations  nodes
+            1   0     10     99       single      1            1
+            8   8     10     4        single      1            8
+            8   8     10     5        chunked     2            4
+            8   2     10     0        many-small  8            1
+            8   4     10     0        chunked     4            2
+            8   4     10     21       many-small  8            1
+            40  30    40     0        chunked     5            8
+            3   2     10     0        chunked     2            2
+            ''')
+        for row in table:
+            state = {'idle_nodes': int(row['idle']), 'total_nodes': int(row['total']), 'pending_nodes': int(row['pending'])}
+            found = torc.advise(self.scheduler(int(row['n'])), state)
+            self.assertEqual((row['strategy'], int(row['allocations']), int(row['nodes'])), found[2:3] + found[:2], row)
+        self.assertEqual((8, 2, 'default'), torc.advise(self.scheduler(8, 2), None)[:3])
+
+    def test_starts_that_slurm_foretells_count(self):
+        many, single = torc.Advice(8, 1, 'many-small', 'x'), torc.Advice(1, 8, 'single', 'y')
+        made = self.scheduler(8)
+        self.assertEqual((1, 8, 'single'), torc.compare_probes(many, made, 100, 700)[:3])
+        self.assertEqual((8, 1, 'many-small', 'x; sbatch --test-only agrees'), torc.compare_probes(many, made, 100, 900))
+        self.assertEqual(single, torc.compare_probes(single, made, 100, 900))
+        self.assertEqual(many, torc.compare_probes(many, made, None, 5))
+
+    def test_what_sinfo_squeue_and_sbatch_say_is_counted(self):
+        self.assertEqual({'p': {'total_nodes': 10, 'idle_nodes': 3, 'mixed_nodes': 2, 'allocated_nodes': 1, 'down_nodes': 3}},
+                         {name: dict(row) for name, row in torc.count_nodes(
+                             'p*|idle|3\np*|mixed|2\np*|allocated|1\np*|idle*|1\np*|drained|2\np*|down~|1\nchatter\n').items()})
+        self.assertEqual({'p': {'pending_jobs': 2, 'pending_nodes': 5, 'running_jobs': 1, 'running_nodes': 1},
+                          'q': {'pending_jobs': 1, 'pending_nodes': 3}},
+                         {name: dict(row) for name, row in torc.count_queue(
+                             'p|PENDING|2\nq,p|PENDING|3\np|RUNNING|1\np|COMPLETED|7\n').items()})
+        line = 'sbatch: Job 7 to start at {} using 4 processors on nodes node1 in partition main\n'
+        for reply, wanted in ((torc.Reply(0, '', line.format(1795253334)), 1795253334.0),
+                              (torc.Reply(0, '', 'sbatch: error: x\n' + line.format(5)), None),
+                              (torc.Reply(1, '', 'allocation failure: Unable to allocate\n'), None), (torc.Reply(0, '', ''), None)):
+            self.assertEqual(wanted, torc.parse_start(reply))
+
+    def test_each_program_is_called_once_for_all_partitions_and_json_has_torcs_keys(self):
+        spec = self.world.write('staged.yaml', STAGED_SPEC)
+        at = int(time.time()) + 600
+        fakes = self.world.fake_slurm(
+            sinfo='echo "short*|idle|2"; echo "short*|allocated|8"', squeue='echo "short|PENDING|30"',
+            sbatch=f'echo "sbatch: Job 7 to start at {at} using 4 processors on nodes n in partition p" >&2')
+        words = ('slurm', 'plan-allocations', '-a', 'acct', '--profile', 'kestrel', spec, '-f', 'json')
+        found = json.loads(self.assertExit(0, self.world.main(*words)).out)
+        self.assertEqual(['sinfo', 'squeue', 'sbatch', 'sbatch'], [call.name for call in fakes.calls()])
+        small, large = (call.argv for call in fakes.calls('sbatch'))
+        self.assertLessEqual({'--test-only', '--account=acct', '--nodes=1', '--time=03:00:00', '--partition=short', '--wrap'}, set(small))
+        self.assertIn('--nodes=7', large)
+        recorded = next(case['stdout'] for case in read_shared('torc/cli_json.json') if 'plan-allocations' in case['command'])
+        self.assertEqual(list(recorded), list(found))
+        self.assertEqual(list(recorded['workflow_analysis']), list(found['workflow_analysis']))
+        self.assertEqual([17, 17, 3, 15, 1, 2], list(found['workflow_analysis'].values()))
+        self.assertEqual(list(recorded['recommendations'][0]), list(found['recommendations'][0]))
+        self.assertEqual(list(recorded['resource_groups'][0]), list(found['resource_groups'][0]))
+        self.assertEqual(('short', 1, 7, 'single'), tuple(found['recommendations'][1][key] for key in (
+            'partition', 'num_allocations', 'nodes_per_allocation', 'strategy')))
+        self.assertEqual([{'partition': 'short', 'total_nodes': 10, 'idle_nodes': 2, 'mixed_nodes': 0, 'allocated_nodes': 8,
+                           'down_nodes': 0, 'pending_jobs': 1, 'pending_nodes': 30, 'running_jobs': 0, 'running_nodes': 0}],
+                         found['cluster_state'])
+
+    def test_offline_nothing_is_asked_and_a_partition_may_be_chosen(self):
+        spec, fakes = self.world.write('staged.yaml', STAGED_SPEC), self.world.fake_slurm()
+        words = ('slurm', 'plan-allocations', '-a', 'acct', '--profile', 'kestrel', '--offline', spec, '-f', 'json')
+        found = json.loads(self.assertExit(0, self.world.main(*words, '-p', 'medmem')).out)
+        self.assertEqual([('medmem', 'default')] * 2, [(row['partition'], row['strategy']) for row in found['recommendations']])
+        self.assertEqual([], fakes.calls())
+        self.assertExit(2, self.world.main(*words, '-p', 'medme'), "kestrel has no partition 'medme', did you mean 'medmem'?")
+        self.assertExit(4, self.world.main(*[word for word in words if word != '--offline']), 'the test has no script for it',
+                        'to plan without it: --offline')
+
+
+class HpcTest(WorldTest):
+    """`hpc ...`."""
+
+    def json_of(self, *argv: Any) -> Any:
+        return json.loads(self.assertExit(0, self.world.main('hpc', *argv, '-f', 'json')).out)
+
+    def recorded(self, words: str) -> Any:
+        return next(case for case in read_shared('torc/cli_json.json') if case['command'].startswith('hpc ' + words))
+
+    def test_json_has_torcs_keys_and_values(self):
+        self.world.fake_slurm()
+        wanted = self.recorded('list')
+        self.assertEqual(wanted['stdout'][0], self.json_of('list')[0])
+        self.assertEqual(wanted['csv'], self.world.main('hpc', 'list', '-f', 'csv').out.splitlines()[0])
+        self.assertIsNone(self.json_of('detect'))
+        wanted, found = self.recorded('show')['stdout'], self.json_of('show', 'kestrel')
+        self.assertEqual(list(wanted), list(found))
+        self.assertEqual(list(wanted['partitions'][0]), list(found['partitions'][0]))
+        wanted = self.recorded('partitions kestrel --gpu')
+        self.assertEqual(wanted['stdout'][0], self.json_of('partitions', 'kestrel', '--gpu')[0])
+        self.assertEqual(wanted['csv'], self.world.main('hpc', 'partitions', 'kestrel', '-f', 'csv').out.splitlines()[0])
+        words = 'kestrel --cpus 4 --memory 8g --walltime 01:00:00'
+        wanted, found = self.recorded('match ' + words)['stdout'], self.json_of('match', *words.split())
+        self.assertEqual(wanted['requirements'], found['requirements'])
+        for mine, theirs in ((found['matching_partitions'][0], wanted['matching_partitions'][0]),
+                             (found['best_partition'], wanted['best_partition'])):
+            self.assertEqual(dict(theirs, description=''), dict(mine, description=''))
+
+    def test_this_cluster_is_found_by_its_variable_else_by_asking_slurm(self):
+        fakes = self.world.fake_slurm(sinfo='echo "main*|4|4000|2:00:00|gpu:2|4"', scontrol='''
+            case "$*" in *config) echo "ClusterName  = tiny" ;; *) echo "PartitionName=main State=UP" ;; esac''')
+        self.assertEqual(('tiny', 1), tuple(self.json_of('detect')[key] for key in ('name', 'partitions')))
+        self.assertEqual('main', self.json_of('match', '--cpus', 4)['best_partition']['name'])
+        self.assertIn('No partition fits: num_cpus 5 is more than 4', self.world.main('hpc', 'match', '--cpus', 5).out)
+        fakes.calls().clear()
+        found = json.loads(self.world.main('hpc', 'detect', '-f', 'json', env={'CLUSTER': 'dane'}).out)
+        self.assertEqual('dane', found['name'])
+        self.assertExit(2, self.world.main('hpc', 'show', 'dan'), "there is no profile 'dan', did you mean 'dane'?")
+
+    def test_a_cluster_that_was_asked_for_is_the_same_from_its_configuration(self):
+        self.world.fake_slurm(sinfo='echo "main*|4|4000|2:00:00|gpu:2|4"; echo "x-stdby|4|4000|2:00:00||4"', scontrol='exit 0')
+        home = {'XDG_CONFIG_HOME': self.world.path('xdg')}
+        os.makedirs(self.world.path('xdg', 'torc'))
+        asked = self.json_of('partitions', 'slurm')
+        self.assertEqual(['main', 'x-stdby'], [row['name'] for row in asked])
+        for name in ['config.json', 'config.yaml'] + ['config.toml'] * (torc.tomllib is not None):
+            path = self.world.path('xdg', 'torc', name)
+            self.assertExit(0, self.world.main('hpc', 'generate', '-n', 'mine', '--skip-stdby', '-o', path))
+            made = self.assertExit(0, self.world.main('hpc', 'partitions', 'mine', '-f', 'json', env=home))
+            self.assertEqual(asked[:1], json.loads(made.out), name)
+            os.remove(path)
+        self.assertIn('[[client.hpc.custom_profiles.mine.partitions]]\nname = "main"\n',
+                      self.assertExit(0, self.world.main('hpc', 'generate', '-n', 'mine')).out)
+
+    def test_slurm_that_does_not_answer_is_an_error_with_what_it_said(self):
+        self.world.fake_slurm(sinfo='echo "sinfo: error: no controller" >&2; exit 1')
+        self.assertExit(4, self.world.main('hpc', 'show', 'slurm'), 'cannot ask Slurm for its partitions', 'no controller')
+        self.assertExit(0, self.world.main('hpc', 'detect'), 'No cluster is known here')
+
+
+@slow
+class LivePlanTest(SlurmTest):
+    """Plans for a real cluster."""
+
+    def test_partitions_are_those_of_the_cluster(self):
+        found = json.loads(self.assertExit(0, self.world.main('hpc', 'show', 'slurm', '-f', 'json')).out)
+        self.assertEqual({'main', 'short', 'low', 'high', 'half'}, {row['name'] for row in found['partitions']})
+        self.assertEqual('main', found['partitions'][0]['name'])
+        rows = self.bed.rows('sinfo', '-h', '-o', '%P|%c|%m|%G', '-p', 'main')
+        self.assertEqual((int(rows[0][1]), int(rows[0][2])), (found['partitions'][0]['cpus_per_node'], found['partitions'][0]['memory_mb']))
+        self.assertEqual(rows[0][3], f"gpu:{found['partitions'][0]['gpus_per_node']}")
+
+    def test_slurm_takes_every_allocation_that_was_planned(self):
+        spec = self.world.write('w.yaml', '''
+            name: live
+            resource_requirements:
+              - {name: small, num_cpus: 1, memory: 100m, runtime: PT5M}
+              - {name: wide, num_cpus: 4, memory: 500m, num_nodes: 2, runtime: PT5M}
+              - {name: gpu, num_cpus: 2, num_gpus: 1, memory: 1g, runtime: PT10M}
+            jobs:
+              - {name: "a{i}", command: x, resource_requirements: small, parameters: {i: "1:9"}}
+              - {name: "b{i}", command: x, resource_requirements: wide, parameters: {i: "1:3"}}
+              - {name: "c{i}", command: x, resource_requirements: gpu, depends_on: [b1], parameters: {i: "1:7"}}
+            ''')
+        account = self.bed.ask('sacctmgr', '-n', '-P', 'show', 'assoc', 'format=account').split()[-1]
+        made = self.assertExit(0, self.world.main('slurm', 'generate', '--profile', 'slurm', '-a', account, spec, '-f', 'json',
+                                                  '--group-by', 'resource-requirements'))
+        schedulers = json.loads(made.out)['slurm_schedulers']
+        self.assertEqual(['small_scheduler', 'wide_scheduler', 'gpu_deferred_scheduler'], [row['name'] for row in schedulers])
+        for row in schedulers:
+            words = [f"--{option}={row[key]}" for option, key in (
+                ('account', 'account'), ('partition', 'partition'), ('mem', 'mem'), ('nodes', 'nodes'), ('time', 'walltime'),
+                ('ntasks-per-node', 'ntasks_per_node'), ('gres', 'gres')) if key in row]
+            said = subprocess.run(['sbatch', '--test-only', *words, '--wrap', 'true'], env=self.world.environment, timeout=60,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding='utf-8')
+            self.assertIn('to start at', said.stdout, row)
+        found = json.loads(self.assertExit(0, self.world.main(
+            'slurm', 'plan-allocations', '--profile', 'slurm', '-a', account, spec, '-f', 'json')).out)
+        self.assertEqual(4, found['cluster_state'][0]['total_nodes'])
+        self.assertTrue(all(row['num_allocations'] >= 1 for row in found['recommendations']))
+
+
 # ======== 20f. Service ========
 
 class PasswordCommandTest(CommandTest):
@@ -27182,6 +28065,7 @@ class CommandExampleLaws(WorldTest):
         self.world.write('data.csv', '1')
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         os.symlink(EXAMPLES, self.world.path('examples'))
+        self.world.fake_slurm(sinfo='echo "main*|4|4000|2:00:00|gpu:2|4"', scontrol='exit 0')
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
         write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'), {1: ('greet', [(0, 1.0, 1, 1)])})
         self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
