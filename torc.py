@@ -37,9 +37,10 @@ Sections (grep '^# ==' torc.py):
     8c. Claims
     8d. Completion
     8e. Nodes
-    8f. Resources
-    8g. Administration
-    8h. Ad-hoc SQL
+    8f. Reasons
+    8g. Resources
+    8h. Administration
+    8i. Ad-hoc SQL
     9. API
     9a. Routes
     10. State files
@@ -83,7 +84,8 @@ Sections (grep '^# ==' torc.py):
     20e. Clusters
     20f. Service
     20g. Arguments
-    21. Main
+    21. Command table
+    21a. Main
 
 A name uses names of its own and of earlier sections, never of later ones. Public for those who
 import this file: what __all__ lists. Everything else may change.
@@ -2298,7 +2300,7 @@ LITERAL_LINES = Expression(r'\S.*(?:\n(?:.*\S)?)*\n?\Z')
 
 
 def format_yaml(value: Any) -> str:
-    """A value of dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
+    """Dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
     return ''.join(line + '\n' for line in yaml_lines(value, ''))
 
 
@@ -5127,7 +5129,7 @@ def summarize(planner: Planner) -> Dict[str, Any]:
 # -------- execution plan --------
 
 
-class Allocation(Row):
+class PlannedAllocation(Row):
     """A schedule_nodes action, as the execution plan sees it."""
     trigger_type: str
     jobs: Optional[Sequence[int]]   # that on_jobs_ready waits for, all of them
@@ -5135,7 +5137,7 @@ class Allocation(Row):
 
 
 def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[int]],
-                   allocations: Sequence[Allocation]) -> Dict[str, Any]:
+                   allocations: Sequence[PlannedAllocation]) -> Dict[str, Any]:
     """In which order jobs become ready: one event for each distinct set of prerequisites, the start first.
 
     Jobs of a cycle never become ready and are in no event. An action fires when the last of its jobs is
@@ -5223,7 +5225,7 @@ def make_event(name: str, finished: List[str], ready: List[str], before: List[st
             'jobs_becoming_ready': ready, 'depends_on_events': before, 'unlocks_events': []}
 
 
-def find_firing(allocation: Allocation, event_of: Dict[int, int]) -> Optional[int]:
+def find_firing(allocation: PlannedAllocation, event_of: Dict[int, int]) -> Optional[int]:
     """The event in which an allocation is made, or None."""
     if allocation.trigger_type == 'on_workflow_start':
         return 0
@@ -6563,12 +6565,12 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 
 # ======== 8. Service: the rules of a workflow, from states and access to dependencies and actions ========
 #
-# Sections 8 to 8h are plain verbs over a Store, with the same names as the operations of the API, in the
+# Sections 8 to 8i are plain verbs over a Store, with the same names as the operations of the API, in the
 # order of a job's life: what all verbs share (8), creation (8a), initialization and reset (8b), claims (8c),
-# completion (8d), compute nodes and a runner's turn (8e); then rows that few rules hold for (8f),
-# administration (8g), and SQL that an administrator wrote (8h). They start no process, open no socket and
-# know no clock but the Store's. The caller holds a transaction, so that every verb happens whole or not at
-# all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
+# completion (8d), compute nodes and a runner's turn (8e); why nothing runs (8f); rows that few rules hold
+# for (8g), administration (8h), and SQL that an administrator wrote (8i). They start no process, open no
+# socket and know no clock but the Store's. The caller holds a transaction, so that every verb happens whole
+# or not at all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
 # where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and elsewhere it
 # guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based where it can be.
 #
@@ -10493,10 +10495,10 @@ def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
     return not context.one(active, (workflow_id, node_id)) and not context.one(queued, (workflow_id,))
 
 
-# -------- why nothing runs --------
+# ======== 8f. Reasons: why nothing runs ========
 #
 # By job class and by kind of offer, never by job, and every list is bounded: 100,000 jobs are explained in
-# the time of a few queries.
+# the time of a few queries. The words are those of claims (8c).
 
 WAITING_EXPLAINED = 50          # groups of ready jobs, actions, runners
 ALLOCATIONS_EXPLAINED = 1000
@@ -10773,7 +10775,7 @@ def measure_span(counted: Sequence[Tuple[int, int]]) -> Optional[Values]:
             'max_seconds': counted[-1][0]}
 
 
-# ======== 8f. Resources: rows that few rules hold for, one by one and in lists ========
+# ======== 8g. Resources: rows that few rules hold for, one by one and in lists ========
 #
 # RESOURCES says which table and view a noun has and what a list of it may be asked for. The usual operations
 # serve all of them; what a rule holds for has a verb of its own.
@@ -11076,7 +11078,7 @@ def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Va
     return {'deleted_count': count, 'message': message}
 
 
-# ======== 8g. Administration: access groups, the server itself, and event streams ========
+# ======== 8h. Administration: access groups, the server itself, and event streams ========
 #
 # Who is in which group, and which groups may use which workflow; the rules that these serve stand in section
 # 8. Then what a server says of itself, and what may be subscribed to.
@@ -11364,7 +11366,7 @@ def stream_api_events(context: Context, include_bodies: bool = False) -> Subscri
     return Subscription(API_SUBJECTS[include_bodies], 0)
 
 
-# ======== 8h. Ad-hoc SQL: an administrator's own statements ========
+# ======== 8i. Ad-hoc SQL: an administrator's own statements ========
 #
 # One statement at a time, between two savepoints and under an authorizer, which SQLite asks while it compiles
 # a statement. What it refuses, and the words that check_statement() refuses before, keep our transaction and
@@ -21417,7 +21419,7 @@ def parse_submission(text: str) -> Optional[Tuple[int, str]]:
     return (int(found[-1].group(1)), found[-1].group(2) or '') if found else None
 
 
-class QueuedJob(Row):
+class OwnJob(Row):
     """A job in the queue, or one that has just left it."""
     id: int
     state: str
@@ -21430,13 +21432,13 @@ def find_own_jobs_argv() -> List[str]:
     return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', '%i|%T|%j|%k')
 
 
-def parse_own_jobs(text: str) -> List[QueuedJob]:
+def parse_own_jobs(text: str) -> List[OwnJob]:
     """What find_own_jobs_argv() asks for."""
-    return [QueuedJob(int(number), parse_slurm_state(state), name, comment)
+    return [OwnJob(int(number), parse_slurm_state(state), name, comment)
             for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
 
 
-def find_submitted(jobs: Iterable[QueuedJob], tag: str, name: str) -> Optional[QueuedJob]:
+def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str) -> Optional[OwnJob]:
     """The job of a record: by its comment, or by its name where a site has put another comment there."""
     jobs = list(jobs)
     found = [job for job in jobs if job.comment == tag]
@@ -21543,7 +21545,7 @@ class Submitter:
             self.waiting = [item for item in self.waiting if not item.needs_look]
             self.failed_looks = 0
 
-    def on_jobs(self, jobs: List[QueuedJob]) -> None:
+    def on_jobs(self, jobs: List[OwnJob]) -> None:
         """The queue, as it is: submit what is not in it."""
         self.failed_looks = 0
         for item in [item for item in self.waiting if item.needs_look]:
@@ -24512,7 +24514,7 @@ class Accounting:
 # first runner of an allocation does for the others: the record's status, and queued allocations without work.
 
 FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
-NODE_COUNTS = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
+COUNTS_BY_NODE = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
 SLURM_FACT = re.compile(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
 GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
@@ -24532,7 +24534,7 @@ class Allocation:
         self.node_index = 0         # of this node among all of the Slurm job's: the first one does the chores
         self.num_nodes = 1          # of the Slurm job
         self.is_on_node = True      # False: on the login node, as in a shell of salloc(1)
-        self.is_subtask = False     # one runner of several in this job, or in a step: only this node is its own
+        self.is_subtask = False     # one runner of several in this job, or in a step: has this node alone
         self.task_pid = os.getpid()
         self.restart_count = 0
         self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
@@ -24559,7 +24561,7 @@ class Allocation:
 
 def parse_node_counts(text: str) -> List[int]:
     """'4(x2),2' -> [4, 4, 2]: SLURM_JOB_CPUS_PER_NODE, SLURM_STEP_TASKS_PER_NODE."""
-    matches = [NODE_COUNTS.match(part.strip()) for part in text.split(',')]
+    matches = [COUNTS_BY_NODE.match(part.strip()) for part in text.split(',')]
     counts = (itertools.repeat(int(match.group(1)), int(match.group(2) or 1)) for match in matches if match)
     return list(itertools.islice(itertools.chain.from_iterable(counts), MAX_LISTED_NODES))
 
@@ -24594,7 +24596,7 @@ def read_gpus(gres: str) -> Tuple[str, ...]:
     return tuple(found)
 
 
-def read_node_memory(text: str) -> Dict[str, int]:
+def parse_node_memory(text: str) -> Dict[str, int]:
     """Node -> bytes that jobs may have in all, from `scontrol show node -o`."""
     found = {}
     for facts in map(read_slurm_facts, text.splitlines()):
@@ -24675,7 +24677,8 @@ class AllocationFinder:
         found.name, found.comment = facts.get('JobName', ''), facts.get('Comment', '')
         count = facts.get('Restarts') or environment.get('SLURM_RESTART_COUNT', '')
         found.restart_count = int(count) if count.isdigit() else 0
-        found.end_time = parse_slurm_instant(facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', ''))
+        end_text = facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', '')
+        found.end_time = parse_slurm_instant(end_text)
         pid = environment.get('SLURM_TASK_PID', '')
         found.task_pid = int(pid) if pid.isdigit() else found.task_pid
         self.find_nodes(found, line, host)
@@ -24720,7 +24723,7 @@ class AllocationFinder:
         known = {}      # type: Dict[str, int]
         if not all(size.memory_bytes for size in sizes):
             reply = self.ask(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names)))
-            known = read_node_memory(reply.out)
+            known = parse_node_memory(reply.out)
         here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
         return [known.get(name, here) for name in names]
 
@@ -27222,10 +27225,14 @@ class Session:
             self.inform(*text.splitlines())
 
     def ask(self, question: str) -> str:
-        """The line that is typed as the answer to a question."""
+        """The line that is typed as the answer to a question; '' also at the end of the input."""
+        return (self.ask_for_line(question) or '').strip()
+
+    def ask_for_line(self, question: str) -> Optional[str]:
+        """The same with its blanks, or None at the end of the input."""
         self.err.write(printable_line(question))
         self.err.flush()
-        return self.stdin.readline().strip()
+        return self.stdin.readline() or None
 
     def answer(self, value: Any, text: str, style: Style = PLAIN) -> None:
         """The result: as a JSON document, or the text for people."""
@@ -29187,7 +29194,7 @@ def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
             name = config.get('scheduler')     # or its index, before it has an id
             if isinstance(name, int):
                 name = body['slurm_schedulers'][name].get('name')
-            allocations.append(Allocation(action['trigger_type'], action.get('job_indexes'),
+            allocations.append(PlannedAllocation(action['trigger_type'], action.get('job_indexes'),
                                    allocation_row(config, name)))
     plan = execution_plan([job.name for job in body['jobs']], [sets[number] for number in set_numbers],
                           allocations)
@@ -29208,7 +29215,7 @@ def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
             config = action['action_config']
             starts = [index[job_id] for job_id in action.get('job_ids') or ()]
             row = allocation_row(config, names.get(config.get('scheduler_id')))
-            allocations.append(Allocation(action['trigger_type'], starts, row))
+            allocations.append(PlannedAllocation(action['trigger_type'], starts, row))
     plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], allocations)
     return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
 
@@ -29894,6 +29901,7 @@ def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
     return list(filter(is_schedule, due))
 
 
+WHOLE_NUMBER = Expression(r'[0-9]{1,9}\Z')
 REVIEW_HELP = ('p: proceed    d ID: disable an action    n ID COUNT: so many allocations of it    '
                'c: cancel')
 
@@ -29920,16 +29928,14 @@ def review_schedules(session: Session, workflow: Dict[str, Any],
                          f"{names.get(config.get('scheduler_id'))} ({action['trigger_type']})"
                          + ('' if count else ', disabled'))
         session.report(*lines, REVIEW_HELP)
-        session.err.write('> ')
-        session.err.flush()
-        line = session.stdin.readline()
-        words = line.split()
-        if not line or words == ['c']:
+        line = session.ask_for_line('> ')
+        words = (line or '').split()
+        if line is None or words == ['c']:
             session.report('Cancelled')
             return None
         if words == ['p']:
             break
-        numbers = [int(word) for word in words[1:] if re.match(r'[0-9]{1,9}\Z', word)]
+        numbers = [int(word) for word in words[1:] if WHOLE_NUMBER.match(word)]
         if words[:1] == ['d'] and len(words) == 2 and numbers and numbers[0] in actions:
             counts[numbers[0]] = 0
         elif words[:1] == ['n'] and len(words) == 3 and len(numbers) == 2 and numbers[0] in actions:
@@ -30185,7 +30191,7 @@ def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
 # -------- accounts --------
 
 NO_ALLOCATIONS = 'No Slurm scheduled compute nodes found'
-STATS_COLUMNS = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
+STEP_STATS_COLUMNS = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
                  'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
                  'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
 SACCT_COLUMNS = ('Slurm Job=slurm_job_id, Job Step=job_step, State=state, Exit Code=exit_code, '
@@ -30228,7 +30234,7 @@ def cmd_slurm_stats(session: Session, args: Arguments) -> int:
         item['job_name'] = result.get('job_name')
         if seconds and item.get('ave_cpu_seconds') is not None:
             item['cpu_percent'] = item['ave_cpu_seconds'] / seconds * 100
-    session.show_list(headings_of(STATS_COLUMNS), items, 'Slurm stats')
+    session.show_list(headings_of(STEP_STATS_COLUMNS), items, 'Slurm stats')
     return 0
 
 
@@ -30858,7 +30864,7 @@ def read_known_s(args: Arguments) -> float:
     if args['credential_cache_ttl_secs'] is not None:
         return args['credential_cache_ttl_secs']
     text = os.environ.get('TORC_CREDENTIAL_CACHE_TTL_SECS') or str(int(DEFAULT_KNOWN_S))
-    if not re.match(r'[0-9]{1,9}\Z', text):
+    if not WHOLE_NUMBER.match(text):
         raise BadInput(f'TORC_CREDENTIAL_CACHE_TTL_SECS is {printable(text)!r}; '
                        'it must be a number of seconds')
     return float(text)
@@ -31410,7 +31416,7 @@ GLOBAL_ARGUMENTS = (
 )
 
 
-# ======== 21. Main: the table of commands, the manual, parsing, and error handling ========
+# ======== 21. Command table: every command with what it takes, and the manual ========
 #
 # COMMANDS is the one place that knows which commands there are: the parser, the manual, README's
 # reference and the tests read it.
@@ -32045,7 +32051,11 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 }
 
 
-# -------- parsing --------
+# ======== 21a. Main: parsing, and error handling ========
+#
+# From the words of the command line to a command, and from whatever goes wrong to a message and an exit code.
+# Nothing that a user can cause ends in a traceback; a bug does, with exit code 70.
+
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 # Commands whose errors Torc 1.0 prints as JSON on stdout, too.
