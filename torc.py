@@ -10529,7 +10529,7 @@ ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem'
 
 
 class Place(Row):
-    """Where ready jobs may run: runners at work, or allocations to come, that offer the same; one of them."""
+    """Where ready jobs may run: one of the runners, or of the allocations to come, that offer the same."""
     offer: Offer
     reason: str     # why a job that it can take does not run yet, of NEAREST_REASONS
     name: str       # for people
@@ -30407,7 +30407,7 @@ def cmd_explain(session: Session, args: Arguments) -> int:
     allocations = found['allocations']
     if allocations:
         queue = ask_queue(time.time(), [row['slurm_job_id'] for row in allocations])
-        ended = [row['allocation_id'] for row in allocations if has_ended(row, queue)]
+        ended = [row['allocation_id'] for row in allocations if has_left_queue(row, queue)]
         if ended:       # what does their absence mean for the jobs?
             found = session.call('explain_waiting', workflow_id=number, ended=ended)
         slurm = {'asked_at': queue.asked_at, 'error': queue.error or None}
@@ -30421,7 +30421,7 @@ def cmd_explain(session: Session, args: Arguments) -> int:
     return 0
 
 
-def has_ended(row: Dict[str, Any], queue: Queue) -> bool:
+def has_left_queue(row: Dict[str, Any], queue: Queue) -> bool:
     """Whether an allocation was there when Slurm was asked, and is not in its queue any more."""
     number = str(row['slurm_job_id'])
     return not queue.error and number in queue.wanted and number != '0' and number not in queue.jobs
