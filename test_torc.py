@@ -26448,14 +26448,21 @@ class CommandExampleLaws(WorldTest):
         """
     SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth')      # run by other tests: they need, or are, a server
 
+    SLURM = {
+        'sbatch': 'echo "17;c"', 'squeue': 'true', 'scancel': 'true', 'sacct': 'true',
+        'sinfo': 'echo "main*|4|4000|2:00:00|gpu:2|4"',
+        'scontrol': 'echo "ClusterName = c"; echo "PartitionName=main MinNodes=1 MaxNodes=4 OverSubscribe=NO"'}
+
     def test_each_runs_on_a_finished_workflow(self):
+        self.world.fake_slurm(**self.SLURM)
         self.world.write('data.csv', '1')
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         os.symlink(EXAMPLES, self.world.path('examples'))
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
         write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'), {1: ('greet', [(0, 1.0, 1, 1)])})
         self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
-        for line in ("events create 1 -d '{}'", 'access-groups create physicists',
+        for line in ("events create 1 -d '{}'", 'access-groups create physicists', 'slurm schedule-nodes 1',
+                     "admin sql --write -y \"UPDATE scheduled_compute_node SET status = 'complete' WHERE id > 0\"",
                      'access-groups add-user 2 you', 'access-groups add-workflow 1 2',
                      'access-groups create geologists', 'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
             self.assertExit(0, self.world.main(*shlex.split(line)))
@@ -26902,6 +26909,7 @@ class ExampleLaws(WorldTest):
 
     def setUp(self) -> None:
         super().setUp()
+        self.world.environment['TORC_FAKE_SBATCH'] = '/no/sbatch'       # they run here, on a cluster, too
         self.names = sorted(os.listdir(EXAMPLES))
 
     def head(self, name: str) -> Any:
