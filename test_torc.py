@@ -15623,19 +15623,20 @@ class QueueTest(WorldTest):
         echo '72|RUNNING|1700000000|1700000060|Unknown|main|None'
     """
 
-    def ask(self, now: float) -> Any:
+    def ask(self, now: float, wanted: Sequence[int] = (71,)) -> Any:
         with self.world.inside():
-            return torc.ask_queue(now)
+            return torc.ask_queue(now, wanted)
 
     def test_it_is_asked_once_a_minute_however_many_commands_want_it(self):
         fakes = self.world.fake_slurm(squeue=self.SQUEUE)
         first = self.ask(1000.0)
         self.assertEqual((1000.0, '', {'71', '72'}), (first.asked_at, first.error, set(first.jobs)))
-        self.assertEqual(torc.QueuedJob('PENDING', 1700000000, 1700003600, 1700007200, 'main', 'Resources'),
+        self.assertEqual(torc.ListedJob('PENDING', 1700000000, 1700003600, 1700007200, 'main', 'Resources'),
                          first.jobs['71'])
         self.assertEqual(('RUNNING', None), (first.jobs['72'].state, first.jobs['72'].ends_at))
         fakes.write('squeue', 'exit 1')
-        self.assertEqual([first] * 2, [self.ask(1000.0), self.ask(1059.0)])
+        self.assertEqual([first] * 2, [self.ask(1000.0), self.ask(1059.0, [72, 73])])
+        self.assertEqual(['71'], first.wanted)
         self.assertEqual([['--me', '--noheader', '--format', torc.QUEUE_FORMAT]],
                          [call.argv for call in fakes.calls()])
         fakes.write('squeue', self.SQUEUE)
@@ -21928,7 +21929,8 @@ class ExplainTest(CommandTest):
                 f'  allocation 2: Slurm job 72 {about}: pending; Slurm says RUNNING: it runs; '
                 'its runner has not reported yet',
                 f'  allocation 3: Slurm job 73 {about}: pending; Slurm says COMPLETING: it is ending',
-                f'  allocation 4: Slurm job 74 {about}: pending; Slurm does not list it any more'):
+                f'  allocation 4: Slurm job 74 {about}: pending; Slurm lists it no longer: it has ended, '
+                'and its runner has not reported that; see slurm_output_*_sl74.e in its output directory'):
             self.assertIn(line, text)
         found = self.json('explain 1')
         self.assertEqual((None, True), (found['slurm']['error'],
@@ -21938,6 +21940,20 @@ class ExplainTest(CommandTest):
                           for row in found['allocations'][:2]])
         self.assertIsNone(found['allocations'][3]['queue'])
         self.assertEqual(1, len(fakes.calls()))
+
+    def test_nothing_waits_for_an_allocation_that_has_ended_but_for_one_that_slurm_was_not_asked_of(self):
+        self.world.fake_slurm(squeue='true')
+        self.allocate(71)
+        found = self.json('explain 1')
+        self.assertEqual(('no_runner', 2, True), (found['ready'][0]['code'], found['ready'][0]['count'],
+                                                  found['allocations'][0]['has_ended']))
+        self.assertIn('Submit another allocation: torc.py slurm schedule-nodes 1', found['next_steps'])
+        self.allocate(72)       # within the same minute
+        found = self.json('explain 1')
+        self.assertEqual([True, False], [row['has_ended'] for row in found['allocations']])
+        self.assertIn('first (2 CPUs, 2.0GB, 30m 00s): waits for allocation 2 (scheduler cpu)',
+                      self.text('explain 1'))
+        self.assertIn('pending; submitted after Slurm was asked', self.text('explain 1'))
 
     def test_without_slurm_it_says_that_it_could_not_ask(self):
         self.world.environment['TORC_FAKE_SQUEUE'] = '/no/squeue'
@@ -28061,7 +28077,13 @@ class CommandExampleLaws(WorldTest):
         """
     SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth')      # run by other tests: they need, or are, a server
 
+    SLURM = {
+        'sbatch': 'echo "17;c"', 'squeue': 'true', 'scancel': 'true', 'sacct': 'true',
+        'sinfo': 'echo "main*|4|4000|2:00:00|gpu:2|4"',
+        'scontrol': 'echo "ClusterName = c"; echo "PartitionName=main MinNodes=1 MaxNodes=4 OverSubscribe=NO"'}
+
     def test_each_runs_on_a_finished_workflow(self):
+        self.world.fake_slurm(**self.SLURM)
         self.world.write('data.csv', '1')
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         os.symlink(EXAMPLES, self.world.path('examples'))
@@ -28069,7 +28091,8 @@ class CommandExampleLaws(WorldTest):
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
         write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'), {1: ('greet', [(0, 1.0, 1, 1)])})
         self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
-        for line in ("events create 1 -d '{}'", 'access-groups create physicists',
+        for line in ("events create 1 -d '{}'", 'access-groups create physicists', 'slurm schedule-nodes 1',
+                     "admin sql --write -y \"UPDATE scheduled_compute_node SET status = 'complete' WHERE id > 0\"",
                      'access-groups add-user 2 you', 'access-groups add-workflow 1 2',
                      'access-groups create geologists', 'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
             self.assertExit(0, self.world.main(*shlex.split(line)))
@@ -28516,6 +28539,7 @@ class ExampleLaws(WorldTest):
 
     def setUp(self) -> None:
         super().setUp()
+        self.world.environment['TORC_FAKE_SBATCH'] = '/no/sbatch'       # they run here, on a cluster, too
         self.names = sorted(os.listdir(EXAMPLES))
 
     def head(self, name: str) -> Any:

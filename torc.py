@@ -10591,19 +10591,23 @@ ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem'
 
 
 class Place(Row):
-    """Where ready jobs may run: runners at work, or allocations to come, that offer the same; one of them."""
+    """Where ready jobs may run: one of the runners, or of the allocations to come, that offer the same."""
     offer: Offer
     reason: str     # why a job that it can take does not run yet, of NEAREST_REASONS
     name: str       # for people
     by: str         # column of DIMENSIONS that says how to change what it offers
 
 
-def explain_waiting(context: Context, workflow_id: int) -> Values:
-    """Which ready jobs no runner or allocation can take, and what all others wait for."""
+def explain_waiting(context: Context, workflow_id: int, ended: Sequence[int] = ()) -> Values:
+    """Which ready jobs no runner or allocation can take, and what all others wait for.
+
+    `ended` are allocations that the caller knows to be over in Slurm: nothing waits for them.
+    """
     runners = describe_runners(context, workflow_id)
     allocations = describe_allocations(context, workflow_id, runners)
     state = workflow_state(context, workflow_id)
-    places = find_places(context, workflow_id, runners, allocations)
+    places = find_places(context, workflow_id, runners,
+                         [row for row in allocations if row['allocation_id'] not in set(ended)])
     return {'status': get_workflow_status(context, workflow_id),
             'explanation': explain_workflow(context, workflow_id),
             'runners': runners[:WAITING_EXPLAINED], 'allocations': allocations[:ALLOCATIONS_EXPLAINED],
@@ -12359,7 +12363,7 @@ ROUTES = (
     route_to('PUT', 'cancel', cancel_workflow, '@WorkflowModel'),
     route_to('GET', 'status', get_workflow_status, '@WorkflowStatusResponse'),
     route_to('GET', 'explanation', explain_workflow, '@WorkflowExplanation', query='limit:int'),
-    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation'),
+    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation', query='ended:[int]'),
     route_to('GET', 'diagnosis', diagnose_workflow, '@DiagnosisResponse'),
     route_to('GET', '/workflow_statuses', list_workflow_statuses, '@WorkflowStatusesResponse',
              query='ids:[int]!'),
@@ -20024,7 +20028,7 @@ def find_slurm_reason(text: str) -> Optional[SlurmReason]:
     return found or (LIMIT_REASON if word.startswith(LIMIT_REASONS) else None)
 
 
-class QueuedJob(Row):
+class ListedJob(Row):
     """One of the user's jobs, as squeue lists it. Times are seconds since the epoch, None where unknown."""
     state: str                      # of SLURM_STATES
     submitted_at: Optional[float]
@@ -20036,9 +20040,10 @@ class QueuedJob(Row):
 
 class Queue(Row):
     """All of the user's jobs in Slurm's queue, by their ids."""
-    jobs: Dict[str, QueuedJob]
+    jobs: Dict[str, ListedJob]
     asked_at: Optional[float]       # None: never
     error: str                      # why that is not known; ''
+    wanted: Sequence[str] = ()      # ids that were there when it was asked: unlisted ones have ended
 
 
 def queue_cache_path() -> str:
@@ -20048,38 +20053,43 @@ def queue_cache_path() -> str:
     return os.path.join(state_directory(), 'slurm', f'queue-{name}')
 
 
-def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply]]:
-    """(when squeue was asked, its answer) if that was lately; None if not, or if it cannot be read."""
+def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply, List[str]]]:
+    """(when squeue was asked, its answer, for which ids) if that was lately; None if not, or unreadable."""
     try:
         with os.fdopen(open_private(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
-            asked_at, code, out, err = json.load(file)
-        return (asked_at, Reply(code, out, err)) if 0 <= now - asked_at < QUEUE_AGE_S else None
+            asked_at, code, out, err, wanted = json.load(file)
+        return (asked_at, Reply(code, out, err), wanted) if 0 <= now - asked_at < QUEUE_AGE_S else None
     except (OSError, Denied, ValueError, TypeError):
         return None
 
 
-def ask_queue(now: float) -> Queue:
-    """The user's jobs from one squeue, not more than once a minute: what others need of the controller."""
+def ask_queue(now: float, wanted: Iterable[Any]) -> Queue:
+    """The user's jobs from one squeue, not more than once a minute: others need the controller, too.
+
+    `wanted` are ids of jobs that the caller knows of.
+    """
     if not has_slurm_program('squeue'):
         return Queue({}, None, f'there is no {slurm_program("squeue")} on this machine')
     path = queue_cache_path()
     cached = read_cached_reply(path, now)
     if cached is None:
-        cached = now, ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        reply = ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        cached = now, reply, list(map(str, wanted))
         # Without a place for it, the next command asks again.
         with contextlib.suppress(OSError, Denied):
             make_private_directory(os.path.dirname(path))
-            write_atomically(path, json.dumps([now, *cached[1]]).encode())
-    asked_at, reply = cached
+            write_atomically(path, json.dumps([now, *reply, cached[2]]).encode())
+    asked_at, reply, known = cached
     if reply.code != 0:
         return Queue({}, asked_at, f'squeue failed: {explain_reply(reply)}')
-    return Queue({row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}, asked_at, '')
+    jobs = {row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}
+    return Queue(jobs, asked_at, '', known)
 
 
-def read_queue_row(row: Sequence[str]) -> QueuedJob:
+def read_queue_row(row: Sequence[str]) -> ListedJob:
     """One line of squeue in QUEUE_FORMAT."""
     _, state, submitted, start, end, partition, reason = row
-    return QueuedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
+    return ListedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
                      parse_slurm_instant(end), partition, reason)
 
 
@@ -27145,8 +27155,11 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
                      'none of its runners is at work')
         if row['remaining_seconds'] is not None:
             found.append(f"{format_elapsed(row['remaining_seconds'])} left")
+    if row.get('has_ended'):
+        return found + ['Slurm lists it no longer: it has ended, and its runner has not reported that; see '
+                        f"slurm_output_*_sl{row['slurm_job_id']}.e in its output directory"]
     if queued is None:
-        return found + (['Slurm does not list it any more'] if 'queue' in row else [])
+        return found + (['submitted after Slurm was asked'] if 'queue' in row and row['slurm_job_id'] else [])
     if queued['state'] == 'PENDING':
         meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
         found.append(f"Slurm says {queued['reason']}{meaning}")
@@ -27250,6 +27263,8 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
         steps.append(f'Start runners: {program} run {number}' +
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
+    if any(row.get('has_ended') for row in waiting['allocations']) and codes:
+        steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
     if 'lacks' in codes:
         steps.append('Ask for less, or offer more: '
                      f'{program} resource-requirements list {number}; {program} slurm list {number}')
@@ -31919,24 +31934,38 @@ def format_issues(answer: Dict[str, Any]) -> str:
 
 def cmd_explain(session: Session, args: Arguments) -> int:
     """Why nothing runs, or not everything."""
-    found = session.call('explain_waiting', workflow_id=choose_workflow(session, args))
-    slurm = add_queue(found['allocations'], ask_queue(time.time())) if found['allocations'] else None
+    number, slurm = choose_workflow(session, args), None
+    found = session.call('explain_waiting', workflow_id=number)
+    allocations = found['allocations']
+    if allocations:
+        queue = ask_queue(time.time(), [row['slurm_job_id'] for row in allocations])
+        ended = [row['allocation_id'] for row in allocations if has_left_queue(row, queue)]
+        if ended:       # what does their absence mean for the jobs?
+            found = session.call('explain_waiting', workflow_id=number, ended=ended)
+        slurm = {'asked_at': queue.asked_at, 'error': queue.error or None}
+        for row in found['allocations'] if not queue.error else ():
+            row['queue'] = describe_queued(queue.jobs.get(str(row['slurm_job_id'])))
+            row['has_ended'] = row['allocation_id'] in ended
     program, style = command_line(session), style_of(session.out, os.environ)
-    waiting = {'workflow_id': found['status']['workflow_id'], 'summary': summarize_waiting(found),
+    waiting = {'workflow_id': number, 'summary': summarize_waiting(found),
                'next_steps': next_steps(found, program), 'slurm': slurm, **found}
     session.answer(waiting, format_waiting(waiting, time.time(), style, program), style)
     return 0
 
 
-def add_queue(allocations: Sequence[Dict[str, Any]], queue: Queue) -> Dict[str, Any]:
-    """Add to each allocation what Slurm says of it, as `queue`, None if nothing. Whether Slurm was asked."""
-    for row in allocations if not queue.error else ():
-        found, row['queue'] = queue.jobs.get(str(row['slurm_job_id'])), None
-        if found:
-            reason = find_slurm_reason(found.reason)
-            row['queue'] = dict(found._asdict(), reason_meaning=reason and reason.meaning,
-                                is_final=bool(reason and reason.is_final))
-    return {'asked_at': queue.asked_at, 'error': queue.error or None}
+def has_left_queue(row: Dict[str, Any], queue: Queue) -> bool:
+    """Whether an allocation was there when Slurm was asked, and is not in its queue any more."""
+    number = str(row['slurm_job_id'])
+    return not queue.error and number in queue.wanted and number != '0' and number not in queue.jobs
+
+
+def describe_queued(found: Optional[ListedJob]) -> Optional[Dict[str, Any]]:
+    """What Slurm says of one allocation; None if it does not list it."""
+    if found is None:
+        return None
+    reason = find_slurm_reason(found.reason)
+    return dict(found._asdict(), reason_meaning=reason and reason.meaning,
+                is_final=bool(reason and reason.is_final))
 
 
 # ======== 20e. Clusters: commands that plan allocations ========
