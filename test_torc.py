@@ -10,6 +10,8 @@
     python3 test_torc.py faults [--quick]      programs killed in the middle of their work
     python3 test_torc.py readme                writes the reference part of README.md anew
 
+What needs a Slurm cluster runs on those of `.ci/slurm_testbed.sh start DIRECTORY` that TORC_TEST_SLURM names.
+
 The last line is 'N passed, N failed, N skipped'. Standard library only, like torc.py itself. Real processes, real
 SQLite, real sockets on port 0; waits are conditions with a deadline, never sleeps.
 
@@ -943,6 +945,13 @@ class SlurmTest(WorldTest):
                 asked_at, value = time.monotonic(), condition()
             return value
         return self.world.wait(rarely, deadline_s, what, alive, state or self.allocations)
+
+    def stop_daemon(self, name: str) -> None:
+        """Stop slurmdbd, say, until the end of the test."""
+        pid = int(read_text(os.path.join(self.bed.directory, 'run', name + '.pid')).split()[0])
+        self.addCleanup(self.bed.control, 'start')
+        os.kill(pid, signal.SIGTERM)
+        self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {name}')
 
     def sbatch(self, script: str, *flags: Any) -> str:
         """Submit a script by hand, from the world's directory; its id."""
@@ -24687,6 +24696,516 @@ class SurroundingsTest(FlowTest):
         url = {'TORC_API_URL': self.world.url, 'TORC_TOKEN_FILE': database + '.token'}
         self.assertExit(3, self.world.main('create', spec, env=url))
         self.assertExit(4, self.world.server.finish(), 'was removed or replaced')
+
+
+# -------- on a cluster --------
+#
+# A job of these tests says in one file, `trace`, when, where and in which attempt it begins and ends: what has
+# run twice, or not at all, or at the same time, is seen there, whatever the server believes.
+
+CLUSTER_JOB = '''
+    import os, sys, time
+    name, (cpu_s, memory_mb, rest_s) = sys.argv[1], map(float, sys.argv[2:])
+    def say(word):
+        words = time.time(), word, name, os.environ['SLURMD_NODENAME'], os.environ['TORC_ATTEMPT_ID']
+        trace = os.open('trace', os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.write(trace, ('%.3f %s %s %s %s\\n' % words).encode())
+    say('begin')
+    held = bytearray(int(memory_mb * 1e6))
+    held[::4096] = b'x' * len(held[::4096])
+    while time.process_time() < cpu_s:
+        pass
+    time.sleep(rest_s)
+    say('end')
+    '''
+
+
+class Mark(NamedTuple):
+    """A line of `trace`."""
+    at: float
+    word: str       # begin, end
+    name: str
+    node: str
+    attempt: int
+
+
+class ClusterCase(SlurmTest, FlowTest):
+    """Workflows that are submitted to a cluster, by commands that see a lasting server."""
+    account = 'wfacct'      # of the test bed
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('job.py', CLUSTER_JOB)
+        self.world.serve('--host', '0.0.0.0')       # nodes are other hosts: they would not try 127.0.0.1
+        self.client = self.world.connect()
+        self.addCleanup(self.client.close)
+
+    def rows(self, op: str, workflow_id: int = 1, **params: Any) -> List[Dict[str, Any]]:
+        """All rows of a list operation."""
+        return list(self.client.pages(op, workflow_id=workflow_id, **params))
+
+    def job_names(self, workflow_id: int = 1) -> Dict[int, str]:
+        """Id -> name of every job."""
+        return {row['id']: row['name'] for row in self.rows('list_jobs', workflow_id)}
+
+    def submit(self, text: str, *flags: Any) -> Outcome:
+        """`torc.py submit` of a workflow."""
+        path = self.world.write(f'spec {next(WORLD_NUMBERS)}.yaml', self.spec(text))
+        return self.assertExit(0, self.world.cli('submit', '-p', 1, *flags, path))
+
+    def spec(self, text: str) -> str:
+        """YAML in which {job} stands for what runs job.py and {account} for the account."""
+        words = textwrap.dedent(text).replace('{job}', f'{sys.executable} -S -E job.py')
+        return words.replace('{account}', self.account)
+
+    def trace(self) -> List[Mark]:
+        """What jobs have said so far."""
+        rows = [line.split() for line in self.world.read('trace').splitlines()]
+        return [Mark(float(at), word, name, node, int(attempt)) for at, word, name, node, attempt in rows]
+
+    def names_at(self, word: str) -> List[str]:
+        """Names of the jobs that have begun, or ended, once for each time."""
+        return sorted(mark.name for mark in self.trace() if mark.word == word)
+
+    def wait_complete(self, deadline_s: float, *workflow_ids: int) -> None:
+        """Wait until nothing is left to do of workflows."""
+        def is_complete(number: int) -> bool:
+            return self.client.call('is_workflow_complete', workflow_id=number)['is_complete']
+
+        for number in workflow_ids or (1,):
+            state = functools.partial(self.situation, number)
+            self.wait_slurm(functools.partial(is_complete, number), deadline_s, f'workflow {number}', state)
+
+    def situation(self, workflow_id: int = 1) -> str:
+        """All that a developer wants to see of a workflow that did not end."""
+        parts = [str(self.statuses(workflow_id)), *map(str, self.allocations()), self.world.read('trace')]
+        for path in sorted(glob.glob(glob.escape(self.world.directory) + '/**/*', recursive=True)):
+            if re.search(r'(slurm_output_.*|slurm-.*\.out|job_runner_.*\.log|\.e)$', path):
+                parts.append(f'--- {path}\n{read_text(path)[-3000:]}')
+        return '\n'.join(parts)
+
+    def wait_gone(self, deadline_s: float = 60) -> None:
+        """Wait until no allocation lives any more, by itself."""
+        self.wait_slurm(lambda: not self.live_allocations(), deadline_s, 'their ends', self.situation)
+
+    def assertRan(self, *names: str) -> None:
+        """Exactly these jobs have come to their end, each of them once."""
+        self.assertEqual(sorted(names), self.names_at('end'), self.situation())
+
+    def assertAgrees(self, workflow_id: int, steps: Dict[str, Dict[str, str]]) -> None:
+        """Results and slurm_stats say of every job what sacct says of its step."""
+        def name_of(row: Dict[str, Any]) -> str:
+            return 'wf{workflow_id}_j{job_id}_r{run_id}_a{attempt_id}'.format(**row)
+
+        stats = {name_of(row): row for row in self.rows('list_slurm_stats', workflow_id)}
+        for row in self.rows('list_results', workflow_id, all_runs=True):
+            step, stat, exec_s = steps[name_of(row)], stats[name_of(row)], row['exec_time_minutes'] * 60
+            memory, cpu_s = torc.parse_slurm_memory(step['MaxRSS']), torc.parse_slurm_cpu_time(step['AveCPU'])
+            with self.subTest(name_of(row), step=step, stat=stat, result=row):
+                self.assertEqual((step['NodeList'], memory, cpu_s), (
+                    stat['node_list'], stat['max_rss_bytes'], stat['ave_cpu_seconds']))
+                self.assertEqual(step['JobID'].partition('.')[0], stat['slurm_job_id'])
+                self.assertGreaterEqual(row['peak_memory_bytes'], memory)
+                self.assertAlmostEqual(cpu_s / exec_s * 100, row['avg_cpu_percent'], delta=0.1)
+
+    def count_calls(self) -> FakeSlurm:
+        """Let the real programs be called through scripts that tell of it."""
+        return self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+
+
+STAGED = '''
+    name: staged
+    resource_requirements:
+      - {name: small, num_cpus: 1, memory: 100m, runtime: PT1M}
+      - {name: big, num_cpus: 2, memory: 200m, runtime: PT1M}
+      - {name: wide, num_cpus: 2, num_nodes: 3, memory: 200m, runtime: PT1M}
+    slurm_schedulers:
+      - {name: first, account: {account}, walltime: "00:05:00"}
+      - {name: second, account: {account}, walltime: "00:05:00", nodes: 2}
+      - {name: third, account: {account}, walltime: "00:05:00", nodes: 3}
+    jobs:
+      - {name: "small_{i}", command: "{job} small_{i} 1.2 40 0.3", resource_requirements: small,
+         scheduler: first, parameters: {i: "1:24"}}
+      - {name: "big_{i}", command: "{job} big_{i} 1.2 80 0.3", resource_requirements: big,
+         scheduler: second, depends_on_regexes: ["small_.*"], parameters: {i: "1:14"}}
+      - {name: "wide_{i}", command: "{job} wide_{i} 1.2 60 0.3", resource_requirements: wide,
+         scheduler: third, depends_on_regexes: ["big_.*"], parameters: {i: "1:2"}}
+    actions:
+      - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: first,
+         scheduler_type: slurm, num_allocations: 2}
+      - {trigger_type: on_jobs_ready, action_type: schedule_nodes, job_name_regexes: ["big_.*"],
+         scheduler: second, scheduler_type: slurm}
+      - {trigger_type: on_jobs_complete, action_type: schedule_nodes, job_name_regexes: ["big_.*"],
+         scheduler: third, scheduler_type: slurm}
+    '''
+
+
+@slow
+class StagedWorkflowTest(ClusterCase):
+    """40 jobs over three classes of resources, in several allocations, where nodes are shared."""
+
+    def test_it_runs_and_every_result_agrees_with_sacct(self):
+        programs = self.count_calls()
+        began = time.time()
+        self.submit(STAGED)
+        self.wait_complete(200)
+        self.wait_gone()
+        names = sorted(self.job_names().values())
+        self.assertEqual((40, {'completed'}), (len(names), set(self.statuses().values())))
+        self.assertRan(*names)
+        self.assertEqual(names, self.names_at('begin'))
+        allocations = self.allocations()
+        self.assertEqual([1, 1, 2, 3], sorted(len(torc.expand_node_list(row.nodes)) for row in allocations))
+        self.assertEqual({'COMPLETED'}, {row.state for row in allocations}, self.situation())
+        rows = self.rows('list_scheduled_compute_nodes')
+        self.assertEqual([(int(row.id), 'complete') for row in sorted(allocations)],
+                         sorted((row['scheduler_id'], row['status']) for row in rows))
+        steps = self.steps_of(*(row.id for row in allocations))
+        self.assertEqual(40, len(steps))
+        self.assertAgrees(1, steps)
+        self.check_calls(programs, began, len(allocations))
+
+    def check_calls(self, programs: FakeSlurm, began: float, num_allocations: int) -> None:
+        """No program was called more often than its user, or an administrator, would like."""
+        minutes = math.ceil((time.time() - began) / 60)
+        counts = collections.Counter(call.name for call in programs.calls())
+        self.assertEqual(num_allocations, counts['sbatch'])
+        self.assertEqual(40, counts['srun'])
+        # a round of at most 5 for the steps that are new in a sample interval, 10 s
+        self.assertLessEqual(counts['squeue'], num_allocations * 6 * minutes, programs.calls('squeue'))
+        self.assertLessEqual(counts['sstat'], num_allocations * 7 * minutes, programs.calls('sstat'))
+        self.assertLessEqual(counts['sacct'], num_allocations * 6 * minutes, programs.calls('sacct'))
+        self.assertLessEqual(counts['scontrol'], num_allocations * 3 * minutes, programs.calls('scontrol'))
+        self.assertEqual(0, counts['sinfo'])
+
+
+@slow
+class LimitTest(ClusterCase):
+    """Jobs that need more memory or time than they may have."""
+
+    def test_a_step_over_its_memory_fails_and_one_out_of_time_is_terminated_unless_it_saves_what_it_has(self):
+        text = '''
+            name: limits
+            execution_config: {mode: slurm, sigkill_headroom_seconds: 30, srun_termination_signal: %s}
+            resource_requirements: [{name: small, num_cpus: 1, memory: 80m, runtime: PT10S}]
+            slurm_schedulers: [{name: short, account: {account}, walltime: "00:02:00"}]
+            jobs:
+              - {name: hog, command: "{job} hog 0 400 30", resource_requirements: small}
+              - {name: deaf, command: "trap '' TERM; {job} deaf 0 1 1000", resource_requirements: small}
+              - {name: late, command: "exec {job} late 0 1 1000", resource_requirements: small}
+              - {name: saver, resource_requirements: small, command:
+                 "trap 'echo saved >> saved; exit 0' TERM; while [ ! -e skip ]; do sleep 0.2; done"}
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: short,
+                       scheduler_type: slurm}]
+            '''
+        self.submit(text % 'TERM@20')
+        self.wait_complete(150)
+        wanted = [('deaf', 1, 1, 152, 'terminated'), ('hog', 1, 1, 137, 'failed'),
+                  ('late', 1, 1, 152, 'terminated'), ('saver', 1, 1, 0, 'completed')]
+        self.assertEqual(wanted, self.results(), self.situation())
+        self.assertEqual('saved\n', self.world.read('saved'))
+        self.assertEqual(['deaf', 'hog', 'late'], self.names_at('begin'))
+        self.assertEqual([], self.names_at('end'))
+        self.wait_gone()
+
+
+@slow
+class LengthenedAllocationTest(ClusterCase):
+    """An allocation whose end is put off while it runs."""
+
+    def test_it_takes_jobs_for_which_it_was_too_short(self):
+        self.submit('''
+            name: lengthened
+            execution_config: {sigkill_headroom_seconds: 15}
+            resource_requirements:
+              - {name: short, num_cpus: 1, memory: 80m, runtime: PT10S}
+              - {name: long, num_cpus: 1, memory: 80m, runtime: PT5M}
+            slurm_schedulers: [{name: some, account: {account}, walltime: "00:02:00"}]
+            jobs:
+              - {name: keeper, resource_requirements: short, scheduler: some, command:
+                 "{job} keeper 0 1 0; while [ ! -e go ]; do sleep 0.2; done"}
+              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long}
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
+                       scheduler_type: slurm}]
+            ''', '--skip-checks')
+        self.wait_slurm(lambda: self.names_at('end') == ['keeper'], 60, 'the short job', self.situation)
+        allocation, = self.allocations('RUNNING')
+        self.assertEqual({'keeper': 'running', 'long': 'ready'}, self.statuses())
+        self.bed.ask('scontrol', 'update', f'JobId={allocation.id}', 'TimeLimit=10')
+        self.wait_complete(100)
+        self.assertEqual([('keeper', 1, 1, 0, 'completed'), ('long', 1, 1, 0, 'completed')], self.results())
+        self.assertRan('keeper', 'long')
+        self.assertEqual([allocation.id], [row.id for row in self.allocations()])
+        self.wait_gone()
+
+
+@slow
+class HandWrittenScriptTest(ClusterCase):
+    """A script of the user's, whose last line runs a workflow."""
+
+    def test_its_last_line_uses_all_nodes_of_the_allocation(self):
+        text = '''
+            name: by hand
+            resource_requirements: [{name: small, num_cpus: 2, memory: 100m, runtime: PT1M}]
+            jobs: [{name: "job_{i}", command: "{job} job_{i} 0 20 1.5", resource_requirements: small,
+                    parameters: {i: "1:8"}}]
+            '''
+        self.assertExit(0, self.world.cli('create', self.world.write('spec.yaml', self.spec(text))))
+        words = ' '.join(map(shlex.quote, (sys.executable, TORC, 'run', '1', '-p', '1')))
+        job_id = self.sbatch(words, '-N', 2, '--ntasks-per-node=1', '-c', 4, '--mem=1000', '-t', 5)
+        self.wait_complete(15)
+        self.wait_gone()
+        found = [(row.id, row.state) for row in self.allocations()]
+        self.assertEqual([(job_id, 'COMPLETED')], found, self.situation())
+        names = [f'job_{number}' for number in range(1, 9)]
+        self.assertRan(*names)
+        self.assertEqual(names, self.names_at('begin'))
+        self.assertEqual(2, len({mark.node for mark in self.trace()}))
+        self.assertEqual(8, len(self.steps_of(job_id)))
+
+
+PACKED = '''
+    name: packed
+    resource_requirements:
+      - {name: thin, num_cpus: 1, memory: 100m, runtime: PT1M}
+      - {name: thick, num_cpus: 3, memory: 600m, runtime: PT1M}
+    slurm_schedulers: [{name: one, account: {account}, walltime: "00:05:00", nodes: 1}]
+    jobs:
+      - {name: "thin_{i}", command: "{job} thin_{i} 0 20 2", resource_requirements: thin,
+         parameters: {i: "1:16"}}
+      - {name: "thick_{i}", command: "{job} thick_{i} 0 20 1", resource_requirements: thick,
+         parameters: {i: "1:4"}}
+    actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one,
+               scheduler_type: slurm}]
+    '''
+
+
+@slow
+class WholeNodesTest(ClusterCase):
+    """Where the main partition hands out whole nodes, and SLURM_MEM_PER_NODE is unset."""
+    site = WHOLE_NODES
+
+    def test_8_steps_share_a_node_within_its_cpus_and_memory_at_every_instant(self):
+        self.submit(PACKED)
+        self.wait_complete(100)
+        names = list(self.job_names().values())
+        self.assertRan(*names)
+        cpus = {name: 3 if name.startswith('thick') else 1 for name in names}
+        memory = {name: 600 if name.startswith('thick') else 100 for name in names}
+        running, most = set(), 0    # type: Set[str], int
+        for mark in sorted(self.trace(), key=lambda mark: (mark.at, mark.word == 'begin')):
+            (running.add if mark.word == 'begin' else running.discard)(mark.name)
+            self.assertLessEqual(sum(cpus[name] for name in running), 8, running)
+            self.assertLessEqual(sum(memory[name] for name in running), 4000, running)
+            most = max(most, len(running))
+        self.assertEqual((8, 1), (most, len({mark.node for mark in self.trace()})))
+
+    def test_a_staged_workflow_runs(self):
+        text = STAGED.replace('1:24', '1:10').replace('1:14', '1:6')
+        self.submit(text)
+        self.wait_complete(150)
+        self.wait_gone()
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+        self.assertRan(*self.job_names().values())
+        self.assertAgrees(1, self.steps_of(*(row.id for row in self.allocations())))
+
+    def test_a_worker_on_each_node_runs_jobs_there_without_steps(self):
+        text = '''
+            name: workers
+            execution_config: {mode: direct}
+            resource_requirements: [{name: thick, num_cpus: 4, memory: 100m, runtime: PT1M}]
+            slurm_schedulers: [{name: two, account: {account}, walltime: "00:05:00", nodes: 2}]
+            jobs: [{name: "job_{i}", command: "{job} job_{i} 0 20 2", resource_requirements: thick,
+                    parameters: {i: "1:6"}}]
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: two,
+                       scheduler_type: slurm, start_one_worker_per_node: true}]
+            '''
+        self.submit(text)
+        self.wait_complete(100)
+        self.wait_gone()
+        self.assertRan(*self.job_names().values())
+        self.assertEqual(2, len({mark.node for mark in self.trace()}))
+        self.assertEqual({}, self.steps_of(*(row.id for row in self.allocations())))
+        self.assertEqual(2, len(self.rows('list_compute_nodes')))
+
+
+class FakeAllocation:
+    """A Slurm job of scripts around a runner here: one node, as large as a test likes, with local steps."""
+    SRUN = '''
+        for word; do case $word in --job-name=*) name=${word#*=};; esac; done
+        while case $1 in -*) true;; *) false;; esac; do shift; done
+        echo $$ > "$fake/running/$name"
+        SLURM_STEP_ID=$$ "$@"
+        code=$?
+        mv "$fake/running/$name" "$fake/ended/$name"
+        exit $code
+        '''
+    EACH = '''
+        cd "$fake/%s" && for name in wf*; do
+            [ -e "$name" ] && read number < "$name" && echo "%s"
+        done 2>&1 || true
+        '''
+    JOB = ('JobId=77 JobName=fake UserId=%s(%d) JobState=RUNNING Restarts=0 EndTime=%d NodeList=node1 '
+           'NumNodes=1 Nodes=node1 CPU_IDs=0-%d Mem=%d GRES=')
+
+    def __init__(self, world: World, num_cpus: int, memory_mb: int) -> None:
+        job = self.JOB % ('tester', os.getuid(), time.time() + 3600, num_cpus - 1, memory_mb)
+        ended = '$name|64704K|67776K|1.61M|20.00M|00:00:02|node1|COMPLETED|0:0'
+        self.programs = world.fake_slurm(
+            srun=self.SRUN, scontrol=f'echo {shlex.quote(job)}', scancel='',
+            squeue=self.EACH % ('running', '77.$number|$name'),
+            sstat=self.EACH % ('running', '77.$number|00:00:01|64704K'), sacct=self.EACH % ('ended', ended))
+        for name in ('running', 'ended'):
+            os.mkdir(self.programs.path(name))
+        self.variables = {
+            'SLURM_JOB_ID': '77', 'SLURM_JOB_NODELIST': 'node1', 'SLURM_JOB_NUM_NODES': '1',
+            'SLURM_NODEID': '0', 'SLURMD_NODENAME': 'node1', 'SLURM_MEM_PER_NODE': str(memory_mb),
+            'SLURM_JOB_CPUS_PER_NODE': str(num_cpus), 'SLURM_CPUS_ON_NODE': str(num_cpus)}
+
+    def running(self) -> List[str]:
+        """Names of the steps that run."""
+        return os.listdir(self.programs.path('running'))
+
+
+@slow
+class CallRateTest(FlowTest):
+    """How often Slurm's programs are called, by a runner with many steps."""
+    COUNT = 60
+
+    def test_all_steps_are_asked_for_at_once_and_seldom(self):
+        fake = FakeAllocation(self.world, self.COUNT, 100 * self.COUNT)
+        self.world.write('spec.yaml', f'''
+            name: many
+            execution_config: {{mode: slurm}}
+            resource_requirements: [{{name: one, num_cpus: 1, memory: 50m, runtime: PT1M}}]
+            jobs: [{{name: "job_{{i}}", command: "while [ ! -e go ]; do sleep 1; done",
+                    resource_requirements: one, parameters: {{i: "1:{self.COUNT}"}}}}]
+            ''')
+        runner = self.world.start('run', '-p', 1, 'spec.yaml', env=fake.variables)
+        self.world.wait(lambda: len(fake.running()) == self.COUNT, 60, 'all steps', [runner])
+        at = time.time()
+        self.world.wait(lambda: sum(call.at > at + 12 for call in fake.programs.calls('sstat')) >= 2, 60,
+                        'two samples of all steps', [runner])
+        self.world.write('go', '')
+        self.assertExit(0, runner.finish(60))
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+        counts = collections.Counter(call.name for call in fake.programs.calls())
+        self.assertEqual(self.COUNT, counts.pop('srun'))
+        minutes = (time.time() - at) / 60 + 1
+        self.assertLessEqual(counts['sstat'], 7 * minutes, counts)
+        self.assertLessEqual(counts['squeue'], 5 + 6 * minutes, counts)
+        self.assertLessEqual(counts['sacct'], 2 + 2 * minutes, counts)
+        self.assertLessEqual(counts['scontrol'], 2 + minutes, counts)
+        self.assertEqual({'sstat', 'squeue', 'sacct', 'scontrol'}, set(counts))
+
+
+# Jobs that end at once, and others that hold their allocation until there is a file `go`.
+HELD = '''
+    name: "{name}"
+    execution_config: {mode: slurm, sigkill_headroom_seconds: 30}
+    resource_requirements:
+      - {name: thin, num_cpus: 1, memory: 100m, runtime: PT10S}
+      - {name: thick, num_cpus: 3, memory: 100m, runtime: PT10S}
+    slurm_schedulers: [{name: some, account: {account}, walltime: "00:10:00", nodes: {nodes}{more}}]
+    jobs:
+      - {name: "{name}_quick_{i}", command: "{job} {name}_quick_{i} 0 1 0", resource_requirements: thin,
+         parameters: {i: "1:2"}}
+      - {name: "{name}_held_{i}", resource_requirements: thick, parameters: {i: "1:{held}"}, command:
+         "{job} {name}_held_{i}.first 0 1 0; while [ ! -e go ]; do sleep 0.2; done;
+          {job} {name}_held_{i} 0 1 0"}
+    actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
+               scheduler_type: slurm}]
+    '''
+
+
+@slow
+class InterruptionTest(ClusterCase):
+    """Nodes that die, allocations that are canceled, preempted or cut, and no accounting: nothing is lost."""
+    site = WHOLE_NODES
+    is_alone = True
+
+    def hold(self, name: str, nodes: int = 1, held: int = 2, more: str = '') -> Allocation:
+        """Submit HELD, and wait until each of its jobs has ended or waits for `go`. Its allocation."""
+        before, text = {row.id for row in self.allocations()}, HELD
+        for word, value in (('name', name), ('nodes', nodes), ('held', held), ('more', more)):
+            text = text.replace('{%s}' % word, str(value))
+        self.submit(text)
+        wanted = {f'{name}_held_{number}.first' for number in range(1, held + 1)}
+        wanted |= {f'{name}_quick_1', f'{name}_quick_2'}
+        self.wait_slurm(lambda: wanted <= set(self.names_at('end')), 60, f'jobs of {name}', self.situation)
+        return [row for row in self.allocations() if row.id not in before][0]
+
+    def check_held(self, name: str, workflow_id: int, held: int = 2) -> None:
+        """Every job of a workflow has come to its end once, and only what was interrupted has begun again."""
+        jobs = [f'{name}_{kind}_{number}' for kind, count in (('held', held), ('quick', 2))
+                for number in range(1, count + 1)]
+        ends = collections.Counter(self.names_at('end'))
+        self.assertEqual([1] * len(jobs), [ends[job] for job in jobs], self.situation(workflow_id))
+        last = [row[:2] + row[3:] for row in self.results(workflow_id) if row[4] == 'completed']
+        self.assertEqual([(job, 1, 0, 'completed') for job in jobs], last)
+        self.assertEqual({'completed'}, set(self.statuses(workflow_id).values()))
+
+    def test_killed_nodes_with_and_without_the_runner(self):
+        first, second = self.hold('body', nodes=2, held=3), self.hold('head', nodes=2, held=3)
+        lost = [torc.expand_node_list(first.nodes)[1], torc.expand_node_list(second.nodes)[0]]
+        for node in lost:
+            self.addCleanup(self.bed.control, 'start-node', node)
+            self.bed.control('kill-node', node)
+        self.wait_slurm(lambda: not self.allocations('RUNNING'), 60, 'the loss of them', self.situation)
+        self.world.write('go', '')
+        for node in lost:
+            self.bed.control('start-node', node)
+        self.wait_complete(120, 1, 2)
+        for number, name in ((1, 'body'), (2, 'head')):
+            self.check_held(name, number, held=3)
+        self.wait_gone()
+
+    def test_canceled_preempted_and_cut_allocations(self):
+        canceled, preempted = self.hold('canceled'), self.hold('preempted', more=', partition: low')
+        cut = self.hold('cut', more=', partition: low')
+        self.bed.ask('scontrol', 'update', f'JobId={cut.id}', 'TimeLimit=2')
+        self.bed.ask('scancel', canceled.id)
+        self.sbatch('sleep 3', '-p', 'high', '-w', preempted.nodes, '--exclusive', '-t', 1)
+        self.wait_slurm(lambda: self.allocations('PENDING'), 30, 'the preemption')
+        self.wait_slurm(lambda: set(self.statuses(1).values()) == {'completed', 'ready'}, 30,
+                        'jobs to be ready again', self.situation)
+        self.wait_complete(150, 3)
+        wanted = [('cut_held_1', 1, 1, 152, 'terminated'), ('cut_held_2', 1, 1, 152, 'terminated'),
+                  ('cut_quick_1', 1, 1, 0, 'completed'), ('cut_quick_2', 1, 1, 0, 'completed')]
+        self.assertEqual(wanted, self.results(3), self.situation(3))
+        self.world.write('go', '')
+        self.assertExit(0, self.world.cli('slurm', 'schedule-nodes', 1, '-n', 1, '-p', 1))
+        self.wait_complete(120, 1, 2)
+        for number, name in ((1, 'canceled'), (2, 'preempted')):
+            self.check_held(name, number)
+        said = self.bed.rows('sacct', '-n', '-P', '-X', '-j', preempted.id, '-o', 'jobid,restarts,state')
+        self.assertEqual([[preempted.id, '1', 'COMPLETED']], said)
+        self.wait_gone()
+
+    def test_without_slurmdbd_statuses_are_right_and_its_records_follow(self):
+        self.stop_daemon('slurmdbd')
+        text = '''
+            name: without accounting
+            resource_requirements: [{name: small, num_cpus: 1, memory: 80m, runtime: PT1M}]
+            slurm_schedulers: [{name: some, account: {account}, walltime: "00:05:00"}]
+            jobs:
+              - {name: "good_{i}", command: "{job} good_{i} 0.5 20 1", resource_requirements: small,
+                 parameters: {i: "1:10"}}
+              - {name: bad, command: "{job} bad 0 20 1; exit 3", resource_requirements: small}
+              - {name: hog, command: "{job} hog 0 400 30", resource_requirements: small}
+              - {name: after, command: "{job} after 0 1 0", resource_requirements: small,
+                 depends_on_regexes: ["good_.*"]}
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
+                       scheduler_type: slurm}]
+            '''
+        self.submit(text)
+        self.wait_complete(150)
+        self.wait_gone()
+        good = [f'good_{number}' for number in range(1, 11)]
+        self.assertRan('after', 'bad', *good)
+        wanted = [(name, 1, 1, 0, 'completed') for name in ['after', *good]]
+        wanted += [('bad', 1, 1, 3, 'failed'), ('hog', 1, 1, 137, 'failed')]
+        self.assertEqual(sorted(wanted), self.results(), self.situation())
 
 
 # ======== Faults: programs killed in the middle of their work ========
