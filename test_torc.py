@@ -16963,6 +16963,140 @@ class AccountingTest(PartTest):
 
 
 
+@slow
+class AccountingOnSlurmTest(SlurmTest, PartTest):
+    """The same, of a real Slurm: an allocation of four CPUs whose steps this process starts."""
+    BURN = ('import time\nx = bytearray(100 << 20)\nuntil = time.monotonic() + {0}\n'
+            'while time.monotonic() < until:\n    sum(range(1000))\nraise SystemExit({1})')
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.job_id = self.sbatch('exec sleep 1000', '-N1', '-n4', '--mem=2000', '-t', 10)
+        self.wait_slurm(lambda: self.allocations('RUNNING'), 60, 'the allocation')
+        self.stack = contextlib.ExitStack()
+        self.addCleanup(self.stack.close)
+
+    def begin(self, **fakes: str) -> None:
+        """An accounting of it, which samples each second, with these programs in place of the real ones."""
+        real = {name: f'exec {name} "$@"' for name in ('squeue', 'sstat', 'sacct')}
+        self.fakes = self.world.fake_slurm(**dict(real, **fakes))
+        self.stack.enter_context(self.world.inside())
+        self.alive = self.launcher()
+        monitor = {'enabled': True, 'sample_interval_seconds': 1}
+        self.server = self.link(resource_monitor_config=monitor)
+        self.server.context.allocation = types.SimpleNamespace(job_id=self.job_id)
+        self.accounting = torc.Accounting(self.server.context, self.alive, self.server)
+
+    def step(self, number: int, *command: str) -> Any:
+        """Start a step."""
+        attempt = self.attempt('running', number)
+        argv = [shutil.which('srun'), f'--jobid={self.job_id}', '--ntasks=1', '--exact', '--mem=200M',
+                f'--job-name=wf1_j{number}_r1_a1', '--cpus-per-task=1', '--input=none', *command]
+        with open(os.devnull, 'w') as null:
+            variables = torc.query_variables()
+            attempt.process = self.alive.start([os.fsencode(word) for word in argv], variables,
+                                               [null.fileno(), null.fileno()], f'step-{number}',
+                                               lambda process: self.accounting.ended(attempt))
+        self.accounting.add(attempt)
+        return attempt
+
+    def burn(self, number: int, for_s: float = 10.0, code: int = 0) -> Any:
+        """A step that keeps one CPU busy."""
+        return self.step(number, sys.executable, '-S', '-c', self.BURN.format(for_s, code))
+
+    def drive(self, condition: Callable[[], Any], what: str, deadline_s: float = 60) -> Any:
+        """Turn after turn, until something holds."""
+        def turn() -> Any:
+            self.alive.act(time.monotonic())
+            self.alive.kill_due()
+            self.accounting.act(time.monotonic())
+            return condition()
+        return self.world.wait(turn, deadline_s, what)
+
+    def ended(self, *attempts: Any) -> bool:
+        """Whether these have."""
+        return all(attempt.process.end is not None for attempt in attempts)
+
+    def test_steps_are_numbered_sampled_and_accounted_for_as_slurm_itself_says(self):
+        self.begin()
+        attempts = [self.burn(number, code=7 * (number == 2)) for number in (1, 2, 3)]
+        self.drive(lambda: self.ended(*attempts), 'the steps')
+        self.assertIsNone(self.accounting.state_of(attempts[1]))
+        record = self.drive(lambda: self.accounting.state_of(attempts[1]), 'the state')
+        self.assertEqual(('FAILED', '7:0'), (record.state, record.exit_code))
+        self.drive(lambda: len(self.server.accounting) == 3, 'the rows')
+        said = self.steps_of(self.job_id)
+        for attempt, row in zip(attempts, sorted(self.server.accounting, key=lambda row: row['job_id'])):
+            known = said[f'wf1_j{attempt.id}_r1_a1']
+            self.assertEqual(known['JobID'], self.accounting.step_id_of(attempt))
+            self.assertEqual((attempt.id, self.job_id, torc.parse_slurm_memory(known['MaxRSS']), known['NodeList']),
+                             tuple(row[key] for key in ('job_id', 'slurm_job_id', 'max_rss_bytes', 'node_list')))
+            self.assertEqual(torc.parse_slurm_cpu_time(known['AveCPU']), row['ave_cpu_seconds'])
+            self.assertGreater(row['max_rss_bytes'], 100 << 20)
+            usage = self.accounting.usage_of(attempt)
+            self.assertGreater(usage['peak_memory_bytes'], 100 << 20)
+            self.assertTrue(0 < usage['avg_cpu_percent'] <= usage['peak_cpu_percent'] < 300, usage)
+        self.assertLessEqual(len(self.fakes.calls('squeue')), 12)
+        self.assertLessEqual(len(self.fakes.calls('sacct')), 2)
+
+    def test_a_step_that_somebody_cancels_and_one_that_is_too_large_are_told_by_their_states(self):
+        self.begin()
+        killed = self.step(1, 'sleep', '1000')
+        large = self.step(2, sys.executable, '-S', '-c', 'import time; x = bytearray(600 << 20); time.sleep(100)')
+        step_id = self.drive(lambda: self.accounting.step_id_of(killed), 'the number')
+        self.bed.ask('scancel', step_id)
+        self.drive(lambda: self.ended(killed, large), 'the ends')
+        states = [self.drive(lambda: self.accounting.state_of(attempt), 'the state').state for attempt in (killed, large)]
+        self.assertEqual('CANCELLED', states[0])
+        self.assertIn(states[1], ('CANCELLED', 'OUT_OF_MEMORY'))        # by the plugin that counts memory
+
+    def conf(self, **changes: Any) -> str:
+        """A sacct with a configuration of its own."""
+        text = re.sub('(?m)^AccountingStorageEnforce=.*$', '', read_text(self.bed.conf))
+        for name, value in changes.items():
+            text = re.sub(f'(?m)^{name}=.*$', f'{name}={value}', text)
+        path = self.world.write('own.conf', text)
+        return f'SLURM_CONF={shlex.quote(path)} exec sacct "$@"'
+
+    def test_where_nothing_is_stored_it_is_said_once_and_the_rows_have_no_figures(self):
+        self.begin(sacct=self.conf(AccountingStorageType='accounting_storage/none'))
+        attempts = [self.step(number, 'sh', '-c', 'exit 3') for number in (1, 2)]
+        self.drive(lambda: self.ended(*attempts), 'the ends')
+        self.accounting.state_of(attempts[0])
+        self.drive(lambda: self.accounting.state_of(attempts[0]), 'the answer')
+        self.assertEqual([torc.StepRecord()] * 2, list(map(self.accounting.state_of, attempts)))
+        self.assertEqual([{'job_id': number, 'attempt_id': 1, 'slurm_job_id': self.job_id} for number in (1, 2)],
+                         sorted(self.server.accounting, key=lambda row: row['job_id']))
+        message, = self.progress.messages
+        self.assertIn('Slurm keeps no accounts of steps here', message)
+        self.assertIn('storage is disabled', message)
+        self.assertEqual(1, len(self.fakes.calls('sacct')))
+
+    def give_up(self, backlog: Optional[int]) -> str:
+        """A step fails while nobody, or somebody who says nothing, is where slurmdbd was. What was said."""
+        listener = self.stack.enter_context(socket.socket())
+        listener.bind(('127.0.0.1', 0))
+        if backlog is not None:
+            listener.listen(backlog)
+        with unittest.mock.patch.multiple(torc, SACCT_PAUSE_S=0.1, SACCT_QUERY_S=2.0, PATIENCE=0):
+            self.begin(sacct=self.conf(AccountingStoragePort=listener.getsockname()[1]))
+            attempt = self.step(1, 'sh', '-c', 'exit 3')
+            self.drive(lambda: self.ended(attempt), 'the end')
+            self.accounting.state_of(attempt)
+            record = self.drive(lambda: self.accounting.state_of(attempt), 'the answer', 90)
+        self.assertEqual(torc.StepRecord(), record)
+        self.assertEqual(torc.SACCT_TRIES, len(self.fakes.calls('sacct')))
+        message, = self.progress.messages
+        self.assertIn('the accounting of Slurm does not answer', message)
+        return message
+
+    def test_a_database_that_refuses_is_said_once_and_given_up(self):
+        self.assertIn('onnection refused', self.give_up(None))
+
+    def test_a_database_that_hangs_is_said_once_and_given_up(self):
+        self.assertIn('no answer within', self.give_up(5))
+
+
 # ======== 16g. Runner's allocation ========
 
 
