@@ -20584,6 +20584,158 @@ class RunTest(CommandTest):
 
 # ======== 20d. Allocations ========
 
+class AccountCommandTest(CommandTest):
+    """`slurm stats`, `slurm sacct`, `slurm usage`, `slurm parse-logs`."""
+    # Two allocations of 22.05.8, of which the second was requeued; and a name that holds our separator.
+    SACCT = textwrap.dedent("""\
+        41|torc-wf1-sched1|COMPLETED|0:0|125||00:30.500|2|node[1-2]
+        41.batch|batch|COMPLETED|0:0|125|30548K|00:00.500|1|node1
+        41.0|wf1_j1_r1_a1|COMPLETED|0:0|65|2097152K|00:20.000|1|node1
+        41.1|wf1_j2_r1_a1|OUT_OF_MEMORY|0:125|4|614400K|00:10.000|1|node2
+        42|a|b|PREEMPTED|0:0|60||00:01.000|4|node[1-4]
+        42|a|b|CANCELLED by 0|0:0|40||00:00.000|4|node[1-4]
+        """)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.make("""
+            name: counted
+            jobs: [{name: first, command: "true"}, {name: second, command: exit 1}]
+            """)
+        for statement in (
+                "INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, "
+                "exec_time_minutes, completion_time, status) VALUES "
+                "(1, 1, 1, 1, 0, 1.0, '2026-01-01T00:00:00Z', 5), "
+                "(1, 2, 1, 1, 137, 0.1, '2026-01-01T00:00:00Z', 6)",
+                'UPDATE workflow SET run_id = 1 WHERE id = 1',
+                'INSERT INTO slurm_stats (workflow_id, job_id, run_id, attempt_id, slurm_job_id, '
+                'max_rss_bytes, max_vm_size_bytes, ave_cpu_seconds, node_list) VALUES '
+                "(1, 1, 1, 1, '41', 2147483648, 3000000000, 30.0, 'node1'), "
+                "(1, 2, 1, 1, '41', NULL, NULL, NULL, NULL)",
+                'INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, '
+                "scheduler_type, status) VALUES (1, 41, 1, 'slurm', 'complete'), "
+                "(1, 42, 1, 'slurm', 'active'), (1, 0, 1, 'slurm', 'pending'), (1, 9, 1, 'local', 'active')"):
+            self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', statement))
+
+    def fake(self, script: str) -> Any:
+        """A sacct."""
+        return self.world.fake_slurm(sacct=script)
+
+    def says(self, text: str) -> Any:
+        """A sacct that says this."""
+        path = self.world.write('sacct.txt', text)
+        return self.fake(f'cat {shlex.quote(path)}')
+
+    def test_stats_are_the_stored_rows_with_the_share_of_the_run_time(self):
+        first, second = self.json('slurm stats 1')['items']
+        self.assertEqual(('first', '41', 2 << 30, 30.0, 50.0, 'node1'), tuple(first[key] for key in (
+            'job_name', 'slurm_job_id', 'max_rss_bytes', 'ave_cpu_seconds', 'cpu_percent', 'node_list')))
+        self.assertNotIn('cpu_percent', second)
+        self.assertEqual([2], [item['job_id'] for item in self.json('slurm stats 1 --job-id 2')['items']])
+        self.assertEqual([], self.json('slurm stats 1 --run-id 7')['items'])
+        self.assertEqual('Job ID,Run,Attempt,Slurm Job,Max RSS,Max VM,Ave CPU (s),CPU %,Nodes',
+                         self.text('slurm stats 1 -f csv').splitlines()[0])
+        self.assertRegex(self.text('slurm stats 1'), r'first +. +1 .* 41 .* 2.0GB .* 30.00 . 50.0%')
+
+    def test_one_sacct_is_asked_for_all_allocations(self):
+        fakes = self.says(self.SACCT)
+        found = self.json('slurm sacct 1')
+        call, = fakes.calls('sacct')
+        self.assertEqual(['-j', '41,42', '-S'], call.argv[:3])
+        self.assertLessEqual({'-D', '-P', '-n'}, set(call.argv))
+        self.assertEqual((1, 2, []), tuple(found[key] for key in ('workflow_id', 'total_slurm_jobs', 'errors')))
+        self.assertEqual([('41', 'batch'), ('41', 'wf1_j1_r1_a1'), ('41', 'wf1_j2_r1_a1'), ('42', 'a|b'),
+                          ('42', 'a|b')], [(row['slurm_job_id'], row['job_step']) for row in found['summary']])
+        self.assertEqual({'slurm_job_id': '41', 'job_step': 'wf1_j1_r1_a1', 'state': 'COMPLETED',
+                          'exit_code': '0:0', 'elapsed': '1m 05s', 'max_rss': '2.00 GB', 'cpu_time': '20s',
+                          'nodes': 'node1'}, found['summary'][1])
+        self.assertEqual(('CANCELLED by 0', '-'), (found['summary'][4]['state'], found['summary'][4]['max_rss']))
+        self.assertEqual('Slurm Job,Job Step,State,Exit Code,Elapsed,Max RSS,CPU Time,Nodes',
+                         self.text('slurm sacct 1 -f csv').splitlines()[0])
+
+    def test_what_sacct_said_can_be_kept(self):
+        self.says(self.SACCT)
+        os.mkdir(self.world.path('kept'))
+        self.text('slurm sacct 1 -o kept --save-json')
+        self.assertEqual(['sacct_41.json', 'sacct_42.json'], sorted(os.listdir(self.world.path('kept'))))
+        kept = json.loads(self.world.read('kept/sacct_41.json'))
+        self.assertEqual(('41', 4, 20.0), (kept['slurm_job_id'], len(kept['rows']), kept['rows'][2]['cpu_s']))
+        done = self.world.main('slurm', 'sacct', 1, '-o', 'not/there', '--save-json')
+        self.assertIn('not/there/sacct_41.json', self.assertExit(2, done).err)
+
+    def test_usage_counts_all_nodes_and_all_runs_of_an_allocation(self):
+        self.says(self.SACCT)
+        self.assertEqual({
+            'workflow_id': 1, 'total_slurm_jobs': 2, 'total_nodes': 6, 'total_node_time': '10m 50s',
+            'total_node_time_seconds': 2 * 125 + 4 * 100, 'total_cpu_time': '31s',
+            'total_cpu_time_seconds': 32}, self.json('slurm usage 1'))
+        self.assertIn('Node time:   10m 50s\n', self.text('slurm usage 1'))
+
+    def test_an_allocation_that_sacct_does_not_know_is_named(self):
+        self.says(self.SACCT.partition('42|')[0])
+        error = 'sacct does not know Slurm job 42'
+        self.assertEqual([error], self.json('slurm usage 1')['errors'])
+        self.assertEqual([error], self.json('slurm sacct 1')['errors'])
+        self.assertIn(f'torc: {error}\n', self.world.main('slurm', 'sacct', 1).err)
+
+    def test_a_workflow_without_allocations_is_no_error_and_sacct_is_not_asked(self):
+        fakes = self.fake('exit 1')
+        self.make('{name: local, jobs: [{name: j, command: "true"}]}')
+        self.assertEqual({'workflow_id': 2, 'message': 'No Slurm scheduled compute nodes found', 'summary': []},
+                         self.json('slurm sacct 2'))
+        self.assertEqual({'workflow_id': 2, 'total_slurm_jobs': 0, 'total_nodes': 0, 'total_node_time': '0s',
+                          'total_node_time_seconds': 0, 'total_cpu_time': '0s', 'total_cpu_time_seconds': 0},
+                         self.json('slurm usage 2'))
+        self.assertEqual('No Slurm scheduled compute nodes found for workflow 2\n',
+                         self.text('slurm parse-logs . -w 2'))
+        self.assertEqual([], fakes.calls('sacct'))
+
+    def test_accounting_that_cannot_be_read_is_refused_in_its_own_words(self):
+        self.fake('echo "Slurm accounting storage is disabled" >&2; exit 1')
+        for command in ('sacct', 'usage'):
+            said = self.assertExit(4, self.world.main('slurm', command, 1)).err
+            self.assertIn('the accounting of Slurm cannot be read: Slurm accounting storage is disabled', said)
+            self.assertIn('`slurm stats 1` shows', said)
+
+    def logs(self) -> None:
+        """What two allocations and two jobs have written, and what concerns none of them."""
+        for name, text in (
+                ('slurm_output_wf1_sl41.e', 'slurmstepd-node2: error: Detected 1 oom-kill event(s) in StepId=41.1\n'
+                                            'srun: error: node2: task 0: Out Of Memory\n'),
+                ('slurm_output_wf1_sl42.o', 'fine\nslurmstepd-node3: error: *** JOB 42 ON node3 CANCELLED AT '
+                                            '2026-11-21T00:11:56 DUE TO PREEMPTION ***\n'),
+                ('slurm_output_wf1_sl7.e', 'bash: CUDA out of memory\n'),
+                ('slurm_output_wf12_sl41.e', 'Segmentation fault\n'),
+                ('job_runner_node1_wf1_r1.log', 'Segmentation fault\n'),
+                ('job_stdio/job_wf1_j2_r1_a1.e', 'x' * 9000 + '\nMemoryError\n'),
+                ('job_stdio/job_wf1_j1_r1_a1.o', 'the 0 errors FAILED to show\n')):
+            self.world.write('out/' + name, text)
+
+    def test_errors_in_logs_are_found_by_allocation_node_and_job(self):
+        self.logs()
+        found = self.json('slurm parse-logs out -w 1')
+        self.assertEqual((1, 'out', 2, 4, 4, 3, 1), tuple(found[key] for key in (
+            'workflow_id', 'output_dir', 'slurm_jobs_count', 'files_scanned', 'total_issues', 'errors', 'warnings')))
+        both = [{'job_id': 1, 'job_name': 'first'}, {'job_id': 2, 'job_name': 'second'}]
+        self.assertEqual([
+            ('job_stdio/job_wf1_j2_r1_a1.e', '41', 2, 'Out of memory', 'error', None, both[1:]),
+            ('slurm_output_wf1_sl41.e', '41', 1, 'Out of memory', 'error', 'node2', both),
+            ('slurm_output_wf1_sl41.e', '41', 2, 'Out of memory', 'error', 'node2', both),
+            ('slurm_output_wf1_sl42.o', '42', 2, 'Preemption', 'warning', 'node3', [])],
+            [tuple(issue[key] for key in ('file', 'slurm_job_id', 'line_number', 'pattern_description', 'severity',
+                                          'node', 'affected_jobs')) for issue in found['issues']])
+
+    def test_warnings_can_be_left_out_and_people_get_them_by_allocation(self):
+        self.logs()
+        found = self.json('slurm parse-logs out --errors-only -w 1')
+        self.assertEqual((3, 3, 0, 3), (found['total_issues'], found['errors'], found['warnings'], len(found['issues'])))
+        text = self.text('slurm parse-logs out -w 1')
+        self.assertIn('Slurm job 42:\n  [WARN] Preemption on node3: slurmstepd-node3: error: *** JOB 42', text)
+        self.assertIn('      slurm_output_wf1_sl42.o:2\n', text)
+        self.assertTrue(text.endswith('\n3 errors, 1 warnings\n'))
+        self.assertIn('choose one with --workflow-id', self.assertExit(2, self.world.main('slurm', 'parse-logs', 'out')).err)
+
+
 
 # ======== 20e. Clusters ========
 
