@@ -285,6 +285,7 @@ TRIGGERS = ('on_workflow_start', 'on_workflow_complete', 'on_worker_start', 'on_
             'on_jobs_ready', 'on_jobs_complete')
 JOB_TRIGGERS = ('on_jobs_ready', 'on_jobs_complete')
 ACTION_TYPES = ('run_commands', 'schedule_nodes')
+ALLOCATION_STATUSES = ('pending', 'active', 'complete', 'canceled')
 EXECUTION_MODES = ('direct', 'slurm', 'auto')
 STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
@@ -364,6 +365,30 @@ ENVIRONMENT = (
     Variable('TORC_GPU_VISIBLE_DEVICES', 'torc',
              'GPU indexes given to the job; CUDA_, HIP_ and ROCR_VISIBLE_DEVICES are the same'),
 )
+
+# Why jobs do not run, in the words of all who say so: a claim that brings nothing, a runner that leaves,
+# `status`, `jobs get` and `explain`, whose JSON has the keys of some as codes.
+WAIT_REASONS = {
+    'canceled':      'Workflow is canceled',
+    'uninitialized': 'the workflow is not initialized',
+    'limit':         'the limit is 0',
+    'not_ready':     'no job is ready: {}',
+    'prerequisites': 'waits for {}',
+    'no_runner':     'waits for a runner',
+    'allocation':    'waits for {}',
+    'action':        'waits until {} is carried out',
+    'busy':          'the runners that can take it are busy',
+    'next_turn':     'a runner can take it in its next turn',
+    'lacks':         'no runner or allocation can take it: it needs {}',
+    'cannot_run':    'jobs such as {} cannot run here: they need {}',
+    'labelled':      'the ready jobs have labels that this node lacks',
+    'other_labels':  "no ready job has labels that are all among this node's",
+    'time':          'every ready job needs at least {}, and only {} are left',
+    'scheduler':     'every ready job is bound to another scheduler',
+    'no_room':       'no ready job fits what is free: the smallest needs {} CPUs, {} and {} GPUs on {} nodes',
+    'late':          'no job is started when less than {} s are left',
+    'stuck':         'of the jobs that are left ({}) none can run here',
+}
 
 # ---- limits ----
 MAX_LIST_ITEMS = 100000             # of one list answer, and of one bulk request
@@ -2264,6 +2289,73 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
     return reader.read(parts[0].start, parts[0].is_inline), text, reader.positions
 
 
+# -------- writing --------
+
+# Words that are text in every YAML, 1.1 too, without quotes: no number, no indicator, no ': ' or ' #'.
+PLAIN_WORDS = Expression(r'[A-Za-z_/](?:[A-Za-z0-9_./+=@$,-]|[ ](?=[A-Za-z0-9_./+=@$-]))*\Z')
+TEXT_LIKE_VALUES = frozenset('true false null yes no on off y n'.split())
+LITERAL_LINES = Expression(r'\S.*(?:\n(?:.*\S)?)*\n?\Z')
+
+
+def format_yaml(value: Any) -> str:
+    """A value of dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
+    return ''.join(line + '\n' for line in yaml_lines(value, ''))
+
+
+def yaml_lines(value: Any, indent: str) -> Iterator[str]:
+    """The lines of a dict or list; of anything else the one line."""
+    if value and isinstance(value, dict):
+        for key, item in value.items():
+            yield from yaml_entry(f'{indent}{yaml_scalar(str(key))}:', item, indent + '  ')
+    elif value and isinstance(value, list):
+        for item in value:
+            if item and isinstance(item, (dict, list)):     # its first line stands behind the dash
+                lines = yaml_lines(item, indent + '  ')
+                yield f'{indent}- {next(lines)[len(indent) + 2:]}'
+                yield from lines
+            else:
+                yield from yaml_entry(f'{indent}-', item, indent + '  ')
+    else:
+        yield indent + yaml_scalar(value)
+
+
+def yaml_entry(before: str, item: Any, indent: str) -> Iterator[str]:
+    """An entry of a dict or list: what it holds stands behind `before`, or in the lines below."""
+    if item and isinstance(item, (dict, list)):
+        yield before
+        yield from yaml_lines(item, indent)
+    elif isinstance(item, str) and '\n' in item.rstrip('\n') and is_literal(item):
+        yield f"{before} |{'' if item.endswith(chr(10)) else '-'}"
+        for line in item.splitlines():
+            yield indent + line if line else ''
+    else:
+        yield f'{before} {yaml_scalar(item)}'
+
+
+def is_literal(text: str) -> bool:
+    """Whether a text of several lines can stand as it is: nothing invisible in it, no blanks at its begin."""
+    return bool(LITERAL_LINES.match(text)) and not text.endswith('\n\n') and all(
+        character.isprintable() for character in text.replace('\n', ''))
+
+
+def yaml_scalar(value: Any) -> str:
+    """Anything without lines below it."""
+    if isinstance(value, str):
+        if PLAIN_WORDS.match(value) and value.lower() not in TEXT_LIKE_VALUES:
+            return value
+        quoted = json.dumps(value, ensure_ascii=False)
+        return ''.join(character if character.isprintable() else f'\\U{ord(character):08x}'
+                       for character in quoted)
+    if isinstance(value, bool) or value is None or not isinstance(value, (int, float)):
+        return json.dumps(value)    # {} and [] among them
+    raw = getattr(value, 'raw', '')
+    if raw and load_yaml(raw)[0] == value:      # in YAML the source text is this number, too
+        return raw
+    if isinstance(value, float) and not math.isfinite(value):
+        return '.nan' if value != value else '.inf' if value > 0 else '-.inf'
+    return repr(float(value) if isinstance(value, float) else int(value))
+
+
 # ======== 4b. JSON: JSON and JSON5, and TOML where Python reads it ========
 #
 # The standard library reads JSON, with the numbers and limits of this file. Json5Reader reads the rest:
@@ -2811,6 +2903,7 @@ class Plan(Row):
     warnings: List[Problem]
     summary: Dict[str, Any]     # what `create --dry-run` shows
     pending: List[Problem]      # one warning of what is not carried out yet, if anything
+    starts: Sequence[int]       # the first job of each entry under jobs
 
 
 # -------- fields --------
@@ -2965,7 +3058,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
     )),
     ('action', (
         ('trigger_type',        'trigger', 'what sets it off', REQUIRED),
-        ('action_type',         'action_type', 'what it does', REQUIRED, 'schedule_nodes'),
+        ('action_type',         'action_type', 'what it does', REQUIRED),
         ('jobs',                'names', 'on_jobs_*: when all of these are ready or have finished'),
         ('job_name_regexes',    'regexes', 'the same, by regular expressions'),
         ('commands',            'texts',
@@ -2987,8 +3080,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('oom_exit_code',       'code', 'return code of a job out of memory (direct)', 137),
         ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)', None, ANY),
         ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False, ANY),
-        ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node', None, ANY),
-        ('staggered_start',     'bool', 'runners of an allocation start one after the other', True, ANY),
+        ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node'),
+        ('staggered_start',     'bool', 'runners of an allocation start one after the other', True),
         ('stdio',               'stdio', 'where the output of every job goes'),
         ('job_stdio_overrides', 'stdio_map', 'the same by job name'),
     )),
@@ -4922,8 +5015,8 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
         workflow.error(f"'{name}' is both a variable and a parameter: rename one", 'variables', name)
     if 'parameters' in workflow and 'parameters_file' in workflow:
         workflow.error('parameters and parameters_file cannot be combined', 'parameters_file')
-    for name in workflow.get('slurm_defaults', ()):
-        if name.lower() in SCHEDULER_OPTIONS:
+    for name, value in workflow.get('slurm_defaults', {}).items():
+        if name.lower() in SCHEDULER_OPTIONS and value is not False:
             workflow.error(f"slurm_defaults cannot set '{name}': set it in slurm_schedulers",
                            'slurm_defaults', name)
     groups = workflow.get('access_groups', ())
@@ -4980,7 +5073,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     if context.problems:
         raise_problems(context, summary)
     find_times(planner)
-    return Plan(body, context.warnings, summary, describe_pending(context.pending))
+    return Plan(body, context.warnings, summary, describe_pending(context.pending), planner.starts)
 
 
 def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) -> Plan:
@@ -5070,6 +5163,17 @@ def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[in
     return {'total_events': len(events), 'total_jobs': len(job_names),
             'root_events': [event['id'] for event in events if not event['depends_on_events']],
             'leaf_events': [event['id'] for event in events if not event['unlocks_events']], 'events': events}
+
+
+def planned_prerequisites(body: Dict[str, Any]) -> Tuple[List[int], List[List[int]]]:
+    """Which set of prerequisites each job of a plan has, and the sets: named, and through files and data."""
+    jobs, producers = body['jobs'], find_producers(body['jobs'])
+    numbers = {}    # type: Dict[Any, int]
+    set_numbers = [numbers.setdefault((job.dependencies, tuple(input_keys(job))), len(numbers))
+                   for job in jobs]
+    sets = [sorted(set(body['dependency_sets'][named] if named is not None else ()).union(
+        *(producers.get(key, ()) for key in inputs))) for named, inputs in numbers]
+    return set_numbers, sets
 
 
 def order_groups(groups: List[Tuple[List[int], List[int]]]) -> List[Tuple[List[int], List[int]]]:
@@ -5217,7 +5321,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5300,7 +5404,11 @@ CREATE TABLE scheduled_compute_node (
     scheduler_id        INTEGER NOT NULL,               -- the Slurm job
     scheduler_config_id INTEGER NOT NULL,               -- the slurm_scheduler it was made from
     scheduler_type      TEXT NOT NULL,
-    status              TEXT NOT NULL                   -- pending, active, complete, canceled
+    status              TEXT NOT NULL,                  -- pending, active, complete, canceled
+    settings            JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
+    action_id           INTEGER,                        -- the action that it was made for
+    submitter           TEXT,                           -- who submits it now
+    submitter_until     REAL                            -- ... until then; NULL: while that node is active
 );
 CREATE INDEX scheduled_compute_node_of ON scheduled_compute_node (workflow_id, status);
 
@@ -5665,6 +5773,12 @@ ALTER TABLE workflow_action ADD COLUMN failure TEXT;
 ALTER TABLE compute_node RENAME COLUMN lease_until TO lease_s;
 UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- the longest, until its next request
 """,
+    9: """
+ALTER TABLE scheduled_compute_node ADD COLUMN settings JSON TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN action_id INTEGER;
+ALTER TABLE scheduled_compute_node ADD COLUMN submitter TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
+""",
 }
 
 
@@ -5796,7 +5910,8 @@ LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
 ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
-                             'is_system', 'is_run_zero', 'is_declared'])
+                             'is_system', 'is_run_zero', 'is_declared', 'settings', 'action_id', 'submitter',
+                             'submitter_until'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -6494,6 +6609,7 @@ class Service:
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
         self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
         self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
+        self.wants = {}                     # type: Dict[int, Values]  # node -> its last request for work
         # Ids of the workflows whose updates are wanted; anything with `in`.
         self.watched = frozenset()          # type: Any
         self.updates = []                   # type: List[Union[Update, int]]  # int: of it, one too many
@@ -8619,7 +8735,8 @@ def refuse_runners(context: Context, workflow_id: int) -> None:
     if jobs or nodes:
         raise Refused(f'runners are at work on workflow {workflow_id} ({nodes} active, with {jobs} pending '
                       'or running jobs): wait for their end, or stop them (Ctrl-C there, or '
-                      f'torc.py cancel {workflow_id}); one that was killed is noticed after a while')
+                      f'torc.py cancel {workflow_id}); one that was killed on another host is noticed after '
+                      'a while')
 
 
 # ======== 8c. Claims: which ready jobs a node gets ========
@@ -8790,33 +8907,111 @@ def claim(context: Context, state: WorkflowState, want: Values, node_id: Optiona
 def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str:
     """Why a claim brought nothing, in words that a user understands."""
     if state.is_canceled:
-        return 'Workflow is canceled'
+        return WAIT_REASONS['canceled']
     if want['limit'] <= 0:
-        return 'the limit is 0'
+        return WAIT_REASONS['limit']
     if not context.one(KIND_QUERY, (state.id,)):
         waiting = [f'{count} {name}' for name, count in count_by_status(context, state.id).items() if count]
-        return 'no job is ready: ' + (', '.join(waiting) or 'there are none')
+        return WAIT_REASONS['not_ready'].format(', '.join(waiting) or 'there are none')
     kinds = ready_kinds(context, state.id, want)
     incompatible = find_incompatible_jobs(context, state.id, want, KIND_QUERY, f'status = {READY}')
     if incompatible and all(lacks_of(kind, want) for kind in kinds):
         return '; '.join(incompatible)
     if not kinds:
-        return "the ready jobs have labels that this node lacks" if not want.get('labels') else \
-            "no ready job has labels that are all among this node's"
+        return WAIT_REASONS['other_labels' if want.get('labels') else 'labelled']
     limit_s = parse_time_limit(want)
     if limit_s is not None and all(kind.runtime_s > limit_s for kind in kinds):
         shortest_s = min(kind.runtime_s for kind in kinds)
-        return (f'every ready job needs at least {format_duration(shortest_s)}, '
-                f'and only {format_duration(limit_s)} are left')
+        return WAIT_REASONS['time'].format(format_duration(shortest_s), format_duration(limit_s))
     if want.get('strict') and not kinds_by_turn(kinds, want):
-        return 'every ready job is bound to another scheduler'
+        return WAIT_REASONS['scheduler']
     smallest = min(kinds, key=lambda kind: (kind.num_nodes, kind.num_cpus, kind.memory_bytes, kind.num_gpus))
-    return (f'no ready job fits what is free: the smallest needs {smallest.num_cpus} CPUs, '
-            f'{format_memory(smallest.memory_bytes)} and '
-            f'{smallest.num_gpus} GPUs on {smallest.num_nodes} nodes')
+    return WAIT_REASONS['no_room'].format(smallest.num_cpus, format_memory(smallest.memory_bytes),
+                                          smallest.num_gpus, smallest.num_nodes)
 
 
 INCOMPATIBLE_SHOWN = 5
+
+
+class Offer(Row):
+    """What a runner offers to jobs: one at work, or that of an allocation which is to come."""
+    labels: Tuple[str, ...]
+    size: Optional[Capacity]    # of the largest of its nodes; None: it asks for jobs of any size
+    num_nodes: int = 1
+    limit_s: Optional[int] = None       # it takes jobs up to this runtime, the grace included; None: any
+    scheduler_id: Optional[int] = None  # it takes only jobs bound to this one, or to none; None: any
+
+
+class Dimension(Row):
+    """One thing of which jobs need, and runners have, a certain amount."""
+    name: str
+    needs: Callable[[Kind], int]
+    has: Callable[[Offer], float]
+    words: str                      # of an amount, for people
+    format: Callable[[Any], str]
+    option: str = ''                # of `run`, which sets what a runner has
+    field: str = ''                 # of a Slurm scheduler, which sets what its allocations have
+
+
+def format_left(limit_s: float) -> str:
+    """The time that is left until a limit for claims, for people."""
+    return f'{format_duration(max(0, limit_s - CLAIM_GRACE_S))} left'
+
+
+DIMENSIONS = (
+    Dimension('cpus', lambda kind: kind.num_cpus, lambda offer: offer.size.num_cpus, '{} CPUs', str,
+              '--num-cpus', 'ntasks_per_node'),
+    Dimension('memory', lambda kind: kind.memory_bytes, lambda offer: offer.size.memory_bytes,
+              '{} of memory', format_memory, '--memory-gb', 'mem'),
+    Dimension('gpus', lambda kind: kind.num_gpus, lambda offer: offer.size.num_gpus, '{} GPUs', str,
+              '--num-gpus', 'gres'),
+    Dimension('nodes', lambda kind: kind.num_nodes, lambda offer: offer.num_nodes, '{} nodes', str, '',
+              'nodes'),
+    Dimension('runtime', lambda kind: kind.runtime_s,
+              lambda offer: math.inf if offer.limit_s is None else offer.limit_s, 'a runtime of {}',
+              format_duration, '--time-limit, --end-time', 'walltime'),
+)
+
+
+class Lack(Row):
+    """What a kind of jobs needs and an offer does not have, in words."""
+    name: str       # of a dimension; labels, scheduler
+    needs: str
+    has: str = ''   # '' where there is no amount
+
+
+def find_lacks(kind: Kind, offer: Offer, by: str = 'option') -> List[Lack]:
+    """What jobs of a kind need and an offer will never have. `by`: the column of DIMENSIONS with the cure."""
+    lacks = []
+    labels = set(json.loads(kind.labels)) if kind.labels else set()
+    if labels and not labels.issubset(offer.labels):
+        lacks.append(Lack('labels', f"a runner with --label {','.join(sorted(labels))}"))
+    elif offer.labels and not labels:
+        lacks.append(Lack('labels', 'a runner without --label'))
+    if None not in (offer.scheduler_id, kind.scheduler_id) and offer.scheduler_id != kind.scheduler_id:
+        lacks.append(Lack('scheduler', f'an allocation of scheduler {kind.scheduler_id}'))
+    for dimension in DIMENSIONS if offer.size is not None else ():
+        needs, has = dimension.needs(kind), dimension.has(offer)
+        if needs > has:
+            show = format_left if dimension.name == 'runtime' else dimension.format
+            cure = getattr(dimension, by)
+            lacks.append(Lack(dimension.name, dimension.words.format(dimension.format(needs)),
+                              show(has) + (f' ({cure})' if cure else '')))
+    return lacks
+
+
+def format_lack(lack: Lack, place: str = 'this runner') -> str:
+    """One lack, of a place."""
+    return f'{lack.needs}, and {place} has {lack.has}' if lack.has else lack.needs
+
+
+def offer_of(want: Values) -> Offer:
+    """What a claim offers: the sizes of the nodes, if it states them, whatever is free of them."""
+    labels = tuple(want.get('labels') or ())
+    if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
+        return Offer(labels, None)
+    sizes = node_sizes(want)
+    return Offer(labels, Capacity(*map(max, zip(*sizes))), len(sizes), parse_time_limit(want))
 
 
 def lacks_of(kind: Kind, want: Values) -> List[str]:
@@ -8824,24 +9019,9 @@ def lacks_of(kind: Kind, want: Values) -> List[str]:
 
     A labelled runner skips jobs of other labels: that is no lack.
     """
-    labels = set(json.loads(kind.labels)) if kind.labels else set()
-    if want.get('labels') and not (labels and labels.issubset(want['labels'])):
-        return []
-    lacks = [f"a runner with --label {','.join(sorted(labels))}"] if labels and not want.get('labels') else []
-    if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
-        return lacks
-    sizes = node_sizes(want)
-    size = Capacity(*map(max, zip(*sizes)))
-    limit_s = parse_time_limit(want)
-    left = format_duration(max(0, (limit_s or 0) - CLAIM_GRACE_S))
-    return lacks + [f'{needs}, and this runner has {has}' for is_lacking, needs, has in (
-        (kind.num_cpus > size.num_cpus, f'{kind.num_cpus} CPUs', f'{size.num_cpus} (--num-cpus)'),
-        (kind.memory_bytes > size.memory_bytes, f'{format_memory(kind.memory_bytes)} of memory',
-         f'{format_memory(size.memory_bytes)} (--memory-gb)'),
-        (kind.num_gpus > size.num_gpus, f'{kind.num_gpus} GPUs', f'{size.num_gpus} (--num-gpus)'),
-        (kind.num_nodes > len(sizes), f'{kind.num_nodes} nodes', str(len(sizes))),
-        (limit_s is not None and kind.runtime_s > limit_s, f'a runtime of {format_duration(kind.runtime_s)}',
-         f'{left} left (--time-limit, --end-time)')) if is_lacking]
+    lacks = find_lacks(kind, offer_of(want))
+    is_skipped = want.get('labels') and any(lack.name == 'labels' for lack in lacks)
+    return [] if is_skipped else [format_lack(lack) for lack in lacks]
 
 
 def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kinds: str,
@@ -8858,7 +9038,7 @@ def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kin
     for reason, kind_ids in list(lacking.items())[:INCOMPATIBLE_SHOWN]:
         some = sql_list(kind_ids[:500])
         name = context.value(f'SELECT name FROM job WHERE {condition} AND kind_id IN {some} LIMIT 1')
-        found += [f'jobs such as {name} cannot run here: they need {reason}'] if name is not None else []
+        found += [WAIT_REASONS['cannot_run'].format(name, reason)] if name is not None else []
     return found
 
 
@@ -9267,7 +9447,7 @@ ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was ca
 BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
 BROKEN_WORDS = tuple(STATUS_NAMES[code] for code in BROKEN)
 HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)  # what blocked jobs wait for in the end
-IDLE_REASONS = {READY: 'waits for a runner', UNINITIALIZED: 'the workflow is not initialized'}
+IDLE_REASONS = {READY: WAIT_REASONS['no_runner'], UNINITIALIZED: WAIT_REASONS['uninitialized']}
 PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
 
@@ -9284,7 +9464,7 @@ def explain_job(context: Context, job_id: int) -> Values:
         condition = f'need.status IN {sql_list(UNFINISHED)}'
         found = context.rows(f'SELECT need.name, need.status {PREREQUISITES} AND {condition}', (job_id,))
         names = [f'{name} ({STATUS_NAMES[status]})' for name, status in found]
-        reason = f'waits for {first_of(names, FAILURES_EXPLAINED)}'
+        reason = WAIT_REASONS['prerequisites'].format(first_of(names, FAILURES_EXPLAINED))
     else:
         reason = IDLE_REASONS.get(job.status)
     return dict(answer, reason=reason) if reason else answer
@@ -9663,6 +9843,198 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
     return {'worker': worker, 'workflow_id': workflow_id}
 
 
+# -------- allocations that are to be submitted --------
+#
+# The row of an allocation is made in the transaction that takes its action. Until it has a Slurm job
+# (scheduler_id 0) it is an intent, held by one submitter at a time: a node while that is active, a command
+# for a while. Whoever takes over what a submitter has left must look whether Slurm has the job.
+
+IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND settings IS NOT NULL"
+FREE_SUBMISSIONS = ('UPDATE scheduled_compute_node SET submitter = NULL, submitter_until = NULL '
+                    f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND ')
+
+
+def take_submissions(context: Context, workflow_id: int, body: Values) -> Values:
+    """Hand out allocations to a submitter: of due actions, new ones of a scheduler, and what others left."""
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    if state.is_canceled:
+        raise Refused(f'workflow {workflow_id} was canceled: nothing is submitted for it')
+    submitter, settings = body['submitter'], body['settings']
+    context.run(FREE_SUBMISSIONS + '(submitter_until < ? OR submitter = ?)',
+                (workflow_id, context.now(), submitter))
+    for ended in body.get('ended') or ():
+        context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, ended))
+    made, idle = [], []     # type: List[int], List[int]
+    for row in body.get('actions') or ():
+        action = get_action(context, workflow_id, row['action_id'])
+        if action['action_type'] != 'schedule_nodes':
+            raise Refused(f"action {action['id']} does not schedule nodes")
+        new = execute_schedule(context, action, settings, row.get('count'), None)
+        if new == []:
+            idle.append(action['id'])
+        made += new or []
+    if body.get('scheduler_config_id') is not None:
+        check_owned(context, 'slurm_scheduler', workflow_id, [body['scheduler_config_id']])
+        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings,
+                                   body.get('count') or 1, None)
+    taken = hold_submissions(context, workflow_id, submitter, context.now() + body['lease_s'], made)
+    others = context.rows('SELECT DISTINCT submitter FROM scheduled_compute_node WHERE workflow_id = ? '
+                          f'AND {IS_UNSUBMITTED} AND submitter <> ?', (workflow_id, submitter))
+    return {'allocations': taken, 'submitters': [row[0] for row in others], 'idle_actions': idle}
+
+
+def take_due_schedules(context: Context, workflow_id: int, node_id: int, triggers: Sequence[str],
+                       settings: Values) -> List[Values]:
+    """The allocations that a runner is to submit: of due actions, but failed ones, and what others left."""
+    if not context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,)):
+        return []
+    due = action_rows(context, *due_condition(
+        workflow_id, triggers, "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
+    made = []   # type: List[int]
+    for action in due:
+        if action['action_config'].get('scheduler_type', 'slurm') == 'slurm':
+            made += execute_schedule(context, action, settings, None, node_id) or []
+    context.run(FREE_SUBMISSIONS + 'submitter_until < ?', (workflow_id, context.now()))
+    return hold_submissions(context, workflow_id, name_submitter(node_id), None, made)
+
+
+def name_submitter(node_id: int) -> str:
+    """A compute node as the submitter of allocations."""
+    return f'compute node {node_id}'
+
+
+def execute_schedule(context: Context, action: Values, settings: Values, count: Optional[int],
+                     node_id: Optional[int]) -> Optional[List[int]]:
+    """Take an action and make the rows of its allocations; None if another has it. [] if no job is left."""
+    if not take_action(context, action['id'], node_id, action['persistent']):
+        return None
+    note_action_reported(context, action['id'], node_id or 0)   # from now on its rows are what is to be done
+    config = action['action_config']
+    if count is None:
+        count = config.get('num_allocations')
+    count = (1 if count is None else count) if has_work(context, action) else 0
+    own = {name: config[name] for name in ('start_one_worker_per_node', 'max_parallel_jobs')
+           if config.get(name) is not None}
+    record_event(context, action['workflow_id'], {
+        'category': 'action', 'event_type': 'action_completed', 'action_id': action['id'],
+        'message': f'{count} allocations to submit' if count else 'no job is left for its allocations'})
+    # those of an earlier execution do not belong to this one
+    context.run('UPDATE scheduled_compute_node SET action_id = NULL WHERE action_id = ?', (action['id'],))
+    return insert_allocations(context, action['workflow_id'], config['scheduler_id'], {**settings, **own},
+                              count, action['id'])
+
+
+def has_work(context: Context, action: Values) -> bool:
+    """Whether a job is left that allocations of an action could run.
+
+    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
+    that is bound to none.
+    """
+    undone = f"workflow_id = {int(action['workflow_id'])} AND status IN {sql_list(NOT_DONE)}"
+    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
+    other = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL)'
+    if action['trigger_type'] == 'on_jobs_ready':
+        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
+    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
+                       (action['action_config'].get('scheduler_id'),)) is not None
+
+
+def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, settings: Values, count: int,
+                       action_id: Optional[int]) -> List[int]:
+    """Rows of allocations that are to be submitted together; their ids."""
+    values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
+              'scheduler_type': 'slurm', 'status': 'pending', 'action_id': action_id,
+              'settings': dict(settings, num_allocations=count)}
+    return [context.insert('scheduled_compute_node', values) for _ in range(count)]
+
+
+def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
+                     made: Ids) -> List[Values]:
+    """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
+    rows = context.rows('SELECT id, scheduler_config_id, settings FROM scheduled_compute_node '
+                        f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
+                        (workflow_id,))
+    context.run_many('UPDATE scheduled_compute_node SET submitter = ?, submitter_until = ? WHERE id = ?',
+                     ((submitter, until, row[0]) for row in rows))
+    database_id = context.value('SELECT id FROM identity')
+    schedulers = {scheduler_id: (get_row(context, 'slurm_scheduler', scheduler_id),
+                                 allocation_needs(context, workflow_id, scheduler_id))
+                  for scheduler_id in {row[1] for row in rows}}
+    return [{'id': row_id, 'scheduler': schedulers[scheduler_id][0], 'needs': schedulers[scheduler_id][1],
+             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made}
+            for row_id, scheduler_id, settings in rows]
+
+
+def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> Values:
+    """What the largest of the jobs that are left for a scheduler needs, and how many they are."""
+    query = ('SELECT max(num_cpus), max(memory_bytes), total(count) FROM (SELECT needs.num_cpus, '
+             'CASE WHEN needs.is_implicit THEN 0 ELSE needs.memory_bytes END AS memory_bytes, '
+             '(SELECT count(*) FROM job WHERE kind_id = kind.id '
+             f'AND status IN {sql_list(NOT_DONE)}) AS count FROM job_kind kind '
+             'JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+             'WHERE kind.workflow_id = ? AND kind.scheduler_id {}) WHERE count > 0')
+    for condition, values in (('= ?', (scheduler_id,)), ('IS NULL', ()), ('IS NOT NULL', ())):
+        num_cpus, memory_bytes, count = context.one(query.format(condition), (workflow_id, *values))
+        if count:
+            return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count)}
+    return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1}
+
+
+def report_submissions(context: Context, workflow_id: int, body: Values) -> Values:
+    """What became of submissions: Slurm jobs, or refusals. `surplus`: Slurm jobs that no row needs."""
+    workflow_state(context, workflow_id)
+    surplus, refused = [], collections.defaultdict(list)    # type: List[int], Dict[int, List[str]]
+    for row in body['submitted']:
+        found = context.one('SELECT status, scheduler_id, settings, action_id, submitter '
+                            'FROM scheduled_compute_node WHERE id = ? AND workflow_id = ?',
+                            (row['id'], workflow_id))
+        number = row.get('slurm_job_id')
+        if number is not None:
+            if found is None or found[0] == 'canceled' or found[1] not in (0, number):
+                surplus.append(number)
+                continue
+            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
+            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, settings = ?, submitter = NULL '
+                        'WHERE id = ?', (number, format_json(settings), row['id']))
+        elif found and found[1] == 0 and found[4] == body['submitter']:
+            context.run('DELETE FROM scheduled_compute_node WHERE id = ?', (row['id'],))
+            if found[3] is not None:
+                refused[found[3]].append(row.get('message') or '')
+    for action_id, messages in refused.items():
+        note_refusal(context, workflow_id, action_id, messages)
+    return {'surplus': surplus}
+
+
+def note_refusal(context: Context, workflow_id: int, action_id: int, messages: List[str]) -> None:
+    """Slurm has refused allocations of an action: it has failed, and is due again if it got none at all."""
+    kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE action_id = ?', (action_id,))
+    failure = f'{len(messages)} allocations were refused by Slurm: {messages[0]}'
+    context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, action_id))
+    if not kept:
+        context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL '
+                    'WHERE id = ?', (action_id,))
+    record_event(context, workflow_id, {'category': 'action', 'event_type': 'action_failed',
+                                        'action_id': action_id, 'message': failure}, 'error')
+
+
+def sync_submissions(context: Context, workflow_id: int, node_id: int, body: Values) -> Values:
+    """A runner's part of it, in its turn: what it has submitted, and what it is to submit."""
+    if not (body.get('submitted') or body.get('submits')):
+        return {}
+    submitter = name_submitter(node_id)
+    answer = report_submissions(context, workflow_id,
+                                {'submitted': body.get('submitted') or (), 'submitter': submitter})
+    if body.get('held_submissions') is not None:    # what an answer that was lost had brought
+        lost = set(context.ids('SELECT id FROM scheduled_compute_node WHERE submitter = ?', (submitter,)))
+        run_by_ids(context, 'UPDATE scheduled_compute_node SET submitter = NULL WHERE id IN',
+                   sorted(lost.difference(body['held_submissions'])))
+    if body.get('submits') and not context.state.is_canceled:
+        answer['allocations'] = take_due_schedules(context, workflow_id, node_id, body.get('actions') or (),
+                                                   body['submits'])
+    return answer
+
+
 # -------- nodes --------
 
 # How many jobs of each status a workflow has: runners ask in every turn. Counted once, then kept up to date
@@ -9786,8 +10158,10 @@ def release_node(context: Context, node_id: int) -> None:
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.leases.pop(node_id, None)
     context.service.turns.pop(node_id, None)
+    context.service.wants.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
+    context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
     state = workflow_state(context, workflow_id)
     for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
                               (node_id,)):
@@ -9809,14 +10183,17 @@ def release_node(context: Context, node_id: int) -> None:
     note_if_complete(context, workflow_id)
 
 
-def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]]) -> List[int]:
+def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
+                       host: Optional[str] = None) -> List[int]:
     """Release the active nodes whose runner is dead, or unknown while their lease is over. Their ids.
 
-    lives(hostname, pid, identity) is asked for every active node; it answers None when it cannot know.
+    lives(hostname, pid, identity) is asked for every active node, or those of one host; it answers None when
+    it cannot know.
     """
     lost = []
     rows = context.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
-                        'WHERE is_active = 1 AND lease_s IS NOT NULL')
+                        'WHERE is_active = 1 AND lease_s IS NOT NULL AND hostname = ifnull(?, hostname)',
+                        (host,))
     for node_id, hostname, pid, identity, lease_s in rows:
         # After a start of the server no lease is known, and a runner may be in its longest pause.
         ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s
@@ -9867,6 +10244,8 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
         answer['revoked_actions'] = find_revoked_actions(context, workflow_id, node_id,
                                                          body.get('held_actions') or ())
     want = body.get('want')
+    if want:
+        context.service.wants[node_id] = want
     chosen = claim(context, state, want, node_id) if want else {}
     answer.update(describe_claims(context, state.run_id, chosen))
     is_asked_why = want and not chosen and body.get('explain')
@@ -9878,6 +10257,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     if not any(counts[code] for code in NOT_DONE):
         note_complete(context, workflow_id)
     answer['actions'] = take_due_actions(context, workflow_id, node_id, body.get('actions') or ())
+    answer.update(sync_submissions(context, workflow_id, node_id, body))
     answer.update(describe_progress(context, state, node_id, counts, is_denied=bool(want) and not chosen))
     if body.get('explain'):
         answer['has_jobs_for_node'] = has_jobs_for_node(context, workflow_id, node_id)
@@ -10111,6 +10491,282 @@ def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
     active = 'SELECT 1 FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND id <> ? LIMIT 1'
     queued = "SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ? AND status = 'pending' LIMIT 1"
     return not context.one(active, (workflow_id, node_id)) and not context.one(queued, (workflow_id,))
+
+
+# -------- why nothing runs --------
+#
+# By job class and by kind of offer, never by job, and every list is bounded: 100,000 jobs are explained in
+# the time of a few queries.
+
+WAITING_EXPLAINED = 50          # groups of ready jobs, actions, runners
+ALLOCATIONS_EXPLAINED = 1000
+MOST_COMPARISONS = 50000        # of a job class with an offer: 0.2 s
+# Of what a job waits for, the nearest first; `lacks` and `no_runner` are left where none of these holds.
+NEAREST_REASONS = ('next_turn', 'busy', 'allocation', 'action', 'late')
+# Of an action that is due, and of one whose trigger is still to come.
+DUE_REASONS = {
+    'on_worker_start': 'the next runner that starts carries it out',
+    'on_worker_complete': 'the next runner that ends carries it out',
+    'schedule_nodes': 'is due: `submit` or a runner carries it out',
+    'run_commands': 'is due: a runner carries it out'}
+TRIGGER_REASONS = {
+    'on_workflow_start': 'waits for the start of the workflow',
+    'on_workflow_complete': 'waits for the end of the workflow',
+    'on_worker_start': 'waits for the start of a runner',
+    'on_worker_complete': 'waits for the end of a runner',
+    'on_jobs_ready': 'waits until its jobs are ready: {} of {} are, not yet {}',
+    'on_jobs_complete': 'waits until its jobs have ended: {} of {} have, not yet {}'}
+
+
+ALLOCATION_COLUMNS = (
+    'scheduler.name, scheduler.partition, scheduler.nodes, scheduler.walltime, scheduler.mem, '
+    "scheduler.gres, scheduler.ntasks_per_node, ifnull(scheduler.extra, '') || "
+    "(SELECT ifnull(slurm_defaults, '') FROM workflow "
+    'WHERE id = scheduler.workflow_id)')
+ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem', 'gres')
+
+
+class Place(Row):
+    """Where ready jobs may run: runners at work, or allocations to come, that offer the same; one of them."""
+    offer: Offer
+    reason: str     # why a job that it can take does not run yet, of NEAREST_REASONS
+    name: str       # for people
+    by: str         # column of DIMENSIONS that says how to change what it offers
+
+
+def explain_waiting(context: Context, workflow_id: int) -> Values:
+    """Which ready jobs no runner or allocation can take, and what all others wait for."""
+    runners = describe_runners(context, workflow_id)
+    allocations = describe_allocations(context, workflow_id, runners)
+    state = workflow_state(context, workflow_id)
+    places = find_places(context, workflow_id, runners, allocations)
+    return {'status': get_workflow_status(context, workflow_id),
+            'explanation': explain_workflow(context, workflow_id),
+            'runners': runners[:WAITING_EXPLAINED], 'allocations': allocations[:ALLOCATIONS_EXPLAINED],
+            'ready': [] if state.is_canceled else explain_ready(context, workflow_id, places),
+            'actions': [] if state.is_canceled else explain_actions(context, workflow_id)}
+
+
+def describe_runners(context: Context, workflow_id: int) -> List[Values]:
+    """The active compute nodes: what they have, how long they last, and how many jobs they have in hand."""
+    jobs = dict(context.rows('SELECT compute_node_id, count(*) FROM job WHERE workflow_id = ? '
+                             f'AND status IN {sql_list(ACTIVE)} GROUP BY compute_node_id', (workflow_id,)))
+    slurm_jobs, runners = slurm_jobs_of_nodes(context, workflow_id), []
+    for node in context.select('compute_node', 'WHERE workflow_id = ? AND is_active = 1 ORDER BY id',
+                               (workflow_id,)):
+        end_time = node.get('end_time')
+        left_s = None if end_time is None else max(0, int(parse_time(end_time) - context.now()))
+        runners.append({
+            'compute_node_id': node['id'], 'hostname': node['hostname'],
+            'compute_node_type': node['compute_node_type'], 'num_cpus': node['num_cpus'],
+            'memory_gb': node['memory_gb'], 'num_gpus': node['num_gpus'], 'num_nodes': node['num_nodes'],
+            'labels': node.get('labels') or [], 'slurm_job_id': slurm_jobs.get(node['id']),
+            'scheduler_config_id': node.get('scheduler_config_id'), 'num_jobs': jobs.get(node['id'], 0),
+            'remaining_seconds': left_s})
+    return runners
+
+
+def describe_allocations(context: Context, workflow_id: int, runners: Sequence[Values]) -> List[Values]:
+    """The pending and active allocations, with the Slurm job, the scheduler, and the runners in it."""
+    members = collections.defaultdict(list)     # type: Dict[Any, List[Values]]
+    for runner in runners:
+        members[runner['slurm_job_id']].append(runner)
+    rows = context.rows(
+        'SELECT allocation.id, allocation.scheduler_id, allocation.status, scheduler.id, '
+        f'{ALLOCATION_COLUMNS} FROM scheduled_compute_node allocation LEFT JOIN slurm_scheduler scheduler '
+        'ON scheduler.id = allocation.scheduler_config_id WHERE allocation.workflow_id = ? '
+        "AND allocation.status IN ('pending', 'active') ORDER BY allocation.id", (workflow_id,))
+    found = []
+    for allocation_id, slurm_job_id, status, config_id, *cells in rows:
+        mine = members.get(str(slurm_job_id), [])
+        left = [runner['remaining_seconds'] for runner in mine]
+        found.append({
+            'allocation_id': allocation_id, 'slurm_job_id': slurm_job_id, 'status': status,
+            'scheduler_config_id': config_id, **describe_scheduler(cells), 'num_runners': len(mine),
+            'num_jobs': sum(runner['num_jobs'] for runner in mine),
+            'remaining_seconds': max((left_s for left_s in left if left_s is not None), default=None)})
+    return found
+
+
+def describe_scheduler(cells: Cells) -> Values:
+    """What ALLOCATION_COLUMNS say of an allocation; None: what its nodes have is left to other options."""
+    *cells, num_cpus, options = cells
+    described, options = dict(zip(ALLOCATION_KEYS, cells)), options or ''
+    has_cpus = num_cpus and not ('cpus-per-task' in options or 'exclusive' in options)
+    return dict(described, num_cpus=num_cpus if has_cpus else None,
+                num_gpus=None if 'gpu' in options else count_gpus(described['gres'] or ''))
+
+
+def due_allocations(context: Context, workflow_id: int) -> List[Values]:
+    """What the schedule_nodes actions will allocate that are due."""
+    found = []
+    for action in context.select('workflow_action', *due_condition(workflow_id, (),
+                                                                   "AND action_type = 'schedule_nodes'")):
+        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        cells = context.one(f'SELECT {ALLOCATION_COLUMNS} FROM slurm_scheduler scheduler WHERE id = ?',
+                            (config.get('scheduler_id'),))
+        if cells:
+            found.append(dict(describe_scheduler(cells), action_id=action['id']))
+    return found
+
+
+def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
+                allocations: Sequence[Values]) -> List[Place]:
+    """What runners, and allocations to come, offer; of those that differ in their time alone the longest."""
+    places = [place_of_runner(context, runner) for runner in runners]
+    places += [place_of_allocation(row, 'allocation') for row in allocations if row['status'] == 'pending']
+    places += [place_of_allocation(row, 'action') for row in due_allocations(context, workflow_id)]
+    longest = {}    # type: Dict[Any, Place]
+    for place in places:
+        key = place.offer._replace(limit_s=None), place.reason
+        limits = [math.inf if each.offer.limit_s is None else each.offer.limit_s
+                  for each in (place, longest.get(key, place))]
+        if key not in longest or limits[0] > limits[1]:
+            longest[key] = place
+    return list(longest.values())
+
+
+def place_of_runner(context: Context, runner: Values) -> Place:
+    """What a runner offers: as it last asked for work, else what its record says."""
+    want, left_s = context.service.wants.get(runner['compute_node_id']), runner['remaining_seconds']
+    limit_s = None if left_s is None else left_s + CLAIM_GRACE_S
+    if want:
+        offer = offer_of(want)._replace(limit_s=limit_s)
+        if want.get('strict'):
+            offer = offer._replace(scheduler_id=want.get('scheduler_config_id') or 0)
+    else:       # its record has the totals of its nodes
+        number = max(1, runner['num_nodes'])
+        size = Capacity(runner['num_cpus'] // number, int(runner['memory_gb'] * 1024 ** 3 / number),
+                        runner['num_gpus'] // number)
+        offer = Offer(tuple(runner['labels']), size, number, limit_s)
+    is_late = offer.size is None and left_s is not None and left_s < min_time_for_new_jobs(context, runner)
+    return Place(offer, 'late' if is_late else 'busy' if runner['num_jobs'] else 'next_turn',
+                 f"compute node {runner['compute_node_id']} ({runner['hostname']})",
+                 'field' if runner['scheduler_config_id'] else 'option')
+
+
+def min_time_for_new_jobs(context: Context, runner: Values) -> int:
+    """So many seconds must be left for a runner that looks at no resources to start a job."""
+    return context.value('SELECT compute_node_min_time_for_new_jobs_seconds FROM workflow WHERE id = '
+                         '(SELECT workflow_id FROM compute_node WHERE id = ?)', (runner['compute_node_id'],))
+
+
+def place_of_allocation(row: Values, what: str) -> Place:
+    """What an allocation, or that of an action, will offer by its scheduler, which may leave things open."""
+    mem, walltime, num_gpus = row['mem'], row['walltime'], row['num_gpus']
+    try:
+        memory_bytes = parse_requested_memory(mem or '0') or MAX_INTEGER    # 0: all that a node has
+        limit_s = parse_walltime(walltime) + CLAIM_GRACE_S if walltime else None
+    except ValueError:      # the API takes any text
+        memory_bytes, limit_s = MAX_INTEGER, None
+    size = Capacity(row['num_cpus'] or MAX_INTEGER, memory_bytes,
+                    MAX_INTEGER if num_gpus is None else num_gpus)
+    name = f"{what} {row[f'{what}_id']}"
+    if row['scheduler_name']:
+        name += f" (scheduler {row['scheduler_name']})"
+    return Place(Offer((), size, row['num_nodes'] or MAX_INTEGER, limit_s), what, name, 'field')
+
+
+def explain_ready(context: Context, workflow_id: int, places: Sequence[Place]) -> List[Values]:
+    """What ready jobs wait for, those with the same reason together; what will never run comes first."""
+    counts = dict(context.rows(
+        f'SELECT id, (SELECT count(*) FROM job WHERE kind_id = job_kind.id AND status = {READY}) AS number '
+        'FROM job_kind WHERE workflow_id = ? AND number > 0 ORDER BY number DESC LIMIT ?',
+        (workflow_id, MOST_COMPARISONS // max(1, len(places)) + WAITING_EXPLAINED)))
+    groups = {}     # type: Dict[Tuple[str, str], Values]
+    for kind in (Kind(*row) for row in context.rows(ALL_KINDS_QUERY, (workflow_id,)) if row[0] in counts):
+        code, reason, lacks = explain_kind(kind, places)
+        group = groups.setdefault((code, reason), {
+            'code': code, 'reason': reason, 'lacks': [lack._asdict() for lack in lacks], 'count': 0,
+            'num_cpus': kind.num_cpus, 'memory_bytes': kind.memory_bytes, 'num_gpus': kind.num_gpus,
+            'num_nodes': kind.num_nodes, 'runtime_seconds': kind.runtime_s, 'priority': kind.priority,
+            'labels': json.loads(kind.labels) if kind.labels else [],
+            'scheduler_config_id': kind.scheduler_id, 'job_id': take_ready(context, kind.id, 1)[0]})
+        group['count'] += counts[kind.id]
+    order = ('lacks', 'no_runner', *reversed(NEAREST_REASONS))
+    found = sorted(groups.values(), key=lambda group: (order.index(group['code']), -group['count']))
+    for group in found[:WAITING_EXPLAINED]:
+        group['job_name'] = context.value('SELECT name FROM job WHERE id = ?', (group['job_id'],))
+    return found[:WAITING_EXPLAINED]
+
+
+def explain_kind(kind: Kind, places: Sequence[Place]) -> Tuple[str, str, List[Lack]]:
+    """(key of WAIT_REASONS, reason, what is lacking) of ready jobs: of the place where they come nearest."""
+    if not places:
+        return 'no_runner', WAIT_REASONS['no_runner'], []
+    lacks, place = min(((find_lacks(kind, place.offer, place.by), place) for place in places),
+                       key=lambda pair: (len(pair[0]), NEAREST_REASONS.index(pair[1].reason)))
+    if lacks:
+        needs = '; '.join(format_lack(lack, place.name) for lack in lacks)
+        return 'lacks', WAIT_REASONS['lacks'].format(needs), lacks
+    return place.reason, WAIT_REASONS[place.reason].format(place.name), []
+
+
+def explain_actions(context: Context, workflow_id: int) -> List[Values]:
+    """The actions that are still to be carried out, or have failed, each with what it waits for."""
+    names = dict(context.rows('SELECT id, name FROM slurm_scheduler WHERE workflow_id = ?', (workflow_id,)))
+    found = []
+    for action in context.select('workflow_action', 'WHERE workflow_id = ? AND (executed = 0 OR failure '
+                                 'IS NOT NULL) ORDER BY id LIMIT ?', (workflow_id, WAITING_EXPLAINED)):
+        config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        found.append({
+            'action_id': action['id'], 'trigger_type': action['trigger_type'],
+            'action_type': action['action_type'], 'trigger_count': action['trigger_count'],
+            'required_triggers': action['required_triggers'], 'executed': action['executed'],
+            'scheduler_name': names.get(config.get('scheduler_id')),
+            'num_allocations': config.get('num_allocations'), 'reason': explain_action(context, action)})
+    return found
+
+
+def explain_action(context: Context, action: Values) -> str:
+    """What an action waits for, or why it failed."""
+    trigger = action['trigger_type']
+    if action.get('failure'):
+        return f"failed: {action['failure']}"
+    if action['trigger_count'] >= action['required_triggers']:
+        return DUE_REASONS.get(trigger) or DUE_REASONS[action['action_type']]
+    rows = context.rows('SELECT job.name, job.status FROM action_job CROSS JOIN job ON job.id = job_id '
+                        'WHERE action_id = ? AND is_counted = 0 LIMIT ?',
+                        (action['id'], FAILURES_EXPLAINED + 1))
+    awaited = [f'{name} ({STATUS_NAMES[status]})' for name, status in rows]
+    more = ' and others' if len(awaited) > FAILURES_EXPLAINED else ''
+    return TRIGGER_REASONS[trigger].format(action['trigger_count'], action['required_triggers'],
+                                           ', '.join(awaited[:FAILURES_EXPLAINED]) + more)
+
+
+def diagnose_workflow(context: Context, workflow_id: int) -> Values:
+    """The time that active nodes have left, beside the run times of ready jobs, as Torc's `diagnose`."""
+    ends = context.ids('SELECT end_time FROM compute_node WHERE workflow_id = ? AND is_active = 1',
+                       (workflow_id,))
+    left_s = sorted(max(0, int(parse_time(end) - context.now())) for end in ends if end is not None)
+    runtimes = context.rows(
+        f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) AS ready '
+        'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+        'WHERE kind.workflow_id = ? AND ready > 0 ORDER BY runtime_s', (workflow_id,))
+    number, is_unlimited = sum(count for _, count in runtimes), len(ends) > len(left_s)
+    best_s = left_s[-1] + CLAIM_GRACE_S if left_s and not is_unlimited else math.inf
+    blocked = sum(count for runtime_s, count in runtimes if runtime_s > best_s)
+    longest_s = runtimes[-1][0] if runtimes else 0
+    return {'workflow_id': workflow_id, 'active_allocations': len(ends),
+            'allocations_with_walltime': len(left_s), 'allocations_unlimited': len(ends) - len(left_s),
+            'has_unlimited_allocation': is_unlimited, 'ready_jobs': number,
+            'ready_jobs_with_runtime': number,
+            'allocation_remaining': measure_span([(seconds, 1) for seconds in left_s]),
+            'ready_job_runtime': measure_span(runtimes), 'runtime_blocked_jobs': blocked,
+            'allocations_too_short_for_longest':
+                sum(seconds + CLAIM_GRACE_S < longest_s for seconds in left_s),
+            'runtime_blocked': blocked > 0}
+
+
+def measure_span(counted: Sequence[Tuple[int, int]]) -> Optional[Values]:
+    """Number, least, median and most of sorted (seconds, how many times); None without any."""
+    if not counted:
+        return None
+    totals = list(itertools.accumulate(count for _, count in counted))
+    middle = [counted[bisect.bisect_right(totals, place)][0]
+              for place in ((totals[-1] - 1) // 2, totals[-1] // 2)]
+    return {'count': totals[-1], 'min_seconds': counted[0][0], 'median_seconds': sum(middle) // 2,
+            'max_seconds': counted[-1][0]}
 
 
 # ======== 8f. Resources: rows that few rules hold for, one by one and in lists ========
@@ -11087,6 +11743,10 @@ MODELS = {
     'IsUninitializedResponse': 'is_uninitialized:bool!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
     'JobCompletionError': 'job_id:int! message:str!',
+    'DiagnosisResponse': 'active_allocations:int! allocation_remaining:@SecondsSpan '
+        'allocations_too_short_for_longest:int! allocations_unlimited:int! allocations_with_walltime:int! '
+        'has_unlimited_allocation:bool! ready_job_runtime:@SecondsSpan ready_jobs:int! '
+        'ready_jobs_with_runtime:int! runtime_blocked:bool! runtime_blocked_jobs:int! workflow_id:int!',
     'JobExplanation': 'job_id:int! job_name:str! status:@JobStatus! reason:str return_code:int count:int',
     'JobDependencyModel': 'depends_on_job_id:int! depends_on_job_name:str! job_id:int! job_name:str! '
         'workflow_id:int!',
@@ -11145,11 +11805,12 @@ MODELS = {
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
         'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
-        'held_actions:[int] turn:int',
+        'held_actions:[int] turn:int submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
     'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! '
         'kinds:[@RunnerKind]! revoked:[attempt] revoked_actions:[int] handlers:[[object]]! reason:str '
         'notices:[str]! actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! unfinished:int! '
-        'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}!',
+        'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}! '
+        'allocations:[@SubmissionModel] surplus:[int]',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int '
         'num_nodes:nodes depth:int total:@RunnerCapacity nodes:[capacity] sizes:[capacity] time_limit:str '
         'scheduler_config_id:int labels:[str] strict:bool',
@@ -11157,6 +11818,7 @@ MODELS = {
         'scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
         'status:str! workflow_id:int!',
+    'SecondsSpan': 'count:int! max_seconds:int! median_seconds:int! min_seconds:int!',
     'SetFileTimesRequest': 'files:{float?}! contents:[content]',
     'SetFileTimesResponse': 'count:int!',
     'SlurmJobCorrelationModel': 'job_id:int! job_name:str! slurm_job_id:str!',
@@ -11172,12 +11834,36 @@ MODELS = {
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
+    'ScheduledAction': 'action_id:int! count:ordinal',
+    'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
+    'SubmissionModel': 'id:int! scheduler:@SlurmSchedulerModel! needs:object! settings:object! '
+        'database_id:str! is_new:bool!',
+    'SubmissionReport': 'submitter:str! submitted:[@SubmissionEnd]!',
+    'SubmissionReportResponse': 'surplus:[int]!',
+    'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
+        'scheduler_config_id:int count:ordinal ended:[str]',
+    'SubmissionResponse': 'allocations:[@SubmissionModel]! submitters:[str]! idle_actions:[int]!',
     'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int '
         'status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
     'UserDataModel': 'data:any id:int is_ephemeral:bool name:name! workflow_id:int!',
     'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:@GroupRole! user_name:name!',
     'VersionResponse': 'api_version:str! git_hash:str version:str!',
+    'WaitingAction': 'action_id:int! action_type:str! executed:bool! num_allocations:int reason:str! '
+        'required_triggers:int! scheduler_name:str trigger_count:int! trigger_type:str!',
+    'WaitingAllocation': 'allocation_id:int! gres:str mem:str num_cpus:int num_gpus:int num_jobs:int! '
+        'num_nodes:int num_runners:int! partition:str remaining_seconds:int scheduler_config_id:int '
+        'scheduler_name:str slurm_job_id:int! status:str! walltime:str',
+    'WaitingExplanation': 'actions:[@WaitingAction]! allocations:[@WaitingAllocation]! '
+        'explanation:@WorkflowExplanation! ready:[@WaitingJobs]! runners:[@WaitingRunner]! '
+        'status:@WorkflowStatusResponse!',
+    'WaitingJobs': 'code:str! count:int! job_id:int! job_name:str! labels:[str]! lacks:[@WaitingLack]! '
+        'memory_bytes:int! num_cpus:int! num_gpus:int! num_nodes:int! priority:int! reason:str! '
+        'runtime_seconds:int! scheduler_config_id:int',
+    'WaitingLack': 'has:str! name:str! needs:str!',
+    'WaitingRunner': 'compute_node_id:int! compute_node_type:str! hostname:str! '
+        'labels:[str]! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int! num_nodes:int! '
+        'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
@@ -11609,6 +12295,8 @@ ROUTES = (
     route_to('PUT', 'cancel', cancel_workflow, '@WorkflowModel'),
     route_to('GET', 'status', get_workflow_status, '@WorkflowStatusResponse'),
     route_to('GET', 'explanation', explain_workflow, '@WorkflowExplanation', query='limit:int'),
+    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation'),
+    route_to('GET', 'diagnosis', diagnose_workflow, '@DiagnosisResponse'),
     route_to('GET', '/workflow_statuses', list_workflow_statuses, '@WorkflowStatusesResponse',
              query='ids:[int]!'),
     route_to('GET', 'is_complete', is_workflow_complete, '@IsCompleteResponse'),
@@ -11712,6 +12400,9 @@ ROUTES = (
     *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
                   'scheduler_id:int scheduler_config_id:int status:str'),
+    route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
+    route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
+             body='SubmissionReport'),
 
     route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
     route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
@@ -11775,6 +12466,17 @@ OPEN_OPERATIONS = frozenset((
     'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth'))
 # First parameter of a path -> table of what it names; row_id: the route's resource.
 TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 'task'}
+
+
+# Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
+# tells of them or their jobs, and the start of another.
+ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
+                           'reset_job_status', 'reset_status', 'status'))
+
+
+def is_about_runners(path: str) -> bool:
+    """Whether dead runners are to be noticed before a request to this path is answered."""
+    return path.rpartition('/')[2] in ABOUT_RUNNERS
 
 
 def body_limit(path: str) -> int:
@@ -12278,7 +12980,7 @@ def pid_exists(pid: int) -> bool:
     """Whether a process has this number."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):     # no system has a number that large
         return False
     except PermissionError:     # another user's
         pass
@@ -12288,10 +12990,10 @@ def pid_exists(pid: int) -> bool:
 def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
     """Whether a runner exists; None: unknown here. `identity` is its BOOT_ID/START_TICKS/PID_NAMESPACE."""
     boot_id, start_ticks, namespace = (identity.split('/') + ['', ''])[:3]
-    if not start_ticks.isdigit():
+    if not start_ticks.isdecimal():     # for int() a digit such as ² is none
         return None
     lives = process_lives({'host': hostname, 'boot_id': boot_id, 'pid': pid, 'start_ticks': int(start_ticks),
-                           'pid_namespace': int(namespace) if namespace.isdigit() else None})
+                           'pid_namespace': int(namespace) if namespace.isdecimal() else None})
     if lives:       # a number alone proves nothing: it may be another process's by now
         return True if int(start_ticks) else None
     # Another user's process may be hidden (proc(5), hidepid); without descriptors no file can be opened.
@@ -14838,6 +15540,14 @@ def tend(service: Service) -> bool:
     return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
 
+def notice_dead_runners(service: Service) -> None:
+    """Take back, at once, the jobs of runners that are known to be dead: those of this host."""
+    host = socket.gethostname()
+    if service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1 AND hostname = ?', (host,)):
+        with service.transaction():
+            release_lost_nodes(service.context(), node_lives, host)
+
+
 class Responder:
     """Carries out requests on a store: all of a turn in one transaction. Knows no connection."""
 
@@ -14942,6 +15652,7 @@ class Server:
         self.complete = []                      # type: List[Tuple[Connection, Request]]  # for the next turn
         self.backlog = Backlog()                # the same, whose answers may be long
         self.is_held_up = False                 # ... and are not to be made until more is sent
+        self.is_asked = False                   # a request of this turn is about the runners at work
         self.put_off = []                       # type: List[Callable[[], Any]]  # signal_calls to be made
         self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # by further signals
         self.has_grown = False                  # by a large request or answer, or many rows
@@ -15038,6 +15749,9 @@ class Server:
         self.traffic.begin_turn()
         for key, mask in ready:
             key.data(mask)
+        if self.is_asked and self.long.has_store:   # who asks need not wait for a tick to see who was killed
+            self.is_asked = False
+            self.work(notice_dead_runners)
         self.long.begin()
         if self.complete or self.backlog:
             self.answer_complete()
@@ -15103,17 +15817,24 @@ class Server:
 
     def on_tick(self, now: float) -> None:
         """Run the periodic work of the service."""
+        goes_on = self.work(self.run_tick)
+        self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
+
+    def run_tick(self, service: Service) -> bool:
+        """The periodic work, in a transaction."""
+        with service.transaction():
+            return self.tick(service)
+
+    def work(self, act: Callable[[Service], Any]) -> Any:
+        """Do something with the service that nobody has asked for. Its answer; True if it failed."""
         try:
-            with self.service.transaction():
-                goes_on = self.tick(self.service)
+            return act(self.service)
         except (sqlite3.Error, TorcError) as error:     # a full disk
             self.store.check_in_place()
             self.responder.report_failure(0, error)
-            goes_on = True
         except Exception:  # border: one time; the server goes on, and tries again
             log.exception('the look for lost nodes failed')
-            goes_on = True
-        self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
+        return True
 
     def on_wake(self, mask: int) -> None:
         """A signal came, a thread has done its work, or stop() was called."""
@@ -15191,6 +15912,7 @@ class Server:
 
     def queue(self, connection: Connection, request: Request) -> None:
         """A request is complete: it waits for its turn, and nothing more is read."""
+        self.is_asked = self.is_asked or is_about_runners(request.head.path)
         connection.state = WAITING
         connection.deadline = math.inf
         connection.asked_at = time.monotonic()
@@ -16658,6 +17380,9 @@ class Client(Connector, Operations):
         """Carry out an operation on our own store."""
         store, context = service.store, service.context(user_name())
         failure = None      # of the verb: what it has asked to be stored all the same is committed
+        if is_about_runners(route.path):
+            with contextlib.suppress(sqlite3.Error):    # what cannot be stored stays as it is
+                notice_dead_runners(service)
         try:
             with store.reading() if route.method == 'GET' else store.transaction():
                 try:
@@ -18992,9 +19717,10 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     return {**dict.fromkeys(removed), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}
 
 
-def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S) -> Reply:
+def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
+              variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
     """Call a program of Slurm and wait for its reply: for commands, never in a runner."""
-    environment = {**os.environ, **query_variables()}
+    environment = {**os.environ, **(query_variables() if variables is None else variables)}
     given = {name: value for name, value in environment.items() if value is not None}
     try:
         done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -19165,22 +19891,1741 @@ def parse_slurm_state(text: str) -> str:
     return found[0] if len(found) == 1 else ''
 
 
+# -------- the queue --------
+
+
+class SlurmReason(Row):
+    """Why a job of Slurm has not started (squeue(1), JOB REASON CODES)."""
+    is_final: bool      # it will not start unless somebody changes something
+    meaning: str
+
+
+SLURM_REASONS = {
+    'None':                SlurmReason(False, 'Slurm has not looked at it yet'),
+    'Priority':            SlurmReason(False, 'jobs of higher priority come first'),
+    'Resources':           SlurmReason(False, 'it is the next for the nodes that it needs, which are busy'),
+    'BeginTime':           SlurmReason(False, 'its begin time has not come, as for minutes after a requeue'),
+    'Dependency':          SlurmReason(False, 'another job must end first'),
+    'JobArrayTaskLimit':   SlurmReason(False, 'its array runs as many tasks as it may'),
+    'Licenses':            SlurmReason(False, 'the licenses that it needs are in use'),
+    'NodeDown':            SlurmReason(False, 'a node that it needs is down'),
+    'ReqNodeNotAvail':     SlurmReason(False, 'a node that it needs is down, drained or reserved'),
+    'Reservation':         SlurmReason(False, 'its reservation has not begun'),
+    'PartitionDown':       SlurmReason(False, 'its partition is down'),
+    'PartitionInactive':   SlurmReason(False, 'its partition starts no jobs'),
+    'Prolog':              SlurmReason(False, 'its nodes are being prepared'),
+    'Cleaning':            SlurmReason(False, 'its last run is being cleaned up'),
+    'SystemFailure':       SlurmReason(False, 'Slurm, a file system or the network failed'),
+    'JobHeldUser':         SlurmReason(True, 'it is held: `scontrol release JOB`'),
+    'JobHeldAdmin':        SlurmReason(True, 'an administrator holds it'),
+    'JobHoldMaxRequeue':   SlurmReason(True, 'it is held: it was requeued too often'),
+    'launch failed requeued held': SlurmReason(True, 'it is held: it could not be started on its nodes'),
+    'DependencyNeverSatisfied':    SlurmReason(True, 'the job that it waits for has not ended as it should'),
+    'PartitionNodeLimit':  SlurmReason(True, 'its partition has, or allows, fewer nodes'),
+    'PartitionTimeLimit':  SlurmReason(True, 'its partition allows less time'),
+    'PartitionConfig':     SlurmReason(True, 'its partition does not allow what it asks for'),
+    'BadConstraints':      SlurmReason(True, 'no node can ever have what it asks for'),
+    'AccountNotAllowed':   SlurmReason(True, 'its account may not use its partition'),
+    'InvalidAccount':      SlurmReason(True, 'its account is not valid'),
+    'InvalidQOS':          SlurmReason(True, 'its quality of service is not valid'),
+    'QOSNotAllowed':       SlurmReason(True, 'its account or partition may not use its quality of service'),
+    'AssociationTimeLimit':        SlurmReason(True, 'its account or user is allowed less time'),
+    'QOSTimeLimit':        SlurmReason(True, 'its quality of service allows less time'),
+}
+LIMIT_REASON = SlurmReason(False, 'its user, account or quality of service uses all that it may')
+LIMIT_REASONS = ('Assoc', 'QOS', 'MaxCpuPerAccount', 'MaxMemPerAccount', 'MaxGRESPerAccount')
+QUEUE_AGE_S = 60.0      # for so long squeue's answer is used again, by all commands of the user on this host
+QUEUE_FORMAT = '%i|%T|%V|%S|%e|%P|%r'   # id, state, submission, start, end, partition, reason
+
+
+def find_slurm_reason(text: str) -> Optional[SlurmReason]:
+    """'ReqNodeNotAvail, UnavailableNodes:node3' -> its row of SLURM_REASONS; None for an unknown one."""
+    word = text.strip(' ()').partition(',')[0]
+    found = SLURM_REASONS.get(word)
+    return found or (LIMIT_REASON if word.startswith(LIMIT_REASONS) else None)
+
+
+class QueuedJob(Row):
+    """One of the user's jobs, as squeue lists it. Times are seconds since the epoch, None where unknown."""
+    state: str                      # of SLURM_STATES
+    submitted_at: Optional[float]
+    starts_at: Optional[float]      # started, or is expected to start
+    ends_at: Optional[float]
+    partition: str
+    reason: str
+
+
+class Queue(Row):
+    """All of the user's jobs in Slurm's queue, by their ids."""
+    jobs: Dict[str, QueuedJob]
+    asked_at: Optional[float]       # None: never
+    error: str                      # why that is not known; ''
+
+
+def queue_cache_path() -> str:
+    """Where squeue's last answer is kept: for each cluster, and each squeue, a file."""
+    cluster = '\0'.join((os.environ.get('SLURM_CONF', ''), slurm_program('squeue'), socket.gethostname()))
+    name = hashlib.sha256(cluster.encode('utf-8', 'surrogateescape')).hexdigest()[:16]
+    return os.path.join(state_directory(), 'slurm', f'queue-{name}')
+
+
+def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply]]:
+    """(when squeue was asked, its answer) if that was lately; None if not, or if it cannot be read."""
+    try:
+        with os.fdopen(open_private(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
+            asked_at, code, out, err = json.load(file)
+        return (asked_at, Reply(code, out, err)) if 0 <= now - asked_at < QUEUE_AGE_S else None
+    except (OSError, Denied, ValueError, TypeError):
+        return None
+
+
+def ask_queue(now: float) -> Queue:
+    """The user's jobs from one squeue, not more than once a minute: what others need of the controller."""
+    if not has_slurm_program('squeue'):
+        return Queue({}, None, f'there is no {slurm_program("squeue")} on this machine')
+    path = queue_cache_path()
+    cached = read_cached_reply(path, now)
+    if cached is None:
+        cached = now, ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        # Without a place for it, the next command asks again.
+        with contextlib.suppress(OSError, Denied):
+            make_private_directory(os.path.dirname(path))
+            write_atomically(path, json.dumps([now, *cached[1]]).encode())
+    asked_at, reply = cached
+    if reply.code != 0:
+        return Queue({}, asked_at, f'squeue failed: {explain_reply(reply)}')
+    return Queue({row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}, asked_at, '')
+
+
+def read_queue_row(row: Sequence[str]) -> QueuedJob:
+    """One line of squeue in QUEUE_FORMAT."""
+    _, state, submitted, start, end, partition, reason = row
+    return QueuedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
+                     parse_slurm_instant(end), partition, reason)
+
+
 # ======== 14a. Partitions: what a cluster has, built in, configured, or asked for ========
 #
 # A profile describes a cluster's partitions: their nodes, limits, and how they are chosen. Two are built in;
 # more stand in the user's configuration; else sinfo(1) and scontrol(1) are asked.
+#
+# Names of fields are the keys of Torc's JSON. A partition whose nodes differ has one row for each kind of
+# them, so that a job is planned for nodes that can take it: what is asked for leads Slurm to them.
+
+
+class Partition(Row):
+    """Nodes of one kind in a partition. None: not known, or no limit."""
+    name: str
+    description: str
+    cpus_per_node: int
+    memory_mb: int
+    max_walltime_secs: int
+    max_nodes: Optional[int]            # of one job
+    max_nodes_per_user: Optional[int]
+    min_nodes: Optional[int]            # of one job
+    gpus_per_node: Optional[int]
+    gpu_type: Optional[str]
+    gpu_memory_gb: Optional[int]
+    local_disk_gb: Optional[int]
+    shared: bool                        # a node runs jobs of several users; else a job gets whole nodes
+    requires_explicit_request: bool     # for a special use: chosen only where no other one fits
+    default_qos: Optional[str]
+    features: Sequence[str]
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of a node."""
+        return self.gpus_per_node or 0
+
+    @property
+    def is_auto_routed(self) -> bool:
+        """Whether it is for jobs of any kind."""
+        return not self.requires_explicit_request
+
+    @property
+    def node(self) -> Capacity:
+        """What one of its nodes has."""
+        return Capacity(self.cpus_per_node, self.memory_mb * MEGABYTE, self.gpus)
+
+
+class Profile(Row):
+    """A cluster. Each row of `detection` alone is enough to know it by."""
+    name: str
+    display_name: str
+    description: str
+    detection: Sequence[Dict[str, str]]     # type env_var: name, value; hostname_pattern: pattern
+    default_account: Optional[str]
+    partitions: Sequence[Partition]
+    charge_factor_cpu: float = 1.0
+    charge_factor_gpu: float = 1.0
+    metadata: Dict[str, str] = {}
+
+
+MEGABYTE = 1024 ** 2
+DAY_S = 86400
+NO_TIME_LIMIT_S = 365 * DAY_S       # of a partition without one, as Torc has it
+LIVE_PROFILE = 'slurm'              # name that always means: ask Slurm
+NO_PARTITION = Partition('', '', 0, 0, 0, None, None, None, None, None, None, None, False, False, None, ())
+
+# -------- built in --------
+#
+# Torc 1.0.0 has the same two. Kestrel's variable was NREL_CLUSTER until 0.12.
+
+
+def make_partitions(node: Dict[str, Any], rows: Sequence[Tuple[Any, ...]]) -> List[Partition]:
+    """Partitions of like nodes: name, days of the longest walltime, description, and what differs."""
+    return [NO_PARTITION._replace(name=name, max_walltime_secs=int(days * DAY_S), description=description,
+                                  **dict(node, **(differs[0] if differs else {})))
+            for name, days, description, *differs in rows]
+
+
+def kestrel_partitions() -> List[Partition]:
+    """Those of Kestrel."""
+    special = {'requires_explicit_request': True}
+    return make_partitions({'cpus_per_node': 104, 'memory_mb': 246064}, (
+        ('debug', 1 / 24, 'for developing and troubleshooting', dict(
+            special, max_nodes=2, max_nodes_per_user=2, gpus_per_node=2, gpu_type='h100', gpu_memory_gb=80,
+            shared=True, features=('debug',))),
+        ('short', 1 / 6, 'walltimes up to 4 hours', dict(max_nodes=2240)),
+        ('standard', 2, 'walltimes up to 2 days', dict(max_nodes=2240, max_nodes_per_user=1050)),
+        ('long', 10, 'walltimes up to 10 days', dict(max_nodes=430, max_nodes_per_user=215)),
+        ('medmem', 10, 'nodes with 1 TB of memory', dict(
+            memory_mb=984256, max_nodes=64, max_nodes_per_user=32, features=('highmem',))),
+        ('bigmem', 2, 'nodes with 2 TB of memory and a local disk', dict(
+            memory_mb=2000000, max_nodes=10, max_nodes_per_user=4, local_disk_gb=5600,
+            features=('bigmem', 'nvme'))),
+        ('bigmeml', 10, 'the same, walltimes up to 10 days', dict(
+            memory_mb=2000000, max_nodes=4, max_nodes_per_user=2, local_disk_gb=5600,
+            features=('bigmem', 'nvme'))),
+        ('hbw', 2, 'nodes with two network cards', dict(
+            special, max_nodes=512, max_nodes_per_user=256, min_nodes=2, features=('dual-nic',))),
+        ('hbwl', 10, 'the same, walltimes up to 10 days', dict(
+            special, max_nodes=128, max_nodes_per_user=64, min_nodes=2, features=('dual-nic',))),
+        ('nvme', 2, 'nodes with a local disk', dict(
+            special, max_nodes=256, max_nodes_per_user=128, local_disk_gb=1700, features=('nvme',))),
+        ('shared', 2, 'nodes for several jobs at once', dict(
+            special, max_nodes=128, max_nodes_per_user=64, shared=True, features=('shared',))),
+        ('sharedl', 10, 'the same, walltimes up to 10 days', dict(
+            special, max_nodes=32, max_nodes_per_user=16, shared=True, features=('shared',))),
+    )) + make_partitions({'cpus_per_node': 128, 'memory_mb': 360000, 'gpus_per_node': 4, 'gpu_type': 'h100',
+                          'gpu_memory_gb': 80, 'local_disk_gb': 3400, 'shared': True,
+                          'features': ('gpu', 'h100')}, (
+        ('gpu-h100s', 1 / 6, 'GPU nodes, walltimes up to 4 hours', dict(max_nodes=156)),
+        ('gpu-h100', 2, 'GPU nodes, walltimes up to 2 days', dict(max_nodes=156)),
+        ('gpu-h100l', 10, 'GPU nodes, walltimes up to 10 days', dict(max_nodes=39)),
+    ))
+
+
+def dane_partitions() -> List[Partition]:
+    """Those of Dane."""
+    special = {'requires_explicit_request': True}
+    return make_partitions({'cpus_per_node': 112, 'memory_mb': 257054}, (
+        ('pdebug', 1 / 24, 'for developing and troubleshooting', dict(special, features=('debug',))),
+        ('pbatch', 1, 'for jobs of any kind'),
+        ('pci', 1, 'for continuous integration', dict(special, features=('ci',))),
+        ('pserial', 7, 'for serial jobs', dict(special, features=('serial',))),
+        ('pjupyter', 1, 'for Jupyter', dict(special, shared=True, features=('jupyter',))),
+        ('pall', 365, 'all nodes, for special use', dict(special, features=('special',))),
+    ))
+
+
+def builtin_profiles() -> List[Profile]:
+    """The clusters that are known without being asked, in the order in which they are looked for."""
+    def variable(name: str, value: str) -> Dict[str, str]:
+        return {'type': 'env_var', 'name': name, 'value': value}
+    return [
+        Profile('dane', 'LLNL Dane', 'CPU cluster of LLNL', [variable('CLUSTER', 'dane')], None,
+                dane_partitions()),
+        Profile('kestrel', 'NLR Kestrel', 'CPU and GPU cluster of NLR',
+                [variable('NLR_CLUSTER', 'kestrel'), variable('NREL_CLUSTER', 'kestrel')], None,
+                kestrel_partitions(), 10.0, 100.0),
+    ]
+
+
+# -------- configured --------
+#
+# Torc's configuration files, of which only client.hpc is read here. TOML needs Python 3.11, so a file may
+# also be YAML or JSON, with the same keys.
+
+CONFIG_ENDINGS = ('.toml', '.yaml', '.yml', '.json', '.json5')
+PROFILE_KEYS = frozenset('display_name description detect_env_var detect_hostname default_account '
+                         'charge_factor_cpu charge_factor_gpu partitions'.split())
+PARTITION_READERS = {       # key of a configured partition -> how its value is read
+    'name': read_name, 'description': read_text, 'gpu_type': read_text, 'default_qos': read_text,
+    'shared': read_bool, 'requires_explicit_request': read_bool,
+    **dict.fromkeys(('cpus_per_node', 'memory_mb', 'max_walltime_secs', 'max_nodes', 'max_nodes_per_user',
+                     'min_nodes'), functools.partial(read_integer, least=1)),
+    **dict.fromkeys(('gpus_per_node', 'gpu_memory_gb', 'local_disk_gb'),
+                    functools.partial(read_integer, least=0))}
+NEEDED_OF_PARTITION = ('name', 'cpus_per_node', 'memory_mb', 'max_walltime_secs')
+
+
+class HpcConfig(Row):
+    """What configuration files say of clusters."""
+    profiles: Dict[str, Profile] = {}
+    accounts: Dict[str, str] = {}       # by profile; '' for all
+    notes: Sequence[str] = ()           # files that could not be read here
+
+
+def config_files(environment: Any = os.environ) -> List[str]:
+    """Those that are there; a later one wins."""
+    home = environment.get('XDG_CONFIG_HOME') or os.path.expanduser('~/.config')
+    stems = ['/etc/torc/config', os.path.join(home, 'torc', 'config')]
+    paths = [next(filter(os.path.exists, (stem + ending for ending in CONFIG_ENDINGS)), '')
+             for stem in stems]
+    return [path for path in [*paths, 'torc.toml'] if path and os.path.exists(path)]
+
+
+def read_config(environment: Any = os.environ) -> HpcConfig:
+    """Clusters and accounts that the user's configuration files name."""
+    profiles, accounts, notes = {}, {}, []
+    for path in config_files(environment):
+        if path.endswith('.toml') and tomllib is None:
+            other = os.path.join(environment.get('XDG_CONFIG_HOME') or '~/.config', 'torc', 'config.yaml')
+            notes.append(f'{path} is not read: TOML needs Python 3.11; the same keys may stand in {other}')
+            continue
+        try:
+            with open(path, 'rb') as file:
+                value = read_document(file.read(), path).value
+            found = read_hpc_config(value)
+        except OSError as error:
+            raise BadInput(f'cannot read {path}: {error.strerror}') from None
+        except ValueError as error:
+            raise BadInput(f'{path}: {error}') from None
+        profiles.update(found.profiles)
+        accounts.update(found.accounts)
+    return HpcConfig(profiles, accounts, notes)
+
+
+def read_hpc_config(value: Any) -> HpcConfig:
+    """The section client.hpc of one file. ValueErrors name the key."""
+    for key in ('client', 'hpc'):
+        value = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return HpcConfig()
+    accounts = {'': value['default_account']} if value.get('default_account') else {}
+    for name, override in read_mapping(value, 'profile_overrides').items():
+        if isinstance(override, dict) and override.get('default_account'):
+            accounts[name] = override['default_account']
+    custom = read_mapping(value, 'custom_profiles')
+    return HpcConfig({name: configured_profile(name, entry) for name, entry in custom.items()},
+                     {name: read_text(account) for name, account in accounts.items()})
+
+
+def read_mapping(value: Dict[str, Any], key: str) -> Dict[str, Any]:
+    """An entry that is a mapping, or absent."""
+    found = value.get(key) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f'client.hpc.{key} must be a mapping, not {show_value(found)}')
+    return found
+
+
+def configured_profile(name: str, entry: Any) -> Profile:
+    """A cluster of the user's own. ValueErrors name the key."""
+    where = f'client.hpc.custom_profiles.{name}'
+    if not isinstance(entry, dict):
+        raise ValueError(f'{where} must be a mapping, not {show_value(entry)}')
+    for key in entry:
+        if key not in PROFILE_KEYS:
+            raise ValueError(f"{where}: unknown key '{shorten(str(key))}'{did_you_mean(key, PROFILE_KEYS)}")
+    partitions = entry.get('partitions')
+    if not isinstance(partitions, list) or not partitions:
+        raise ValueError(f'{where} needs partitions, a list')
+    variable, _, value = str(entry.get('detect_env_var') or '').partition('=')
+    detection = [{'type': 'env_var', 'name': variable, 'value': value}] if variable else []
+    if entry.get('detect_hostname'):
+        parse_regex(str(entry['detect_hostname']))
+        detection.append({'type': 'hostname_pattern', 'pattern': str(entry['detect_hostname'])})
+    charges = [read_number(entry.get(key, default))
+               for key, default in (('charge_factor_cpu', 1), ('charge_factor_gpu', 10))]
+    return Profile(name, str(entry.get('display_name') or name), str(entry.get('description') or ''),
+                   detection, entry.get('default_account'),
+                   [configured_partition(where, row) for row in partitions], *charges)
+
+
+def configured_partition(where: str, entry: Any) -> Partition:
+    """A partition of a configured cluster."""
+    if not isinstance(entry, dict):
+        raise ValueError(f'{where}.partitions must hold mappings, not {show_value(entry)}')
+    where = f"{where}: partition '{shorten(str(entry.get('name', '')))}'"
+    values = {}
+    for key, value in entry.items():
+        if key == 'features':
+            values[key] = tuple(map(str, value)) if isinstance(value, list) else (str(value),)
+        elif key not in PARTITION_READERS:
+            raise ValueError(f"{where}: unknown key '{shorten(str(key))}'"
+                             f'{did_you_mean(str(key), PARTITION_READERS)}')
+        elif value is not None:
+            try:
+                values[key] = PARTITION_READERS[key](value)
+            except ValueError as error:
+                raise ValueError(f'{where}: {key} {error}') from None
+    missing = [key for key in NEEDED_OF_PARTITION if key not in values]
+    if missing:
+        raise ValueError(f"{where} needs {', '.join(missing)}")
+    return NO_PARTITION._replace(**values)
+
+
+# -------- asked for --------
+#
+#   sinfo -e -h -o '%P|%c|%m|%l|%G|%D'      main*|4|4000|infinite|gpu:2|4           a line per kind of node
+#   scontrol -o show partition              PartitionName=main ... MaxNodes=UNLIMITED ... State=UP ...
+#
+# The lines of a site's own wrappers among them have another number of fields, or no PartitionName.
+
+SINFO_FORMAT = '%P|%c|%m|%l|%G|%D'
+GRES_ENTRY = Expression(r'gpu(?::([A-Za-z][^:,()]*))?(?::([0-9]+))?(?=$|[,(])')
+GPU_NAMES = ('h100', 'a100', 'v100', 'a40', 'a30', 'l40')     # that name a partition's GPUs
+GUESSED_GPUS = 4        # of a node in a partition that says gpu in its name, and names no gres; as in Torc
+
+
+def parse_gres(text: str) -> Tuple[int, str]:
+    """GPUs of a node and their type from sinfo's %G: 'gpu:a100:4(S:0-1),lustre:1' -> (4, 'a100')."""
+    found = [GRES_ENTRY.match(entry.strip()) for entry in re.sub(r'\([^)]*\)', '', text).split(',')]
+    entries = [match for match in found if match]
+    types = {match.group(1) or '' for match in entries}
+    return sum(int(match.group(2) or 1) for match in entries), types.pop() if len(types) == 1 else ''
+
+
+def parse_partition_limit(text: str) -> Optional[int]:
+    """A partition's longest time from sinfo's %l -> seconds; None for what is none, such as n/a."""
+    if text.strip().lower() in ('infinite', 'unlimited'):
+        return NO_TIME_LIMIT_S
+    try:
+        return min(parse_walltime(text), NO_TIME_LIMIT_S) or None
+    except ValueError:
+        return None
+
+
+def parse_least(text: str) -> Optional[int]:
+    """'4', '4+' (or more) -> 4; None for what is no number above 0."""
+    match = re.match(r'([0-9]{1,12})\+?\Z', text.strip())
+    return int(match.group(1)) or None if match else None
+
+
+def parse_partition_records(text: str) -> Dict[str, Dict[str, str]]:
+    """Output of `scontrol -o show partition` -> fields by partition."""
+    records = {}
+    for line in text.splitlines():
+        fields = dict(word.split('=', 1) for word in line.split() if '=' in word)
+        if fields.get('PartitionName'):
+            records[fields['PartitionName']] = fields
+    return records
+
+
+def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]], is_linear: bool) -> List[Partition]:
+    """Partitions from the output of sinfo and scontrol: the default one first, then in sinfo's order.
+
+    With select/linear (slurm.conf(5)) every job gets whole nodes, without it those of a partition with
+    OverSubscribe=EXCLUSIVE.
+    """
+    found = {}
+    for name, cpus, memory, limit, gres, _ in read_slurm_rows(sinfo, 6):
+        num_cpus, memory_mb, limit_s = parse_least(cpus), parse_least(memory), parse_partition_limit(limit)
+        is_default, name = name.endswith('*'), name.rstrip('*')
+        record = records.get(name, {})
+        if not name or None in (num_cpus, memory_mb, limit_s) or record.get('State', 'UP') != 'UP':
+            continue
+        gpus, gpu_type = parse_gres(gres)
+        if not gpus and 'gpu' in name.lower() and gres.strip() in ('', '(null)'):
+            gpus = GUESSED_GPUS
+        gpu_type = gpu_type or next((word for word in GPU_NAMES if gpus and word in name.lower()), '')
+        is_whole = is_linear or record.get('OverSubscribe', '').upper().startswith('EXCLUSIVE')
+        found.setdefault(NO_PARTITION._replace(
+            name=name, cpus_per_node=num_cpus, memory_mb=memory_mb, max_walltime_secs=limit_s,
+            max_nodes=parse_least(record.get('MaxNodes', '')), shared=not is_whole,
+            min_nodes=parse_least(record.get('MinNodes', '')), gpus_per_node=gpus or None,
+            gpu_type=gpu_type or None), not is_default)
+    return sorted(found, key=found.__getitem__)
+
+
+def ask_for_profile(ask: Callable[[Sequence[str]], Reply] = ask_slurm,
+                    environment: Any = os.environ) -> Profile:
+    """The cluster that this machine belongs to, from Slurm itself. Refused if it does not answer."""
+    nodes = ask(slurm_argv('sinfo', '-e', '-h', '-o', SINFO_FORMAT))
+    if nodes.code:
+        raise Refused(f'cannot ask Slurm for its partitions: {explain_reply(nodes)}')
+    records = parse_partition_records(ask(slurm_argv('scontrol', '-o', 'show', 'partition')).out)
+    config = dict(map(str.strip, line.split('=', 1))
+                  for line in ask(slurm_argv('scontrol', 'show', 'config')).out.splitlines() if '=' in line)
+    partitions = parse_partitions(nodes.out, records, config.get('SelectType', '').endswith('linear'))
+    if not partitions:
+        raise Refused('Slurm names no partition that is up: see `sinfo`')
+    name = environment.get('SLURM_CLUSTER_NAME') or config.get('ClusterName') or socket.gethostname()
+    return Profile(name, f'{name} (Slurm)', 'asked for with sinfo and scontrol', [], None, partitions)
+
+
+# -------- choosing a profile --------
+
+
+def known_profiles(config: HpcConfig) -> List[Profile]:
+    """Built-in and configured clusters; a configured one replaces the built-in one of its name."""
+    builtin = [config.profiles.get(profile.name, profile) for profile in builtin_profiles()]
+    names = [profile.name for profile in builtin]
+    return builtin + [profile for name, profile in config.profiles.items() if name not in names]
+
+
+def is_here(profile: Profile, environment: Any = os.environ, hostname: str = '') -> bool:
+    """Whether this machine belongs to a cluster."""
+    for row in profile.detection:
+        if row['type'] == 'env_var' and environment.get(row['name']) == row['value']:
+            return True
+        if row['type'] == 'hostname_pattern' and re.search(row['pattern'], hostname or socket.getfqdn()):
+            return True
+    return False
+
+
+def find_profile(name: Optional[str], config: HpcConfig) -> Profile:
+    """The cluster of a name, else the one that this machine belongs to, else what Slurm here says."""
+    known = known_profiles(config)
+    if name == LIVE_PROFILE:
+        return ask_for_profile()
+    if name:
+        for profile in known:
+            if profile.name == name:
+                return profile
+        names = [profile.name for profile in known] + [LIVE_PROFILE]
+        raise BadInput(f"there is no profile '{shorten(name)}'{did_you_mean(name, names)}; "
+                       f"known: {', '.join(names)} (which asks sinfo)")
+    for profile in known:
+        if is_here(profile):
+            return profile
+    if has_slurm_program('sinfo'):
+        return ask_for_profile()
+    raise BadInput('no cluster is known here, and there is no sinfo to ask: name one with --profile, of '
+                   + ', '.join(profile.name for profile in known))
+
+
+def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profile, config: HpcConfig) -> str:
+    """The account to charge: --account, the workflow's slurm_defaults, the configuration's."""
+    found = (given or defaults.get('account') or config.accounts.get(profile.name) or profile.default_account
+             or config.accounts.get(''))
+    if not found:
+        raise BadInput('no account is named: give --account, or account under slurm_defaults of the workflow')
+    return str(found)
 
 
 # ======== 14b. Allocation plan: schedulers and actions for the jobs of a workflow ========
 #
 # Pure functions from jobs and a profile to allocations: how many there are, how large and how long they are,
 # and when they are submitted.
+#
+# Jobs are pooled into groups, a scheduler each: by partition or by resource requirements, and those that wait
+# for other jobs apart from those that do not. The arithmetic is Torc's:
+#     walltime     longest runtime x multiplier, or the partition's longest
+#     a node runs  jobs side by side, as many as its CPUs, memory and GPUs allow, and walltime / runtime of
+#                  them one after the other
+#     allocations  what all jobs of the group take of such nodes, rounded up
+# What is asked for is what was planned with: partition, CPUs, memory and GPUs. Where nodes are handed out
+# whole, that is a node; where they are shared, what the jobs of an allocation take.
+#
+# A group's action fires when its gates are ready: jobs that wait for no other job of the group. Where groups
+# wait for each other in turn, a group has several stages, each with its own action, so that what comes later
+# is never a gate of what it waits for: stages are numbered so that along each dependency the pair (stage,
+# rank of the group) grows, or both jobs are in the same stage.
+
+RUNNER_MEMORY_MB = 512      # the runner itself, and its sruns: some 100 MB, and 5 MB a step (slurm 22.05)
+MERGED_ALLOCATIONS = 2      # up to so many together, a partition's two groups become one; as in Torc
+SMALL_CPUS, SMALL_MEMORY_MB = 26, 60000     # of a job that goes to shared nodes where there are some; Torc's
+GROUPINGS = ('partition', 'resource-requirements')
+WALLTIME_STRATEGIES = ('max-job-runtime', 'max-partition-time')
+DEFAULT_WALLTIME_MULTIPLIER = 1.5
+
+
+class ResourceClass(Row):
+    """What jobs with the same resource requirements take of each of their nodes, and for how long."""
+    name: str
+    num_cpus: int
+    memory_bytes: int
+    num_gpus: int
+    num_nodes: int
+    runtime_s: int
+
+    @property
+    def memory_mb(self) -> int:
+        """Its memory in Slurm's unit, rounded up."""
+        return -(-self.memory_bytes // MEGABYTE)
+
+
+def read_resource_class(requirements: Dict[str, Any]) -> ResourceClass:
+    """Resource requirements as they are stored or planned -> what is planned with."""
+    return ResourceClass(requirements['name'], requirements['num_cpus'],
+                         parse_memory(requirements['memory']), requirements['num_gpus'],
+                         requirements['num_nodes'], parse_duration(requirements['runtime']))
+
+
+class JobGraph(Row):
+    """The jobs that need allocations. Jobs and sets are known by their indexes."""
+    names: Sequence[str]
+    class_numbers: Sequence[Optional[int]]  # None: a job that other runners take
+    set_numbers: Sequence[int]              # which set of prerequisites each has
+    sets: Sequence[Sequence[int]]
+
+
+class PlanOptions(Row):
+    """How allocations are planned."""
+    group_by: str = 'partition'                     # of GROUPINGS
+    walltime_strategy: str = 'max-job-runtime'      # of WALLTIME_STRATEGIES
+    walltime_multiplier: float = DEFAULT_WALLTIME_MULTIPLIER
+    is_single: bool = False                         # one allocation of several nodes for each group
+    walltime_s: Optional[int] = None                # in place of what was worked out
+    suffix: str = 'scheduler'                       # of the schedulers' names
+
+
+class Stage(Row):
+    """Jobs whose allocations are submitted together."""
+    jobs: List[int]
+    gates: List[int]            # when these are ready
+    num_allocations: int
+
+
+class PlannedScheduler(Row):
+    """Options of allocations, and the jobs that they are for."""
+    name: str
+    class_numbers: List[int]
+    has_dependencies: bool      # its jobs wait for others
+    partition: Partition
+    walltime_s: int
+    nodes: int                  # of one allocation
+    num_cpus: int               # of one node, as all that follows
+    memory_mb: int
+    num_gpus: int
+    is_bound: bool              # its jobs may name it: none takes some of the nodes only
+    stages: List[Stage]
+
+    @property
+    def jobs(self) -> List[int]:
+        """All of its jobs."""
+        return sorted(itertools.chain.from_iterable(stage.jobs for stage in self.stages))
+
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of all stages."""
+        return sum(stage.num_allocations for stage in self.stages)
+
+
+class AllocationPlan(Row):
+    """What was planned; the jobs of classes with a problem are left out."""
+    schedulers: List[PlannedScheduler]
+    problems: List[Tuple[int, str]]         # class, why it fits no partition
+    warnings: List[str]
+
+
+# -------- where jobs fit --------
+
+
+def misfit(partition: Partition, needs: ResourceClass) -> str:
+    """Why a partition cannot run a job, with both numbers, or ''."""
+    name = partition.name
+    if needs.num_gpus > partition.gpus:
+        return f'num_gpus {needs.num_gpus} is more than the {partition.gpus} of a node of {name}'
+    if needs.memory_mb > partition.memory_mb:
+        return (f'memory {format_memory(needs.memory_bytes)} is more than the '
+                f'{format_memory(partition.node.memory_bytes)} of a node of {name}')
+    if needs.num_cpus > partition.cpus_per_node:
+        return f'num_cpus {needs.num_cpus} is more than the {partition.cpus_per_node} of a node of {name}'
+    if needs.runtime_s > partition.max_walltime_secs:
+        return (f'runtime {format_duration(needs.runtime_s)} is longer than the '
+                f'{format_walltime(partition.max_walltime_secs)} of {name}')
+    if partition.max_nodes and needs.num_nodes > partition.max_nodes:
+        return f'num_nodes {needs.num_nodes} is more than the {partition.max_nodes} of a job in {name}'
+    if partition.min_nodes and needs.num_nodes < partition.min_nodes:
+        return f'num_nodes {needs.num_nodes} is less than the {partition.min_nodes} of a job in {name}'
+    return ''
+
+
+def fitting_partitions(partitions: Sequence[Partition], needs: ResourceClass) -> List[Partition]:
+    """Partitions that can run a job."""
+    return [partition for partition in partitions if not misfit(partition, needs)]
+
+
+def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
+                     multiplier: float = 1.0) -> Optional[Partition]:
+    """The partition to run a job in, by Torc's rules; among equals one that leaves it time to spare."""
+    fitting = fitting_partitions(partitions, needs)
+    fitting = [partition for partition in fitting if 'debug' not in partition.name.lower()] or fitting
+    routed = [partition for partition in fitting if partition.is_auto_routed]
+    if needs.num_gpus:
+        tiers = [routed, fitting]
+    else:
+        without_gpus = [partition for partition in routed if not partition.gpus]
+        is_small = needs.num_cpus <= SMALL_CPUS and needs.memory_mb <= SMALL_MEMORY_MB
+        tiers = [[partition for partition in without_gpus if partition.shared and is_small], without_gpus,
+                 routed, fitting]
+    wanted_s = needs.runtime_s * multiplier
+    tier = next(filter(None, tiers), ())
+    return min(tier, default=None, key=lambda partition: (
+        partition.max_walltime_secs < wanted_s, partition.memory_mb, partition.max_walltime_secs))
+
+
+# What no partition has: the bound's words, a job's number, a partition's, and how to show it.
+HARD_LIMITS = (
+    ('num_gpus {} is more than {}, the most of a node', lambda needs: needs.num_gpus,
+     lambda partition: partition.gpus, str),
+    ('memory {} is more than {}, the most of a node', lambda needs: needs.memory_mb,
+     lambda partition: partition.memory_mb, lambda value_mb: format_memory(value_mb * MEGABYTE)),
+    ('num_cpus {} is more than {}, the most of a node', lambda needs: needs.num_cpus,
+     lambda partition: partition.cpus_per_node, str),
+    ('runtime {} is longer than {}, the longest walltime', lambda needs: needs.runtime_s,
+     lambda partition: partition.max_walltime_secs, format_walltime),
+)
+
+
+def explain_misfit(partitions: Sequence[Partition], needs: ResourceClass) -> str:
+    """Why no partition can run a job, with both numbers."""
+    for words, wanted, given, shown in HARD_LIMITS:
+        most = max((given(partition) for partition in partitions), default=0)
+        if wanted(needs) > most:
+            return words.format(shown(wanted(needs)), shown(most))
+    reasons = list(dict.fromkeys(misfit(partition, needs) for partition in partitions))
+    return '; '.join(reasons[:3]) + ('; ...' if len(reasons) > 3 else '')
+
+
+# -------- how many, how large, how long --------
+
+
+def jobs_side_by_side(partition: Partition, needs: ResourceClass) -> int:
+    """How many jobs of a class a node runs at once."""
+    return max(1, partition.node.count(needs))
+
+
+def plan_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
+    """Walltime of allocations whose longest job takes so many seconds."""
+    if options.walltime_s is not None:
+        return options.walltime_s
+    if options.walltime_strategy == 'max-partition-time' or not longest_s:
+        return partition.max_walltime_secs
+    return min(math.ceil(longest_s * options.walltime_multiplier), partition.max_walltime_secs)
+
+
+def count_allocations(partition: Partition, walltime_s: int,
+                      demands: Sequence[Tuple[ResourceClass, int]]) -> int:
+    """Allocations for so many jobs of each class: what each class takes of one, added up."""
+    taken = 0.0
+    for needs, count in demands:
+        rounds = max(1, walltime_s // needs.runtime_s) if needs.runtime_s else 1
+        at_once = 1 if needs.num_nodes > 1 else jobs_side_by_side(partition, needs)
+        taken += count / (at_once * rounds)
+    return max(1, math.ceil(taken - 1e-9))
+
+
+def size_request(partition: Partition, num_allocations: int,
+                 demands: Sequence[Tuple[ResourceClass, int]]) -> Tuple[int, int, int]:
+    """CPUs, megabytes and GPUs to ask for of each node."""
+    gpus = partition.gpus if any(needs.num_gpus for needs, _ in demands) else 0
+    whole = (partition.cpus_per_node, partition.memory_mb, gpus)
+    if not partition.shared:
+        # Whole gigabytes, as Torc asks for, where they hold as many jobs.
+        smaller = partition._replace(memory_mb=partition.memory_mb // 1024 * 1024)
+        is_enough = all(smaller.node.count(needs) == partition.node.count(needs) for needs, _ in demands)
+        return whole if not is_enough else (partition.cpus_per_node, smaller.memory_mb, gpus)
+    wanted = [0, RUNNER_MEMORY_MB, 0]
+    for needs, count in demands:
+        at_once = min(jobs_side_by_side(partition, needs), -(-count // num_allocations))
+        at_once = 1 if needs.num_nodes > 1 else at_once
+        for index, amount in enumerate((needs.num_cpus, needs.memory_mb, needs.num_gpus)):
+            wanted[index] += at_once * amount
+    return tuple(min(pair) for pair in zip(wanted, whole))
+
+
+# -------- groups --------
+
+GroupKey = Tuple[int, int, bool]    # partition or class, nodes of a job, whether its jobs wait for others
+
+
+class Grouping:
+    """Jobs on their way into groups and stages."""
+
+    def __init__(self, graph: JobGraph, classes: Sequence[ResourceClass], options: PlanOptions) -> None:
+        self.graph, self.classes, self.options = graph, classes, options
+        self.partitions = {}    # class -> Partition
+        self.groups = {}        # GroupKey -> class -> its jobs
+
+    def choose(self, partitions: Sequence[Partition]) -> List[Tuple[int, str]]:
+        """Choose a partition for each class; what fits none is answered."""
+        problems = []
+        for number in sorted(set(self.graph.class_numbers).difference((None,))):
+            needs = self.classes[number]
+            found = choose_partition(partitions, needs, self.options.walltime_multiplier)
+            if found is None:
+                problems.append((number, explain_misfit(partitions, needs)))
+            else:
+                self.partitions[number] = found
+        return problems
+
+    def key(self, job: int) -> Optional[GroupKey]:
+        """The group of a job before groups are merged; None if it is in none."""
+        number = self.graph.class_numbers[job]
+        if number not in self.partitions:
+            return None
+        has_dependencies = bool(self.graph.sets[self.graph.set_numbers[job]])
+        if self.options.group_by != 'partition':
+            return number, 0, has_dependencies
+        return self.pools[self.partitions[number]], self.classes[number].num_nodes, has_dependencies
+
+    def gather(self) -> None:
+        """Put the jobs into groups."""
+        self.pools = {partition: number for number, partition in enumerate(
+            dict.fromkeys(self.partitions[number] for number in sorted(self.partitions)))}
+        for job in range(len(self.graph.names)):
+            key = self.key(job)
+            if key is not None:
+                group = self.groups.setdefault(key, {})
+                group.setdefault(self.graph.class_numbers[job], []).append(job)
+
+    def merge(self) -> None:
+        """One group in place of a partition's two, where both together need few allocations."""
+        for key in [key for key in self.groups if key[2]]:
+            first = (*key[:2], False)
+            if first in self.groups and (self.options.is_single or self.count(key) + self.count(first)
+                                         <= MERGED_ALLOCATIONS):
+                for number, jobs in self.groups.pop(key).items():
+                    self.groups[first][number] = sorted(self.groups[first].get(number, []) + jobs)
+
+    def demands(self, jobs_of: Dict[int, List[int]]) -> List[Tuple[ResourceClass, int]]:
+        """How many jobs of which class."""
+        return [(self.classes[number], len(jobs)) for number, jobs in sorted(jobs_of.items())]
+
+    def partition(self, key: GroupKey) -> Partition:
+        """The partition of a group."""
+        return self.partitions[next(iter(self.groups[key]))]
+
+    def walltime(self, key: GroupKey) -> int:
+        """The walltime of a group."""
+        longest_s = max(self.classes[number].runtime_s for number in self.groups[key])
+        return plan_walltime(self.partition(key), longest_s, self.options)
+
+    def count(self, key: GroupKey, jobs: Optional[List[int]] = None) -> int:
+        """Allocations for a group, or for some jobs of it."""
+        jobs_of = self.groups[key] if jobs is None else sort_by_class(self.graph, jobs)
+        return count_allocations(self.partition(key), self.walltime(key), self.demands(jobs_of))
+
+
+def sort_by_class(graph: JobGraph, jobs: Sequence[int]) -> Dict[int, List[int]]:
+    """Jobs by their class."""
+    jobs_of = {}    # type: Dict[int, List[int]]
+    for job in jobs:
+        jobs_of.setdefault(graph.class_numbers[job], []).append(job)
+    return jobs_of
+
+
+def find_stages(graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict[int, int]
+                ) -> Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]:
+    """(group, stage) -> its jobs, its gates, and the seconds of its longest chain of jobs."""
+    waiting = {}    # set -> its jobs
+    for job, number in enumerate(graph.set_numbers):
+        waiting.setdefault(number, []).append(job)
+    order = order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()])
+    ranks = {}      # group -> its rank; jobs in no group run wherever it may be: before all others
+    for _, jobs in order:
+        for job in jobs:
+            ranks.setdefault(group_of.get(job), len(ranks))
+    ranks[None] = -1
+    places = {}     # job -> group, stage, seconds from the begin of its stage to its end
+    stages = {}     # type: Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]
+    for members, jobs in order:
+        before = {}     # (group, stage) of prerequisites -> the last end
+        for member in members:
+            group, stage, end_s = places[member]
+            before[group, stage] = max(end_s, before.get((group, stage), 0))
+        for group in dict.fromkeys(group_of.get(job) for job in jobs):
+            stage = max([other_stage + (ranks[other] > ranks[group])
+                         for other, other_stage in before] or [0])
+            begin_s = before.get((group, stage))
+            for job in jobs:
+                if group_of.get(job) == group:
+                    end_s = (begin_s or 0) + runtimes_s.get(job, 0)
+                    places[job] = (group, stage, end_s)
+                    found = stages.setdefault((group, stage), ([], [], 0))
+                    found[0].append(job)
+                    found[1].extend([job] if begin_s is None else [])
+                    stages[group, stage] = (found[0], found[1], max(found[2], end_s))
+    return stages
+
+
+def find_levels(graph: JobGraph) -> List[int]:
+    """How many jobs stand before each in its longest chain of prerequisites."""
+    waiting = {}    # set -> its jobs
+    for job, number in enumerate(graph.set_numbers):
+        waiting.setdefault(number, []).append(job)
+    levels = [0] * len(graph.names)
+    for members, jobs in order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()]):
+        level = max([levels[member] + 1 for member in members] or [0])
+        for job in jobs:
+            levels[job] = level
+    return levels
+
+
+def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitions: Sequence[Partition],
+                     options: PlanOptions = PlanOptions()) -> AllocationPlan:
+    """Schedulers for all jobs, in the order of their first jobs."""
+    grouping = Grouping(graph, classes, options)
+    problems, warnings = grouping.choose(partitions), []
+    grouping.gather()
+    if options.group_by == 'partition':
+        grouping.merge()
+    group_of = {job: key for key, jobs_of in grouping.groups.items()
+                for jobs in jobs_of.values() for job in jobs}
+    runtimes_s = {job: classes[graph.class_numbers[job]].runtime_s for job in group_of}
+    stages = find_stages(graph, group_of, runtimes_s)
+    names, schedulers = set(), []   # type: Set[str], List[PlannedScheduler]
+    for key in sorted(grouping.groups, key=lambda key: min(map(min, grouping.groups[key].values()))):
+        own = [stages[place] for place in sorted(place for place in stages if place[0] == key)]
+        made = make_scheduler(grouping, key, own, names)
+        names.add(made.name)
+        schedulers.append(made)
+        warnings += doubt_scheduler(made, classes, max(chain_s for _, _, chain_s in own))
+    return AllocationPlan(schedulers, problems, warnings)
+
+
+def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[Tuple[List[int], List[int], int]],
+                   names: Set[str]) -> PlannedScheduler:
+    """The scheduler of a group."""
+    partition, walltime_s = grouping.partition(key), grouping.walltime(key)
+    jobs_of, options = grouping.groups[key], grouping.options
+    job_nodes = max(grouping.classes[number].num_nodes for number in jobs_of)
+    planned = [Stage(sorted(jobs), sorted(gates), grouping.count(key, jobs) if len(stages) > 1
+                     else grouping.count(key)) for jobs, gates, _ in stages]
+    nodes = job_nodes
+    if options.is_single:
+        nodes = job_nodes * max(stage.num_allocations for stage in planned)
+        if partition.max_nodes:
+            nodes = max(job_nodes, min(nodes, partition.max_nodes))
+        planned = [stage._replace(num_allocations=1) for stage in planned]
+    else:
+        nodes = max(nodes, partition.min_nodes or 1)
+    # The nodes of one allocation share its jobs as several allocations would.
+    shares = max(1, sum(stage.num_allocations for stage in planned) * nodes // job_nodes)
+    request = size_request(partition, shares, grouping.demands(jobs_of))
+    base = partition.name if options.group_by == 'partition' else grouping.classes[key[0]].name
+    name = unique_name(base, job_nodes, key[2], options.suffix, names)
+    return PlannedScheduler(name, sorted(jobs_of), key[2], partition, walltime_s, nodes, *request,
+                            not 1 < job_nodes < nodes, planned)
+
+
+def unique_name(base: str, num_nodes: int, is_deferred: bool, suffix: str, names: Set[str]) -> str:
+    """Name of a scheduler: Torc's, with more where several would have it."""
+    if num_nodes > 1:
+        tries = itertools.chain(('', f'_{num_nodes}_nodes'), (f'_{n}' for n in itertools.count(2)))
+    else:
+        tries = itertools.chain(('',), (f'_{n}' for n in itertools.count(2)))
+    deferred = '_deferred' if is_deferred else ''
+    return next(name for name in (f'{base}{more}{deferred}_{suffix}' for more in tries) if name not in names)
+
+
+def doubt_scheduler(made: PlannedScheduler, classes: Sequence[ResourceClass], chain_s: int) -> Iterator[str]:
+    """What may go wrong with a scheduler's allocations."""
+    shown, longest_s = format_walltime(made.walltime_s), max(
+        classes[number].runtime_s for number in made.class_numbers)
+    if longest_s > made.walltime_s:
+        yield (f'{made.name}: a runtime of {format_walltime(longest_s)} is longer than the walltime of '
+               f'{shown}')
+    elif longest_s == made.walltime_s:
+        yield (f'{made.name}: the longest job takes the whole walltime of {shown}, the longest of partition '
+               f'{made.partition.name}: no time is left for it to start and to end')
+    elif chain_s > made.walltime_s:
+        yield (f'{made.name}: jobs that wait for each other take up to {format_walltime(chain_s)}, its '
+               f'allocations last {shown}: what is left then needs more of them (--walltime-strategy '
+               'max-partition-time, or a larger --walltime-multiplier)')
+
+
+# -------- workflow files --------
+
+
+class GenerateOptions(Row):
+    """How schedulers are put into a workflow file."""
+    plan: PlanOptions
+    account: str
+    replaces: bool = False      # schedulers, allocating actions, and the schedulers that jobs name
+    has_actions: bool = True
+    skip_checks: bool = False
+    max_instances: int = MAX_INSTANCES
+
+
+class GeneratedSpec(Row):
+    """A workflow file with schedulers for its jobs."""
+    value: Dict[str, Any]
+    schedulers: List[Dict[str, Any]]    # its slurm_schedulers
+    actions: List[Dict[str, Any]]       # those of its actions that were added
+    plan: AllocationPlan
+    graph: JobGraph
+    classes: List[ResourceClass]
+    warnings: List[Problem]
+
+
+def planned_graph(plan: Plan) -> Tuple[JobGraph, List[ResourceClass]]:
+    """The jobs of a checked spec, and their classes; the last class is that of jobs that name none.
+
+    Jobs with labels are in no class: no runner in an allocation has labels.
+    """
+    body = plan.body
+    classes = [read_resource_class(row) for row in body['resource_requirements'] + [DEFAULT_REQUIREMENTS]]
+    by_kind = [None if labels else len(classes) - 1 if resources is None else resources
+               for resources, _, _, labels in body['kinds']]
+    set_numbers, sets = planned_prerequisites(body)
+    jobs = body['jobs']
+    class_numbers = [by_kind[job.kind] for job in jobs]
+    return JobGraph([job.name for job in jobs], class_numbers, set_numbers, sets), classes
+
+
+def is_allocation(action: Any) -> bool:
+    """Whether an action of a workflow file asks for allocations."""
+    return isinstance(action, dict) and action.get('action_type') == 'schedule_nodes'
+
+
+def clear_schedulers(document: Document, replaces: bool) -> None:
+    """Take what says where jobs run out of a workflow file, in place, so that positions stay right."""
+    value = document.value
+    if not isinstance(value, dict):
+        return      # read_plan says what is wrong
+    actions = value.get('actions') if isinstance(value.get('actions'), list) else []
+    jobs = [job for job in value.get('jobs') or () if isinstance(job, dict)] \
+        if isinstance(value.get('jobs'), list) else []
+    found = [what for what, is_there in (
+        ('slurm_schedulers', value.get('slurm_schedulers')),
+        ('actions of the type schedule_nodes', any(map(is_allocation, actions))),
+        ('jobs with a scheduler', any(job.get('scheduler') for job in jobs))) if is_there]
+    if found and not replaces:
+        raise BadInput(f"the workflow file has {' and '.join(found)} already: submit it as it is, or replace "
+                       'them with --overwrite')
+    document.find_position(value)       # of JSON they are only found in the value that was read
+    if value.get('slurm_schedulers'):
+        value['slurm_schedulers'] = None
+    if any(map(is_allocation, actions)):
+        value['actions'] = [action for action in actions if not is_allocation(action)] or None
+    for job in jobs:
+        if 'scheduler' in job:
+            job['scheduler'] = None
+
+
+def generate_spec(document: Document, directory: str, partitions: Sequence[Partition],
+                  options: GenerateOptions) -> GeneratedSpec:
+    """Plan schedulers and actions for a workflow file, and put them into it.
+
+    Jobs stay parameterised. BadInput with all that is wrong, also where a job fits no partition.
+    """
+    clear_schedulers(document, options.replaces)
+    spec = read_plan(document, directory, options.max_instances, options.skip_checks)
+    if not spec.body['resource_requirements']:
+        raise BadInput('the workflow file has no resource_requirements: allocations are planned by what jobs '
+                       'need')
+    graph, classes = planned_graph(spec)
+    made = plan_allocations(graph, classes, partitions, options.plan)
+    problems = [misfit_problem(document, classes[number].name, reason) for number, reason in made.problems]
+    if problems and not options.skip_checks:
+        message = str(problems[0]) if len(problems) == 1 else f'{len(problems)} job classes fit no partition'
+        raise BadInput(message, problems, warnings=spec.warnings)
+    warnings = spec.warnings + problems + [Problem(text) for text in made.warnings]
+    labelled = graph.class_numbers.count(None)
+    if labelled:
+        warnings.append(Problem(f'{labelled} jobs have labels: they are left to runners with these labels'))
+    schedulers = [scheduler_block(scheduler, options.account) for scheduler in made.schedulers]
+    actions = list(itertools.chain.from_iterable(
+        action_blocks(graph, scheduler) for scheduler in made.schedulers)) if options.has_actions else []
+    value = dict(document.value)
+    value['jobs'], mixed = name_schedulers(value['jobs'], spec.starts, graph, made)
+    if mixed:
+        warnings.append(Problem(f'{mixed} templates make jobs for several schedulers: their jobs name none, '
+                                'and run in any allocation that they fit'))
+    value.update(slurm_schedulers=schedulers, actions=(value.get('actions') or []) + actions)
+    value = {key: item for key, item in value.items() if key != 'actions' or item}
+    return GeneratedSpec(value, schedulers, actions, made, graph, classes, warnings)
+
+
+def misfit_problem(document: Document, name: str, reason: str) -> Problem:
+    """A job class that fits no partition, with its position in the file."""
+    blocks = document.value.get('resource_requirements') or ()
+    block = next((block for block in blocks if block.get('name') == name), None)
+    line, column = document.find_position(block, reason.split()[0]) if block else (0, 0)
+    return Problem(f"resource_requirements '{shorten(name)}' fits no partition: {reason}: change it, choose "
+                   'another --profile, or leave its jobs out with --skip-checks', line, column)
+
+
+def name_schedulers(jobs: Sequence[Dict[str, Any]], starts: Sequence[int], graph: JobGraph,
+                    made: AllocationPlan) -> Tuple[List[Dict[str, Any]], int]:
+    """The jobs of a workflow file with their schedulers, and how many templates make jobs for several."""
+    names = [None] * len(graph.names)       # type: List[Optional[str]]
+    for scheduler in made.schedulers:
+        for job in scheduler.jobs if scheduler.is_bound else ():
+            names[job] = scheduler.name
+    named, mixed = [], 0
+    for job, start, end in zip(jobs, starts, [*starts[1:], len(names)]):
+        found = set(names[start:end])
+        job = {key: value for key, value in job.items() if key != 'scheduler'}
+        if len(found) == 1 and None not in found:
+            job['scheduler'] = found.pop()
+        mixed += len(found) > 1
+        named.append(job)
+    return named, mixed
+
+
+def format_request(memory_mb: int) -> str:
+    """Memory for sbatch's --mem: '240g', '4000m'."""
+    return f'{memory_mb // 1024}g' if not memory_mb % 1024 else f'{memory_mb}m'
+
+
+def scheduler_block(made: PlannedScheduler, account: str) -> Dict[str, Any]:
+    """An entry of slurm_schedulers."""
+    block = {'name': made.name, 'account': account, 'partition': made.partition.name,
+             'mem': format_request(made.memory_mb), 'nodes': made.nodes, 'ntasks_per_node': made.num_cpus,
+             'walltime': format_walltime(made.walltime_s)}
+    if made.num_gpus:
+        block['gres'] = f'gpu:{made.num_gpus}'
+    if made.partition.default_qos:
+        block['qos'] = made.partition.default_qos
+    return block
+
+
+def action_blocks(graph: JobGraph, made: PlannedScheduler) -> Iterator[Dict[str, Any]]:
+    """Entries of actions: when the gates of a stage are ready, its allocations are submitted."""
+    for stage in made.stages:
+        yield {'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
+               'jobs': [graph.names[job] for job in stage.gates], 'scheduler': made.name,
+               'scheduler_type': 'slurm', 'num_allocations': stage.num_allocations}
+
+
+def rebase_tables(value: Dict[str, Any], directory: str, new_directory: str) -> Dict[str, Any]:
+    """A workflow file for another directory: the tables and lists that it names are found from there, too."""
+    def rebase(path: str) -> str:
+        found = os.path.join(directory, path)
+        return os.path.relpath(found, new_directory) if os.path.exists(found) else path
+
+    def rebase_block(block: Dict[str, Any]) -> Dict[str, Any]:
+        block = dict(block)
+        if isinstance(block.get('parameters_file'), str):
+            block['parameters_file'] = rebase(block['parameters_file'])
+        if isinstance(block.get('parameters'), dict):
+            block['parameters'] = {
+                name: '@' + rebase(item.strip()[1:].strip())
+                if isinstance(item, str) and item.strip().startswith('@') else item
+                for name, item in block['parameters'].items()}
+        return block
+
+    if os.path.realpath(directory) == os.path.realpath(new_directory):
+        return value
+    value = rebase_block(value)
+    for name in ('jobs', 'files', 'user_data'):
+        if isinstance(value.get(name), list):
+            value[name] = [rebase_block(block) for block in value[name]]
+    return value
+
+
+def format_spec(value: Dict[str, Any], format: str) -> str:
+    """A workflow file as JSON, or else as YAML, which every reader of workflow files tries, too."""
+    if format not in ('json', 'json5'):
+        return format_yaml(value)
+    text = json.dumps(mark_numbers(value), ensure_ascii=False, indent=2)
+    return re.sub(r'"\\u0000([^"]*)\\u0000"', r'\1', text) + '\n'
+
+
+JSON_NUMBER = Expression(r'-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?\Z')
+
+
+def mark_numbers(value: Any) -> Any:
+    """A value whose numbers that were written otherwise than str() does are texts between zero characters.
+
+    1.10 in a field that takes text is to stay 1.10; texts of a workflow file cannot hold zero characters.
+    """
+    if isinstance(value, dict):
+        return {key: mark_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [mark_numbers(item) for item in value]
+    raw = getattr(value, 'raw', '')
+    return f'\0{raw}\0' if raw and JSON_NUMBER.match(raw) else value
 
 
 # ======== 14c. Submission: sbatch scripts, and how they become allocations ========
 #
-# The record of an allocation exists before sbatch(1) runs, and its comment names the record: a reply that is
-# lost is found again, and nothing is submitted twice.
+# The record of an allocation exists before sbatch(1) runs: it is the intent to submit it, held by whoever is
+# doing so. The job's comment names the record. Invariants:
+#
+# * sbatch runs again for a record only when squeue(1) has answered, and no job names the record: an ambiguous
+#   failure, such as a time-out, or a submitter that was killed, may have left a job behind.
+# * A refusal ("Invalid account") is final: the record goes, and the user is shown Slurm's words.
+# * A script holds no secret: a token goes as the path of its file, a password through the environment.
+# * No text from a workflow becomes a second option, or a second directive.
+#
+# Submitter does no input or output, so that a command may wait for programs, and a runner never does.
+
+SBATCH_TRIES = 6
+SBATCH_PAUSE_S = 10.0       # after a failure that passes; an ambiguous one may take effect late
+# A command may take so long for its first allocation; and a minute more for each further one.
+SUBMISSION_LEASE_S = 1200.0
+LOOK_PAUSE_S = 60.0         # between two looks into the queue: never more than one squeue a minute
+# What a runner, and the srun processes of its steps, take of an allocation's memory.
+RUNNER_MEMORY_BYTES, STEP_MEMORY_BYTES = 256 << 20, 10 << 20
+STARTUP_WINDOWS = ((1, 0), (10, 10), (100, 60))     # runners, seconds within which so many start
+# Errors of sbatch that pass, and may have come after the job was taken (slurm_errno.c, 20.11 to 25.05).
+PASSING_ERRORS = Expression(
+    'Unable to contact slurm controller|timed out|Zero Bytes were transmitted|temporarily unavailable|'
+    'temporarily unable|Connection re|connect failure|connection failure|Transport endpoint|not responding|'
+    'Unexpected message received|Unable to resolve|Header lengths|Protocol authentication|standby|try again',
+    re.IGNORECASE)
+SUBMITTED = Expression(r'(?:Submitted batch job )?([0-9]+)(?:(?:;| on cluster )([\w.-]+))?\s*\Z')
+# A word that sbatch takes as it is, whatever reads it: without blanks, quotes, or the begin of a comment.
+DIRECTIVE_VALUE = Expression(r'''(?!-[^0-9])[^\s"'\\#\x00-\x1f\x7f]+\Z''')
+DIRECTIVE_NAME = Expression(r'[a-z][a-z0-9-]*\Z')
+JOB_PREFIX = Expression(r'(?!-)[A-Za-z0-9_.+-]*\Z')
+# Options with which an allocation would not be one job that runs its script.
+UNSUITABLE_OPTIONS = frozenset(('array', 'a', 'wrap', 'test-only', 'wait', 'W', 'help', 'h', 'usage',
+                                'version', 'V', 'uid', 'gid'))
+MEMORY_OPTIONS = frozenset(('mem', 'mem-per-cpu', 'mem-per-gpu'))
+CPU_OPTIONS = frozenset(('cpus-per-task', 'c', 'ntasks', 'n', 'ntasks-per-node', 'exclusive', 'cpus-per-gpu',
+                         'cores-per-socket', 'ntasks-per-socket', 'ntasks-per-core', 'mincpus'))
+ENDED_JOB = Expression('Invalid job id|already complet')     # what scancel says of jobs that are gone
+GPU_VARIABLES = ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'GPU_DEVICE_ORDINAL',
+                 'ZE_AFFINITY_MASK')
+
+
+def submission_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
+    """Variables for sbatch, which hands its environment on to the job; None removes one.
+
+    Inside a job, what that job got goes too, GPUs as well: a runner submits the next allocation.
+    """
+    removed = [name for name in environment if SLURM_SETTINGS.match(name) and name not in KEPT_SETTINGS]
+    if 'SLURM_JOB_ID' in environment:
+        removed += [name for name in GPU_VARIABLES if name in environment]
+    return dict.fromkeys(removed)
+
+
+def startup_window_s(num_runners: int) -> int:
+    """Within so many seconds the runners of one submission start, so that they do not ask all at once."""
+    if num_runners <= 1:
+        return 0
+    if num_runners <= 10:
+        return num_runners
+    return min(60, 10 + (num_runners - 10) * 50 // 90)
+
+
+# -------- what is asked for --------
+
+class Site(Row):
+    """What a partition gives to a job that does not say what it needs; 0: unknown."""
+    gives_whole_nodes: bool = False
+    has_default_memory: bool = True     # a job that asks for none does not get all
+    num_cpus: int = 0                   # of a node
+    memory_bytes: int = 0
+
+
+SITE_QUESTIONS = (('scontrol', '-o', 'show', 'partition'), ('scontrol', 'show', 'config'))
+
+
+def parse_site(partitions: str, config: str, partition: Optional[str]) -> Site:
+    """The Site of a partition, or of the default one, from the answers to SITE_QUESTIONS.
+
+    A partition that sets no default memory has that of the cluster (slurm.conf(5), DefMemPerCPU).
+    """
+    for line in partitions.splitlines():
+        cells = dict(word.split('=', 1) for word in line.split() if '=' in word)
+        if cells.get('PartitionName') == partition if partition else cells.get('Default') == 'YES':
+            words = [cells.get(name, '') for name in ('DefMemPerNode', 'DefMemPerCPU')]
+            words += re.findall(r'^DefMemPer(?:Node|CPU)\s*=\s*(\S+)', config, re.MULTILINE)
+            num_nodes, num_cpus = (int(cells[name]) if cells.get(name, '').isdigit() else 0
+                                   for name in ('TotalNodes', 'TotalCPUs'))
+            memory = re.search(r'\bmem=([0-9.]+[KMGTP]?)', cells.get('TRES', ''))
+            memory_bytes = memory and parse_slurm_memory(memory.group(1)) or 0
+            return Site(cells.get('OverSubscribe', '').startswith('EXCLUSIVE'),
+                        any(word not in ('', 'UNLIMITED', '0') for word in words) or not config,
+                        num_cpus // max(1, num_nodes), memory_bytes // max(1, num_nodes))
+    return Site()
+
+
+class AllocationNeeds(Row):
+    """What the largest of an allocation's jobs needs on each of its nodes, and how many jobs there are."""
+    num_cpus: int = 1
+    memory_bytes: int = 0
+    num_jobs: int = 1
+
+
+def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, site: Site, given: Set[str],
+                     num_allocations: int) -> Dict[str, str]:
+    """CPUs and memory of an allocation, as options of sbatch, where the scheduler does not say them.
+
+    A shared node gives one CPU and little memory to who asks for nothing. Where whole nodes are given, only
+    memory must be asked for, and not even that where a job gets all of it.
+    """
+    has_memory = bool(scheduler.get('mem')) or any(name in given for name in MEMORY_OPTIONS)
+    has_cpus = bool(scheduler.get('ntasks_per_node')) or any(name in given for name in CPU_OPTIONS)
+    if site.gives_whole_nodes or 'exclusive' in given:
+        return {'mem': '0'} if site.has_default_memory and not has_memory else {}
+    nodes = max(1, scheduler.get('nodes') or 1)
+    rooms = [math.ceil(needs.num_jobs / (nodes * max(1, num_allocations)))]
+    if site.num_cpus:
+        rooms.append(site.num_cpus // needs.num_cpus)
+    memory_bytes = parse_requested_memory(scheduler['mem']) if scheduler.get('mem') else site.memory_bytes
+    job_bytes = needs.memory_bytes + STEP_MEMORY_BYTES
+    if memory_bytes:
+        rooms.append((memory_bytes - RUNNER_MEMORY_BYTES) // job_bytes)
+    at_once = max(1, min(rooms))
+    found = {}
+    if not has_cpus:
+        found.update({'ntasks-per-node': '1', 'cpus-per-task': str(needs.num_cpus * at_once)})
+    if not has_memory:
+        wanted_bytes = RUNNER_MEMORY_BYTES + at_once * job_bytes
+        wanted_bytes = min(wanted_bytes, site.memory_bytes or wanted_bytes)
+        found['mem'] = f'{math.ceil(wanted_bytes / 1024 ** 2)}M'
+    return found
+
+
+# -------- the script --------
+
+class Caller(Row):
+    """How a script starts a runner of this workflow."""
+    python: str
+    program: str                # the pinned copy
+    server: str                 # URL, or path of the database
+    token_file: str = ''
+    ca_file: str = ''
+    is_insecure: bool = False
+
+
+class Submission(Row):
+    """An allocation that is to be submitted."""
+    id: int                     # of its record
+    workflow: Dict[str, Any]
+    scheduler: Dict[str, Any]
+    settings: Dict[str, Any]    # SUBMISSION_SETTINGS
+    needs: AllocationNeeds
+    database_id: str
+    is_new: bool                # no job can name its record yet
+
+
+SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the record
+    'directory': 'working directory', 'output_dir': 'output directory', 'poll_interval': 'seconds',
+    'claim_backoff_max_secs': 'seconds', 'max_parallel_jobs': 'jobs at a time',
+    'start_one_worker_per_node': 'a runner on each node', 'prefix': 'begin of the name of the Slurm job',
+    'num_allocations': 'submitted together', 'keeps_script': 'the script stays'}
+
+
+def submission_name(submission: Submission) -> str:
+    """Name of an allocation's script, and of its Slurm job unless it belongs to a chain."""
+    return f"{submission.settings.get('prefix') or ''}wf{submission.workflow['id']}_a{submission.id}"
+
+
+def submission_tag(submission: Submission) -> str:
+    """The comment of an allocation's Slurm job: it is of no other record, nor of another database's."""
+    return f"torc:{submission.database_id[:12]}:{submission.workflow['id']}:{submission.id}"
+
+
+def record_of_comment(text: str) -> Optional[int]:
+    """The record that a Slurm job's comment names, or None."""
+    match = re.match(r'torc:[0-9a-f]+:[0-9]+:([0-9]+)\Z', text)
+    return int(match.group(1)) if match else None
+
+
+def job_name_of(submission: Submission) -> str:
+    """Name of the Slurm job. Those of a chain share it: --dependency=singleton goes by name and user."""
+    scheduler = submission.scheduler
+    if scheduler.get('serialize_allocations'):
+        return f"torc-wf{submission.workflow['id']}-sched{scheduler['id']}"
+    return submission_name(submission)
+
+
+def check_directive(name: str, value: Any, where: str) -> str:
+    """The value of an option as text. Refused if sbatch could take it for more than one value."""
+    text = str(value)
+    if not DIRECTIVE_VALUE.match(text):
+        raise Refused(printable(f'{where}: {name} {text!r} cannot be given to sbatch: it is empty, begins '
+                                'with a dash, or holds a blank, quote, backslash, # or control character'))
+    return text
+
+
+def check_option(name: str, where: str) -> str:
+    """The name of a long option of sbatch. Refused if it is none, or would make something else of the job."""
+    option = name.lower().replace('_', '-')
+    if not DIRECTIVE_NAME.match(option):
+        raise Refused(printable(f'{where}: {name!r} is not a long option of sbatch, such as mail-user'))
+    if option in UNSUITABLE_OPTIONS:
+        raise Refused(f'{where}: --{option} does not go with an allocation: remove it')
+    return option
+
+
+def options_of_extra(extra: str, where: str) -> Set[str]:
+    """Names of the options in a scheduler's `extra`. Refused if it is more than one line of options."""
+    if not extra.isprintable():
+        raise Refused(printable(f'{where}: extra {extra!r} must be one line of options'))
+    try:
+        words = shlex.split(extra)
+    except ValueError as error:
+        raise Refused(printable(f'{where}: extra {extra!r} cannot be read: {error}')) from None
+    if words and not words[0].startswith('-'):
+        raise Refused(printable(f'{where}: extra {extra!r} must begin with an option, such as --exclusive'))
+    names = set()
+    for word in words:
+        if word.startswith('--'):
+            names.add(word[2:].partition('=')[0])
+        elif word.startswith('-'):
+            names.add(word[1:2])
+    for name in sorted(names & UNSUITABLE_OPTIONS):
+        raise Refused(f"{where}: extra: {'--' if name[1:] else '-'}{name} does not go with an allocation: "
+                      'remove it')
+    return names
+
+
+def default_options(workflow: Dict[str, Any]) -> Dict[str, Any]:
+    """Options from a workflow's slurm_defaults: text or True; False for one that is not to be written."""
+    found = {}
+    for name, value in (workflow.get('slurm_defaults') or {}).items():
+        option = check_option(name, 'slurm_defaults')
+        if isinstance(value, bool):
+            found[option] = value
+        elif isinstance(value, (str, int, float)):
+            found[option] = check_directive(option, value, 'slurm_defaults')
+    return found
+
+
+def scheduler_options(scheduler: Dict[str, Any]) -> Dict[str, str]:
+    """Options from the fields of a scheduler, in the order of the script."""
+    where = f"scheduler {scheduler.get('name') or scheduler.get('id')}"
+    try:
+        walltime = format_walltime(parse_walltime(scheduler['walltime']))
+    except ValueError as error:
+        raise Refused(printable(f'{where}: walltime {error}')) from None
+    values = {'account': scheduler['account'], 'partition': scheduler.get('partition'),
+              'qos': scheduler.get('qos'), 'time': walltime, 'nodes': scheduler.get('nodes') or 1,
+              'ntasks-per-node': scheduler.get('ntasks_per_node'), 'mem': scheduler.get('mem'),
+              'gres': scheduler.get('gres'), 'tmp': scheduler.get('tmp')}
+    return {name: check_directive(name, value, where) for name, value in values.items()
+            if value not in (None, '')}
+
+
+DIRECTIVE_ORDER = ('job-name', 'comment', 'account', 'partition', 'qos', 'time', 'nodes', 'ntasks-per-node',
+                   'cpus-per-task', 'mem', 'gres', 'tmp', 'dependency', 'requeue', 'no-requeue', 'open-mode',
+                   'chdir', 'output', 'error')
+
+
+def batch_options(submission: Submission, site: Site) -> Dict[str, Any]:
+    """All options of an allocation, in the order of its script: text, or True for a switch.
+
+    Fields of the scheduler beat slurm_defaults, and these beat what is generated; False there leaves an
+    option out.
+    """
+    settings, scheduler = submission.settings, submission.scheduler
+    defaults, own = default_options(submission.workflow), scheduler_options(scheduler)
+    extra = options_of_extra(scheduler.get('extra') or '', f"scheduler {scheduler.get('name')}")
+    output = os.path.join(settings['output_dir'].replace('%', '%%'),
+                          f"slurm_output_wf{submission.workflow['id']}_sl%j")
+    generated = {'job-name': job_name_of(submission), 'comment': submission_tag(submission),
+                 'open-mode': 'append', 'chdir': quote_directive(settings['directory']),
+                 'output': quote_directive(output + '.o'), 'error': quote_directive(output + '.e')}
+    if not {'requeue', 'no-requeue'} & {*defaults, *extra}:
+        generated['requeue'] = True     # else the cluster's JobRequeue decides what a lost node means
+    if scheduler.get('serialize_allocations'):
+        generated['dependency'] = 'singleton'
+    generated.update(resource_options(scheduler, submission.needs, site, {*defaults, *own, *extra},
+                                      settings.get('num_allocations') or 1))
+    merged = {**generated, **defaults, **own}
+    if 'dependency' in generated:
+        merged['dependency'] = 'singleton'
+    places = {name: index for index, name in enumerate(DIRECTIVE_ORDER)}
+    ordered = sorted(merged, key=lambda name: (places.get(name, len(places)), name))
+    return {name: merged[name] for name in ordered if defaults.get(name) is not False}
+
+
+def quote_directive(path: str) -> str:
+    """A path as a value of a #SBATCH line, which knows quotes as a shell does (sbatch/opt.c, 20.11).
+
+    Slurm takes a backslash in a name for an escape of its own. Refused if it holds one, or a line's end.
+    """
+    if '\\' in path or any(ord(character) < 32 or ord(character) == 127 for character in path):
+        raise Refused(printable(f'the path {path!r} cannot be given to Slurm: it holds a backslash or a '
+                                'control character; use another output directory'))
+    if DIRECTIVE_VALUE.match(path):
+        return path
+    if '"' not in path:
+        return f'"{path}"'
+    if "'" not in path:
+        return f"'{path}'"
+    raise Refused(printable(f'the path {path!r} cannot be given to Slurm: it holds both kinds of quotes; '
+                            'use another output directory'))
+
+
+def runner_words(submission: Submission, caller: Caller) -> List[str]:
+    """The command line of the runner that an allocation starts."""
+    settings, config = submission.settings, submission.workflow.get('execution_config') or {}
+    each_node = bool(settings.get('start_one_worker_per_node'))
+    num_runners = 1 if submission.scheduler.get('serialize_allocations') else \
+        settings.get('num_allocations') or 1
+    num_runners *= (submission.scheduler.get('nodes') or 1) if each_node else 1
+    window_s = 0 if config.get('staggered_start') is False else startup_window_s(num_runners)
+    options = [('--scheduled-compute-node', submission.id),
+               ('--poll-interval', f"{settings.get('poll_interval') or DEFAULT_POLL_INTERVAL_S:g}"),
+               ('--max-parallel-jobs', settings.get('max_parallel_jobs')),
+               ('--claim-backoff-max-secs', settings.get('claim_backoff_max_secs')),
+               ('--tls-ca-cert', caller.ca_file), ('--startup-delay-seconds', window_s)]
+    words = [word for name, value in options if value for word in (name, str(value))]
+    words += ['--tls-insecure'] if caller.is_insecure else []
+    return [caller.server, str(submission.workflow['id']), settings['output_dir'], *words,
+            *(['--is-subtask'] if each_node else [])]
+
+
+def each_node_words(workflow: Dict[str, Any]) -> str:
+    """srun that starts a runner on each node, as a line of shell.
+
+    A site's WaitTime must not end the others when one retires, nor one that fails. It overlaps: the steps of
+    jobs need the same CPUs. Its size is given: the job's --ntasks-per-node would be inherited.
+    """
+    mpi = (workflow.get('execution_config') or {}).get('srun_mpi')
+    words = ['srun', '--overlap', '--wait=0', '--kill-on-bad-exit=0']
+    words += [shlex.quote(f"--mpi={check_directive('srun_mpi', mpi, 'execution_config')}")] if mpi else []
+    return ' '.join(words) + (' --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" '
+                              '--ntasks-per-node=1 --cpu-bind=none --input=none')
+
+
+def format_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
+    """The script that is given to sbatch. Refused for what cannot be written into one."""
+    settings, workflow = submission.settings, submission.workflow
+    if settings.get('start_one_worker_per_node') \
+            and (workflow.get('execution_config') or {}).get('mode') != 'direct':
+        raise Refused('start_one_worker_per_node needs mode direct in execution_config')
+    options = batch_options(submission, site)
+    lines = ['#!/bin/bash']
+    lines += [f'#SBATCH --{name}' + ('' if value is True else f'={value}') for name, value in options.items()]
+    extra = (submission.scheduler.get('extra') or '').strip()
+    lines += [f'#SBATCH {extra}'] if extra else []
+    lines += ['', f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}.",
+              '# They clash with the --mem of its steps.', 'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU']
+    if caller.token_file:
+        lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
+    program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
+    if settings.get('start_one_worker_per_node'):
+        program = f'{each_node_words(workflow)} \\\n    {program}'
+    # exec: a signal for the batch shell, and the one before the end of the time, must reach the runner.
+    words = runner_words(submission, caller)
+    lines.append(f"exec {program} \\\n    {' '.join(map(shlex.quote, words))}")
+    return ''.join(f'{line}\n' for line in lines)
+
+
+# -------- sbatch, and what its replies mean --------
+
+def parse_submission(text: str) -> Optional[Tuple[int, str]]:
+    """Slurm's id of a job and its cluster, '' for the usual one, from what sbatch printed; None without one.
+
+    With --parsable it is `id` or `id;cluster`; a site's plugins may print lines before it.
+    """
+    found = [match for match in map(SUBMITTED.match, map(str.strip, text.splitlines())) if match]
+    return (int(found[-1].group(1)), found[-1].group(2) or '') if found else None
+
+
+class QueuedJob(Row):
+    """A job in the queue, or one that has just left it."""
+    id: int
+    state: str
+    name: str
+    comment: str
+
+
+def find_own_jobs_argv() -> List[str]:
+    """squeue for all own jobs, also those that have ended a short time ago (MinJobAge)."""
+    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', '%i|%T|%j|%k')
+
+
+def parse_own_jobs(text: str) -> List[QueuedJob]:
+    """What find_own_jobs_argv() asks for."""
+    return [QueuedJob(int(number), parse_slurm_state(state), name, comment)
+            for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
+
+
+def find_submitted(jobs: Iterable[QueuedJob], tag: str, name: str) -> Optional[QueuedJob]:
+    """The job of a record: by its comment, or by its name where a site has put another comment there."""
+    jobs = list(jobs)
+    found = [job for job in jobs if job.comment == tag]
+    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')]
+    return found[-1] if found else None
+
+
+class SlurmCall(Row):
+    """A program of Slurm that is to be called."""
+    argv: List[str]
+    limit_s: float
+    variables: Dict[str, Optional[str]]
+
+
+class Underway:
+    """One allocation on its way to Slurm."""
+    __slots__ = ('submission', 'script', 'needs_look', 'tries')
+
+    def __init__(self, submission: Submission, script: str) -> None:
+        self.submission = submission
+        self.script = script                            # path
+        self.needs_look = not submission.is_new         # a job may name its record
+        self.tries = 0
+
+
+class Submitter:
+    """Brings allocations to Slurm, one call after the other: which is next, and what its reply means.
+
+    Whoever owns it performs `next_call` when it is `due`, hands the reply to `on_reply`, and takes `ends`:
+    rows for the server, of what was submitted or refused. What is in `lost` stays as it is: Slurm could not
+    be asked whether it has the job.
+    """
+
+    def __init__(self, pause_s: float = SBATCH_PAUSE_S, look_pause_s: float = LOOK_PAUSE_S,
+                 tries: int = SBATCH_TRIES) -> None:
+        self.pause_s = pause_s
+        self.look_pause_s = look_pause_s
+        self.tries = tries
+        self.waiting = []           # type: List[Underway]
+        self.current = None         # type: Optional[Underway]  # its sbatch runs
+        self.is_looking = False     # squeue runs
+        self.look_at = 0.0          # not before
+        self.failed_looks = 0
+        self.message = ''           # of the last failure that passes
+        self.ends = []              # type: List[Dict[str, Any]]
+        self.lost = []              # type: List[Submission]
+
+    def add(self, submission: Submission, script: str) -> None:
+        """Submit an allocation; its script is there."""
+        self.waiting.append(Underway(submission, script))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way."""
+        return bool(self.waiting or self.current)
+
+    def due(self) -> float:
+        """When next_call has something to call; infinite while a call is out, or there is nothing."""
+        if self.current or self.is_looking or not self.waiting:
+            return math.inf
+        return 0.0 if any(not item.needs_look for item in self.waiting) else self.look_at
+
+    def next_call(self, now: float) -> Optional[SlurmCall]:
+        """The program to call now, if any."""
+        if self.due() > now:
+            return None
+        ready = [item for item in self.waiting if not item.needs_look]
+        if ready:
+            self.current = ready[0]
+            self.waiting.remove(self.current)
+            self.current.tries += 1
+            argv = slurm_argv('sbatch', '--parsable', self.current.script)
+            return SlurmCall(argv, SLURM_QUERY_S, submission_variables())
+        self.is_looking = True
+        return SlurmCall(find_own_jobs_argv(), SLURM_QUERY_S, query_variables())
+
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """What the last call has answered."""
+        if self.is_looking:
+            self.is_looking, self.look_at = False, now + self.look_pause_s
+            if reply.code:
+                self.on_failed_look(explain_reply(reply))
+            else:
+                self.on_jobs(parse_own_jobs(reply.out))
+            return
+        item, self.current = self.current, None
+        found = parse_submission(reply.out) if reply.code == 0 else None
+        if found is not None:
+            self.end(item, *found)
+        elif reply.code in (0, REPLY_TIMED_OUT) or reply.code > 128 or PASSING_ERRORS.search(reply.err):
+            self.message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
+            item.needs_look = True
+            self.look_at = max(self.look_at, now + self.pause_s)
+            self.waiting.append(item)
+        else:
+            self.refuse(item, explain_reply(reply))
+
+    def on_failed_look(self, message: str) -> None:
+        """Without an answer nothing may be submitted again: try some times, then leave the records alone."""
+        self.failed_looks += 1
+        if self.failed_looks >= self.tries:
+            self.message = message
+            self.lost += [item.submission for item in self.waiting if item.needs_look]
+            self.waiting = [item for item in self.waiting if not item.needs_look]
+            self.failed_looks = 0
+
+    def on_jobs(self, jobs: List[QueuedJob]) -> None:
+        """The queue, as it is: submit what is not in it."""
+        self.failed_looks = 0
+        for item in [item for item in self.waiting if item.needs_look]:
+            found = find_submitted(jobs, submission_tag(item.submission), submission_name(item.submission))
+            if found is not None:
+                self.waiting.remove(item)
+                self.end(item, found.id, '')
+            elif item.tries >= self.tries:
+                self.waiting.remove(item)
+                self.refuse(item, f'{self.message} ({item.tries} tries)')
+            else:
+                item.needs_look = False
+
+    def refuse(self, item: Underway, message: str) -> None:
+        """Slurm does not take it; nor would it take the others of the same scheduler."""
+        self.ends.append({'id': item.submission.id, 'message': message})
+        for other in list(self.waiting):
+            if other.submission.scheduler['id'] == item.submission.scheduler['id'] and not other.needs_look:
+                self.waiting.remove(other)
+                self.ends.append({'id': other.submission.id, 'message': message})
+
+    def end(self, item: Underway, number: int, cluster: str) -> None:
+        """It is in the queue."""
+        self.ends.append({'id': item.submission.id, 'slurm_job_id': number, 'cluster': cluster})
+
+
+def read_submissions(workflow: Dict[str, Any], answer: Dict[str, Any]) -> List[Submission]:
+    """What the server has handed out to be submitted (`allocations` of its answer)."""
+    return [Submission(row['id'], workflow, row['scheduler'], row['settings'],
+                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'])
+            for row in answer.get('allocations') or ()]
+
+
+def write_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
+    """Put an allocation's script into its output directory; its path. Refused, OSError."""
+    path = os.path.join(submission.settings['output_dir'], submission_name(submission) + '.sh')
+    write_atomically(path, os.fsencode(format_batch_script(submission, site, caller)), 0o700)
+    return path
+
+
+def pin_program(output_dir: str) -> str:
+    """Keep a compiled copy of this very file in an output directory; the path of its launcher. OSError.
+
+    An upgrade, or another version in the user's PATH, must not change what a queued allocation runs.
+    """
+    source = os.path.abspath(globals().get('__file__') or '')
+    with open(source, 'rb') as file:
+        mark = hashlib.sha256(file.read())
+    mark.update(f'{sys.executable} {sys.implementation.cache_tag}'.encode('utf-8', 'surrogateescape'))
+    made = installation_of(os.path.join(output_dir, f'torc-{mark.hexdigest()[:12]}'))
+    if not (os.path.isfile(made.launcher) and os.path.isfile(made.module) and compiled_modules(made)):
+        write_installation(made)
+    return made.launcher
+
+
+# -------- cancellation --------
+
+def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], List[str]]:
+    """Cancel what a workflow has in the queue, or running, with one scancel. The Slurm jobs, and errors.
+
+    Rows are marked once Slurm has answered: after an error the same command does it again.
+    """
+    rows = [row for row in list_items(client, 'list_scheduled_compute_nodes', workflow_id=workflow_id)
+            if row['scheduler_type'] == 'slurm' and row['status'] in ('pending', 'active')]
+    unknown = [row for row in rows if not row['scheduler_id']]
+    numbers = [row['scheduler_id'] for row in rows if row['scheduler_id']]
+    if unknown:     # their submitter was killed, or is at it: it will find them canceled
+        reply = ask_slurm(find_own_jobs_argv())
+        if reply.code:
+            return [], [f'squeue: {explain_reply(reply)}']
+        own = {record_of_comment(job.comment): job for job in parse_own_jobs(reply.out)
+               if job.comment.startswith(f"torc:{client.call('get_database')['id'][:12]}:{workflow_id}:")}
+        numbers += [own[row['id']].id for row in unknown if row['id'] in own]
+    if numbers:
+        reply = ask_slurm(slurm_argv('scancel', *numbers))
+        lines = [line for line in reply.err.splitlines() if line.strip()]
+        if reply.code and not (lines and all(ENDED_JOB.search(line) for line in lines)):
+            return [], [f'scancel: {explain_reply(reply)}']
+    for row in rows:
+        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+    return numbers, []
+
+
+# -------- who calls --------
+
+def caller_of(client: Client, output_dir: str) -> Caller:
+    """How scripts reach what a client uses: a URL that was named, or the database, whoever serves it then."""
+    server = client.named_url or os.path.abspath(client.database)
+    token_file = os.path.abspath(client.token_file) if client.named_url and client.token_file else ''
+    ca_file = os.path.abspath(client.tls.ca_file) if client.named_url and client.tls.ca_file else ''
+    return Caller(sys.executable, pin_program(output_dir), server, token_file, ca_file,
+                  bool(client.named_url and client.tls.is_insecure))
 
 
 # ======== 14d. Slurm steps: srun's command line, and what the end of a step means ========
@@ -22539,7 +24984,7 @@ class ExitRules:
         is_over = bool(limit_s) and idle_s >= limit_s
         if policy.is_too_late(self.shutdown.end - now):
             leave('deadline')
-            context.say(f'leaving: no job is started when less than {policy.min_time_s} s are left')
+            context.say('leaving: ' + WAIT_REASONS['late'].format(policy.min_time_s))
         elif self.watch.loss:
             if is_over:
                 leave('output')
@@ -22547,7 +24992,7 @@ class ExitRules:
                 context.say(f'leaving: {waited}, since {self.watch.loss}', 'warning')
         elif not (answer.get('claimable', True) or pending or ignores or is_persistent):
             leave('stuck')
-            context.say(f"leaving: of the jobs that are left ({answer['unfinished']}) none can run here")
+            context.say('leaving: ' + WAIT_REASONS['stuck'].format(answer['unfinished']))
         elif is_over and not pending:
             leave('idle')
             context.say(f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds). '
@@ -23150,8 +25595,12 @@ def explain_others(why: Dict[str, Any], counts: Dict[str, int], number: int,
     return lines
 
 
-def format_explanation(status: Dict[str, Any], style: Style, program: str) -> List[str]:
-    """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal."""
+def format_explanation(status: Dict[str, Any], style: Style, program: str,
+                       is_part: bool = False) -> List[str]:
+    """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal.
+
+    With `is_part` more is said elsewhere, of ready jobs.
+    """
     counts, number = status['jobs_by_status'], status['workflow_id']
     why = status.get('explanation')
     found = explain_failures(why['failures'][:FAILURES_SHOWN], counts, number, program) if why else []
@@ -23159,7 +25608,7 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str) -> Li
         found += explain_others(why, counts, number, program)
     for job in why.get('remarks', ())[:REMARKS_SHOWN] if why else ():   # older servers have none
         found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
-    if counts['ready'] and not status['is_canceled'] and not status['active_compute_nodes']:
+    if counts['ready'] and not (is_part or status['is_canceled'] or status['active_compute_nodes']):
         found.append(('ready', f"{counts['ready']} ready wait for a runner: {program} run {number}"))
     lines = []
     for name, text in found:
@@ -23187,13 +25636,190 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
         times = f"wall time {format_seconds(status['walltime_seconds'])}, {times}"
     lines.append('  ' + times[0].upper() + times[1:])
     nodes = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
-    lines += ([f"  {', '.join(nodes)}"] if nodes else []) + ['']
+    lines += [f"  {', '.join(nodes)}"] if nodes else []
+    rows = status.get('allocations') or []
+    lines += [f'    {printable_line(format_allocation(row))}' for row in rows[:FAILURES_SHOWN]]
+    lines += [f'    {len(rows) - FAILURES_SHOWN} more allocations'] if len(rows) > FAILURES_SHOWN else []
+    lines.append('')
     explained = format_explanation(status, style, program)
     lines += explained + [''] if explained else []
     kind, sentence = verdict_of(status)
     mark, ascii_mark, colour = VERDICTS[kind]
     lines.append(paint(f'{mark if style.is_unicode else ascii_mark} {sentence}', colour, style))
     return '\n'.join(lines) + '\n'
+
+
+# -------- why nothing runs --------
+
+WAITING_SUMMARY = {     # code of a group of ready jobs -> what a summary says of so many
+    'lacks': '{} ready fit no runner or allocation', 'no_runner': '{} ready wait for a runner',
+    'late': '{} ready wait for a runner with more time left',
+    'action': '{} ready wait for an action that allocates nodes',
+    'allocation': '{} ready wait for a pending allocation', 'busy': '{} ready wait for busy runners',
+    'next_turn': '{} ready are about to be taken'}
+RUNNERS_SHOWN = 5
+ALLOCATIONS_SHOWN = 20
+
+
+def summarize_waiting(waiting: Dict[str, Any]) -> str:
+    """Answer of explain_waiting -> why nothing, or not everything, runs, in one sentence."""
+    status = waiting['status']
+    counts, running = status['jobs_by_status'], status['jobs_by_status']['running']
+    if status['is_canceled'] or status['is_complete']:
+        return verdict_of(status)[1]
+    ready = collections.Counter()   # type: Dict[str, int]
+    for group in waiting['ready']:
+        ready[group['code']] += group['count']
+    parts = [words.format(ready[code]) for code, words in WAITING_SUMMARY.items() if ready[code]]
+    for name, words in (('pending', '{} are being started'), ('blocked', '{} blocked wait for other jobs'),
+                        ('pending_failed', '{} failed wait for a decision'),
+                        ('uninitialized', '{} are not initialized')):
+        parts += [words.format(counts[name])] if counts[name] else []
+    failed = [action for action in waiting['actions'] if action['reason'].startswith('failed: ')]
+    parts += [f'{len(failed)} actions failed'] if failed else []
+    head = f'{running} of {status["total_jobs"]} jobs run' if running else 'Nothing runs'
+    return f"{head}: {', '.join(parts)}" if parts else head
+
+
+def format_ready_group(group: Dict[str, Any]) -> str:
+    """A group of ready jobs, with what the first of them needs."""
+    needs = [f"{group['num_cpus']} CPUs", format_memory(group['memory_bytes'])]
+    needs += [f"{group['num_gpus']} GPUs"] if group['num_gpus'] else []
+    needs += [f"{group['num_nodes']} nodes"] if group['num_nodes'] > 1 else []
+    needs += [f"label {','.join(group['labels'])}"] if group['labels'] else []
+    more = f" and {group['count'] - 1} more" if group['count'] > 1 else ''
+    return (f"{group['job_name']}{more} ({', '.join(needs)}, {format_elapsed(group['runtime_seconds'])}): "
+            f"{group['reason']}")
+
+
+def format_allocation(row: Dict[str, Any], now: float = 0.0) -> str:
+    """An allocation: Slurm job, scheduler, how long it lasts, or what it waits for. `now` is in seconds."""
+    number = f"Slurm job {row['slurm_job_id']}" if row['slurm_job_id'] > 0 else 'is being submitted'
+    parts = [f"scheduler {row['scheduler_name']}"] if row['scheduler_name'] else []
+    parts += [f"partition {row['partition']}"] if row['partition'] else []
+    parts += [f"{row['num_nodes']} nodes"] if (row['num_nodes'] or 1) > 1 else []
+    parts += [row['walltime']] if row['walltime'] else []
+    about = f" ({', '.join(parts)})" if parts else ''
+    return f"allocation {row['allocation_id']}: {number}{about}: {'; '.join(allocation_state(row, now))}"
+
+
+def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
+    """What is to be said of the state of an allocation, as the server and, if it was asked, Slurm know it."""
+    queued, found = row.get('queue'), [row['status']]
+    if row['status'] == 'active':
+        found.append(f"{row['num_runners']} runners with {row['num_jobs']} jobs" if row['num_runners'] else
+                     'none of its runners is at work')
+        if row['remaining_seconds'] is not None:
+            found.append(f"{format_elapsed(row['remaining_seconds'])} left")
+    if queued is None:
+        return found + (['Slurm does not list it any more'] if 'queue' in row else [])
+    if queued['state'] == 'PENDING':
+        meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
+        found.append(f"Slurm says {queued['reason']}{meaning}")
+        if queued['submitted_at']:
+            found.append(f"in the queue for {format_elapsed(max(0.0, now - queued['submitted_at']))}")
+        if queued['starts_at'] and queued['starts_at'] > now:
+            found.append(f"Slurm expects its start in {format_elapsed(queued['starts_at'] - now)}")
+    elif queued['state'] != 'RUNNING' or row['status'] == 'pending':
+        state = SLURM_STATES.get(queued['state'])
+        found.append(f"Slurm says {queued['state']}: it {state.meaning}" if state else
+                     'Slurm says nothing of its state')
+        if queued['state'] == 'RUNNING':
+            found.append('its runner has not reported yet')
+    return found
+
+
+def format_queue_report(slurm: Dict[str, Any], now: float) -> str:
+    """Whether Slurm was asked, and when."""
+    if slurm['error']:
+        return f"Slurm could not be asked: {slurm['error']}"
+    age_s = max(0.0, now - slurm['asked_at'])
+    return f'Slurm was asked {format_elapsed(age_s)} ago' if age_s >= 1 else 'Slurm was asked just now'
+
+
+def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
+                   program: str = 'torc.py') -> str:
+    """The answer of `explain` for people: a sentence, then what waits for what, and what to do."""
+    status = waiting['status']
+    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"
+    parts = {
+        'Ready jobs': [format_ready_group(group) for group in waiting['ready']],
+        'Allocations': [format_allocation(row, now) for row in waiting['allocations'][:ALLOCATIONS_SHOWN]],
+        'Runners': [format_runner(runner) for runner in waiting['runners'][:RUNNERS_SHOWN]],
+        'Actions': [format_waiting_action(action) for action in waiting['actions']]}
+    hidden = {
+        'Ready jobs': status['jobs_by_status']['ready'] * (not status['is_canceled'])
+        - sum(group['count'] for group in waiting['ready']),
+        'Allocations': status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+        - len(parts['Allocations']),
+        'Runners': status['active_compute_nodes'] - len(parts['Runners'])}
+    for name, number in hidden.items():
+        parts[name] += [f'{number} more'] if number > 0 else []
+    if waiting['slurm']:
+        parts['Allocations'].append(format_queue_report(waiting['slurm'], now))
+    lines = [printable_line(title), '', waiting['summary']]
+    explained = format_explanation(dict(status, explanation=waiting['explanation']), style, program, True)
+    lines += [''] + explained if explained else []
+    for name, found in parts.items():
+        lines += ['', name] + [f'  {printable_line(text)}' for text in found] if found else []
+    lines += [''] + waiting['next_steps'] if waiting['next_steps'] else []
+    return '\n'.join(lines) + '\n'
+
+
+def format_runner(runner: Dict[str, Any]) -> str:
+    """A compute node at work: what it has, and how busy it is."""
+    has = (f"{runner['num_cpus']} CPUs, {runner['memory_gb']:.1f}GB, {runner['num_gpus']} GPUs"
+           + (f" on {runner['num_nodes']} nodes" if runner['num_nodes'] > 1 else ''))
+    left = runner['remaining_seconds']
+    about = [f"Slurm job {runner['slurm_job_id']}"] if runner['slurm_job_id'] else []
+    about += [f"label {','.join(runner['labels'])}"] if runner['labels'] else []
+    about += [f"{runner['num_jobs']} jobs"] + ([f'{format_elapsed(left)} left'] if left is not None else [])
+    return f"compute node {runner['compute_node_id']} ({runner['hostname']}), {has}: {', '.join(about)}"
+
+
+def format_waiting_action(action: Dict[str, Any]) -> str:
+    """An action that is still to be carried out."""
+    what = action['action_type']
+    if action['scheduler_name']:
+        what += f" {action['num_allocations'] or 1} x {action['scheduler_name']}"
+    return f"action {action['action_id']} ({what}, {action['trigger_type']}): {action['reason']}"
+
+
+def format_diagnosis(found: Dict[str, Any]) -> str:
+    """Answer of diagnose_workflow, for people."""
+    def span(name: str, key: str) -> str:
+        times = found[key]
+        return f'  {name:24}' + (', '.join(
+            f"{word} {format_elapsed(times[f'{word}_seconds'])}" for word in ('min', 'median', 'max'))
+            if times else '-')
+    lines = [
+        f"Workflow {found['workflow_id']}: {found['active_allocations']} compute nodes at work "
+        f"({found['allocations_unlimited']} without an end), {found['ready_jobs']} ready jobs", '',
+        span('time left of nodes', 'allocation_remaining'),
+        span('run time of ready jobs', 'ready_job_runtime'), '']
+    lines.append(f"{found['runtime_blocked_jobs']} ready jobs need more time than any active node has left"
+                 if found['runtime_blocked'] else
+                 'No ready job needs more time than the active nodes have left')
+    return format_lines(lines)
+
+
+def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
+    """Commands that help, for a workflow that stands still. `program` begins them."""
+    status, number = waiting['status'], waiting['status']['workflow_id']
+    counts, codes = status['jobs_by_status'], {group['code'] for group in waiting['ready']}
+    has_schedule = any(action['action_type'] == 'schedule_nodes' and not action['executed']
+                       and action['trigger_count'] >= action['required_triggers']
+                       for action in waiting['actions'])
+    steps = []
+    if status['is_canceled'] or status['is_complete']:
+        return []
+    if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
+        steps.append(f'Start runners: {program} run {number}' +
+                     (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
+    if 'lacks' in codes:
+        steps.append('Ask for less, or offer more: '
+                     f'{program} resource-requirements list {number}; {program} slurm list {number}')
+    return steps
 
 
 # -------- progress --------
@@ -24435,7 +27061,7 @@ TASK_PAUSE_S = 1.0          # longest between looks at a task
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
-MAKERS = ('run', 'create', 'exec', 'workflows new')     # commands that make a database where there is none
+MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new')     # they make a database where there is none
 
 Arguments = Dict[str, Any]
 CommandFunction = Callable[[Any, Arguments], int]   # of a Session
@@ -24916,6 +27542,9 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
     'events': Noun(
         'event', 'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), +Message=(message), '
         'Data=data:1'),
+    'scheduled-compute-nodes': Noun(
+        'scheduled_compute_node', 'ID=id, Scheduler ID=scheduler_id, Config ID=scheduler_config_id, '
+        'Type=scheduler_type, Status=status'),
     'compute-nodes': Noun(
         'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
         'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
@@ -25411,6 +28040,9 @@ def cmd_status(session: Session, args: Arguments) -> int:
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
         status['walltime_formatted'] = format_seconds(status['walltime_seconds'])
+    if status['pending_scheduled_nodes'] or status['active_scheduled_nodes']:
+        waiting = call_addition(session.client, 'explain_waiting', workflow_id=status['workflow_id'])
+        status['allocations'] = waiting.get('allocations', [])
     style = style_of(session.out, os.environ)
     session.answer(status, format_status(status, style, command_line(session)), style)
     for labels, count in status['unserved_ready_labels'].items():
@@ -25421,6 +28053,13 @@ def cmd_status(session: Session, args: Arguments) -> int:
     return 0
 
 
+def cmd_diagnose(session: Session, args: Arguments) -> int:
+    """Whether ready jobs need more time than the active nodes have left."""
+    found = session.call('diagnose_workflow', workflow_id=choose_workflow(session, args))
+    session.answer(found, format_diagnosis(found))
+    return 0
+
+
 def cmd_cancel(session: Session, args: Arguments) -> int:
     """Stop a workflow: what runs is stopped, what waits never starts."""
     workflow_id = choose_workflow(session, args)
@@ -25428,12 +28067,18 @@ def cmd_cancel(session: Session, args: Arguments) -> int:
     if not session.confirm(f'Cancel {named}?'):
         return 0
     session.call('cancel_workflow', workflow_id=workflow_id)
-    value = {'canceled_slurm_jobs': [], 'errors': None, 'status': 'success', 'workflow_id': workflow_id}
+    canceled, errors = cancel_allocations(session.client, workflow_id)
+    value = {'canceled_slurm_jobs': canceled, 'errors': errors or None, 'status': 'success',
+             'workflow_id': workflow_id}
+    if canceled:
+        session.inform(f'Canceled {len(canceled)} Slurm jobs: {first_of(canceled)}')
+    for error in errors:
+        session.report(f'torc: its allocations are not canceled, do so again: {error}')
     now = command_line(session, 'run', workflow_id, '--retry-failed')
     later = command_line(session, 'workflows', 'reset-status', workflow_id, '--failed-only', '-r')
     session.answer(value, f'Canceled {named}. To go on with what it left undone: {now}\n'
                           f'(or {later}, and run it later)\n')
-    return 0
+    return 1 if errors else 0
 
 
 def cmd_delete_workflows(session: Session, args: Arguments) -> int:
@@ -26519,10 +29164,7 @@ def cmd_execution_plan(session: Session, args: Arguments) -> int:
 
 def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
     """Execution plan of a workflow that is not created yet."""
-    jobs, producers = body['jobs'], find_producers(body['jobs'])
-    keys = [(job.dependencies, tuple(input_keys(job))) for job in jobs]
-    sets = {(number, inputs): frozenset(body['dependency_sets'][number] if number is not None else ()).union(
-        *(producers.get(key, ()) for key in inputs)) for number, inputs in set(keys)}
+    set_numbers, sets = planned_prerequisites(body)
     allocations = []
     for action in body['actions']:
         config = action['action_config']
@@ -26532,7 +29174,8 @@ def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
                 name = body['slurm_schedulers'][name].get('name')
             allocations.append(Allocation(action['trigger_type'], action.get('job_indexes'),
                                    allocation_row(config, name)))
-    plan = execution_plan([job.name for job in jobs], [sets[key] for key in keys], allocations)
+    plan = execution_plan([job.name for job in body['jobs']], [sets[number] for number in set_numbers],
+                          allocations)
     return dict(plan, source='spec_file', workflow_name=body['workflow']['name'])
 
 
@@ -26862,6 +29505,7 @@ def report_nothing_left(session: Session, workflow: Dict[str, Any], status: Dict
     state = 'was canceled' if status['is_canceled'] else 'has nothing left to do'
     session.report(f"Workflow {number} {state}: {format_counts(status['jobs_by_status'])}")
     if code:
+        report_undone(session, number, status['jobs_by_status'], set())
         retry = command_line(session, 'run', number, '--retry-failed', *words)
         session.report(f'To go on from here: {retry}')
         report_edit(session, workflow, words)
@@ -26911,7 +29555,8 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
     if len(outcome.failed_jobs) > CANDIDATES_SHOWN:
         session.report(f'  and {len(outcome.failed_jobs) - CANDIDATES_SHOWN} more')
     if outcome_exit(outcome):
-        report_undone(session, number, outcome)
+        shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
+        report_undone(session, number, outcome.jobs_by_status, shown)
     directory_words = logs_words(workflow, options)
     if outcome.failed_jobs:
         logs = command_line(session, 'logs', number, outcome.failed_jobs[0][1], *directory_words)
@@ -26951,10 +29596,8 @@ def report_unwritten_data(session: Session, workflow_id: int) -> None:
 NAMES_SHOWN = 5     # of the jobs that are not done, for each status
 
 
-def report_undone(session: Session, workflow_id: int, outcome: RunOutcome) -> None:
+def report_undone(session: Session, workflow_id: int, counts: Dict[str, int], shown: Set[int]) -> None:
     """Name the jobs that are not done, except for failures already shown; count those lost with runners."""
-    shown = {job_id for job_id, _, _, _ in outcome.failed_jobs}
-    counts = outcome.jobs_by_status
     all_shown = sum(counts.get(name, 0) for name in BROKEN_WORDS) <= len(shown)
     try:
         for row in STATUSES:
@@ -27110,8 +29753,418 @@ def exec_monitor(args: Arguments) -> Dict[str, Any]:
 
 # ======== 20d. Allocations: commands about Slurm ========
 #
-# What a user does with Slurm jobs: `submit`, `slurm ...`, `scheduled-compute-nodes ...`, `explain`.
-# Where a runner does the same, both call a function of an earlier section.
+# `submit` and `slurm schedule-nodes` bring allocations to Slurm and return at once; what runs in them is a
+# runner. Slurm is called here, never by the server: the programs are on a login node.
+
+SUBMIT_TRIGGERS = ('on_workflow_start', 'on_jobs_ready', 'on_jobs_complete')
+DEFAULT_ALLOCATION_POLL_S = 30.0    # between the requests of a runner in an allocation
+SCHEDULER_COLUMNS = ('ID=id, Name=name, Account=account, Nodes=nodes, Walltime=walltime, '
+                     'Partition=partition, QOS=qos:1, Serialized=serialize_allocations:2')
+ALLOCATION_JOB_COLUMNS = 'Job ID=job_id, Job Name=job_name, Status=status, Return Code=return_code'
+
+
+# -------- submission --------
+
+def submission_settings(args: Arguments) -> Dict[str, Any]:
+    """SUBMISSION_SETTINGS from the arguments of a command."""
+    given_settings = {
+        'directory': os.getcwd(), 'output_dir': os.path.abspath(args['output_dir']),
+        'poll_interval': args['poll_interval'] or DEFAULT_ALLOCATION_POLL_S,
+        'claim_backoff_max_secs': args['claim_backoff_max_secs'],
+        'max_parallel_jobs': args['max_parallel_jobs'], 'prefix': args.get('job_prefix'),
+        'start_one_worker_per_node': args.get('start_one_worker_per_node'),
+        'keeps_script': args.get('keep_submission_scripts')}
+    return {name: value for name, value in given_settings.items() if value}
+
+
+def refuse_without_sbatch() -> None:
+    """Refuse, before anything is created or claimed, where nothing can be submitted."""
+    if not has_slurm_program('sbatch'):
+        raise Refused(printable(f"there is no {slurm_program('sbatch')} here: submit from a login node of "
+                                'the cluster'))
+
+
+def is_schedule(action: Dict[str, Any]) -> bool:
+    """Whether an action of a workflow, stored or planned, submits allocations that `submit` may begin."""
+    config = action['action_config']
+    return action['action_type'] == 'schedule_nodes' and config.get('scheduler_type', 'slurm') == 'slurm' \
+        and action['trigger_type'] in SUBMIT_TRIGGERS
+
+
+def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]], name: str) -> None:
+    """Refuse what has no action that submits anything: say how it gets one."""
+    if not any(map(is_schedule, actions)):
+        generate = command_line(session, 'slurm', 'generate', '--account', 'ACCOUNT', 'SPEC', '-o', 'NEW')
+        raise Refused(f"{name} has no schedule_nodes action ({', '.join(SUBMIT_TRIGGERS)}): nothing says "
+                      f'which allocations it needs. Let them be planned: {generate} (or `submit --account '
+                      'ACCOUNT SPEC`, which does both); submit some by hand: `slurm schedule-nodes`; or run '
+                      'it here: `run`')
+
+
+def cmd_submit(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
+    refuse_without_sbatch()
+    settings = submission_settings(args)
+    if is_id(args['target']):
+        if args['account']:
+            raise BadInput('--account plans the allocations of a workflow file; change those of a workflow '
+                           'with `slurm update`')
+        workflow = session.workflow(int(args['target']))
+        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        return submit_workflow(session, workflow, settings, args)
+    plan = read_spec(session, args['target'], args)
+    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
+    for scheduler in plan.body['slurm_schedulers']:
+        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
+    if not args['ignore_missing_data']:
+        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    if session.format != 'json':    # which is one document, at the end
+        session.inform(f'Created workflow {workflow_id}')
+    return submit_workflow(session, session.workflow(workflow_id), settings, args)
+
+
+def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
+    """Refuse what no script could be made of, before anything is created or claimed."""
+    submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
+                            AllocationNeeds(), '', True)
+    format_batch_script(submission, Site(), Caller('', '', ''))
+
+
+def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
+                    args: Arguments) -> int:
+    """Initialize a workflow if need be, and submit the allocations of all actions that are due."""
+    number = workflow['id']
+    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
+    chosen = review_schedules(session, workflow, schedulers)
+    if chosen is None:
+        return 0
+    begin_workflow(session, workflow, settings['output_dir'], bool(args['ignore_missing_data']))
+    actions = [action for action in due_schedules(session, number) if chosen.get(action['id']) != 0]
+    used = {action['action_config'].get('scheduler_id') for action in actions}
+    for scheduler in schedulers:
+        if scheduler['id'] in used:
+            check_scheduler(workflow, scheduler, settings)
+    counts = {number: {'count': count} for number, count in chosen.items()}
+    wanted = [dict({'action_id': action['id']}, **counts.get(action['id'], {})) for action in actions]
+    outcome = submit_allocations(session, workflow, {'settings': settings, 'actions': wanted})
+    return report_submitted(session, workflow, outcome)
+
+
+def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, is_forced: bool) -> None:
+    """Make ready what is uninitialized; refuse what was canceled."""
+    number = workflow['id']
+    prepare_output_dir(session, RunnerOptions(output_dir=output_dir))
+    status = session.call('get_workflow_status', workflow_id=number)
+    if status['jobs_by_status']['uninitialized']:
+        if not is_forced:
+            refuse_missing_inputs(check_files(session.client, workflow), False, session.report)
+        session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=number)
+        record_contents(session.client, workflow)
+        initialize_for_run(session, workflow, status)
+    elif status['is_canceled']:
+        reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
+        raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
+    directory = workflow.get('submission_directory')
+    if directory and os.path.isdir(directory) and not os.path.samefile(directory, os.getcwd()):
+        session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
+                                 'its jobs now count from here'))
+
+
+def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
+    """Actions that are due and submit allocations."""
+    due = session.call('get_pending_actions', workflow_id=workflow_id, trigger_type=list(SUBMIT_TRIGGERS))
+    return list(filter(is_schedule, due))
+
+
+REVIEW_HELP = ('p: proceed    d ID: disable an action    n ID COUNT: so many allocations of it    '
+               'c: cancel')
+
+
+def review_schedules(session: Session, workflow: Dict[str, Any],
+                     schedulers: Sequence[Dict[str, Any]]) -> Optional[Dict[int, int]]:
+    """Before a workflow is submitted again: how many allocations of which action, where that was changed.
+
+    None if the user has canceled. Asked on a terminal only.
+    """
+    counts = {}     # type: Dict[int, int]
+    if (workflow.get('run_id') or 0) <= 1 or not session.is_interactive:
+        return counts
+    names = {item['id']: item.get('name') for item in schedulers}
+    actions = {action['id']: action for action in filter(is_schedule, session.call(
+        'get_workflow_actions', workflow_id=workflow['id'])) if not action['executed']
+        and not action.get('is_recovery')}
+    while actions:
+        lines = [f"Workflow {workflow['id']} runs again. Allocations that its actions submit:"]
+        for action in actions.values():
+            config, is_now = action['action_config'], action['trigger_count'] >= action['required_triggers']
+            count = counts.get(action['id'], config.get('num_allocations', 1))
+            lines.append(f"  {action['id']}  {'now' if is_now else 'later'}  {count} x "
+                         f"{names.get(config.get('scheduler_id'))} ({action['trigger_type']})"
+                         + ('' if count else ', disabled'))
+        session.report(*lines, REVIEW_HELP)
+        session.err.write('> ')
+        session.err.flush()
+        line = session.stdin.readline()
+        words = line.split()
+        if not line or words == ['c']:
+            session.report('Cancelled')
+            return None
+        if words == ['p']:
+            break
+        numbers = [int(word) for word in words[1:] if re.match(r'[0-9]{1,9}\Z', word)]
+        if words[:1] == ['d'] and len(words) == 2 and numbers and numbers[0] in actions:
+            counts[numbers[0]] = 0
+        elif words[:1] == ['n'] and len(words) == 3 and len(numbers) == 2 and numbers[0] in actions:
+            counts[numbers[0]] = numbers[1]
+        elif words:
+            session.report(printable(f'{line.strip()!r} is not understood'))
+    disable_schedules(session, workflow, [number for number, count in counts.items() if not count])
+    return counts
+
+
+def disable_schedules(session: Session, workflow: Dict[str, Any], ids: Iterable[int]) -> None:
+    """Take actions without carrying them out."""
+    for number in ids:
+        with contextlib.suppress(Conflict):     # it was taken meanwhile
+            session.call('claim_action', {}, workflow_id=workflow['id'], action_id=number)
+
+
+class Submitted(Row):
+    """What became of allocations."""
+    numbers: List[int]          # Slurm jobs
+    refusals: List[str]
+    lost: List[int]             # records: Slurm could not be asked whether it has their jobs
+    message: str                # why that is
+    idle: List[int]             # actions that had nothing left to do
+    submitters: List[str]       # others, who are at it
+
+
+def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any]) -> Submitted:
+    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left."""
+    submitter = format_json(describe_process())
+    wanted = sum(row.get('count') or 1 for row in request.get('actions') or ()) + (request.get('count') or 0)
+    request = dict(request, submitter=submitter, lease_s=SUBMISSION_LEASE_S + SLURM_QUERY_S * wanted)
+    answer = session.call('take_submissions', request, workflow_id=workflow['id'])
+    ended = [text for text in answer['submitters'] if has_ended(text)]
+    if ended:   # killed: nobody else brings their allocations to Slurm
+        more = {'submitter': submitter, 'lease_s': request['lease_s'], 'settings': {}, 'ended': ended}
+        found = session.call('take_submissions', more, workflow_id=workflow['id'])
+        # what was handed out before is ours already, and handed out again
+        known = {row['id']: row for row in answer['allocations']}
+        answer = dict(answer, allocations=[known.get(row['id'], row) for row in found['allocations']],
+                      submitters=found['submitters'])
+    submissions = read_submissions(workflow, answer)
+    work = Submitter()
+    if submissions:
+        start_submissions(session, work, submissions)
+    numbers, refusals = drive_submitter(session, workflow, work, submitter)
+    return Submitted(numbers, refusals, [item.id for item in work.lost], work.message, answer['idle_actions'],
+                     answer['submitters'])
+
+
+def has_ended(submitter: str) -> bool:
+    """Whether a command that holds allocations is known to be dead."""
+    try:
+        process = parse_json(submitter)
+    except ValueError:      # a compute node: the server knows
+        return False
+    return isinstance(process, dict) and process_lives(process) is False
+
+
+def ask_site() -> Callable[[Optional[str]], Site]:
+    """What the partitions of this cluster give to whom asks for nothing; asked once."""
+    replies = [ask_slurm(slurm_argv(*words)) for words in SITE_QUESTIONS]
+    partitions, config = ('' if reply.code else reply.out for reply in replies)
+    return functools.partial(parse_site, partitions, config)
+
+
+def start_submissions(session: Session, work: Submitter, submissions: List[Submission]) -> None:
+    """Write the scripts of allocations, and hand them to a Submitter."""
+    site_of, callers = ask_site(), {}   # type: Any, Dict[str, Caller]
+    for submission in submissions:
+        output_dir = submission.settings['output_dir']
+        try:
+            if output_dir not in callers:
+                os.makedirs(output_dir, exist_ok=True)  # of another command, which was killed
+                callers[output_dir] = caller_of(session.client, output_dir)
+            options = {**default_options(submission.workflow), **submission.scheduler}
+            path = write_batch_script(submission, site_of(options.get('partition')), callers[output_dir])
+        except (TorcError, OSError) as error:
+            message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
+            work.ends.append({'id': submission.id, 'message': printable(message)})
+            continue
+        work.add(submission, path)
+
+
+def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
+                    submitter: str) -> Tuple[List[int], List[str]]:
+    """Carry a Submitter's calls out, and report what comes of them. Slurm jobs, and refusals."""
+    numbers, refusals, scripts = [], [], {item.submission.id: item for item in work.waiting}
+    while work.is_busy or work.ends:
+        pause_s = work.due() - time.monotonic() if work.is_busy and not work.ends else 0.0
+        if pause_s > 0:
+            why = work.message or 'an earlier submission was interrupted'
+            session.report(f'{why}: looking into the queue in {pause_s:.0f} s')
+            time.sleep(pause_s)
+        call = work.next_call(time.monotonic())
+        if call is not None:
+            work.on_reply(ask_slurm(call.argv, call.limit_s, call.variables), time.monotonic())
+        ends, work.ends = work.ends, []
+        if ends:
+            body = {'submitter': submitter, 'submitted': ends}
+            answer = session.call('report_submissions', body, workflow_id=workflow['id'])
+            if answer['surplus']:       # canceled meanwhile
+                ask_slurm(slurm_argv('scancel', *answer['surplus']))
+            numbers += [end['slurm_job_id'] for end in ends
+                        if 'slurm_job_id' in end and end['slurm_job_id'] not in answer['surplus']]
+            refusals += [end['message'] for end in ends if 'message' in end]
+            for end in ends:
+                remove_script(scripts.get(end['id']))
+    return numbers, refusals
+
+
+def remove_script(item: Optional[Underway]) -> None:
+    """sbatch has kept a copy of it."""
+    if item is not None and not item.submission.settings.get('keeps_script'):
+        with contextlib.suppress(OSError):
+            os.unlink(item.script)
+
+
+def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
+    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+    number = workflow['id']
+    if outcome.submitters:
+        session.report(f'{len(outcome.submitters)} other submitters of workflow {number} are at work')
+    if outcome.lost:
+        again = command_line(session, 'submit', number)
+        session.report(f'Slurm does not say whether it has {len(outcome.lost)} allocations: '
+                       f'{outcome.message}. Nothing is submitted twice; when it answers: {again}')
+    if outcome.refusals and not outcome.numbers:
+        raise Refused(f'Slurm has refused the allocations of workflow {number}: {outcome.refusals[0]}')
+    for message in sorted(set(outcome.refusals)):
+        count = outcome.refusals.count(message)
+        session.report(f'torc: {count} allocations of workflow {number} were refused: {message}')
+    count = len(outcome.numbers)
+    text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
+        f'Submitted no allocation of workflow {number}'
+    if not count and not outcome.lost:
+        why = 'no job is left that they could run' if outcome.idle else 'none of its actions is due'
+        session.report(f'{text}: {why}')
+    value = {'workflow_id': number, 'message': text, 'slurm_job_ids': outcome.numbers}
+    session.answer(value, f'{text}\n' if count else '')
+    return 0 if count and not outcome.refusals and not outcome.lost else 1
+
+
+def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
+    """Submit allocations of one scheduler, whatever the actions of the workflow say."""
+    refuse_without_sbatch()
+    workflow = session.workflow(choose_workflow(session, args))
+    settings = submission_settings(args)
+    if not JOB_PREFIX.match(args['job_prefix'] or ''):
+        raise BadInput('--job-prefix takes letters, digits and . _ + -, and does not begin with a dash')
+    scheduler = choose_scheduler(session, workflow, args['scheduler_config_id'])
+    if scheduler.get('serialize_allocations') and args['job_prefix']:
+        raise BadInput('--job-prefix does not go with serialize_allocations, whose jobs share a name')
+    if args['start_one_worker_per_node'] and (workflow.get('execution_config') or {}).get('mode') != 'direct':
+        raise BadInput('--start-one-worker-per-node needs mode direct in execution_config')
+    check_scheduler(workflow, scheduler, settings)
+    if not suppress_schedules(session, workflow, bool(args['suppress_actions'])):
+        return 0
+    begin_workflow(session, workflow, settings['output_dir'], False)
+    if args['suppress_actions']:    # those that the initialization has made due
+        due = due_schedules(session, workflow['id'])
+        disable_schedules(session, workflow, [action['id'] for action in due])
+    request = {'settings': settings, 'scheduler_config_id': scheduler['id'], 'count': args['num_hpc_jobs']}
+    return report_submitted(session, workflow, submit_allocations(session, workflow, request))
+
+
+def choose_scheduler(session: Session, workflow: Dict[str, Any], number: Optional[int]) -> Dict[str, Any]:
+    """The named scheduler of a workflow, its only one, or the one that is chosen on a terminal."""
+    schedulers = {item['id']: item for item in session.items('list_slurm_schedulers',
+                                                             workflow_id=workflow['id'])}
+    if not schedulers:
+        raise Refused(f"workflow {workflow['id']} has no Slurm scheduler: make one with `slurm create`")
+    named = ', '.join(f"{item['id']} ({item.get('name')})" for item in schedulers.values())
+    if number is None and len(schedulers) > 1:
+        if not session.is_interactive:
+            raise BadInput(printable(f'--scheduler-config-id is required: one of {named}'))
+        word = session.ask(f'Scheduler, one of {named}: ')
+        number = int(word) if is_id(word) else 0
+    number = next(iter(schedulers)) if number is None else number
+    if number not in schedulers:
+        raise NotFound(printable(f"workflow {workflow['id']} has no Slurm scheduler {number}; "
+                                 f'it has {named}'))
+    return schedulers[number]
+
+
+def suppress_schedules(session: Session, workflow: Dict[str, Any], is_wanted: bool) -> bool:
+    """Actions would submit allocations as well: take them if so wanted. Whether to go on."""
+    due = [action['id'] for action in due_schedules(session, workflow['id'])
+           if not action.get('is_recovery') and not action['persistent']]
+    if not due or is_wanted:
+        disable_schedules(session, workflow, due)
+        return True
+    message = f"actions of workflow {workflow['id']} would submit allocations, too: {first_of(due)}"
+    if not session.is_interactive:
+        session.report(f'warning: {message}; --suppress-actions prevents that')
+        return True
+    answer = ''
+    while answer not in ('s', 'p', 'c'):
+        answer = session.ask(f'{message[0].upper()}{message[1:]}. s: suppress them, p: proceed, c: cancel: ')
+    if answer == 's':
+        disable_schedules(session, workflow, due)
+    elif answer == 'c':
+        session.report('Cancelled')
+    return answer != 'c'
+
+
+# -------- schedulers, records of allocations --------
+
+def cmd_slurm_create(session: Session, args: Arguments) -> int:
+    """Add a Slurm scheduler to a workflow."""
+    body = with_workflow(session, args)
+    body['serialize_allocations'] = bool(args['serialize_allocations'])
+    check_scheduler({}, dict(body, id=0), {'output_dir': '/', 'directory': '/'})
+    record = session.call('create_slurm_scheduler', body)
+    session.answer(record, f"Created Slurm scheduler {record['id']}\n")
+    return 0
+
+
+def cmd_slurm_update(session: Session, args: Arguments) -> int:
+    """Change a Slurm scheduler; allocations that are submitted stay as they are."""
+    changed = given(args, 'id')
+    require_changes(session, changed)
+    record = dict(session.call('get_slurm_scheduler', id=args['id']), **changed)
+    check_scheduler({}, record, {'output_dir': '/', 'directory': '/'})
+    record = session.call('update_slurm_scheduler', changed, id=args['id'])
+    session.answer(record, f"Updated Slurm scheduler {args['id']}\n")
+    return 0
+
+
+def cmd_slurm_delete(session: Session, args: Arguments) -> int:
+    """Delete a Slurm scheduler."""
+    record = session.call('delete_slurm_scheduler', id=args['id'])
+    session.answer(record, f"Deleted Slurm scheduler {args['id']}\n")
+    return 0
+
+
+def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
+    """Jobs that run, or have run, in an allocation."""
+    record = session.call('get_scheduled_compute_node', id=args['id'])
+    number = record['workflow_id']
+    nodes = {node['id'] for node in session.items('list_compute_nodes', workflow_id=number,
+                                                  scheduled_compute_node_id=record['id'])}
+    jobs = {job['id']: job for job in session.items('list_jobs', workflow_id=number)}
+    codes = {row['job_id']: row['return_code'] for row in session.items('list_results', workflow_id=number)
+             if row['compute_node_id'] in nodes}
+    running = [job_id for job_id, job in jobs.items() if job.get('compute_node_id') in nodes]
+    items = [{'job_id': job_id, 'job_name': jobs[job_id]['name'], 'status': jobs[job_id]['status'],
+              'return_code': codes.get(job_id)} for job_id in sorted({*codes, *running}) if job_id in jobs]
+    session.show_list(headings_of(ALLOCATION_JOB_COLUMNS), items, 'jobs')
+    return 0
 
 
 # -------- accounts --------
@@ -27322,10 +30375,440 @@ def format_issues(answer: Dict[str, Any]) -> str:
     return format_lines(lines)
 
 
+# -------- explain --------
+
+def cmd_explain(session: Session, args: Arguments) -> int:
+    """Why nothing runs, or not everything."""
+    found = session.call('explain_waiting', workflow_id=choose_workflow(session, args))
+    slurm = add_queue(found['allocations'], ask_queue(time.time())) if found['allocations'] else None
+    program, style = command_line(session), style_of(session.out, os.environ)
+    waiting = {'workflow_id': found['status']['workflow_id'], 'summary': summarize_waiting(found),
+               'next_steps': next_steps(found, program), 'slurm': slurm, **found}
+    session.answer(waiting, format_waiting(waiting, time.time(), style, program), style)
+    return 0
+
+
+def add_queue(allocations: Sequence[Dict[str, Any]], queue: Queue) -> Dict[str, Any]:
+    """Add to each allocation what Slurm says of it, as `queue`, None if nothing. Whether Slurm was asked."""
+    for row in allocations if not queue.error else ():
+        found, row['queue'] = queue.jobs.get(str(row['slurm_job_id'])), None
+        if found:
+            reason = find_slurm_reason(found.reason)
+            row['queue'] = dict(found._asdict(), reason_meaning=reason and reason.meaning,
+                                is_final=bool(reason and reason.is_final))
+    return {'asked_at': queue.asked_at, 'error': queue.error or None}
+
+
 # ======== 20e. Clusters: commands that plan allocations ========
 #
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
-# and submit nothing.
+# how full they are and when a job would start, and submit nothing.
+
+PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime:1, gpus=gpus:2, shared=shared:2, '
+                     'explicit=explicit:3')
+
+
+def hpc_config(session: Session) -> HpcConfig:
+    """Clusters of the user's configuration files; what could not be read is reported."""
+    config = read_config()
+    for note in config.notes:
+        session.report(f'warning: {note}')
+    return config
+
+
+def chosen_profile(session: Session, name: Optional[str]) -> Profile:
+    """The cluster that a command was given, or that this machine belongs to."""
+    return find_profile(name, hpc_config(session))
+
+
+def cmd_hpc_list(session: Session, args: Arguments) -> int:
+    """The clusters that are known without asking Slurm."""
+    rows = [{'name': profile.name, 'display': profile.display_name, 'partitions': len(profile.partitions),
+             'detected': is_here(profile)} for profile in known_profiles(hpc_config(session))]
+    session.show_list(headings_of('name=name, display=display, partitions=partitions, detected=detected'), rows,
+                      f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
+    return 0
+
+
+def cmd_hpc_detect(session: Session, args: Arguments) -> int:
+    """The cluster that this machine belongs to; null if there is none."""
+    config = hpc_config(session)
+    found = next((profile for profile in known_profiles(config) if is_here(profile)), None)
+    if found is None and has_slurm_program('sinfo'):
+        try:
+            found = ask_for_profile()
+        except Refused as error:
+            session.report(error.message)
+    if found is None:
+        session.answer(None, 'No cluster is known here; see `hpc list`, and --profile\n')
+    else:
+        session.answer({'name': found.name, 'display_name': found.display_name,
+                        'description': found.description, 'partitions': len(found.partitions)},
+                       f'{found.name}: {found.display_name}\n')
+    return 0
+
+
+def partition_record(partition: Partition) -> Dict[str, Any]:
+    """A partition as JSON shows it."""
+    return dict(partition._asdict(), features=list(partition.features))
+
+
+def partition_row(partition: Partition) -> Dict[str, Any]:
+    """A partition as a list in JSON shows it."""
+    return {'name': partition.name, 'cpus': partition.cpus_per_node, 'memory_mb': partition.memory_mb,
+            'max_walltime_secs': partition.max_walltime_secs, 'gpus_per_node': partition.gpus_per_node,
+            'gpu_type': partition.gpu_type, 'shared': partition.shared,
+            'explicit': partition.requires_explicit_request}
+
+
+def partition_cells(partition: Partition) -> Dict[str, Any]:
+    """A partition as a table shows it."""
+    gpus = f"{partition.gpus} {partition.gpu_type or ''}".rstrip() if partition.gpus else None
+    return dict(partition_row(partition), walltime=format_walltime(partition.max_walltime_secs), gpus=gpus,
+                memory=format_memory(partition.node.memory_bytes))
+
+
+def cmd_hpc_show(session: Session, args: Arguments) -> int:
+    """Everything that is known of a cluster."""
+    profile = chosen_profile(session, args['name'])
+    value = dict(profile._asdict(), detection=list(profile.detection),
+                 partitions=[partition_record(partition) for partition in profile.partitions])
+    order = ('name', 'display_name', 'description', 'detection', 'default_account', 'partitions',
+             'charge_factor_cpu', 'charge_factor_gpu', 'metadata')
+    value = {key: value[key] for key in order}
+    if session.format == 'json':
+        session.show_json(value)
+        return 0
+    session.show(format_record({key: value[key] for key in order[:3] + order[4:5]}) + '\n')
+    session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, profile.partitions)),
+                      'partitions')
+    return 0
+
+
+def cmd_hpc_partitions(session: Session, args: Arguments) -> int:
+    """The partitions of a cluster."""
+    found = [partition for partition in chosen_profile(session, args['name']).partitions
+             if (partition.gpus or not args['gpu']) and (partition.shared or not args['shared'])]
+    session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions',
+                      list(map(partition_row, found)))
+    return 0
+
+
+def cmd_hpc_match(session: Session, args: Arguments) -> int:
+    """The partitions that can run a job, and the one that would be chosen."""
+    partitions = chosen_profile(session, args['name']).partitions
+    needs = ResourceClass('', args['cpus'] or 1, args['memory'] or 0, args['gpus'] or 0, 1,
+                          args['walltime'] or 0)
+    found, best = fitting_partitions(partitions, needs), choose_partition(partitions, needs)
+    value = {'requirements': {'cpus': args['cpus'], 'walltime_secs': args['walltime'], 'gpus': args['gpus'],
+                              'memory_mb': None if args['memory'] is None else needs.memory_mb},
+             'matching_partitions': list(map(partition_record, found)),
+             'best_partition': None if best is None else partition_record(best)}
+    if session.format == 'json':
+        session.show_json(value)
+    elif best is None:
+        session.show(f'No partition fits: {explain_misfit(partitions, needs)}\n')
+    else:
+        session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions')
+        session.show(f'Best: {best.name}\n')
+    return 0
+
+
+def cmd_hpc_generate(session: Session, args: Arguments) -> int:
+    """This cluster, asked for with sinfo, as an entry of a configuration file."""
+    profile = ask_for_profile()
+    partitions = [partition for partition in profile.partitions
+                  if not (args['skip_stdby'] and partition.name.endswith('-stdby'))]
+    domain = socket.getfqdn().partition('.')[2]
+    entry = {'display_name': args['display_name'] or profile.display_name,
+             'detect_hostname': re.escape(domain) + '$' if '.' in domain else None,
+             'partitions': [{key: value for key, value in partition_record(partition).items()
+                             if value not in (None, '', [])} for partition in partitions]}
+    name = args['name'] or re.sub('[^a-z0-9_-]+', '-', profile.name.lower())
+    entry = {key: value for key, value in entry.items() if value is not None}
+    path = args['output']
+    format = FORMATS.get(os.path.splitext(path or '.toml')[1].lower(), 'toml')
+    value = {'client': {'hpc': {'custom_profiles': {name: entry}}}}
+    text = format_toml_profile(name, entry) if format == 'toml' else format_spec(value, format)
+    if path:
+        write_result(path, text)
+        session.inform(f'Wrote profile {name} with {len(partitions)} partitions to {path}')
+    else:
+        session.show(text)
+    if format == 'toml' and tomllib is None:
+        session.report('warning: this Python cannot read TOML itself (3.11 can): for it, write '
+                       '-o ~/.config/torc/config.yaml')
+    return 0
+
+
+def format_toml_profile(name: str, entry: Dict[str, Any]) -> str:
+    """A configured cluster as TOML (its basic strings take what JSON's do)."""
+    def pair(key: str, value: Any) -> str:
+        return f'{key} = {json.dumps(value)}'
+    table = 'client.hpc.custom_profiles.' + (name if re.match(r'[A-Za-z0-9_-]+\Z', name) else json.dumps(name))
+    lines = [f'[{table}]'] + [pair(key, value) for key, value in entry.items() if key != 'partitions']
+    for partition in entry['partitions']:
+        lines += ['', f'[[{table}.partitions]]', *(pair(key, value) for key, value in partition.items())]
+    return '\n'.join(lines) + '\n'
+
+
+def write_result(path: str, text: str) -> None:
+    """A file that the user asked for."""
+    try:
+        write_atomically(path, text.encode('utf-8', 'backslashreplace'), 0o666 & ~current_umask())
+    except OSError as error:
+        raise BadInput(f'cannot write {path}: {error.strerror}') from None
+
+
+# -------- slurm generate --------
+
+
+def plan_options(args: Arguments) -> PlanOptions:
+    """How allocations are planned, from the command line."""
+    return PlanOptions(args['group_by'], args['walltime_strategy'], args['walltime_multiplier'],
+                       bool(args.get('single_allocation')))
+
+
+def read_for_slurm(session: Session, args: Arguments, *, replaces: bool, has_actions: bool
+                   ) -> Tuple[GeneratedSpec, Profile, str, Document]:
+    """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was.
+
+    Warnings are reported.
+    """
+    path = '' if args['spec'] == '-' else args['spec']
+    document = read_document(read_input(session, args['spec']), path)
+    config = hpc_config(session)
+    profile = find_profile(args['profile'], config)
+    defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
+    account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
+    partitions = profile.partitions
+    if args.get('partition'):
+        partitions = [partition for partition in partitions if partition.name == args['partition']]
+        if not partitions:
+            names = dict.fromkeys(partition.name for partition in profile.partitions)
+            raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
+                           f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
+    options = GenerateOptions(plan_options(args), account, replaces, has_actions, bool(args['skip_checks']),
+                              args['max_instances'] or MAX_INSTANCES)
+    try:
+        made = generate_spec(document, spec_directory(path), partitions, options)
+    except BadInput as error:
+        error.problems = [placed(problem, path) for problem in error.problems]
+        raise
+    for warning in made.warnings[:PROBLEMS_SHOWN]:
+        session.report(f'warning: {placed(warning, path)}')
+    return made, profile, account, document
+
+
+def spec_directory(path: str) -> str:
+    """Directory of a workflow file, which its tables are looked for in."""
+    return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
+
+
+def cmd_slurm_generate(session: Session, args: Arguments) -> int:
+    """Put Slurm schedulers, and actions that submit them, into a workflow file."""
+    made, profile, _, document = read_for_slurm(session, args, replaces=args['overwrite'],
+                                                has_actions=not args['no_actions'])
+    summary = {'dry_run': bool(args['dry_run']), 'scheduler_count': len(made.schedulers),
+               'action_count': len(made.actions), 'profile_name': profile.name,
+               'profile_display_name': profile.display_name, 'slurm_schedulers': made.schedulers,
+               'actions': made.actions, 'warnings': [str(warning) for warning in made.warnings]}
+    if args['dry_run']:
+        session.answer(summary, format_generated(made, profile))
+        return 0
+    session.inform(*format_generated(made, profile).splitlines())
+    path = args['output']
+    directory = os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
+    source = '' if args['spec'] == '-' else args['spec']
+    value = rebase_tables(made.value, spec_directory(source), directory)
+    if path:
+        format = FORMATS.get(os.path.splitext(path)[1].lower(), document.format)
+        write_result(path, format_spec(value, format))
+        session.announce(dict(summary, output=path), f'Wrote {path}; submit it with: '
+                         + command_line(session, 'submit', path))
+    else:
+        session.show(format_spec(value, 'json' if session.format == 'json' else document.format))
+    return 0
+
+
+def format_generated(made: GeneratedSpec, profile: Profile) -> str:
+    """The plan for people: a scheduler, what it asks for, and what it is for."""
+    lines = [f'Schedulers for {profile.display_name}:']
+    for scheduler in made.plan.schedulers:
+        gpus = f', {scheduler.num_gpus} GPUs' if scheduler.num_gpus else ''
+        nodes = f'{scheduler.nodes} nodes' if scheduler.nodes > 1 else '1 node'
+        lines.append(f'  {scheduler.name}: {len(scheduler.jobs)} jobs, {scheduler.num_allocations} x {nodes} of '
+                     f'{scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
+                     f'{scheduler.num_cpus} CPUs, {format_request(scheduler.memory_mb)}{gpus}')
+        if made.actions:
+            lines += [f'    {stage.num_allocations} when {len(stage.gates)} jobs are ready: '
+                      + first_of([made.graph.names[job] for job in stage.gates], 3)
+                      for stage in scheduler.stages]
+    return format_lines(lines)
+
+
+# -------- slurm plan-allocations --------
+#
+#   sinfo -e -h -o '%P|%T|%D' -p main          main*|idle|3          states may end in *, ~, #, ! (sinfo(1))
+#   squeue -h -o '%P|%T|%D' -p main            main|PENDING|2        all users'
+#   sbatch --test-only ...                     sbatch: Job 12 to start at 1795253334 using 4 processors ...
+
+IDLE_NODES, BUSY_NODES, LOST_NODES = ('idle',), ('mix', 'alloc', 'comp'), ('down', 'drain', 'fail', 'unk')
+START_TIME = Expression(r'to start at (\S+)')
+PARALLEL_STARTS = 10        # of many small allocations, as many are thought to wait one after another; Torc's
+
+
+def count_nodes(text: str) -> Dict[str, Dict[str, int]]:
+    """Output of sinfo (%P|%T|%D) -> nodes of each partition: in all, idle, mixed, allocated, lost."""
+    counts = {}     # type: Dict[str, Dict[str, int]]
+    for name, state, nodes in read_slurm_rows(text, 3):
+        number = parse_least(nodes)
+        if number is not None:
+            row = counts.setdefault(name.rstrip('*'), collections.Counter())
+            row['total_nodes'] += number
+            for key, words in (('idle_nodes', IDLE_NODES), ('mixed_nodes', BUSY_NODES[:1]),
+                               ('allocated_nodes', BUSY_NODES[1:]), ('down_nodes', LOST_NODES)):
+                row[key] += number * (state.lower().startswith(words) and not state.endswith('*'))
+    return counts
+
+
+def count_queue(text: str) -> Dict[str, Dict[str, int]]:
+    """Output of squeue (%P|%T|%D) -> jobs and nodes that wait and run in each partition."""
+    counts = {}     # type: Dict[str, Dict[str, int]]
+    for names, word, nodes in read_slurm_rows(text, 3):
+        state, number = SLURM_STATES.get(parse_slurm_state(word)), parse_least(nodes)
+        if state is not None and number is not None and not state.is_ended:
+            kind = 'pending' if state.is_pending else 'running'
+            for name in names.split(','):       # a job that waits may name several
+                row = counts.setdefault(name, collections.Counter())
+                row[f'{kind}_jobs'] += 1
+                row[f'{kind}_nodes'] += number
+    return counts
+
+
+STATE_KEYS = ('total_nodes', 'idle_nodes', 'mixed_nodes', 'allocated_nodes', 'down_nodes', 'pending_jobs',
+              'pending_nodes', 'running_jobs', 'running_nodes')
+
+
+def ask_cluster_state(names: Sequence[str]) -> List[Dict[str, Any]]:
+    """How full partitions are, by one call of sinfo and one of squeue."""
+    listed = ','.join(names)
+    nodes = ask_slurm(slurm_argv('sinfo', '-e', '-h', '-o', '%P|%T|%D', '-p', listed))
+    if nodes.code:
+        raise Refused(f'cannot ask Slurm how full its partitions are: {explain_reply(nodes)}; plan without it '
+                      'with --offline')
+    queue = ask_slurm(slurm_argv('squeue', '-h', '-o', '%P|%T|%D', '-p', listed))
+    counts, waiting = count_nodes(nodes.out), count_queue(queue.out)
+    return [{'partition': name, **{key: {**counts.get(name, {}), **waiting.get(name, {})}.get(key, 0)
+                                   for key in STATE_KEYS}} for name in names]
+
+
+def parse_start(reply: Reply) -> Optional[float]:
+    """When sbatch --test-only says that a job would start, which it says on stderr; None if it cannot."""
+    text = reply.err + reply.out
+    if reply.code or 'error:' in text or 'Unable to allocate' in text:
+        return None
+    match = START_TIME.search(text)
+    return parse_slurm_instant(match.group(1)) if match else None
+
+
+def probe_start(block: Dict[str, Any], num_nodes: int) -> Optional[int]:
+    """Seconds until an allocation of so many nodes would start; None if Slurm does not say."""
+    words = [f"--account={block['account']}", f'--nodes={num_nodes}', f"--time={block['walltime']}",
+             f"--partition={block['partition']}", f"--mem={block['mem']}",
+             f"--ntasks-per-node={block['ntasks_per_node']}"]
+    words += [f'--{key}={block[key]}' for key in ('qos', 'gres') if key in block]
+    at = parse_start(ask_slurm(slurm_argv('sbatch', '--test-only', *words, '--wrap', 'hostname')))
+    return None if at is None else max(0, round(at - time.time()))
+
+
+class Advice(Row):
+    """How many allocations of how many nodes to ask for."""
+    num_allocations: int
+    nodes: int
+    strategy: str
+    reason: str
+
+
+def advise(made: PlannedScheduler, state: Optional[Dict[str, Any]]) -> Advice:
+    """One large allocation, many small ones, or some between: by the nodes that are idle, as Torc decides."""
+    n, width = made.num_allocations, made.nodes
+    shown = f"{n} allocations x {width} node{'s' if width > 1 else ''}"
+    if state is None:
+        return Advice(n, width, 'default', f'Offline mode: {shown} (ideal from workflow analysis)')
+    if n <= 1:
+        return Advice(n, width, 'single', 'one allocation is enough')
+    idle = state['idle_nodes'] // width
+    pressure = state['pending_nodes'] / max(1, state['total_nodes'])
+    facts = (f"{state['idle_nodes']} of {state['total_nodes']} nodes are idle, jobs wait for "
+             f"{state['pending_nodes']}")
+    if idle >= n and pressure < 0.5:
+        return Advice(1, n * width, 'single', f'{facts}: all nodes can start at once')
+    if idle < (n + 2) // 3 or pressure > 2:
+        return Advice(n, width, 'many-small', f'{facts}: small allocations start sooner')
+    chunk = max(2, min(idle // 2, 8, n // 2))
+    return Advice(-(-n // chunk), chunk * width, 'chunked', f'{facts}: some nodes at a time')
+
+
+def compare_probes(advice: Advice, made: PlannedScheduler, small_s: Optional[int],
+                   large_s: Optional[int]) -> Advice:
+    """The advice after Slurm has said when one small allocation, and when one of all nodes, would start."""
+    if small_s is None or large_s is None:
+        return advice
+    n = made.num_allocations
+    last_small_s = small_s * min(n, PARALLEL_STARTS) + made.walltime_s
+    if large_s + made.walltime_s <= last_small_s:
+        return Advice(1, n * made.nodes, 'single', f'by sbatch --test-only one large allocation starts in '
+                      f'{large_s} s, a small one in {small_s} s')
+    if advice.strategy == 'single':
+        return advice
+    return advice._replace(reason=f'{advice.reason}; sbatch --test-only agrees')
+
+
+def cmd_plan_allocations(session: Session, args: Arguments) -> int:
+    """Recommend how many allocations of how many nodes a workflow should ask for now."""
+    made, profile, account, _ = read_for_slurm(session, args, replaces=True, has_actions=False)
+    names = list(dict.fromkeys(scheduler.partition.name for scheduler in made.plan.schedulers))
+    states = [] if args['offline'] else ask_cluster_state(names)
+    by_name = {state['partition']: state for state in states}
+    recommendations, groups = [], []
+    for scheduler, block in zip(made.plan.schedulers, made.schedulers):
+        partition, walltime = scheduler.partition.name, format_walltime(scheduler.walltime_s)
+        group = ', '.join(made.classes[number].name for number in scheduler.class_numbers)
+        advice, estimates = advise(scheduler, by_name.get(partition)), None
+        if states and scheduler.num_allocations > 1 and not args['skip_test_only']:
+            waits = [probe_start(block, count * scheduler.nodes) for count in (1, scheduler.num_allocations)]
+            advice = compare_probes(advice, scheduler, *waits)
+            estimates = {'small_wait_seconds': waits[0], 'large_wait_seconds': waits[1]}
+        row = {'group_name': group, 'partition': partition, 'num_allocations': advice.num_allocations,
+               'nodes_per_allocation': advice.nodes, 'total_nodes': advice.num_allocations * advice.nodes,
+               'strategy': advice.strategy, 'reason': advice.reason, 'walltime': walltime,
+               'job_count': len(scheduler.jobs)}
+        recommendations.append(row if estimates is None else dict(row, sbatch_estimates=estimates))
+        groups.append({'name': group, 'partition': partition, 'job_count': len(scheduler.jobs),
+                       'walltime': walltime, 'ideal_nodes': scheduler.num_allocations * scheduler.nodes})
+    analysis = analyze_graph(made.graph, len(groups))
+    value = {'workflow_analysis': analysis, 'cluster_state': states, 'recommendations': recommendations,
+             'warnings': [str(warning) for warning in made.warnings], 'resource_groups': groups,
+             'profile_name': profile.name, 'profile_display_name': profile.display_name, 'account': account}
+    lines = [f"{analysis['total_jobs']} jobs in {analysis['dependency_depth']} levels, at most "
+             f"{analysis['max_parallelism']} at once, on {profile.display_name}", '']
+    for row in recommendations:
+        lines += [f"{row['group_name']}: {row['job_count']} jobs, {row['num_allocations']} x "
+                  f"{row['nodes_per_allocation']} nodes of {row['partition']} for {row['walltime']} "
+                  f"({row['strategy']})", f"    {row['reason']}"]
+    session.answer(value, format_lines(lines))
+    return 0
+
+
+def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
+    """How deep and how wide a workflow is."""
+    levels = find_levels(graph)
+    widths = collections.Counter(levels)
+    widest = max(sorted(widths), key=widths.__getitem__, default=0)
+    return {'total_jobs': len(graph.names), 'total_instances': len(graph.names),
+            'dependency_depth': len(widths), 'max_parallelism': widths[widest] if widths else 0,
+            'max_parallelism_level': widest, 'resource_groups': num_groups}
 
 
 # ======== 20f. Service: commands of those who run a server, and `install` ========
@@ -27681,6 +31164,11 @@ def parse_factor(text: str) -> float:
     return value
 
 
+def parse_time_span(text: str) -> int:
+    """A walltime as sbatch takes it, or as people write it -> seconds."""
+    return parse_walltime(normalize_walltime(text))
+
+
 def parse_percent(text: str) -> float:
     """Percent, without the sign."""
     try:
@@ -27810,11 +31298,44 @@ RUN_OPTIONS = (
     Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these', parse_labels,
              '*'),
 )
+ALLOCATION_OPTIONS = (
+    OUTPUT_DIR._replace(names='-o --output --output-dir'),
+    Argument('-p --poll-interval', 'SECONDS', "interval between a runner's requests to the server (default "
+             f'{DEFAULT_ALLOCATION_POLL_S:g})', at_least(0.01, parse_seconds)),
+    Argument('-m --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
+    Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
+             at_least(0, parse_seconds)),
+)
+ACCOUNT = Argument('-a --account', 'ACCOUNT', 'account to charge')
+SCHEDULER_ARGUMENTS = (
+    Argument('-g --gres', 'GRES', 'generic resources of a node, such as gpu:2'),
+    Argument('-m --mem', 'MEMORY', 'memory of a node, such as 240G', normalize_slurm_memory),
+    Argument('-p --partition', 'NAME', 'partition'), Argument('-t --tmp', 'SIZE', 'local disk of a node'),
+    Argument('-e --extra', 'OPTIONS', 'further options of sbatch'),
+)
 REQUIREMENT_OPTIONS = (
     Argument('--num-cpus', 'N', 'CPUs', at_least(1)), Argument('--num-gpus', 'N', 'GPUs', at_least(0)),
     Argument('--num-nodes', 'N', 'nodes', at_least(1)),
     Argument('-m --memory', 'MEMORY', 'memory, such as 2g or 512MB', normalize_memory),
     Argument('-r --runtime', 'DURATION', 'longest run time, such as 30m or PT30M', normalize_duration),
+)
+CLUSTER = Argument('NAME', '', f'name of its profile, or {LIVE_PROFILE}: ask sinfo (default: this cluster)',
+                   count='?')
+PLANNED_SPEC = (
+    Argument('SPEC', '', 'workflow file, or - for stdin'),
+    Argument('-a --account', 'NAME', 'account to charge (default: account of its slurm_defaults)'),
+    Argument('--profile', 'NAME', f'the cluster, see `hpc list`, or {LIVE_PROFILE}: ask sinfo (default: this '
+             'cluster)'),
+)
+PLAN_OPTIONS = (
+    Argument('--group-by', 'WHAT', f"a scheduler for each {' or '.join(GROUPINGS)}", one_of(*GROUPINGS),
+             default=GROUPINGS[0]),
+    Argument('--walltime-strategy', 'WHICH', ' or '.join(WALLTIME_STRATEGIES), one_of(*WALLTIME_STRATEGIES),
+             default=WALLTIME_STRATEGIES[0]),
+    Argument('--walltime-multiplier', 'N', 'of the longest runtime of a job', parse_factor,
+             default=DEFAULT_WALLTIME_MULTIPLIER),
+    Argument('--skip-checks', '', 'leave out jobs that fit no partition'),
+    SPEC_OPTIONS[1],
 )
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
@@ -27912,7 +31433,14 @@ COMMANDS = (
         Argument('--stdio', 'MODE', ', '.join(STDIO_WORDS), one_of(*STDIO_WORDS)),
         Argument('WORD', '', 'one command, as words after --', count='--', key='words')),
         "exec -c 'echo {i}' --param i=1:10"),
+    Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
+        Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
+        Argument('-a --account', 'ACCOUNT', 'plan the allocations, and charge this account (see: slurm '
+                 'generate)'),
+        Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
+        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
+    Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
@@ -28060,6 +31588,8 @@ COMMANDS = (
     Command('workflows execution-plan', cmd_execution_plan, 'show the order in which jobs become ready', (
         Argument('WF|SPEC', '', 'id of a workflow, or workflow file', key='target'), *SPEC_OPTIONS),
         'workflows execution-plan examples/diamond.yaml'),
+    Command('workflows diagnose', cmd_diagnose, "compare the run times of ready jobs with nodes' time left",
+        (ASKED_WF,), 'workflows diagnose 1'),
     Command('workflows check-resources', cmd_check_resources,
         'compare what jobs used with what they asked for', (
         ASKED_WF, Argument('-r --run-id', 'N', 'only of this run', at_least(0)),
@@ -28218,6 +31748,46 @@ COMMANDS = (
                  key='scheduled_compute_node_id')), 'compute-nodes list 1', True),
     Command('compute-nodes get', cmd_get, 'show a compute node', (ID,), 'compute-nodes get 1'),
 
+    Command('scheduled-compute-nodes list', cmd_list, 'list allocations', (
+        ASKED_WF, *SHORT_SORT_OPTIONS,
+        Argument('--scheduler-id', 'N', 'only of this Slurm job', parse_id),
+        Argument('--scheduler-config-id', 'ID', 'only of this scheduler', parse_id),
+        Argument('--status', 'STATUS', ', '.join(ALLOCATION_STATUSES), one_of(*ALLOCATION_STATUSES))),
+        'scheduled-compute-nodes list 1', True),
+    Command('scheduled-compute-nodes get', cmd_get, 'show an allocation', (ID,),
+        'scheduled-compute-nodes get 1'),
+    Command('scheduled-compute-nodes list-jobs', cmd_allocation_jobs, 'list the jobs of an allocation', (ID,),
+        'scheduled-compute-nodes list-jobs 1', True),
+
+    Command('slurm create', cmd_slurm_create, 'add a Slurm scheduler to a workflow', (
+        ASKED_WF, THE_NAME, ACCOUNT._replace(count='!'), *SCHEDULER_ARGUMENTS,
+        Argument('-N --nodes', 'N', 'nodes of an allocation', at_least(1), default=1),
+        Argument('-q --qos', 'QOS', 'quality of service', default='normal'),
+        Argument('-W --walltime', 'TIME', 'time limit, such as 04:00:00 or 4h', normalize_walltime,
+                 default='04:00:00'),
+        Argument('--serialize-allocations', '', 'one allocation at a time')),
+        'slurm create 1 -n short -a proj'),
+    Command('slurm update', cmd_slurm_update, 'change a Slurm scheduler', (
+        ID, NAME._replace(names='-N --name'), ACCOUNT, *SCHEDULER_ARGUMENTS,
+        Argument('-n --nodes', 'N', 'nodes of an allocation', at_least(1)),
+        Argument('-q --qos', 'QOS', 'quality of service'),
+        Argument('-W --walltime', 'TIME', 'time limit, such as 04:00:00 or 4h', normalize_walltime),
+        Argument('--serialize-allocations', 'BOOL', 'one allocation at a time', parse_truth)),
+        'slurm update 1 --walltime 02:00:00'),
+    Command('slurm list', lists('list_slurm_schedulers', SCHEDULER_COLUMNS, 'Slurm schedulers'),
+        'list Slurm schedulers', (ASKED_WF, LIMIT, OFFSET), 'slurm list 1', True),
+    Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
+    Command('slurm delete', cmd_slurm_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
+    Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
+        ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many', at_least(1), default=1),
+        Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs'),
+        Argument('--scheduler-config-id', 'ID', 'the scheduler, if the workflow has several', parse_id),
+        *ALLOCATION_OPTIONS,
+        Argument('--start-one-worker-per-node', '', 'start a runner on each node (mode direct)'),
+        Argument('--keep-submission-scripts', '', 'keep the scripts in the output directory'),
+        Argument('--suppress-actions', '', 'take the actions that would submit allocations, too')),
+        'slurm schedule-nodes 1'),
+
     Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; exit code 1 if it failed', (
         ID._replace(meaning='id of the task'),
         Argument('--timeout', 'SECONDS', 'wait at most this long', at_least(0, parse_seconds)),
@@ -28235,6 +31805,42 @@ COMMANDS = (
         lists('list_job_user_data_relationships', JOB_DATA_COLUMNS, 'job user data relationships'),
         'list the jobs that write and read each piece of user data', (ASKED_WF, LIMIT, OFFSET),
         'job-dependencies job-user-data 1', True),
+
+    Command('slurm generate', cmd_slurm_generate,
+        'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
+        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, in the format of its name (default: '
+                                'to stdout, in the format that was read)'),
+        Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
+        Argument('--no-actions', '', 'schedulers only: submit them with `slurm schedule-nodes`'),
+        Argument('--overwrite', '', 'replace the schedulers and allocating actions that it has'),
+        Argument('--dry-run', '', 'only show the schedulers and actions'), *PLAN_OPTIONS),
+        'slurm generate --account acct --profile kestrel examples/resources.yaml'),
+    Command('slurm plan-allocations', cmd_plan_allocations,
+        'recommend how many allocations of how many nodes a workflow file should ask for now', (
+        *PLANNED_SPEC, Argument('-p --partition', 'NAME', 'only of this partition'),
+        Argument('--offline', '', 'do not ask Slurm how full it is'),
+        Argument('--skip-test-only', '', 'do not ask sbatch when allocations would start'), *PLAN_OPTIONS),
+        'slurm plan-allocations --offline --account acct --profile kestrel examples/resources.yaml'),
+
+    Command('hpc list', cmd_hpc_list, 'list the clusters whose partitions are known', (), 'hpc list', True),
+    Command('hpc detect', cmd_hpc_detect, 'show which cluster this is', (), 'hpc detect'),
+    Command('hpc show', cmd_hpc_show, 'show a cluster and its partitions',
+        (CLUSTER._replace(count='1'),), 'hpc show kestrel'),
+    Command('hpc partitions', cmd_hpc_partitions, 'list the partitions of a cluster', (
+        CLUSTER, Argument('--gpu', '', 'only with GPUs'),
+        Argument('--shared', '', 'only where several jobs share a node')), 'hpc partitions kestrel --gpu', True),
+    Command('hpc match', cmd_hpc_match, 'list the partitions that can run a job, and the best of them', (
+        CLUSTER, Argument('--cpus', 'N', 'CPUs of a node', at_least(1)),
+        Argument('--memory', 'MEMORY', 'memory of a node, such as 8g', parse_size),
+        Argument('--walltime', 'TIME', 'HH:MM:SS, or such as 2h', parse_time_span),
+        Argument('--gpus', 'N', 'GPUs of a node', at_least(0))),
+        'hpc match kestrel --cpus 4 --memory 8g --walltime 01:00:00'),
+    Command('hpc generate', cmd_hpc_generate,
+        'ask Slurm for the partitions of this cluster, as an entry of a configuration file', (
+        Argument('-n --name', 'NAME', 'name of the profile (default: that of the cluster)'),
+        Argument('-d --display-name', 'TEXT', 'its name for people'),
+        Argument('-o --output', 'FILE', 'write it there; a name in .yaml or .json gives that format'),
+        Argument('--skip-stdby', '', 'leave out partitions whose names end in -stdby')), 'hpc generate'),
 
     Command('admin sql', cmd_admin_sql, "run an SQL statement on the server's database", (
         Argument('STATEMENT', '', 'SELECT, WITH or VALUES; with --write INSERT, REPLACE, UPDATE or DELETE',
