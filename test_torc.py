@@ -6654,6 +6654,77 @@ class NodeTest(ServiceTest):
         self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
 
 
+class AllocationRecordTest(ServiceTest):
+    """What the server notes of runners in Slurm jobs."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:')
+        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
+
+    def record(self, slurm_job_id: int, status: str = 'pending') -> int:
+        """A record of an allocation."""
+        return self.call('create_scheduled_compute_node', {
+            'workflow_id': self.workflow_id, 'scheduler_id': slurm_job_id, 'scheduler_config_id': self.scheduler_id, 'scheduler_type': 'slurm',
+            'status': status})['id']
+
+    def join(self, pid: int = 1, **scheduler: Any) -> Dict[str, Any]:
+        """A runner begins in a Slurm job; its compute node."""
+        return self.call('create_compute_node', {
+            'workflow_id': self.workflow_id, 'hostname': 'h', 'pid': pid, 'start_time': '2026-01-01T00:00:00Z', 'is_active': True, 'num_cpus': 4,
+            'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm', 'lease_s': 100.0,
+            'scheduler': dict({'type': 'slurm', 'slurm_job_id': 17}, **scheduler)})
+
+    def leave(self, node: Dict[str, Any]) -> None:
+        """A runner leaves."""
+        self.call('update_compute_node', {'is_active': False}, id=node['id'])
+
+    def found(self, record_id: int) -> Tuple[int, str]:
+        """Slurm job and status of a record."""
+        row = self.call('get_scheduled_compute_node', id=record_id)
+        return row['scheduler_id'], row['status']
+
+    def test_a_record_is_active_from_the_first_runner_on_and_complete_when_the_last_has_left(self):
+        record_id, other_id = self.record(17), self.record(18)
+        nodes = [self.join(pid, slurm_node_id=pid) for pid in range(2)]
+        self.assertEqual([(record_id, self.scheduler_id)] * 2, [(node['scheduler']['scheduler_id'], node['scheduler_config_id']) for node in nodes])
+        self.assertEqual((17, 'active'), self.found(record_id))
+        self.leave(nodes[0])
+        self.assertEqual((17, 'active'), self.found(record_id))
+        self.leave(nodes[1])
+        self.assertEqual((17, 'complete'), self.found(record_id))
+        self.assertEqual((18, 'pending'), self.found(other_id))
+
+    def test_a_record_whose_reply_of_sbatch_was_lost_gets_its_slurm_job(self):
+        self.record(17)
+        record_id = self.record(0)
+        node = self.join(scheduler_id=record_id)
+        self.assertEqual(record_id, node['scheduler']['scheduler_id'])
+        self.assertEqual((17, 'active'), self.found(record_id))
+
+    def test_a_runner_in_a_slurm_job_without_a_record_has_no_scheduler(self):
+        node = self.join()
+        self.assertEqual((None, None), (node['scheduler']['scheduler_id'], node.get('scheduler_config_id')))
+        self.leave(node)
+
+    def test_after_a_requeue_the_earlier_runner_is_dead_and_its_jobs_are_ready_without_a_retry_spent(self):
+        record_id = self.record(17)
+        first = self.join(restart_count=0)
+        jobs = self.claim(self.workflow_id, first['id'])
+        self.sync(self.workflow_id, first['id'], started=[[jobs['a']['id'], 1, '2026-01-01T00:00:00Z']])
+        again = self.join(2, restart_count=0)       # another runner of the same start
+        self.assertTrue(self.call('get_compute_node', id=first['id'])['is_active'])
+        second = self.join(3, restart_count=1)
+        for node in (first, again):
+            self.assertFalse(self.call('get_compute_node', id=node['id'])['is_active'])
+        self.assertEqual({'ready'}, {job['status'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']})
+        results = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        self.assertIn('Slurm put job 17, in which it ran, into the queue again', [row['reason'] for row in results])
+        claimed = self.claim(self.workflow_id, second['id'])
+        self.assertEqual((2, 1), (claimed['a']['attempt_id'], claimed['a']['interruptions']))
+        self.assertEqual((17, 'active'), self.found(record_id))
+
+
 class StepAccountsTest(ServiceTest):
     """What Slurm's accounting says of attempts: kept, and brought into their results."""
 
@@ -16337,6 +16408,7 @@ class FakeStarter:
         self.faults = []        # type: List[Exception]
         self.verdicts = []      # type: List[Any]
         self.is_drained, self.judge_at = False, math.inf
+        self.stop_before_s, self.kill_before_s = 90.0, 60.0
 
     def start(self, attempt: Any, outputs: List[int], on_end: Any, check: Any) -> None:
         """Remember it."""
@@ -16753,7 +16825,7 @@ class DirectStarterTest(PartTest):
             os.close(descriptor)
         self.world.wait(lambda: launcher.act(time.monotonic()) or ended, 20, 'its end')
         attempt.end = ended[0].end
-        self.assertEqual(('failed', 3, ''), tuple(starter.judge(attempt)))
+        self.assertEqual(('failed', 3, '', False), tuple(starter.judge(attempt)))
         self.assertEqual('yes j1 5\n', self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'))
 
     def test_a_script_adds_to_its_log_and_can_be_stopped(self):
@@ -26380,7 +26452,7 @@ class CodeLaws(unittest.TestCase):
         found = [node for node in self.torc.walk(ast.Attribute) if getattr(node.value, 'id', '') in ('sys', 'os')
                  and (node.attr == 'executable' or node.attr.startswith('exec'))]
         # a launcher starts the compiled module; nothing else may name the interpreter
-        self.assertEqual({'write_installation', 'cmd_install'}, {self.torc.owner(node) for node in found})
+        self.assertEqual({'write_installation', 'cmd_install', 'SlurmStarter.start'}, {self.torc.owner(node) for node in found})
 
     def test_the_standard_library_is_enough(self):
         known = getattr(sys, 'stdlib_module_names', None)
