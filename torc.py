@@ -25436,9 +25436,12 @@ class Accounting:
         """What sacct says of its end: None for "later", and a StepRecord without anything for "never"."""
         return self.records.state_of(attempt.account)
 
-    def usage_of(self, attempt: Attempt) -> Dict[str, Any]:
-        """Fields of its result, as sampled."""
-        return attempt.account.usage.fields()
+    def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
+        """Fields of its result: what the end of the job itself tells, and what was sampled."""
+        sampled, at_end = attempt.account.usage.fields(), Completions.usage_at_end(attempt, end)
+        peaks = {key: max(sampled[key], at_end[key]) for key in ('peak_memory_bytes', 'peak_cpu_percent')
+                 if key in sampled and key in at_end}
+        return {**sampled, **at_end, **peaks}
 
     @property
     def is_busy(self) -> bool:
@@ -26174,6 +26177,7 @@ class Runner:
             self.dispatcher.on_started = self.monitor.add
             self.completions.take_usage = self.monitor.take_usage
             self.completions.judge_memory = self.monitor.judge_memory
+        self.connect_accounting()
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         allocation_watch = AllocationWatch(context, launcher, self.shutdown.set_end)
         allocation_watch.stop_at = lambda: self.shutdown.stop_at
@@ -26183,6 +26187,7 @@ class Runner:
             launcher,
             starter,
             self.monitor,
+            self.accounting,
             allocation_watch,
             self.shutdown,
             UnkillableReport(context, launcher, self.attempts, link),
@@ -26194,6 +26199,16 @@ class Runner:
             self.dispatcher,        # again: what an answer brings starts in the same turn
             ProgressView(context, link),
         ]
+
+    def connect_accounting(self) -> None:
+        """Where jobs are steps, Slurm measures them: our own monitor would see srun, and nothing else."""
+        self.accounting = accounting = Accounting(self.context, self.launcher, self.link)
+        accounting.records.leaving = lambda: self.shutdown.reason
+        accounting.sampler.on_sample = self.monitor.series.add_job
+        if not isinstance(self.starter, DirectStarter):
+            self.starter.accounting = accounting
+            self.dispatcher.on_started = accounting.add
+            self.completions.take_usage = accounting.take_usage
 
     def connect_link(self) -> None:
         """Set where the link finds what it sends, and who gets what comes."""
@@ -26285,7 +26300,8 @@ class Runner:
             self.turn()
             self.exit_rules.look()
             is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
-            is_waiting = link.has_updates or link.deferred or self.attempts.by_state['ended']
+            is_waiting = link.has_updates or link.deferred or self.attempts.by_state['ended'] \
+                or self.accounting.is_busy and not self.shutdown.is_killed
             if self.shutdown.reason and not (is_busy or is_waiting):
                 break
             self.wait()
