@@ -17383,7 +17383,9 @@ class AccountingTest(PartTest):
     def test_a_runner_that_leaves_asks_at_once_for_what_is_open(self):
         self.finish(self.begin(1), self.GOOD)
         self.finish(self.begin(2), self.BARE)
+        self.advance(0)
         self.leave()
+        self.assertEqual(0.0, self.accounting.due(), 'the loop was about to wait for what was planned')
         self.advance(2)
         self.assertEqual(([1.0], False, [2 << 20, None]), (self.calls('sacct'), self.accounting.is_busy,
                                                            [row.get('max_rss_bytes') for row in self.rows]))

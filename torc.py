@@ -25326,6 +25326,8 @@ class StepRecords:
         """The next question, or the end of all waiting."""
         if not self.open:
             return math.inf
+        if self.leaving() and not self.is_last:
+            return 0.0
         asks_at = math.inf if self.is_asking else max(self.ask_at, self.not_before)
         return min(asks_at, self.give_up_at()) if self.is_last else asks_at
 
