@@ -16185,9 +16185,14 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         log.info('no longer serving %s', options.database)
 
 
+def in_slurm_job() -> bool:
+    """Whether this process belongs to an allocation, whose other nodes, and other allocations, work with it."""
+    return bool(os.environ.get('SLURM_JOB_ID'))
+
+
 def lease_wait_s(options: ServerOptions) -> float:
     """How long a server watches the lease of another host before it takes it over."""
-    return 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
+    return 0.0 if options.is_embedded and not in_slurm_job() else 3 * Lease.PERIOD_S + 1
 
 
 def last_change(database: str) -> float:
@@ -16430,9 +16435,12 @@ class JsonLines(logging.Formatter):
 # -------- detached servers --------
 
 def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None) -> bool:
-    """Fork a server for a database. True when it answers; False if another process has the database."""
-    database = os.path.abspath(database)
-    options = ServerOptions(database, port=0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
+    """Fork a server for a database. True when it answers; False if another process has the database.
+
+    In an allocation it answers other hosts, too: requests are signed with its token, which is never sent.
+    """
+    database, host = os.path.abspath(database), '0.0.0.0' if in_slurm_job() else '127.0.0.1'
+    options = ServerOptions(database, host, 0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
     try:
         start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 1)
     except Conflict:
@@ -17211,6 +17219,7 @@ class Connector:
             self._connection = connection
             return
         found = read_living_server(self.server_file or self.database + '.connection')
+        unreachable = None      # type: Optional[Unreachable]  # of a server that may live on another host
         if found is not None:
             was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
             self.in_memory = bool(found.get('in_memory')) and not self.is_lasting
@@ -17224,15 +17233,26 @@ class Connector:
                 if self.server_file and not lives:
                     reason = f'cannot be reached ({error.message})'
                     raise absent(explain_dead_server(self.server_file, found, reason)) from None
-                if lives or not was_here(found):
+                if lives or not (was_here(found) or found.get('is_embedded')):
                     raise
-            self.is_lasting = was_lasting   # killed with its container; if not, it has a lock on the database
+                unreachable = None if was_here(found) else error
+            # Killed with its container or its allocation; if not, it has a lock or a lease on the database.
+            self.is_lasting = was_lasting
         if self.is_lasting:
             raise absent(f'the server of {self.database} is gone; start it again with '
                          f'`torc.py serve -d {shlex.quote(self.database)}`')
         elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
             raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
-        elif not self.needs_server:
+        try:
+            self.take_database()
+        except Conflict:
+            if unreachable is not None:     # it holds the database
+                raise unreachable from None
+            raise
+
+    def take_database(self) -> None:
+        """Open the embedded database, or start a server for it. Conflict if another process has it."""
+        if not self.needs_server:
             self._service = Service(hold_database(self.database))
             forget_server(self.database)
         elif start_embedded_server(self.database, self.snapshot_interval_s):
