@@ -5411,8 +5411,8 @@ CREATE TABLE scheduled_compute_node (
     scheduler_config_id INTEGER NOT NULL,               -- the slurm_scheduler it was made from
     scheduler_type      TEXT NOT NULL,
     status              TEXT NOT NULL,                  -- pending, active, complete, canceled
-    settings            JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
-    action_id           INTEGER,                        -- the action that it was made for
+    submission          JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
+    made_for            INTEGER,                        -- the action that it is of
     submitter           TEXT,                           -- who submits it now
     submitter_until     REAL                            -- ... until then; NULL: while that node is active
 );
@@ -5780,8 +5780,8 @@ ALTER TABLE compute_node RENAME COLUMN lease_until TO lease_s;
 UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- the longest, until its next request
 """,
     9: """
-ALTER TABLE scheduled_compute_node ADD COLUMN settings JSON TEXT;
-ALTER TABLE scheduled_compute_node ADD COLUMN action_id INTEGER;
+ALTER TABLE scheduled_compute_node ADD COLUMN submission JSON TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN made_for INTEGER;
 ALTER TABLE scheduled_compute_node ADD COLUMN submitter TEXT;
 ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
 """,
@@ -5916,7 +5916,7 @@ LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
 ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
-                             'is_system', 'is_run_zero', 'is_declared', 'settings', 'action_id', 'submitter',
+                             'is_system', 'is_run_zero', 'is_declared', 'submission', 'made_for', 'submitter',
                              'submitter_until'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
@@ -9860,7 +9860,7 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
 # (scheduler_id 0) it is an intent, held by one submitter at a time: a node while that is active, a command
 # for a while. Whoever takes over what a submitter has left must look whether Slurm has the job.
 
-IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND settings IS NOT NULL"
+IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND submission IS NOT NULL"
 FREE_SUBMISSIONS = ('UPDATE scheduled_compute_node SET submitter = NULL, submitter_until = NULL '
                     f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND ')
 
@@ -9931,7 +9931,7 @@ def execute_schedule(context: Context, action: Values, settings: Values, count: 
         'category': 'action', 'event_type': 'action_completed', 'action_id': action['id'],
         'message': f'{count} allocations to submit' if count else 'no job is left for its allocations'})
     # those of an earlier execution do not belong to this one
-    context.run('UPDATE scheduled_compute_node SET action_id = NULL WHERE action_id = ?', (action['id'],))
+    context.run('UPDATE scheduled_compute_node SET made_for = NULL WHERE made_for = ?', (action['id'],))
     return insert_allocations(context, action['workflow_id'], config['scheduler_id'], {**settings, **own},
                               count, action['id'])
 
@@ -9955,15 +9955,15 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
                        action_id: Optional[int]) -> List[int]:
     """Rows of allocations that are to be submitted together; their ids."""
     values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
-              'scheduler_type': 'slurm', 'status': 'pending', 'action_id': action_id,
-              'settings': dict(settings, num_allocations=count)}
+              'scheduler_type': 'slurm', 'status': 'pending', 'made_for': action_id,
+              'submission': dict(settings, num_allocations=count)}
     return [context.insert('scheduled_compute_node', values) for _ in range(count)]
 
 
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
                      made: Ids) -> List[Values]:
     """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
-    rows = context.rows('SELECT id, scheduler_config_id, settings FROM scheduled_compute_node '
+    rows = context.rows('SELECT id, scheduler_config_id, submission FROM scheduled_compute_node '
                         f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
                         (workflow_id,))
     context.run_many('UPDATE scheduled_compute_node SET submitter = ?, submitter_until = ? WHERE id = ?',
@@ -9997,7 +9997,7 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
     workflow_state(context, workflow_id)
     surplus, refused = [], collections.defaultdict(list)    # type: List[int], Dict[int, List[str]]
     for row in body['submitted']:
-        found = context.one('SELECT status, scheduler_id, settings, action_id, submitter '
+        found = context.one('SELECT status, scheduler_id, submission, made_for, submitter '
                             'FROM scheduled_compute_node WHERE id = ? AND workflow_id = ?',
                             (row['id'], workflow_id))
         number = row.get('slurm_job_id')
@@ -10006,7 +10006,7 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
                 surplus.append(number)
                 continue
             settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
-            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, settings = ?, submitter = NULL '
+            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, submission = ?, submitter = NULL '
                         'WHERE id = ?', (number, format_json(settings), row['id']))
         elif found and found[1] == 0 and found[4] == body['submitter']:
             context.run('DELETE FROM scheduled_compute_node WHERE id = ?', (row['id'],))
@@ -10019,7 +10019,7 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
 
 def note_refusal(context: Context, workflow_id: int, action_id: int, messages: List[str]) -> None:
     """Slurm has refused allocations of an action: it has failed, and is due again if it got none at all."""
-    kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE action_id = ?', (action_id,))
+    kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE made_for = ?', (action_id,))
     failure = f'{len(messages)} allocations were refused by Slurm: {messages[0]}'
     context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, action_id))
     if not kept:
