@@ -22532,6 +22532,69 @@ class SlurmSubmitTest(SlurmTest):
         self.assertEqual(['wf1_a1', 'wf1_a2'], sorted(row.name for row in self.live_allocations()))
 
 
+    def wait_complete(self, deadline_s: float = 90) -> Dict[str, Dict[str, Any]]:
+        """Wait until no allocation is left; the jobs by name."""
+        self.wait_slurm(lambda: self.allocations() and not self.live_allocations(), deadline_s, 'the end of the allocations',
+                        lambda: [self.allocations(), self.world.main('status', 1), self.world.main('explain', 1)])
+        jobs = self.assertExit(0, self.world.main('-f', 'json', 'jobs', 'list', 1)).json()['items']
+        return {job['name']: job for job in jobs}
+
+    def test_later_stages_are_submitted_by_the_runners_of_earlier_ones_each_once(self):
+        self.world.write('stages.yaml', """
+            name: stages
+            resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
+            slurm_schedulers: [{name: one, account: wfacct, walltime: "00:10:00"}, {name: two, account: wfacct, walltime: "00:10:00"},
+                               {name: three, account: wfacct, walltime: "00:10:00"}]
+            jobs:
+              - {name: "a{i}", command: "true", parameters: {i: "1:2"}, resource_requirements: r, scheduler: one}
+              - {name: "b{i}", command: "true", parameters: {i: "1:3"}, depends_on: [a1, a2], resource_requirements: r, scheduler: two}
+              - {name: c, command: "true", depends_on: [b1, b2, b3], resource_requirements: r, scheduler: three}
+            actions:
+              - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one, scheduler_type: slurm, num_allocations: 2}
+              - {trigger_type: on_jobs_ready, jobs: [b1, b2, b3], action_type: schedule_nodes, scheduler: two, scheduler_type: slurm}
+              - {trigger_type: on_jobs_complete, jobs: [b1, b2, b3], action_type: schedule_nodes, scheduler: three, scheduler_type: slurm}
+            """)
+        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'stages.yaml'))
+        jobs = self.wait_complete()
+        self.assertEqual({'completed'}, {job['status'] for job in jobs.values()}, jobs)
+        # Allocations may end before their jobs are there: those of earlier stages have done all.
+        names = [row.name for row in self.allocations()]
+        self.assertEqual(len(names), len(set(names)), names)
+        records = self.world.main('-f', 'json', 'scheduled-compute-nodes', 'list', 1).json()['items']
+        self.assertEqual(len(fakes.calls('sbatch')), len(records))
+        self.assertEqual([2, 1], [sum(row['scheduler_config_id'] == number for row in records) for number in (1, 2)])
+        self.assertEqual(set(), {row['status'] for row in records} - {'complete', 'canceled'})
+
+    def test_a_worker_on_each_node(self):
+        self.world.write('each.yaml', """
+            name: each
+            execution_config: {mode: direct}
+            resource_requirements: [{name: r, num_cpus: 2, memory: 50m, runtime: PT1M}]
+            slurm_schedulers: [{name: s, account: wfacct, nodes: 2, walltime: "00:10:00"}]
+            jobs: [{name: "j{i}", command: "hostname; sleep 3", parameters: {i: "1:4"}, resource_requirements: r}]
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, start_one_worker_per_node: true}]
+            """)
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'each.yaml'))
+        jobs = self.wait_complete()
+        self.assertEqual({'completed'}, {job['status'] for job in jobs.values()}, jobs)
+        nodes = self.world.main('-f', 'json', 'compute-nodes', 'list', 1).json()['items']
+        self.assertEqual(2, len({node['hostname'] for node in nodes}), nodes)
+        said = {read_text(path).split()[0] for path in glob.glob(self.world.path('torc_output', 'job_stdio', '*.o'))}
+        self.assertEqual({node['hostname'] for node in nodes}, said)
+
+    def test_a_file_without_schedulers_is_planned_and_submitted_in_one(self):
+        self.world.write('plain.yaml', """
+            name: plain
+            resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
+            jobs: [{name: "j{i}", command: "true", parameters: {i: "1:6"}, resource_requirements: r}]
+            """)
+        self.assertExit(0, self.world.cli('submit', '--account', 'wfacct', '--profile', 'slurm', '-p', '0.5', 'plain.yaml'))
+        jobs = self.wait_complete()
+        self.assertEqual(({'completed'}, 6), ({job['status'] for job in jobs.values()}, len(jobs)))
+        self.assertExit(2, self.world.main('submit', '--account', 'x', 1), '--account and --profile plan the allocations of a workflow file')
+
+
 @slow
 class WholeNodeSubmitTest(SlurmTest):
     """Where a site gives whole nodes and all their memory, neither is asked for."""

@@ -10006,8 +10006,8 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
                 surplus.append(number)
                 continue
             settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
-            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, submission = ?, submitter = NULL '
-                        'WHERE id = ?', (number, format_json(settings), row['id']))
+            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, submission = ?, '
+                        'submitter = NULL WHERE id = ?', (number, format_json(settings), row['id']))
         elif found and found[1] == 0 and found[4] == body['submitter']:
             context.run('DELETE FROM scheduled_compute_node WHERE id = ?', (row['id'],))
             if found[3] is not None:
