@@ -22586,7 +22586,7 @@ class SlurmSubmitTest(SlurmTest):
     def test_a_file_without_schedulers_is_planned_and_submitted_in_one(self):
         self.world.write('plain.yaml', """
             name: plain
-            resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
+            resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT5M}]
             jobs: [{name: "j{i}", command: "true", parameters: {i: "1:6"}, resource_requirements: r}]
             """)
         self.assertExit(0, self.world.cli('submit', '--account', 'wfacct', '--profile', 'slurm', '-p', '0.5', 'plain.yaml'))
