@@ -16269,7 +16269,7 @@ def list_candidates(address: str, host: str) -> List[str]:
     if address not in ('0.0.0.0', '::'):
         return [address] + ([host] if host != address else [])
     name = socket.gethostname()
-    found = [name, socket.getfqdn(), name.partition('.')[0]] + own_addresses()
+    found = [name, socket.getfqdn(), name.partition('.')[0]] + (own_addresses() or ['127.0.0.1'])
     return sorted(set(found), key=found.index)
 
 
@@ -31378,14 +31378,15 @@ def cmd_submit(session: Session, args: Arguments) -> int:
     refuse_without_sbatch()
     settings = submission_settings(args)
     if is_id(args['target']):
-        if args['account']:
-            raise BadInput('--account plans the allocations of a workflow file; change those of a workflow '
-                           'with `slurm update`')
+        if args['account'] or args['profile']:
+            raise BadInput('--account and --profile plan the allocations of a workflow file; to change those '
+                           'of a workflow: `slurm update`')
         workflow = session.workflow(int(args['target']))
         actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
         refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
         return submit_workflow(session, workflow, settings, args)
-    plan = (read_planned_spec if args['account'] else read_spec)(session, args['target'], args)
+    is_planned = args['account'] or args['profile']
+    plan = (read_planned_spec if is_planned else read_spec)(session, args['target'], args)
     refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
     for scheduler in plan.body['slurm_schedulers']:
         check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
