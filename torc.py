@@ -16186,8 +16186,11 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
 
 
 def in_slurm_job() -> bool:
-    """Whether this process belongs to an allocation, whose other nodes, and other allocations, work with it."""
-    return bool(os.environ.get('SLURM_JOB_ID'))
+    """Whether this process is on a node of an allocation, whose other nodes, and other ones, work with it.
+
+    The shell of salloc(1) on a login node has the number of a Slurm job, but no node.
+    """
+    return bool(os.environ.get('SLURM_JOB_ID') and os.environ.get('SLURMD_NODENAME'))
 
 
 def lease_wait_s(options: ServerOptions) -> float:
@@ -26338,8 +26341,8 @@ def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], R
     allocation = context.allocation
     reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
     facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
-    state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
-    if allocation.record_id is not None and state is not None and state.is_pending:
+    count = facts.get('Restarts', '')   # the state may still be that of its end
+    if allocation.record_id is not None and count.isdigit() and int(count) > allocation.restart_count:
         client.call('update_scheduled_compute_node', {'status': 'pending'}, id=allocation.record_id)
         context.say(f'Slurm has put job {allocation.job_id} into the queue again')
 
