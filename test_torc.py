@@ -18157,7 +18157,7 @@ class AccountingTest(PartTest):
         self.assertEqual([(1, 'j1'), (2, 'j2')] * 3, [row[:2] for row in samples])
         self.assertEqual({(1 << 20, 1)}, {row[2][2:] for row in samples})
         self.assertEqual([50.0] * 6, [round(row[2][1], 1) for row in samples])
-        usage = self.accounting.usage_of(attempts[0])
+        usage = attempts[0].account.usage.fields()
         self.assertEqual({'peak_memory_bytes': 1 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 50.0},
                          {name: round(value, 1) for name, value in usage.items()})
 
@@ -18165,7 +18165,7 @@ class AccountingTest(PartTest):
         self.start(resource_monitor_config={'enabled': False})
         attempt = self.begin(1)
         self.advance(60)
-        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'), self.accounting.usage_of(attempt)))
+        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'), attempt.account.usage.fields()))
 
     def test_a_step_that_has_ended_is_not_asked_for_and_what_sstat_says_of_it_is_debug(self):
         first, second = self.begin(1), self.begin(2)
@@ -18187,6 +18187,14 @@ class AccountingTest(PartTest):
         self.advance(120)
         self.assertEqual([0.2, 10.0, 21.0, 32.0], self.calls('squeue')[:4])
         self.assertEqual([11, 56, 101], [round(at) for at in self.calls('sstat')])
+
+    def test_what_was_sampled_and_what_the_end_tells_go_into_the_result_together(self):
+        attempt = self.begin(1)
+        self.advance(21)
+        end = torc.ProcessEnd(0, 0, 20.0, 2.0, 5 << 20, self.clock.now)     # 10 %, 5 MB
+        self.assertEqual({'peak_memory_bytes': 5 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0,
+                          'avg_cpu_percent': 10.0},
+                         {key: round(value, 1) for key, value in self.accounting.take_usage(attempt, end).items()})
 
     def test_a_step_that_was_never_made_leaves_no_row(self):
         attempt = self.begin(1, is_visible=False)
@@ -18296,7 +18304,9 @@ class AccountingTest(PartTest):
     def test_a_runner_that_leaves_asks_at_once_for_what_is_open(self):
         self.finish(self.begin(1), self.GOOD)
         self.finish(self.begin(2), self.BARE)
+        self.advance(0)
         self.leave()
+        self.assertEqual(0.0, self.accounting.due(), 'the loop was about to wait for what was planned')
         self.advance(2)
         self.assertEqual(([1.0], False, [2 << 20, None]), (self.calls('sacct'), self.accounting.is_busy,
                                                            [row.get('max_rss_bytes') for row in self.rows]))
@@ -18372,6 +18382,141 @@ class AccountingTest(PartTest):
                 self.accounting.state_of(self.finish(self.begin(next(numbers)), self.BAD))
         self.advance = fail     # type: ignore
         self.assertLessEqual(self.minute()['sacct'], 12)
+
+
+
+@slow
+class AccountingOnSlurmTest(SlurmTest, PartTest):
+    """The same, of a real Slurm: an allocation of four CPUs whose steps this process starts."""
+    BURN = ('import time\nx = bytearray(100 << 20)\nuntil = time.monotonic() + {0}\n'
+            'while time.monotonic() < until:\n    sum(range(1000))\nraise SystemExit({1})')
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.job_id = self.sbatch('exec sleep 1000', '-N1', '-n4', '--mem=2000', '-t', 10)
+        self.wait_slurm(lambda: self.allocations('RUNNING'), 60, 'the allocation')
+        self.stack = contextlib.ExitStack()
+        self.addCleanup(self.stack.close)
+
+    def begin(self, **fakes: str) -> None:
+        """An accounting of it, which samples each second, with these programs in place of the real ones."""
+        real = {name: f'exec {name} "$@"' for name in ('squeue', 'sstat', 'sacct')}
+        self.fakes = self.world.fake_slurm(**dict(real, **fakes))
+        self.stack.enter_context(self.world.inside())
+        self.alive = self.launcher()
+        monitor = {'enabled': True, 'sample_interval_seconds': 1}
+        self.server = self.link(resource_monitor_config=monitor)
+        self.server.context.allocation = types.SimpleNamespace(job_id=self.job_id)
+        self.accounting = torc.Accounting(self.server.context, self.alive, self.server)
+
+    def step(self, number: int, *command: str) -> Any:
+        """Start a step."""
+        attempt = self.attempt('running', number)
+        argv = [shutil.which('srun'), f'--jobid={self.job_id}', '--ntasks=1', '--exact', '--mem=200M',
+                f'--job-name=wf1_j{number}_r1_a1', '--cpus-per-task=1', '--input=none', *command]
+        with open(os.devnull, 'w') as null:
+            variables = torc.query_variables()
+            attempt.process = self.alive.start([os.fsencode(word) for word in argv], variables,
+                                               [null.fileno(), null.fileno()], f'step-{number}',
+                                               lambda process: self.accounting.ended(attempt))
+        self.accounting.add(attempt)
+        return attempt
+
+    def burn(self, number: int, for_s: float = 10.0, code: int = 0) -> Any:
+        """A step that keeps one CPU busy."""
+        return self.step(number, sys.executable, '-S', '-c', self.BURN.format(for_s, code))
+
+    def drive(self, condition: Callable[[], Any], what: str, deadline_s: float = 60) -> Any:
+        """Turn after turn, until something holds."""
+        def turn() -> Any:
+            self.alive.act(time.monotonic())
+            self.alive.kill_due()
+            self.accounting.act(time.monotonic())
+            return condition()
+        return self.world.wait(turn, deadline_s, what)
+
+    def ended(self, *attempts: Any) -> bool:
+        """Whether these have."""
+        return all(attempt.process.end is not None for attempt in attempts)
+
+    def test_steps_are_numbered_sampled_and_accounted_for_as_slurm_itself_says(self):
+        self.begin()
+        attempts = [self.burn(number, code=7 * (number == 2)) for number in (1, 2, 3)]
+        self.drive(lambda: self.ended(*attempts), 'the steps')
+        self.assertIsNone(self.accounting.state_of(attempts[1]))
+        record = self.drive(lambda: self.accounting.state_of(attempts[1]), 'the state')
+        self.assertEqual(('FAILED', '7:0'), (record.state, record.exit_code))
+        self.drive(lambda: len(self.server.accounting) == 3, 'the rows')
+        said = self.steps_of(self.job_id)
+        for attempt, row in zip(attempts, sorted(self.server.accounting, key=lambda row: row['job_id'])):
+            known = said[f'wf1_j{attempt.id}_r1_a1']
+            self.assertEqual(known['JobID'], self.accounting.step_id_of(attempt))
+            self.assertEqual((attempt.id, self.job_id, torc.parse_slurm_memory(known['MaxRSS']), known['NodeList']),
+                             tuple(row[key] for key in ('job_id', 'slurm_job_id', 'max_rss_bytes', 'node_list')))
+            self.assertEqual(torc.parse_slurm_cpu_time(known['AveCPU']), row['ave_cpu_seconds'])
+            self.assertGreater(row['max_rss_bytes'], 100 << 20)
+            usage = attempt.account.usage.fields()
+            self.assertGreater(usage['peak_memory_bytes'], 100 << 20)
+            self.assertTrue(0 < usage['avg_cpu_percent'] <= usage['peak_cpu_percent'] < 300, usage)
+        self.assertLessEqual(len(self.fakes.calls('squeue')), 12)
+        self.assertLessEqual(len(self.fakes.calls('sacct')), 2)
+
+    def test_a_step_that_somebody_cancels_and_one_that_is_too_large_are_told_by_their_states(self):
+        self.begin()
+        killed = self.step(1, 'sleep', '1000')
+        large = self.step(2, sys.executable, '-S', '-c', 'import time; x = bytearray(600 << 20); time.sleep(100)')
+        step_id = self.drive(lambda: self.accounting.step_id_of(killed), 'the number')
+        self.bed.ask('scancel', step_id)
+        self.drive(lambda: self.ended(killed, large), 'the ends')
+        states = [self.drive(lambda: self.accounting.state_of(attempt), 'the state').state for attempt in (killed, large)]
+        self.assertEqual('CANCELLED', states[0])
+        self.assertIn(states[1], ('CANCELLED', 'OUT_OF_MEMORY'))        # by the plugin that counts memory
+
+    def conf(self, **changes: Any) -> str:
+        """A sacct with a configuration of its own."""
+        text = re.sub('(?m)^AccountingStorageEnforce=.*$', '', read_text(self.bed.conf))
+        for name, value in changes.items():
+            text = re.sub(f'(?m)^{name}=.*$', f'{name}={value}', text)
+        path = self.world.write('own.conf', text)
+        return f'SLURM_CONF={shlex.quote(path)} exec sacct "$@"'
+
+    def test_where_nothing_is_stored_it_is_said_once_and_the_rows_have_no_figures(self):
+        self.begin(sacct=self.conf(AccountingStorageType='accounting_storage/none'))
+        attempts = [self.step(number, 'sh', '-c', 'exit 3') for number in (1, 2)]
+        self.drive(lambda: self.ended(*attempts), 'the ends')
+        self.accounting.state_of(attempts[0])
+        self.drive(lambda: self.accounting.state_of(attempts[0]), 'the answer')
+        self.assertEqual([torc.StepRecord()] * 2, list(map(self.accounting.state_of, attempts)))
+        self.assertEqual([{'job_id': number, 'attempt_id': 1, 'slurm_job_id': self.job_id} for number in (1, 2)],
+                         sorted(self.server.accounting, key=lambda row: row['job_id']))
+        message, = self.progress.messages
+        self.assertIn('Slurm keeps no accounts of steps here', message)
+        self.assertIn('storage is disabled', message)
+        self.assertEqual(1, len(self.fakes.calls('sacct')))
+
+    def give_up(self, backlog: Optional[int]) -> str:
+        """A step fails while nobody, or somebody who says nothing, is where slurmdbd was. What was said."""
+        listener = self.stack.enter_context(socket.socket())
+        listener.bind(('127.0.0.1', 0))
+        if backlog is not None:
+            listener.listen(backlog)
+        with unittest.mock.patch.multiple(torc, SACCT_PAUSE_S=0.1, SACCT_QUERY_S=2.0, PATIENCE=0):
+            self.begin(sacct=self.conf(AccountingStoragePort=listener.getsockname()[1]))
+            attempt = self.step(1, 'sh', '-c', 'exit 3')
+            self.drive(lambda: self.ended(attempt), 'the end')
+            self.accounting.state_of(attempt)
+            record = self.drive(lambda: self.accounting.state_of(attempt), 'the answer', 90)
+        self.assertEqual(torc.StepRecord(), record)
+        self.assertEqual(torc.SACCT_TRIES, len(self.fakes.calls('sacct')))
+        message, = self.progress.messages
+        self.assertIn('the accounting of Slurm does not answer', message)
+        return message
+
+    def test_a_database_that_refuses_is_said_once_and_given_up(self):
+        self.assertIn('onnection refused', self.give_up(None))
+
+    def test_a_database_that_hangs_is_said_once_and_given_up(self):
+        self.assertIn('no answer within', self.give_up(5))
 
 
 # ======== 16g. Runner's allocation ========
@@ -21890,6 +22035,158 @@ class RunTest(CommandTest):
 
 
 # ======== 20d. Allocations ========
+
+class AccountCommandTest(CommandTest):
+    """`slurm stats`, `slurm sacct`, `slurm usage`, `slurm parse-logs`."""
+    # Two allocations of 22.05.8, of which the second was requeued; and a name that holds our separator.
+    SACCT = textwrap.dedent("""\
+        41|torc-wf1-sched1|COMPLETED|0:0|125||00:30.500|2|node[1-2]
+        41.batch|batch|COMPLETED|0:0|125|30548K|00:00.500|1|node1
+        41.0|wf1_j1_r1_a1|COMPLETED|0:0|65|2097152K|00:20.000|1|node1
+        41.1|wf1_j2_r1_a1|OUT_OF_MEMORY|0:125|4|614400K|00:10.000|1|node2
+        42|a|b|PREEMPTED|0:0|60||00:01.000|4|node[1-4]
+        42|a|b|CANCELLED by 0|0:0|40||00:00.000|4|node[1-4]
+        """)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.make("""
+            name: counted
+            jobs: [{name: first, command: "true"}, {name: second, command: exit 1}]
+            """)
+        for statement in (
+                "INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, "
+                "exec_time_minutes, completion_time, status) VALUES "
+                "(1, 1, 1, 1, 0, 1.0, '2026-01-01T00:00:00Z', 5), "
+                "(1, 2, 1, 1, 137, 0.1, '2026-01-01T00:00:00Z', 6)",
+                'UPDATE workflow SET run_id = 1 WHERE id = 1',
+                'INSERT INTO slurm_stats (workflow_id, job_id, run_id, attempt_id, slurm_job_id, '
+                'max_rss_bytes, max_vm_size_bytes, ave_cpu_seconds, node_list) VALUES '
+                "(1, 1, 1, 1, '41', 2147483648, 3000000000, 30.0, 'node1'), "
+                "(1, 2, 1, 1, '41', NULL, NULL, NULL, NULL)",
+                'INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, '
+                "scheduler_type, status) VALUES (1, 41, 1, 'slurm', 'complete'), "
+                "(1, 42, 1, 'slurm', 'active'), (1, 0, 1, 'slurm', 'pending'), (1, 9, 1, 'local', 'active')"):
+            self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', statement))
+
+    def fake(self, script: str) -> Any:
+        """A sacct."""
+        return self.world.fake_slurm(sacct=script)
+
+    def says(self, text: str) -> Any:
+        """A sacct that says this."""
+        path = self.world.write('sacct.txt', text)
+        return self.fake(f'cat {shlex.quote(path)}')
+
+    def test_stats_are_the_stored_rows_with_the_share_of_the_run_time(self):
+        first, second = self.json('slurm stats 1')['items']
+        self.assertEqual(('first', '41', 2 << 30, 30.0, 50.0, 'node1'), tuple(first[key] for key in (
+            'job_name', 'slurm_job_id', 'max_rss_bytes', 'ave_cpu_seconds', 'cpu_percent', 'node_list')))
+        self.assertNotIn('cpu_percent', second)
+        self.assertEqual([2], [item['job_id'] for item in self.json('slurm stats 1 --job-id 2')['items']])
+        self.assertEqual([], self.json('slurm stats 1 --run-id 7')['items'])
+        self.assertEqual('Job ID,Run,Attempt,Slurm Job,Max RSS,Max VM,Ave CPU (s),CPU %,Nodes',
+                         self.text('slurm stats 1 -f csv').splitlines()[0])
+        self.assertRegex(self.text('slurm stats 1'), r'first +. +1 .* 41 .* 2.0GB .* 30.00 . 50.0%')
+
+    def test_one_sacct_is_asked_for_all_allocations(self):
+        fakes = self.says(self.SACCT)
+        found = self.json('slurm sacct 1')
+        call, = fakes.calls('sacct')
+        self.assertEqual(['-j', '41,42', '-S'], call.argv[:3])
+        self.assertLessEqual({'-D', '-P', '-n'}, set(call.argv))
+        self.assertEqual((1, 2, []), tuple(found[key] for key in ('workflow_id', 'total_slurm_jobs', 'errors')))
+        self.assertEqual([('41', 'batch'), ('41', 'wf1_j1_r1_a1'), ('41', 'wf1_j2_r1_a1'), ('42', 'a|b'),
+                          ('42', 'a|b')], [(row['slurm_job_id'], row['job_step']) for row in found['summary']])
+        self.assertEqual({'slurm_job_id': '41', 'job_step': 'wf1_j1_r1_a1', 'state': 'COMPLETED',
+                          'exit_code': '0:0', 'elapsed': '1m 05s', 'max_rss': '2.00 GB', 'cpu_time': '20s',
+                          'nodes': 'node1'}, found['summary'][1])
+        self.assertEqual(('CANCELLED by 0', '-'), (found['summary'][4]['state'], found['summary'][4]['max_rss']))
+        self.assertEqual('Slurm Job,Job Step,State,Exit Code,Elapsed,Max RSS,CPU Time,Nodes',
+                         self.text('slurm sacct 1 -f csv').splitlines()[0])
+
+    def test_what_sacct_said_can_be_kept(self):
+        self.says(self.SACCT)
+        os.mkdir(self.world.path('kept'))
+        self.text('slurm sacct 1 -o kept --save-json')
+        self.assertEqual(['sacct_41.json', 'sacct_42.json'], sorted(os.listdir(self.world.path('kept'))))
+        kept = json.loads(self.world.read('kept/sacct_41.json'))
+        self.assertEqual(('41', 4, 20.0), (kept['slurm_job_id'], len(kept['rows']), kept['rows'][2]['cpu_s']))
+        done = self.world.main('slurm', 'sacct', 1, '-o', 'not/there', '--save-json')
+        self.assertIn('not/there/sacct_41.json', self.assertExit(2, done).err)
+
+    def test_usage_counts_all_nodes_and_all_runs_of_an_allocation(self):
+        self.says(self.SACCT)
+        self.assertEqual({
+            'workflow_id': 1, 'total_slurm_jobs': 2, 'total_nodes': 6, 'total_node_time': '10m 50s',
+            'total_node_time_seconds': 2 * 125 + 4 * 100, 'total_cpu_time': '31s',
+            'total_cpu_time_seconds': 32}, self.json('slurm usage 1'))
+        self.assertIn('Node time:   10m 50s\n', self.text('slurm usage 1'))
+
+    def test_an_allocation_that_sacct_does_not_know_is_named(self):
+        self.says(self.SACCT.partition('42|')[0])
+        error = 'sacct does not know Slurm job 42'
+        self.assertEqual([error], self.json('slurm usage 1')['errors'])
+        self.assertEqual([error], self.json('slurm sacct 1')['errors'])
+        self.assertIn(f'torc: {error}\n', self.world.main('slurm', 'sacct', 1).err)
+
+    def test_a_workflow_without_allocations_is_no_error_and_sacct_is_not_asked(self):
+        fakes = self.fake('exit 1')
+        self.make('{name: local, jobs: [{name: j, command: "true"}]}')
+        self.assertEqual({'workflow_id': 2, 'message': 'No Slurm scheduled compute nodes found', 'summary': []},
+                         self.json('slurm sacct 2'))
+        self.assertEqual({'workflow_id': 2, 'total_slurm_jobs': 0, 'total_nodes': 0, 'total_node_time': '0s',
+                          'total_node_time_seconds': 0, 'total_cpu_time': '0s', 'total_cpu_time_seconds': 0},
+                         self.json('slurm usage 2'))
+        self.assertEqual('No Slurm scheduled compute nodes found for workflow 2\n',
+                         self.text('slurm parse-logs . -w 2'))
+        self.assertEqual([], fakes.calls('sacct'))
+
+    def test_accounting_that_cannot_be_read_is_refused_in_its_own_words(self):
+        self.fake('echo "Slurm accounting storage is disabled" >&2; exit 1')
+        for command in ('sacct', 'usage'):
+            said = self.assertExit(4, self.world.main('slurm', command, 1)).err
+            self.assertIn('the accounting of Slurm cannot be read: Slurm accounting storage is disabled', said)
+            self.assertIn('`slurm stats 1` shows', said)
+
+    def logs(self) -> None:
+        """What two allocations and two jobs have written, and what concerns none of them."""
+        for name, text in (
+                ('slurm_output_wf1_sl41.e', 'slurmstepd-node2: error: Detected 1 oom-kill event(s) in StepId=41.1\n'
+                                            'srun: error: node2: task 0: Out Of Memory\n'),
+                ('slurm_output_wf1_sl42.o', 'fine\nslurmstepd-node3: error: *** JOB 42 ON node3 CANCELLED AT '
+                                            '2026-11-21T00:11:56 DUE TO PREEMPTION ***\n'),
+                ('slurm_output_wf1_sl7.e', 'bash: CUDA out of memory\n'),
+                ('slurm_output_wf12_sl41.e', 'Segmentation fault\n'),
+                ('job_runner_node1_wf1_r1.log', 'Segmentation fault\n'),
+                ('job_stdio/job_wf1_j2_r1_a1.e', 'x' * 9000 + '\nMemoryError\n'),
+                ('job_stdio/job_wf1_j1_r1_a1.o', 'the 0 errors FAILED to show\n')):
+            self.world.write('out/' + name, text)
+
+    def test_errors_in_logs_are_found_by_allocation_node_and_job(self):
+        self.logs()
+        found = self.json('slurm parse-logs out -w 1')
+        self.assertEqual((1, 'out', 2, 4, 4, 3, 1), tuple(found[key] for key in (
+            'workflow_id', 'output_dir', 'slurm_jobs_count', 'files_scanned', 'total_issues', 'errors', 'warnings')))
+        both = [{'job_id': 1, 'job_name': 'first'}, {'job_id': 2, 'job_name': 'second'}]
+        self.assertEqual([
+            ('job_stdio/job_wf1_j2_r1_a1.e', '41', 2, 'Out of memory', 'error', None, both[1:]),
+            ('slurm_output_wf1_sl41.e', '41', 1, 'Out of memory', 'error', 'node2', both),
+            ('slurm_output_wf1_sl41.e', '41', 2, 'Out of memory', 'error', 'node2', both),
+            ('slurm_output_wf1_sl42.o', '42', 2, 'Preemption', 'warning', 'node3', [])],
+            [tuple(issue[key] for key in ('file', 'slurm_job_id', 'line_number', 'pattern_description', 'severity',
+                                          'node', 'affected_jobs')) for issue in found['issues']])
+
+    def test_warnings_can_be_left_out_and_people_get_them_by_allocation(self):
+        self.logs()
+        found = self.json('slurm parse-logs out --errors-only -w 1')
+        self.assertEqual((3, 3, 0, 3), (found['total_issues'], found['errors'], found['warnings'], len(found['issues'])))
+        text = self.text('slurm parse-logs out -w 1')
+        self.assertIn('Slurm job 42:\n  [WARN] Preemption on node3: slurmstepd-node3: error: *** JOB 42', text)
+        self.assertIn('      slurm_output_wf1_sl42.o:2\n', text)
+        self.assertTrue(text.endswith('\n3 errors, 1 warnings\n'))
+        self.assertIn('choose one with --workflow-id', self.assertExit(2, self.world.main('slurm', 'parse-logs', 'out')).err)
+
 
 
 class ExplainTest(CommandTest):

@@ -6574,19 +6574,16 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 # completion (8d), compute nodes and a runner's turn (8e); why nothing runs (8f); rows that few rules hold
 # for (8g), administration (8h), and SQL that an administrator wrote (8i). They start no process, open no
 # socket and know no clock but the Store's. The caller holds a transaction, so that every verb happens whole
-# or not at all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
-# where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and elsewhere it
-# guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based where it can be.
-#
-# Run generation. A workflow's run_id is 0 until the first initialize, and grows with every reset. Starts,
-# completions and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt)
-# and has one result, also when a reset takes its job from the runner: the same name is never given again.
-#
-# Prerequisites. Jobs with the same prerequisites share a dependency set. A waiting job is released when its
-# set has no pending member. If a member ended badly, a job with cancel_on_blocking_job_failure is canceled,
-# and counts as a bad member in turn.
-#
-# Updates. Verbs report what happened with announce() and record_event(); it is sent after the commit.
+# or not at all. SQL of one use stands with the rule that it is for; only the Store executes it. It says
+# CROSS JOIN where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and
+# elsewhere it guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based
+# where it can be.  Run generation. A workflow's run_id is 0 until the first initialize, and grows with
+# every reset. Starts, completions and retries carry it; a stale one changes nothing. An attempt is named by
+# (job, run, attempt) and has one result, also when a reset takes its job from the runner: the same name is
+# never given again.  Prerequisites. Jobs with the same prerequisites share a dependency set. A waiting job
+# is released when its set has no pending member. If a member ended badly, a job with
+# cancel_on_blocking_job_failure is canceled, and counts as a bad member in turn.  Updates. Verbs report
+# what happened with announce() and record_event(); it is sent after the commit.
 
 MAX_UPDATES = 4000      # of one transaction, fewer than a feed keeps; of more only the number is kept
 
@@ -25372,6 +25369,8 @@ class StepRecords:
         """The next question, or the end of all waiting."""
         if not self.open:
             return math.inf
+        if self.leaving() and not self.is_last:
+            return 0.0
         asks_at = math.inf if self.is_asking else max(self.ask_at, self.not_before)
         return min(asks_at, self.give_up_at()) if self.is_last else asks_at
 
@@ -25482,9 +25481,12 @@ class Accounting:
         """What sacct says of its end: None for "later", and a StepRecord without anything for "never"."""
         return self.records.state_of(attempt.account)
 
-    def usage_of(self, attempt: Attempt) -> Dict[str, Any]:
-        """Fields of its result, as sampled."""
-        return attempt.account.usage.fields()
+    def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
+        """Fields of its result: what the end of the job itself tells, and what was sampled."""
+        sampled, at_end = attempt.account.usage.fields(), Completions.usage_at_end(attempt, end)
+        peaks = {key: max(sampled[key], at_end[key]) for key in ('peak_memory_bytes', 'peak_cpu_percent')
+                 if key in sampled and key in at_end}
+        return {**sampled, **at_end, **peaks}
 
     @property
     def is_busy(self) -> bool:
@@ -26421,15 +26423,8 @@ class Runner:
         accounting.records.leaving = lambda: self.shutdown.reason
         accounting.sampler.on_sample = self.monitor.series.add_job
         self.dispatcher.on_started = accounting.add
-        self.completions.take_usage = self.take_step_usage
+        self.completions.take_usage = accounting.take_usage
         self.policy.least_s = self.context.config['sigkill_headroom_seconds'] + SHORTEST_STEP_S
-
-    def take_step_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
-        """What a step has used: as the supervisor saw at its end, and sstat(1) before."""
-        found = Completions.usage_at_end(attempt, end)
-        for name, value in self.accounting.usage_of(attempt).items():
-            found[name] = max(value, found.get(name) or 0) if name.startswith('peak') else value
-        return found
 
     def connect_link(self) -> None:
         """Set where the link finds what it sends, and who gets what comes."""
@@ -31726,9 +31721,9 @@ def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
 # -------- accounts --------
 
 NO_ALLOCATIONS = 'No Slurm scheduled compute nodes found'
-STEP_STATS_COLUMNS = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
-                 'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
-                 'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
+ACCOUNT_LIST = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
+                'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
+                'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
 SACCT_COLUMNS = ('Slurm Job=slurm_job_id, Job Step=job_step, State=state, Exit Code=exit_code, '
                  'Elapsed=elapsed:1, Max RSS=max_rss:1, CPU Time=cpu_time:2, Nodes=nodes:3')
 
@@ -31758,18 +31753,16 @@ def ask_accounts(session: Session, workflow_id: int, job_ids: Sequence[str]) -> 
 
 def cmd_slurm_stats(session: Session, args: Arguments) -> int:
     """What Slurm's accounting said of attempts; CPU percent is of the run time in their results."""
-    workflow_id = args['workflow_id']
-    asked = given(args, 'job_id', 'run_id', 'attempt_id')
-    items = session.items('list_slurm_stats', workflow_id=workflow_id, **asked)
+    items = session.items('list_slurm_stats', **given(args))
     results = {(item['job_id'], item['run_id'], item['attempt_id']): item for item in session.items(
-        'list_results', workflow_id=workflow_id, all_runs=True)} if items else {}
+        'list_results', workflow_id=args['workflow_id'], all_runs=True)} if items else {}
     for item in items:
         result = results.get((item['job_id'], item['run_id'], item['attempt_id']), {})
         seconds = result.get('exec_time_minutes', 0) * 60
         item['job_name'] = result.get('job_name')
         if seconds and item.get('ave_cpu_seconds') is not None:
             item['cpu_percent'] = item['ave_cpu_seconds'] / seconds * 100
-    session.show_list(headings_of(STEP_STATS_COLUMNS), items, 'Slurm stats')
+    session.show_list(headings_of(ACCOUNT_LIST), items, 'Slurm stats')
     return 0
 
 
@@ -32998,18 +32991,19 @@ COMMANDS = (
         Argument('PATH', '', "a bundle, or the output directory of a runner"),
         Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id)),
         f'logs analyze {DEFAULT_OUTPUT_DIR} -w 1'),
-    Command('slurm sacct', cmd_slurm_sacct, "show what Slurm's accounting says of a workflow's allocations", (
+    Command('slurm sacct', cmd_slurm_sacct, 'show what sacct says of allocations and their steps', (
         ASKED_WF,
         Argument('-o --output-dir', 'DIR', 'where --save-json puts its files', default=DEFAULT_OUTPUT_DIR),
-        Argument('--save-json', '', 'write sacct_ID.json for each allocation, too')), 'slurm sacct 1'),
-    Command('slurm stats', cmd_slurm_stats, "list what Slurm's accounting said of each attempt", (
+        Argument('--save-json', '', 'write sacct_ID.json for each allocation, too')),
+        'slurm sacct 1', has_csv=True),
+    Command('slurm stats', cmd_slurm_stats, 'list what was accounted of each attempt', (
         Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id'),
         Argument('--job-id', 'N', 'only of this job', parse_id),
         Argument('--run-id', 'N', 'only of this run', at_least(0)),
-        Argument('--attempt-id', 'N', 'only of this attempt', at_least(1))), 'slurm stats 1'),
-    Command('slurm usage', cmd_slurm_usage, "sum up the node and CPU time of a workflow's allocations", (
+        Argument('--attempt-id', 'N', 'only of this attempt', at_least(1))), 'slurm stats 1', has_csv=True),
+    Command('slurm usage', cmd_slurm_usage, 'sum up the node and CPU time of allocations', (
         ASKED_WF,), 'slurm usage 1'),
-    Command('slurm parse-logs', cmd_slurm_parse_logs, 'find errors in what allocations and jobs wrote', (
+    Command('slurm parse-logs', cmd_slurm_parse_logs, 'find errors in logs of allocations and jobs', (
         Argument('PATH', '', 'output directory of the runners'),
         Argument('-w --workflow-id', 'WF', 'only of this workflow', parse_id),
         Argument('--errors-only', '', 'no warnings')), f'slurm parse-logs {DEFAULT_OUTPUT_DIR} -w 1'),
