@@ -6577,13 +6577,17 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 # or not at all. SQL of one use stands with the rule that it is for; only the Store executes it. It says
 # CROSS JOIN where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and
 # elsewhere it guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based
-# where it can be.  Run generation. A workflow's run_id is 0 until the first initialize, and grows with
-# every reset. Starts, completions and retries carry it; a stale one changes nothing. An attempt is named by
-# (job, run, attempt) and has one result, also when a reset takes its job from the runner: the same name is
-# never given again.  Prerequisites. Jobs with the same prerequisites share a dependency set. A waiting job
-# is released when its set has no pending member. If a member ended badly, a job with
-# cancel_on_blocking_job_failure is canceled, and counts as a bad member in turn.  Updates. Verbs report
-# what happened with announce() and record_event(); it is sent after the commit.
+# where it can be.
+#
+# Run generation. A workflow's run_id is 0 until the first initialize, and grows with every reset. Starts,
+# completions and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt)
+# and has one result, also when a reset takes its job from the runner: the same name is never given again.
+#
+# Prerequisites. Jobs with the same prerequisites share a dependency set. A waiting job is released when its
+# set has no pending member. If a member ended badly, a job with cancel_on_blocking_job_failure is canceled,
+# and counts as a bad member in turn.
+#
+# Updates. Verbs report what happened with announce() and record_event(); it is sent after the commit.
 
 MAX_UPDATES = 4000      # of one transaction, fewer than a feed keeps; of more only the number is kept
 
