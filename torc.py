@@ -5411,8 +5411,8 @@ CREATE TABLE scheduled_compute_node (
     scheduler_config_id INTEGER NOT NULL,               -- the slurm_scheduler it was made from
     scheduler_type      TEXT NOT NULL,
     status              TEXT NOT NULL,                  -- pending, active, complete, canceled
-    settings            JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
-    action_id           INTEGER,                        -- the action that it was made for
+    submission          JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
+    made_for            INTEGER,                        -- the action that it is of
     submitter           TEXT,                           -- who submits it now
     submitter_until     REAL                            -- ... until then; NULL: while that node is active
 );
@@ -5780,8 +5780,8 @@ ALTER TABLE compute_node RENAME COLUMN lease_until TO lease_s;
 UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- the longest, until its next request
 """,
     9: """
-ALTER TABLE scheduled_compute_node ADD COLUMN settings JSON TEXT;
-ALTER TABLE scheduled_compute_node ADD COLUMN action_id INTEGER;
+ALTER TABLE scheduled_compute_node ADD COLUMN submission JSON TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN made_for INTEGER;
 ALTER TABLE scheduled_compute_node ADD COLUMN submitter TEXT;
 ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
 """,
@@ -5916,7 +5916,7 @@ LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
 ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
-                             'is_system', 'is_run_zero', 'is_declared', 'settings', 'action_id', 'submitter',
+                             'is_system', 'is_run_zero', 'is_declared', 'submission', 'made_for', 'submitter',
                              'submitter_until'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
@@ -9862,7 +9862,7 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
 # (scheduler_id 0) it is an intent, held by one submitter at a time: a node while that is active, a command
 # for a while. Whoever takes over what a submitter has left must look whether Slurm has the job.
 
-IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND settings IS NOT NULL"
+IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND submission IS NOT NULL"
 FREE_SUBMISSIONS = ('UPDATE scheduled_compute_node SET submitter = NULL, submitter_until = NULL '
                     f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND ')
 
@@ -9933,7 +9933,7 @@ def execute_schedule(context: Context, action: Values, settings: Values, count: 
         'category': 'action', 'event_type': 'action_completed', 'action_id': action['id'],
         'message': f'{count} allocations to submit' if count else 'no job is left for its allocations'})
     # those of an earlier execution do not belong to this one
-    context.run('UPDATE scheduled_compute_node SET action_id = NULL WHERE action_id = ?', (action['id'],))
+    context.run('UPDATE scheduled_compute_node SET made_for = NULL WHERE made_for = ?', (action['id'],))
     return insert_allocations(context, action['workflow_id'], config['scheduler_id'], {**settings, **own},
                               count, action['id'])
 
@@ -9957,15 +9957,15 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
                        action_id: Optional[int]) -> List[int]:
     """Rows of allocations that are to be submitted together; their ids."""
     values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
-              'scheduler_type': 'slurm', 'status': 'pending', 'action_id': action_id,
-              'settings': dict(settings, num_allocations=count)}
+              'scheduler_type': 'slurm', 'status': 'pending', 'made_for': action_id,
+              'submission': dict(settings, num_allocations=count)}
     return [context.insert('scheduled_compute_node', values) for _ in range(count)]
 
 
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
                      made: Ids) -> List[Values]:
     """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
-    rows = context.rows('SELECT id, scheduler_config_id, settings FROM scheduled_compute_node '
+    rows = context.rows('SELECT id, scheduler_config_id, submission FROM scheduled_compute_node '
                         f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
                         (workflow_id,))
     context.run_many('UPDATE scheduled_compute_node SET submitter = ?, submitter_until = ? WHERE id = ?',
@@ -9999,7 +9999,7 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
     workflow_state(context, workflow_id)
     surplus, refused = [], collections.defaultdict(list)    # type: List[int], Dict[int, List[str]]
     for row in body['submitted']:
-        found = context.one('SELECT status, scheduler_id, settings, action_id, submitter '
+        found = context.one('SELECT status, scheduler_id, submission, made_for, submitter '
                             'FROM scheduled_compute_node WHERE id = ? AND workflow_id = ?',
                             (row['id'], workflow_id))
         number = row.get('slurm_job_id')
@@ -10008,8 +10008,8 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
                 surplus.append(number)
                 continue
             settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
-            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, settings = ?, submitter = NULL '
-                        'WHERE id = ?', (number, format_json(settings), row['id']))
+            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, submission = ?, '
+                        'submitter = NULL WHERE id = ?', (number, format_json(settings), row['id']))
         elif found and found[1] == 0 and found[4] == body['submitter']:
             context.run('DELETE FROM scheduled_compute_node WHERE id = ?', (row['id'],))
             if found[3] is not None:
@@ -10021,7 +10021,7 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
 
 def note_refusal(context: Context, workflow_id: int, action_id: int, messages: List[str]) -> None:
     """Slurm has refused allocations of an action: it has failed, and is due again if it got none at all."""
-    kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE action_id = ?', (action_id,))
+    kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE made_for = ?', (action_id,))
     failure = f'{len(messages)} allocations were refused by Slurm: {messages[0]}'
     context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, action_id))
     if not kept:
@@ -16187,9 +16187,14 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         log.info('no longer serving %s', options.database)
 
 
+def in_slurm_job() -> bool:
+    """Whether this process belongs to an allocation, whose other nodes, and other allocations, work with it."""
+    return bool(os.environ.get('SLURM_JOB_ID'))
+
+
 def lease_wait_s(options: ServerOptions) -> float:
     """How long a server watches the lease of another host before it takes it over."""
-    return 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
+    return 0.0 if options.is_embedded and not in_slurm_job() else 3 * Lease.PERIOD_S + 1
 
 
 def last_change(database: str) -> float:
@@ -16266,7 +16271,7 @@ def list_candidates(address: str, host: str) -> List[str]:
     if address not in ('0.0.0.0', '::'):
         return [address] + ([host] if host != address else [])
     name = socket.gethostname()
-    found = [name, socket.getfqdn(), name.partition('.')[0]] + own_addresses()
+    found = [name, socket.getfqdn(), name.partition('.')[0]] + (own_addresses() or ['127.0.0.1'])
     return sorted(set(found), key=found.index)
 
 
@@ -16432,9 +16437,12 @@ class JsonLines(logging.Formatter):
 # -------- detached servers --------
 
 def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None) -> bool:
-    """Fork a server for a database. True when it answers; False if another process has the database."""
-    database = os.path.abspath(database)
-    options = ServerOptions(database, port=0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
+    """Fork a server for a database. True when it answers; False if another process has the database.
+
+    In an allocation it answers other hosts, too: requests are signed with its token, which is never sent.
+    """
+    database, host = os.path.abspath(database), '0.0.0.0' if in_slurm_job() else '127.0.0.1'
+    options = ServerOptions(database, host, 0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
     try:
         start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 1)
     except Conflict:
@@ -17213,6 +17221,7 @@ class Connector:
             self._connection = connection
             return
         found = read_living_server(self.server_file or self.database + '.connection')
+        unreachable = None      # type: Optional[Unreachable]  # of a server that may live on another host
         if found is not None:
             was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
             self.in_memory = bool(found.get('in_memory')) and not self.is_lasting
@@ -17226,15 +17235,26 @@ class Connector:
                 if self.server_file and not lives:
                     reason = f'cannot be reached ({error.message})'
                     raise absent(explain_dead_server(self.server_file, found, reason)) from None
-                if lives or not was_here(found):
+                if lives or not (was_here(found) or found.get('is_embedded')):
                     raise
-            self.is_lasting = was_lasting   # killed with its container; if not, it has a lock on the database
+                unreachable = None if was_here(found) else error
+            # Killed with its container or its allocation; if not, it has a lock or a lease on the database.
+            self.is_lasting = was_lasting
         if self.is_lasting:
             raise absent(f'the server of {self.database} is gone; start it again with '
                          f'`torc.py serve -d {shlex.quote(self.database)}`')
         elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
             raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
-        elif not self.needs_server:
+        try:
+            self.take_database()
+        except Conflict:
+            if unreachable is not None:     # it holds the database
+                raise unreachable from None
+            raise
+
+    def take_database(self) -> None:
+        """Open the embedded database, or start a server for it. Conflict if another process has it."""
+        if not self.needs_server:
             self._service = Service(hold_database(self.database))
             forget_server(self.database)
         elif start_embedded_server(self.database, self.snapshot_interval_s):
@@ -31361,14 +31381,15 @@ def cmd_submit(session: Session, args: Arguments) -> int:
     refuse_without_sbatch()
     settings = submission_settings(args)
     if is_id(args['target']):
-        if args['account']:
-            raise BadInput('--account plans the allocations of a workflow file; change those of a workflow '
-                           'with `slurm update`')
+        if args['account'] or args['profile']:
+            raise BadInput('--account and --profile plan the allocations of a workflow file; to change those '
+                           'of a workflow: `slurm update`')
         workflow = session.workflow(int(args['target']))
         actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
         refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
         return submit_workflow(session, workflow, settings, args)
-    plan = (read_planned_spec if args['account'] else read_spec)(session, args['target'], args)
+    is_planned = args['account'] or args['profile']
+    plan = (read_planned_spec if is_planned else read_spec)(session, args['target'], args)
     refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
     for scheduler in plan.body['slurm_schedulers']:
         check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
