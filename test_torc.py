@@ -5332,6 +5332,19 @@ class ClaimTest(ServiceTest):
         self.store.run('UPDATE job SET status = 5')
         self.assertEqual([], self.wants(workflow_id)['notices'])
 
+    def test_a_runner_of_an_allocation_is_not_told_of_jobs_that_are_bound_to_others(self):
+        workflow_id = self.make(self.HEAD + '''
+            mine   9  1g  -  1  PT1M  -  -  0
+            other  9  1g  -  1  PT1M  -  -  1
+            any    9  1g  -  1  PT1M  -  -  -
+            ''')
+        ids = sorted(row['id'] for row in self.call('list_slurm_schedulers', workflow_id=workflow_id)['items'])
+        answer = self.wants(workflow_id, scheduler_config_id=ids[0])
+        needs = 'cannot run here: they need 9 CPUs, and this runner has 4 (--num-cpus)'
+        self.assertEqual([f'jobs such as mine {needs}'], answer['notices'])
+        self.store.run("UPDATE job SET status = 5 WHERE name <> 'other'")
+        self.assertEqual([], self.wants(workflow_id, scheduler_config_id=ids[0])['notices'])
+
     def test_a_labelled_runner_is_told_of_its_own_jobs_only_and_the_queue_knows_no_sizes(self):
         rows = '''
             name    cpus  memory  gpus  nodes  runtime  priority  labels  scheduler

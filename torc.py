@@ -9039,7 +9039,9 @@ def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kin
     """
     lacking = collections.defaultdict(list)  # type: Dict[str, List[int]]
     for kind in (Kind(*row) for row in context.rows(kinds, (workflow_id,))):
-        lacking['; '.join(lacks_of(kind, want))].append(kind.id)
+        # Jobs that are bound to other allocations than the caller's are not expected to fit it.
+        if not (want.get('scheduler_config_id') and claim_turn(kind, want['scheduler_config_id']) == 2):
+            lacking['; '.join(lacks_of(kind, want))].append(kind.id)
     lacking.pop('', None)
     found = []
     for reason, kind_ids in list(lacking.items())[:INCOMPATIBLE_SHOWN]:
@@ -27160,7 +27162,7 @@ def format_ready_group(group: Dict[str, Any]) -> str:
 
 def format_allocation(row: Dict[str, Any], now: float = 0.0) -> str:
     """An allocation: Slurm job, scheduler, how long it lasts, or what it waits for. `now` is in seconds."""
-    number = f"Slurm job {row['slurm_job_id']}" if row['slurm_job_id'] > 0 else 'is being submitted'
+    number = f"Slurm job {row['slurm_job_id']}" if row['slurm_job_id'] > 0 else 'not submitted yet'
     parts = [f"scheduler {row['scheduler_name']}"] if row['scheduler_name'] else []
     parts += [f"partition {row['partition']}"] if row['partition'] else []
     parts += [f"{row['num_nodes']} nodes"] if (row['num_nodes'] or 1) > 1 else []
@@ -27181,7 +27183,8 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
         return found + ['Slurm lists it no longer: it has ended, and its runner has not reported that; see '
                         f"slurm_output_*_sl{row['slurm_job_id']}.e in its output directory"]
     if queued is None:
-        return found + (['submitted after Slurm was asked'] if 'queue' in row and row['slurm_job_id'] else [])
+        is_new = row['status'] == 'pending' and row['slurm_job_id'] > 0 and 'queue' in row
+        return found + (['submitted after Slurm was asked'] if is_new else [])
     if queued['state'] == 'PENDING':
         meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
         found.append(f"Slurm says {queued['reason']}{meaning}")
@@ -33560,9 +33563,43 @@ def format_environment() -> str:
 
 COMMANDS_BY_NAME = {command.name: command for command in COMMANDS}
 GROUPS = tuple(dict.fromkeys(command.name.split()[0] for command in COMMANDS if ' ' in command.name))
+SLURM_HELP = """\
+A workflow runs in allocations: Slurm jobs, each of which starts a runner that takes what fits its nodes and
+the time that is left.
+
+    torc.py serve --host 0.0.0.0 --port 0 --daemon      a server that the nodes can reach; once
+    torc.py slurm generate --account A FILE -o READY    plan: schedulers, and actions that submit them
+    torc.py submit READY                                create, initialize, sbatch; returns at once
+    torc.py submit --account A FILE                     all in one
+    torc.py status WF                                   how far it is, and its allocations
+    torc.py explain WF                                  why nothing runs: jobs, queue, actions
+    torc.py cancel WF                                   also cancels the Slurm jobs
+    torc.py slurm schedule-nodes WF -n 2                two more allocations
+
+Your own script
+    The last line of a script for sbatch may be: exec python3 /path/torc.py run WF
+    Ask for what the jobs need, and 256 MB for the runner.
+Steps or processes
+    In an allocation each job is a Slurm step (`execution_config: {mode: auto}`, or `slurm`). With `direct` it
+    is a process, as anywhere else; `start_one_worker_per_node` in the action then starts a runner on each
+    node.
+The end of the time
+    Nothing is started that would not end in time. What still runs is stopped `sigkill_headroom_seconds`
+    before the end, with return code 152, unless it saves its work and exits 0 before.
+Preemption, lost nodes
+    Slurm starts the allocation again. Jobs that were interrupted are ready again, which costs no retry.
+What went wrong
+    explain, then `slurm parse-logs torc_output -w WF`: slurm_output_wf*_sl*.e, job_runner_slurm_*.log.
+Accounting
+    `slurm stats` (gathered), `slurm usage` (sum), `slurm sacct` (asks Slurm now)
+"""
+
+
 TOPICS = {      # of the manual: what makes the text, what it is about
     'spec': (format_field_help, 'every field of a workflow file'),
     'parameters': (format_parameter_help, 'how one job becomes many'),
+    'slurm': (lambda: f"{SLURM_HELP}\n{format_command_help('slurm')}",
+              'how a workflow runs on a Slurm cluster'),
     'resume': (lambda: RESUME_HELP, 'how a workflow follows its edited file'),
     'commands': (format_all_commands, 'every command, and options of all'),
     'environment': (format_environment, 'environment variables and exit codes'),
