@@ -10,6 +10,8 @@
     python3 test_torc.py faults [--quick]      programs killed in the middle of their work
     python3 test_torc.py readme                writes the reference part of README.md anew
 
+What needs a Slurm cluster runs on those of `.ci/slurm_testbed.sh start DIRECTORY` that TORC_TEST_SLURM names.
+
 The last line is 'N passed, N failed, N skipped'. Standard library only, like torc.py itself. Real processes, real
 SQLite, real sockets on port 0; waits are conditions with a deadline, never sleeps.
 
@@ -943,6 +945,13 @@ class SlurmTest(WorldTest):
                 asked_at, value = time.monotonic(), condition()
             return value
         return self.world.wait(rarely, deadline_s, what, alive, state or self.allocations)
+
+    def stop_daemon(self, name: str) -> None:
+        """Stop slurmdbd, say, until the end of the test."""
+        pid = int(read_text(os.path.join(self.bed.directory, 'run', name + '.pid')).split()[0])
+        self.addCleanup(self.bed.control, 'start')
+        os.kill(pid, signal.SIGTERM)
+        self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {name}')
 
     def sbatch(self, script: str, *flags: Any) -> str:
         """Submit a script by hand, from the world's directory; its id."""
@@ -6726,6 +6735,77 @@ class NodeTest(ServiceTest):
         self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
 
 
+class AllocationRecordTest(ServiceTest):
+    """What the server notes of runners in Slurm jobs."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:')
+        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
+
+    def record(self, slurm_job_id: int, status: str = 'pending') -> int:
+        """A record of an allocation."""
+        return self.call('create_scheduled_compute_node', {
+            'workflow_id': self.workflow_id, 'scheduler_id': slurm_job_id, 'scheduler_config_id': self.scheduler_id, 'scheduler_type': 'slurm',
+            'status': status})['id']
+
+    def join(self, pid: int = 1, **scheduler: Any) -> Dict[str, Any]:
+        """A runner begins in a Slurm job; its compute node."""
+        return self.call('create_compute_node', {
+            'workflow_id': self.workflow_id, 'hostname': 'h', 'pid': pid, 'start_time': '2026-01-01T00:00:00Z', 'is_active': True, 'num_cpus': 4,
+            'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm', 'lease_s': 100.0,
+            'scheduler': dict({'type': 'slurm', 'slurm_job_id': 17}, **scheduler)})
+
+    def leave(self, node: Dict[str, Any]) -> None:
+        """A runner leaves."""
+        self.call('update_compute_node', {'is_active': False}, id=node['id'])
+
+    def found(self, record_id: int) -> Tuple[int, str]:
+        """Slurm job and status of a record."""
+        row = self.call('get_scheduled_compute_node', id=record_id)
+        return row['scheduler_id'], row['status']
+
+    def test_a_record_is_active_from_the_first_runner_on_and_complete_when_the_last_has_left(self):
+        record_id, other_id = self.record(17), self.record(18)
+        nodes = [self.join(pid, slurm_node_id=pid) for pid in range(2)]
+        self.assertEqual([(record_id, self.scheduler_id)] * 2, [(node['scheduler']['scheduler_id'], node['scheduler_config_id']) for node in nodes])
+        self.assertEqual((17, 'active'), self.found(record_id))
+        self.leave(nodes[0])
+        self.assertEqual((17, 'active'), self.found(record_id))
+        self.leave(nodes[1])
+        self.assertEqual((17, 'complete'), self.found(record_id))
+        self.assertEqual((18, 'pending'), self.found(other_id))
+
+    def test_a_record_whose_reply_of_sbatch_was_lost_gets_its_slurm_job(self):
+        self.record(17)
+        record_id = self.record(0)
+        node = self.join(scheduler_id=record_id)
+        self.assertEqual(record_id, node['scheduler']['scheduler_id'])
+        self.assertEqual((17, 'active'), self.found(record_id))
+
+    def test_a_runner_in_a_slurm_job_without_a_record_has_no_scheduler(self):
+        node = self.join()
+        self.assertEqual((None, None), (node['scheduler']['scheduler_id'], node.get('scheduler_config_id')))
+        self.leave(node)
+
+    def test_after_a_requeue_the_earlier_runner_is_dead_and_its_jobs_are_ready_without_a_retry_spent(self):
+        record_id = self.record(17)
+        first = self.join(restart_count=0)
+        jobs = self.claim(self.workflow_id, first['id'])
+        self.sync(self.workflow_id, first['id'], started=[[jobs['a']['id'], 1, '2026-01-01T00:00:00Z']])
+        again = self.join(2, restart_count=0)       # another runner of the same start
+        self.assertTrue(self.call('get_compute_node', id=first['id'])['is_active'])
+        second = self.join(3, restart_count=1)
+        for node in (first, again):
+            self.assertFalse(self.call('get_compute_node', id=node['id'])['is_active'])
+        self.assertEqual({'ready'}, {job['status'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']})
+        results = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        self.assertIn('Slurm put job 17, in which it ran, into the queue again', [row['reason'] for row in results])
+        claimed = self.claim(self.workflow_id, second['id'])
+        self.assertEqual((2, 1), (claimed['a']['attempt_id'], claimed['a']['interruptions']))
+        self.assertEqual((17, 'active'), self.found(record_id))
+
+
 class StepAccountsTest(ServiceTest):
     """What Slurm's accounting says of attempts: kept, and brought into their results."""
 
@@ -7086,6 +7166,144 @@ class WaitingTest(ServiceTest):
         found = self.call('diagnose_workflow', workflow_id=workflow_id)
         self.assertEqual((True, 0, False), (found['has_unlimited_allocation'], found['runtime_blocked_jobs'],
                                             found['runtime_blocked']))
+
+
+class SubmissionRecordTest(ServiceTest):
+    """An allocation's row is the intent to submit it: made once, held by one, and never lost."""
+    SETTINGS = {'output_dir': '/o', 'directory': '/d'}
+
+    def prepare(self, jobs: str = 'a:\nb: a', trigger: str = 'on_workflow_start', gate: Optional[List[int]] = None, **config: Any) -> int:
+        """A workflow whose first action submits two allocations."""
+        workflow_id = self.create(jobs)
+        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': workflow_id, 'name': 's', 'account': 'x', 'nodes': 1,
+                                                                 'walltime': '01:00:00'})['id']
+        body = {'workflow_id': workflow_id, 'trigger_type': trigger, 'action_type': 'schedule_nodes', **({'job_ids': gate} if gate else {}),
+                'action_config': dict({'scheduler_id': self.scheduler_id, 'scheduler_type': 'slurm', 'num_allocations': 2}, **config)}
+        self.action_id = self.call('create_workflow_action', body, workflow_id=workflow_id)['id']
+        return workflow_id
+
+    def take(self, workflow_id: int, submitter: str = 'me', actions: bool = True, **more: Any) -> Dict[str, Any]:
+        """Ask for what is to be submitted."""
+        body = dict({'submitter': submitter, 'lease_s': 60.0, 'settings': self.SETTINGS}, **more)
+        if actions:
+            body['actions'] = [{'action_id': self.action_id}]
+        return self.call('take_submissions', body, workflow_id=workflow_id)
+
+    def report(self, workflow_id: int, *rows: Any, submitter: str = 'me') -> List[int]:
+        """(record, Slurm job or refusal): the surplus."""
+        submitted = [dict({'id': row_id}, **({'slurm_job_id': end} if isinstance(end, int) else {'message': end})) for row_id, end in rows]
+        return self.call('report_submissions', {'submitter': submitter, 'submitted': submitted}, workflow_id=workflow_id)['surplus']
+
+    def records(self, workflow_id: int) -> Dict[int, Tuple[int, str]]:
+        """Record -> Slurm job, status."""
+        return {row['id']: (row['scheduler_id'], row['status'])
+                for row in self.call('list_scheduled_compute_nodes', workflow_id=workflow_id)['items']}
+
+    def action(self, workflow_id: int) -> Tuple[bool, Optional[str]]:
+        """Whether it was executed, and why it failed."""
+        action = self.call('get_workflow_actions', workflow_id=workflow_id)[0]
+        return action['executed'], action.get('failure')
+
+    def test_an_action_is_taken_once_and_its_rows_are_there_before_anything_is_submitted(self):
+        workflow_id = self.prepare(max_parallel_jobs=3)
+        found = self.take(workflow_id)['allocations']
+        self.assertEqual([(1, True), (2, True)], [(row['id'], row['is_new']) for row in found])
+        self.assertEqual(dict(self.SETTINGS, max_parallel_jobs=3, num_allocations=2), found[0]['settings'])
+        self.assertEqual((self.scheduler_id, 32), (found[0]['scheduler']['id'], len(found[0]['database_id'])))
+        self.assertEqual({1: (0, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
+        again = self.take(workflow_id, 'another')
+        self.assertEqual(([], ['me'], []), (again['allocations'], again['submitters'], again['idle_actions']))
+        self.assertEqual([], self.report(workflow_id, (1, 41), (2, 42)))
+        self.assertEqual({1: (41, 'pending'), 2: (42, 'pending')}, self.records(workflow_id))
+        self.assertEqual([], self.take(workflow_id)['allocations'])
+
+    def test_what_a_submitter_leaves_is_taken_over_when_it_is_known_to_be_dead_or_its_time_is_over(self):
+        workflow_id = self.prepare()
+        self.take(workflow_id, 'dead')
+        self.report(workflow_id, (1, 41), submitter='dead')
+        self.assertEqual([], self.take(workflow_id, 'me', False)['allocations'])
+        found = self.take(workflow_id, 'me', False, ended=['dead'])['allocations']
+        self.assertEqual([(2, False)], [(row['id'], row['is_new']) for row in found])     # a job may name it
+        self.clock += 61
+        self.assertEqual([2], [row['id'] for row in self.take(workflow_id, 'third', False)['allocations']])
+        self.assertEqual([], self.report(workflow_id, (2, 'late'), submitter='me'))     # no longer its own
+        self.assertEqual({1: (41, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
+        self.assertEqual([77], self.report(workflow_id, (2, 78), (2, 77), submitter='third'))
+        self.assertEqual((78, 'pending'), self.records(workflow_id)[2])
+
+    def test_a_refused_action_has_failed_and_is_due_again_unless_it_got_some(self):
+        workflow_id = self.prepare()
+        self.take(workflow_id)
+        self.report(workflow_id, (1, 'Invalid account'), (2, 'Invalid account'))
+        self.assertEqual((False, '2 allocations were refused by Slurm: Invalid account'), self.action(workflow_id))
+        self.assertEqual({}, self.records(workflow_id))
+        node_id = self.node(workflow_id)
+        sync = functools.partial(self.sync, workflow_id, node_id, actions=['on_workflow_start'], submits=self.SETTINGS)
+        self.assertEqual([], sync()['allocations'])     # a runner does not try that for ever
+        self.assertEqual([3, 4], [row['id'] for row in self.take(workflow_id)['allocations']])
+        self.report(workflow_id, (3, 41), (4, 'Too many jobs'))
+        self.assertEqual((True, '1 allocations were refused by Slurm: Too many jobs'), self.action(workflow_id))
+        self.assertEqual({3: (41, 'pending')}, self.records(workflow_id))
+
+    def test_canceling_makes_what_is_submitted_late_surplus(self):
+        workflow_id = self.prepare()
+        self.take(workflow_id)
+        self.call('update_scheduled_compute_node', {'status': 'canceled'}, id=1)
+        self.call('delete_scheduled_compute_node', id=2)
+        self.call('cancel_workflow', workflow_id=workflow_id)
+        self.assertEqual([41, 42], self.report(workflow_id, (1, 41), (2, 42)))
+        with self.assertRaisesRegex(torc.Refused, 'workflow 1 was canceled: nothing is submitted for it'):
+            self.take(workflow_id)
+
+    def test_nothing_is_submitted_for_jobs_that_have_nothing_left_to_do(self):
+        for trigger, gate in (('on_workflow_start', None), ('on_jobs_ready', [1]), ('on_jobs_complete', [1])):
+            with self.subTest(trigger=trigger):
+                self.doCleanups()
+                self.setUp()
+                workflow_id = self.prepare('a:\nb:', trigger, gate)
+                node_id = self.node(workflow_id)
+                jobs = self.claim(workflow_id, node_id)
+                self.sync(workflow_id, node_id, completions=[self.end(jobs['a'])])
+                if trigger == 'on_jobs_ready':      # b is not its business
+                    self.assertEqual([self.action_id], self.take(workflow_id)['idle_actions'])
+                else:
+                    self.assertEqual(2, len(self.take(workflow_id)['allocations']))
+                    self.call('reset_workflow_status', workflow_id=workflow_id, force=True)
+                    self.call('initialize_jobs', workflow_id=workflow_id)
+                    jobs = self.claim(workflow_id, self.node(workflow_id))
+                    self.sync(workflow_id, 2, completions=[self.end(job) for job in jobs.values()])
+                    before = len(self.records(workflow_id))
+                    self.assertEqual([self.action_id], self.take(workflow_id)['idle_actions'])
+                    self.assertEqual(before, len(self.records(workflow_id)))
+                self.assertTrue(self.action(workflow_id)[0])
+
+    def test_a_runner_gets_due_allocations_and_those_of_a_lost_one_go_to_the_next(self):
+        workflow_id = self.prepare(trigger='on_jobs_complete', gate=[1])
+        first, second = self.node(workflow_id), self.node(workflow_id)
+        ask = {'actions': list(torc.JOB_TRIGGERS), 'submits': self.SETTINGS}
+        jobs = self.claim(workflow_id, first)
+        self.assertEqual([], self.sync(workflow_id, first, **ask)['allocations'])
+        answer = self.sync(workflow_id, first, completions=[self.end(jobs['a'])], **ask)
+        self.assertEqual([(1, True), (2, True)], [(row['id'], row['is_new']) for row in answer['allocations']])
+        self.assertNotIn('allocations', self.sync(workflow_id, second))
+        self.assertEqual([], self.sync(workflow_id, second, **ask)['allocations'])
+        answer = self.sync(workflow_id, first, held_submissions=[2], **ask)     # the answer that had brought 1 was lost
+        self.assertEqual([(1, False)], [(row['id'], row['is_new']) for row in answer['allocations']])
+        answer = self.sync(workflow_id, first, submitted=[{'id': 1, 'slurm_job_id': 41}], **ask)
+        self.assertEqual(([], []), (answer['allocations'], answer['surplus']))
+        self.call('update_compute_node', {'is_active': False}, id=first)
+        answer = self.sync(workflow_id, second, **ask)
+        self.assertEqual([(2, False)], [(row['id'], row['is_new']) for row in answer['allocations']])
+        self.assertEqual({1: (41, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
+
+    def test_the_largest_of_the_jobs_that_are_left_decides_what_is_asked_for(self):
+        workflow_id = self.prepare()
+        needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'r', 'num_cpus': 3, 'memory': '2g'})['id']
+        self.assertEqual({'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 2}, self.take(workflow_id, count=1, actions=False,
+                         scheduler_config_id=self.scheduler_id)['allocations'][0]['needs'])
+        self.call('update_job', {'resource_requirements_id': needs, 'scheduler_id': self.scheduler_id}, id=2)
+        found = self.take(workflow_id, actions=False, scheduler_config_id=self.scheduler_id)['allocations']
+        self.assertEqual({'num_cpus': 3, 'memory_bytes': 2 << 30, 'num_jobs': 1}, found[0]['needs'])
 
 
 # ======== 8h. Administration ========
@@ -15414,19 +15632,20 @@ class QueueTest(WorldTest):
         echo '72|RUNNING|1700000000|1700000060|Unknown|main|None'
     """
 
-    def ask(self, now: float) -> Any:
+    def ask(self, now: float, wanted: Sequence[int] = (71,)) -> Any:
         with self.world.inside():
-            return torc.ask_queue(now)
+            return torc.ask_queue(now, wanted)
 
     def test_it_is_asked_once_a_minute_however_many_commands_want_it(self):
         fakes = self.world.fake_slurm(squeue=self.SQUEUE)
         first = self.ask(1000.0)
         self.assertEqual((1000.0, '', {'71', '72'}), (first.asked_at, first.error, set(first.jobs)))
-        self.assertEqual(torc.QueuedJob('PENDING', 1700000000, 1700003600, 1700007200, 'main', 'Resources'),
+        self.assertEqual(torc.ListedJob('PENDING', 1700000000, 1700003600, 1700007200, 'main', 'Resources'),
                          first.jobs['71'])
         self.assertEqual(('RUNNING', None), (first.jobs['72'].state, first.jobs['72'].ends_at))
         fakes.write('squeue', 'exit 1')
-        self.assertEqual([first] * 2, [self.ask(1000.0), self.ask(1059.0)])
+        self.assertEqual([first] * 2, [self.ask(1000.0), self.ask(1059.0, [72, 73])])
+        self.assertEqual(['71'], first.wanted)
         self.assertEqual([['--me', '--noheader', '--format', torc.QUEUE_FORMAT]],
                          [call.argv for call in fakes.calls()])
         fakes.write('squeue', self.SQUEUE)
@@ -15914,6 +16133,267 @@ class RecordedPlanTest(unittest.TestCase):
 # ======== 14c. Submission ========
 
 
+SHARED_PARTITIONS = (     # scontrol -o show partition, Slurm 22.05, without what is not read
+    'PartitionName=main Default=YES DefaultTime=00:10:00 Nodes=node[1-4] OverSubscribe=NO TotalCPUs=16 TotalNodes=4 '
+    'DefMemPerNode=UNLIMITED MaxMemPerNode=UNLIMITED TRES=cpu=16,mem=16000M,node=4,billing=16,gres/gpu=8\n'
+    'PartitionName=own Default=NO OverSubscribe=EXCLUSIVE TotalCPUs=128 TotalNodes=1 DefMemPerCPU=2000 TRES=cpu=128,mem=240G,node=1\n')
+SMALL_DEFAULTS = 'DefMemPerCPU            = 100\nMaxMemPerNode           = UNLIMITED\n'
+NO_DEFAULTS = 'DefMemPerNode           = UNLIMITED\n'
+
+
+class BatchScriptTest(unittest.TestCase):
+    """What is given to sbatch: complete, readable, and nothing that a workflow's texts could turn into something else."""
+    WHOLE = torc.Site(True, False, 4, 4 << 30)
+    CALLER = torc.Caller('/usr/bin/python3', '/data/out/torc-12ab/bin/torc', 'http://login1:8080', '/home/ann/torc.db.token')
+
+    def submission(self, scheduler: Optional[Dict[str, Any]] = None, workflow: Optional[Dict[str, Any]] = None,
+                   settings: Optional[Dict[str, Any]] = None, needs: Tuple[int, int, int] = (1, 0, 1)) -> torc.Submission:
+        scheduler = dict({'id': 3, 'name': 's', 'account': 'proj', 'walltime': '04:00:00', 'nodes': 1}, **(scheduler or {}))
+        settings = dict({'output_dir': '/data/out', 'directory': '/data', 'poll_interval': 30.0, 'num_allocations': 1}, **(settings or {}))
+        return torc.Submission(12, dict({'id': 7}, **(workflow or {})), scheduler, settings, torc.AllocationNeeds(*needs), 'abcdef' * 6, True)
+
+    def options(self, *given: Any, site: torc.Site = WHOLE, **more: Any) -> Dict[str, Any]:
+        """Options of a script."""
+        return torc.batch_options(self.submission(*given, **more), site)
+
+    def test_a_script_in_full(self):
+        scheduler = {'partition': 'short', 'qos': 'high', 'mem': '20G', 'gres': 'gpu:2', 'tmp': '5G', 'nodes': 2, 'ntasks_per_node': 8,
+                     'extra': '--constraint="a&b" --exclusive'}
+        defaults = {'mail-user': 'ann@x.org', 'hold': True, 'constraint': 'c', 'no_kill': False}
+        found = torc.format_batch_script(self.submission(scheduler, {'slurm_defaults': defaults},
+                                                         {'max_parallel_jobs': 4, 'num_allocations': 3}), torc.Site(), self.CALLER)
+        self.assertEqual(textwrap.dedent(f"""\
+            #!/bin/bash
+            #SBATCH --job-name=wf7_a12
+            #SBATCH --comment=torc:abcdefabcdef:7:12
+            #SBATCH --account=proj
+            #SBATCH --partition=short
+            #SBATCH --qos=high
+            #SBATCH --time=04:00:00
+            #SBATCH --nodes=2
+            #SBATCH --ntasks-per-node=8
+            #SBATCH --mem=20G
+            #SBATCH --gres=gpu:2
+            #SBATCH --tmp=5G
+            #SBATCH --requeue
+            #SBATCH --open-mode=append
+            #SBATCH --chdir=/data
+            #SBATCH --output=/data/out/slurm_output_wf7_sl%j.o
+            #SBATCH --error=/data/out/slurm_output_wf7_sl%j.e
+            #SBATCH --constraint=c
+            #SBATCH --hold
+            #SBATCH --mail-user=ann@x.org
+            #SBATCH --constraint="a&b" --exclusive
+
+            # Allocation 12 of workflow 7, by torc.py {torc.__version__}.
+            # They clash with the --mem of its steps.
+            unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
+            export TORC_TOKEN_FILE=/home/ann/torc.db.token
+            exec /usr/bin/python3 /data/out/torc-12ab/bin/torc slurm-job-runner \\
+                http://login1:8080 7 /data/out --scheduled-compute-node 12 --poll-interval 30 --max-parallel-jobs 4 --startup-delay-seconds 3
+            """), found)
+        self.assertEqual(found, torc.format_batch_script(self.submission(
+            scheduler, {'slurm_defaults': dict(reversed(list(defaults.items())))}, {'max_parallel_jobs': 4, 'num_allocations': 3}),
+            torc.Site(), self.CALLER))
+
+    def test_one_worker_per_node(self):
+        workflow = {'execution_config': {'mode': 'direct', 'srun_mpi': 'pmi2'}}
+        submission = self.submission({'nodes': 4}, workflow, {'start_one_worker_per_node': True, 'num_allocations': 3})
+        last = torc.format_batch_script(submission, torc.Site(), self.CALLER).partition('exec ')[2]
+        self.assertEqual('srun --overlap --wait=0 --kill-on-bad-exit=0 --mpi=pmi2 --nodes="$SLURM_JOB_NUM_NODES" '
+                         '--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --input=none', last.splitlines()[0][:-2])
+        self.assertIn(' --startup-delay-seconds 11 --is-subtask\n', last)
+        with self.assertRaisesRegex(torc.Refused, 'start_one_worker_per_node needs mode direct'):
+            torc.format_batch_script(submission._replace(workflow={'id': 7}), torc.Site(), self.CALLER)
+        with self.assertRaisesRegex(torc.Refused, "execution_config: srun_mpi 'a b' cannot be given to sbatch"):
+            torc.each_node_words({'execution_config': {'srun_mpi': 'a b'}})
+
+    def test_a_chain_shares_its_name_and_one_allocation_at_a_time_starts(self):
+        found = self.options({'serialize_allocations': True}, {'slurm_defaults': {'dependency': 'afterok:1'}}, {'prefix': 'x'})
+        self.assertEqual(('torc-wf7-sched3', 'singleton'), (found['job-name'], found['dependency']))
+        words = torc.runner_words(self.submission({'serialize_allocations': True}, None, {'num_allocations': 50}), self.CALLER)
+        self.assertNotIn('--startup-delay-seconds', words)
+        self.assertEqual('xwf7_a12', self.options(settings={'prefix': 'x'})['job-name'])
+
+    def test_every_option_can_be_left_out_and_most_be_replaced(self):
+        everything = {'partition': 'p', 'qos': 'q', 'mem': '1G', 'gres': 'gpu:1', 'tmp': '1G', 'ntasks_per_node': 2, 'serialize_allocations': True}
+        names = set(self.options(everything)) | {'cpus-per-task'}
+        self.assertEqual(set(torc.DIRECTIVE_ORDER) - {'no-requeue'}, names)
+        for name in sorted(names):
+            with self.subTest(name=name):
+                self.assertNotIn(name, self.options(everything, {'slurm_defaults': {name: False}}, site=torc.Site()))
+        self.assertEqual({'no-requeue': True}, {name: value for name, value in self.options(
+            None, {'slurm_defaults': {'No_Requeue': True}}).items() if 'requeue' in name})
+        self.assertNotIn('requeue', self.options({'extra': '--no-requeue'}))
+        self.assertEqual('truncate', self.options(None, {'slurm_defaults': {'open-mode': 'truncate'}})['open-mode'])
+        self.assertEqual('proj', self.options(None, {'slurm_defaults': {'account': 'other'}})['account'])
+
+    def test_texts_that_would_become_something_else_are_refused(self):
+        for given, message in (
+                ({'account': 'a b'}, r"scheduler s: account 'a b' cannot be given to sbatch: it is empty, begins with a dash, or holds"),
+                ({'account': 'a\n#SBATCH --uid=0'}, "account 'a.n#SBATCH --uid=0' cannot"), ({'partition': '--hold'}, "partition '--hold' cannot"),
+                ({'qos': 'a"b'}, 'qos .* cannot'), ({'gres': '#gpu'}, 'gres .* cannot'), ({'tmp': 'a\\b'}, 'tmp .* cannot'),
+                ({'walltime': 'long'}, "walltime 'long' is not a walltime"), ({'extra': '-n1\n#SBATCH x'}, 'must be one line of options'),
+                ({'extra': 'hold'}, 'must begin with an option'), ({'extra': '--a="'}, 'cannot be read: No closing quotation'),
+                ({'extra': '--hold --array=1-9'}, 'extra: --array does not go with an allocation'), ({'extra': '-a 1-9'}, 'extra: -a does not')):
+            with self.subTest(given=given), self.assertRaisesRegex(torc.Refused, message):
+                self.options(given)
+        for defaults, message in (
+                ({'mail-user': 'a b'}, "slurm_defaults: mail-user 'a b' cannot be given"), ({'x y': '1'}, "'x y' is not a long option of sbatch"),
+                ({'-x': '1'}, "'-x' is not a long option"), ({'a=b\n': True}, 'is not a long option'), ({'wrap': 'rm'}, '--wrap does not go with an'),
+                ({'x': '-rf'}, "x '-rf' cannot be given")):
+            with self.subTest(defaults=defaults), self.assertRaisesRegex(torc.Refused, message):
+                self.options(None, {'slurm_defaults': defaults})
+        self.assertEqual('-10', self.options(None, {'slurm_defaults': {'nice': -10, 'map': {}}})['nice'])
+
+    def test_paths_with_blanks_and_quotes_and_those_that_slurm_would_misread(self):
+        for path, quoted in (('/a/b', '/a/b'), ('/a b/#1', '"/a b/#1"'), ("/it's", '"/it\'s"'), ('/"x"', '\'/"x"\'')):
+            self.assertEqual(quoted, torc.quote_directive(path))
+        self.assertEqual('"/50%% off/slurm_output_wf7_sl%j.o"', self.options(settings={'output_dir': '/50% off'})['output'])
+        for path in ('/a\\b', '/a\nb', '/\'"'):
+            with self.assertRaisesRegex(torc.Refused, 'cannot be given to Slurm'):
+                torc.quote_directive(path)
+
+    def test_a_partition_and_what_it_gives_to_whom_asks_for_nothing(self):
+        for partition, config, site in (
+                (None, SMALL_DEFAULTS, torc.Site(False, True, 4, 4000 << 20)), ('main', NO_DEFAULTS, torc.Site(False, False, 4, 4000 << 20)),
+                ('main', '', torc.Site(False, True, 4, 4000 << 20)), ('own', NO_DEFAULTS, torc.Site(True, True, 128, 240 << 30)),
+                ('none', NO_DEFAULTS, torc.Site())):
+            self.assertEqual(site, torc.parse_site(SHARED_PARTITIONS, config, partition))
+        self.assertEqual(torc.Site(), torc.parse_site('', '', None))
+        self.assertEqual(torc.Site(False, False, 0, 0), torc.parse_site('PartitionName=p TotalNodes=x', NO_DEFAULTS, 'p'))
+
+    def test_cpus_and_memory_are_asked_for_where_nobody_else_says_them(self):
+        shared, gib, room = torc.Site(False, True, 8, 16 << 30), 1 << 30, (256 + 10) << 20
+
+        def asked(scheduler: Dict[str, Any], site: torc.Site, needs: Tuple[int, int, int], given: Sequence[str] = (), count: int = 1) -> Dict[str, str]:
+            return torc.resource_options(scheduler, torc.AllocationNeeds(*needs), site, set(given), count)
+
+        for scheduler, site, needs, given, count, wanted in (
+                ({}, shared, (2, gib, 1), (), 1, '1 2 1290M'), ({}, shared, (2, gib, 100), (), 1, '1 8 4392M'),    # 4 at a time fill its CPUs
+                ({}, shared, (1, 7 * gib, 100), (), 1, '1 2 14612M'), ({}, shared, (1, 40 * gib, 1), (), 1, '1 1 16384M'),
+                ({'nodes': 2}, shared, (1, gib, 6), (), 3, '1 1 1290M'), ({'nodes': 2}, shared, (1, gib, 9), (), 3, '1 2 2324M'),
+                ({'mem': '3G'}, shared, (1, gib, 9), (), 1, '1 2 '), ({'ntasks_per_node': 4}, shared, (1, gib, 2), (), 1, '  2324M'),
+                ({}, shared, (1, gib, 2), ('mem-per-cpu',), 1, '1 2 '), ({}, shared, (1, gib, 2), ('c',), 1, '  2324M'),
+                ({}, shared, (1, gib, 2), ('exclusive',), 1, '  0'), ({}, torc.Site(), (1, gib, 5), (), 1, '1 5 5426M'),
+                ({}, torc.Site(True, True, 8, gib), (1, gib, 2), (), 1, '  0'), ({}, torc.Site(True, False, 8, gib), (1, gib, 2), (), 1, '  '),
+                ({'mem': '1G'}, torc.Site(True, True, 8, gib), (1, gib, 2), (), 1, '  '), ({}, shared, (1, 0, 1), (), 1, f'1 1 {room >> 20}M')):
+            found = asked(scheduler, site, needs, given, count)
+            words = ' '.join(found.get(name, '') for name in ('ntasks-per-node', 'cpus-per-task', 'mem'))
+            self.assertEqual(wanted, words, (scheduler, site, needs, given))
+
+    def test_the_more_runners_the_longer_they_take_to_start(self):
+        table = {0: 0, 1: 0, 2: 2, 10: 10, 11: 10, 20: 15, 55: 35, 100: 60, 101: 60, 5000: 60}
+        self.assertEqual(table, {count: torc.startup_window_s(count) for count in table})
+
+    def test_what_sbatch_hands_on_to_the_job_is_free_of_the_job_around_it(self):
+        given = {'SBATCH_PARTITION': 'x', 'SLURM_JOB_ID': '1', 'SLURM_CONF': '/c', 'CUDA_VISIBLE_DEVICES': '0', 'HOME': '/h', 'LC_ALL': 'de_DE'}
+        self.assertEqual({'SBATCH_PARTITION': None, 'SLURM_JOB_ID': None, 'CUDA_VISIBLE_DEVICES': None}, torc.submission_variables(given))
+        self.assertEqual({}, torc.submission_variables({'CUDA_VISIBLE_DEVICES': '0'}))     # on a login node it is the user's own
+
+    def test_a_pinned_copy_is_compiled_once_and_runs(self):
+        with tempfile.TemporaryDirectory(prefix="it's ") as directory:
+            program = torc.pin_program(directory)
+            before = os.stat(program)
+            self.assertEqual((program, before.st_mtime_ns), (torc.pin_program(directory), os.stat(program).st_mtime_ns))
+            done = subprocess.run([sys.executable, program, '--version'], stdout=subprocess.PIPE, encoding='utf-8', timeout=60)
+            self.assertEqual((0, f'torc {torc.__version__}\n'), (done.returncode, done.stdout))
+            self.assertEqual(1, len(torc.compiled_modules(torc.installation_of(os.path.dirname(os.path.dirname(program))))))
+
+
+class SubmitterTest(unittest.TestCase):
+    """sbatch never runs again for a record before the queue was looked at; refusals are final."""
+    QUEUE = '41|RUNNING|wf7_a1|torc:dbdb:7:1\n42|PENDING|wf7_a2|\nwelcome\n43|PENDING|x|torc:dbdb:7:33\n'
+
+    def setUp(self) -> None:
+        self.work, self.now = torc.Submitter(), 1000.0
+
+    def add(self, number: int, scheduler_id: int = 1, is_new: bool = True) -> None:
+        """One more allocation."""
+        submission = torc.Submission(number, {'id': 7}, {'id': scheduler_id}, {}, torc.AllocationNeeds(), 'dbdb', is_new)
+        self.work.add(submission, f'/out/{number}.sh')
+
+    def call(self, code: int = 0, out: str = '', err: str = '') -> str:
+        """Wait for the next call, and let it have this reply; its program and last word."""
+        self.now = max(self.now, self.work.due())
+        self.assertLess(self.now, math.inf, 'nothing is to be called')
+        call = self.work.next_call(self.now)
+        self.assertIsNone(self.work.next_call(self.now))    # one at a time
+        self.work.on_reply(torc.Reply(code, out, err), self.now)
+        return f'{call.argv[0]} {call.argv[-1]}'
+
+    def ends(self) -> Dict[int, Any]:
+        """Record -> Slurm job, or why there is none."""
+        ends, self.work.ends = self.work.ends, []
+        return {end['id']: end.get('slurm_job_id', end.get('message')) for end in ends}
+
+    def test_replies_of_sbatch(self):
+        for text, value in (('17', (17, '')), ('17;alpha\n', (17, 'alpha')), ('Submitted batch job 5\n', (5, '')),
+                            ('Submitted batch job 5 on cluster c2', (5, 'c2')), ('You have 3 days left\n 12 \n', (12, '')),
+                            ('1\n2\n', (2, '')), ('', None), ('job 17', None), ('17x', None)):
+            self.assertEqual(value, torc.parse_submission(text), text)
+
+    def test_one_after_the_other_is_submitted(self):
+        self.add(1)
+        self.add(2)
+        self.assertEqual(['sbatch /out/1.sh', 'sbatch /out/2.sh'], [self.call(0, '7;c'), self.call(0, 'quota: fine\n8')])
+        self.assertEqual([{'id': 1, 'slurm_job_id': 7, 'cluster': 'c'}, {'id': 2, 'slurm_job_id': 8, 'cluster': ''}], self.work.ends)
+        self.assertEqual((False, math.inf), (self.work.is_busy, self.work.due()))
+
+    def test_a_refusal_is_final_and_holds_for_all_of_the_scheduler(self):
+        for number, scheduler_id in ((1, 1), (2, 1), (3, 2)):
+            self.add(number, scheduler_id)
+        words = 'sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified'
+        self.assertEqual(['sbatch /out/1.sh', 'sbatch /out/3.sh'], [self.call(1, '', words + '\n'), self.call(0, '9')])
+        self.assertEqual({1: words, 2: words, 3: 9}, self.ends())
+
+    def test_after_an_ambiguous_failure_the_queue_decides(self):
+        for code, out, err in ((1, '', 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation'), (0, '', ''),
+                               (torc.REPLY_TIMED_OUT, '', 'sbatch: no answer'), (137, '', ''), (1, '', 'Unable to contact slurm controller (connect failure)')):
+            self.setUp()
+            for number in (1, 2, 9):
+                self.add(number)
+            self.assertEqual('sbatch /out/1.sh', self.call(code, out, err))
+            self.assertEqual('sbatch /out/2.sh', self.call(code, out, err))
+            self.assertEqual('sbatch /out/9.sh', self.call(code, out, err))
+            began = self.now
+            self.assertEqual('squeue %i|%T|%j|%k', self.call(0, self.QUEUE))    # one for all
+            self.assertEqual((10.0, {1: 41, 2: 42}), (self.now - began, self.ends()))   # 2 by its name: a site took its comment
+            self.assertEqual('sbatch /out/9.sh', self.call(0, '50'))
+            self.assertEqual({9: 50}, self.ends())
+
+    def test_what_a_killed_submitter_has_left_is_looked_for_first(self):
+        self.add(1, is_new=False)
+        self.add(3, is_new=False)
+        self.assertEqual(['squeue %i|%T|%j|%k', 'sbatch /out/3.sh'], [self.call(0, self.QUEUE), self.call(0, '60')])
+        self.assertEqual({1: 41, 3: 60}, self.ends())
+
+    def test_the_queue_is_looked_at_once_a_minute_at_most_and_tries_are_counted(self):
+        self.add(5)
+        times, calls = [], []
+        while self.work.is_busy:
+            calls.append(self.call(1, '', 'timed out') if not self.work.waiting[0].needs_look else self.call(0, ''))
+            times.append(self.now)
+        self.assertEqual(['sbatch /out/5.sh', 'squeue %i|%T|%j|%k'] * 6, calls)
+        looks = times[1::2]
+        self.assertTrue(all(later - earlier >= 60 for earlier, later in zip(looks, looks[1:])), looks)
+        self.assertEqual({5: 'timed out (6 tries)'}, self.ends())
+
+    def test_while_the_queue_cannot_be_looked_at_nothing_is_submitted_again(self):
+        self.add(5)
+        calls = [self.call(1, '', 'timed out')]
+        while self.work.is_busy:
+            calls.append(self.call(1, '', 'slurm_load_jobs error: Unable to contact slurm controller'))
+        self.assertEqual(['sbatch /out/5.sh'] + ['squeue %i|%T|%j|%k'] * 6, calls)
+        self.assertEqual(({}, [5]), (self.ends(), [item.id for item in self.work.lost]))
+
+    def test_which_job_names_which_record(self):
+        jobs = torc.parse_own_jobs('1|PENDING|wf7_a12|torc:other:7:12\n2|RUNNING|wf7_a12|\n')
+        self.assertEqual(2, torc.find_submitted(jobs, 'torc:abc:7:12', 'wf7_a12').id)   # the first is of another database
+        self.assertIsNone(torc.find_submitted(jobs[:1], 'torc:abc:7:12', 'wf7_a12'))
+        self.assertEqual([12, None, None], [torc.record_of_comment(text) for text in ('torc:abcd:7:12', 'x', 'torc:abcd:7:12:1')])
+
+
 # ======== 14d. Slurm steps ========
 
 
@@ -16052,7 +16532,6 @@ class SlurmFuzzTest(unittest.TestCase):
             numbers = sorted({chance.randrange(300) for _ in range(5)})
             runs = ','.join(str(value) if chance.random() < 0.5 else f'{value}-{value}' for value in numbers)
             self.assertEqual([f'x{value}' for value in numbers], torc.expand_node_list(f'x[{runs}]'))
-
 
 
 # ======== 16. Runner ========
@@ -16837,6 +17316,7 @@ class FakeStarter:
         self.faults = []        # type: List[Exception]
         self.verdicts = []      # type: List[Any]
         self.is_drained, self.judge_at = False, math.inf
+        self.stop_before_s, self.kill_before_s = 90.0, 60.0
 
     def start(self, attempt: Any, outputs: List[int], on_end: Any, check: Any) -> None:
         """Remember it."""
@@ -17253,7 +17733,7 @@ class DirectStarterTest(PartTest):
             os.close(descriptor)
         self.world.wait(lambda: launcher.act(time.monotonic()) or ended, 20, 'its end')
         attempt.end = ended[0].end
-        self.assertEqual(('failed', 3, ''), tuple(starter.judge(attempt)))
+        self.assertEqual(('failed', 3, '', False), tuple(starter.judge(attempt)))
         self.assertEqual('yes j1 5\n', self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'))
 
     def test_a_script_adds_to_its_log_and_can_be_stopped(self):
@@ -17879,7 +18359,6 @@ class AccountingTest(PartTest):
                 self.accounting.state_of(self.finish(self.begin(next(numbers)), self.BAD))
         self.advance = fail     # type: ignore
         self.assertLessEqual(self.minute()['sacct'], 12)
-
 
 
 # ======== 16g. Runner's allocation ========
@@ -21459,7 +21938,8 @@ class ExplainTest(CommandTest):
                 f'  allocation 2: Slurm job 72 {about}: pending; Slurm says RUNNING: it runs; '
                 'its runner has not reported yet',
                 f'  allocation 3: Slurm job 73 {about}: pending; Slurm says COMPLETING: it is ending',
-                f'  allocation 4: Slurm job 74 {about}: pending; Slurm does not list it any more'):
+                f'  allocation 4: Slurm job 74 {about}: pending; Slurm lists it no longer: it has ended, '
+                'and its runner has not reported that; see slurm_output_*_sl74.e in its output directory'):
             self.assertIn(line, text)
         found = self.json('explain 1')
         self.assertEqual((None, True), (found['slurm']['error'],
@@ -21469,6 +21949,20 @@ class ExplainTest(CommandTest):
                           for row in found['allocations'][:2]])
         self.assertIsNone(found['allocations'][3]['queue'])
         self.assertEqual(1, len(fakes.calls()))
+
+    def test_nothing_waits_for_an_allocation_that_has_ended_but_for_one_that_slurm_was_not_asked_of(self):
+        self.world.fake_slurm(squeue='true')
+        self.allocate(71)
+        found = self.json('explain 1')
+        self.assertEqual(('no_runner', 2, True), (found['ready'][0]['code'], found['ready'][0]['count'],
+                                                  found['allocations'][0]['has_ended']))
+        self.assertIn('Submit another allocation: torc.py slurm schedule-nodes 1', found['next_steps'])
+        self.allocate(72)       # within the same minute
+        found = self.json('explain 1')
+        self.assertEqual([True, False], [row['has_ended'] for row in found['allocations']])
+        self.assertIn('first (2 CPUs, 2.0GB, 30m 00s): waits for allocation 2 (scheduler cpu)',
+                      self.text('explain 1'))
+        self.assertIn('pending; submitted after Slurm was asked', self.text('explain 1'))
 
     def test_without_slurm_it_says_that_it_could_not_ask(self):
         self.world.environment['TORC_FAKE_SQUEUE'] = '/no/squeue'
@@ -21511,6 +22005,281 @@ class ExplainTest(CommandTest):
                          (found['ready_jobs'], found['ready_job_runtime']))
         self.assertIn('No ready job needs more time than the active nodes have left\n',
                       self.text('workflows diagnose 1'))
+
+
+SUBMITTED = """
+name: w
+jobs: [{name: "j{i}", command: "echo {i}", parameters: {i: "1:4"}, scheduler: s, resource_requirements: r}]
+resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M}]
+slurm_schedulers: [{name: s, account: wfacct, walltime: "00:10:00"}]
+actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}]
+"""
+# A queue in files: a file each job, named by its id, with its line for squeue. "$fake/hook" may say what happens when.
+FAKE_QUEUE = {
+    'sbatch': """
+        [ -e "$fake/hook" ] && . "$fake/hook"
+        for script; do :; done
+        number=$((100 + $(ls "$fake"/job_* 2>/dev/null | wc -l)))
+        line="$number|PENDING|$(sed -n 's/^#SBATCH --job-name=//p' "$script")|$(sed -n 's/^#SBATCH --comment=//p' "$script")"
+        echo "$line" > "$fake/job_$number"
+        env > "$fake/environment"
+        cp "$script" "$fake/script"
+        [ -e "$fake/hook_after" ] && . "$fake/hook_after"
+        echo "This site is fine"
+        echo $number
+        """,
+    'squeue': 'cat "$fake"/job_* 2>/dev/null; true',
+    'scancel': 'true',
+    'scontrol': '[ -e "$fake/hook_before" ] && . "$fake/hook_before"; [ "$2" = config ] || echo "PartitionName=main Default=YES"',
+}
+
+
+class SubmitTest(CommandTest):
+    """submit, schedule-nodes and cancel, on a scripted Slurm."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.fakes = self.world.fake_slurm(**FAKE_QUEUE)
+        self.world.write('w.yaml', SUBMITTED)
+
+    def queue(self) -> List[str]:
+        """Jobs in the queue, as squeue prints them."""
+        names = sorted(name for name in os.listdir(self.fakes.directory) if name.startswith('job_'))
+        return [read_text(self.fakes.path(name)).strip() for name in names]
+
+    def records(self, workflow_id: int = 1) -> List[Tuple[int, str]]:
+        """Slurm job and status of each record."""
+        items = self.json(f'scheduled-compute-nodes list {workflow_id}')['items']
+        return [(item['scheduler_id'], item['status']) for item in items]
+
+    def hook(self, name: str, text: str = '') -> None:
+        """Let a program do something first; nothing: as usual."""
+        with open(self.fakes.path(name), 'w') as file:
+            file.write(text)
+
+    def test_a_file_is_created_initialized_and_submitted(self):
+        env = {'SBATCH_ACCOUNT': 'x', 'SLURM_JOB_ID': '5', 'CUDA_VISIBLE_DEVICES': '1', 'TORC_PASSWORD': 'secret'}
+        done = self.assertExit(0, self.world.main('-f', 'json', 'submit', 'w.yaml', env=env))
+        self.assertEqual({'workflow_id': 1, 'message': 'Submitted 2 allocations of workflow 1: 100, 101',
+                          'slurm_job_ids': [100, 101]}, done.json())
+        self.assertEqual([(100, 'pending'), (101, 'pending')], self.records())
+        self.assertRegex(self.queue()[0], r'^100\|PENDING\|wf1_a1\|torc:[0-9a-f]{12}:1:1$')
+        self.assertEqual(4, self.json('status 1')['jobs_by_status']['ready'])
+        environment = read_text(self.fakes.path('environment'))
+        self.assertNotRegex(environment, r'(?m)^(SBATCH|SLURM_JOB|CUDA_VISIBLE)')
+        self.assertIn('TORC_PASSWORD=secret', environment)     # sbatch hands it on; the script does not hold it
+        script = read_text(self.fakes.path('script'))
+        self.assertNotIn('secret', script)
+        last = shlex.split(script.partition('exec ')[2].replace('\\\n', ''))
+        output = self.world.path('torc_output')
+        self.assertEqual([sys.executable, 'slurm-job-runner', self.world.path('torc_output', 'torc.db'), '1', output,
+                          '--scheduled-compute-node', '2'], last[:1] + last[2:8])
+        self.assertTrue(last[1].startswith(output + '/torc-') and os.access(last[1], os.X_OK), last[1])
+        self.assertEqual([], glob.glob(glob.escape(output) + '/*.sh'))
+        again = self.assertExit(1, self.world.main('submit', 1))
+        self.assertEqual('Submitted no allocation of workflow 1: none of its actions is due\n', again.err)
+        self.assertEqual(2, len(self.fakes.calls('sbatch')))
+        self.assertEqual([], self.fakes.calls('squeue'))
+
+    def test_without_an_action_or_without_slurm_nothing_is_created(self):
+        self.world.write('plain.yaml', 'name: p\njobs: [{name: a, command: c}]\n')
+        self.assertExit(4, self.world.main('submit', 'plain.yaml'), 'plain.yaml has no schedule_nodes action (on_workflow_start, '
+                        'on_jobs_ready, on_jobs_complete)', 'slurm generate --account ACCOUNT', 'slurm schedule-nodes')
+        self.assertExit(4, self.world.main('submit', 'w.yaml', env={'TORC_FAKE_SBATCH': '/no/sbatch'}),
+                        'there is no /no/sbatch here: submit from a login node')
+        self.world.write('bad.yaml', SUBMITTED.replace('wfacct', '"a b"'))
+        self.assertExit(4, self.world.main('submit', 'bad.yaml'), "scheduler s: account 'a b' cannot be given to sbatch")
+        self.assertFalse(os.path.exists(self.world.path('torc_output', 'torc.db')))
+        self.assertExit(0, self.world.main('create', 'plain.yaml'))
+        self.assertExit(4, self.world.main('submit', 1), 'workflow 1 has no schedule_nodes action')
+
+    @slow
+    def test_a_refusal_shows_the_words_of_slurm_and_leaves_nothing_behind(self):
+        words = 'sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified'
+        self.hook('hook', f'echo "{words}" >&2; exit 1')
+        self.assertExit(4, self.world.main('submit', 'w.yaml'), f'no allocation of workflow 1 was submitted: {words}')
+        self.assertEqual(([], 1), (self.records(), len(self.fakes.calls('sbatch'))))
+        self.hook('hook')
+        self.assertIn('failed', self.text('workflows list-actions 1'))
+        self.text('slurm update 1 --account proj --mem 4G')
+        self.assertEqual('Submitted 2 allocations of workflow 1: 100, 101\n', self.text('submit 1'))
+        self.assertRegex(read_text(self.fakes.path('script')), '(?s)--account=proj\n.*--mem=4G\n')
+
+    @slow
+    def test_a_submitter_that_is_killed_anywhere_loses_nothing_and_doubles_nothing(self):
+        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 $PPID && sleep 0.2; true'
+        for name, count in (('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 1), ('hook_after', 2)):
+            with self.subTest(name=name, count=count):
+                self.doCleanups()
+                self.setUp()
+                self.hook(name, once.format(count))
+                self.assertEqual(-signal.SIGKILL, self.world.cli('submit', 'w.yaml').code)
+                self.hook(name)
+                left = [number for number, _ in self.records()].count(0)
+                self.assertGreater(left, 0)
+                done = self.assertExit(0, self.world.cli('submit', 1))
+                self.assertEqual(f'Submitted {left} allocations', done.out.partition(' of')[0])
+                self.assertEqual([(100, 'pending'), (101, 'pending')], sorted(self.records()))
+                comments = {line.rpartition(':')[2] for line in self.queue()}
+                self.assertEqual((2, {'1', '2'}), (len(self.queue()), comments))
+                self.assertEqual(1, len(self.fakes.calls('squeue')))
+                self.assertExit(1, self.world.cli('submit', 1), 'none of its actions is due')
+
+    @slow
+    def test_cancel_ends_all_allocations_with_one_scancel_those_without_a_reply_too(self):
+        self.hook('hook_after', '[ -e "$fake/job_101" ] && kill -9 $PPID; true')
+        self.assertEqual(-signal.SIGKILL, self.world.cli('submit', 'w.yaml').code)
+        self.assertEqual([(100, 'pending'), (0, 'pending')], self.records())
+        self.fakes.write('scancel', 'echo "scancel: error: Kill job error on job id 100: Access/permission denied" >&2; exit 1')
+        done = self.assertExit(1, self.world.main('-f', 'json', 'cancel', 1))
+        self.assertEqual((['scancel: scancel: error: Kill job error on job id 100: Access/permission denied'], []),
+                         (done.json()['errors'], done.json()['canceled_slurm_jobs']))
+        self.assertEqual([(100, 'pending'), (0, 'pending')], self.records())
+        self.fakes.write('scancel', 'true')
+        self.assertEqual({'canceled_slurm_jobs': [100, 101], 'errors': None, 'status': 'success', 'workflow_id': 1},
+                         self.json('cancel 1'))
+        self.assertEqual(['100', '101'], self.fakes.calls('scancel')[-1].argv)
+        self.assertEqual(['canceled', 'canceled'], [status for _, status in self.records()])
+        self.assertEqual([], self.json('cancel 1')['canceled_slurm_jobs'])
+        self.assertEqual(2, len(self.fakes.calls('scancel')))
+        self.assertExit(4, self.world.main('submit', 1), 'workflow 1 was canceled; to go on')
+
+    @slow
+    def test_a_submission_that_is_canceled_meanwhile_is_taken_back(self):
+        url = self.world.serve()
+        cancel = f'{shlex.quote(sys.executable)} {shlex.quote(os.path.join(HERE, "torc.py"))} cancel 1 --no-prompts >/dev/null 2>&1'
+        self.hook('hook_after', f'[ -e "$fake/job_101" ] && {cancel}; true')
+        self.assertExit(1, self.world.cli('--url', url, 'submit', 'w.yaml'), '1 allocations of workflow 1 were not submitted: canceled meanwhile')
+        self.assertIn(['101'], [call.argv for call in self.fakes.calls('scancel')])
+        self.assertEqual(['canceled', 'canceled'], [status for _, status in self.records()])
+
+    @slow
+    def test_schedule_nodes_submits_by_hand(self):
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        done = self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '-n', 2, '-j', 'my_', '-m', 3, '-o', 'other',
+                                                  '--keep-submission-scripts', '--suppress-actions'))
+        self.assertEqual('Submitted 2 allocations of workflow 1: 100, 101\n', done.out)
+        self.assertRegex(self.queue()[1], r'^101\|PENDING\|my_wf1_a2\|torc:')
+        self.assertEqual(['my_wf1_a1.sh', 'my_wf1_a2.sh'], sorted(glob.glob1(self.world.path('other'), '*.sh')))
+        self.assertIn('--max-parallel-jobs 3', read_text(self.fakes.path('script')))
+        self.assertExit(1, self.world.main('submit', 1), 'none of its actions is due')     # it was suppressed
+        self.text('slurm create 1 -n chain -a proj --serialize-allocations -p main -e --exclusive')
+        for words, message in ((('--scheduler-config-id', 9), 'workflow 1 has no Slurm scheduler 9; it has 1 (s), 2 (chain)'),
+                               ((), '--scheduler-config-id is required: one of 1 (s), 2 (chain)'),
+                               (('--scheduler-config-id', 2, '-j', 'x'), '--job-prefix does not go with serialize_allocations'),
+                               (('--scheduler-config-id', 1, '-j', '-x'), '--job-prefix takes letters'),
+                               (('--scheduler-config-id', 1, '--start-one-worker-per-node'), 'needs mode direct')):
+            outcome = self.world.main('slurm', 'schedule-nodes', 1, *words)
+            self.assertIn(outcome.code, (2, 4))
+            self.assertIn(message, outcome.err)
+        self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '--scheduler-config-id', 2))
+        self.assertIn('#SBATCH --dependency=singleton\n', read_text(self.fakes.path('script')))
+        self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2\|torc:')
+
+    def test_schedulers_are_made_changed_and_deleted(self):
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        made = self.json('slurm create 1 -n s9 -a a')
+        self.assertEqual({'id': 2, 'workflow_id': 1, 'name': 's9', 'account': 'a', 'nodes': 1, 'qos': 'normal', 'walltime': '04:00:00',
+                          'serialize_allocations': False}, made)
+        self.assertEqual('02:00:00', self.json('slurm update 2 --walltime 2h -n 3 --serialize-allocations true')['walltime'])
+        self.assertEqual((3, True), tuple(self.json('slurm get 2')[key] for key in ('nodes', 'serialize_allocations')))
+        self.assertExit(4, self.world.main('slurm', 'update', 2, '--partition', 'a b'), "partition 'a b' cannot be given to sbatch")
+        self.assertEqual(['s', 's9'], [item['name'] for item in self.json('slurm list 1')['items']])
+        self.assertEqual('ID,Name,Account,Nodes,Walltime,Partition,QOS,Serialized', self.text('-f csv slurm list 1').splitlines()[0])
+        self.assertEqual('ID,Scheduler ID,Config ID,Type,Status', self.text('-f csv scheduled-compute-nodes list 1').strip())
+        self.assertEqual('Deleted Slurm scheduler 2\n', self.text('slurm delete 2'))
+        self.assertExit(4, self.world.main('slurm', 'get', 2))
+
+    @slow
+    def test_before_a_workflow_is_submitted_again_the_user_is_asked_on_a_terminal(self):
+        def submit(*lines: str) -> Outcome:
+            """As if these lines were typed."""
+            out, err = io.StringIO(), io.StringIO()
+            options = dict.fromkeys([torc.key_of(argument) for argument in torc.GLOBAL_ARGUMENTS])
+            session = torc.Session(dict(options, format='table'), out, err, TerminalText(''.join(f'{line}\n' for line in lines)))
+            session.command = torc.COMMANDS_BY_NAME['submit']
+            with self.world.inside():
+                workflow = session.workflow(1)
+                found = torc.review_schedules(session, workflow, session.items('list_slurm_schedulers', workflow_id=1))
+                session.close()
+            return found, err.getvalue()
+
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        self.assertEqual(({}, ''), submit())    # the first time
+        for _ in range(2):
+            self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        found, said = submit('what', '', 'n 1 5', 'n 1', 'p')
+        self.assertEqual({1: 5}, found)
+        for text in ('  1  now  2 x s (on_workflow_start)', "'what' is not understood", '  1  now  5 x s'):
+            self.assertIn(text, said)
+        self.assertIsNone(submit('c')[0])
+        self.assertIsNone(submit()[0])      # the end of the terminal
+        self.assertEqual({1: 0}, submit('d 1', 'p')[0])
+        self.assertExit(1, self.world.main('submit', 1), 'none of its actions is due')
+
+
+@slow
+class SlurmSubmitTest(SlurmTest):
+    """The same on a real Slurm: what it makes of our scripts."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', SUBMITTED)
+
+    def job(self, number: Any) -> Dict[str, str]:
+        """What Slurm knows of a job."""
+        words = re.findall(r'(\w[\w/:]*)=(\S*(?: [^\s=]+(?=\s|$))*)', self.bed.ask('scontrol', '-o', 'show', 'job', number))
+        return dict(words)
+
+    def test_slurm_takes_the_script_as_it_is_meant(self):
+        env = {'SBATCH_PARTITION': 'nope', 'SLURM_NTASKS': '99', 'SBATCH_HOLD': '1', 'SQUEUE_FORMAT': '%u', 'SBATCH_NO_REQUEUE': '1'}
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml', env=env))
+        first, second = done.json()['slurm_job_ids']
+        found = self.job(first)
+        self.assertEqual(('wf1_a1', 'wfacct', '00:10:00', '1', 'main'), tuple(
+            found[key] for key in ('JobName', 'Account', 'TimeLimit', 'Requeue', 'Partition')))
+        self.assertEqual(('2', self.world.directory), (found['NumCPUs'], found['WorkDir']))
+        self.assertRegex(found['Comment'], r'^torc:[0-9a-f]{12}:1:1$')
+        self.assertEqual('476M', found['MinMemoryNode'])
+        self.assertEqual(self.world.path('torc_output', f'slurm_output_wf1_sl{first}.o'), found['StdOut'])
+
+    def test_what_slurm_refuses_is_said_in_its_words(self):
+        self.world.write('w.yaml', SUBMITTED.replace('wfacct', 'nobodys'))
+        self.assertExit(4, self.world.cli('submit', 'w.yaml'), 'no allocation of workflow 1 was submitted: ', 'Invalid account')
+        self.assertEqual([], self.allocations())
+
+    def test_a_chain_runs_one_at_a_time_and_cancel_ends_all_of_it(self):
+        self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", serialize_allocations: true, walltime:'))
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml'))
+        self.assertEqual(['torc-wf1-sched1'] * 2, [row.name for row in self.live_allocations()])
+        canceled = self.assertExit(0, self.world.cli('-f', 'json', 'cancel', 1)).json()['canceled_slurm_jobs']
+        self.assertEqual(done.json()['slurm_job_ids'], canceled)
+        self.wait_slurm(lambda: not self.live_allocations(), 20, 'the end of the allocations')
+
+    def test_a_submitter_that_is_killed_before_the_reply_comes_leaves_one_job_each(self):
+        self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", walltime:'))
+        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        for script in ('sbatch "$@"; kill -9 $PPID', 'kill -9 $PPID'):
+            fakes.write('sbatch', script)
+            self.assertEqual(-signal.SIGKILL, self.world.cli('submit', 'w.yaml' if script[0] == 's' else 1).code)
+        self.assertEqual(1, len(self.live_allocations()))
+        fakes.write('sbatch', 'exec sbatch "$@"')
+        self.assertExit(0, self.world.cli('submit', 1))
+        self.assertEqual(['wf1_a1', 'wf1_a2'], sorted(row.name for row in self.live_allocations()))
+
+
+@slow
+class WholeNodeSubmitTest(SlurmTest):
+    """Where a site gives whole nodes and all their memory, neither is asked for."""
+    site = WHOLE_NODES
+
+    def test_nothing_is_asked_for_that_such_a_site_refuses(self):
+        self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", walltime:'))
+        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        fakes.write('sbatch', 'for script; do :; done; cp "$script" "$fake/script"; exec sbatch "$@"')
+        self.assertExit(0, self.world.cli('submit', 'w.yaml'))
+        self.assertNotRegex(read_text(fakes.path('script')), '--(mem|cpus-per-task|ntasks)')
+        self.assertEqual(2, len(self.live_allocations()))
 
 
 # ======== 20e. Clusters ========
@@ -23927,6 +24696,516 @@ class SurroundingsTest(FlowTest):
         url = {'TORC_API_URL': self.world.url, 'TORC_TOKEN_FILE': database + '.token'}
         self.assertExit(3, self.world.main('create', spec, env=url))
         self.assertExit(4, self.world.server.finish(), 'was removed or replaced')
+
+
+# -------- on a cluster --------
+#
+# A job of these tests says in one file, `trace`, when, where and in which attempt it begins and ends: what has
+# run twice, or not at all, or at the same time, is seen there, whatever the server believes.
+
+CLUSTER_JOB = '''
+    import os, sys, time
+    name, (cpu_s, memory_mb, rest_s) = sys.argv[1], map(float, sys.argv[2:])
+    def say(word):
+        words = time.time(), word, name, os.environ['SLURMD_NODENAME'], os.environ['TORC_ATTEMPT_ID']
+        trace = os.open('trace', os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.write(trace, ('%.3f %s %s %s %s\\n' % words).encode())
+    say('begin')
+    held = bytearray(int(memory_mb * 1e6))
+    held[::4096] = b'x' * len(held[::4096])
+    while time.process_time() < cpu_s:
+        pass
+    time.sleep(rest_s)
+    say('end')
+    '''
+
+
+class Mark(NamedTuple):
+    """A line of `trace`."""
+    at: float
+    word: str       # begin, end
+    name: str
+    node: str
+    attempt: int
+
+
+class ClusterCase(SlurmTest, FlowTest):
+    """Workflows that are submitted to a cluster, by commands that see a lasting server."""
+    account = 'wfacct'      # of the test bed
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('job.py', CLUSTER_JOB)
+        self.world.serve('--host', '0.0.0.0')       # nodes are other hosts: they would not try 127.0.0.1
+        self.client = self.world.connect()
+        self.addCleanup(self.client.close)
+
+    def rows(self, op: str, workflow_id: int = 1, **params: Any) -> List[Dict[str, Any]]:
+        """All rows of a list operation."""
+        return list(self.client.pages(op, workflow_id=workflow_id, **params))
+
+    def job_names(self, workflow_id: int = 1) -> Dict[int, str]:
+        """Id -> name of every job."""
+        return {row['id']: row['name'] for row in self.rows('list_jobs', workflow_id)}
+
+    def submit(self, text: str, *flags: Any) -> Outcome:
+        """`torc.py submit` of a workflow."""
+        path = self.world.write(f'spec {next(WORLD_NUMBERS)}.yaml', self.spec(text))
+        return self.assertExit(0, self.world.cli('submit', '-p', 1, *flags, path))
+
+    def spec(self, text: str) -> str:
+        """YAML in which {job} stands for what runs job.py and {account} for the account."""
+        words = textwrap.dedent(text).replace('{job}', f'{sys.executable} -S -E job.py')
+        return words.replace('{account}', self.account)
+
+    def trace(self) -> List[Mark]:
+        """What jobs have said so far."""
+        rows = [line.split() for line in self.world.read('trace').splitlines()]
+        return [Mark(float(at), word, name, node, int(attempt)) for at, word, name, node, attempt in rows]
+
+    def names_at(self, word: str) -> List[str]:
+        """Names of the jobs that have begun, or ended, once for each time."""
+        return sorted(mark.name for mark in self.trace() if mark.word == word)
+
+    def wait_complete(self, deadline_s: float, *workflow_ids: int) -> None:
+        """Wait until nothing is left to do of workflows."""
+        def is_complete(number: int) -> bool:
+            return self.client.call('is_workflow_complete', workflow_id=number)['is_complete']
+
+        for number in workflow_ids or (1,):
+            state = functools.partial(self.situation, number)
+            self.wait_slurm(functools.partial(is_complete, number), deadline_s, f'workflow {number}', state)
+
+    def situation(self, workflow_id: int = 1) -> str:
+        """All that a developer wants to see of a workflow that did not end."""
+        parts = [str(self.statuses(workflow_id)), *map(str, self.allocations()), self.world.read('trace')]
+        for path in sorted(glob.glob(glob.escape(self.world.directory) + '/**/*', recursive=True)):
+            if re.search(r'(slurm_output_.*|slurm-.*\.out|job_runner_.*\.log|\.e)$', path):
+                parts.append(f'--- {path}\n{read_text(path)[-3000:]}')
+        return '\n'.join(parts)
+
+    def wait_gone(self, deadline_s: float = 60) -> None:
+        """Wait until no allocation lives any more, by itself."""
+        self.wait_slurm(lambda: not self.live_allocations(), deadline_s, 'their ends', self.situation)
+
+    def assertRan(self, *names: str) -> None:
+        """Exactly these jobs have come to their end, each of them once."""
+        self.assertEqual(sorted(names), self.names_at('end'), self.situation())
+
+    def assertAgrees(self, workflow_id: int, steps: Dict[str, Dict[str, str]]) -> None:
+        """Results and slurm_stats say of every job what sacct says of its step."""
+        def name_of(row: Dict[str, Any]) -> str:
+            return 'wf{workflow_id}_j{job_id}_r{run_id}_a{attempt_id}'.format(**row)
+
+        stats = {name_of(row): row for row in self.rows('list_slurm_stats', workflow_id)}
+        for row in self.rows('list_results', workflow_id, all_runs=True):
+            step, stat, exec_s = steps[name_of(row)], stats[name_of(row)], row['exec_time_minutes'] * 60
+            memory, cpu_s = torc.parse_slurm_memory(step['MaxRSS']), torc.parse_slurm_cpu_time(step['AveCPU'])
+            with self.subTest(name_of(row), step=step, stat=stat, result=row):
+                self.assertEqual((step['NodeList'], memory, cpu_s), (
+                    stat['node_list'], stat['max_rss_bytes'], stat['ave_cpu_seconds']))
+                self.assertEqual(step['JobID'].partition('.')[0], stat['slurm_job_id'])
+                self.assertGreaterEqual(row['peak_memory_bytes'], memory)
+                self.assertAlmostEqual(cpu_s / exec_s * 100, row['avg_cpu_percent'], delta=0.1)
+
+    def count_calls(self) -> FakeSlurm:
+        """Let the real programs be called through scripts that tell of it."""
+        return self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+
+
+STAGED = '''
+    name: staged
+    resource_requirements:
+      - {name: small, num_cpus: 1, memory: 100m, runtime: PT1M}
+      - {name: big, num_cpus: 2, memory: 200m, runtime: PT1M}
+      - {name: wide, num_cpus: 2, num_nodes: 3, memory: 200m, runtime: PT1M}
+    slurm_schedulers:
+      - {name: first, account: {account}, walltime: "00:05:00"}
+      - {name: second, account: {account}, walltime: "00:05:00", nodes: 2}
+      - {name: third, account: {account}, walltime: "00:05:00", nodes: 3}
+    jobs:
+      - {name: "small_{i}", command: "{job} small_{i} 1.2 40 0.3", resource_requirements: small,
+         scheduler: first, parameters: {i: "1:24"}}
+      - {name: "big_{i}", command: "{job} big_{i} 1.2 80 0.3", resource_requirements: big,
+         scheduler: second, depends_on_regexes: ["small_.*"], parameters: {i: "1:14"}}
+      - {name: "wide_{i}", command: "{job} wide_{i} 1.2 60 0.3", resource_requirements: wide,
+         scheduler: third, depends_on_regexes: ["big_.*"], parameters: {i: "1:2"}}
+    actions:
+      - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: first,
+         scheduler_type: slurm, num_allocations: 2}
+      - {trigger_type: on_jobs_ready, action_type: schedule_nodes, job_name_regexes: ["big_.*"],
+         scheduler: second, scheduler_type: slurm}
+      - {trigger_type: on_jobs_complete, action_type: schedule_nodes, job_name_regexes: ["big_.*"],
+         scheduler: third, scheduler_type: slurm}
+    '''
+
+
+@slow
+class StagedWorkflowTest(ClusterCase):
+    """40 jobs over three classes of resources, in several allocations, where nodes are shared."""
+
+    def test_it_runs_and_every_result_agrees_with_sacct(self):
+        programs = self.count_calls()
+        began = time.time()
+        self.submit(STAGED)
+        self.wait_complete(200)
+        self.wait_gone()
+        names = sorted(self.job_names().values())
+        self.assertEqual((40, {'completed'}), (len(names), set(self.statuses().values())))
+        self.assertRan(*names)
+        self.assertEqual(names, self.names_at('begin'))
+        allocations = self.allocations()
+        self.assertEqual([1, 1, 2, 3], sorted(len(torc.expand_node_list(row.nodes)) for row in allocations))
+        self.assertEqual({'COMPLETED'}, {row.state for row in allocations}, self.situation())
+        rows = self.rows('list_scheduled_compute_nodes')
+        self.assertEqual([(int(row.id), 'complete') for row in sorted(allocations)],
+                         sorted((row['scheduler_id'], row['status']) for row in rows))
+        steps = self.steps_of(*(row.id for row in allocations))
+        self.assertEqual(40, len(steps))
+        self.assertAgrees(1, steps)
+        self.check_calls(programs, began, len(allocations))
+
+    def check_calls(self, programs: FakeSlurm, began: float, num_allocations: int) -> None:
+        """No program was called more often than its user, or an administrator, would like."""
+        minutes = math.ceil((time.time() - began) / 60)
+        counts = collections.Counter(call.name for call in programs.calls())
+        self.assertEqual(num_allocations, counts['sbatch'])
+        self.assertEqual(40, counts['srun'])
+        # a round of at most 5 for the steps that are new in a sample interval, 10 s
+        self.assertLessEqual(counts['squeue'], num_allocations * 6 * minutes, programs.calls('squeue'))
+        self.assertLessEqual(counts['sstat'], num_allocations * 7 * minutes, programs.calls('sstat'))
+        self.assertLessEqual(counts['sacct'], num_allocations * 6 * minutes, programs.calls('sacct'))
+        self.assertLessEqual(counts['scontrol'], num_allocations * 3 * minutes, programs.calls('scontrol'))
+        self.assertEqual(0, counts['sinfo'])
+
+
+@slow
+class LimitTest(ClusterCase):
+    """Jobs that need more memory or time than they may have."""
+
+    def test_a_step_over_its_memory_fails_and_one_out_of_time_is_terminated_unless_it_saves_what_it_has(self):
+        text = '''
+            name: limits
+            execution_config: {mode: slurm, sigkill_headroom_seconds: 30, srun_termination_signal: %s}
+            resource_requirements: [{name: small, num_cpus: 1, memory: 80m, runtime: PT10S}]
+            slurm_schedulers: [{name: short, account: {account}, walltime: "00:02:00"}]
+            jobs:
+              - {name: hog, command: "{job} hog 0 400 30", resource_requirements: small}
+              - {name: deaf, command: "trap '' TERM; {job} deaf 0 1 1000", resource_requirements: small}
+              - {name: late, command: "exec {job} late 0 1 1000", resource_requirements: small}
+              - {name: saver, resource_requirements: small, command:
+                 "trap 'echo saved >> saved; exit 0' TERM; while [ ! -e skip ]; do sleep 0.2; done"}
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: short,
+                       scheduler_type: slurm}]
+            '''
+        self.submit(text % 'TERM@20')
+        self.wait_complete(150)
+        wanted = [('deaf', 1, 1, 152, 'terminated'), ('hog', 1, 1, 137, 'failed'),
+                  ('late', 1, 1, 152, 'terminated'), ('saver', 1, 1, 0, 'completed')]
+        self.assertEqual(wanted, self.results(), self.situation())
+        self.assertEqual('saved\n', self.world.read('saved'))
+        self.assertEqual(['deaf', 'hog', 'late'], self.names_at('begin'))
+        self.assertEqual([], self.names_at('end'))
+        self.wait_gone()
+
+
+@slow
+class LengthenedAllocationTest(ClusterCase):
+    """An allocation whose end is put off while it runs."""
+
+    def test_it_takes_jobs_for_which_it_was_too_short(self):
+        self.submit('''
+            name: lengthened
+            execution_config: {sigkill_headroom_seconds: 15}
+            resource_requirements:
+              - {name: short, num_cpus: 1, memory: 80m, runtime: PT10S}
+              - {name: long, num_cpus: 1, memory: 80m, runtime: PT5M}
+            slurm_schedulers: [{name: some, account: {account}, walltime: "00:02:00"}]
+            jobs:
+              - {name: keeper, resource_requirements: short, scheduler: some, command:
+                 "{job} keeper 0 1 0; while [ ! -e go ]; do sleep 0.2; done"}
+              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long}
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
+                       scheduler_type: slurm}]
+            ''', '--skip-checks')
+        self.wait_slurm(lambda: self.names_at('end') == ['keeper'], 60, 'the short job', self.situation)
+        allocation, = self.allocations('RUNNING')
+        self.assertEqual({'keeper': 'running', 'long': 'ready'}, self.statuses())
+        self.bed.ask('scontrol', 'update', f'JobId={allocation.id}', 'TimeLimit=10')
+        self.wait_complete(100)
+        self.assertEqual([('keeper', 1, 1, 0, 'completed'), ('long', 1, 1, 0, 'completed')], self.results())
+        self.assertRan('keeper', 'long')
+        self.assertEqual([allocation.id], [row.id for row in self.allocations()])
+        self.wait_gone()
+
+
+@slow
+class HandWrittenScriptTest(ClusterCase):
+    """A script of the user's, whose last line runs a workflow."""
+
+    def test_its_last_line_uses_all_nodes_of_the_allocation(self):
+        text = '''
+            name: by hand
+            resource_requirements: [{name: small, num_cpus: 2, memory: 100m, runtime: PT1M}]
+            jobs: [{name: "job_{i}", command: "{job} job_{i} 0 20 1.5", resource_requirements: small,
+                    parameters: {i: "1:8"}}]
+            '''
+        self.assertExit(0, self.world.cli('create', self.world.write('spec.yaml', self.spec(text))))
+        words = ' '.join(map(shlex.quote, (sys.executable, TORC, 'run', '1', '-p', '1')))
+        job_id = self.sbatch(words, '-N', 2, '--ntasks-per-node=1', '-c', 4, '--mem=1000', '-t', 5)
+        self.wait_complete(15)
+        self.wait_gone()
+        found = [(row.id, row.state) for row in self.allocations()]
+        self.assertEqual([(job_id, 'COMPLETED')], found, self.situation())
+        names = [f'job_{number}' for number in range(1, 9)]
+        self.assertRan(*names)
+        self.assertEqual(names, self.names_at('begin'))
+        self.assertEqual(2, len({mark.node for mark in self.trace()}))
+        self.assertEqual(8, len(self.steps_of(job_id)))
+
+
+PACKED = '''
+    name: packed
+    resource_requirements:
+      - {name: thin, num_cpus: 1, memory: 100m, runtime: PT1M}
+      - {name: thick, num_cpus: 3, memory: 600m, runtime: PT1M}
+    slurm_schedulers: [{name: one, account: {account}, walltime: "00:05:00", nodes: 1}]
+    jobs:
+      - {name: "thin_{i}", command: "{job} thin_{i} 0 20 2", resource_requirements: thin,
+         parameters: {i: "1:16"}}
+      - {name: "thick_{i}", command: "{job} thick_{i} 0 20 1", resource_requirements: thick,
+         parameters: {i: "1:4"}}
+    actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one,
+               scheduler_type: slurm}]
+    '''
+
+
+@slow
+class WholeNodesTest(ClusterCase):
+    """Where the main partition hands out whole nodes, and SLURM_MEM_PER_NODE is unset."""
+    site = WHOLE_NODES
+
+    def test_8_steps_share_a_node_within_its_cpus_and_memory_at_every_instant(self):
+        self.submit(PACKED)
+        self.wait_complete(100)
+        names = list(self.job_names().values())
+        self.assertRan(*names)
+        cpus = {name: 3 if name.startswith('thick') else 1 for name in names}
+        memory = {name: 600 if name.startswith('thick') else 100 for name in names}
+        running, most = set(), 0    # type: Set[str], int
+        for mark in sorted(self.trace(), key=lambda mark: (mark.at, mark.word == 'begin')):
+            (running.add if mark.word == 'begin' else running.discard)(mark.name)
+            self.assertLessEqual(sum(cpus[name] for name in running), 8, running)
+            self.assertLessEqual(sum(memory[name] for name in running), 4000, running)
+            most = max(most, len(running))
+        self.assertEqual((8, 1), (most, len({mark.node for mark in self.trace()})))
+
+    def test_a_staged_workflow_runs(self):
+        text = STAGED.replace('1:24', '1:10').replace('1:14', '1:6')
+        self.submit(text)
+        self.wait_complete(150)
+        self.wait_gone()
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+        self.assertRan(*self.job_names().values())
+        self.assertAgrees(1, self.steps_of(*(row.id for row in self.allocations())))
+
+    def test_a_worker_on_each_node_runs_jobs_there_without_steps(self):
+        text = '''
+            name: workers
+            execution_config: {mode: direct}
+            resource_requirements: [{name: thick, num_cpus: 4, memory: 100m, runtime: PT1M}]
+            slurm_schedulers: [{name: two, account: {account}, walltime: "00:05:00", nodes: 2}]
+            jobs: [{name: "job_{i}", command: "{job} job_{i} 0 20 2", resource_requirements: thick,
+                    parameters: {i: "1:6"}}]
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: two,
+                       scheduler_type: slurm, start_one_worker_per_node: true}]
+            '''
+        self.submit(text)
+        self.wait_complete(100)
+        self.wait_gone()
+        self.assertRan(*self.job_names().values())
+        self.assertEqual(2, len({mark.node for mark in self.trace()}))
+        self.assertEqual({}, self.steps_of(*(row.id for row in self.allocations())))
+        self.assertEqual(2, len(self.rows('list_compute_nodes')))
+
+
+class FakeAllocation:
+    """A Slurm job of scripts around a runner here: one node, as large as a test likes, with local steps."""
+    SRUN = '''
+        for word; do case $word in --job-name=*) name=${word#*=};; esac; done
+        while case $1 in -*) true;; *) false;; esac; do shift; done
+        echo $$ > "$fake/running/$name"
+        SLURM_STEP_ID=$$ "$@"
+        code=$?
+        mv "$fake/running/$name" "$fake/ended/$name"
+        exit $code
+        '''
+    EACH = '''
+        cd "$fake/%s" && for name in wf*; do
+            [ -e "$name" ] && read number < "$name" && echo "%s"
+        done 2>&1 || true
+        '''
+    JOB = ('JobId=77 JobName=fake UserId=%s(%d) JobState=RUNNING Restarts=0 EndTime=%d NodeList=node1 '
+           'NumNodes=1 Nodes=node1 CPU_IDs=0-%d Mem=%d GRES=')
+
+    def __init__(self, world: World, num_cpus: int, memory_mb: int) -> None:
+        job = self.JOB % ('tester', os.getuid(), time.time() + 3600, num_cpus - 1, memory_mb)
+        ended = '$name|64704K|67776K|1.61M|20.00M|00:00:02|node1|COMPLETED|0:0'
+        self.programs = world.fake_slurm(
+            srun=self.SRUN, scontrol=f'echo {shlex.quote(job)}', scancel='',
+            squeue=self.EACH % ('running', '77.$number|$name'),
+            sstat=self.EACH % ('running', '77.$number|00:00:01|64704K'), sacct=self.EACH % ('ended', ended))
+        for name in ('running', 'ended'):
+            os.mkdir(self.programs.path(name))
+        self.variables = {
+            'SLURM_JOB_ID': '77', 'SLURM_JOB_NODELIST': 'node1', 'SLURM_JOB_NUM_NODES': '1',
+            'SLURM_NODEID': '0', 'SLURMD_NODENAME': 'node1', 'SLURM_MEM_PER_NODE': str(memory_mb),
+            'SLURM_JOB_CPUS_PER_NODE': str(num_cpus), 'SLURM_CPUS_ON_NODE': str(num_cpus)}
+
+    def running(self) -> List[str]:
+        """Names of the steps that run."""
+        return os.listdir(self.programs.path('running'))
+
+
+@slow
+class CallRateTest(FlowTest):
+    """How often Slurm's programs are called, by a runner with many steps."""
+    COUNT = 60
+
+    def test_all_steps_are_asked_for_at_once_and_seldom(self):
+        fake = FakeAllocation(self.world, self.COUNT, 100 * self.COUNT)
+        self.world.write('spec.yaml', f'''
+            name: many
+            execution_config: {{mode: slurm}}
+            resource_requirements: [{{name: one, num_cpus: 1, memory: 50m, runtime: PT1M}}]
+            jobs: [{{name: "job_{{i}}", command: "while [ ! -e go ]; do sleep 1; done",
+                    resource_requirements: one, parameters: {{i: "1:{self.COUNT}"}}}}]
+            ''')
+        runner = self.world.start('run', '-p', 1, 'spec.yaml', env=fake.variables)
+        self.world.wait(lambda: len(fake.running()) == self.COUNT, 60, 'all steps', [runner])
+        at = time.time()
+        self.world.wait(lambda: sum(call.at > at + 12 for call in fake.programs.calls('sstat')) >= 2, 60,
+                        'two samples of all steps', [runner])
+        self.world.write('go', '')
+        self.assertExit(0, runner.finish(60))
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+        counts = collections.Counter(call.name for call in fake.programs.calls())
+        self.assertEqual(self.COUNT, counts.pop('srun'))
+        minutes = (time.time() - at) / 60 + 1
+        self.assertLessEqual(counts['sstat'], 7 * minutes, counts)
+        self.assertLessEqual(counts['squeue'], 5 + 6 * minutes, counts)
+        self.assertLessEqual(counts['sacct'], 2 + 2 * minutes, counts)
+        self.assertLessEqual(counts['scontrol'], 2 + minutes, counts)
+        self.assertEqual({'sstat', 'squeue', 'sacct', 'scontrol'}, set(counts))
+
+
+# Jobs that end at once, and others that hold their allocation until there is a file `go`.
+HELD = '''
+    name: "{name}"
+    execution_config: {mode: slurm, sigkill_headroom_seconds: 30}
+    resource_requirements:
+      - {name: thin, num_cpus: 1, memory: 100m, runtime: PT10S}
+      - {name: thick, num_cpus: 3, memory: 100m, runtime: PT10S}
+    slurm_schedulers: [{name: some, account: {account}, walltime: "00:10:00", nodes: {nodes}{more}}]
+    jobs:
+      - {name: "{name}_quick_{i}", command: "{job} {name}_quick_{i} 0 1 0", resource_requirements: thin,
+         parameters: {i: "1:2"}}
+      - {name: "{name}_held_{i}", resource_requirements: thick, parameters: {i: "1:{held}"}, command:
+         "{job} {name}_held_{i}.first 0 1 0; while [ ! -e go ]; do sleep 0.2; done;
+          {job} {name}_held_{i} 0 1 0"}
+    actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
+               scheduler_type: slurm}]
+    '''
+
+
+@slow
+class InterruptionTest(ClusterCase):
+    """Nodes that die, allocations that are canceled, preempted or cut, and no accounting: nothing is lost."""
+    site = WHOLE_NODES
+    is_alone = True
+
+    def hold(self, name: str, nodes: int = 1, held: int = 2, more: str = '') -> Allocation:
+        """Submit HELD, and wait until each of its jobs has ended or waits for `go`. Its allocation."""
+        before, text = {row.id for row in self.allocations()}, HELD
+        for word, value in (('name', name), ('nodes', nodes), ('held', held), ('more', more)):
+            text = text.replace('{%s}' % word, str(value))
+        self.submit(text)
+        wanted = {f'{name}_held_{number}.first' for number in range(1, held + 1)}
+        wanted |= {f'{name}_quick_1', f'{name}_quick_2'}
+        self.wait_slurm(lambda: wanted <= set(self.names_at('end')), 60, f'jobs of {name}', self.situation)
+        return [row for row in self.allocations() if row.id not in before][0]
+
+    def check_held(self, name: str, workflow_id: int, held: int = 2) -> None:
+        """Every job of a workflow has come to its end once, and only what was interrupted has begun again."""
+        jobs = [f'{name}_{kind}_{number}' for kind, count in (('held', held), ('quick', 2))
+                for number in range(1, count + 1)]
+        ends = collections.Counter(self.names_at('end'))
+        self.assertEqual([1] * len(jobs), [ends[job] for job in jobs], self.situation(workflow_id))
+        last = [row[:2] + row[3:] for row in self.results(workflow_id) if row[4] == 'completed']
+        self.assertEqual([(job, 1, 0, 'completed') for job in jobs], last)
+        self.assertEqual({'completed'}, set(self.statuses(workflow_id).values()))
+
+    def test_killed_nodes_with_and_without_the_runner(self):
+        first, second = self.hold('body', nodes=2, held=3), self.hold('head', nodes=2, held=3)
+        lost = [torc.expand_node_list(first.nodes)[1], torc.expand_node_list(second.nodes)[0]]
+        for node in lost:
+            self.addCleanup(self.bed.control, 'start-node', node)
+            self.bed.control('kill-node', node)
+        self.wait_slurm(lambda: not self.allocations('RUNNING'), 60, 'the loss of them', self.situation)
+        self.world.write('go', '')
+        for node in lost:
+            self.bed.control('start-node', node)
+        self.wait_complete(120, 1, 2)
+        for number, name in ((1, 'body'), (2, 'head')):
+            self.check_held(name, number, held=3)
+        self.wait_gone()
+
+    def test_canceled_preempted_and_cut_allocations(self):
+        canceled, preempted = self.hold('canceled'), self.hold('preempted', more=', partition: low')
+        cut = self.hold('cut', more=', partition: low')
+        self.bed.ask('scontrol', 'update', f'JobId={cut.id}', 'TimeLimit=2')
+        self.bed.ask('scancel', canceled.id)
+        self.sbatch('sleep 3', '-p', 'high', '-w', preempted.nodes, '--exclusive', '-t', 1)
+        self.wait_slurm(lambda: self.allocations('PENDING'), 30, 'the preemption')
+        self.wait_slurm(lambda: set(self.statuses(1).values()) == {'completed', 'ready'}, 30,
+                        'jobs to be ready again', self.situation)
+        self.wait_complete(150, 3)
+        wanted = [('cut_held_1', 1, 1, 152, 'terminated'), ('cut_held_2', 1, 1, 152, 'terminated'),
+                  ('cut_quick_1', 1, 1, 0, 'completed'), ('cut_quick_2', 1, 1, 0, 'completed')]
+        self.assertEqual(wanted, self.results(3), self.situation(3))
+        self.world.write('go', '')
+        self.assertExit(0, self.world.cli('slurm', 'schedule-nodes', 1, '-n', 1, '-p', 1))
+        self.wait_complete(120, 1, 2)
+        for number, name in ((1, 'canceled'), (2, 'preempted')):
+            self.check_held(name, number)
+        said = self.bed.rows('sacct', '-n', '-P', '-X', '-j', preempted.id, '-o', 'jobid,restarts,state')
+        self.assertEqual([[preempted.id, '1', 'COMPLETED']], said)
+        self.wait_gone()
+
+    def test_without_slurmdbd_statuses_are_right_and_its_records_follow(self):
+        self.stop_daemon('slurmdbd')
+        text = '''
+            name: without accounting
+            resource_requirements: [{name: small, num_cpus: 1, memory: 80m, runtime: PT1M}]
+            slurm_schedulers: [{name: some, account: {account}, walltime: "00:05:00"}]
+            jobs:
+              - {name: "good_{i}", command: "{job} good_{i} 0.5 20 1", resource_requirements: small,
+                 parameters: {i: "1:10"}}
+              - {name: bad, command: "{job} bad 0 20 1; exit 3", resource_requirements: small}
+              - {name: hog, command: "{job} hog 0 400 30", resource_requirements: small}
+              - {name: after, command: "{job} after 0 1 0", resource_requirements: small,
+                 depends_on_regexes: ["good_.*"]}
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
+                       scheduler_type: slurm}]
+            '''
+        self.submit(text)
+        self.wait_complete(150)
+        self.wait_gone()
+        good = [f'good_{number}' for number in range(1, 11)]
+        self.assertRan('after', 'bad', *good)
+        wanted = [(name, 1, 1, 0, 'completed') for name in ['after', *good]]
+        wanted += [('bad', 1, 1, 3, 'failed'), ('hog', 1, 1, 137, 'failed')]
+        self.assertEqual(sorted(wanted), self.results(), self.situation())
 
 
 # ======== Faults: programs killed in the middle of their work ========
@@ -26978,7 +28257,8 @@ class CodeLaws(unittest.TestCase):
         found = [node for node in self.torc.walk(ast.Attribute) if getattr(node.value, 'id', '') in ('sys', 'os')
                  and (node.attr == 'executable' or node.attr.startswith('exec'))]
         # a launcher starts the compiled module; nothing else may name the interpreter
-        self.assertEqual({'write_installation', 'cmd_install', 'pin_program', 'caller_of'}, {self.torc.owner(node) for node in found})
+        starters = {'write_installation', 'cmd_install', 'pin_program', 'caller_of', 'SlurmStarter.start'}
+        self.assertEqual(starters, {self.torc.owner(node) for node in found})
 
     def test_the_standard_library_is_enough(self):
         known = getattr(sys, 'stdlib_module_names', None)
@@ -27316,7 +28596,13 @@ class CommandExampleLaws(WorldTest):
         """
     SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth')      # run by other tests: they need, or are, a server
 
+    SLURM = {
+        'sbatch': 'echo "17;c"', 'squeue': 'true', 'scancel': 'true', 'sacct': 'true',
+        'sinfo': 'echo "main*|4|4000|2:00:00|gpu:2|4"',
+        'scontrol': 'echo "ClusterName = c"; echo "PartitionName=main MinNodes=1 MaxNodes=4 OverSubscribe=NO"'}
+
     def test_each_runs_on_a_finished_workflow(self):
+        self.world.fake_slurm(**self.SLURM)
         self.world.write('data.csv', '1')
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         os.symlink(EXAMPLES, self.world.path('examples'))
@@ -27324,7 +28610,8 @@ class CommandExampleLaws(WorldTest):
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
         write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'), {1: ('greet', [(0, 1.0, 1, 1)])})
         self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
-        for line in ("events create 1 -d '{}'", 'access-groups create physicists',
+        for line in ("events create 1 -d '{}'", 'access-groups create physicists', 'slurm schedule-nodes 1',
+                     "admin sql --write -y \"UPDATE scheduled_compute_node SET status = 'complete' WHERE id > 0\"",
                      'access-groups add-user 2 you', 'access-groups add-workflow 1 2',
                      'access-groups create geologists', 'htpasswd add -f users.htpasswd -p open-sesame -c 4 you'):
             self.assertExit(0, self.world.main(*shlex.split(line)))
@@ -27771,6 +29058,7 @@ class ExampleLaws(WorldTest):
 
     def setUp(self) -> None:
         super().setUp()
+        self.world.environment['TORC_FAKE_SBATCH'] = '/no/sbatch'       # they run here, on a cluster, too
         self.names = sorted(os.listdir(EXAMPLES))
 
     def head(self, name: str) -> Any:

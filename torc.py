@@ -414,6 +414,7 @@ DEFAULT_PORT = 8080
 API_PREFIX = '/torc-service/v1'
 DEFAULT_POLL_INTERVAL_S = 5.0
 DEFAULT_CLAIM_BACKOFF_MAX_S = 300.0
+SLURM_POLL_INTERVAL_S = 30.0        # of runners in allocations
 CLAIM_GRACE_S = 120                 # a job as long as its allocation must be taken at its start
 # Of requirements that a request makes without one, and of jobs that name none.
 DEFAULT_RUNTIME = 'PT1M'
@@ -3076,15 +3077,15 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('persistent',          'bool', 'for each runner, not once', False),
     )),
     ('execution_config', (
-        ('mode',                'mode', 'auto: slurm inside an allocation, else direct', 'auto', 'slurm'),
+        ('mode',                'mode', 'auto: slurm inside an allocation, else direct', 'auto'),
         ('limit_resources',     'bool', 'end jobs that exceed their memory (direct)', True),
         ('termination_signal',  'signal', 'first signal to a job that must stop (direct)', 'SIGTERM'),
         ('sigterm_lead_seconds', 'seconds', 'so long before SIGKILL (direct)', 30),
         ('sigkill_headroom_seconds', 'seconds', 'SIGKILL so long before the end of the allocation', 60),
         ('timeout_exit_code',   'code', 'return code of a job out of time', 152),
         ('oom_exit_code',       'code', 'return code of a job out of memory (direct)', 137),
-        ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)', None, ANY),
-        ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False, ANY),
+        ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)'),
+        ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False),
         ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node'),
         ('staggered_start',     'bool', 'runners of an allocation start one after the other', True),
         ('stdio',               'stdio', 'where the output of every job goes'),
@@ -9771,6 +9772,11 @@ def fail_open_tasks(context: Context) -> None:
 
 # -------- Slurm jobs, remote workers --------
 
+def known_scheduler(node: Values) -> Values:
+    """The scheduler of a compute node: any JSON, for Torc's clients say what they like there."""
+    return node['scheduler'] if isinstance(node.get('scheduler'), dict) else {}
+
+
 def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
     """Compute node -> the Slurm job that it runs in, where that is known."""
     scheduled = dict(context.rows('SELECT id, scheduler_id FROM scheduled_compute_node WHERE workflow_id = ?',
@@ -9778,8 +9784,7 @@ def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
     found = {}
     for node_id, text in context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? '
                                       'AND scheduler IS NOT NULL', (workflow_id,)):
-        scheduler = json.loads(text)    # any JSON: Torc's clients say what they like there
-        known = scheduler if isinstance(scheduler, dict) else {}
+        known = known_scheduler({'scheduler': json.loads(text)})
         allocation = known.get('scheduler_id')
         number = known.get('slurm_job_id') or isinstance(allocation, int) and scheduled.get(allocation)
         if number:
@@ -10096,7 +10101,60 @@ def create_compute_node(context: Context, body: Values) -> Values:
         if keeps_crate(context, workflow_id):
             put_software(context, workflow_id, 'torc')
     values = dict(body, labels=sorted(set(body.get('labels') or ())) or None)
+    if body.get('lease_s') and known_scheduler(body).get('slurm_job_id'):   # Torc's runners do it all
+        values.update(join_allocation(context, workflow_id, known_scheduler(body)))
     return announce_node(context, 'compute_node_started', context.insert('compute_node', values))
+
+
+def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Values:
+    """A runner has begun in a Slurm job: its record, if there is one, is active. Fields of its compute node.
+
+    A record may still lack the id of its Slurm job: the reply of sbatch(1) was lost. In a job that was
+    requeued the runners of its earlier start are dead, whatever their leases say.
+    """
+    slurm_job_id, restart_count = scheduler['slurm_job_id'], scheduler.get('restart_count') or 0
+    for node_id, other in active_nodes_of(context, workflow_id, slurm_job_id):
+        if (other.get('restart_count') or 0) < restart_count:
+            interrupt_jobs(context, node_id, f'Slurm put job {slurm_job_id}, in which it ran, into the queue '
+                                             'again')
+            end_node(context, node_id)
+    record = context.one('SELECT id, scheduler_config_id FROM scheduled_compute_node WHERE workflow_id = ?1 '
+                         "AND scheduler_type = 'slurm' AND (scheduler_id = ?2 OR id = ?3) "
+                         'ORDER BY id <> ifnull(?3, 0)',
+                         (workflow_id, slurm_job_id, scheduler.get('scheduler_id')))
+    if record is None:
+        return {'scheduler': dict(scheduler, scheduler_id=None)}
+    context.update('scheduled_compute_node', record[0], {'scheduler_id': slurm_job_id, 'status': 'active'})
+    return {'scheduler': dict(scheduler, scheduler_id=record[0]), 'scheduler_config_id': record[1]}
+
+
+def interrupt_jobs(context: Context, node_id: int, reason: str) -> None:
+    """The running jobs of a node have not failed: they are ready again, and spend no retry."""
+    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}',
+                              (node_id,)):
+        job = job_state(context, job_id)
+        state = workflow_state(context, job.workflow_id)
+        assume_interrupted(context, state, job, reason)
+        begin_next_attempt(context, state, job)
+
+
+def active_nodes_of(context: Context, workflow_id: int, slurm_job_id: Any) -> List[Tuple[int, Values]]:
+    """The active compute nodes in a Slurm job, with what they say of it."""
+    rows = context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? AND is_active = 1 '
+                        'AND scheduler IS NOT NULL', (workflow_id,))
+    found = [(node_id, known_scheduler({'scheduler': json.loads(text)})) for node_id, text in rows]
+    return [(node_id, scheduler) for node_id, scheduler in found
+            if scheduler.get('slurm_job_id') == slurm_job_id]
+
+
+def leave_allocation(context: Context, node: Values) -> None:
+    """A runner in a Slurm job has left: with the last one the record of its allocation is complete."""
+    scheduler, workflow_id = known_scheduler(node), node['workflow_id']
+    slurm_job_id = scheduler.get('slurm_job_id')
+    if slurm_job_id and not active_nodes_of(context, workflow_id, slurm_job_id):
+        context.run("UPDATE scheduled_compute_node SET status = 'complete' WHERE workflow_id = ? "
+                    "AND scheduler_type = 'slurm' AND scheduler_id = ? AND status = 'active'",
+                    (workflow_id, slurm_job_id))
 
 
 NODE_EVENTS = {     # type of the event -> what it says of the node
@@ -10133,6 +10191,7 @@ def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
         # it knows what it did not start
         return_claims(context, context.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))
         release_node(context, node_id)
+        leave_allocation(context, before)
     node = get_row(context, 'compute_node', node_id)
     if before.get('is_active') and not node.get('is_active'):
         announce_node(context, 'compute_node_stopped', node_id)
@@ -10532,19 +10591,23 @@ ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem'
 
 
 class Place(Row):
-    """Where ready jobs may run: runners at work, or allocations to come, that offer the same; one of them."""
+    """Where ready jobs may run: one of the runners, or of the allocations to come, that offer the same."""
     offer: Offer
     reason: str     # why a job that it can take does not run yet, of NEAREST_REASONS
     name: str       # for people
     by: str         # column of DIMENSIONS that says how to change what it offers
 
 
-def explain_waiting(context: Context, workflow_id: int) -> Values:
-    """Which ready jobs no runner or allocation can take, and what all others wait for."""
+def explain_waiting(context: Context, workflow_id: int, ended: Sequence[int] = ()) -> Values:
+    """Which ready jobs no runner or allocation can take, and what all others wait for.
+
+    `ended` are allocations that the caller knows to be over in Slurm: nothing waits for them.
+    """
     runners = describe_runners(context, workflow_id)
     allocations = describe_allocations(context, workflow_id, runners)
     state = workflow_state(context, workflow_id)
-    places = find_places(context, workflow_id, runners, allocations)
+    places = find_places(context, workflow_id, runners,
+                         [row for row in allocations if row['allocation_id'] not in set(ended)])
     return {'status': get_workflow_status(context, workflow_id),
             'explanation': explain_workflow(context, workflow_id),
             'runners': runners[:WAITING_EXPLAINED], 'allocations': allocations[:ALLOCATIONS_EXPLAINED],
@@ -12300,7 +12363,7 @@ ROUTES = (
     route_to('PUT', 'cancel', cancel_workflow, '@WorkflowModel'),
     route_to('GET', 'status', get_workflow_status, '@WorkflowStatusResponse'),
     route_to('GET', 'explanation', explain_workflow, '@WorkflowExplanation', query='limit:int'),
-    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation'),
+    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation', query='ended:[int]'),
     route_to('GET', 'diagnosis', diagnose_workflow, '@DiagnosisResponse'),
     route_to('GET', '/workflow_statuses', list_workflow_statuses, '@WorkflowStatusesResponse',
              query='ids:[int]!'),
@@ -19147,10 +19210,12 @@ def detach_child(name: str, kept: int) -> None:
     rename_process(name)
 
 
-def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
+def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str,
+                   last_act: Callable[[], Any] = bool) -> int:
     """Fork a guardian, which kills what carries the mark when nobody has the pipe's writing end; its pid.
 
-    `group`: directory of the control group of the runner and its jobs, or ''.
+    `group`: directory of the control group of the runner and its jobs, or ''. `last_act`: what else is to be
+    done then.
     """
     runner = os.getpid()
     pid = os.fork()
@@ -19164,9 +19229,19 @@ def start_guardian(mark: Mark, pipe: Tuple[int, int], group: str) -> int:
         os.read(pipe[0], 1)     # nothing is ever written
         kill_control_group(group)
         kill_family({}, [mark], time.monotonic() + UNKILLABLE_S, ancestors)
+        last_act()
         end_leftovers()     # of a runner that was one of these processes, and its guardians
     finally:
         os._exit(0)
+
+
+def dismiss_guardians(pids: Set[int]) -> None:
+    """End guardians that have nothing left to guard."""
+    for step in (lambda pid: os.kill(pid, signal.SIGKILL), lambda pid: os.waitpid(pid, 0)):
+        for pid in pids:
+            with contextlib.suppress(OSError):  # SIGCHLD is ignored by whoever imports this file
+                step(pid)
+    pids.clear()
 
 
 # -------- errands --------
@@ -19283,6 +19358,7 @@ class Launcher:
         self.group = make_control_group(f'{GROUP_PREFIX}{self.mark.number:x}')
         self.pipe = os.pipe()
         self.guardians: Set[int] = set()
+        self.last_act = bool        # type: Callable[[], Any]  # what they do when we have died
         self.replace_at = 0.0       # monotonic; no guardian is replaced before
         self.become_subreaper(True)
         self.proc_children = ProcChildren(os.getpid())
@@ -19337,7 +19413,17 @@ class Launcher:
         while len(self.guardians) < NUM_GUARDIANS and now >= self.replace_at:
             self.replace_at = max(self.replace_at, now - REPLACED_AT_ONCE * REPLACE_PAUSE_S) + REPLACE_PAUSE_S
             with contextlib.suppress(OSError):  # the node has no room for processes at present
-                self.guardians.add(start_guardian(self.mark, self.pipe, self.group))
+                self.guardians.add(start_guardian(self.mark, self.pipe, self.group, self.last_act))
+
+    def guard(self, last_act: Callable[[], Any]) -> None:
+        """Let the guardians do something more when this process has died."""
+        self.last_act = last_act
+        old, self.guardians, self.replace_at = self.guardians, set(), 0.0
+        self.replace_guardians()
+        if self.guardians:
+            dismiss_guardians(old)
+        else:       # there is no room for new ones
+            self.guardians = old
 
     # ---- starting ----
 
@@ -19629,7 +19715,9 @@ class Launcher:
             join_control_group(os.path.dirname(self.group))
             if own_control_group() == os.path.dirname(self.group):
                 kill_control_group(self.group)
-        self.dismiss_guardians()
+        dismiss_guardians(self.guardians)
+        for descriptor in self.pipe:
+            os.close(descriptor)
         self.become_subreaper(False)
         self.proc_children.close()
         self.spawn.close()
@@ -19641,16 +19729,6 @@ class Launcher:
                 with contextlib.suppress(OSError):      # a set-user-ID program
                     os.kill(pid, signal.SIGKILL)        # our own unreaped child: the number is nobody else's
             time.sleep(0.0001 if self.has_lost else 0)
-
-    def dismiss_guardians(self) -> None:
-        """End the guardians: nothing is left to guard."""
-        for step in (lambda pid: os.kill(pid, signal.SIGKILL), lambda pid: os.waitpid(pid, 0)):
-            for pid in self.guardians:
-                with contextlib.suppress(OSError):  # SIGCHLD is ignored by whoever imports this file
-                    step(pid)
-        self.guardians.clear()
-        for descriptor in self.pipe:
-            os.close(descriptor)
 
 
 class Shell:
@@ -19950,7 +20028,7 @@ def find_slurm_reason(text: str) -> Optional[SlurmReason]:
     return found or (LIMIT_REASON if word.startswith(LIMIT_REASONS) else None)
 
 
-class QueuedJob(Row):
+class ListedJob(Row):
     """One of the user's jobs, as squeue lists it. Times are seconds since the epoch, None where unknown."""
     state: str                      # of SLURM_STATES
     submitted_at: Optional[float]
@@ -19962,9 +20040,10 @@ class QueuedJob(Row):
 
 class Queue(Row):
     """All of the user's jobs in Slurm's queue, by their ids."""
-    jobs: Dict[str, QueuedJob]
+    jobs: Dict[str, ListedJob]
     asked_at: Optional[float]       # None: never
     error: str                      # why that is not known; ''
+    wanted: Sequence[str] = ()      # ids that were there when it was asked: unlisted ones have ended
 
 
 def queue_cache_path() -> str:
@@ -19974,38 +20053,43 @@ def queue_cache_path() -> str:
     return os.path.join(state_directory(), 'slurm', f'queue-{name}')
 
 
-def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply]]:
-    """(when squeue was asked, its answer) if that was lately; None if not, or if it cannot be read."""
+def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply, List[str]]]:
+    """(when squeue was asked, its answer, for which ids) if that was lately; None if not, or unreadable."""
     try:
         with os.fdopen(open_private(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
-            asked_at, code, out, err = json.load(file)
-        return (asked_at, Reply(code, out, err)) if 0 <= now - asked_at < QUEUE_AGE_S else None
+            asked_at, code, out, err, wanted = json.load(file)
+        return (asked_at, Reply(code, out, err), wanted) if 0 <= now - asked_at < QUEUE_AGE_S else None
     except (OSError, Denied, ValueError, TypeError):
         return None
 
 
-def ask_queue(now: float) -> Queue:
-    """The user's jobs from one squeue, not more than once a minute: what others need of the controller."""
+def ask_queue(now: float, wanted: Iterable[Any]) -> Queue:
+    """The user's jobs from one squeue, not more than once a minute: others need the controller, too.
+
+    `wanted` are ids of jobs that the caller knows of.
+    """
     if not has_slurm_program('squeue'):
         return Queue({}, None, f'there is no {slurm_program("squeue")} on this machine')
     path = queue_cache_path()
     cached = read_cached_reply(path, now)
     if cached is None:
-        cached = now, ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        reply = ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        cached = now, reply, list(map(str, wanted))
         # Without a place for it, the next command asks again.
         with contextlib.suppress(OSError, Denied):
             make_private_directory(os.path.dirname(path))
-            write_atomically(path, json.dumps([now, *cached[1]]).encode())
-    asked_at, reply = cached
+            write_atomically(path, json.dumps([now, *reply, cached[2]]).encode())
+    asked_at, reply, known = cached
     if reply.code != 0:
         return Queue({}, asked_at, f'squeue failed: {explain_reply(reply)}')
-    return Queue({row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}, asked_at, '')
+    jobs = {row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}
+    return Queue(jobs, asked_at, '', known)
 
 
-def read_queue_row(row: Sequence[str]) -> QueuedJob:
+def read_queue_row(row: Sequence[str]) -> ListedJob:
     """One line of squeue in QUEUE_FORMAT."""
     _, state, submitted, start, end, partition, reason = row
-    return QueuedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
+    return ListedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
                      parse_slurm_instant(end), partition, reason)
 
 
@@ -21692,6 +21776,418 @@ def step_name(context: Any, attempt: Any) -> str:
     return f'wf{context.workflow_id}_j{attempt.id}_r{context.run_id}_a{attempt.attempt_id}'
 
 
+STEP_SIGNAL = re.compile(r'(?:[A-Z]+:)?([A-Z0-9]+)(?:@([0-9]+))?\Z', re.IGNORECASE)
+DEFAULT_SIGNAL_LEAD_S = 60      # of --signal without a time (srun(1))
+STEP_EXIT_ERROR, STEP_EXIT_IMMEDIATE = 213, 214     # srun's own failures, told from the job's codes
+# What srun(1) takes from the environment, "INPUT ENVIRONMENT VARIABLES" of 20.11 to 25.05: what the batch job
+# was submitted with, or a site's profile, would change what a step is, or keep the environment from it.
+SRUN_SETTINGS = frozenset('SLURM_' + name for name in (
+    'ACCOUNT ACCTG_FREQ BCAST BCAST_EXCLUDE BURST_BUFFER CLUSTERS COMPRESS CONSTRAINT CORE_SPEC CPU_BIND '
+    'CPU_BIND_LIST CPU_BIND_TYPE CPU_BIND_VERBOSE CPU_FREQ_REQ CPUS_PER_GPU CPUS_PER_TASK DEBUG DEBUG_FLAGS '
+    'DELAY_BOOT DEPENDENCY DISABLE_STATUS DIST_PLANESIZE DISTRIBUTION EPILOG EXACT EXCLUSIVE EXPORT_ENV '
+    'GET_USER_ENV GPU_BIND GPU_FREQ GPUS GPUS_PER_NODE GPUS_PER_SOCKET GPUS_PER_TASK GRES GRES_FLAGS HINT '
+    'HOSTFILE IMMEDIATE JOB_NUM_NODES KILL_BAD_EXIT LABELIO MEM_BIND MEM_BIND_LIST MEM_BIND_TYPE '
+    'MEM_BIND_VERBOSE MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE MPI_TYPE NETWORK NNODES NO_KILL NPROCS NTASKS '
+    'NTASKS_PER_CORE NTASKS_PER_GPU NTASKS_PER_NODE NTASKS_PER_SOCKET NTASKS_PER_TRES OPEN_MODE OVERCOMMIT '
+    'OVERLAP PARTITION POWER PROFILE PROLOG QOS REMOTE_CWD REQ_SWITCH RESERVATION RESV_PORTS SEND_LIBS '
+    'SIGNAL SPREAD_JOB SRUN_REDUCE_TASK_EXIT_MSG STDERRMODE STDINMODE STDOUTMODE STEP_GRES '
+    'STEP_KILLED_MSG_NODE_ID TASK_EPILOG TASK_PROLOG TEST_EXEC THREAD_SPEC THREADS THREADS_PER_CORE '
+    'TIMELIMIT TRES_PER_TASK TREE_WIDTH UMASK UNBUFFEREDIO USE_MIN_NODES WAIT WAIT4SWITCH WCKEY '
+    'WORKING_DIR').split()) | {'SLURMD_DEBUG'}
+
+
+def step_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
+    """Variables for srun, over those of the batch job; None removes one."""
+    removed = [name for name in environment
+               if name in SRUN_SETTINGS or name in GPU_VARIABLES or name.startswith('SRUN_')]
+    return {**dict.fromkeys(removed), 'SLURM_EXIT_ERROR': str(STEP_EXIT_ERROR),
+            'SLURM_EXIT_IMMEDIATE': str(STEP_EXIT_IMMEDIATE)}
+
+
+class StepRequest(Row):
+    """What a step is to have."""
+    job_id: str                 # of the allocation
+    name: str
+    num_cpus: int               # on each of its nodes, as the next two
+    memory_bytes: int           # 0: not stated
+    num_gpus: int
+    num_nodes: int = 1
+    node_names: Sequence[str] = ()      # those chosen for it; none in an allocation of one node
+    minutes: Optional[int] = None       # its time limit, if one is known
+    signal: str = ''            # srun_termination_signal
+    binds_cpus: bool = False    # enable_cpu_bind
+    errors_to: str = ''         # path for what the job writes to stderr, if it goes through srun
+
+
+def step_minutes(left_s: float, headroom_s: float) -> Optional[int]:
+    """A step's time limit, when so much is left of the allocation; None if nothing is known of its end.
+
+    Rounded down, so that the step ends in time, as TIMEOUT, before the allocation does; 1 at least.
+    """
+    return None if math.isinf(left_s) else max(1, int((left_s - headroom_s) // 60))
+
+
+def parse_step_signal(text: str) -> Optional[Tuple[str, int]]:
+    """'TERM@120' -> ('TERM', 120): what a step is sent so many seconds before its limit. None for nothing."""
+    match = STEP_SIGNAL.match(text.strip())
+    if not match:
+        return None
+    name = match.group(1).upper()
+    lead_s = DEFAULT_SIGNAL_LEAD_S if match.group(2) is None else int(match.group(2))
+    return name[3:] if name.startswith('SIG') else name, lead_s
+
+
+def step_flags(step: StepRequest) -> List[str]:
+    """The arguments of srun before the program, in the order of the page "Execution Modes".
+
+    Without --mem a step takes all memory of its job, without --gres all GPUs. With --mem=0 it may use what
+    the job has and takes nothing away from others (srun(1)): so run jobs that state none.
+    A step of one task is cut down to one node (22.05: "can't run 1 processes on 2 nodes"), so one of several
+    has a task on each, of which the first runs the job. A site's WaitTime would end the step when the others
+    have ended.
+    """
+    is_wide = step.num_nodes > 1
+    flags = [f'--jobid={step.job_id}', f'--ntasks={step.num_nodes}']
+    flags += [] if step.binds_cpus else ['--cpu-bind=none']
+    flags += ['--exact', f'--job-name={step.name}']
+    flags += [f"--nodelist={','.join(step.node_names)}"] if step.node_names else []
+    flags += [f'--nodes={step.num_nodes}'] + ['--ntasks-per-node=1', '--wait=0'] * is_wide
+    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={-(-step.memory_bytes // 1024 ** 2)}M']
+    flags.append(f'--gpus={step.num_gpus * step.num_nodes}' if step.num_gpus else '--gres=none')
+    flags += [] if step.minutes is None else [f'--time={step.minutes}']
+    flags += [f'--signal={step.signal}'] if step.signal else []
+    flags.append('--input=none')
+    return flags + ([f'--error={step.errors_to}'] if step.errors_to else [])
+
+
+# -------- inside a step --------
+#
+# The step's program is not the job's shell but a supervisor, since srun's exit code proves little: it notes
+# the step's number, the signals that come, and how the job has ended, in a file in the output directory that
+# the runner has made for it, whichever node the step is on. It gives the job what it has without Slurm: the
+# environment, /dev/null as stdin, a session of its own, its output files opened directly (srun would mix the
+# order of stdout and stderr, and loses what is on the way when it dies). As a subreaper it keeps everything
+# that the job starts below itself, where Slurm finds it to signal it (proctrack/linuxproc follows parents)
+# and where it is ended with the job. If slurmstepd(8) dies, nobody could end the job any more: it is killed.
+#
+# It is a program of its own, since this file would take a tenth of a second and more to load.
+
+STEP_SUPERVISOR = r'''"""Runs one job as a Slurm step, and notes how it ends. Made and removed by torc.py."""
+import ctypes
+import os
+import signal
+import sys
+import time
+
+SUBREAPER, DEATH_SIGNAL = 36, 1     # linux/prctl.h
+TERM_S, KILL_S, FAILED = 2.0, 10.0, 213
+
+
+def note(*words):
+    """Add a line to the notes, if they are still there; whether it is written.
+
+    Opened anew each time: NFS shows to others what is closed.
+    """
+    line = (' '.join(map(str, words)) + '\n').encode('utf-8', 'surrogateescape')
+    for _ in range(3):
+        try:
+            descriptor = os.open(NOTES, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                return os.write(descriptor, line) == len(line)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            sys.stderr.write('%s: %s\n' % (NOTES, error.strerror))
+        time.sleep(0.5)
+    return False
+
+
+def descendants():
+    """All processes below this one, the nearest first."""
+    children = {}
+    for name in os.listdir('/proc'):
+        if name.isdigit():
+            try:
+                with open('/proc/%s/stat' % name, 'rb') as file:
+                    fields = file.read().rpartition(b')')[2].split()
+            except OSError:
+                continue
+            if fields[0] not in (b'Z', b'X'):
+                children.setdefault(int(fields[1]), []).append(int(name))
+    found = [os.getpid()]
+    for pid in found:
+        found += children.get(pid, ())
+    return found[1:]
+
+
+def send(number, pids):
+    """Signal processes; those that have ended, or are another user's, are left out."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except OSError:
+            pass
+
+
+def reap():
+    """Take the status of children that have ended; False if there is no child left at all."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def kill_all():
+    """SIGKILL everything below. What is stopped first cannot fork meanwhile."""
+    stopped = set()
+    while True:
+        new = set(descendants()) - stopped
+        if not new:
+            break
+        send(signal.SIGSTOP, new)
+        stopped |= new
+    send(signal.SIGKILL, stopped)
+
+
+def end_rest():
+    """End what the job has left behind: SIGTERM, then SIGKILL."""
+    began, is_asked = time.monotonic(), False
+    while reap() and time.monotonic() < began + KILL_S:
+        if not is_asked:
+            pids, is_asked = descendants(), True
+            send(signal.SIGCONT, pids)
+            send(signal.SIGTERM, pids)
+        elif time.monotonic() > began + TERM_S:
+            kill_all()
+        time.sleep(0.02)
+
+
+def on_signal(number, frame):
+    """The job has got it as well. What is stopped finds it when it goes on."""
+    if os.getppid() != PARENT:
+        note('lost')
+        kill_all()
+    elif number != signal.SIGPWR:
+        note('signal', number)
+        send(signal.SIGCONT, descendants())
+
+
+def set_handlers(handler):
+    """For all signals that end a process by default, but those of its own errors."""
+    kept = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN,
+            signal.SIGTTOU, signal.SIGWINCH, signal.SIGURG, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL,
+            signal.SIGFPE}
+    for number in set(range(1, signal.NSIG)) - kept:
+        try:
+            signal.signal(number, handler)
+        except (OSError, ValueError):       # two belong to the C library
+            pass
+
+
+def open_files(directory, out, error, source):
+    """Put the job's files in place: '-' is what srun gives, '=' the same as stdout."""
+    os.chdir(directory)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, path in ((1, out), (2, error)):
+        if path == b'=':
+            os.dup2(1, 2)
+        elif path != b'-':
+            os.dup2(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), number)
+    if source != b'-':
+        os.dup2(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), 9)
+        os.unlink(source)
+
+
+def run_job(files, command):
+    """In the child: become the job."""
+    try:
+        os.setsid()
+        set_handlers(signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        PRCTL(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        with open('/proc/self/environ', 'rb') as file:      # Python may have changed LC_CTYPE in its copy
+            pairs = [entry.split(b'=', 1) for entry in file.read().split(b'\0') if b'=' in entry]
+        variables = {name: value for name, value in pairs if name not in (
+            b'SLURM_EXIT_ERROR', b'SLURM_EXIT_IMMEDIATE')}
+        if os.environ.get('SLURM_STEP_NUM_NODES', '1') != '1':
+            variables.setdefault(b'SLURM_OVERLAP', b'1')    # srun in the job shares what the step has
+        open_files(*files)
+        os.execve(command[0], command, variables)
+    except OSError as error:
+        note('failed', os.uname()[1] + ':', error.strerror, error.filename or '')
+    finally:
+        os._exit(FAILED)
+
+
+def main():
+    """Run the job, note how it ends, end what it leaves."""
+    if os.environ.get('SLURM_PROCID', '0') != '0':
+        return 0
+    PRCTL(SUBREAPER, 1, 0, 0, 0)
+    set_handlers(on_signal)
+    PRCTL(DEATH_SIGNAL, signal.SIGPWR, 0, 0, 0)
+    words = list(map(os.fsencode, sys.argv[2:]))
+    if not note('step', os.environ.get('SLURM_STEP_ID', '-'), os.getpid(), os.uname()[1]):
+        return FAILED       # the runner has gone, or this node does not see its files
+    signal.pthread_sigmask(signal.SIG_SETMASK, range(1, 32))
+    began, job, pid = time.monotonic(), os.fork(), 0
+    if not job:
+        run_job(words[:4], words[4:])
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    while pid != job:
+        pid, status, usage = os.wait3(0)
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    code = 128 + number if number else os.WEXITSTATUS(status)
+    own = __import__('resource').getrusage(0).ru_maxrss
+    note('end', code, number, int(os.WCOREDUMP(status)), '%.6f' % (time.monotonic() - began),
+         '%.6f' % (usage.ru_utime + usage.ru_stime), usage.ru_maxrss if usage.ru_maxrss > own else 0)
+    end_rest()
+    return code
+
+
+NOTES, PARENT, PRCTL = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl
+os._exit(main())
+'''
+
+
+class StepNotes(Row):
+    """What the supervisor of a step has noted."""
+    number: str = ''            # of the step; '' if the supervisor has not begun
+    pid: int = 0                # of the supervisor
+    host: str = ''
+    signals: Tuple[int, ...] = ()       # that it got
+    failure: str = ''           # why the job could not be started there
+    is_lost: bool = False       # slurmstepd died, and the job was killed
+    return_code: Optional[int] = None   # of the job, as the following
+    signal_number: int = 0      # that ended it
+    has_core: bool = False
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_memory_bytes: int = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the job was started."""
+        return bool(self.number) and not self.failure
+
+
+def parse_step_notes(text: str) -> StepNotes:
+    """Read the supervisor's file. The last line may be on its way."""
+    notes = StepNotes()
+    for line in text.split('\n')[:-1]:
+        word, *rest = line.split(' ')
+        try:
+            if word == 'step':
+                notes = notes._replace(number=rest[0], pid=int(rest[1]), host=rest[2])
+            elif word == 'signal':
+                notes = notes._replace(signals=notes.signals + (int(rest[0]),))
+            elif word == 'failed':
+                notes = notes._replace(failure=' '.join(rest))
+            elif word == 'lost':
+                notes = notes._replace(is_lost=True)
+            elif word == 'end':
+                notes = notes._replace(
+                    return_code=int(rest[0]), signal_number=int(rest[1]), has_core=rest[2] == '1',
+                    wall_s=float(rest[3]), cpu_s=float(rest[4]), peak_memory_bytes=int(rest[5]) * 1024)
+        except (ValueError, IndexError):    # a file system that has lost a part of it
+            continue
+    return notes
+
+
+# -------- what the end of a step means --------
+
+
+class StepOutcome(Row):
+    """A kind of end of a step."""
+    status: str                 # of the attempt; '': by the job's own return code
+    return_code: str            # which one is reported: that of the job, of a timeout, or of lacking memory
+    is_interrupted: bool        # it goes back to ready, and spends no attempt
+    meaning: str                # for the user
+
+
+STEP_OUTCOMES = {
+    'own':       StepOutcome('',           'job',     False, ''),
+    'stopped':   StepOutcome('',           'job',     False, ''),
+    'killed':    StepOutcome('failed',     'job',     False, 'killed by {signal} with all of its step'),
+    'memory':    StepOutcome('failed',     'memory',  False, 'killed by Slurm, all of it or a part, at the '
+                                                             'memory limit of its step'),
+    'timeout':   StepOutcome('terminated', 'timeout', False, 'reached the time limit of its Slurm step'),
+    'canceled':  StepOutcome('terminated', 'job',     False, 'its Slurm step was canceled (scancel)'),
+    'no step':   StepOutcome('terminated', 'job',     True,  'Slurm started no step for it'),
+    'no start':  StepOutcome('terminated', 'job',     True,  'its node could not start it'),
+    'node':      StepOutcome('terminated', 'job',     True,  'lost its node'),
+    'preempted': StepOutcome('terminated', 'job',     True,  'its Slurm job was preempted'),
+    'srun':      StepOutcome('terminated', 'job',     True,  'its srun was killed'),
+    'stepd':     StepOutcome('terminated', 'job',     True,  'its slurmstepd was lost'),
+    'vanished':  StepOutcome('terminated', 'job',     True,  'its Slurm step left no return code'),
+}
+# What srun and slurmstepd write to srun's stderr (20.11 to 25.05), and the kind of end that it speaks for.
+# The first that is found counts: "CANCELLED" stands beside most others.
+STEP_SIGNS = (
+    ('memory',    r'Out Of Memory|[Dd]etected [0-9]+ oom[-_]kill|exceeded memory limit'),
+    ('node',      r'Node failure on|DUE TO NODE FAILURE'),
+    ('preempted', r'DUE TO PREEMPTION'),
+    ('timeout',   r'DUE TO TIME LIMIT|due to time limit'),
+    ('stepd',     r'Timed out waiting for job step to complete'),
+    ('canceled',  r'\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT'),
+)
+STEP_STATES = {'OUT_OF_MEMORY': 'memory', 'NODE_FAIL': 'node', 'BOOT_FAIL': 'node', 'PREEMPTED': 'preempted',
+               'TIMEOUT': 'timeout', 'DEADLINE': 'timeout'}
+
+
+def read_step_sign(text: str) -> str:
+    """What srun's stderr says of an end: a kind of STEP_SIGNS, or ''."""
+    return next((kind for kind, pattern in STEP_SIGNS if re.search(pattern, text)), '')
+
+
+def judge_step(notes: StepNotes, code: int, signal_number: int, sign: str, state: str = '',
+               stopped_for: str = '') -> str:
+    """Which of STEP_OUTCOMES the end of a step is.
+
+    `code`, `signal_number`: srun's end. `sign`: see read_step_sign. `state`: from the accounting, a name of
+    SLURM_STATES, or ''. `stopped_for`: why this runner has ended it itself, or ''.
+    """
+    kind = STEP_STATES.get(state, '')
+    if 'memory' in (kind, sign) and notes.number:
+        return 'memory'     # also if only a child was killed and the rest has ended with 0
+    if notes.return_code == 0:
+        return 'own'
+    if not notes.has_begun:
+        if stopped_for == 'cancel':
+            return 'stopped'
+        return 'no start' if notes.failure else sign if sign in ('node', 'preempted') else 'no step'
+    if stopped_for:
+        return 'stopped'
+    if notes.is_lost:
+        return 'stepd'
+    kind = kind or sign
+    if notes.return_code is not None:
+        # Only what dies of a signal was canceled; other codes are the job's own, unless it has to run again.
+        is_own = not notes.signal_number and notes.return_code <= 128
+        return 'own' if not kind or kind == 'stepd' or kind == 'canceled' and is_own else kind
+    if signal_number and kind in ('', 'canceled'):
+        return 'srun'
+    if not kind and code > 128:
+        return 'killed'
+    return kind or 'vanished'
+
+
+def is_step_clear(notes: StepNotes, sign: str, stopped_for: str) -> bool:
+    """Whether nothing that the accounting could add would change what an end means."""
+    return bool(notes.return_code == 0 and sign != 'memory' or not notes.has_begun or stopped_for
+                or sign in ('memory', 'timeout', 'node', 'preempted'))
+
+
+def explain_step_failure(text: str) -> str:
+    """The last lines of srun's stderr that say something, on one line."""
+    noise = re.compile('cluster configuration lacks support|Job step aborted|Exited with exit code|^\\s*$')
+    lines = [re.sub(r'^(?:srun|slurmstepd\S*): (?:error: )?', '', line).strip()
+             for line in text.splitlines() if not noise.search(line)]
+    return printable('; '.join(list(dict.fromkeys(lines))[-2:])).replace('\n', ' ')[:300]
+
+
 # ======== 14e. Accounting: what sstat and sacct say of steps ========
 #
 # Pure functions from their output to the fields of results and of slurm_stats. A figure that is zero or
@@ -21916,6 +22412,9 @@ class RunnerOptions(Row):
     claim_backoff_max_s: float = DEFAULT_CLAIM_BACKOFF_MAX_S
     log_level: str = 'info'
     max_output_bytes: Optional[int] = None      # of each file in job_stdio; what is more is dropped
+    is_subtask: bool = False    # one of several runners that a batch script has started, one on each node
+    record_id: Optional[int] = None     # of the allocation, where its script says it
+    is_strict: bool = False     # no jobs of other schedulers than that of the allocation
 
 
 class RunOutcome(Row):
@@ -22191,11 +22690,11 @@ def open_outputs(attempt: Attempt, stem: Sequence[Any], config: Dict[str, Any], 
                 attempt.streams.append(stream)
 
 
-def job_variables(attempt: Attempt, common: Dict[str, str]) -> Dict[str, str]:
+def job_variables(attempt: Attempt, common: Dict[str, str], devices: Sequence[str]) -> Dict[str, str]:
     """A job's environment over the runner's: its own, its GPUs, and ours; later ones win."""
     own = {'TORC_JOB_ID': str(attempt.id), 'TORC_JOB_NAME': attempt.name,
            'TORC_ATTEMPT_ID': str(attempt.attempt_id)}
-    return {**(attempt.job['env'] or {}), **gpu_environment(attempt.grant.devices), **common, **own}
+    return {**(attempt.job['env'] or {}), **gpu_environment(devices), **common, **own}
 
 
 def common_variables(client: Any, workflow: Dict[str, Any], output_dir: str) -> Dict[str, str]:
@@ -22217,11 +22716,16 @@ class Verdict(Row):
     status: str
     return_code: int
     message: str = ''
+    is_interrupted: bool = False    # the job did nothing wrong: it is ready again, and no attempt is spent
 
 
 def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_code: int,
-              interrupted_by: Optional[int] = None) -> Verdict:
-    """Status and return code of an attempt, before its output files are looked at."""
+              interrupted_by: Optional[int] = None,
+              cause: str = "stopped: the runner's time is over") -> Verdict:
+    """Status and return code of an attempt, before its output files are looked at.
+
+    `cause`: what is said of one that has reached a time limit.
+    """
     if stopped_for == 'cancel':
         return Verdict('canceled', end.return_code, 'the workflow was canceled')
     if end.return_code == 0:
@@ -22230,10 +22734,10 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
         # A code of its own, such as a checkpoint's, is reported; dying of what was sent is a timeout.
         is_own = not end.signal_number and end.return_code != 128 + sent_signal
         code = end.return_code if is_own else timeout_exit_code
-        return Verdict('terminated', code, "stopped: the runner's time is over")
+        return Verdict('terminated', code, cause)
     if stopped_for:
-        cause = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
-        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
+        by_whom = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
+        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{by_whom}')
     return Verdict('failed', end.return_code)
 
 
@@ -22301,14 +22805,6 @@ def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
     if options.max_parallel_jobs is not None and left_s < least_s:
         raise BadInput(f'{left}, but with --max-parallel-jobs no job is started when less than {least_s} s '
                        f"are left: allow more time, or lower the workflow's {name}")
-
-
-def check_execution_mode(mode: str) -> None:
-    """Refuse what cannot be done here. Mode auto is direct outside of an allocation."""
-    if mode == 'slurm':
-        where = 'this version starts no Slurm steps' if os.environ.get('SLURM_JOB_ID') else \
-            'there is no Slurm allocation here (SLURM_JOB_ID is not set)'
-        raise Refused(f"execution_config.mode is 'slurm', but {where}; use mode 'auto' or 'direct'")
 
 
 def parse_signal(name: str) -> int:
@@ -22887,8 +23383,14 @@ class NodeContext:
         self.progress = progress
         self.cap = None         # type: Optional[OutputCap]
         self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
+        self.in_steps = False   # each job is a step of it, and Slurm keeps its limits
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
+
+    def end_time(self) -> Optional[float]:
+        """When this runner must be gone, by its options or by Slurm; None: never."""
+        ends = self.options.end_time, self.allocation and self.allocation.end_time
+        return min((end for end in ends if end is not None), default=None)
 
     def setting(self, name: str) -> Any:
         """A workflow's setting, or its default."""
@@ -22961,6 +23463,8 @@ class LinkOutlets:
         self.has_answer = lambda pending: True  # type: Callable[[PendingCall], bool]
         self.want = lambda: None                # type: Callable[[], Optional[Dict[str, Any]]]
         self.held_actions = lambda: []          # type: Callable[[], List[int]]
+        self.submits = lambda: None             # type: Callable[[], Optional[Dict[str, Any]]]
+        self.held_submissions = lambda: []      # type: Callable[[], List[int]]
         self.on_released = lambda: None         # type: Callable[[], Any]  # what we had claimed is others'
         self.on_answer = lambda answer: None    # type: Callable[[Dict[str, Any]], Any]
 
@@ -22972,7 +23476,8 @@ class ServerLink:
                  pace: Pace) -> None:
         self.context = context
         self.client = client
-        self.node = node
+        self.node = node            # all that this runner has
+        self.num_nodes = 1
         self.attempts = attempts    # those that are `reported` are to be sent
         self.pace = pace
         self.call = LinkOutlets()
@@ -22983,6 +23488,7 @@ class ServerLink:
         self.action_results = []    # type: List[Dict[str, Any]]
         self.contents = []          # type: List[List[Any]]
         self.accounting = []        # type: List[Dict[str, Any]]  # rows of slurm_stats
+        self.submitted = []         # type: List[Dict[str, Any]]  # allocations, with their Slurm jobs
         self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.state = 'online'
@@ -23015,7 +23521,7 @@ class ServerLink:
     def has_updates(self) -> bool:
         """Whether there is something to send, or a request is still out."""
         return bool(self.pending or self.started or self.returned or self.action_results or self.contents
-                    or self.accounting or self.attempts.by_state['reported'])
+                    or self.accounting or self.submitted or self.attempts.by_state['reported'])
 
     @property
     def has_lease(self) -> bool:
@@ -23085,17 +23591,24 @@ class ServerLink:
         """Become one of the workflow's compute nodes."""
         context, options, node = self.context, self.context.options, self.node
         body = {'workflow_id': context.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
-                'start_time': format_time(time.time()), 'num_cpus': node.num_cpus, 'num_nodes': 1,
+                'start_time': format_time(time.time()), 'num_cpus': node.num_cpus,
+                'num_nodes': self.num_nodes,
                 'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
                 'compute_node_type': 'local', 'is_active': True, 'lease_s': self.pace.lease_s(),
                 'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/'
                             f'{read_pid_namespace()}'}
-        if options.end_time is not None:
-            body['end_time'] = format_time(options.end_time)
+        end_time = context.end_time()
+        if end_time is not None:
+            body['end_time'] = format_time(end_time)
         if options.labels:
             body['labels'] = list(options.labels)
+        if context.allocation is not None:
+            body.update(compute_node_type='slurm', scheduler=context.allocation.scheduler())
         lease_ends_at = read_clocks().running + body['lease_s']
-        context.node_id = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)['id']
+        created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
+        context.node_id = created['id']
+        if context.allocation is not None:
+            context.allocation.take_record(created)
         self.lease_ends_at = lease_ends_at
         context.variables = common_variables(self.client, context.workflow, context.output.path)
         context.log.write(f'Job runner starting workflow_id={context.workflow_id}', run_id=context.run_id,
@@ -23105,7 +23618,8 @@ class ServerLink:
                           job_completion_poll_interval=f'{options.poll_interval_s:g}s',
                           claim_backoff_max_secs=f'{options.claim_backoff_max_s:g}s',
                           max_parallel_jobs=options.max_parallel_jobs, end_time=body.get('end_time'),
-                          execution_mode='Direct',
+                          strict_scheduler_match=str(options.is_strict).lower(),
+                          execution_mode='Slurm' if context.in_steps else 'Direct',
                           limit_resources=str(context.config['limit_resources']).lower())
 
     def register_again(self) -> bool:
@@ -23177,10 +23691,11 @@ class ServerLink:
         body.update(
             compute_node_id=context.node_id, run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
-            explain=self.is_poll or not self.call.has_children())
+            submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
         if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
             body['held'] = [attempt.key for attempt in self.attempts.of()]
             body['held_actions'] = self.call.held_actions()
+            body['held_submissions'] = self.call.held_submissions()
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
                                              workflow_id=context.workflow_id)
@@ -23192,7 +23707,8 @@ class ServerLink:
         """What has happened here and is not acknowledged, as far as one request carries it."""
         self.sent = {'started': self.started[:], 'returned': self.returned[:],
                      'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS],
-                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST]}
+                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST],
+                     'submitted': self.submitted[:]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
@@ -23306,6 +23822,8 @@ class ClaimPolicy:
         self.options = options
         self.ledger = ledger
         self.min_time_s = min_time_s    # the queue strategy claims nothing when less is left
+        self.least_s = -math.inf        # ... nor does any strategy
+        self.allocation = None          # type: Any  # the Allocation around us
         self.attempts = attempts
         self.backlog = attempts.by_state['claimed']     # in the order of the server
         self.mean_s = math.inf          # recent run time of a job
@@ -23328,7 +23846,7 @@ class ClaimPolicy:
 
     def want(self, remaining_s: float) -> Optional[Dict[str, Any]]:
         """The `want` of a runner_sync, or None."""
-        if time.monotonic() < self.not_before:
+        if time.monotonic() < self.not_before or remaining_s < self.least_s:
             return None
         if self.ledger.max_jobs is not None:
             return self.want_by_queue(remaining_s)
@@ -23342,8 +23860,10 @@ class ClaimPolicy:
         if limit <= all_rounds // 2 and rounds > 1 or limit <= 0:
             return None
         want = {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'nodes': list(free), 'sizes': sizes,
-                'labels': list(self.options.labels) or None, 'time_limit': None, 'scheduler_config_id': None,
-                'strict': False, **self.smallest(free), 'num_nodes': len(free), 'total': self.smallest(sizes)}
+                'labels': list(self.options.labels) or None, 'time_limit': None,
+                'scheduler_config_id': self.allocation and self.allocation.scheduler_config_id,
+                'strict': self.options.is_strict, **self.smallest(free), 'num_nodes': len(free),
+                'total': self.smallest(sizes)}
         if not math.isinf(remaining_s):
             want['time_limit'] = format_duration(max(60, remaining_s + CLAIM_GRACE_S))
         return want
@@ -23356,7 +23876,8 @@ class ClaimPolicy:
 
     def is_too_late(self, remaining_s: float) -> bool:
         """Whether nothing more will be claimed, because too little time is left."""
-        return self.ledger.max_jobs is not None and remaining_s < self.min_time_s
+        is_by_queue = self.ledger.max_jobs is not None
+        return remaining_s < self.least_s or is_by_queue and remaining_s < self.min_time_s
 
     def want_by_queue(self, remaining_s: float) -> Optional[Dict[str, Any]]:
         """The same for the queue strategy."""
@@ -23447,6 +23968,18 @@ class DirectStarter:
         self.launcher = launcher
         self.shell = Shell(launcher)
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
+        self.kill_before_s = context.config['sigkill_headroom_seconds']     # the end of the node's time
+        self.stop_before_s = self.kill_before_s + context.config['sigterm_lead_seconds']
+
+    def due(self) -> float:
+        """The launcher knows."""
+        return math.inf
+
+    def act(self, now: float) -> None:
+        """Nothing: see Launcher.act."""
+
+    def close(self) -> None:
+        """Nothing: see Launcher.close."""
 
     @property
     def is_drained(self) -> bool:
@@ -23466,7 +23999,7 @@ class DirectStarter:
         stem = context.output.stdio, context.workflow_id, context.run_id
         open_outputs(attempt, stem, context.config, outputs, context.cap)
         command = compose_command(attempt.job['invocation_script'], attempt.job['command'])
-        variables = job_variables(attempt, context.variables)
+        variables = job_variables(attempt, context.variables, attempt.grant.devices)
         attempt.process = self.shell.start(command, variables, outputs, name, on_end, check)
 
     def stop(self, attempts: Sequence[Attempt], lead_s: float) -> None:
@@ -23784,9 +24317,9 @@ class Completions:
             completion['reason'] = attempt.reason
         if attempt.streams:
             self.report_cuts(attempt)
-        if verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
+        if verdict.is_interrupted or verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
             completion['interrupted'] = True
-        is_own = attempt.stopped_for in ('', 'deadline', 'memory')
+        is_own = attempt.stopped_for in ('', 'deadline', 'memory') and not verdict.is_interrupted
         may_retry = verdict.status in ('failed', 'terminated') and is_own
         if not (may_retry and self.tries_again(attempt)):
             self.report(attempt)
@@ -23978,11 +24511,10 @@ class Dispatcher:
         is_exhausted = getattr(error, 'errno', None) in EXHAUSTION
         if is_exhausted or len(outputs) < 2 and isinstance(error, OSError) and error.errno not in TAKEN:
             if is_exhausted:
-                self.context.say(f'no job can be started at present: {error}', 'warning')
-                self.policy.pause_claims()
+                self.pause(str(error))
             else:
                 self.watch.on_failure(error)
-            self.link.give_back(self.attempts.of('claimed'))
+                self.link.give_back(self.attempts.of('claimed'))
             return False
         has_no_shell = len(outputs) == 2 and isinstance(error, FileNotFoundError)
         reason = f'cannot be started: {error}'
@@ -23993,6 +24525,12 @@ class Dispatcher:
                 pass
         self.completions.on_start_failure(attempt, COMMAND_NOT_FOUND if has_no_shell else 1, reason)
         return True
+
+    def pause(self, reason: str) -> None:
+        """Nothing can be started now, by no job's fault: what is claimed goes back."""
+        self.context.say_once(reason, 'no job can be started at present: ')
+        self.policy.pause_claims()
+        self.link.give_back(self.attempts.of('claimed'))
 
     def on_end(self, attempt: Attempt, process: Process) -> None:
         """A job's process and all that came from it are gone."""
@@ -24216,6 +24754,435 @@ class Monitor:
 #
 # A starter with the same public names as DirectStarter: behind each attempt stands a step, started by
 # srun(1).
+
+STEPS_DIRECTORY = 'slurm_steps'     # in the output directory; each runner has a directory of its own in it
+SUPERVISOR_NAME = 'supervisor.py'
+# So long srun may wait for its step: while another one ends, say. It tries again when it is told to, and
+# otherwise every minute or later (launch.c), or never, when Slurm has lost count (22.05, --no-kill).
+STEP_CREATION_S = 60.0
+STEP_KILL_S = 5.0           # from scancel of a step to SIGKILL for its srun
+STEP_REST_S = 20.0          # from the end of a job, and of what it has left, to that of its srun
+OVER_LIMIT_S = 120.0        # Slurm looks at limits each 30 s, and KillWait is 30 s by default
+WATCH_S = 30.0              # between looks at the notes of a step that runs on
+MAX_NAMED_IDS = 500         # of one scancel
+
+
+def cancel_words(job_id: str, numbers: Iterable[str], signal_name: str = '') -> List[List[str]]:
+    """Calls of scancel for steps of a job: they get a signal, or, without one, SIGKILL at once."""
+    ids = [f'{job_id}.{number}' for number in numbers]
+    flags = ['-s', signal_name] if signal_name else []
+    return [slurm_argv('scancel', *flags, *ids[index:index + MAX_NAMED_IDS])
+            for index in range(0, len(ids), MAX_NAMED_IDS)]
+
+
+def end_steps(directory: str, job_id: str) -> None:
+    """Kill all steps of a runner that has died, or leaves, by what its directory says.
+
+    The directory is moved away first: a step that begins only now finds no notes, and ends. When both
+    processes of srun(1) are killed, its step runs on (22.05): it is the second that cancels it for the first.
+    """
+    gone = f'{directory}.gone'
+    try:
+        os.rename(directory, gone)
+        names = os.listdir(gone)
+    except OSError:     # the other guardian was faster
+        return
+    numbers = []
+    for name in names:
+        notes = parse_step_notes(read_proc_text(os.path.join(gone, name)).decode('utf-8', 'replace'))
+        numbers += [notes.number] if notes.number.isdigit() and notes.return_code is None else []
+    for argv in cancel_words(job_id, numbers):
+        ask_slurm(argv)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+class StepFiles:
+    """A runner's directory of files about its steps: NAME.notes, NAME.err of srun's own, NAME.command."""
+    KINDS = ('notes', 'err', 'command')
+
+    def __init__(self, output: OutputDirectory) -> None:
+        self.output = output
+        pid = os.getpid()
+        self.name = f'{socket.gethostname()}_p{pid}_{read_process_start_ticks(pid)}'
+        self.path = os.path.join(output.path, STEPS_DIRECTORY, self.name)
+        self.held = None        # type: Optional[HeldDirectory]
+
+    def open(self) -> HeldDirectory:
+        """The directory, made with the supervisor in it if it is not there (any more). OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.held is not None and os.path.samestat(os.stat(self.path), self.held.found):
+                return self.held
+        self.close()
+        make_own_directory(STEPS_DIRECTORY, self.output.top.descriptor, 0o700)
+        with HeldDirectory(os.path.dirname(self.path), self.output.top.descriptor, False) as parent:
+            make_own_directory(self.name, parent.descriptor, 0o700)
+            held = HeldDirectory(self.path, parent.descriptor, False)
+        write_atomically(SUPERVISOR_NAME, STEP_SUPERVISOR.encode(), 0o600, False, held.descriptor)
+        self.held = held
+        return held
+
+    def make(self, step_name: str, command: bytes) -> Tuple[int, List[str]]:
+        """Make a step's files. Where srun's own messages go, and the paths of notes and command. OSError.
+
+        A command that fits into an argument needs no file: '-'.
+        """
+        held = self.open()
+        os.close(held.create(f'{step_name}.notes', 0o600))
+        paths = [os.path.join(self.path, f'{step_name}.notes'), '-']
+        if command:
+            with open(held.create(f'{step_name}.command', 0o600), 'wb') as file:
+                file.write(command)
+            paths[1] = os.path.join(self.path, f'{step_name}.command')
+        return held.create(f'{step_name}.err', 0o600), paths
+
+    def read(self, step_name: str, kind: str) -> str:
+        """One of the files, its last 64 KB; '' if it is gone."""
+        try:
+            with open(f'{step_name}.{kind}', 'rb', opener=self.held.opener) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
+                return file.read().decode('utf-8', 'replace')
+        except (OSError, AttributeError):
+            return ''
+
+    def remove(self, step_name: str) -> None:
+        """A step is over."""
+        for kind in self.KINDS if self.held is not None else ():
+            self.held.remove(f'{step_name}.{kind}')
+
+    def close(self) -> None:
+        """Let the directory go."""
+        if self.held is not None:
+            self.held.close()
+            self.held = None
+
+
+class Step:
+    """The step of one attempt, as its starter sees it. Times are monotonic."""
+    __slots__ = ('name', 'started', 'notes', 'code', 'signal_number', 'sign', 'text', 'is_over', 'is_killed',
+                 'num_cancels', 'limit_at', 'early', 'early_at', 'kill_at', 'look_at', 'rest_at')
+
+    def __init__(self, name: str, minutes: Optional[int], early: Optional[Tuple[str, int]],
+                 creation_s: float) -> None:
+        self.name = name
+        self.started = time.monotonic()     # srun
+        self.notes = StepNotes()            # as last read
+        self.code = self.signal_number = 0  # of srun, from its end on
+        self.sign = self.text = ''          # what its stderr says
+        self.is_over = False                # srun has ended
+        self.is_killed = False              # by us
+        self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
+        self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
+        self.early = '' if early is None else early[0]      # the signal before the limit
+        self.early_at = math.inf if early is None else self.limit_at - early[1]
+        self.kill_at = math.inf
+        self.look_at = self.started + creation_s    # the next look at the notes
+        self.rest_at = math.inf             # the job has ended, and by then srun must have
+
+    def due(self) -> float:
+        """When something is to be done for it."""
+        return math.inf if self.is_over else min(self.early_at, self.look_at,
+                                                 math.inf if self.is_killed else self.kill_at)
+
+
+class SlurmStarter:
+    """Runs each attempt as a step of the allocation. Also a part of the runner, with due and act."""
+
+    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.allocation = context.allocation
+        self.files = StepFiles(context.output)
+        self.shell = Shell(launcher).path
+        self.srun = shutil.which(slurm_program('srun')) or 'srun'
+        self.variables = step_variables()
+        self.early = parse_step_signal(str(context.config.get('srun_termination_signal') or ''))
+        self.steps = {}             # type: Dict[Attempt, Step]  # until they are judged
+        self.accounting = None      # type: Any  # (16f)
+        self.on_no_step = lambda reason: None   # type: Callable[[str], Any]  # nothing can be started now
+        self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
+        # Steps end by their own limit before, within 30 s (slurmctld looks so often) and its KillWait.
+        headroom_s = context.config['sigkill_headroom_seconds']
+        self.stop_before_s, self.kill_before_s = headroom_s / 2, headroom_s / 4
+        launcher.guard(functools.partial(end_steps, self.files.path, self.allocation.job_id))
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is to be started: see DirectStarter."""
+        return bool(self.launcher.unkillable)
+
+    # ---- starting ----
+
+    def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any],
+              check: Callable[[], Any]) -> None:
+        """Start srun for an attempt; otherwise as DirectStarter.start."""
+        context, name = self.context, step_name(self.context, attempt)
+        text = encode_text(compose_command(attempt.job['invocation_script'], attempt.job['command']))
+        is_long = len(text) > MAX_ARGUMENT_BYTES and b'\0' not in text
+        opened = []     # type: List[int]
+        try:
+            errors, (notes, source) = self.files.make(name, text if is_long else b'')
+            opened.append(errors)
+            stem = context.output.stdio, context.workflow_id, context.run_id
+            open_outputs(attempt, stem, context.config, outputs, context.cap)
+            files, descriptors = self.route(attempt, outputs, errors, opened)
+            request = self.request(attempt, '/dev/fd/9' if len(descriptors) > 2 else '')
+            command = [self.shell, '-c', READ_COMMAND if is_long else text]
+            words = [self.srun, *step_flags(request), sys.executable or 'python3', '-I', '-S',
+                     os.path.join(self.files.path, SUPERVISOR_NAME), notes, os.getcwd(), *files, source]
+            argv = [encode_text(word) for word in words] + [encode_text(command[0]), b'-c', command[2]]
+            variables = {**self.variables, **job_variables(attempt, context.variables, ()),
+                         **{key: self.variables[key] for key in ('SLURM_EXIT_ERROR', 'SLURM_EXIT_IMMEDIATE')}}
+            attempt.process = self.launcher.start(
+                argv, variables, descriptors, f'{attempt.id}-{attempt.attempt_id}',
+                functools.partial(self.on_step_end, attempt, on_end), check)
+        except (OSError, ValueError) as error:
+            self.files.remove(name)
+            if isinstance(error, FileNotFoundError) and len(outputs) == 2:
+                # srun, or the current directory, is gone: no fault of the job's
+                raise OSError(errno.EAGAIN, f'{error.filename or self.srun}: {error.strerror}') from None
+            raise
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+        # With the queue strategy it is Slurm that makes jobs wait.
+        creation_s = STEP_CREATION_S if attempt.grant.nodes else math.inf
+        self.steps[attempt] = Step(name, request.minutes, self.early, creation_s)
+
+    def request(self, attempt: Attempt, errors_to: str) -> StepRequest:
+        """What the step of an attempt is to have."""
+        needs, nodes, config = attempt.needs, self.allocation.node_names, self.context.config
+        memory_bytes = needs.memory_bytes if needs.memory_bytes > UNSTATED_MEMORY_BYTES else 0
+        chosen = [nodes[index] for index in attempt.grant.nodes] if len(nodes) > 1 else ()
+        ends = [end for end in (self.allocation.end_time, self.context.options.end_time) if end is not None]
+        left_s = min(ends, default=math.inf) - time.time()
+        return StepRequest(
+            self.allocation.job_id, step_name(self.context, attempt), needs.num_cpus, memory_bytes,
+            needs.num_gpus, max(1, needs.num_nodes), chosen,
+            step_minutes(left_s, config['sigkill_headroom_seconds']),
+            str(config.get('srun_termination_signal') or ''), bool(config.get('enable_cpu_bind')), errors_to)
+
+    def route(self, attempt: Attempt, outputs: Sequence[int], errors: int,
+              opened: List[int]) -> Tuple[List[str], List[int]]:
+        """Where a job's stdout and stderr go: for the supervisor, and the descriptors of srun.
+
+        Files are opened by the supervisor, on the step's node. Pipes to files that are capped end here: then
+        srun carries what the job writes, its stderr to a third descriptor.
+        """
+        names, is_capped = (attempt.stdout, attempt.stderr), self.context.cap is not None
+        directory = self.context.output.stdio.path
+        files = [os.devnull if name is None else '-' if is_capped else os.path.join(directory, name)
+                 for name in names]
+        if names[0] == names[1] is not None:
+            files[1] = '='
+        descriptors = [outputs[0] if files[0] == '-' else errors, errors]
+        if files[1] == '-':
+            opened.append(fcntl.fcntl(outputs[1], fcntl.F_DUPFD_CLOEXEC, COMMAND_DESCRIPTOR + 1))
+            descriptors.append(opened[-1])
+        return files, descriptors
+
+    # ---- while it runs ----
+
+    def due(self) -> float:
+        """The next early signal, SIGKILL, or look at a step."""
+        return min((step.due() for step in self.steps.values()), default=math.inf)
+
+    def act(self, now: float) -> None:
+        """Send the signals that are due, and end steps of which nothing more is to be expected."""
+        due = [(attempt, step) for attempt, step in self.steps.items() if now >= step.due()]
+        for attempt, step in due:
+            self.read_notes(step)
+            if now >= step.look_at:
+                self.watch(attempt, step, now)
+        early = [attempt for attempt, step in due if now >= step.early_at and not step.is_killed]
+        self.send_early(early, now)
+        killed = [attempt for attempt, step in due if now >= step.kill_at and not step.is_killed]
+        for attempt in killed:
+            names = {'workflow_id': self.context.workflow_id, 'job_id': attempt.id}
+            self.context.log.write('Job SIGKILL (srun)', **names, pid=attempt.process.pid)
+            self.steps[attempt].is_killed = True
+            attempt.process.kill_at = now + STEP_KILL_S
+        self.cancel(killed)
+
+    def read_notes(self, step: Step) -> None:
+        """See what the supervisor has noted since."""
+        step.notes = parse_step_notes(self.files.read(step.name, 'notes'))
+
+    def watch(self, attempt: Attempt, step: Step, now: float) -> None:
+        """End a step that was never created, whose processes have gone, or that Slurm does not end."""
+        notes, step.look_at = step.notes, now + WATCH_S
+        is_gone = notes.host == os.uname().nodename and not read_process_start_ticks(notes.pid)
+        reason = ''
+        if notes.return_code is not None or is_gone:
+            step.rest_at = min(step.rest_at, now + STEP_REST_S)
+            step.look_at = min(step.look_at, step.rest_at)
+            reason = 'its srun does not end' if now >= step.rest_at else ''
+        elif not notes.number:
+            reason = f'there is still no step after {STEP_CREATION_S:g} s'
+        elif now >= step.limit_at + OVER_LIMIT_S:
+            reason = 'Slurm does not end it at its time limit'
+        if reason:
+            self.context.log.write(f'Step is given up: {reason}', 'warning', **self.context.names(attempt))
+            step.look_at, step.kill_at = math.inf, now
+
+    def send_early(self, attempts: Sequence[Attempt], now: float) -> None:
+        """Send srun_termination_signal to steps, unless Slurm has: 22.05 takes --signal and does nothing."""
+        wanted = []
+        for attempt in attempts:
+            step = self.steps[attempt]
+            number = getattr(signal, f'SIG{step.early}', None)
+            step.early_at = math.inf if step.notes.number else now + 1.0
+            if step.notes.number and step.notes.return_code is None and number not in step.notes.signals:
+                wanted.append(attempt)
+        self.send(wanted, self.early[0] if self.early else '')
+
+    def send(self, attempts: Sequence[Attempt], name: str) -> None:
+        """Send a signal to all processes of steps: never to srun, which would kill them at once."""
+        for attempt in attempts:
+            self.context.log.write(f'Job SIG{name} (srun)', workflow_id=self.context.workflow_id,
+                                   job_id=attempt.id)
+        self.call_scancel(attempts, name)
+
+    def call_scancel(self, attempts: Sequence[Attempt], name: str = '',
+                     on_reply: Callable[[Reply], Any] = bool) -> None:
+        """Have scancel reach all these steps."""
+        def on_answer(reply: Reply) -> None:
+            if reply.code and 'already completing or completed' not in reply.err:
+                self.context.log.write(f'scancel: {explain_reply(reply)}', 'warning')
+            on_reply(reply)
+        for argv in cancel_words(self.allocation.job_id, [self.steps[one].notes.number for one in attempts],
+                                 name):
+            self.launcher.query(argv, SLURM_QUERY_S, on_answer, query_variables())
+
+    # ---- stopping ----
+
+    def stop(self, attempts: Sequence[Attempt], lead_s: float) -> None:
+        """Send the workflow's termination signal; SIGKILL follows after `lead_s`."""
+        kill_at, live = time.monotonic() + max(0.0, lead_s), []
+        for attempt in attempts:
+            step = self.steps.get(attempt)
+            if step is not None and not step.is_over:
+                self.read_notes(step)
+                # What has not begun has nothing to save.
+                step.kill_at = min(step.kill_at, kill_at if step.notes.number else 0.0)
+                live += [attempt] if step.notes.number else []
+        self.send(live, signal.Signals(self.context.stop_signal).name[3:])
+        self.act(time.monotonic())
+
+    def kill(self, attempts: Sequence[Attempt]) -> None:
+        """SIGKILL, with all that they have started."""
+        for attempt in attempts:
+            if attempt in self.steps:
+                self.steps[attempt].kill_at = 0.0
+        self.act(time.monotonic())
+
+    def cancel(self, attempts: Sequence[Attempt]) -> None:
+        """Kill steps. A srun without one gives up at SIGTERM; SIGKILL would leave alone what comes late."""
+        self.call_scancel([attempt for attempt in attempts if self.steps[attempt].notes.number])
+        for attempt in attempts:
+            if not self.steps[attempt].notes.number and attempt.process.end is None:
+                signal_process(attempt.process.pid, read_process_start_ticks(attempt.process.pid),
+                               signal.SIGTERM)
+
+    def close(self) -> None:
+        """The runner leaves: nothing of any step may live on."""
+        end_steps(self.files.path, self.allocation.job_id)
+        self.files.close()
+        with contextlib.suppress(OSError):      # others are in use, or it was never made
+            os.rmdir(os.path.dirname(self.files.path))
+
+    # ---- what an end means ----
+
+    def on_step_end(self, attempt: Attempt, on_end: Callable[[Process], Any], process: Process) -> None:
+        """srun has ended: put the job's own end in the place of srun's."""
+        step, end = self.steps[attempt], process.end
+        self.read_notes(step)
+        notes, text = step.notes, self.files.read(step.name, 'err')
+        step.is_over, step.code, step.signal_number = True, end.return_code, end.signal_number
+        step.sign, step.text = read_step_sign(text), explain_step_failure(text)
+        if end.signal_number and notes.number and notes.return_code is None:
+            self.end_orphan(attempt, step)
+        self.files.remove(step.name)
+        process.end = step_end(end, notes)
+        if self.accounting is not None:
+            (self.accounting.ended if notes.number else self.accounting.drop)(attempt)
+        if attempt.stopped_for == 'revoked':    # nobody asks for a judgement
+            self.call_scancel([attempt] if step.num_cancels else [])
+            del self.steps[attempt]
+        on_end(process)
+
+    def end_orphan(self, attempt: Attempt, step: Step) -> None:
+        """srun was killed: its step may run on, and must not when the job is started anew."""
+        def on_reply(_: Reply) -> None:
+            step.num_cancels = 0
+            self.judge_at = 0.0
+        step.num_cancels = 1
+        self.call_scancel([attempt], on_reply=on_reply)
+
+    def judge(self, attempt: Attempt) -> Optional[Verdict]:
+        """What the end of a step means, or None for "later": then it is asked again in each turn."""
+        step, context, state = self.steps[attempt], self.context, ''
+        if step.num_cancels:
+            return None
+        if self.accounting is not None and not is_step_clear(step.notes, step.sign, attempt.stopped_for):
+            record = self.accounting.state_of(attempt)
+            if record is None:
+                return None
+            state = record.state or ''
+        kind = judge_step(step.notes, step.code, step.signal_number, step.sign, state, attempt.stopped_for)
+        until = attempt.process.started + attempt.process.end.wall_s + SHARED_SIGNAL_S
+        if kind in ('canceled', 'srun', 'killed', 'own') and may_share_signal(attempt.end) \
+                and not attempt.stopped_for and time.monotonic() < until:
+            self.judge_at = min(self.judge_at, until)   # a signal to all of the allocation reaches us, too
+            return None
+        del self.steps[attempt]
+        outcome, codes = STEP_OUTCOMES[kind], context.config
+        if not outcome.status or kind == 'timeout':
+            is_ours = not outcome.status
+            return judge_end(attempt.end, attempt.stopped_for if is_ours else 'deadline',
+                             context.stop_signal if is_ours else signal.SIGTERM,
+                             codes['timeout_exit_code'], attempt.stopped_by, outcome.meaning)
+        message = outcome.meaning.format(signal=format_signal(attempt.end.return_code - 128))
+        if outcome.is_interrupted or kind == 'memory':
+            message = ': '.join(filter(None, (message, step.notes.failure or step.text)))
+        if kind in ('no step', 'no start') and not attempt.stopped_for:
+            self.on_no_step(message)
+        code = codes['oom_exit_code'] if outcome.return_code == 'memory' else attempt.end.return_code
+        return Verdict(outcome.status, code, message, outcome.is_interrupted)
+
+
+def step_end(end: ProcessEnd, notes: StepNotes) -> ProcessEnd:
+    """How the job in a step has ended; where it has left nothing, as if it was killed."""
+    if notes.return_code is None:
+        wall_s, number = end.wall_s if notes.has_begun else 0.0, end.return_code - 128
+        number = number if 0 < number < signal.NSIG else int(signal.SIGKILL)
+        return ProcessEnd(128 + number, number, wall_s, 0.0, 0, end.at)
+    return ProcessEnd(notes.return_code, notes.signal_number, notes.wall_s, notes.cpu_s,
+                      notes.peak_memory_bytes, end.at, notes.has_core)
+
+
+def find_step_obstacle(context: NodeContext) -> str:
+    """Why no steps can be started here, or ''."""
+    if context.allocation is None:
+        return 'there is no Slurm allocation here (SLURM_JOB_ID is not set)' \
+            if not os.environ.get('SLURM_JOB_ID') else 'SLURM_JOB_ID names no allocation that can be used'
+    if not has_slurm_program('srun'):
+        return f"{slurm_program('srun')} is not here"
+    if context.allocation.is_subtask:
+        return 'this runner is in a step itself, and a step in a step waits for ever'
+    return ''
+
+
+def make_starter(context: NodeContext, launcher: Launcher) -> Any:
+    """A starter for a workflow's execution mode. Refused if mode slurm cannot be had here."""
+    mode, obstacle = context.config['mode'], find_step_obstacle(context)
+    if mode == 'slurm' and obstacle:
+        raise Refused(f"execution_config.mode is 'slurm', but {obstacle}; use mode 'auto' or 'direct'")
+    if mode == 'auto' and not obstacle and not context.config['limit_resources']:
+        obstacle = 'limit_resources is false, and steps have limits'
+    if mode == 'auto' and obstacle and context.allocation is not None:
+        context.say(f'jobs run as processes of this node, not as Slurm steps: {obstacle}')
+    kind = DirectStarter if mode == 'direct' or obstacle else SlurmStarter
+    return kind(context, launcher)
 
 
 # ======== 16f. Runner's accounting: sstat while steps run, sacct when they have ended ========
@@ -24555,11 +25522,18 @@ class Accounting:
 # first runner of an allocation does for the others: the record's status, and queued allocations without work.
 
 FIRST_SPECIAL_STEP = 0xfffffff0     # from here on batch, extern and interactive steps (slurm.h): whole nodes
-COUNTS_BY_NODE = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
+COUNTS_PER_NODE = re.compile(r'([0-9]+)(?:\(x([0-9]+)\))?')
 SLURM_FACT = re.compile(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
 GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
 STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
+KERNEL_TIME = re.compile(r'\[([A-Z][^\]]+)\]')
+SHORTEST_STEP_S = 60.0      # Slurm counts minutes
+LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
+KERNEL_LOG_S = 3600.0       # of the kernel's log, before the runner began
+CHECK_END_S = 600.0         # between looks at the end of the Slurm job
+RETRY_END_S = 60.0          # ... when it is not known yet, and at least
+LAST_LOOK_S = 90.0          # before jobs are stopped
 SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
 
 
@@ -24575,10 +25549,11 @@ class Allocation:
         self.node_index = 0         # of this node among all of the Slurm job's: the first one does the chores
         self.num_nodes = 1          # of the Slurm job
         self.is_on_node = True      # False: on the login node, as in a shell of salloc(1)
-        self.is_subtask = False     # one runner of several in this job, or in a step: has this node alone
+        self.is_subtask = False     # one of several runners, or in a step: only this node is its own
         self.task_pid = os.getpid()
         self.restart_count = 0
         self.end_time = None        # type: Optional[float]  # seconds since the epoch; None: unknown, or none
+        self.step_end_time = None   # type: Optional[float]  # ... of the step that we are in
         self.record_id = None       # type: Optional[int]  # the scheduled_compute_node
         self.scheduler_config_id = None     # type: Optional[int]
 
@@ -24588,6 +25563,27 @@ class Allocation:
         if not self.is_on_node:
             return None
         return 0 if self.is_subtask else self.node_index
+
+    def keep_own_node(self) -> None:
+        """Work with this node alone."""
+        index = self.own_index
+        if index is not None:
+            self.node_names, self.sizes = [self.node_names[index]], [self.sizes[index]]
+            self.is_subtask = True
+
+    def leave_room(self, largest_bytes: int) -> None:
+        """Keep memory of this node for the runner itself, unless the largest job could not start then."""
+        index = self.own_index
+        if index is not None:
+            size = self.sizes[index]
+            least = largest_bytes if largest_bytes <= size.memory_bytes else 0
+            left = max(size.memory_bytes - RUNNER_MEMORY_BYTES, least, size.memory_bytes // 2)
+            self.sizes[index] = size._replace(memory_bytes=left)
+
+    def take_record(self, node: Dict[str, Any]) -> None:
+        """The server has found the record of this allocation: its compute node says so."""
+        self.record_id = node['scheduler'].get('scheduler_id')
+        self.scheduler_config_id = node.get('scheduler_config_id')
 
     def scheduler(self) -> Dict[str, Any]:
         """What the compute node says of it, with Torc's names."""
@@ -24602,7 +25598,7 @@ class Allocation:
 
 def parse_node_counts(text: str) -> List[int]:
     """'4(x2),2' -> [4, 4, 2]: SLURM_JOB_CPUS_PER_NODE, SLURM_STEP_TASKS_PER_NODE."""
-    matches = [COUNTS_BY_NODE.match(part.strip()) for part in text.split(',')]
+    matches = [COUNTS_PER_NODE.match(part.strip()) for part in text.split(',')]
     counts = (itertools.repeat(int(match.group(1)), int(match.group(2) or 1)) for match in matches if match)
     return list(itertools.islice(itertools.chain.from_iterable(counts), MAX_LISTED_NODES))
 
@@ -24637,7 +25633,7 @@ def read_gpus(gres: str) -> Tuple[str, ...]:
     return tuple(found)
 
 
-def parse_node_memory(text: str) -> Dict[str, int]:
+def read_listed_memory(text: str) -> Dict[str, int]:
     """Node -> bytes that jobs may have in all, from `scontrol show node -o`."""
     found = {}
     for facts in map(read_slurm_facts, text.splitlines()):
@@ -24764,7 +25760,7 @@ class AllocationFinder:
         known = {}      # type: Dict[str, int]
         if not all(size.memory_bytes for size in sizes):
             reply = self.ask(slurm_argv('scontrol', 'show', 'node', '-o', ','.join(names)))
-            known = parse_node_memory(reply.out)
+            known = read_listed_memory(reply.out)
         here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
         return [known.get(name, here) for name in names]
 
@@ -24798,7 +25794,200 @@ class AllocationFinder:
         with contextlib.suppress(ValueError):       # UNLIMITED
             limit_s = parse_walltime(facts.get('TimeLimit', ''))
             if began is not None:
-                found.end_time = min(began + limit_s, found.end_time or math.inf)
+                found.step_end_time = began + limit_s
+                found.end_time = min(found.step_end_time, found.end_time or math.inf)
+
+
+class AllocationWatch:
+    """Follows the end of the Slurm job, which users and administrators may move (scontrol(1), TimeLimit).
+
+    One call each CHECK_END_S, and one shortly before jobs would be stopped.
+    """
+
+    def __init__(self, context: NodeContext, launcher: Launcher, on_end_time: Callable[[], Any]) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.on_end_time = on_end_time
+        self.stop_at = lambda: math.inf     # type: Callable[[], float]  # monotonic
+        self.last_look_for = math.inf       # the stop before which the last look was taken
+        self.asked_at = time.monotonic()
+        self.is_asking = False
+
+    def due(self) -> float:
+        """The next look."""
+        if self.is_asking or self.context.allocation is None:
+            return math.inf
+        is_known = self.context.allocation.end_time is not None
+        # Runners that have begun together do not go on asking together.
+        later = self.context.allocation.node_index % 60
+        look_at = self.asked_at + (CHECK_END_S + later if is_known else RETRY_END_S)
+        stop_at = self.stop_at()
+        last_at = stop_at - LAST_LOOK_S if stop_at != self.last_look_for else math.inf
+        return min(look_at, max(last_at, self.asked_at + RETRY_END_S))
+
+    def act(self, now: float) -> None:
+        """Ask, if it is time."""
+        if now >= self.due():
+            if now >= self.stop_at() - LAST_LOOK_S:
+                self.last_look_for = self.stop_at()
+            self.asked_at, self.is_asking = now, True
+            argv = slurm_argv('scontrol', 'show', 'job', '-o', self.context.allocation.job_id)
+            self.launcher.query(argv, SLURM_QUERY_S, self.on_reply, query_variables())
+
+    def on_reply(self, reply: Reply) -> None:
+        """Take a new end in; what cannot be read changes nothing."""
+        self.is_asking, allocation = False, self.context.allocation
+        facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
+        end_time = parse_slurm_instant(facts.get('EndTime', ''))
+        if end_time is not None and allocation.step_end_time is not None:
+            end_time = min(end_time, allocation.step_end_time)
+        if end_time is not None and abs(end_time - (allocation.end_time or 0)) > 1:
+            allocation.end_time = end_time
+            self.context.say(f'Slurm job {allocation.job_id} ends at {format_time(end_time)}')
+            self.on_end_time()
+
+
+class Submissions:
+    """Submits the allocations that the server hands out to this runner: schedule_nodes actions that are due,
+    and what other submitters have left. A part; nothing is waited for.
+    """
+
+    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, link: ServerLink) -> None:
+        self.context = context
+        self.client = client
+        self.launcher = launcher
+        self.link = link
+        self.work = Submitter()
+        self.unwritten = {}         # type: Dict[int, Submission]  # without a script, by record
+        self.scripts = {}           # type: Dict[int, Tuple[Submission, str]]  # path, until its end
+        self.replies = None         # type: Optional[List[Reply]]  # to SITE_QUESTIONS
+        self.errand = None          # type: Optional[Errand]  # writes scripts
+        self.has_sbatch = context.allocation is not None and has_slurm_program('sbatch')
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way to Slurm."""
+        return bool(self.unwritten or self.work.is_busy or self.work.ends)
+
+    def wanted(self) -> Optional[Dict[str, Any]]:
+        """The `submits` of a request: how further allocations are to work; None if none can be submitted."""
+        options = self.context.options
+        return {'directory': os.getcwd(), 'output_dir': self.context.output.path,
+                'poll_interval': options.poll_interval_s,
+                'claim_backoff_max_secs': options.claim_backoff_max_s} if self.has_sbatch else None
+
+    def ids(self) -> List[int]:
+        """The records in hand."""
+        ends = [end['id'] for end in self.work.ends + self.link.submitted]
+        return [*self.unwritten, *self.scripts, *ends]
+
+    def on_answer(self, answer: Dict[str, Any]) -> None:
+        """Take in what is to be submitted, and cancel what was submitted in vain."""
+        held = set(self.ids())
+        self.unwritten.update((item.id, item) for item in read_submissions(self.context.workflow, answer)
+                              if item.id not in held)
+        if answer.get('surplus'):
+            argv = slurm_argv('scancel', *answer['surplus'])
+            self.launcher.query(argv, SLURM_QUERY_S, bool, query_variables())
+
+    def due(self) -> float:
+        """The next call. Replies, and the end of an errand, wake the loop."""
+        return self.work.due()
+
+    def act(self, now: float) -> None:
+        """Ask what the site gives; write scripts; submit them one after the other; report."""
+        if self.unwritten and self.replies is None:
+            self.replies = []
+            for words in SITE_QUESTIONS:
+                self.launcher.query(slurm_argv(*words), SLURM_QUERY_S, self.replies.append, query_variables())
+        if self.errand is not None and self.errand.look():
+            self.take_scripts()
+        if self.unwritten and self.errand is None and len(self.replies) == len(SITE_QUESTIONS):
+            waiting = list(self.unwritten.values())
+            self.errand = self.launcher.begin(functools.partial(self.write_scripts, waiting))
+        call = self.work.next_call(now)
+        if call is not None:
+            self.launcher.query(call.argv, call.limit_s, self.on_reply, call.variables)
+        self.take_ends()
+
+    def write_scripts(self, submissions: Sequence[Submission]) -> List[List[Any]]:
+        """In a child: [record, path of its script, or '', reason why there is none]."""
+        texts = sorted(('' if reply.code else reply.out for reply in self.replies),
+                       key=lambda text: 'PartitionName=' not in text)
+        rows, caller = [], None     # type: List[List[Any]], Optional[Caller]
+        for item in submissions:
+            partition = {**default_options(item.workflow), **item.scheduler}.get('partition')
+            try:
+                caller = caller or caller_of(self.client, self.context.output.path)
+                rows.append([item.id, write_batch_script(item, parse_site(*texts, partition), caller), ''])
+            except (TorcError, OSError) as error:
+                rows.append([item.id, '', getattr(error, 'message', None) or str(error)])
+        return rows
+
+    def take_scripts(self) -> None:
+        """The errand is over."""
+        errand, self.errand = self.errand, None
+        if errand.error:
+            errand.result = [[number, '', errand.error] for number in self.unwritten]
+        for number, path, error in errand.result:
+            item = self.unwritten.pop(number)
+            if path:
+                self.scripts[number] = item, path
+                self.work.add(item, path)
+            else:
+                self.work.ends.append({'id': number, 'message': printable(error)})
+
+    def on_reply(self, reply: Reply) -> None:
+        """What sbatch, or squeue, has answered."""
+        self.work.on_reply(reply, time.monotonic())
+        self.take_ends()
+
+    def take_ends(self) -> None:
+        """Report what has been submitted, or refused."""
+        for end in self.work.ends:
+            item, path = self.scripts.pop(end['id'], (None, ''))
+            if item is not None and not item.settings.get('keeps_script'):
+                with contextlib.suppress(OSError):      # sbatch has kept a copy
+                    os.unlink(path)
+            what = f"allocation {end['id']} "
+            if end.get('slurm_job_id'):
+                self.context.say(f"{what}is Slurm job {end['slurm_job_id']}")
+            else:
+                self.context.say(f"{what}cannot be submitted: {end['message']}", 'warning')
+        for item in self.work.lost:
+            self.scripts.pop(item.id, None)
+            self.context.say(f'allocation {item.id}: {self.work.message}', 'warning')
+        if self.work.ends:
+            self.link.submitted += self.work.ends
+            self.link.report_soon(0)
+        self.work.ends, self.work.lost = [], []
+
+
+def write_dump(output: OutputDirectory, name: str, text: str) -> None:
+    """A file of its own for whoever looks for the cause of a failure; nobody else may read it."""
+    with contextlib.suppress(OSError):      # it is of use only with the rest of the directory
+        descriptor = output.top.append(name, 0o600)
+        with open(descriptor, 'wb') as file:
+            file.write(text.encode('utf-8', 'replace'))
+
+
+def describe_slurm_environment(environment: Any) -> str:
+    """All variables with SLURM in their names, but the token of SLURM_JWT, sorted."""
+    names = sorted(name for name in environment if 'SLURM' in name and 'JWT' not in name)
+    return ''.join(f'{name}={printable_line(environment[name])}\n' for name in names)
+
+
+def select_kernel_log(text: str, since: float) -> str:
+    """The lines of `dmesg --ctime` from a time on."""
+    lines, is_recent = [], False
+    for line in text.splitlines():
+        match = KERNEL_TIME.match(line)
+        if match:
+            with contextlib.suppress(ValueError, OverflowError):
+                is_recent = time.mktime(time.strptime(match.group(1), '%a %b %d %H:%M:%S %Y')) >= since
+        if is_recent:
+            lines.append(line + '\n')
+    return ''.join(lines)
 
 
 # ======== 16h. Runner's loop: turns, signals, and when to leave ========
@@ -24889,14 +26078,20 @@ class Shutdown:
         self.end = math.inf         # monotonic; when the runner must be gone
         self.last_at = math.inf     # monotonic; when nothing may be left but to report that all was killed
         self.stop_at = math.inf     # monotonic; when jobs get the termination signal
-        if context.options.end_time is not None:
-            config = context.config
-            headroom_s = config['sigkill_headroom_seconds']
-            self.end = dispatcher.end = time.monotonic() + context.options.end_time - time.time()
-            self.last_at = link.end = launcher.last_at = self.end - min(headroom_s / 2, LEAVE_S)
-            self.stop_at = self.end - headroom_s - config['sigterm_lead_seconds']
-            if context.cap is not None:
-                context.cap.last_at = self.last_at
+        self.set_end()
+
+    def set_end(self) -> None:
+        """Follow the end of this node's time, which may move as long as jobs are not asked to end."""
+        context, end_time, starter = self.context, self.context.end_time(), self.dispatcher.starter
+        if end_time is None:
+            return
+        self.end = self.dispatcher.end = time.monotonic() + end_time - time.time()
+        self.last_at = self.end - min(context.config['sigkill_headroom_seconds'] / 2, LEAVE_S)
+        self.link.end = self.launcher.last_at = self.last_at
+        if self.reason not in SIGNAL_REASONS:
+            self.stop_at = self.end - starter.stop_before_s
+        if context.cap is not None:
+            context.cap.last_at = self.last_at
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
@@ -24905,9 +26100,11 @@ class Shutdown:
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
         if now >= self.stop_at:
-            self.context.say('Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
+            self.context.say('End time reached: what its own time limit has not ended yet is stopped'
+                             if self.context.in_steps else
+                             'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
                              'and sigkill_headroom_seconds, is over')
-            self.leave('deadline', self.end - self.context.config['sigkill_headroom_seconds'] - now)
+            self.leave('deadline', self.end - self.dispatcher.starter.kill_before_s - now)
         if now >= self.last_at and not self.is_killed:
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
@@ -25038,7 +26235,8 @@ class ExitRules:
         is_over = bool(limit_s) and idle_s >= limit_s
         if policy.is_too_late(self.shutdown.end - now):
             leave('deadline')
-            context.say('leaving: ' + WAIT_REASONS['late'].format(policy.min_time_s))
+            least_s = max(policy.min_time_s if policy.ledger.max_jobs is not None else 0, policy.least_s)
+            context.say('leaving: ' + WAIT_REASONS['late'].format(f'{least_s:g}'))
         elif self.watch.loss:
             if is_over:
                 leave('output')
@@ -25086,6 +26284,91 @@ class ProgressView:
                 'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
 
 
+def is_work_left(counts: Dict[str, int]) -> bool:
+    """Whether an allocation that has not begun may find something to do: what is blocked waits for others."""
+    return any(counts.get(STATUS_NAMES[code]) for code in (READY, *ACTIVE))
+
+
+def find_surplus(rows: Sequence[Dict[str, Any]], queue: Reply) -> Tuple[List[Dict[str, Any]], List[int]]:
+    """Of the records of pending allocations those that can go, and their Slurm jobs that wait in the queue.
+
+    `queue`: the reply to find_own_jobs_argv(). One that has begun finds out by itself that nothing is left.
+    """
+    jobs = {job.id: job for job in parse_own_jobs(queue.out)} if queue.code == 0 else {}
+    waiting = [row for row in rows
+               if row['scheduler_id'] in jobs and jobs[row['scheduler_id']].state == 'PENDING']
+    unsubmitted = [row for row in rows if not row['scheduler_id'] and queue.code == 0]
+    return waiting + unsubmitted, [row['scheduler_id'] for row in waiting]
+
+
+def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
+    """Cancel this workflow's allocations in the queue, without work by now. One squeue, one scancel."""
+    workflow_id = context.workflow_id
+    rows = [row for row in client.call('list_scheduled_compute_nodes', workflow_id=workflow_id,
+                                       status='pending')['items'] if row['scheduler_type'] == 'slurm']
+    if not rows:
+        return
+    chosen, numbers = find_surplus(rows, ask(find_own_jobs_argv()))
+    # One that begins in this moment is left alone.
+    reply = ask(slurm_argv('scancel', '--state=PENDING', *numbers)) if numbers else Reply(0, '', '')
+    if reply.code and not is_unknown_job(reply):
+        context.say(f'scancel: {explain_reply(reply)}', 'warning')
+        return
+    for row in chosen:
+        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+    if chosen:
+        message = f'canceled {len(chosen)} queued allocations: nothing is left for them to do'
+        context.say(message)
+        client.call('create_event', {'workflow_id': workflow_id, 'data': {
+            'category': 'scheduler', 'action': 'cancel_unneeded_pending_allocations', 'message': message,
+            'slurm_job_ids': numbers}})
+
+
+def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
+    """A runner was ended by Slurm: if its job waits in the queue again, so does the record."""
+    allocation = context.allocation
+    reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
+    facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
+    state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
+    if allocation.record_id is not None and state is not None and state.is_pending:
+        client.call('update_scheduled_compute_node', {'status': 'pending'}, id=allocation.record_id)
+        context.say(f'Slurm has put job {allocation.job_id} into the queue again')
+
+
+def runner_nodes(context: NodeContext, num_gpus: int) -> List[NodeSize]:
+    """What a runner works with, in the order of its ledger.
+
+    Without steps jobs start here only; unless they are not limited, such as those that call srun themselves.
+    """
+    allocation, options = context.allocation, context.options
+    if allocation is None:
+        return [measure_node(options, num_gpus)]
+    if not context.in_steps and context.config['limit_resources']:
+        allocation.keep_own_node()
+    sizes = list(allocation.sizes)
+    if not context.in_steps:
+        own, named = allocation.own_index, named_devices()
+        memory_bytes = min(sizes[own].memory_bytes, int(min(read_memory_limit(), sys.maxsize)))
+        devices = sizes[own].devices if named is None else tuple(named)
+        sizes[own] = sizes[own]._replace(memory_bytes=memory_bytes, devices=devices)
+    return [limit_size(size, options) for size in sizes]
+
+
+def limit_size(size: NodeSize, options: RunnerOptions) -> NodeSize:
+    """A node of an allocation, with what the options say instead."""
+    memory_bytes = size.memory_bytes if options.memory_gb is None else int(options.memory_gb * 1024 ** 3)
+    devices = size.devices if options.num_gpus is None else size.devices[:options.num_gpus]
+    return NodeSize(options.num_cpus or size.num_cpus, memory_bytes, devices)
+
+
+def total_size(nodes: Sequence[NodeSize]) -> NodeSize:
+    """All nodes together, as a compute node says it."""
+    if len(nodes) == 1:
+        return nodes[0]
+    return NodeSize(sum(node.num_cpus for node in nodes), sum(node.memory_bytes for node in nodes),
+                    tuple(itertools.chain.from_iterable(node.devices for node in nodes)))
+
+
 class Runner:
     """One node's work for one workflow: puts the parts together, and turns the loop. See `run`."""
 
@@ -25096,40 +26379,72 @@ class Runner:
         self.context = context
         self.launcher = launcher
         self.wakeup = wakeup
-        nodes = [measure_node(options, num_gpus)]
+        starter = make_starter(context, launcher)
+        context.in_steps = not isinstance(starter, DirectStarter)
+        nodes = runner_nodes(context, num_gpus)
         self.attempts = Attempts()
         self.pace = Pace(options)
-        self.link = link = ServerLink(context, client, nodes[0], self.attempts, self.pace)
+        self.link = link = ServerLink(context, client, total_size(nodes), self.attempts, self.pace)
+        link.num_nodes = len(nodes)
         min_time_s = context.setting('compute_node_min_time_for_new_jobs_seconds')
         ledger = Ledger(nodes, options.max_parallel_jobs)
         self.policy = ClaimPolicy(options, ledger, min_time_s, self.attempts)
+        self.policy.allocation = context.allocation
         self.digests = Digests(self.report_contents)
-        scripts, starter = Scripts(context, launcher), DirectStarter(context, launcher)
+        scripts, self.starter = Scripts(context, launcher), starter
         self.actions = Actions(context, scripts, link)
         self.completions = Completions(context, self.attempts, starter, scripts, self.digests, link)
         watch = OutputWatch(context, self.on_output_repaired)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
         self.monitor = Monitor(context, launcher, self.dispatcher)
-        self.dispatcher.on_started = self.monitor.add
-        self.completions.take_usage = self.monitor.take_usage
-        self.completions.judge_memory = self.monitor.judge_memory
+        self.accounting = None      # type: Optional[Accounting]
+        if context.in_steps:
+            self.connect_accounting()
+        else:
+            self.dispatcher.on_started = self.monitor.add
+            self.completions.take_usage = self.monitor.take_usage
+            self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
+        allocation_watch = AllocationWatch(context, launcher, self.shutdown.set_end)
+        allocation_watch.stop_at = lambda: self.shutdown.stop_at
+        self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
         self.connect_link()
         self.parts = [
             launcher,
+            starter,
+            *filter(None, [self.accounting]),
             self.monitor,
+            allocation_watch,
             self.shutdown,
             UnkillableReport(context, launcher, self.attempts, link),
             watch,
             self.completions,
             self.dispatcher,
             self.digests,
+            self.submissions,
             link,
             self.dispatcher,        # again: what an answer brings starts in the same turn
             ProgressView(context, link),
         ]
+
+    def connect_accounting(self) -> None:
+        """Let Slurm measure: what this node could, srun(1), is not the job."""
+        self.accounting = accounting = Accounting(self.context, self.launcher, self.link)
+        self.starter.accounting, self.starter.on_no_step = accounting, self.dispatcher.pause
+        accounting.records.leaving = lambda: self.shutdown.reason
+        accounting.sampler.on_sample = self.monitor.series.add_job
+        self.dispatcher.on_started = accounting.add
+        self.completions.take_usage = self.take_step_usage
+        self.policy.least_s = self.context.config['sigkill_headroom_seconds'] + SHORTEST_STEP_S
+
+    def take_step_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
+        """What a step has used: as the supervisor saw at its end, and sstat(1) before."""
+        found = Completions.usage_at_end(attempt, end)
+        for name, value in self.accounting.usage_of(attempt).items():
+            found[name] = max(value, found.get(name) or 0) if name.startswith('peak') else value
+        return found
 
     def connect_link(self) -> None:
         """Set where the link finds what it sends, and who gets what comes."""
@@ -25139,6 +26454,7 @@ class Runner:
         call.has_answer = self.wakeup.has_answer
         call.want = self.dispatcher.want
         call.held_actions = self.actions.ids
+        call.submits, call.held_submissions = self.submissions.wanted, self.submissions.ids
         call.on_released = self.dispatcher.drop_claims
         call.on_answer = self.on_answer
 
@@ -25152,6 +26468,7 @@ class Runner:
         self.link.go_on()
         if answer['actions']:
             self.actions.add(answer['actions'])
+        self.submissions.on_answer(answer)
         if answer['jobs']:
             self.dispatcher.add(answer)
 
@@ -25192,7 +26509,11 @@ class Runner:
             if self.link.answer['is_complete'] and not self.link.answer['is_canceled']:
                 self.perform('on_workflow_complete')
             self.perform('on_worker_complete')
+            while self.has_slurm_work and self.link.state != 'offline':
+                self.turn()
+                self.wait()
         finally:
+            self.starter.close()
             self.launcher.kill_children()
             figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.shutdown.end - time.monotonic())))
             figures['duration_seconds'] = time.monotonic() - self.began
@@ -25220,10 +26541,23 @@ class Runner:
             self.turn()
             self.exit_rules.look()
             is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
+            is_busy = is_busy or self.has_slurm_work
             is_waiting = link.has_updates or link.deferred or self.attempts.by_state['ended']
             if self.shutdown.reason and not (is_busy or is_waiting):
                 break
             self.wait()
+
+    @property
+    def has_slurm_work(self) -> bool:
+        """Whether Slurm is still to be told, or asked, something; not beyond the end of our time."""
+        is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
+        return is_asking or self.submissions.is_busy and self.shutdown.reason not in SIGNAL_REASONS
+
+    @property
+    def has_troubles(self) -> bool:
+        """Whether an attempt has failed here, or was ended."""
+        counts = self.completions.counts
+        return bool(counts['failed'] or counts['terminated'])
 
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
@@ -25238,6 +26572,77 @@ class Runner:
             shutdown.interrupted_by, shutdown.reason, time.monotonic() - self.began, answer['jobs_by_status'])
 
 
+def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wakeup: Wakeup,
+                    variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
+    """Call a program before the loop begins, or after its end. A signal ends the wait (KeyboardInterrupt)."""
+    replies, until = [], time.monotonic() + limit_s + 1.0   # type: List[Reply], float
+    launcher.query(argv, limit_s, replies.append, variables)
+    while not replies and time.monotonic() < until:
+        launcher.act(time.monotonic())
+        wait_s = 0.0 if replies else min(launcher.due(), until) - time.monotonic()
+        if set(wakeup.wait(max(0.0, wait_s))) - {signal.SIGCHLD}:
+            raise KeyboardInterrupt
+    return replies[0] if replies else Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer')
+
+
+def look_for_allocation(options: RunnerOptions, launcher: Launcher,
+                        wakeup: Wakeup) -> Tuple[Optional[Allocation], str]:
+    """The Slurm job around us, and what the user should know of it."""
+    def ask(argv: List[str]) -> Reply:
+        return ask_before_work(argv, SLURM_QUERY_S, launcher, wakeup, query_variables())
+    finder = AllocationFinder(ask, os.environ, read_slurm_step(), options.is_subtask)
+    found = finder.find()
+    if found is not None:
+        found.record_id = options.record_id
+    return found, finder.notice
+
+
+def name_log(workflow: Dict[str, Any], allocation: Optional[Allocation]) -> str:
+    """Name of the runner's log, as in Torc."""
+    if allocation is not None:
+        return f"job_runner_slurm_{allocation.label(workflow['id'])}.log"
+    return f"job_runner_{socket.gethostname()}_wf{workflow['id']}_r{workflow.get('run_id') or 0}.log"
+
+
+def prepare_allocation(client: Any, context: NodeContext) -> None:
+    """Keep memory for the runner itself, and note the environment."""
+    allocation, workflow_id = context.allocation, context.workflow_id
+    rows = client.call('list_resource_requirements', workflow_id=workflow_id)['items']
+    needs = (parse_memory(row['memory']) for row in rows if row.get('memory'))
+    allocation.leave_room(max(needs, default=0))
+    write_dump(context.output, f'slurm_env_{allocation.label(workflow_id)}.log',
+               describe_slurm_environment(os.environ))
+
+
+def finish_allocation(runner: Runner, client: Any, began_at: float) -> None:
+    """What is to be done when a runner in a Slurm job has left the workflow, as far as there is time."""
+    context, left_s = runner.context, runner.shutdown.end - time.monotonic()
+    is_stopped = runner.shutdown.interrupted_by is not None
+    limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
+
+    def ask(argv: List[str]) -> Reply:
+        return ask_before_work(argv, limit_s, runner.launcher, runner.wakeup, query_variables())
+    try:
+        if is_stopped:
+            note_requeue(context, client, ask)
+        elif context.allocation.node_index == 0 and not is_work_left(runner.link.answer['jobs_by_status']):
+            cancel_surplus(context, client, ask)
+        if runner.has_troubles and shutil.which('dmesg'):
+            dump_kernel_log(context, ask(['dmesg', '--ctime']), began_at)
+    except TorcError as error:
+        context.log.write(f'Not done at the end: {error.message}', 'warning')
+    except KeyboardInterrupt:       # a further signal: there is no time for it
+        pass
+
+
+def dump_kernel_log(context: NodeContext, reply: Reply, began_at: float) -> None:
+    """After failures in an allocation: what the kernel has said, as of killed processes or lost disks."""
+    text = select_kernel_log(reply.out, began_at - KERNEL_LOG_S)
+    if reply.code == 0 and text:
+        label = context.allocation.label(context.workflow_id)
+        write_dump(context.output, f'dmesg_slurm_{label}.log', text)
+
+
 def ask_for_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> Tuple[int, List[str]]:
     """GPUs here, where neither options nor environment name them, and what went wrong in finding them.
 
@@ -25250,39 +26655,39 @@ def ask_for_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> 
     for argv, pattern in GPU_QUERIES:
         if count or not shutil.which(argv[0]):
             continue
-        replies, until = [], time.monotonic() + GPU_QUERY_S + 1.0   # type: List[Reply], float
-        launcher.query(argv, GPU_QUERY_S, replies.append)
-        while not replies and time.monotonic() < until:
-            launcher.act(time.monotonic())
-            wait_s = 0.0 if replies else min(launcher.due(), until) - time.monotonic()
-            if set(wakeup.wait(max(0.0, wait_s))) - {signal.SIGCHLD}:
-                raise KeyboardInterrupt
-        if not replies or replies[0].code == REPLY_TIMED_OUT:
+        reply = ask_before_work(argv, GPU_QUERY_S, launcher, wakeup)
+        if reply.code == REPLY_TIMED_OUT:
             problems.append(f'{argv[0]}: no answer within {GPU_QUERY_S:g} s, so that no GPU is used; '
                             'say how many there are with --num-gpus')
-        elif replies[0].code == 0:
-            count = len(set(re.findall(pattern, replies[0].out, re.MULTILINE)))
+        elif reply.code == 0:
+            count = len(set(re.findall(pattern, reply.out, re.MULTILINE)))
     return count, problems
 
 
 def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any) -> RunOutcome:
     """Work on a workflow's jobs on this machine until it is over, or nothing is left to do here."""
     workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
-    check_execution_mode(execution_settings(workflow)['mode'])
-    name = f"job_runner_{socket.gethostname()}_wf{workflow_id}_r{workflow.get('run_id') or 0}.log"
-    output_dir = os.path.abspath(options.output_dir)
+    output_dir, began_at = os.path.abspath(options.output_dir), time.time()
     with contextlib.ExitStack() as stack:
-        with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
-            output = stack.enter_context(OutputDirectory(output_dir))
-            log = RunLog(output, name, options.log_level)
-        stack.callback(log.close)
         wakeup = Wakeup()
         stack.callback(wakeup.close)
         launcher = Launcher()
         stack.callback(launcher.close)
         leftovers = format_leftovers(end_leftovers())   # before the node is measured: they hold memory
-        num_gpus, problems = ask_for_gpus(options, launcher, wakeup)
+        allocation, notice = look_for_allocation(options, launcher, wakeup)
+        name = name_log(workflow, allocation)
+        with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
+            output = stack.enter_context(OutputDirectory(output_dir))
+            log = RunLog(output, name, options.log_level)
+        stack.callback(log.close)
         context = NodeContext(workflow, options, output, log, progress)
+        context.allocation = allocation
+        num_gpus, problems = 0, [notice] if notice else []  # type: int, List[str]
+        if allocation is not None:
+            prepare_allocation(client, context)
+        else:
+            num_gpus, more = ask_for_gpus(options, launcher, wakeup)
+            problems += more
         if options.max_output_bytes is not None:
             stack.enter_context(warnings.catch_warnings())
             # The children that are forked beside this thread need no lock that it may hold.
@@ -25296,6 +26701,8 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if leftovers:
             context.say(leftovers, 'warning')
         runner.run()
+        if allocation is not None:
+            finish_allocation(runner, client, began_at)
     return runner.outcome()
 
 
@@ -25765,8 +27172,11 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
                      'none of its runners is at work')
         if row['remaining_seconds'] is not None:
             found.append(f"{format_elapsed(row['remaining_seconds'])} left")
+    if row.get('has_ended'):
+        return found + ['Slurm lists it no longer: it has ended, and its runner has not reported that; see '
+                        f"slurm_output_*_sl{row['slurm_job_id']}.e in its output directory"]
     if queued is None:
-        return found + (['Slurm does not list it any more'] if 'queue' in row else [])
+        return found + (['submitted after Slurm was asked'] if 'queue' in row and row['slurm_job_id'] else [])
     if queued['state'] == 'PENDING':
         meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
         found.append(f"Slurm says {queued['reason']}{meaning}")
@@ -25870,6 +27280,8 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
         steps.append(f'Start runners: {program} run {number}' +
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
+    if any(row.get('has_ended') for row in waiting['allocations']) and codes:
+        steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
     if 'lacks' in codes:
         steps.append('Ask for less, or offer more: '
                      f'{program} resource-requirements list {number}; {program} slurm list {number}')
@@ -29449,6 +30861,7 @@ class Target(Row):
     workflow_id: int
     is_new: bool        # this very command has read its file
     retries_failed: bool = False    # what did not complete is to run again
+    is_allocation: bool = False     # begin also if nothing is left: the record of the allocation says so
 
 
 def cmd_run(session: Session, args: Arguments) -> int:
@@ -29560,7 +30973,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     is_uninitialized = status['jobs_by_status']['uninitialized'] > 0
     is_over = not is_uninitialized and (status['is_complete'] or status['is_canceled'])
     is_over = is_over and (status['is_canceled'] or not has_due_actions(session, workflow))
-    if is_over and not options.is_persistent:
+    if is_over and not (options.is_persistent or target.is_allocation):
         return report_nothing_left(session, workflow, status, output_words(options))
     prepare_output_dir(session, options)
     if is_uninitialized:
@@ -29798,6 +31211,25 @@ def outcome_exit(outcome: RunOutcome) -> int:
     counts = outcome_counts(outcome)
     is_undone = any(counts.get(row.name) for row in STATUSES if row.is_bad or not row.is_done)
     return 1 if outcome.is_canceled or is_undone else 0
+
+
+def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
+    """What the script of an allocation calls, with Torc's arguments: run a workflow's jobs in it."""
+    startup_delay_s = args['startup_delay_seconds']
+    if startup_delay_s:     # many begin at once: each waits for another time, which is always the same
+        who = [socket.gethostname(), *(os.environ.get(name, '') for name in (
+            'SLURM_JOB_ID', 'SLURM_NODEID', 'SLURM_TASK_PID'))]
+        number = int(hashlib.sha256(' '.join(who).encode()).hexdigest()[:8], 16)
+        time.sleep(number / 2 ** 32 * startup_delay_s)
+    options = RunnerOptions(
+        output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
+        max_parallel_jobs=args['max_parallel_jobs'], is_subtask=bool(args['is_subtask']),
+        claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'])
+    session.options['url' if '://' in args['server'] else 'db'] = args['server']
+    await_server(session, options)
+    code = run_to_end(session, Target(args['workflow_id'], False, is_allocation=True), options, True)
+    # As with Torc: jobs that failed are no failure of the allocation, which Slurm would show as FAILED.
+    return 0 if code == 1 else code
 
 
 def cmd_exec(session: Session, args: Arguments) -> int:
@@ -30153,8 +31585,9 @@ def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
         if ends:
             body = {'submitter': submitter, 'submitted': ends}
             answer = session.call('report_submissions', body, workflow_id=workflow['id'])
-            if answer['surplus']:       # canceled meanwhile
+            if answer['surplus']:
                 ask_slurm(slurm_argv('scancel', *answer['surplus']))
+                refusals += ['canceled meanwhile'] * len(answer['surplus'])
             numbers += [end['slurm_job_id'] for end in ends
                         if 'slurm_job_id' in end and end['slurm_job_id'] not in answer['surplus']]
             refusals += [end['message'] for end in ends if 'message' in end]
@@ -30180,10 +31613,10 @@ def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submit
         session.report(f'Slurm does not say whether it has {len(outcome.lost)} allocations: '
                        f'{outcome.message}. Nothing is submitted twice; when it answers: {again}')
     if outcome.refusals and not outcome.numbers:
-        raise Refused(f'Slurm has refused the allocations of workflow {number}: {outcome.refusals[0]}')
+        raise Refused(f'no allocation of workflow {number} was submitted: {outcome.refusals[0]}')
     for message in sorted(set(outcome.refusals)):
         count = outcome.refusals.count(message)
-        session.report(f'torc: {count} allocations of workflow {number} were refused: {message}')
+        session.report(f'torc: {count} allocations of workflow {number} were not submitted: {message}')
     count = len(outcome.numbers)
     text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
         f'Submitted no allocation of workflow {number}'
@@ -30518,24 +31951,38 @@ def format_issues(answer: Dict[str, Any]) -> str:
 
 def cmd_explain(session: Session, args: Arguments) -> int:
     """Why nothing runs, or not everything."""
-    found = session.call('explain_waiting', workflow_id=choose_workflow(session, args))
-    slurm = add_queue(found['allocations'], ask_queue(time.time())) if found['allocations'] else None
+    number, slurm = choose_workflow(session, args), None
+    found = session.call('explain_waiting', workflow_id=number)
+    allocations = found['allocations']
+    if allocations:
+        queue = ask_queue(time.time(), [row['slurm_job_id'] for row in allocations])
+        ended = [row['allocation_id'] for row in allocations if has_left_queue(row, queue)]
+        if ended:       # what does their absence mean for the jobs?
+            found = session.call('explain_waiting', workflow_id=number, ended=ended)
+        slurm = {'asked_at': queue.asked_at, 'error': queue.error or None}
+        for row in found['allocations'] if not queue.error else ():
+            row['queue'] = describe_queued(queue.jobs.get(str(row['slurm_job_id'])))
+            row['has_ended'] = row['allocation_id'] in ended
     program, style = command_line(session), style_of(session.out, os.environ)
-    waiting = {'workflow_id': found['status']['workflow_id'], 'summary': summarize_waiting(found),
+    waiting = {'workflow_id': number, 'summary': summarize_waiting(found),
                'next_steps': next_steps(found, program), 'slurm': slurm, **found}
     session.answer(waiting, format_waiting(waiting, time.time(), style, program), style)
     return 0
 
 
-def add_queue(allocations: Sequence[Dict[str, Any]], queue: Queue) -> Dict[str, Any]:
-    """Add to each allocation what Slurm says of it, as `queue`, None if nothing. Whether Slurm was asked."""
-    for row in allocations if not queue.error else ():
-        found, row['queue'] = queue.jobs.get(str(row['slurm_job_id'])), None
-        if found:
-            reason = find_slurm_reason(found.reason)
-            row['queue'] = dict(found._asdict(), reason_meaning=reason and reason.meaning,
-                                is_final=bool(reason and reason.is_final))
-    return {'asked_at': queue.asked_at, 'error': queue.error or None}
+def has_left_queue(row: Dict[str, Any], queue: Queue) -> bool:
+    """Whether an allocation was there when Slurm was asked, and is not in its queue any more."""
+    number = str(row['slurm_job_id'])
+    return not queue.error and number in queue.wanted and number != '0' and number not in queue.jobs
+
+
+def describe_queued(found: Optional[ListedJob]) -> Optional[Dict[str, Any]]:
+    """What Slurm says of one allocation; None if it does not list it."""
+    if found is None:
+        return None
+    reason = find_slurm_reason(found.reason)
+    return dict(found._asdict(), reason_meaning=reason and reason.meaning,
+                is_final=bool(reason and reason.is_final))
 
 
 # ======== 20e. Clusters: commands that plan allocations ========
@@ -31497,6 +32944,23 @@ COMMANDS = (
         Argument('--retry-failed', '',
                  'with an id: run again what failed or was canceled, and what depends on it'), FORCE,
         *SPEC_OPTIONS), 'run examples/hello.yaml'),
+    Command('slurm-job-runner', cmd_slurm_job_runner,
+            "run a workflow's jobs in the Slurm job around it: what the scripts of allocations call", (
+        Argument('URL', '', 'server, or path of an embedded database', key='server'),
+        Argument('WF', '', 'id of the workflow', parse_id, key='workflow_id'),
+        Argument('DIR', '', 'output directory', key='output_dir'),
+        Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
+                 at_least(0.01, parse_seconds), default=SLURM_POLL_INTERVAL_S),
+        Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need',
+                 at_least(1)),
+        Argument('--claim-backoff-max-secs', 'SECONDS',
+                 'longest interval between requests while nothing changes',
+                 at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
+        Argument('--startup-delay-seconds', 'SECONDS', 'begin at some time within so many seconds',
+                 at_least(0, parse_seconds), default=0.0),
+        Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id),
+        Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node')),
+        'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, without running it', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
         Argument('--dry-run', '', 'only check the file; with --resume: only show what would change'), RESUME,
