@@ -30685,16 +30685,6 @@ def format_generated(made: GeneratedSpec, profile: Profile) -> str:
     return format_lines(lines)
 
 
-def read_planned_spec(session: Session, spec: str, args: Arguments) -> Plan:
-    """A workflow file that says nothing of allocations, read, expanded and checked, with a plan of them."""
-    made, profile, _, _ = read_for_slurm(session, spec, args)
-    session.inform(*format_generated(made, profile).splitlines())
-    path = '' if spec == '-' else spec
-    plan = read_plan(Document(made.value, 'yaml', '', {}), spec_directory(path),
-                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
-    return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(path) if path else None)
-
-
 def spec_directory(path: str) -> str:
     """Directory of a workflow file, which its tables are looked for in."""
     return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
@@ -31369,31 +31359,6 @@ def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]]
                       f'which allocations it needs. Let them be planned: {generate} (or `submit --account '
                       'ACCOUNT SPEC`, which does both); submit some by hand: `slurm schedule-nodes`; or run '
                       'it here: `run`')
-
-
-def cmd_submit(session: Session, args: Arguments) -> int:
-    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
-    refuse_without_sbatch()
-    settings = submission_settings(args)
-    if is_id(args['target']):
-        if args['account']:
-            raise BadInput('--account plans the allocations of a workflow file; change those of a workflow '
-                           'with `slurm update`')
-        workflow = session.workflow(int(args['target']))
-        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
-        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
-        return submit_workflow(session, workflow, settings, args)
-    plan = (read_planned_spec if args['account'] else read_spec)(session, args['target'], args)
-    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
-    for scheduler in plan.body['slurm_schedulers']:
-        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
-    if not args['ignore_missing_data']:
-        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
-    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
-    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-    if session.format != 'json':    # which is one document, at the end
-        session.inform(f'Created workflow {workflow_id}')
-    return submit_workflow(session, session.workflow(workflow_id), settings, args)
 
 
 def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
@@ -32342,6 +32307,44 @@ def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
             'max_parallelism_level': widest, 'resource_groups': num_groups}
 
 
+# -------- submit --------
+
+def cmd_submit(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
+    refuse_without_sbatch()
+    settings = submission_settings(args)
+    if is_id(args['target']):
+        if args['account'] or args['profile']:
+            raise BadInput('--account and --profile plan the allocations of a workflow file; to change those '
+                           'of a workflow: `slurm update`')
+        workflow = session.workflow(int(args['target']))
+        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        return submit_workflow(session, workflow, settings, args)
+    is_planned = args['account'] or args['profile']
+    plan = read_planned(session, args) if is_planned else read_spec(session, args['target'], args)
+    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
+    for scheduler in plan.body['slurm_schedulers']:
+        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
+    if not args['ignore_missing_data']:
+        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    if session.format != 'json':    # which is one document, at the end
+        session.inform(f'Created workflow {workflow_id}')
+    return submit_workflow(session, session.workflow(workflow_id), settings, args)
+
+
+def read_planned(session: Session, args: Arguments) -> Plan:
+    """A workflow file without schedulers, read with those that `slurm generate` gives it."""
+    made, profile, _, _ = read_for_slurm(session, args['target'], args)
+    session.inform(*format_generated(made, profile).splitlines())
+    path = '' if args['target'] == '-' else args['target']
+    plan = read_plan(Document(made.value, '', '', {}), spec_directory(path),
+                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
+    return complete_plan(plan, bool(args['no_resource_monitoring']))    # no file makes this workflow again
+
+
 # ======== 20f. Service: commands of those who run a server, and `install` ========
 #
 # Password files, access groups, `serve`, and the installed command. Password files are changed
@@ -32984,10 +32987,11 @@ COMMANDS = (
         "exec -c 'echo {i}' --param i=1:10"),
     Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
-        Argument('-a --account', 'ACCOUNT', 'plan the allocations, and charge this account (see: slurm '
-                 'generate)'),
+        Argument('-a --account', 'ACCOUNT', 'plan the allocations of a file, as `slurm generate` does, and '
+                 'charge this account'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
-        PROFILE, *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
