@@ -20834,66 +20834,84 @@ class Grouping:
 
     def count(self, key: GroupKey, jobs: Optional[List[int]] = None) -> int:
         """Allocations for a group, or for some jobs of it."""
-        jobs_of = self.groups[key] if jobs is None else sort_by_class(self.graph, jobs)
+        jobs_of = self.groups[key]
+        if jobs is not None:
+            jobs_of = {}
+            for job in jobs:
+                jobs_of.setdefault(self.graph.class_numbers[job], []).append(job)
         nominal_s = nominal_walltime(self.partition(key), self.longest(key), self.options)
         return count_allocations(self.partition(key), nominal_s, self.demands(jobs_of))
 
 
-def sort_by_class(graph: JobGraph, jobs: Sequence[int]) -> Dict[int, List[int]]:
-    """Jobs by their class."""
-    jobs_of = {}    # type: Dict[int, List[int]]
-    for job in jobs:
-        jobs_of.setdefault(graph.class_numbers[job], []).append(job)
-    return jobs_of
-
-
-def find_stages(graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict[int, int]
-                ) -> Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]:
-    """(group, stage) -> its jobs, its gates, and the seconds of its longest chain of jobs."""
+def jobs_in_order(graph: JobGraph) -> List[Tuple[List[int], List[int]]]:
+    """(prerequisites, jobs that have just these), each behind all that it waits for."""
     waiting = {}    # set -> its jobs
     for job, number in enumerate(graph.set_numbers):
         waiting.setdefault(number, []).append(job)
-    order = order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()])
-    ranks = {}      # group -> its rank; jobs in no group run wherever it may be: before all others
-    for _, jobs in order:
-        for job in jobs:
-            ranks.setdefault(group_of.get(job), len(ranks))
-    ranks[None] = -1
-    places = {}     # job -> group, stage, seconds from the begin of its stage to its end
-    earlier = {}    # type: Dict[Any, Set[Any]]     # (group, stage) -> those that have begun before it
-    stages = {}     # type: Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]
-    for members, jobs in order:
-        before = {}     # (group, stage) of prerequisites -> the last end
-        for member in members:
-            group, stage, end_s = places[member]
-            before[group, stage] = max(end_s, before.get((group, stage), 0))
-        for group in dict.fromkeys(group_of.get(job) for job in jobs):
-            stage = max([other_stage + (ranks[other] > ranks[group])
-                         for other, other_stage in before] or [0])
-            begin_s, known = before.get((group, stage)), earlier.setdefault((group, stage), {(group, stage)})
-            if begin_s is not None and not known.issuperset(before):
-                stage, begin_s = stage + 1, None    # by then its allocations may have run out of work
-            if begin_s is None:
-                known = earlier.setdefault((group, stage), {(group, stage)})
-                known.update(before, *(earlier[place] for place in before))
+    return order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()])
+
+
+StageKey = Tuple[Optional[GroupKey], int]       # a group, and the number of its stage
+
+
+class StageDraft(Row):
+    """A stage in the making."""
+    jobs: List[int]
+    gates: List[int]
+    ends_s: List[int]       # when each job ends at the latest, from the begin of the stage
+
+
+class Staging:
+    """Finds the stages of groups: see above."""
+
+    def __init__(self, graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict[int, int]) -> None:
+        self.runtimes_s = runtimes_s
+        self.ranks = {}         # type: Dict[Optional[GroupKey], int]
+        self.places = {}        # job -> its stage, and when it ends
+        self.earlier = {}       # type: Dict[StageKey, Set[StageKey]]   # stages that have begun before one
+        self.stages = {}        # type: Dict[StageKey, StageDraft]
+        order = jobs_in_order(graph)
+        for _, jobs in order:
             for job in jobs:
-                if group_of.get(job) == group:
-                    end_s = (begin_s or 0) + runtimes_s.get(job, 0)
-                    places[job] = (group, stage, end_s)
-                    found = stages.setdefault((group, stage), ([], [], 0))
-                    found[0].append(job)
-                    found[1].extend([job] if begin_s is None else [])
-                    stages[group, stage] = (found[0], found[1], max(found[2], end_s))
-    return stages
+                self.ranks.setdefault(group_of.get(job), len(self.ranks))
+        self.ranks[None] = -1   # jobs in no group run elsewhere: no group is to be ahead of them
+        for members, jobs in order:
+            groups = {}         # group -> its jobs among these
+            for job in jobs:
+                groups.setdefault(group_of.get(job), []).append(job)
+            before = {}         # stages of the prerequisites -> the last end
+            for member in members:
+                stage, end_s = self.places[member]
+                before[stage] = max(end_s, before.get(stage, 0))
+            for group, own in groups.items():
+                self.place(group, own, before)
+
+    def place(self, group: Optional[GroupKey], jobs: List[int], before: Dict[StageKey, int]) -> None:
+        """Put jobs of a group with the same prerequisites into a stage."""
+        number = max([number + (self.ranks[other] > self.ranks[group]) for other, number in before] or [0])
+        begin_s, known = before.get((group, number)), self.earlier.get((group, number), set())
+        if begin_s is not None and not known.issuperset(before):
+            number, begin_s = number + 1, None      # by then its allocations may have run out of work
+        key = (group, number)
+        if begin_s is None:
+            self.earlier.setdefault(key, {key}).update(before, *(self.earlier[stage] for stage in before))
+        draft = self.stages.setdefault(key, StageDraft([], [], []))
+        draft.jobs.extend(jobs)
+        draft.gates.extend(jobs if begin_s is None else ())
+        for job in jobs:
+            end_s = (begin_s or 0) + self.runtimes_s.get(job, 0)
+            draft.ends_s.append(end_s)
+            self.places[job] = (key, end_s)
+
+    def of_group(self, group: GroupKey) -> List[StageDraft]:
+        """The stages of a group, in order."""
+        return [self.stages[key] for key in sorted(key for key in self.stages if key[0] == group)]
 
 
 def find_levels(graph: JobGraph) -> List[int]:
     """How many jobs stand before each in its longest chain of prerequisites."""
-    waiting = {}    # set -> its jobs
-    for job, number in enumerate(graph.set_numbers):
-        waiting.setdefault(number, []).append(job)
     levels = [0] * len(graph.names)
-    for members, jobs in order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()]):
+    for members, jobs in jobs_in_order(graph):
         level = max([levels[member] + 1 for member in members] or [0])
         for job in jobs:
             levels[job] = level
@@ -20911,33 +20929,32 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
     group_of = {job: key for key, jobs_of in grouping.groups.items()
                 for jobs in jobs_of.values() for job in jobs}
     runtimes_s = {job: classes[graph.class_numbers[job]].runtime_s for job in group_of}
-    stages = find_stages(graph, group_of, runtimes_s)
+    staging = Staging(graph, group_of, runtimes_s)
     names, schedulers = set(), []   # type: Set[str], List[PlannedScheduler]
     for key in sorted(grouping.groups, key=lambda key: min(map(min, grouping.groups[key].values()))):
-        own = [stages[place] for place in sorted(place for place in stages if place[0] == key)]
-        made = make_scheduler(grouping, key, own, names)
+        stages = staging.of_group(key)
+        made = make_scheduler(grouping, key, stages, names)
         names.add(made.name)
         schedulers.append(made)
-        warnings += doubt_scheduler(made, classes, max(chain_s for _, _, chain_s in own))
+        warnings += doubt_scheduler(made, classes, max(itertools.chain.from_iterable(
+            stage.ends_s for stage in stages)))
     return AllocationPlan(schedulers, problems, warnings)
 
 
-def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[Tuple[List[int], List[int], int]],
+def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[StageDraft],
                    names: Set[str]) -> PlannedScheduler:
     """The scheduler of a group."""
     partition, jobs_of, options = grouping.partition(key), grouping.groups[key], grouping.options
     walltime_s = plan_walltime(partition, grouping.longest(key), options)
     job_nodes = max(grouping.classes[number].num_nodes for number in jobs_of)
-    planned = [Stage(sorted(jobs), sorted(gates), grouping.count(key, jobs) if len(stages) > 1
-                     else grouping.count(key)) for jobs, gates, _ in stages]
+    planned = [Stage(sorted(stage.jobs), sorted(stage.gates), grouping.count(key, stage.jobs))
+               for stage in stages]
     nodes = job_nodes
     if options.is_single:
         nodes = job_nodes * max(stage.num_allocations for stage in planned)
         if partition.max_nodes:
             nodes = max(job_nodes, min(nodes, partition.max_nodes))
         planned = [stage._replace(num_allocations=1) for stage in planned]
-    else:
-        nodes = max(nodes, partition.min_nodes or 1)
     # The nodes of one allocation share its jobs as several allocations would.
     shares = max(1, sum(stage.num_allocations for stage in planned) * nodes // job_nodes)
     request = size_request(partition, shares, grouping.demands(jobs_of))
@@ -30693,16 +30710,6 @@ def format_generated(made: GeneratedSpec, profile: Profile) -> str:
     return format_lines(lines)
 
 
-def read_planned_spec(session: Session, spec: str, args: Arguments) -> Plan:
-    """A workflow file that says nothing of allocations, read, expanded and checked, with a plan of them."""
-    made, profile, _, _ = read_for_slurm(session, spec, args)
-    session.inform(*format_generated(made, profile).splitlines())
-    path = '' if spec == '-' else spec
-    plan = read_plan(Document(made.value, 'yaml', '', {}), spec_directory(path),
-                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
-    return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(path) if path else None)
-
-
 def spec_directory(path: str) -> str:
     """Directory of a workflow file, which its tables are looked for in."""
     return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
@@ -31377,32 +31384,6 @@ def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]]
                       f'which allocations it needs. Let them be planned: {generate} (or `submit --account '
                       'ACCOUNT SPEC`, which does both); submit some by hand: `slurm schedule-nodes`; or run '
                       'it here: `run`')
-
-
-def cmd_submit(session: Session, args: Arguments) -> int:
-    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
-    refuse_without_sbatch()
-    settings = submission_settings(args)
-    if is_id(args['target']):
-        if args['account'] or args['profile']:
-            raise BadInput('--account and --profile plan the allocations of a workflow file; to change those '
-                           'of a workflow: `slurm update`')
-        workflow = session.workflow(int(args['target']))
-        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
-        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
-        return submit_workflow(session, workflow, settings, args)
-    is_planned = args['account'] or args['profile']
-    plan = (read_planned_spec if is_planned else read_spec)(session, args['target'], args)
-    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
-    for scheduler in plan.body['slurm_schedulers']:
-        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
-    if not args['ignore_missing_data']:
-        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
-    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
-    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-    if session.format != 'json':    # which is one document, at the end
-        session.inform(f'Created workflow {workflow_id}')
-    return submit_workflow(session, session.workflow(workflow_id), settings, args)
 
 
 def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
@@ -32349,6 +32330,44 @@ def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
             'max_parallelism_level': widest, 'resource_groups': num_groups}
 
 
+# -------- submit --------
+
+def cmd_submit(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
+    refuse_without_sbatch()
+    settings = submission_settings(args)
+    if is_id(args['target']):
+        if args['account'] or args['profile']:
+            raise BadInput('--account and --profile plan the allocations of a workflow file; to change those '
+                           'of a workflow: `slurm update`')
+        workflow = session.workflow(int(args['target']))
+        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        return submit_workflow(session, workflow, settings, args)
+    is_planned = args['account'] or args['profile']
+    plan = read_planned(session, args) if is_planned else read_spec(session, args['target'], args)
+    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
+    for scheduler in plan.body['slurm_schedulers']:
+        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
+    if not args['ignore_missing_data']:
+        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    if session.format != 'json':    # which is one document, at the end
+        session.inform(f'Created workflow {workflow_id}')
+    return submit_workflow(session, session.workflow(workflow_id), settings, args)
+
+
+def read_planned(session: Session, args: Arguments) -> Plan:
+    """A workflow file without schedulers, read with those that `slurm generate` gives it."""
+    made, profile, _, _ = read_for_slurm(session, args['target'], args)
+    session.inform(*format_generated(made, profile).splitlines())
+    path = '' if args['target'] == '-' else args['target']
+    plan = read_plan(Document(made.value, '', '', {}), spec_directory(path),
+                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
+    return complete_plan(plan, bool(args['no_resource_monitoring']))    # no file makes this workflow again
+
+
 # ======== 20f. Service: commands of those who run a server, and `install` ========
 #
 # Password files, access groups, `serve`, and the installed command. Password files are changed
@@ -32991,10 +33010,11 @@ COMMANDS = (
         "exec -c 'echo {i}' --param i=1:10"),
     Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
-        Argument('-a --account', 'ACCOUNT', 'plan the allocations, and charge this account (see: slurm '
-                 'generate)'),
+        Argument('-a --account', 'ACCOUNT', 'plan the allocations of a file, as `slurm generate` does, and '
+                 'charge this account'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
-        PROFILE, *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
@@ -33364,8 +33384,8 @@ COMMANDS = (
 
     Command('slurm generate', cmd_slurm_generate,
         'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
-        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, in the format of its name (default: '
-                                'to stdout, in the format that was read)'),
+        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, as YAML or JSON by its name (default: '
+                                'to stdout; JSON stays JSON, all else becomes YAML)'),
         Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
         Argument('--no-actions', '', 'schedulers only: submit them with `slurm schedule-nodes`'),
         Argument('--overwrite', '', 'replace the schedulers and allocating actions that it has'),
