@@ -16422,9 +16422,14 @@ class JsonLines(logging.Formatter):
 # -------- detached servers --------
 
 def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None) -> bool:
-    """Fork a server for a database. True when it answers; False if another process has the database."""
+    """Fork a server for a database. True when it answers; False if another process has the database.
+
+    In a Slurm job it listens at all addresses: runners in other jobs, and commands on login nodes, need it.
+    """
     database = os.path.abspath(database)
     options = ServerOptions(database, port=0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
+    if os.environ.get('SLURM_JOB_ID') and os.environ.get('SLURMD_NODENAME'):
+        options = options._replace(host='0.0.0.0')
     try:
         start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 1)
     except Conflict:
