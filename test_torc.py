@@ -27,8 +27,8 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     8c. Claims
     8d. Completion
     8e. Nodes
-    8g. Administration
-    8h. Ad-hoc SQL
+    8h. Administration
+    8i. Ad-hoc SQL
     9. API
     10. State files
     10a. Framing
@@ -64,7 +64,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     20d. Allocations
     20e. Clusters
     20f. Service
-    21. Main
+    21. Command table
 Without a number: End to end, Faults, Laws, Bench, and what runs the tests.
 """
 
@@ -2847,7 +2847,7 @@ class ExecutionPlanTest(unittest.TestCase):
         names = [f'job_{number}' for number in range(2 * many)]
         start, barrier = frozenset(), frozenset(range(many))
         chain = [start] + [frozenset((number - 1, number // 2)) for number in range(1, 2 * many)]
-        gates = torc.Allocation('on_jobs_ready', range(many), {'scheduler': 's'})
+        gates = torc.PlannedAllocation('on_jobs_ready', range(many), {'scheduler': 's'})
         for needs, count in (([start] * many + [barrier] * many, 2), (chain, 2 * many)):
             started = time.process_time()
             plan = torc.execution_plan(names, needs, [gates])
@@ -7087,7 +7087,7 @@ class WaitingTest(ServiceTest):
                                             found['runtime_blocked']))
 
 
-# ======== 8g. Administration ========
+# ======== 8h. Administration ========
 
 class UpdatesTest(ServiceTest):
     """What verbs tell those who listen."""
@@ -7365,7 +7365,7 @@ class GroupTest(ServiceTest):
         self.assertEqual({'b': 'ready'}, self.statuses(other))
 
 
-# ======== 8h. Ad-hoc SQL ========
+# ======== 8i. Ad-hoc SQL ========
 
 class AdminSqlTest(ServiceTest):
     """An administrator's SQL, and what it must not do."""
@@ -17236,7 +17236,7 @@ class AccountingTest(PartTest):
         self.assertEqual([(1, 'j1'), (2, 'j2')] * 3, [row[:2] for row in samples])
         self.assertEqual({(1 << 20, 1)}, {row[2][2:] for row in samples})
         self.assertEqual([50.0] * 6, [round(row[2][1], 1) for row in samples])
-        usage = attempts[0].account.usage.fields()
+        usage = self.accounting.usage_of(attempts[0])
         self.assertEqual({'peak_memory_bytes': 1 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 50.0},
                          {name: round(value, 1) for name, value in usage.items()})
 
@@ -17244,7 +17244,7 @@ class AccountingTest(PartTest):
         self.start(resource_monitor_config={'enabled': False})
         attempt = self.begin(1)
         self.advance(60)
-        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'), attempt.account.usage.fields()))
+        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'), self.accounting.usage_of(attempt)))
 
     def test_a_step_that_has_ended_is_not_asked_for_and_what_sstat_says_of_it_is_debug(self):
         first, second = self.begin(1), self.begin(2)
@@ -17266,14 +17266,6 @@ class AccountingTest(PartTest):
         self.advance(120)
         self.assertEqual([0.2, 10.0, 21.0, 32.0], self.calls('squeue')[:4])
         self.assertEqual([11, 56, 101], [round(at) for at in self.calls('sstat')])
-
-    def test_what_was_sampled_and_what_the_end_tells_go_into_the_result_together(self):
-        attempt = self.begin(1)
-        self.advance(21)
-        end = torc.ProcessEnd(0, 0, 20.0, 2.0, 5 << 20, self.clock.now)     # 10 %, 5 MB
-        self.assertEqual({'peak_memory_bytes': 5 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0,
-                          'avg_cpu_percent': 10.0},
-                         {key: round(value, 1) for key, value in self.accounting.take_usage(attempt, end).items()})
 
     def test_a_step_that_was_never_made_leaves_no_row(self):
         attempt = self.begin(1, is_visible=False)
@@ -17535,7 +17527,7 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
                              tuple(row[key] for key in ('job_id', 'slurm_job_id', 'max_rss_bytes', 'node_list')))
             self.assertEqual(torc.parse_slurm_cpu_time(known['AveCPU']), row['ave_cpu_seconds'])
             self.assertGreater(row['max_rss_bytes'], 100 << 20)
-            usage = attempt.account.usage.fields()
+            usage = self.accounting.usage_of(attempt)
             self.assertGreater(usage['peak_memory_bytes'], 100 << 20)
             self.assertTrue(0 < usage['avg_cpu_percent'] <= usage['peak_cpu_percent'] < 300, usage)
         self.assertLessEqual(len(self.fakes.calls('squeue')), 12)
@@ -21739,7 +21731,7 @@ class InstallTest(WorldTest):
                  if name != 'bin/torc'}
         self.assertEqual(({'0o644'}, 0o755), (modes, os.stat(self.launcher).st_mode & 0o777))
 
-# ======== 21. Main ========
+# ======== 21. Command table ========
 #
 # The parser as a table of command lines, its errors word for word, and the border: what becomes which exit code.
 
@@ -26457,13 +26449,14 @@ class CodeLaws(unittest.TestCase):
         calls = [node for node in self.torc.walk(ast.Attribute, ast.Name)
                  if getattr(node, 'id', '') == 'SystemExit' or getattr(node, 'attr',
                          '') == 'exit' and getattr(node.value, 'id', '') == 'sys']
-        self.assertEqual([], [self.torc.place(node) for node in calls if self.torc.section(node.lineno) != 'Main'])
+        self.assertEqual([], [self.torc.place(node) for node in calls if self.torc.section(node.lineno) not in ('Command table', 'Main')])
 
     def test_what_it_starts_of_itself_is_forked_and_not_compiled_again(self):
         found = [node for node in self.torc.walk(ast.Attribute) if getattr(node.value, 'id', '') in ('sys', 'os')
                  and (node.attr == 'executable' or node.attr.startswith('exec'))]
         # a launcher starts the compiled module; nothing else may name the interpreter
-        self.assertEqual({'write_installation', 'cmd_install', 'SlurmStarter.start'}, {self.torc.owner(node) for node in found})
+        starters = {'write_installation', 'cmd_install', 'pin_program', 'caller_of', 'SlurmStarter.start'}
+        self.assertEqual(starters, {self.torc.owner(node) for node in found})
 
     def test_the_standard_library_is_enough(self):
         known = getattr(sys, 'stdlib_module_names', None)

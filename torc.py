@@ -37,9 +37,10 @@ Sections (grep '^# ==' torc.py):
     8c. Claims
     8d. Completion
     8e. Nodes
-    8f. Resources
-    8g. Administration
-    8h. Ad-hoc SQL
+    8f. Reasons
+    8g. Resources
+    8h. Administration
+    8i. Ad-hoc SQL
     9. API
     9a. Routes
     10. State files
@@ -83,7 +84,8 @@ Sections (grep '^# ==' torc.py):
     20e. Clusters
     20f. Service
     20g. Arguments
-    21. Main
+    21. Command table
+    21a. Main
 
 A name uses names of its own and of earlier sections, never of later ones. Public for those who
 import this file: what __all__ lists. Everything else may change.
@@ -2299,7 +2301,7 @@ LITERAL_LINES = Expression(r'\S.*(?:\n(?:.*\S)?)*\n?\Z')
 
 
 def format_yaml(value: Any) -> str:
-    """A value of dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
+    """Dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
     return ''.join(line + '\n' for line in yaml_lines(value, ''))
 
 
@@ -3072,15 +3074,15 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('persistent',          'bool', 'for each runner, not once', False),
     )),
     ('execution_config', (
-        ('mode',                'mode', 'auto: slurm inside an allocation, else direct', 'auto', 'slurm'),
+        ('mode',                'mode', 'auto: slurm inside an allocation, else direct', 'auto'),
         ('limit_resources',     'bool', 'end jobs that exceed their memory (direct)', True),
         ('termination_signal',  'signal', 'first signal to a job that must stop (direct)', 'SIGTERM'),
         ('sigterm_lead_seconds', 'seconds', 'so long before SIGKILL (direct)', 30),
         ('sigkill_headroom_seconds', 'seconds', 'SIGKILL so long before the end of the allocation', 60),
         ('timeout_exit_code',   'code', 'return code of a job out of time', 152),
         ('oom_exit_code',       'code', 'return code of a job out of memory (direct)', 137),
-        ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)', None, ANY),
-        ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False, ANY),
+        ('srun_termination_signal', 'srun_signal', 'srun --signal, such as TERM@120 (slurm)'),
+        ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False),
         ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node'),
         ('staggered_start',     'bool', 'runners of an allocation start one after the other', True),
         ('stdio',               'stdio', 'where the output of every job goes'),
@@ -5128,7 +5130,7 @@ def summarize(planner: Planner) -> Dict[str, Any]:
 # -------- execution plan --------
 
 
-class Allocation(Row):
+class PlannedAllocation(Row):
     """A schedule_nodes action, as the execution plan sees it."""
     trigger_type: str
     jobs: Optional[Sequence[int]]   # that on_jobs_ready waits for, all of them
@@ -5136,7 +5138,7 @@ class Allocation(Row):
 
 
 def execution_plan(job_names: Sequence[str], prerequisites: Sequence[Iterable[int]],
-                   allocations: Sequence[Allocation]) -> Dict[str, Any]:
+                   allocations: Sequence[PlannedAllocation]) -> Dict[str, Any]:
     """In which order jobs become ready: one event for each distinct set of prerequisites, the start first.
 
     Jobs of a cycle never become ready and are in no event. An action fires when the last of its jobs is
@@ -5224,7 +5226,7 @@ def make_event(name: str, finished: List[str], ready: List[str], before: List[st
             'jobs_becoming_ready': ready, 'depends_on_events': before, 'unlocks_events': []}
 
 
-def find_firing(allocation: Allocation, event_of: Dict[int, int]) -> Optional[int]:
+def find_firing(allocation: PlannedAllocation, event_of: Dict[int, int]) -> Optional[int]:
     """The event in which an allocation is made, or None."""
     if allocation.trigger_type == 'on_workflow_start':
         return 0
@@ -6564,12 +6566,12 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 
 # ======== 8. Service: the rules of a workflow, from states and access to dependencies and actions ========
 #
-# Sections 8 to 8h are plain verbs over a Store, with the same names as the operations of the API, in the
+# Sections 8 to 8i are plain verbs over a Store, with the same names as the operations of the API, in the
 # order of a job's life: what all verbs share (8), creation (8a), initialization and reset (8b), claims (8c),
-# completion (8d), compute nodes and a runner's turn (8e); then rows that few rules hold for (8f),
-# administration (8g), and SQL that an administrator wrote (8h). They start no process, open no socket and
-# know no clock but the Store's. The caller holds a transaction, so that every verb happens whole or not at
-# all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
+# completion (8d), compute nodes and a runner's turn (8e); why nothing runs (8f); rows that few rules hold
+# for (8g), administration (8h), and SQL that an administrator wrote (8i). They start no process, open no
+# socket and know no clock but the Store's. The caller holds a transaction, so that every verb happens whole
+# or not at all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
 # where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and elsewhere it
 # guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based where it can be.
 #
@@ -10552,10 +10554,10 @@ def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
     return not context.one(active, (workflow_id, node_id)) and not context.one(queued, (workflow_id,))
 
 
-# -------- why nothing runs --------
+# ======== 8f. Reasons: why nothing runs ========
 #
 # By job class and by kind of offer, never by job, and every list is bounded: 100,000 jobs are explained in
-# the time of a few queries.
+# the time of a few queries. The words are those of claims (8c).
 
 WAITING_EXPLAINED = 50          # groups of ready jobs, actions, runners
 ALLOCATIONS_EXPLAINED = 1000
@@ -10828,7 +10830,7 @@ def measure_span(counted: Sequence[Tuple[int, int]]) -> Optional[Values]:
             'max_seconds': counted[-1][0]}
 
 
-# ======== 8f. Resources: rows that few rules hold for, one by one and in lists ========
+# ======== 8g. Resources: rows that few rules hold for, one by one and in lists ========
 #
 # RESOURCES says which table and view a noun has and what a list of it may be asked for. The usual operations
 # serve all of them; what a rule holds for has a verb of its own.
@@ -11131,7 +11133,7 @@ def delete_rows_and_say(context: Context, resource: str, workflow_id: int) -> Va
     return {'deleted_count': count, 'message': message}
 
 
-# ======== 8g. Administration: access groups, the server itself, and event streams ========
+# ======== 8h. Administration: access groups, the server itself, and event streams ========
 #
 # Who is in which group, and which groups may use which workflow; the rules that these serve stand in section
 # 8. Then what a server says of itself, and what may be subscribed to.
@@ -11419,7 +11421,7 @@ def stream_api_events(context: Context, include_bodies: bool = False) -> Subscri
     return Subscription(API_SUBJECTS[include_bodies], 0)
 
 
-# ======== 8h. Ad-hoc SQL: an administrator's own statements ========
+# ======== 8i. Ad-hoc SQL: an administrator's own statements ========
 #
 # One statement at a time, between two savepoints and under an authorizer, which SQLite asks while it compiles
 # a statement. What it refuses, and the words that check_statement() refuses before, keep our transaction and
@@ -16420,9 +16422,14 @@ class JsonLines(logging.Formatter):
 # -------- detached servers --------
 
 def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None) -> bool:
-    """Fork a server for a database. True when it answers; False if another process has the database."""
+    """Fork a server for a database. True when it answers; False if another process has the database.
+
+    In a Slurm job it listens at all addresses: runners in other jobs, and commands on login nodes, need it.
+    """
     database = os.path.abspath(database)
     options = ServerOptions(database, port=0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
+    if os.environ.get('SLURM_JOB_ID') and os.environ.get('SLURMD_NODENAME'):
+        options = options._replace(host='0.0.0.0')
     try:
         start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 1)
     except Conflict:
@@ -19764,8 +19771,6 @@ SLURM_PROGRAMS = ('sbatch', 'srun', 'squeue', 'sstat', 'sacct', 'scancel', 'sinf
 SLURM_QUERY_S = 60.0
 # Settings of users, and of a job around us, that change what these programs do or print.
 SLURM_SETTINGS = re.compile(r'(?:SBATCH|SQUEUE|SACCT|SSTAT|SINFO|SCANCEL|SALLOC|SRUN|SLURM|SLURMD)_')
-RUNNER_MEMORY_BYTES = 128 << 20     # of a runner, and
-STEP_MEMORY_BYTES = 4 << 20         # ... of each srun(1) that it has running (22.05: two processes)
 KEPT_SETTINGS = frozenset(('SLURM_CONF', 'SLURM_CONF_SERVER', 'SLURM_JWT'))     # how Slurm is reached
 
 
@@ -19782,11 +19787,6 @@ def has_slurm_program(name: str) -> bool:
 def slurm_argv(name: str, *words: Any) -> List[str]:
     """A call of one of SLURM_PROGRAMS."""
     return [slurm_program(name), *map(str, words)]
-
-
-def runner_memory_bytes(num_cpus: int) -> int:
-    """Memory that a runner itself needs on its node, in an allocation of so many CPUs in all."""
-    return RUNNER_MEMORY_BYTES + num_cpus * STEP_MEMORY_BYTES
 
 
 def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
@@ -21488,7 +21488,7 @@ def parse_submission(text: str) -> Optional[Tuple[int, str]]:
     return (int(found[-1].group(1)), found[-1].group(2) or '') if found else None
 
 
-class QueuedJob(Row):
+class OwnJob(Row):
     """A job in the queue, or one that has just left it."""
     id: int
     state: str
@@ -21501,13 +21501,13 @@ def find_own_jobs_argv() -> List[str]:
     return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', '%i|%T|%j|%k')
 
 
-def parse_own_jobs(text: str) -> List[QueuedJob]:
+def parse_own_jobs(text: str) -> List[OwnJob]:
     """What find_own_jobs_argv() asks for."""
-    return [QueuedJob(int(number), parse_slurm_state(state), name, comment)
+    return [OwnJob(int(number), parse_slurm_state(state), name, comment)
             for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
 
 
-def find_submitted(jobs: Iterable[QueuedJob], tag: str, name: str) -> Optional[QueuedJob]:
+def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str) -> Optional[OwnJob]:
     """The job of a record: by its comment, or by its name where a site has put another comment there."""
     jobs = list(jobs)
     found = [job for job in jobs if job.comment == tag]
@@ -21614,7 +21614,7 @@ class Submitter:
             self.waiting = [item for item in self.waiting if not item.needs_look]
             self.failed_looks = 0
 
-    def on_jobs(self, jobs: List[QueuedJob]) -> None:
+    def on_jobs(self, jobs: List[OwnJob]) -> None:
         """The queue, as it is: submit what is not in it."""
         self.failed_looks = 0
         for item in [item for item in self.waiting if item.needs_look]:
@@ -21738,9 +21738,6 @@ SRUN_SETTINGS = frozenset('SLURM_' + name for name in (
     'STEP_KILLED_MSG_NODE_ID TASK_EPILOG TASK_PROLOG TEST_EXEC THREAD_SPEC THREADS THREADS_PER_CORE '
     'TIMELIMIT TRES_PER_TASK TREE_WIDTH UMASK UNBUFFEREDIO USE_MIN_NODES WAIT WAIT4SWITCH WCKEY '
     'WORKING_DIR').split()) | {'SLURMD_DEBUG'}
-# The GPUs of the whole job, which its batch script was given; a step that has some is told which.
-GPU_VARIABLES = ('CUDA_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'ZE_AFFINITY_MASK',
-                 'GPU_DEVICE_ORDINAL')
 
 
 def step_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
@@ -23329,7 +23326,7 @@ class NodeContext:
         self.log = log
         self.progress = progress
         self.cap = None         # type: Optional[OutputCap]
-        self.allocation = None  # type: Any  # the SlurmAllocation around us (16g), set before parts are made
+        self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
         self.in_steps = False   # each job is a step of it, and Slurm keeps its limits
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
@@ -23410,6 +23407,8 @@ class LinkOutlets:
         self.has_answer = lambda pending: True  # type: Callable[[PendingCall], bool]
         self.want = lambda: None                # type: Callable[[], Optional[Dict[str, Any]]]
         self.held_actions = lambda: []          # type: Callable[[], List[int]]
+        self.submits = lambda: None             # type: Callable[[], Optional[Dict[str, Any]]]
+        self.held_submissions = lambda: []      # type: Callable[[], List[int]]
         self.on_released = lambda: None         # type: Callable[[], Any]  # what we had claimed is others'
         self.on_answer = lambda answer: None    # type: Callable[[Dict[str, Any]], Any]
 
@@ -23433,6 +23432,7 @@ class ServerLink:
         self.action_results = []    # type: List[Dict[str, Any]]
         self.contents = []          # type: List[List[Any]]
         self.accounting = []        # type: List[Dict[str, Any]]  # rows of slurm_stats
+        self.submitted = []         # type: List[Dict[str, Any]]  # allocations, with their Slurm jobs
         self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.state = 'online'
@@ -23465,7 +23465,7 @@ class ServerLink:
     def has_updates(self) -> bool:
         """Whether there is something to send, or a request is still out."""
         return bool(self.pending or self.started or self.returned or self.action_results or self.contents
-                    or self.accounting or self.attempts.by_state['reported'])
+                    or self.accounting or self.submitted or self.attempts.by_state['reported'])
 
     @property
     def has_lease(self) -> bool:
@@ -23635,10 +23635,11 @@ class ServerLink:
         body.update(
             compute_node_id=context.node_id, run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
-            explain=self.is_poll or not self.call.has_children())
+            submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
         if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
             body['held'] = [attempt.key for attempt in self.attempts.of()]
             body['held_actions'] = self.call.held_actions()
+            body['held_submissions'] = self.call.held_submissions()
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
                                              workflow_id=context.workflow_id)
@@ -23650,7 +23651,8 @@ class ServerLink:
         """What has happened here and is not acknowledged, as far as one request carries it."""
         self.sent = {'started': self.started[:], 'returned': self.returned[:],
                      'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS],
-                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST]}
+                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST],
+                     'submitted': self.submitted[:]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
@@ -23765,7 +23767,7 @@ class ClaimPolicy:
         self.ledger = ledger
         self.min_time_s = min_time_s    # the queue strategy claims nothing when less is left
         self.least_s = -math.inf        # ... nor does any strategy
-        self.allocation = None          # type: Any  # the SlurmAllocation around us
+        self.allocation = None          # type: Any  # the Allocation around us
         self.attempts = attempts
         self.backlog = attempts.by_state['claimed']     # in the order of the server
         self.mean_s = math.inf          # recent run time of a job
@@ -24842,6 +24844,9 @@ class SlurmStarter:
         self.accounting = None      # type: Any  # (16f)
         self.on_no_step = lambda reason: None   # type: Callable[[str], Any]  # nothing can be started now
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
+        # Steps end by their own limit before, within 30 s (slurmctld looks so often) and its KillWait.
+        headroom_s = context.config['sigkill_headroom_seconds']
+        self.stop_before_s, self.kill_before_s = headroom_s / 2, headroom_s / 4
         launcher.guard(functools.partial(end_steps, self.files.path, self.allocation.job_id))
 
     @property
@@ -25440,12 +25445,9 @@ class Accounting:
         """What sacct says of its end: None for "later", and a StepRecord without anything for "never"."""
         return self.records.state_of(attempt.account)
 
-    def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
-        """Fields of its result: what the end of the job itself tells, and what was sampled."""
-        sampled, at_end = attempt.account.usage.fields(), Completions.usage_at_end(attempt, end)
-        peaks = {key: max(sampled[key], at_end[key]) for key in ('peak_memory_bytes', 'peak_cpu_percent')
-                 if key in sampled and key in at_end}
-        return {**sampled, **at_end, **peaks}
+    def usage_of(self, attempt: Attempt) -> Dict[str, Any]:
+        """Fields of its result, as sampled."""
+        return attempt.account.usage.fields()
 
     @property
     def is_busy(self) -> bool:
@@ -25474,7 +25476,8 @@ GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
 STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
 KERNEL_TIME = re.compile(r'\[([A-Z][^\]]+)\]')
-KERNEL_LOG_LIMIT_S = 5.0
+SHORTEST_STEP_S = 60.0      # Slurm counts minutes
+LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 KERNEL_LOG_S = 3600.0       # of the kernel's log, before the runner began
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
@@ -25482,7 +25485,7 @@ LAST_LOOK_S = 90.0          # before jobs are stopped
 SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
 
 
-class SlurmAllocation:
+class Allocation:
     """The Slurm job around a runner, as far as it is this runner's own. See find_allocation."""
 
     def __init__(self, job_id: str) -> None:
@@ -25520,11 +25523,10 @@ class SlurmAllocation:
         """Keep memory of this node for the runner itself, unless the largest job could not start then."""
         index = self.own_index
         if index is not None:
-            size, num_cpus = self.sizes[index], sum(size.num_cpus for size in self.sizes)
-            all_bytes = size.memory_bytes
-            least = largest_bytes if largest_bytes <= all_bytes else 0
-            left = max(all_bytes - runner_memory_bytes(num_cpus), least)
-            self.sizes[index] = size._replace(memory_bytes=max(left, all_bytes // 2))
+            size = self.sizes[index]
+            least = largest_bytes if largest_bytes <= size.memory_bytes else 0
+            left = max(size.memory_bytes - RUNNER_MEMORY_BYTES, least, size.memory_bytes // 2)
+            self.sizes[index] = size._replace(memory_bytes=left)
 
     def take_record(self, node: Dict[str, Any]) -> None:
         """The server has found the record of this allocation: its compute node says so."""
@@ -25640,7 +25642,7 @@ class AllocationFinder:
         self.is_subtask = is_subtask    # the script has started one runner on each node
         self.notice = ''                # for the user
 
-    def find(self) -> Optional[SlurmAllocation]:
+    def find(self) -> Optional[Allocation]:
         """The allocation, or None: there is none, or what the environment names is not ours (any more)."""
         environment = self.environment
         job_id = environment.get('SLURM_JOB_ID') or environment.get('SLURM_JOBID') or ''
@@ -25648,7 +25650,7 @@ class AllocationFinder:
             return None
         reply = self.ask(slurm_argv('scontrol', 'show', 'job', '-d', '-o', job_id))
         line = find_job_line(reply.out, job_id)
-        facts, found = read_slurm_facts(line), SlurmAllocation(job_id)
+        facts, found = read_slurm_facts(line), Allocation(job_id)
         host = environment.get('SLURMD_NODENAME', '')
         obstacle = self.find_obstacle(reply, facts, bool(host))
         if obstacle:
@@ -25660,8 +25662,8 @@ class AllocationFinder:
         found.name, found.comment = facts.get('JobName', ''), facts.get('Comment', '')
         count = facts.get('Restarts') or environment.get('SLURM_RESTART_COUNT', '')
         found.restart_count = int(count) if count.isdigit() else 0
-        found.end_time = parse_slurm_instant(facts.get('EndTime')
-                                             or environment.get('SLURM_JOB_END_TIME', ''))
+        end_text = facts.get('EndTime') or environment.get('SLURM_JOB_END_TIME', '')
+        found.end_time = parse_slurm_instant(end_text)
         pid = environment.get('SLURM_TASK_PID', '')
         found.task_pid = int(pid) if pid.isdigit() else found.task_pid
         self.find_nodes(found, line, host)
@@ -25681,7 +25683,7 @@ class AllocationFinder:
             return f"that job is another user's ({facts['UserId']})"
         return ''
 
-    def find_nodes(self, found: SlurmAllocation, line: str, host: str) -> None:
+    def find_nodes(self, found: Allocation, line: str, host: str) -> None:
         """Set the nodes and their sizes."""
         listed = read_slurm_facts(line).get('NodeList') or self.environment.get('SLURM_JOB_NODELIST', '')
         names = expand_node_list(listed) or [host or socket.gethostname()]
@@ -25710,7 +25712,7 @@ class AllocationFinder:
         here = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
         return [known.get(name, here) for name in names]
 
-    def own_share(self, found: SlurmAllocation, whole: NodeSize) -> NodeSize:
+    def own_share(self, found: Allocation, whole: NodeSize) -> NodeSize:
         """What a step that a user has started by hand gives to each of its tasks on this node."""
         environment = self.environment
         reply = self.ask(slurm_argv('scontrol', 'show', 'step', '-o',
@@ -25734,7 +25736,7 @@ class AllocationFinder:
         return NodeSize(max(1, num_cpus // num_tasks), min(memory_bytes, whole.memory_bytes), devices)
 
     @staticmethod
-    def limit_time(found: SlurmAllocation, facts: Dict[str, str]) -> None:
+    def limit_time(found: Allocation, facts: Dict[str, str]) -> None:
         """A step may end before its job."""
         began = parse_slurm_instant(facts.get('StartTime', ''))
         with contextlib.suppress(ValueError):       # UNLIMITED
@@ -25791,6 +25793,122 @@ class AllocationWatch:
             allocation.end_time = end_time
             self.context.say(f'Slurm job {allocation.job_id} ends at {format_time(end_time)}')
             self.on_end_time()
+
+
+class Submissions:
+    """Submits the allocations that the server hands out to this runner: schedule_nodes actions that are due,
+    and what other submitters have left. A part; nothing is waited for.
+    """
+
+    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, link: ServerLink) -> None:
+        self.context = context
+        self.client = client
+        self.launcher = launcher
+        self.link = link
+        self.work = Submitter()
+        self.unwritten = {}         # type: Dict[int, Submission]  # without a script, by record
+        self.scripts = {}           # type: Dict[int, Tuple[Submission, str]]  # path, until its end
+        self.replies = None         # type: Optional[List[Reply]]  # to SITE_QUESTIONS
+        self.errand = None          # type: Optional[Errand]  # writes scripts
+        self.has_sbatch = context.allocation is not None and has_slurm_program('sbatch')
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is on its way to Slurm."""
+        return bool(self.unwritten or self.work.is_busy or self.work.ends)
+
+    def wanted(self) -> Optional[Dict[str, Any]]:
+        """The `submits` of a request: how further allocations are to work; None if none can be submitted."""
+        options = self.context.options
+        return {'directory': os.getcwd(), 'output_dir': self.context.output.path,
+                'poll_interval': options.poll_interval_s,
+                'claim_backoff_max_secs': options.claim_backoff_max_s} if self.has_sbatch else None
+
+    def ids(self) -> List[int]:
+        """The records in hand."""
+        ends = [end['id'] for end in self.work.ends + self.link.submitted]
+        return [*self.unwritten, *self.scripts, *ends]
+
+    def on_answer(self, answer: Dict[str, Any]) -> None:
+        """Take in what is to be submitted, and cancel what was submitted in vain."""
+        held = set(self.ids())
+        self.unwritten.update((item.id, item) for item in read_submissions(self.context.workflow, answer)
+                              if item.id not in held)
+        if answer.get('surplus'):
+            argv = slurm_argv('scancel', *answer['surplus'])
+            self.launcher.query(argv, SLURM_QUERY_S, bool, query_variables())
+
+    def due(self) -> float:
+        """The next call. Replies, and the end of an errand, wake the loop."""
+        return self.work.due()
+
+    def act(self, now: float) -> None:
+        """Ask what the site gives; write scripts; submit them one after the other; report."""
+        if self.unwritten and self.replies is None:
+            self.replies = []
+            for words in SITE_QUESTIONS:
+                self.launcher.query(slurm_argv(*words), SLURM_QUERY_S, self.replies.append, query_variables())
+        if self.errand is not None and self.errand.look():
+            self.take_scripts()
+        if self.unwritten and self.errand is None and len(self.replies) == len(SITE_QUESTIONS):
+            waiting = list(self.unwritten.values())
+            self.errand = self.launcher.begin(functools.partial(self.write_scripts, waiting))
+        call = self.work.next_call(now)
+        if call is not None:
+            self.launcher.query(call.argv, call.limit_s, self.on_reply, call.variables)
+        self.take_ends()
+
+    def write_scripts(self, submissions: Sequence[Submission]) -> List[List[Any]]:
+        """In a child: [record, path of its script, or '', reason why there is none]."""
+        texts = sorted(('' if reply.code else reply.out for reply in self.replies),
+                       key=lambda text: 'PartitionName=' not in text)
+        rows, caller = [], None     # type: List[List[Any]], Optional[Caller]
+        for item in submissions:
+            partition = {**default_options(item.workflow), **item.scheduler}.get('partition')
+            try:
+                caller = caller or caller_of(self.client, self.context.output.path)
+                rows.append([item.id, write_batch_script(item, parse_site(*texts, partition), caller), ''])
+            except (TorcError, OSError) as error:
+                rows.append([item.id, '', getattr(error, 'message', None) or str(error)])
+        return rows
+
+    def take_scripts(self) -> None:
+        """The errand is over."""
+        errand, self.errand = self.errand, None
+        if errand.error:
+            errand.result = [[number, '', errand.error] for number in self.unwritten]
+        for number, path, error in errand.result:
+            item = self.unwritten.pop(number)
+            if path:
+                self.scripts[number] = item, path
+                self.work.add(item, path)
+            else:
+                self.work.ends.append({'id': number, 'message': printable(error)})
+
+    def on_reply(self, reply: Reply) -> None:
+        """What sbatch, or squeue, has answered."""
+        self.work.on_reply(reply, time.monotonic())
+        self.take_ends()
+
+    def take_ends(self) -> None:
+        """Report what has been submitted, or refused."""
+        for end in self.work.ends:
+            item, path = self.scripts.pop(end['id'], (None, ''))
+            if item is not None and not item.settings.get('keeps_script'):
+                with contextlib.suppress(OSError):      # sbatch has kept a copy
+                    os.unlink(path)
+            what = f"allocation {end['id']} "
+            if end.get('slurm_job_id'):
+                self.context.say(f"{what}is Slurm job {end['slurm_job_id']}")
+            else:
+                self.context.say(f"{what}cannot be submitted: {end['message']}", 'warning')
+        for item in self.work.lost:
+            self.scripts.pop(item.id, None)
+            self.context.say(f'allocation {item.id}: {self.work.message}', 'warning')
+        if self.work.ends:
+            self.link.submitted += self.work.ends
+            self.link.report_soon(0)
+        self.work.ends, self.work.lost = [], []
 
 
 def write_dump(output: OutputDirectory, name: str, text: str) -> None:
@@ -26114,6 +26232,57 @@ class ProgressView:
                 'canceled': counts['canceled'], 'unfinished': answer['unfinished']}
 
 
+def is_work_left(counts: Dict[str, int]) -> bool:
+    """Whether an allocation that has not begun may find something to do: what is blocked waits for others."""
+    return any(counts.get(STATUS_NAMES[code]) for code in (READY, *ACTIVE))
+
+
+def find_surplus(rows: Sequence[Dict[str, Any]], queue: Reply) -> Tuple[List[Dict[str, Any]], List[int]]:
+    """Of the records of pending allocations those that can go, and their Slurm jobs that wait in the queue.
+
+    `queue`: the reply to find_own_jobs_argv(). One that has begun finds out by itself that nothing is left.
+    """
+    jobs = {job.id: job for job in parse_own_jobs(queue.out)} if queue.code == 0 else {}
+    waiting = [row for row in rows
+               if row['scheduler_id'] in jobs and jobs[row['scheduler_id']].state == 'PENDING']
+    unsubmitted = [row for row in rows if not row['scheduler_id'] and queue.code == 0]
+    return waiting + unsubmitted, [row['scheduler_id'] for row in waiting]
+
+
+def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
+    """Cancel this workflow's allocations in the queue, without work by now. One squeue, one scancel."""
+    workflow_id = context.workflow_id
+    rows = [row for row in client.call('list_scheduled_compute_nodes', workflow_id=workflow_id,
+                                       status='pending')['items'] if row['scheduler_type'] == 'slurm']
+    if not rows:
+        return
+    chosen, numbers = find_surplus(rows, ask(find_own_jobs_argv()))
+    # One that begins in this moment is left alone.
+    reply = ask(slurm_argv('scancel', '--state=PENDING', *numbers)) if numbers else Reply(0, '', '')
+    if reply.code and not is_unknown_job(reply):
+        context.say(f'scancel: {explain_reply(reply)}', 'warning')
+        return
+    for row in chosen:
+        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+    if chosen:
+        message = f'canceled {len(chosen)} queued allocations: nothing is left for them to do'
+        context.say(message)
+        client.call('create_event', {'workflow_id': workflow_id, 'data': {
+            'category': 'scheduler', 'action': 'cancel_unneeded_pending_allocations', 'message': message,
+            'slurm_job_ids': numbers}})
+
+
+def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
+    """A runner was ended by Slurm: if its job waits in the queue again, so does the record."""
+    allocation = context.allocation
+    reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
+    facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
+    state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
+    if allocation.record_id is not None and state is not None and state.is_pending:
+        client.call('update_scheduled_compute_node', {'status': 'pending'}, id=allocation.record_id)
+        context.say(f'Slurm has put job {allocation.job_id} into the queue again')
+
+
 def runner_nodes(context: NodeContext, num_gpus: int) -> List[NodeSize]:
     """What a runner works with, in the order of its ledger.
 
@@ -26158,6 +26327,8 @@ class Runner:
         self.context = context
         self.launcher = launcher
         self.wakeup = wakeup
+        starter = make_starter(context, launcher)
+        context.in_steps = not isinstance(starter, DirectStarter)
         nodes = runner_nodes(context, num_gpus)
         self.attempts = Attempts()
         self.pace = Pace(options)
@@ -26168,30 +26339,31 @@ class Runner:
         self.policy = ClaimPolicy(options, ledger, min_time_s, self.attempts)
         self.policy.allocation = context.allocation
         self.digests = Digests(self.report_contents)
-        scripts, starter = Scripts(context, launcher), make_starter(context, launcher)
-        self.starter = starter
+        scripts, self.starter = Scripts(context, launcher), starter
         self.actions = Actions(context, scripts, link)
         self.completions = Completions(context, self.attempts, starter, scripts, self.digests, link)
         watch = OutputWatch(context, self.on_output_repaired)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
         self.monitor = Monitor(context, launcher, self.dispatcher)
-        starter.on_no_step = self.dispatcher.pause
-        if isinstance(starter, DirectStarter):
+        self.accounting = None      # type: Optional[Accounting]
+        if context.in_steps:
+            self.connect_accounting()
+        else:
             self.dispatcher.on_started = self.monitor.add
             self.completions.take_usage = self.monitor.take_usage
             self.completions.judge_memory = self.monitor.judge_memory
-        self.connect_accounting()
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         allocation_watch = AllocationWatch(context, launcher, self.shutdown.set_end)
         allocation_watch.stop_at = lambda: self.shutdown.stop_at
+        self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
         self.connect_link()
         self.parts = [
             launcher,
             starter,
+            *filter(None, [self.accounting]),
             self.monitor,
-            self.accounting,
             allocation_watch,
             self.shutdown,
             UnkillableReport(context, launcher, self.attempts, link),
@@ -26199,20 +26371,28 @@ class Runner:
             self.completions,
             self.dispatcher,
             self.digests,
+            self.submissions,
             link,
             self.dispatcher,        # again: what an answer brings starts in the same turn
             ProgressView(context, link),
         ]
 
     def connect_accounting(self) -> None:
-        """Where jobs are steps, Slurm measures them: our own monitor would see srun, and nothing else."""
+        """Let Slurm measure: what this node could, srun(1), is not the job."""
         self.accounting = accounting = Accounting(self.context, self.launcher, self.link)
+        self.starter.accounting, self.starter.on_no_step = accounting, self.dispatcher.pause
         accounting.records.leaving = lambda: self.shutdown.reason
         accounting.sampler.on_sample = self.monitor.series.add_job
-        if not isinstance(self.starter, DirectStarter):
-            self.starter.accounting = accounting
-            self.dispatcher.on_started = accounting.add
-            self.completions.take_usage = accounting.take_usage
+        self.dispatcher.on_started = accounting.add
+        self.completions.take_usage = self.take_step_usage
+        self.policy.least_s = self.context.config['sigkill_headroom_seconds'] + SHORTEST_STEP_S
+
+    def take_step_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
+        """What a step has used: as the supervisor saw at its end, and sstat(1) before."""
+        found = Completions.usage_at_end(attempt, end)
+        for name, value in self.accounting.usage_of(attempt).items():
+            found[name] = max(value, found.get(name) or 0) if name.startswith('peak') else value
+        return found
 
     def connect_link(self) -> None:
         """Set where the link finds what it sends, and who gets what comes."""
@@ -26222,6 +26402,7 @@ class Runner:
         call.has_answer = self.wakeup.has_answer
         call.want = self.dispatcher.want
         call.held_actions = self.actions.ids
+        call.submits, call.held_submissions = self.submissions.wanted, self.submissions.ids
         call.on_released = self.dispatcher.drop_claims
         call.on_answer = self.on_answer
 
@@ -26235,6 +26416,7 @@ class Runner:
         self.link.go_on()
         if answer['actions']:
             self.actions.add(answer['actions'])
+        self.submissions.on_answer(answer)
         if answer['jobs']:
             self.dispatcher.add(answer)
 
@@ -26275,6 +26457,9 @@ class Runner:
             if self.link.answer['is_complete'] and not self.link.answer['is_canceled']:
                 self.perform('on_workflow_complete')
             self.perform('on_worker_complete')
+            while self.has_slurm_work and self.link.state != 'offline':
+                self.turn()
+                self.wait()
         finally:
             self.starter.close()
             self.launcher.kill_children()
@@ -26304,11 +26489,17 @@ class Runner:
             self.turn()
             self.exit_rules.look()
             is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
-            is_waiting = link.has_updates or link.deferred or self.attempts.by_state['ended'] \
-                or self.accounting.is_busy and not self.shutdown.is_killed
+            is_busy = is_busy or self.has_slurm_work
+            is_waiting = link.has_updates or link.deferred or self.attempts.by_state['ended']
             if self.shutdown.reason and not (is_busy or is_waiting):
                 break
             self.wait()
+
+    @property
+    def has_slurm_work(self) -> bool:
+        """Whether Slurm is still to be told, or asked, something; not beyond the end of our time."""
+        is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
+        return is_asking or self.submissions.is_busy and self.shutdown.reason not in SIGNAL_REASONS
 
     @property
     def has_troubles(self) -> bool:
@@ -26343,7 +26534,7 @@ def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wak
 
 
 def look_for_allocation(options: RunnerOptions, launcher: Launcher,
-                        wakeup: Wakeup) -> Tuple[Optional[SlurmAllocation], str]:
+                        wakeup: Wakeup) -> Tuple[Optional[Allocation], str]:
     """The Slurm job around us, and what the user should know of it."""
     def ask(argv: List[str]) -> Reply:
         return ask_before_work(argv, SLURM_QUERY_S, launcher, wakeup, query_variables())
@@ -26354,7 +26545,7 @@ def look_for_allocation(options: RunnerOptions, launcher: Launcher,
     return found, finder.notice
 
 
-def name_log(workflow: Dict[str, Any], allocation: Optional[SlurmAllocation]) -> str:
+def name_log(workflow: Dict[str, Any], allocation: Optional[Allocation]) -> str:
     """Name of the runner's log, as in Torc."""
     if allocation is not None:
         return f"job_runner_slurm_{allocation.label(workflow['id'])}.log"
@@ -26371,11 +26562,29 @@ def prepare_allocation(client: Any, context: NodeContext) -> None:
                describe_slurm_environment(os.environ))
 
 
-def dump_kernel_log(context: NodeContext, launcher: Launcher, wakeup: Wakeup, began_at: float) -> None:
+def finish_allocation(runner: Runner, client: Any, began_at: float) -> None:
+    """What is to be done when a runner in a Slurm job has left the workflow, as far as there is time."""
+    context, left_s = runner.context, runner.shutdown.end - time.monotonic()
+    is_stopped = runner.shutdown.interrupted_by is not None
+    limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
+
+    def ask(argv: List[str]) -> Reply:
+        return ask_before_work(argv, limit_s, runner.launcher, runner.wakeup, query_variables())
+    try:
+        if is_stopped:
+            note_requeue(context, client, ask)
+        elif context.allocation.node_index == 0 and not is_work_left(runner.link.answer['jobs_by_status']):
+            cancel_surplus(context, client, ask)
+        if runner.has_troubles and shutil.which('dmesg'):
+            dump_kernel_log(context, ask(['dmesg', '--ctime']), began_at)
+    except TorcError as error:
+        context.log.write(f'Not done at the end: {error.message}', 'warning')
+    except KeyboardInterrupt:       # a further signal: there is no time for it
+        pass
+
+
+def dump_kernel_log(context: NodeContext, reply: Reply, began_at: float) -> None:
     """After failures in an allocation: what the kernel has said, as of killed processes or lost disks."""
-    if context.allocation is None or not shutil.which('dmesg'):
-        return
-    reply = ask_before_work(['dmesg', '--ctime'], KERNEL_LOG_LIMIT_S, launcher, wakeup, {'LC_ALL': 'C'})
     text = select_kernel_log(reply.out, began_at - KERNEL_LOG_S)
     if reply.code == 0 and text:
         label = context.allocation.label(context.workflow_id)
@@ -26440,8 +26649,8 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if leftovers:
             context.say(leftovers, 'warning')
         runner.run()
-        if runner.has_troubles:
-            dump_kernel_log(context, launcher, wakeup, began_at)
+        if allocation is not None:
+            finish_allocation(runner, client, began_at)
     return runner.outcome()
 
 
@@ -28407,10 +28616,14 @@ class Session:
             self.inform(*text.splitlines())
 
     def ask(self, question: str) -> str:
-        """The line that is typed as the answer to a question."""
+        """The line that is typed as the answer to a question; '' also at the end of the input."""
+        return (self.ask_for_line(question) or '').strip()
+
+    def ask_for_line(self, question: str) -> Optional[str]:
+        """The same with its blanks, or None at the end of the input."""
         self.err.write(printable_line(question))
         self.err.flush()
-        return self.stdin.readline().strip()
+        return self.stdin.readline() or None
 
     def answer(self, value: Any, text: str, style: Style = PLAIN) -> None:
         """The result: as a JSON document, or the text for people."""
@@ -30372,7 +30585,7 @@ def file_plan(body: Dict[str, Any]) -> Dict[str, Any]:
             name = config.get('scheduler')     # or its index, before it has an id
             if isinstance(name, int):
                 name = body['slurm_schedulers'][name].get('name')
-            allocations.append(Allocation(action['trigger_type'], action.get('job_indexes'),
+            allocations.append(PlannedAllocation(action['trigger_type'], action.get('job_indexes'),
                                    allocation_row(config, name)))
     plan = execution_plan([job.name for job in body['jobs']], [sets[number] for number in set_numbers],
                           allocations)
@@ -30393,7 +30606,7 @@ def stored_plan(session: Session, workflow_id: int) -> Dict[str, Any]:
             config = action['action_config']
             starts = [index[job_id] for job_id in action.get('job_ids') or ()]
             row = allocation_row(config, names.get(config.get('scheduler_id')))
-            allocations.append(Allocation(action['trigger_type'], starts, row))
+            allocations.append(PlannedAllocation(action['trigger_type'], starts, row))
     plan = execution_plan(graph['job_names'], [sets[number] for number in graph['set_numbers']], allocations)
     return dict(plan, source='database', workflow_id=workflow_id, workflow_name=workflow['name'])
 
@@ -31099,6 +31312,7 @@ def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
     return list(filter(is_schedule, due))
 
 
+WHOLE_NUMBER = Expression(r'[0-9]{1,9}\Z')
 REVIEW_HELP = ('p: proceed    d ID: disable an action    n ID COUNT: so many allocations of it    '
                'c: cancel')
 
@@ -31125,16 +31339,14 @@ def review_schedules(session: Session, workflow: Dict[str, Any],
                          f"{names.get(config.get('scheduler_id'))} ({action['trigger_type']})"
                          + ('' if count else ', disabled'))
         session.report(*lines, REVIEW_HELP)
-        session.err.write('> ')
-        session.err.flush()
-        line = session.stdin.readline()
-        words = line.split()
-        if not line or words == ['c']:
+        line = session.ask_for_line('> ')
+        words = (line or '').split()
+        if line is None or words == ['c']:
             session.report('Cancelled')
             return None
         if words == ['p']:
             break
-        numbers = [int(word) for word in words[1:] if re.match(r'[0-9]{1,9}\Z', word)]
+        numbers = [int(word) for word in words[1:] if WHOLE_NUMBER.match(word)]
         if words[:1] == ['d'] and len(words) == 2 and numbers and numbers[0] in actions:
             counts[numbers[0]] = 0
         elif words[:1] == ['n'] and len(words) == 3 and len(numbers) == 2 and numbers[0] in actions:
@@ -31390,9 +31602,9 @@ def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
 # -------- accounts --------
 
 NO_ALLOCATIONS = 'No Slurm scheduled compute nodes found'
-ACCOUNT_LIST = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
-                'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
-                'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
+STEP_STATS_COLUMNS = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
+                 'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
+                 'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
 SACCT_COLUMNS = ('Slurm Job=slurm_job_id, Job Step=job_step, State=state, Exit Code=exit_code, '
                  'Elapsed=elapsed:1, Max RSS=max_rss:1, CPU Time=cpu_time:2, Nodes=nodes:3')
 
@@ -31431,7 +31643,7 @@ def cmd_slurm_stats(session: Session, args: Arguments) -> int:
         item['job_name'] = result.get('job_name')
         if seconds and item.get('ave_cpu_seconds') is not None:
             item['cpu_percent'] = item['ave_cpu_seconds'] / seconds * 100
-    session.show_list(headings_of(ACCOUNT_LIST), items, 'Slurm stats')
+    session.show_list(headings_of(STEP_STATS_COLUMNS), items, 'Slurm stats')
     return 0
 
 
@@ -32047,7 +32259,7 @@ def read_known_s(args: Arguments) -> float:
     if args['credential_cache_ttl_secs'] is not None:
         return args['credential_cache_ttl_secs']
     text = os.environ.get('TORC_CREDENTIAL_CACHE_TTL_SECS') or str(int(DEFAULT_KNOWN_S))
-    if not re.match(r'[0-9]{1,9}\Z', text):
+    if not WHOLE_NUMBER.match(text):
         raise BadInput(f'TORC_CREDENTIAL_CACHE_TTL_SECS is {printable(text)!r}; '
                        'it must be a number of seconds')
     return float(text)
@@ -32599,7 +32811,7 @@ GLOBAL_ARGUMENTS = (
 )
 
 
-# ======== 21. Main: the table of commands, the manual, parsing, and error handling ========
+# ======== 21. Command table: every command with what it takes, and the manual ========
 #
 # COMMANDS is the one place that knows which commands there are: the parser, the manual, README's
 # reference and the tests read it.
@@ -33252,7 +33464,11 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 }
 
 
-# -------- parsing --------
+# ======== 21a. Main: parsing, and error handling ========
+#
+# From the words of the command line to a command, and from whatever goes wrong to a message and an exit code.
+# Nothing that a user can cause ends in a traceback; a bug does, with exit code 70.
+
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 # Commands whose errors Torc 1.0 prints as JSON on stdout, too.
