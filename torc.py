@@ -353,6 +353,9 @@ ENVIRONMENT = (
              'administrators of `serve`, separated by commas; beside --admin-user'),
     Variable('XDG_STATE_HOME', 'you',
              "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
+    Variable('XDG_CONFIG_HOME', 'you',
+             'where torc/config.yaml (.json, or .toml from Python 3.11) describes clusters, under '
+             'client.hpc; else ~/.config'),
     Variable('NO_COLOR',                  'you',  'no colours on the terminal'),
     Variable('TORC_WORKFLOW_ID',          'torc', 'the workflow'),
     Variable('TORC_RUN_ID',               'torc', 'its run generation'),
@@ -2301,7 +2304,7 @@ LITERAL_LINES = Expression(r'\S.*(?:\n(?:.*\S)?)*\n?\Z')
 
 
 def format_yaml(value: Any) -> str:
-    """Dicts, lists, texts, numbers, booleans and None -> YAML in blocks; load_yaml reads it back."""
+    """A value of dicts, lists, texts, numbers, booleans and None -> YAML, which load_yaml reads back."""
     return ''.join(line + '\n' for line in yaml_lines(value, ''))
 
 
@@ -4756,8 +4759,8 @@ def check_fit(planner: Planner, skip_checks: bool) -> None:
     if not schedulers:
         return
     first_jobs = {job.kind: index for index, job in reversed(list(enumerate(planner.jobs)))}
-    for kind, (resources, _, scheduler, _) in enumerate(planner.job_classes):
-        if resources is not None:
+    for kind, (resources, _, scheduler, labels) in enumerate(planner.job_classes):
+        if resources is not None and not labels:    # runners with labels are not in allocations
             requirements = planner.workflow['resource_requirements'][resources]
             candidates = schedulers if scheduler is None else [schedulers[scheduler]]
             reasons = [incompatibility(requirements, candidate) for candidate in candidates]
@@ -6571,9 +6574,10 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 # completion (8d), compute nodes and a runner's turn (8e); why nothing runs (8f); rows that few rules hold
 # for (8g), administration (8h), and SQL that an administrator wrote (8i). They start no process, open no
 # socket and know no clock but the Store's. The caller holds a transaction, so that every verb happens whole
-# or not at all. SQL of one use stands with the rule that it is for; only the Store executes it. It says CROSS JOIN
-# where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and elsewhere it
-# guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based where it can be.
+# or not at all. SQL of one use stands with the rule that it is for; only the Store executes it. It says
+# CROSS JOIN where the order of the tables matters: there SQLite keeps it (sqlite.org/optoverview.html), and
+# elsewhere it guesses, since nobody runs ANALYZE. A workflow may have a million jobs: SQL is set-based
+# where it can be.
 #
 # Run generation. A workflow's run_id is 0 until the first initialize, and grows with every reset. Starts,
 # completions and retries carry it; a stale one changes nothing. An attempt is named by (job, run, attempt)
@@ -10588,19 +10592,23 @@ ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem'
 
 
 class Place(Row):
-    """Where ready jobs may run: runners at work, or allocations to come, that offer the same; one of them."""
+    """Where ready jobs may run: one of the runners, or of the allocations to come, that offer the same."""
     offer: Offer
     reason: str     # why a job that it can take does not run yet, of NEAREST_REASONS
     name: str       # for people
     by: str         # column of DIMENSIONS that says how to change what it offers
 
 
-def explain_waiting(context: Context, workflow_id: int) -> Values:
-    """Which ready jobs no runner or allocation can take, and what all others wait for."""
+def explain_waiting(context: Context, workflow_id: int, ended: Sequence[int] = ()) -> Values:
+    """Which ready jobs no runner or allocation can take, and what all others wait for.
+
+    `ended` are allocations that the caller knows to be over in Slurm: nothing waits for them.
+    """
     runners = describe_runners(context, workflow_id)
     allocations = describe_allocations(context, workflow_id, runners)
     state = workflow_state(context, workflow_id)
-    places = find_places(context, workflow_id, runners, allocations)
+    places = find_places(context, workflow_id, runners,
+                         [row for row in allocations if row['allocation_id'] not in set(ended)])
     return {'status': get_workflow_status(context, workflow_id),
             'explanation': explain_workflow(context, workflow_id),
             'runners': runners[:WAITING_EXPLAINED], 'allocations': allocations[:ALLOCATIONS_EXPLAINED],
@@ -12356,7 +12364,7 @@ ROUTES = (
     route_to('PUT', 'cancel', cancel_workflow, '@WorkflowModel'),
     route_to('GET', 'status', get_workflow_status, '@WorkflowStatusResponse'),
     route_to('GET', 'explanation', explain_workflow, '@WorkflowExplanation', query='limit:int'),
-    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation'),
+    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation', query='ended:[int]'),
     route_to('GET', 'diagnosis', diagnose_workflow, '@DiagnosisResponse'),
     route_to('GET', '/workflow_statuses', list_workflow_statuses, '@WorkflowStatusesResponse',
              query='ids:[int]!'),
@@ -16177,9 +16185,14 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         log.info('no longer serving %s', options.database)
 
 
+def in_slurm_job() -> bool:
+    """Whether this process belongs to an allocation, whose other nodes, and other allocations, work with it."""
+    return bool(os.environ.get('SLURM_JOB_ID'))
+
+
 def lease_wait_s(options: ServerOptions) -> float:
     """How long a server watches the lease of another host before it takes it over."""
-    return 0.0 if options.is_embedded else 3 * Lease.PERIOD_S + 1
+    return 0.0 if options.is_embedded and not in_slurm_job() else 3 * Lease.PERIOD_S + 1
 
 
 def last_change(database: str) -> float:
@@ -16424,12 +16437,10 @@ class JsonLines(logging.Formatter):
 def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None) -> bool:
     """Fork a server for a database. True when it answers; False if another process has the database.
 
-    In a Slurm job it listens at all addresses: runners in other jobs, and commands on login nodes, need it.
+    In an allocation it answers other hosts, too: requests are signed with its token, which is never sent.
     """
-    database = os.path.abspath(database)
-    options = ServerOptions(database, port=0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
-    if os.environ.get('SLURM_JOB_ID') and os.environ.get('SLURMD_NODENAME'):
-        options = options._replace(host='0.0.0.0')
+    database, host = os.path.abspath(database), '0.0.0.0' if in_slurm_job() else '127.0.0.1'
+    options = ServerOptions(database, host, 0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
     try:
         start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 1)
     except Conflict:
@@ -17208,6 +17219,7 @@ class Connector:
             self._connection = connection
             return
         found = read_living_server(self.server_file or self.database + '.connection')
+        unreachable = None      # type: Optional[Unreachable]  # of a server that may live on another host
         if found is not None:
             was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
             self.in_memory = bool(found.get('in_memory')) and not self.is_lasting
@@ -17221,15 +17233,26 @@ class Connector:
                 if self.server_file and not lives:
                     reason = f'cannot be reached ({error.message})'
                     raise absent(explain_dead_server(self.server_file, found, reason)) from None
-                if lives or not was_here(found):
+                if lives or not (was_here(found) or found.get('is_embedded')):
                     raise
-            self.is_lasting = was_lasting   # killed with its container; if not, it has a lock on the database
+                unreachable = None if was_here(found) else error
+            # Killed with its container or its allocation; if not, it has a lock or a lease on the database.
+            self.is_lasting = was_lasting
         if self.is_lasting:
             raise absent(f'the server of {self.database} is gone; start it again with '
                          f'`torc.py serve -d {shlex.quote(self.database)}`')
         elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
             raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
-        elif not self.needs_server:
+        try:
+            self.take_database()
+        except Conflict:
+            if unreachable is not None:     # it holds the database
+                raise unreachable from None
+            raise
+
+    def take_database(self) -> None:
+        """Open the embedded database, or start a server for it. Conflict if another process has it."""
+        if not self.needs_server:
             self._service = Service(hold_database(self.database))
             forget_server(self.database)
         elif start_embedded_server(self.database, self.snapshot_interval_s):
@@ -20026,7 +20049,7 @@ def find_slurm_reason(text: str) -> Optional[SlurmReason]:
     return found or (LIMIT_REASON if word.startswith(LIMIT_REASONS) else None)
 
 
-class QueuedJob(Row):
+class ListedJob(Row):
     """One of the user's jobs, as squeue lists it. Times are seconds since the epoch, None where unknown."""
     state: str                      # of SLURM_STATES
     submitted_at: Optional[float]
@@ -20038,9 +20061,10 @@ class QueuedJob(Row):
 
 class Queue(Row):
     """All of the user's jobs in Slurm's queue, by their ids."""
-    jobs: Dict[str, QueuedJob]
+    jobs: Dict[str, ListedJob]
     asked_at: Optional[float]       # None: never
     error: str                      # why that is not known; ''
+    wanted: Sequence[str] = ()      # ids that were there when it was asked: unlisted ones have ended
 
 
 def queue_cache_path() -> str:
@@ -20050,38 +20074,43 @@ def queue_cache_path() -> str:
     return os.path.join(state_directory(), 'slurm', f'queue-{name}')
 
 
-def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply]]:
-    """(when squeue was asked, its answer) if that was lately; None if not, or if it cannot be read."""
+def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply, List[str]]]:
+    """(when squeue was asked, its answer, for which ids) if that was lately; None if not, or unreadable."""
     try:
         with os.fdopen(open_private(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
-            asked_at, code, out, err = json.load(file)
-        return (asked_at, Reply(code, out, err)) if 0 <= now - asked_at < QUEUE_AGE_S else None
+            asked_at, code, out, err, wanted = json.load(file)
+        return (asked_at, Reply(code, out, err), wanted) if 0 <= now - asked_at < QUEUE_AGE_S else None
     except (OSError, Denied, ValueError, TypeError):
         return None
 
 
-def ask_queue(now: float) -> Queue:
-    """The user's jobs from one squeue, not more than once a minute: what others need of the controller."""
+def ask_queue(now: float, wanted: Iterable[Any]) -> Queue:
+    """The user's jobs from one squeue, not more than once a minute: others need the controller, too.
+
+    `wanted` are ids of jobs that the caller knows of.
+    """
     if not has_slurm_program('squeue'):
         return Queue({}, None, f'there is no {slurm_program("squeue")} on this machine')
     path = queue_cache_path()
     cached = read_cached_reply(path, now)
     if cached is None:
-        cached = now, ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        reply = ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        cached = now, reply, list(map(str, wanted))
         # Without a place for it, the next command asks again.
         with contextlib.suppress(OSError, Denied):
             make_private_directory(os.path.dirname(path))
-            write_atomically(path, json.dumps([now, *cached[1]]).encode())
-    asked_at, reply = cached
+            write_atomically(path, json.dumps([now, *reply, cached[2]]).encode())
+    asked_at, reply, known = cached
     if reply.code != 0:
         return Queue({}, asked_at, f'squeue failed: {explain_reply(reply)}')
-    return Queue({row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}, asked_at, '')
+    jobs = {row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}
+    return Queue(jobs, asked_at, '', known)
 
 
-def read_queue_row(row: Sequence[str]) -> QueuedJob:
+def read_queue_row(row: Sequence[str]) -> ListedJob:
     """One line of squeue in QUEUE_FORMAT."""
     _, state, submitted, start, end, partition, reason = row
-    return QueuedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
+    return ListedJob(parse_slurm_state(state), parse_slurm_instant(submitted), parse_slurm_instant(start),
                      parse_slurm_instant(end), partition, reason)
 
 
@@ -20394,18 +20423,30 @@ def parse_partition_records(text: str) -> Dict[str, Dict[str, str]]:
     return records
 
 
+def is_restricted(record: Dict[str, str]) -> bool:
+    """Whether a partition is for some accounts, groups or QOS only (scontrol(1), SHOW PARTITION)."""
+    lists = ('AllowAccounts', 'AllowGroups', 'AllowQos')
+    return any(record.get(name, 'ALL') not in ('ALL', '') for name in lists)
+
+
+def is_preempted(record: Dict[str, str]) -> bool:
+    """Whether jobs of other partitions may push those of this one aside."""
+    return record.get('PreemptMode', 'OFF').upper() not in ('OFF', '')
+
+
 def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]], is_linear: bool) -> List[Partition]:
     """Partitions from the output of sinfo and scontrol: the default one first, then in sinfo's order.
 
     With select/linear (slurm.conf(5)) every job gets whole nodes, without it those of a partition with
-    OverSubscribe=EXCLUSIVE.
+    OverSubscribe=EXCLUSIVE. What is not for everybody, or less safe than others, is chosen last.
     """
-    found = {}
+    found, all_preempted = {}, all(map(is_preempted, records.values()))
     for name, cpus, memory, limit, gres, _ in read_slurm_rows(sinfo, 6):
         num_cpus, memory_mb, limit_s = parse_least(cpus), parse_least(memory), parse_partition_limit(limit)
         is_default, name = name.endswith('*'), name.rstrip('*')
         record = records.get(name, {})
-        if not name or None in (num_cpus, memory_mb, limit_s) or record.get('State', 'UP') != 'UP':
+        is_open = record.get('State', 'UP') == 'UP' and record.get('RootOnly') != 'YES'
+        if not name or None in (num_cpus, memory_mb, limit_s) or not is_open:
             continue
         gpus, gpu_type = parse_gres(gres)
         if not gpus and 'gpu' in name.lower() and gres.strip() in ('', '(null)'):
@@ -20416,7 +20457,8 @@ def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]], is_linear: 
             name=name, cpus_per_node=num_cpus, memory_mb=memory_mb, max_walltime_secs=limit_s,
             max_nodes=parse_least(record.get('MaxNodes', '')), shared=not is_whole,
             min_nodes=parse_least(record.get('MinNodes', '')), gpus_per_node=gpus or None,
-            gpu_type=gpu_type or None), not is_default)
+            gpu_type=gpu_type or None, requires_explicit_request=is_restricted(record) or is_preempted(
+                record) and not all_preempted), not is_default)
     return sorted(found, key=found.__getitem__)
 
 
@@ -20493,7 +20535,7 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 #
 # Jobs are pooled into groups, a scheduler each: by partition or by resource requirements, and those that wait
 # for other jobs apart from those that do not. The arithmetic is Torc's:
-#     walltime     longest runtime x multiplier, or the partition's longest
+#     walltime     longest runtime x multiplier, or the partition's longest; ours leaves END_S at least
 #     a node runs  jobs side by side, as many as its CPUs, memory and GPUs allow, and walltime / runtime of
 #                  them one after the other
 #     allocations  what all jobs of the group take of such nodes, rounded up
@@ -20503,8 +20545,11 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 # A group's action fires when its gates are ready: jobs that wait for no other job of the group. Where groups
 # wait for each other in turn, a group has several stages, each with its own action, so that what comes later
 # is never a gate of what it waits for: stages are numbered so that along each dependency the pair (stage,
-# rank of the group) grows, or both jobs are in the same stage.
+# rank of the group) grows, or both jobs are in the same stage. Jobs that wait for another job of their stage
+# and for a group that has perhaps not begun by then are in the next stage, too.
 
+# A runner stops its jobs a minute before the end (sigkill_headroom_seconds), and gives steps whole minutes.
+END_S = 120
 RUNNER_MEMORY_MB = 512      # the runner itself, and its sruns: some 100 MB, and 5 MB a step (slurm 22.05)
 MERGED_ALLOCATIONS = 2      # up to so many together, a partition's two groups become one; as in Torc
 SMALL_CPUS, SMALL_MEMORY_MB = 26, 60000     # of a job that goes to shared nodes where there are some; Torc's
@@ -20633,7 +20678,7 @@ def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
         is_small = needs.num_cpus <= SMALL_CPUS and needs.memory_mb <= SMALL_MEMORY_MB
         tiers = [[partition for partition in without_gpus if partition.shared and is_small], without_gpus,
                  routed, fitting]
-    wanted_s = needs.runtime_s * multiplier
+    wanted_s = max(needs.runtime_s * multiplier, needs.runtime_s + END_S)
     tier = next(filter(None, tiers), ())
     return min(tier, default=None, key=lambda partition: (
         partition.max_walltime_secs < wanted_s, partition.memory_mb, partition.max_walltime_secs))
@@ -20670,13 +20715,20 @@ def jobs_side_by_side(partition: Partition, needs: ResourceClass) -> int:
     return max(1, partition.node.count(needs))
 
 
-def plan_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
-    """Walltime of allocations whose longest job takes so many seconds."""
+def nominal_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
+    """Walltime that allocations are counted with, when their longest job takes so many seconds."""
     if options.walltime_s is not None:
         return options.walltime_s
     if options.walltime_strategy == 'max-partition-time' or not longest_s:
         return partition.max_walltime_secs
     return min(math.ceil(longest_s * options.walltime_multiplier), partition.max_walltime_secs)
+
+
+def plan_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
+    """Walltime that is asked for: at its end, a job that takes all of its runtime has not been stopped."""
+    nominal_s = nominal_walltime(partition, longest_s, options)
+    least_s = min(longest_s + END_S, partition.max_walltime_secs)
+    return nominal_s if options.walltime_s is not None else max(nominal_s, least_s)
 
 
 def count_allocations(partition: Partition, walltime_s: int,
@@ -20771,15 +20823,15 @@ class Grouping:
         """The partition of a group."""
         return self.partitions[next(iter(self.groups[key]))]
 
-    def walltime(self, key: GroupKey) -> int:
-        """The walltime of a group."""
-        longest_s = max(self.classes[number].runtime_s for number in self.groups[key])
-        return plan_walltime(self.partition(key), longest_s, self.options)
+    def longest(self, key: GroupKey) -> int:
+        """Seconds of the longest job of a group."""
+        return max(self.classes[number].runtime_s for number in self.groups[key])
 
     def count(self, key: GroupKey, jobs: Optional[List[int]] = None) -> int:
         """Allocations for a group, or for some jobs of it."""
         jobs_of = self.groups[key] if jobs is None else sort_by_class(self.graph, jobs)
-        return count_allocations(self.partition(key), self.walltime(key), self.demands(jobs_of))
+        nominal_s = nominal_walltime(self.partition(key), self.longest(key), self.options)
+        return count_allocations(self.partition(key), nominal_s, self.demands(jobs_of))
 
 
 def sort_by_class(graph: JobGraph, jobs: Sequence[int]) -> Dict[int, List[int]]:
@@ -20803,6 +20855,7 @@ def find_stages(graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict
             ranks.setdefault(group_of.get(job), len(ranks))
     ranks[None] = -1
     places = {}     # job -> group, stage, seconds from the begin of its stage to its end
+    earlier = {}    # type: Dict[Any, Set[Any]]     # (group, stage) -> those that have begun before it
     stages = {}     # type: Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]
     for members, jobs in order:
         before = {}     # (group, stage) of prerequisites -> the last end
@@ -20812,7 +20865,12 @@ def find_stages(graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict
         for group in dict.fromkeys(group_of.get(job) for job in jobs):
             stage = max([other_stage + (ranks[other] > ranks[group])
                          for other, other_stage in before] or [0])
-            begin_s = before.get((group, stage))
+            begin_s, known = before.get((group, stage)), earlier.setdefault((group, stage), {(group, stage)})
+            if begin_s is not None and not known.issuperset(before):
+                stage, begin_s = stage + 1, None    # by then its allocations may have run out of work
+            if begin_s is None:
+                known = earlier.setdefault((group, stage), {(group, stage)})
+                known.update(before, *(earlier[place] for place in before))
             for job in jobs:
                 if group_of.get(job) == group:
                     end_s = (begin_s or 0) + runtimes_s.get(job, 0)
@@ -20862,8 +20920,8 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
 def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[Tuple[List[int], List[int], int]],
                    names: Set[str]) -> PlannedScheduler:
     """The scheduler of a group."""
-    partition, walltime_s = grouping.partition(key), grouping.walltime(key)
-    jobs_of, options = grouping.groups[key], grouping.options
+    partition, jobs_of, options = grouping.partition(key), grouping.groups[key], grouping.options
+    walltime_s = plan_walltime(partition, grouping.longest(key), options)
     job_nodes = max(grouping.classes[number].num_nodes for number in jobs_of)
     planned = [Stage(sorted(jobs), sorted(gates), grouping.count(key, jobs) if len(stages) > 1
                      else grouping.count(key)) for jobs, gates, _ in stages]
@@ -20901,9 +20959,9 @@ def doubt_scheduler(made: PlannedScheduler, classes: Sequence[ResourceClass], ch
     if longest_s > made.walltime_s:
         yield (f'{made.name}: a runtime of {format_walltime(longest_s)} is longer than the walltime of '
                f'{shown}')
-    elif longest_s == made.walltime_s:
-        yield (f'{made.name}: the longest job takes the whole walltime of {shown}, the longest of partition '
-               f'{made.partition.name}: no time is left for it to start and to end')
+    elif longest_s + END_S > made.walltime_s:
+        yield (f'{made.name}: a job of {format_walltime(longest_s)} cannot run to its end within the '
+               f'walltime of {shown}: jobs are stopped up to {END_S} s before that')
     elif chain_s > made.walltime_s:
         yield (f'{made.name}: jobs that wait for each other take up to {format_walltime(chain_s)}, its '
                f'allocations last {shown}: what is left then needs more of them (--walltime-strategy '
@@ -20967,8 +21025,8 @@ def clear_schedulers(document: Document, replaces: bool) -> None:
         ('actions of the type schedule_nodes', any(map(is_allocation, actions))),
         ('jobs with a scheduler', any(job.get('scheduler') for job in jobs))) if is_there]
     if found and not replaces:
-        raise BadInput(f"the workflow file has {' and '.join(found)} already: submit it as it is, or replace "
-                       'them with --overwrite')
+        raise BadInput(f"the workflow file has {' and '.join(found)} already: submit it as it is, without "
+                       '--account, or replace them with `slurm generate --overwrite`')
     document.find_position(value)       # of JSON they are only found in the value that was read
     if value.get('slurm_schedulers'):
         value['slurm_schedulers'] = None
@@ -20992,7 +21050,10 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
                        'need')
     graph, classes = planned_graph(spec)
     made = plan_allocations(graph, classes, partitions, options.plan)
-    problems = [misfit_problem(document, classes[number].name, reason) for number, reason in made.problems]
+    cure = 'its jobs are left out' if options.skip_checks else \
+        'change it, choose another --profile, or leave its jobs out with --skip-checks'
+    problems = [misfit_problem(document, classes[number].name, f'{reason}: {cure}')
+                for number, reason in made.problems]
     if problems and not options.skip_checks:
         message = str(problems[0]) if len(problems) == 1 else f'{len(problems)} job classes fit no partition'
         raise BadInput(message, problems, warnings=spec.warnings)
@@ -21018,8 +21079,7 @@ def misfit_problem(document: Document, name: str, reason: str) -> Problem:
     blocks = document.value.get('resource_requirements') or ()
     block = next((block for block in blocks if block.get('name') == name), None)
     line, column = document.find_position(block, reason.split()[0]) if block else (0, 0)
-    return Problem(f"resource_requirements '{shorten(name)}' fits no partition: {reason}: change it, choose "
-                   'another --profile, or leave its jobs out with --skip-checks', line, column)
+    return Problem(f"resource_requirements '{shorten(name)}' fits no partition: {reason}", line, column)
 
 
 def name_schedulers(jobs: Sequence[Dict[str, Any]], starts: Sequence[int], graph: JobGraph,
@@ -26384,15 +26444,8 @@ class Runner:
         accounting.records.leaving = lambda: self.shutdown.reason
         accounting.sampler.on_sample = self.monitor.series.add_job
         self.dispatcher.on_started = accounting.add
-        self.completions.take_usage = self.take_step_usage
+        self.completions.take_usage = accounting.take_usage
         self.policy.least_s = self.context.config['sigkill_headroom_seconds'] + SHORTEST_STEP_S
-
-    def take_step_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
-        """What a step has used: as the supervisor saw at its end, and sstat(1) before."""
-        found = Completions.usage_at_end(attempt, end)
-        for name, value in self.accounting.usage_of(attempt).items():
-            found[name] = max(value, found.get(name) or 0) if name.startswith('peak') else value
-        return found
 
     def connect_link(self) -> None:
         """Set where the link finds what it sends, and who gets what comes."""
@@ -27120,8 +27173,11 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
                      'none of its runners is at work')
         if row['remaining_seconds'] is not None:
             found.append(f"{format_elapsed(row['remaining_seconds'])} left")
+    if row.get('has_ended'):
+        return found + ['Slurm lists it no longer: it has ended, and its runner has not reported that; see '
+                        f"slurm_output_*_sl{row['slurm_job_id']}.e in its output directory"]
     if queued is None:
-        return found + (['Slurm does not list it any more'] if 'queue' in row else [])
+        return found + (['submitted after Slurm was asked'] if 'queue' in row and row['slurm_job_id'] else [])
     if queued['state'] == 'PENDING':
         meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
         found.append(f"Slurm says {queued['reason']}{meaning}")
@@ -27225,6 +27281,8 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
         steps.append(f'Start runners: {program} run {number}' +
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
+    if any(row.get('has_ended') for row in waiting['allocations']) and codes:
+        steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
     if 'lacks' in codes:
         steps.append('Ask for less, or offer more: '
                      f'{program} resource-requirements list {number}; {program} slurm list {number}')
@@ -30563,6 +30621,86 @@ def format_summary(summary: Dict[str, Any]) -> str:
     return format_lines(lines + ['', f'Ready to run {where}', 'Validation: PASSED'])
 
 
+# -------- planned allocations --------
+
+
+def hpc_config(session: Session) -> HpcConfig:
+    """Clusters of the user's configuration files; what could not be read is reported."""
+    config = read_config()
+    for note in config.notes:
+        session.report(f'warning: {note}')
+    return config
+
+
+def plan_options(args: Arguments) -> PlanOptions:
+    """How allocations are planned, from the command line."""
+    return PlanOptions(args['group_by'], args['walltime_strategy'], args['walltime_multiplier'],
+                       bool(args.get('single_allocation')))
+
+
+def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOptions = PlanOptions(),
+                   replaces: bool = False, has_actions: bool = True
+                   ) -> Tuple[GeneratedSpec, Profile, str, Document]:
+    """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was.
+
+    Warnings are reported.
+    """
+    path = '' if spec == '-' else spec
+    document = read_document(read_input(session, spec), path)
+    config = hpc_config(session)
+    profile = find_profile(args['profile'], config)
+    defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
+    account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
+    partitions = profile.partitions
+    if args.get('partition'):
+        partitions = [partition for partition in partitions if partition.name == args['partition']]
+        if not partitions:
+            names = dict.fromkeys(partition.name for partition in profile.partitions)
+            raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
+                           f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
+    chosen = GenerateOptions(options, account, replaces, has_actions, bool(args['skip_checks']),
+                             args['max_instances'] or MAX_INSTANCES)
+    try:
+        made = generate_spec(document, spec_directory(path), partitions, chosen)
+    except BadInput as error:
+        error.problems = [placed(problem, path) for problem in error.problems]
+        raise
+    for warning in made.warnings[:PROBLEMS_SHOWN]:
+        session.report(f'warning: {placed(warning, path)}')
+    return made, profile, account, document
+
+
+def format_generated(made: GeneratedSpec, profile: Profile) -> str:
+    """The plan for people: a scheduler, what it asks for, and what it is for."""
+    lines = [f'Schedulers for {profile.display_name}:']
+    for scheduler in made.plan.schedulers:
+        gpus = f', {scheduler.num_gpus} GPUs' if scheduler.num_gpus else ''
+        nodes = f'{scheduler.nodes} nodes' if scheduler.nodes > 1 else '1 node'
+        lines.append(f'  {scheduler.name}: {len(scheduler.jobs)} jobs, {scheduler.num_allocations} x {nodes} '
+                     f'of {scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
+                     f'{scheduler.num_cpus} CPUs, {format_request(scheduler.memory_mb)}{gpus}')
+        if made.actions:
+            lines += [f'    {stage.num_allocations} when {len(stage.gates)} jobs are ready: '
+                      + first_of([made.graph.names[job] for job in stage.gates], 3)
+                      for stage in scheduler.stages]
+    return format_lines(lines)
+
+
+def read_planned_spec(session: Session, spec: str, args: Arguments) -> Plan:
+    """A workflow file that says nothing of allocations, read, expanded and checked, with a plan of them."""
+    made, profile, _, _ = read_for_slurm(session, spec, args)
+    session.inform(*format_generated(made, profile).splitlines())
+    path = '' if spec == '-' else spec
+    plan = read_plan(Document(made.value, 'yaml', '', {}), spec_directory(path),
+                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
+    return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(path) if path else None)
+
+
+def spec_directory(path: str) -> str:
+    """Directory of a workflow file, which its tables are looked for in."""
+    return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
+
+
 # -------- execution plan --------
 
 def cmd_execution_plan(session: Session, args: Arguments) -> int:
@@ -31246,7 +31384,7 @@ def cmd_submit(session: Session, args: Arguments) -> int:
         actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
         refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
         return submit_workflow(session, workflow, settings, args)
-    plan = read_spec(session, args['target'], args)
+    plan = (read_planned_spec if args['account'] else read_spec)(session, args['target'], args)
     refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
     for scheduler in plan.body['slurm_schedulers']:
         check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
@@ -31448,8 +31586,9 @@ def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
         if ends:
             body = {'submitter': submitter, 'submitted': ends}
             answer = session.call('report_submissions', body, workflow_id=workflow['id'])
-            if answer['surplus']:       # canceled meanwhile
+            if answer['surplus']:
                 ask_slurm(slurm_argv('scancel', *answer['surplus']))
+                refusals += ['canceled meanwhile'] * len(answer['surplus'])
             numbers += [end['slurm_job_id'] for end in ends
                         if 'slurm_job_id' in end and end['slurm_job_id'] not in answer['surplus']]
             refusals += [end['message'] for end in ends if 'message' in end]
@@ -31475,10 +31614,10 @@ def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submit
         session.report(f'Slurm does not say whether it has {len(outcome.lost)} allocations: '
                        f'{outcome.message}. Nothing is submitted twice; when it answers: {again}')
     if outcome.refusals and not outcome.numbers:
-        raise Refused(f'Slurm has refused the allocations of workflow {number}: {outcome.refusals[0]}')
+        raise Refused(f'no allocation of workflow {number} was submitted: {outcome.refusals[0]}')
     for message in sorted(set(outcome.refusals)):
         count = outcome.refusals.count(message)
-        session.report(f'torc: {count} allocations of workflow {number} were refused: {message}')
+        session.report(f'torc: {count} allocations of workflow {number} were not submitted: {message}')
     count = len(outcome.numbers)
     text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
         f'Submitted no allocation of workflow {number}'
@@ -31602,9 +31741,9 @@ def cmd_allocation_jobs(session: Session, args: Arguments) -> int:
 # -------- accounts --------
 
 NO_ALLOCATIONS = 'No Slurm scheduled compute nodes found'
-STEP_STATS_COLUMNS = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
-                 'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
-                 'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
+ACCOUNT_LIST = ('Job ID=job_id, +Job Name=job_name:1, Run=run_id:5, Attempt=attempt_id:4, '
+                'Slurm Job=slurm_job_id:2, Max RSS=max_rss_bytes, Max VM=max_vm_size_bytes:6, '
+                'Ave CPU (s)=ave_cpu_seconds, CPU %=cpu_percent, Nodes=node_list:3')
 SACCT_COLUMNS = ('Slurm Job=slurm_job_id, Job Step=job_step, State=state, Exit Code=exit_code, '
                  'Elapsed=elapsed:1, Max RSS=max_rss:1, CPU Time=cpu_time:2, Nodes=nodes:3')
 
@@ -31643,7 +31782,7 @@ def cmd_slurm_stats(session: Session, args: Arguments) -> int:
         item['job_name'] = result.get('job_name')
         if seconds and item.get('ave_cpu_seconds') is not None:
             item['cpu_percent'] = item['ave_cpu_seconds'] / seconds * 100
-    session.show_list(headings_of(STEP_STATS_COLUMNS), items, 'Slurm stats')
+    session.show_list(headings_of(ACCOUNT_LIST), items, 'Slurm stats')
     return 0
 
 
@@ -31811,24 +31950,38 @@ def format_issues(answer: Dict[str, Any]) -> str:
 
 def cmd_explain(session: Session, args: Arguments) -> int:
     """Why nothing runs, or not everything."""
-    found = session.call('explain_waiting', workflow_id=choose_workflow(session, args))
-    slurm = add_queue(found['allocations'], ask_queue(time.time())) if found['allocations'] else None
+    number, slurm = choose_workflow(session, args), None
+    found = session.call('explain_waiting', workflow_id=number)
+    allocations = found['allocations']
+    if allocations:
+        queue = ask_queue(time.time(), [row['slurm_job_id'] for row in allocations])
+        ended = [row['allocation_id'] for row in allocations if has_left_queue(row, queue)]
+        if ended:       # what does their absence mean for the jobs?
+            found = session.call('explain_waiting', workflow_id=number, ended=ended)
+        slurm = {'asked_at': queue.asked_at, 'error': queue.error or None}
+        for row in found['allocations'] if not queue.error else ():
+            row['queue'] = describe_queued(queue.jobs.get(str(row['slurm_job_id'])))
+            row['has_ended'] = row['allocation_id'] in ended
     program, style = command_line(session), style_of(session.out, os.environ)
-    waiting = {'workflow_id': found['status']['workflow_id'], 'summary': summarize_waiting(found),
+    waiting = {'workflow_id': number, 'summary': summarize_waiting(found),
                'next_steps': next_steps(found, program), 'slurm': slurm, **found}
     session.answer(waiting, format_waiting(waiting, time.time(), style, program), style)
     return 0
 
 
-def add_queue(allocations: Sequence[Dict[str, Any]], queue: Queue) -> Dict[str, Any]:
-    """Add to each allocation what Slurm says of it, as `queue`, None if nothing. Whether Slurm was asked."""
-    for row in allocations if not queue.error else ():
-        found, row['queue'] = queue.jobs.get(str(row['slurm_job_id'])), None
-        if found:
-            reason = find_slurm_reason(found.reason)
-            row['queue'] = dict(found._asdict(), reason_meaning=reason and reason.meaning,
-                                is_final=bool(reason and reason.is_final))
-    return {'asked_at': queue.asked_at, 'error': queue.error or None}
+def has_left_queue(row: Dict[str, Any], queue: Queue) -> bool:
+    """Whether an allocation was there when Slurm was asked, and is not in its queue any more."""
+    number = str(row['slurm_job_id'])
+    return not queue.error and number in queue.wanted and number != '0' and number not in queue.jobs
+
+
+def describe_queued(found: Optional[ListedJob]) -> Optional[Dict[str, Any]]:
+    """What Slurm says of one allocation; None if it does not list it."""
+    if found is None:
+        return None
+    reason = find_slurm_reason(found.reason)
+    return dict(found._asdict(), reason_meaning=reason and reason.meaning,
+                is_final=bool(reason and reason.is_final))
 
 
 # ======== 20e. Clusters: commands that plan allocations ========
@@ -31836,16 +31989,8 @@ def add_queue(allocations: Sequence[Dict[str, Any]], queue: Queue) -> Dict[str, 
 # `hpc ...`, `slurm generate`, `slurm plan-allocations`: these ask Slurm at most what partitions there are,
 # how full they are and when a job would start, and submit nothing.
 
-PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime:1, gpus=gpus:2, shared=shared:2, '
-                     'explicit=explicit:3')
-
-
-def hpc_config(session: Session) -> HpcConfig:
-    """Clusters of the user's configuration files; what could not be read is reported."""
-    config = read_config()
-    for note in config.notes:
-        session.report(f'warning: {note}')
-    return config
+PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime:1, gpus=gpus:2, '
+                     'shared=shared:2, explicit=explicit:3')
 
 
 def chosen_profile(session: Session, name: Optional[str]) -> Profile:
@@ -31857,8 +32002,8 @@ def cmd_hpc_list(session: Session, args: Arguments) -> int:
     """The clusters that are known without asking Slurm."""
     rows = [{'name': profile.name, 'display': profile.display_name, 'partitions': len(profile.partitions),
              'detected': is_here(profile)} for profile in known_profiles(hpc_config(session))]
-    session.show_list(headings_of('name=name, display=display, partitions=partitions, detected=detected'), rows,
-                      f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
+    headings = headings_of('name=name, display=display, partitions=partitions, detected=detected')
+    session.show_list(headings, rows, f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
     return 0
 
 
@@ -31959,6 +32104,8 @@ def cmd_hpc_generate(session: Session, args: Arguments) -> int:
     name = args['name'] or re.sub('[^a-z0-9_-]+', '-', profile.name.lower())
     entry = {key: value for key, value in entry.items() if value is not None}
     path = args['output']
+    if path and not path.endswith('.toml'):
+        refuse_format(path)
     format = FORMATS.get(os.path.splitext(path or '.toml')[1].lower(), 'toml')
     value = {'client': {'hpc': {'custom_profiles': {name: entry}}}}
     text = format_toml_profile(name, entry) if format == 'toml' else format_spec(value, format)
@@ -31977,11 +32124,19 @@ def format_toml_profile(name: str, entry: Dict[str, Any]) -> str:
     """A configured cluster as TOML (its basic strings take what JSON's do)."""
     def pair(key: str, value: Any) -> str:
         return f'{key} = {json.dumps(value)}'
-    table = 'client.hpc.custom_profiles.' + (name if re.match(r'[A-Za-z0-9_-]+\Z', name) else json.dumps(name))
+    key = name if re.match(r'[A-Za-z0-9_-]+\Z', name) else json.dumps(name)
+    table = f'client.hpc.custom_profiles.{key}'
     lines = [f'[{table}]'] + [pair(key, value) for key, value in entry.items() if key != 'partitions']
     for partition in entry['partitions']:
         lines += ['', f'[[{table}.partitions]]', *(pair(key, value) for key, value in partition.items())]
     return '\n'.join(lines) + '\n'
+
+
+def refuse_format(path: Optional[str]) -> None:
+    """Refuse the name of a file whose format is not written."""
+    format = FORMATS.get(os.path.splitext(path or '')[1].lower(), 'yaml')
+    if format in ('kdl', 'toml'):
+        raise BadInput(f'{format.upper()} is not written: give the file a name in .yaml or .json')
 
 
 def write_result(path: str, text: str) -> None:
@@ -31995,52 +32150,11 @@ def write_result(path: str, text: str) -> None:
 # -------- slurm generate --------
 
 
-def plan_options(args: Arguments) -> PlanOptions:
-    """How allocations are planned, from the command line."""
-    return PlanOptions(args['group_by'], args['walltime_strategy'], args['walltime_multiplier'],
-                       bool(args.get('single_allocation')))
-
-
-def read_for_slurm(session: Session, args: Arguments, *, replaces: bool, has_actions: bool
-                   ) -> Tuple[GeneratedSpec, Profile, str, Document]:
-    """A workflow file with a plan of its allocations, the cluster, the account, and the file as it was.
-
-    Warnings are reported.
-    """
-    path = '' if args['spec'] == '-' else args['spec']
-    document = read_document(read_input(session, args['spec']), path)
-    config = hpc_config(session)
-    profile = find_profile(args['profile'], config)
-    defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
-    account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
-    partitions = profile.partitions
-    if args.get('partition'):
-        partitions = [partition for partition in partitions if partition.name == args['partition']]
-        if not partitions:
-            names = dict.fromkeys(partition.name for partition in profile.partitions)
-            raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
-                           f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
-    options = GenerateOptions(plan_options(args), account, replaces, has_actions, bool(args['skip_checks']),
-                              args['max_instances'] or MAX_INSTANCES)
-    try:
-        made = generate_spec(document, spec_directory(path), partitions, options)
-    except BadInput as error:
-        error.problems = [placed(problem, path) for problem in error.problems]
-        raise
-    for warning in made.warnings[:PROBLEMS_SHOWN]:
-        session.report(f'warning: {placed(warning, path)}')
-    return made, profile, account, document
-
-
-def spec_directory(path: str) -> str:
-    """Directory of a workflow file, which its tables are looked for in."""
-    return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
-
-
 def cmd_slurm_generate(session: Session, args: Arguments) -> int:
     """Put Slurm schedulers, and actions that submit them, into a workflow file."""
-    made, profile, _, document = read_for_slurm(session, args, replaces=args['overwrite'],
-                                                has_actions=not args['no_actions'])
+    refuse_format(args['output'])
+    made, profile, _, document = read_for_slurm(session, args['spec'], args, plan_options(args),
+                                                bool(args['overwrite']), not args['no_actions'])
     summary = {'dry_run': bool(args['dry_run']), 'scheduler_count': len(made.schedulers),
                'action_count': len(made.actions), 'profile_name': profile.name,
                'profile_display_name': profile.display_name, 'slurm_schedulers': made.schedulers,
@@ -32061,22 +32175,6 @@ def cmd_slurm_generate(session: Session, args: Arguments) -> int:
     else:
         session.show(format_spec(value, 'json' if session.format == 'json' else document.format))
     return 0
-
-
-def format_generated(made: GeneratedSpec, profile: Profile) -> str:
-    """The plan for people: a scheduler, what it asks for, and what it is for."""
-    lines = [f'Schedulers for {profile.display_name}:']
-    for scheduler in made.plan.schedulers:
-        gpus = f', {scheduler.num_gpus} GPUs' if scheduler.num_gpus else ''
-        nodes = f'{scheduler.nodes} nodes' if scheduler.nodes > 1 else '1 node'
-        lines.append(f'  {scheduler.name}: {len(scheduler.jobs)} jobs, {scheduler.num_allocations} x {nodes} of '
-                     f'{scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
-                     f'{scheduler.num_cpus} CPUs, {format_request(scheduler.memory_mb)}{gpus}')
-        if made.actions:
-            lines += [f'    {stage.num_allocations} when {len(stage.gates)} jobs are ready: '
-                      + first_of([made.graph.names[job] for job in stage.gates], 3)
-                      for stage in scheduler.stages]
-    return format_lines(lines)
 
 
 # -------- slurm plan-allocations --------
@@ -32127,8 +32225,8 @@ def ask_cluster_state(names: Sequence[str]) -> List[Dict[str, Any]]:
     listed = ','.join(names)
     nodes = ask_slurm(slurm_argv('sinfo', '-e', '-h', '-o', '%P|%T|%D', '-p', listed))
     if nodes.code:
-        raise Refused(f'cannot ask Slurm how full its partitions are: {explain_reply(nodes)}; plan without it '
-                      'with --offline')
+        raise Refused(f'cannot ask Slurm how full its partitions are: {explain_reply(nodes)}; '
+                      'to plan without it: --offline')
     queue = ask_slurm(slurm_argv('squeue', '-h', '-o', '%P|%T|%D', '-p', listed))
     counts, waiting = count_nodes(nodes.out), count_queue(queue.out)
     return [{'partition': name, **{key: {**counts.get(name, {}), **waiting.get(name, {})}.get(key, 0)
@@ -32199,7 +32297,7 @@ def compare_probes(advice: Advice, made: PlannedScheduler, small_s: Optional[int
 
 def cmd_plan_allocations(session: Session, args: Arguments) -> int:
     """Recommend how many allocations of how many nodes a workflow should ask for now."""
-    made, profile, account, _ = read_for_slurm(session, args, replaces=True, has_actions=False)
+    made, profile, account, _ = read_for_slurm(session, args['spec'], args, plan_options(args), True, False)
     names = list(dict.fromkeys(scheduler.partition.name for scheduler in made.plan.schedulers))
     states = [] if args['offline'] else ask_cluster_state(names)
     by_name = {state['partition']: state for state in states}
@@ -32753,11 +32851,12 @@ REQUIREMENT_OPTIONS = (
 )
 CLUSTER = Argument('NAME', '', f'name of its profile, or {LIVE_PROFILE}: ask sinfo (default: this cluster)',
                    count='?')
+PROFILE = Argument('--profile', 'NAME', 'the cluster that allocations are planned for, see `hpc list`, or '
+                   f'{LIVE_PROFILE}: ask sinfo (default: this one)')
 PLANNED_SPEC = (
     Argument('SPEC', '', 'workflow file, or - for stdin'),
     Argument('-a --account', 'NAME', 'account to charge (default: account of its slurm_defaults)'),
-    Argument('--profile', 'NAME', f'the cluster, see `hpc list`, or {LIVE_PROFILE}: ask sinfo (default: this '
-             'cluster)'),
+    PROFILE,
 )
 PLAN_OPTIONS = (
     Argument('--group-by', 'WHAT', f"a scheduler for each {' or '.join(GROUPINGS)}", one_of(*GROUPINGS),
@@ -32887,7 +32986,7 @@ COMMANDS = (
         Argument('-a --account', 'ACCOUNT', 'plan the allocations, and charge this account (see: slurm '
                  'generate)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
-        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+        PROFILE, *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
@@ -33277,7 +33376,8 @@ COMMANDS = (
         (CLUSTER._replace(count='1'),), 'hpc show kestrel'),
     Command('hpc partitions', cmd_hpc_partitions, 'list the partitions of a cluster', (
         CLUSTER, Argument('--gpu', '', 'only with GPUs'),
-        Argument('--shared', '', 'only where several jobs share a node')), 'hpc partitions kestrel --gpu', True),
+        Argument('--shared', '', 'only where several jobs share a node')),
+        'hpc partitions kestrel --gpu', True),
     Command('hpc match', cmd_hpc_match, 'list the partitions that can run a job, and the best of them', (
         CLUSTER, Argument('--cpus', 'N', 'CPUs of a node', at_least(1)),
         Argument('--memory', 'MEMORY', 'memory of a node, such as 8g', parse_size),
