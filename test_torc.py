@@ -18144,7 +18144,7 @@ class AccountingTest(PartTest):
         self.assertEqual([(1, 'j1'), (2, 'j2')] * 3, [row[:2] for row in samples])
         self.assertEqual({(1 << 20, 1)}, {row[2][2:] for row in samples})
         self.assertEqual([50.0] * 6, [round(row[2][1], 1) for row in samples])
-        usage = self.accounting.usage_of(attempts[0])
+        usage = attempts[0].account.usage.fields()
         self.assertEqual({'peak_memory_bytes': 1 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 50.0},
                          {name: round(value, 1) for name, value in usage.items()})
 
@@ -18152,7 +18152,7 @@ class AccountingTest(PartTest):
         self.start(resource_monitor_config={'enabled': False})
         attempt = self.begin(1)
         self.advance(60)
-        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'), self.accounting.usage_of(attempt)))
+        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'), attempt.account.usage.fields()))
 
     def test_a_step_that_has_ended_is_not_asked_for_and_what_sstat_says_of_it_is_debug(self):
         first, second = self.begin(1), self.begin(2)
@@ -18174,6 +18174,14 @@ class AccountingTest(PartTest):
         self.advance(120)
         self.assertEqual([0.2, 10.0, 21.0, 32.0], self.calls('squeue')[:4])
         self.assertEqual([11, 56, 101], [round(at) for at in self.calls('sstat')])
+
+    def test_what_was_sampled_and_what_the_end_tells_go_into_the_result_together(self):
+        attempt = self.begin(1)
+        self.advance(21)
+        end = torc.ProcessEnd(0, 0, 20.0, 2.0, 5 << 20, self.clock.now)     # 10 %, 5 MB
+        self.assertEqual({'peak_memory_bytes': 5 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0,
+                          'avg_cpu_percent': 10.0},
+                         {key: round(value, 1) for key, value in self.accounting.take_usage(attempt, end).items()})
 
     def test_a_step_that_was_never_made_leaves_no_row(self):
         attempt = self.begin(1, is_visible=False)
@@ -18435,7 +18443,7 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
                              tuple(row[key] for key in ('job_id', 'slurm_job_id', 'max_rss_bytes', 'node_list')))
             self.assertEqual(torc.parse_slurm_cpu_time(known['AveCPU']), row['ave_cpu_seconds'])
             self.assertGreater(row['max_rss_bytes'], 100 << 20)
-            usage = self.accounting.usage_of(attempt)
+            usage = attempt.account.usage.fields()
             self.assertGreater(usage['peak_memory_bytes'], 100 << 20)
             self.assertTrue(0 < usage['avg_cpu_percent'] <= usage['peak_cpu_percent'] < 300, usage)
         self.assertLessEqual(len(self.fakes.calls('squeue')), 12)

@@ -25505,9 +25505,12 @@ class Accounting:
         """What sacct says of its end: None for "later", and a StepRecord without anything for "never"."""
         return self.records.state_of(attempt.account)
 
-    def usage_of(self, attempt: Attempt) -> Dict[str, Any]:
-        """Fields of its result, as sampled."""
-        return attempt.account.usage.fields()
+    def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
+        """Fields of its result: what the end of the job itself tells, and what was sampled."""
+        sampled, at_end = attempt.account.usage.fields(), Completions.usage_at_end(attempt, end)
+        peaks = {key: max(sampled[key], at_end[key]) for key in ('peak_memory_bytes', 'peak_cpu_percent')
+                 if key in sampled and key in at_end}
+        return {**sampled, **at_end, **peaks}
 
     @property
     def is_busy(self) -> bool:
