@@ -18277,6 +18277,7 @@ class AccountingTest(PartTest):
         attempt = self.finish(self.begin(1), self.GOOD)
         self.accounting.state_of(attempt)
         self.advance(100)
+        self.assertEqual(torc.StepRecord(), self.accounting.state_of(attempt))
         self.assertEqual([1.0], self.calls('sacct'), 'ten times as long as it took it is left alone')
         self.slurm.latency_s['sacct'] = 0.05
         self.advance(300)
@@ -18494,7 +18495,7 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
             self.accounting.state_of(attempt)
             record = self.drive(lambda: self.accounting.state_of(attempt), 'the answer', 90)
         self.assertEqual(torc.StepRecord(), record)
-        self.assertEqual(torc.SACCT_TRIES, len(self.fakes.calls('sacct')))
+        self.assertEqual(1 if backlog else torc.SACCT_TRIES, len(self.fakes.calls('sacct')))
         message, = self.progress.messages
         self.assertIn('the accounting of Slurm does not answer', message)
         return message

@@ -25471,8 +25471,10 @@ class StepRecords:
         return self.is_off or step.tries >= SACCT_TRIES or is_known and (record.has_figures or self.is_last)
 
     def note_failure(self, reply: Reply) -> None:
-        """Say once that figures will be missing, and why."""
+        """Say once that figures will be missing, and why. Judgements wait for no second call that hangs."""
         self.failures = self.failures + 1 if reply.code else 0
+        if reply.code == REPLY_TIMED_OUT:
+            self.failures = SACCT_TRIES
         if is_accounting_off(reply):
             self.is_off = True
             self.context.say_once('Slurm keeps no accounts of steps here, so that results have only what was '
