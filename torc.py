@@ -26389,10 +26389,11 @@ class Runner:
 
     def take_step_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
         """What a step has used: as the supervisor saw at its end, and sstat(1) before."""
-        found = Completions.usage_at_end(attempt, end)
-        for name, value in self.accounting.usage_of(attempt).items():
-            found[name] = max(value, found.get(name) or 0) if name.startswith('peak') else value
-        return found
+        at_end, sampled = Completions.usage_at_end(attempt, end), self.accounting.usage_of(attempt)
+        peaks = {name: max(value, at_end.get(name) or 0) for name, value in sampled.items()
+                 if name.startswith('peak')}
+        # sstat counts whole seconds; a supervisor that was killed has said nothing.
+        return {**sampled, **at_end, **peaks} if end.cpu_s else {**at_end, **sampled, **peaks}
 
     def connect_link(self) -> None:
         """Set where the link finds what it sends, and who gets what comes."""
