@@ -26277,8 +26277,8 @@ def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], R
     allocation = context.allocation
     reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
     facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
-    state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
-    if allocation.record_id is not None and state is not None and state.is_pending:
+    count = facts.get('Restarts', '')   # the state may still be that of its end
+    if allocation.record_id is not None and count.isdigit() and int(count) > allocation.restart_count:
         client.call('update_scheduled_compute_node', {'status': 'pending'}, id=allocation.record_id)
         context.say(f'Slurm has put job {allocation.job_id} into the queue again')
 
