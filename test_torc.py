@@ -16689,7 +16689,7 @@ class SupervisorTest(WorldTest):
 
 # ======== 14e. Accounting ========
 
-class StepTextTest(unittest.TestCase):
+class AccountTextTest(unittest.TestCase):
     """Rows of squeue, sstat and sacct -> figures of steps."""
     # Recorded from Slurm 22.05.8 (notes on a real Slurm), then the forms of other versions.
     SACCT = textwrap.dedent("""\

@@ -24894,8 +24894,8 @@ class StepFiles:
 class Step:
     """The step of one attempt, as its starter sees it. Times are monotonic."""
     __slots__ = ('name', 'started', 'notes', 'code', 'signal_number', 'sign', 'text', 'is_over', 'is_killed',
-                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early', 'early_at', 'kill_at', 'look_at',
-                 'rest_at')
+                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early', 'early_at', 'kill_at',
+                 'look_at', 'rest_at')
 
     def __init__(self, name: str, minutes: Optional[int], early: Optional[Tuple[str, int]],
                  creation_s: float) -> None:
@@ -33413,7 +33413,7 @@ COMMANDS = (
 
     Command('slurm generate', cmd_slurm_generate,
         'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
-        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, as YAML or JSON by its name (default: '
+        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, as YAML or JSON by name (default: '
                                 'to stdout; JSON stays JSON, all else becomes YAML)'),
         Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
         Argument('--no-actions', '', 'schedulers only: submit them with `slurm schedule-nodes`'),
