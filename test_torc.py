@@ -16769,7 +16769,7 @@ class SlurmFuzzTest(unittest.TestCase):
     PIECES = ('0', '9', '1.5', 'K', 'M', 'G', 'k', ':', '-', '|', '.', ',', '[', ']', '+', ' ', '\n', '\r', '\t', '\0', '%', '_', '(null)', 'n', 'node',
               'batch', 'wf1_j1_r1_a1', '13.0', '00:00:01', '1-02:30:00', 'CANCELLED by 0', 'RUNNING', 'Unknown', '2026-11-21T00:11:56', '64704K',
               '99999999999999999999', '\u0661', '\u00b2', '\ufffd', 'E', 'e308', 'None assigned', 'node[1-3,7],gpu01', 'T')
-    SEEDS = (StepTextTest.SACCT, '13.0|00:00:01|64704K\n13.2|1-00:00:00.5|\n', 'STEPID|NAME\n10.1|wf1_j2_r1_a1\n10.batch|batch\n', '1-02:30:00',
+    SEEDS = (AccountTextTest.SACCT, '13.0|00:00:01|64704K\n13.2|1-00:00:00.5|\n', 'STEPID|NAME\n10.1|wf1_j2_r1_a1\n10.batch|batch\n', '1-02:30:00',
              '01:30.250', '1.50M', 'node[001-003,7],gpu01,r[1-2]c[1-2]', '2026-11-21T00:11:56', 'OUT_OF_ME+', 'wf1_j1_r1_a1|1K|1K|0|0|00:00:01|n1|TIMEOUT|0:15\n')
     NAMES, NUMBERS = {'wf1_j1_r1_a1', ''}, {'0', '1', '2'}
 
