@@ -897,8 +897,9 @@ class FakeSlurm:
         found = []
         for entry in os.listdir(self.path('calls')):
             at, name, _ = entry.split()
-            words = read_text(self.path('calls', entry)).split('\0')[1:-1]
-            found.append(FakeCall(float(at), name, words))
+            words = read_text(self.path('calls', entry)).split('\0')
+            if words[-1:] == [''] != words:     # else it is just being written
+                found.append(FakeCall(float(at), name, words[1:-1]))
         return sorted(call for call in found if not names or call.name in names)
 
 
