@@ -18566,6 +18566,14 @@ class SlurmStarterTest(PartTest):
         self.turn()
         self.assertEqual((math.inf, {}), (step.early_at, self.node.queries))
 
+    def test_a_job_that_dies_of_the_early_signal_is_out_of_time_and_long_before_it_has_failed(self):
+        meaning = 'ended by SIGUSR1, shortly before the time limit of its Slurm step'
+        self.build(end_time=time.time() + 120, srun_termination_signal='USR1@60')
+        self.assertEqual(('terminated', 152, meaning, False), self.judged(self.begin('kill -USR1 $$')))
+        attempt = self.begin('kill -USR1 $$', number=2)
+        self.starter.steps[attempt].limit_at += 1000
+        self.assertEqual(('failed', 138), self.judged(attempt)[:2])
+
     # -------- the end of the runner --------
 
     def test_when_the_runner_leaves_all_its_steps_are_canceled_and_its_files_are_gone(self):
