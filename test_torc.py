@@ -18517,7 +18517,7 @@ def slurm_environment(**changes: Optional[str]) -> Dict[str, str]:
     return {name: value for name, value in {**usual, **changes}.items() if value is not None}
 
 
-class ScriptedSlurm:
+class AnsweringSlurm:
     """Answers calls by their first words; remembers them."""
 
     def __init__(self, **answers: Any) -> None:
@@ -18545,7 +18545,7 @@ class OwnAllocationTest(unittest.TestCase):
 
     def find(self, environment: Dict[str, str], is_subtask: bool = False, inside: str = '5.batch', **answers: Any) -> Any:
         """(allocation, notice)"""
-        self.slurm = ScriptedSlurm(**answers)
+        self.slurm = AnsweringSlurm(**answers)
         finder = torc.AllocationFinder(self.slurm.ask, environment, inside, is_subtask)
         with unittest.mock.patch.dict(os.environ):
             for name in ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'SLURM_STEP_GPUS', 'SLURM_JOB_GPUS'):
@@ -18755,6 +18755,26 @@ class AllocationPartsTest(PartTest):
         self.answer(queries[0], 3000000)
         self.assertEqual([2e6], ends)
 
+    def test_steps_may_run_on_when_their_job_may_and_none_is_shortened(self):
+        with FakeClock().set() as clock:
+            context, calls = self.allocation(execution_config={'sigkill_headroom_seconds': 60}), []     # type: Any, List[Any]
+            launcher = unittest.mock.Mock()
+            launcher.query = lambda argv, limit_s, on_reply, variables: calls.append((argv, on_reply))
+            steps = {}      # type: Dict[str, Any]
+            for name, number, minutes in (('a', '3', 10), ('b', '', 10), ('c', '5', 10), ('d', '6', 90), ('e', '7', None)):
+                steps[name] = torc.Step(name, minutes, ('TERM', 30), 60.0)
+                steps[name].notes = torc.StepNotes(number=number)
+            limits = torc.StepLimits(context, launcher, unittest.mock.Mock(steps=steps))
+            clock.now += 120
+            context.allocation.end_time = clock.now + 1800
+            limits.on_new_end()
+            self.assertEqual([['scontrol', 'update', 'StepId=5.3', 'TimeLimit=31']], [argv for argv, _ in calls])
+            calls[0][1](torc.Reply(0, '', ''))
+            calls[1][1](torc.Reply(1, '', 'no'))
+            self.assertEqual([['scontrol', 'update', 'StepId=5.5', 'TimeLimit=31']], [argv for argv, _ in calls[1:]])
+            self.assertEqual((31 * 60.0, 31 * 60.0 - 30, 600.0),
+                             (steps['a'].limit_at - 1e6, steps['a'].early_at - 1e6, steps['c'].limit_at - 1e6))
+
     def test_a_runner_has_all_nodes_for_steps_and_otherwise_its_own(self):
         for in_steps, limits, options, sizes in (
                 (True, True, {}, [(4, 4096, 2)] * 2), (False, True, {}, [(4, 4096, 2)]), (False, False, {}, [(4, 4096, 2)] * 2),
@@ -18781,7 +18801,7 @@ class AllocationPartsTest(PartTest):
         queue = '71|PENDING|a|\n72|RUNNING|b|\n9|PENDING|c|\n'
         self.assertEqual(([1, 3], [71]), self.surplus(rows, torc.Reply(0, queue, '')))
         self.assertEqual(([], []), self.surplus(rows, torc.Reply(1, '', 'away')))
-        context, slurm = self.allocation(), ScriptedSlurm(squeue=queue)
+        context, slurm = self.allocation(), AnsweringSlurm(squeue=queue)
         calls = []      # type: List[Any]
 
         def call(op: str, body: Any = None, deadline_s: float = 0, **params: Any) -> Any:
@@ -18814,7 +18834,7 @@ class AllocationPartsTest(PartTest):
             with self.subTest(restarts=restarts, record=record_id):
                 context, calls = self.allocation(), []      # type: Any, List[Any]
                 context.allocation.record_id = record_id
-                slurm = ScriptedSlurm(job=f'JobId=5 JobState=COMPLETING Restarts={restarts} X=1')
+                slurm = AnsweringSlurm(job=f'JobId=5 JobState=COMPLETING Restarts={restarts} X=1')
                 client = unittest.mock.Mock(call=lambda op, body=None, **params: calls.append((body, params['id'])))
                 torc.note_requeue(context, client, slurm.ask)
                 self.assertEqual(wanted, calls)

@@ -25880,6 +25880,54 @@ class AllocationWatch:
             self.on_end_time()
 
 
+class StepLimits:
+    """Lets steps run on when their Slurm job was given more time: each has a time limit of its own.
+
+    One call after the other, and none that names no step: it would limit the batch script, too (22.05).
+    Nothing is shortened: what has to end earlier than was thought gets its signal from this runner.
+    """
+
+    def __init__(self, context: NodeContext, launcher: Launcher, starter: Any) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.starter = starter
+        self.waiting = collections.deque()      # type: collections.deque
+        self.is_calling = False
+
+    def on_new_end(self) -> None:
+        """The end of the Slurm job has moved."""
+        self.waiting = collections.deque(self.starter.steps)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Lengthen the next one that may run longer."""
+        headroom_s = self.context.config['sigkill_headroom_seconds']
+        while self.waiting and not self.is_calling:
+            attempt = self.waiting.popleft()
+            step, end_time = self.starter.steps.get(attempt), self.context.end_time()
+            if step is None or step.is_over or end_time is None:
+                continue
+            self.starter.read_notes(step)
+            left_s = end_time - time.time() - headroom_s + time.monotonic() - step.started
+            if step.notes.number and left_s // 60 > (step.limit_at - step.started) / 60:
+                minutes, self.is_calling = int(left_s // 60), True
+                name = f'StepId={self.context.allocation.job_id}.{step.notes.number}'
+                argv = slurm_argv('scontrol', 'update', name, f'TimeLimit={minutes}')
+                self.launcher.query(argv, SLURM_QUERY_S, functools.partial(self.on_reply, step, minutes),
+                                    query_variables())
+
+    def on_reply(self, step: Any, minutes: int, reply: Reply) -> None:
+        """It has another limit now, or keeps its own."""
+        self.is_calling = False
+        if reply.code:
+            self.context.log.write(f'A step keeps its time limit: {explain_reply(reply)}', 'warning')
+        else:
+            longer_s = step.started + 60 * minutes - step.limit_at
+            step.limit_at += longer_s
+            step.early_at += longer_s
+        self.go_on()
+
+
 class Submissions:
     """Submits the allocations that the server hands out to this runner: schedule_nodes actions that are due,
     and what other submitters have left. A part; nothing is waited for.
@@ -26439,7 +26487,7 @@ class Runner:
             self.completions.take_usage = self.monitor.take_usage
             self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
-        allocation_watch = AllocationWatch(context, launcher, self.shutdown.set_end)
+        allocation_watch = AllocationWatch(context, launcher, self.on_new_end)
         allocation_watch.stop_at = lambda: self.shutdown.stop_at
         self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
@@ -26471,6 +26519,7 @@ class Runner:
         self.dispatcher.on_started = accounting.add
         self.completions.take_usage = accounting.take_usage
         self.policy.least_s = self.context.config['sigkill_headroom_seconds'] + SHORTEST_STEP_S
+        self.step_limits = StepLimits(self.context, self.launcher, self.starter)
 
     def connect_link(self) -> None:
         """Set where the link finds what it sends, and who gets what comes."""
@@ -26503,6 +26552,12 @@ class Runner:
         self.link.contents += rows
         if self.link.contents:
             self.link.report_soon(BATCH_S if self.digests.is_busy else 0.0)
+
+    def on_new_end(self) -> None:
+        """Slurm ends the job around us at another time."""
+        self.shutdown.set_end()
+        if self.context.in_steps:
+            self.step_limits.on_new_end()
 
     def on_output_repaired(self) -> None:
         """The output directory can be written to again."""
