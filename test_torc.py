@@ -18788,6 +18788,15 @@ class AllocationPartsTest(PartTest):
                 self.assertEqual(len(sizes), len(context.allocation.node_names))
                 self.assertEqual(sum(size[0] for size in sizes), torc.total_size(found).num_cpus)
 
+    def test_on_a_login_node_jobs_run_as_steps_or_as_if_there_were_no_allocation(self):
+        context = self.allocation()
+        context.allocation.is_on_node, context.in_steps = False, True
+        self.assertEqual(2, len(torc.runner_nodes(context, 0)))
+        context.options, context.in_steps = torc.RunnerOptions(num_cpus=1, memory_gb=1.0, num_gpus=0), False
+        self.assertEqual([torc.NodeSize(1, 1 << 30, ())], torc.runner_nodes(context, 0))
+        self.assertIsNone(context.allocation)
+        self.assertIn('which is no node of Slurm job 5: start torc.py with srun', self.progress.messages[0])
+
     def test_the_end_of_a_runner_is_the_earlier_one(self):
         context = self.allocation()
         for own, granted, end in ((None, None, None), (5.0, None, 5.0), (None, 7.0, 7.0), (5.0, 7.0, 5.0), (9.0, 7.0, 7.0)):

@@ -26422,6 +26422,11 @@ def runner_nodes(context: NodeContext, num_gpus: int) -> List[NodeSize]:
     Without steps jobs start here only; unless they are not limited, such as those that call srun themselves.
     """
     allocation, options = context.allocation, context.options
+    if allocation is not None and not (context.in_steps or allocation.is_on_node):
+        context.say(f'jobs run here, on {socket.gethostname()}, which is no node of Slurm job '
+                    f'{allocation.job_id}: start torc.py with srun to run them there, or take mode slurm',
+                    'warning')
+        context.allocation = allocation = None
     if allocation is None:
         return [measure_node(options, num_gpus)]
     if not context.in_steps and context.config['limit_resources']:
@@ -26782,7 +26787,7 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if leftovers:
             context.say(leftovers, 'warning')
         runner.run()
-        if allocation is not None:
+        if context.allocation is not None:
             finish_allocation(runner, client, began_at)
     return runner.outcome()
 
