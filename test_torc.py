@@ -18900,6 +18900,81 @@ class AllocationPartsTest(PartTest):
         self.assertEqual([['scancel', '71', '72']], self.called)
 
 
+@slow
+class AllocationRunnerTest(SlurmTest):
+    """Runners in real Slurm jobs."""
+    SPEC = """
+        name: w
+        jobs:
+        - {name: "j{i}", command: "echo $SLURMD_NODENAME >> ran_{i}; sleep 4", parameters: {i: "1:4"}, resource_requirements: small}
+        - {name: late, command: echo late, depends_on_regexes: [^j], resource_requirements: small, scheduler: second}
+        resource_requirements: [{name: small, num_cpus: 1, memory: 50m, runtime: PT1M}]
+        slurm_schedulers:
+        - {name: first, account: wfacct, walltime: "00:05:00"}
+        - {name: second, account: wfacct, walltime: "00:05:00"}
+        - {name: idle, account: wfacct, walltime: "00:05:00", extra: --begin=now+1hour}
+        actions:
+        - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler_type: slurm, scheduler: first, num_allocations: 2}
+        - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler_type: slurm, scheduler: idle}
+        - {trigger_type: on_jobs_ready, action_type: schedule_nodes, scheduler_type: slurm, scheduler: second, job_name_regexes: [^late]}
+        execution_config: {sigkill_headroom_seconds: 20, staggered_start: false}
+        """
+
+    def records(self) -> Dict[int, str]:
+        """Slurm job -> status of its record, while the database can be asked."""
+        done = self.world.cli('-f', 'json', 'scheduled-compute-nodes', 'list', 1)
+        return {} if done.code else {row['scheduler_id']: row['status'] for row in done.json()['items']}
+
+    def statuses(self) -> Dict[str, int]:
+        """How many jobs have each status, while the database can be asked."""
+        done = self.world.cli('-f', 'json', 'status', 1)
+        return {} if done.code else {name: count for name, count in done.json()['jobs_by_status'].items() if count}
+
+    def test_allocations_share_the_embedded_server_submit_further_ones_and_cancel_what_is_left_without_work(self):
+        self.world.write('w.yaml', textwrap.dedent(self.SPEC))
+        self.assertExit(0, self.world.cli('submit', 'w.yaml'))
+        self.wait_slurm(lambda: not self.live_allocations(), 150, 'the end of all allocations')
+        self.assertEqual({'completed': 5}, self.statuses())
+        rows = {row.id: row.state for row in self.allocations()}
+        self.assertEqual(['CANCELLED'] + ['COMPLETED'] * 3, sorted(rows.values()), self.world.path('torc_output'))
+        said = {str(number): status for number, status in self.records().items()}
+        self.assertEqual({number: 'canceled' if state == 'CANCELLED' else 'complete' for number, state in rows.items()}, said)
+        for number in range(1, 5):
+            self.assertEqual(1, len(self.world.read(f'ran_{number}').split()))
+        events = self.assertExit(0, self.world.cli('-f', 'json', 'events', 'list', 1, '--category', 'scheduler')).json()['items']
+        self.assertEqual(['cancel_unneeded_pending_allocations'], [event['data']['action'] for event in events])
+        self.assertEqual(3, len(glob.glob(glob.escape(self.world.path('torc_output')) + '/slurm_env_wf1_sl*.log')))
+
+    def test_a_requeued_runner_goes_on_with_the_same_record_and_no_attempt_is_spent(self):
+        spec = textwrap.dedent(self.SPEC).replace('num_allocations: 2', 'num_allocations: 1').replace('sleep 4', 'exec sleep 20')
+        self.world.write('w.yaml', '\n'.join(line for line in spec.splitlines() if 'idle' not in line))
+        self.assertExit(0, self.world.cli('submit', 'w.yaml'))
+        job_id, = [row.id for row in self.live_allocations()]
+        self.wait_slurm(lambda: self.world.read('ran_1') if os.path.exists(self.world.path('ran_1')) else '', 60, 'the first job')
+        self.bed.ask('scontrol', 'requeue', job_id)
+        self.wait_slurm(lambda: self.records().get(int(job_id)) == 'pending', 30, 'its record to wait', self.records)
+        self.assertEqual({'ready': 4, 'blocked': 1}, self.statuses())
+        self.wait_slurm(lambda: not self.live_allocations(), 200, 'the end of all allocations')
+        self.assertEqual({'completed': 5}, self.statuses())
+        results = self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs')).json()['items']
+        self.assertEqual({('terminated', 1), ('completed', 2), ('completed', 1)}, {(row['status'], row['attempt_id']) for row in results})
+
+    def test_a_shell_of_salloc_starts_steps_on_its_nodes(self):
+        self.world.write('w.yaml', 'jobs: [{name: "j{i}", command: hostname, parameters: {i: "1:4"}}]\n')
+        words = ['salloc', '-Q', '-N2', '--ntasks-per-node=2', '--mem=300', '-t', '3', *map(os.fsdecode, World.command(['run', 'w.yaml']))]
+        done = subprocess.run(words, cwd=self.world.directory, env=self.world.environment, timeout=120, encoding='utf-8',
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.assertEqual(0, done.returncode, done.stdout)
+        names = {read_text(path) for path in glob.glob(glob.escape(self.world.path('torc_output/job_stdio')) + '/*.o')}
+        self.assertEqual(2, len(names))
+
+    def test_a_slurm_job_that_is_over_is_told_and_ignored(self):
+        job_id = self.sbatch('true', '--mem=10', '-t', 1)
+        self.wait_slurm(lambda: not self.live_allocations(), 60, 'the end of the job')
+        done = self.assertExit(0, self.world.cli('exec', '-c', 'hostname', env={'SLURM_JOB_ID': job_id}))
+        self.assertIn(f'SLURM_JOB_ID is {job_id}, but that job ended with exit code 0', done.err)
+
+
 # ======== 16h. Runner's loop ========
 
 class LoopTest(PartTest):
