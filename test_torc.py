@@ -6737,7 +6737,8 @@ class AllocationRecordTest(ServiceTest):
     def setUp(self) -> None:
         super().setUp()
         self.workflow_id = self.create('a:\nb:')
-        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
+        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id,
+                                                                 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
 
     def record(self, slurm_job_id: int, status: str = 'pending') -> int:
         """A record of an allocation."""
@@ -6764,7 +6765,8 @@ class AllocationRecordTest(ServiceTest):
     def test_a_record_is_active_from_the_first_runner_on_and_complete_when_the_last_has_left(self):
         record_id, other_id = self.record(17), self.record(18)
         nodes = [self.join(pid, slurm_node_id=pid) for pid in range(2)]
-        self.assertEqual([(record_id, self.scheduler_id)] * 2, [(node['scheduler']['scheduler_id'], node['scheduler_config_id']) for node in nodes])
+        self.assertEqual([(record_id, self.scheduler_id)] * 2, [(node['scheduler']['scheduler_id'],
+                                                                 node['scheduler_config_id']) for node in nodes])
         self.assertEqual((17, 'active'), self.found(record_id))
         self.leave(nodes[0])
         self.assertEqual((17, 'active'), self.found(record_id))
@@ -6794,9 +6796,11 @@ class AllocationRecordTest(ServiceTest):
         second = self.join(3, restart_count=1)
         for node in (first, again):
             self.assertFalse(self.call('get_compute_node', id=node['id'])['is_active'])
-        self.assertEqual({'ready'}, {job['status'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']})
+        jobs = self.call('list_jobs', workflow_id=self.workflow_id)['items']
+        self.assertEqual({'ready'}, {job['status'] for job in jobs})
         results = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
-        self.assertIn('Slurm put job 17, in which it ran, into the queue again', [row['reason'] for row in results])
+        self.assertIn('Slurm put job 17, in which it ran, into the queue again',
+                      [row['reason'] for row in results])
         claimed = self.claim(self.workflow_id, second['id'])
         self.assertEqual((2, 1), (claimed['a']['attempt_id'], claimed['a']['interruptions']))
         self.assertEqual((17, 'active'), self.found(record_id))
@@ -15835,6 +15839,19 @@ class HpcConfigTest(WorldTest):
         with self.world.inside():
             return torc.read_config({'XDG_CONFIG_HOME': self.world.path('xdg')})
 
+    def test_runners_in_allocations_take_no_jobs_of_other_schedulers_where_that_is_configured(self):
+        for text, is_strict in (('client: {slurm: {strict_scheduler_match: true}}', True),
+                                ('client: {slurm: {}}', False),
+                                ('client: {hpc: {}}', False),
+                                ('client: {slurm: {strict_scheduler_match: false}}', False)):
+            self.world.write('xdg/torc/config.yaml', text)
+            self.assertEqual(is_strict,
+                             torc.read_config({'XDG_CONFIG_HOME': self.world.path('xdg')}).is_strict)
+        self.world.write('xdg/torc/config.yaml', 'client: {slurm: {strict_scheduler_match: 7}}')
+        with self.assertRaisesRegex(torc.BadInput,
+                                    'client.slurm.strict_scheduler_match must be true or false, not 7'):
+            torc.read_config({'XDG_CONFIG_HOME': self.world.path('xdg')})
+
     def test_the_users_own_are_known_and_replace_those_built_in(self):
         config = self.read(self.CONFIG)
         known = {profile.name: profile for profile in torc.known_profiles(config)}
@@ -19393,45 +19410,61 @@ class AnsweringSlurm:
 
 class OwnAllocationTest(unittest.TestCase):
     """What a runner finds out about the Slurm job around it."""
-    JOB = ('JobId=5 JobName=a b UserId=u({uid}) GroupId=u(1) Account=a JobState={state} Reason=None Requeue=1 Restarts={restarts} '
-           'TimeLimit=00:05:00 EndTime=1795375467 NodeList=node[2-3] NumNodes=2 JOB_GRES=gpu:4   {granted} MinCPUsNode=1 '
-           'Command=/x y.sh Comment=torc:ab:1:9  StdErr=/x')
+    JOB = ('JobId=5 JobName=a b UserId=u({uid}) GroupId=u(1) Account=a JobState={state} Reason=None Requeue=1 '
+           'Restarts={restarts} TimeLimit=00:05:00 EndTime=1795375467 NodeList=node[2-3] NumNodes=2 '
+           'JOB_GRES=gpu:4   {granted} MinCPUsNode=1 Command=/x y.sh Comment=torc:ab:1:9  StdErr=/x')
     GRANTED = 'Nodes=node[2-3] CPU_IDs=0-3 Mem=4000 GRES=gpu:2(IDX:0-1)'
-    NODES = ('NodeName=node2 RealMemory=9000 AllocMem=0 MemSpecLimit=1000 State=IDLE\nNodeName=node3 RealMemory=5000 State=IDLE\n')
+    NODES = ('NodeName=node2 RealMemory=9000 AllocMem=0 MemSpecLimit=1000 State=IDLE\n'
+             'NodeName=node3 RealMemory=5000 State=IDLE\n')
 
-    def job(self, granted: str = GRANTED, state: str = 'RUNNING', restarts: int = 0, uid: Optional[int] = None) -> str:
+    def job(self, granted: str = GRANTED, state: str = 'RUNNING', restarts: int = 0,
+            uid: Optional[int] = None) -> str:
         """A line of `scontrol show job -d -o`."""
-        return self.JOB.format(uid=os.getuid() if uid is None else uid, state=state, restarts=restarts, granted=granted) + '\n'
+        return self.JOB.format(uid=os.getuid() if uid is None else uid, state=state, restarts=restarts,
+                               granted=granted) + '\n'
 
-    def find(self, environment: Dict[str, str], is_subtask: bool = False, inside: str = '5.batch', **answers: Any) -> Any:
+    def find(self, environment: Dict[str, str], is_subtask: bool = False, inside: str = '5.batch',
+             **answers: Any) -> Any:
         """(allocation, notice)"""
         self.slurm = AnsweringSlurm(**answers)
         finder = torc.AllocationFinder(self.slurm.ask, environment, inside, is_subtask)
         with unittest.mock.patch.dict(os.environ):
-            for name in ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES', 'SLURM_STEP_GPUS', 'SLURM_JOB_GPUS'):
+            for name in ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'HIP_VISIBLE_DEVICES',
+                         'SLURM_STEP_GPUS', 'SLURM_JOB_GPUS'):
                 os.environ.pop(name, None)
             return finder.find(), finder.notice
 
+    def test_hints_do_not_name_the_copy_that_an_allocation_calls(self):
+        for path, name in (('/out/torc-0123456789ab/bin/torc', 'torc.py'), ('/home/u/bin/torc', 'torc'),
+                           ('./torc.py', 'torc.py')):
+            with unittest.mock.patch('sys.argv', [path, 'run']):
+                self.assertEqual(name, torc.program_name())
+
     def test_counts_of_nodes(self):
-        for text, counts in (('4(x2),2', [4, 4, 2]), ('8', [8]), ('1(x3)', [1, 1, 1]), ('', []), ('x', []), ('2, 3(x1)', [2, 3])):
+        for text, counts in (('4(x2),2', [4, 4, 2]), ('8', [8]), ('1(x3)', [1, 1, 1]), ('', []), ('x', []),
+                             ('2, 3(x1)', [2, 3])):
             with self.subTest(text):
                 self.assertEqual(counts, torc.parse_node_counts(text))
 
     def test_facts_and_what_was_granted(self):
         facts = torc.read_slurm_facts(self.job())
-        self.assertEqual(('a b', 'RUNNING', '/x y.sh', 'torc:ab:1:9'), tuple(facts[name] for name in ('JobName', 'JobState', 'Command', 'Comment')))
+        self.assertEqual(('a b', 'RUNNING', '/x y.sh', 'torc:ab:1:9'),
+                         tuple(facts[name] for name in ('JobName', 'JobState', 'Command', 'Comment')))
         for granted, sizes in (
                 (self.GRANTED, {'node2': (4, 4000, ('0', '1')), 'node3': (4, 4000, ('0', '1'))}),
                 ('Nodes=a1 CPU_IDs=0-1,8 Mem=0 GRES=   Nodes=b[1-2] CPU_IDs=5 Mem=100 GRES=gpu:a100:1(IDX:3),tmp:7',
                  {'a1': (3, 0, ()), 'b1': (1, 100, ('3',)), 'b2': (1, 100, ('3',))}),
-                ('Nodes=a1 CPU_IDs=0 Mem=1 GRES=gpu:a:1(IDX:0),gpu:b:2(IDX:4,6)', {'a1': (1, 1, ('0', '4', '6'))}),
+                ('Nodes=a1 CPU_IDs=0 Mem=1 GRES=gpu:a:1(IDX:0),gpu:b:2(IDX:4,6)',
+                 {'a1': (1, 1, ('0', '4', '6'))}),
                 ('Nodes=a1 CPU_IDs=0 Mem=1 GRES=gpu:2', {'a1': (1, 1, ('0', '1'))}), ('', {})):
             with self.subTest(granted):
                 found = torc.read_granted_sizes(self.job(granted))
-                self.assertEqual(sizes, {name: (size.num_cpus, size.memory_bytes >> 20, size.devices) for name, size in found.items()})
+                self.assertEqual(sizes, {name: (size.num_cpus, size.memory_bytes >> 20,
+                                                size.devices) for name, size in found.items()})
 
     def test_the_line_of_a_job_is_told_from_other_tasks_of_its_array(self):
-        text = 'JobId=5 ArrayJobId=5 ArrayTaskId=3-9 JobState=PENDING x\nJobId=50 JobState=RUNNING x\nJobId=5 ArrayTaskId=2 JobState=RUNNING y\n'
+        text = ('JobId=5 ArrayJobId=5 ArrayTaskId=3-9 JobState=PENDING x\nJobId=50 JobState=RUNNING x\n'
+                'JobId=5 ArrayTaskId=2 JobState=RUNNING y\n')
         self.assertEqual('JobId=5 ArrayTaskId=2 JobState=RUNNING y', torc.find_job_line(text, '5'))
         self.assertEqual('', torc.find_job_line(text, '7'))
 
@@ -19439,18 +19472,22 @@ class OwnAllocationTest(unittest.TestCase):
         found, notice = self.find(slurm_environment(), job=self.job(restarts=2))
         self.assertEqual('', notice)
         self.assertEqual(('5', 'c', ['node2', 'node3'], 0, 2, 77, 2, 1795375467.0, True, False, 0),
-                         (found.job_id, found.cluster, found.node_names, found.node_index, found.num_nodes, found.task_pid, found.restart_count,
+                         (found.job_id, found.cluster, found.node_names, found.node_index, found.num_nodes,
+                          found.task_pid, found.restart_count,
                           found.end_time, found.is_on_node, found.is_subtask, found.own_index))
         self.assertEqual([torc.NodeSize(4, 4000 << 20, ('0', '1'))] * 2, found.sizes)
         self.assertEqual([['scontrol', 'show', 'job', '-d', '-o', '5']], self.slurm.calls)
         self.assertEqual('wf3_sl5_n0_pid77', found.label(3))
 
     def test_where_whole_nodes_are_given_their_memory_is_asked_for(self):
-        found, _ = self.find(slurm_environment(), job=self.job('Nodes=node[2-3] CPU_IDs=0-3 Mem=0 GRES='), node=self.NODES)
+        found, _ = self.find(slurm_environment(), job=self.job('Nodes=node[2-3] CPU_IDs=0-3 Mem=0 GRES='),
+                             node=self.NODES)
         self.assertEqual([8000 << 20, 5000 << 20], [size.memory_bytes for size in found.sizes])
         self.assertEqual(['scontrol', 'show', 'node', '-o', 'node2,node3'], self.slurm.calls[1])
-        found, _ = self.find(slurm_environment(), job=self.job('Nodes=node[2-3] CPU_IDs=0-3 Mem=0 GRES='), node=torc.Reply(1, '', 'away'))
-        self.assertEqual({os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')}, {size.memory_bytes for size in found.sizes})
+        found, _ = self.find(slurm_environment(), job=self.job('Nodes=node[2-3] CPU_IDs=0-3 Mem=0 GRES='),
+                             node=torc.Reply(1, '', 'away'))
+        self.assertEqual({os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')},
+                         {size.memory_bytes for size in found.sizes})
 
     # What is stated in the environment -> CPUs, memory in MB (0: all) and GPUs of each of two nodes.
     STATED = (
@@ -19467,26 +19504,35 @@ class OwnAllocationTest(unittest.TestCase):
         for changes, sizes in self.STATED:
             with self.subTest(changes):
                 found = torc.stated_sizes(slurm_environment(**changes), 2)
-                self.assertEqual(sizes, [(size.num_cpus, size.memory_bytes >> 20, len(size.devices)) for size in found])
-        away = torc.Reply(1, '', 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)')
-        found, notice = self.find(slurm_environment(SLURM_MEM_PER_NODE='2000', SLURM_JOB_END_TIME='1795375000', SLURM_RESTART_COUNT='1'), job=away)
+                self.assertEqual(sizes, [(size.num_cpus, size.memory_bytes >> 20,
+                                          len(size.devices)) for size in found])
+        away = torc.Reply(1, '',
+                          'slurm_load_jobs error: Unable to contact slurm controller (connect failure)')
+        environment = slurm_environment(SLURM_MEM_PER_NODE='2000', SLURM_JOB_END_TIME='1795375000',
+                                        SLURM_RESTART_COUNT='1')
+        found, notice = self.find(environment, job=away)
         self.assertEqual((['node2', 'node3'], 1795375000.0, 1, 2000 << 20),
                          (found.node_names, found.end_time, found.restart_count, found.sizes[1].memory_bytes))
         self.assertIn('Slurm cannot be asked about job 5: slurm_load_jobs error: Unable to contact', notice)
 
     def test_one_of_several_runners_has_its_own_node_alone(self):
-        found, _ = self.find(slurm_environment(SLURMD_NODENAME='node3', SLURM_STEP_ID='0'), True, '5.0', job=self.job())
+        found, _ = self.find(slurm_environment(SLURMD_NODENAME='node3', SLURM_STEP_ID='0'), True, '5.0',
+                             job=self.job())
         self.assertEqual((['node3'], 1, 2, True, 0, [torc.NodeSize(4, 4000 << 20, ('0', '1'))]),
-                         (found.node_names, found.node_index, found.num_nodes, found.is_subtask, found.own_index, found.sizes))
+                         (found.node_names, found.node_index, found.num_nodes, found.is_subtask,
+                          found.own_index, found.sizes))
 
     def test_a_runner_that_srun_has_started_has_the_share_of_its_task(self):
-        step = 'StepId=5.7 UserId=0 StartTime=1795375000 TimeLimit=00:02:00 State=RUNNING NodeList=node[2-3] Nodes=2 CPUs=4 Tasks=4 TRES=cpu=4,mem=1200M,node=2'
-        environment = slurm_environment(SLURM_STEP_ID='7', SLURM_STEP_TASKS_PER_NODE='2(x2)', SLURM_STEP_NODELIST='node[2-3]', SLURM_CPUS_ON_NODE='2')
+        step = ('StepId=5.7 UserId=0 StartTime=1795375000 TimeLimit=00:02:00 State=RUNNING '
+                'NodeList=node[2-3] Nodes=2 CPUs=4 Tasks=4 TRES=cpu=4,mem=1200M,node=2')
+        environment = slurm_environment(SLURM_STEP_ID='7', SLURM_STEP_TASKS_PER_NODE='2(x2)',
+                                        SLURM_STEP_NODELIST='node[2-3]', SLURM_CPUS_ON_NODE='2')
         found, _ = self.find(environment, False, '5.7', job=self.job(), step=step)
         self.assertEqual((['node2'], True, [torc.NodeSize(1, 300 << 20, ('0', '1'))], 1795375120.0),
                          (found.node_names, found.is_subtask, found.sizes, found.end_time))
         found, _ = self.find(environment, False, '5.7', job=self.job(), step=torc.Reply(1, '', 'no'))
-        self.assertEqual(([torc.NodeSize(1, 1000 << 20, ('0', '1'))], 1795375467.0), (found.sizes, found.end_time))
+        self.assertEqual(([torc.NodeSize(1, 1000 << 20, ('0', '1'))], 1795375467.0),
+                         (found.sizes, found.end_time))
 
     def test_variables_of_a_step_that_a_batch_script_has_inherited_make_no_step(self):
         inherited = {'SLURM_STEP_ID': '0'}
@@ -19498,18 +19544,21 @@ class OwnAllocationTest(unittest.TestCase):
 
     def test_a_shell_of_salloc_is_on_none_of_the_nodes(self):
         found, _ = self.find(slurm_environment(SLURMD_NODENAME=None), False, '', job=self.job())
-        self.assertEqual((False, None, ['node2', 'node3']), (found.is_on_node, found.own_index, found.node_names))
+        self.assertEqual((False, None, ['node2', 'node3']), (found.is_on_node, found.own_index,
+                                                             found.node_names))
 
     def test_a_job_id_that_is_not_ours_any_more_is_told_and_ignored(self):
         unknown = torc.Reply(1, '', 'slurm_load_jobs error: Invalid job id specified')
         login = slurm_environment(SLURMD_NODENAME=None)
         for environment, answer, words in (
-                (login, unknown, 'Slurm knows no such job (any more)'), (login, '', 'Slurm knows no such job (any more)'),
+                (login, unknown, 'Slurm knows no such job (any more)'),
+                (login, '', 'Slurm knows no such job (any more)'),
                 (slurm_environment(), self.job(state='COMPLETED'), 'that job ended with exit code 0'),
                 (slurm_environment(), self.job(state='PENDING'), 'that job waits in the queue'),
                 (login, self.job(uid=os.getuid() + 1), f"that job is another user's (u({os.getuid() + 1}))")):
             with self.subTest(words):
-                self.assertEqual((None, f'SLURM_JOB_ID is 5, but {words}: this runner works as if there were none'),
+                self.assertEqual((None,
+                                  f'SLURM_JOB_ID is 5, but {words}: this runner works as if there were none'),
                                  self.find(environment, job=answer))
         found, _ = self.find(slurm_environment(), job=self.job(uid=os.getuid() + 1))
         self.assertIsNotNone(found)     # in a container ids may be others
@@ -19517,7 +19566,8 @@ class OwnAllocationTest(unittest.TestCase):
         self.assertEqual([], self.slurm.calls)
 
     # Memory of a node and of the largest job -> what is left for jobs, all in MB.
-    ROOM = ((4000, 100, 3744), (4000, 3900, 3900), (4000, 4000, 4000), (4000, 5000, 3744), (300, 10, 150), (300, 250, 250))
+    ROOM = ((4000, 100, 3744), (4000, 3900, 3900), (4000, 4000, 4000), (4000, 5000, 3744), (300, 10, 150),
+            (300, 250, 250))
 
     def test_memory_is_left_for_the_runner_unless_the_largest_job_needs_it(self):
         for size_mb, largest_mb, left_mb in self.ROOM:
@@ -19531,13 +19581,15 @@ class OwnAllocationTest(unittest.TestCase):
         self.assertEqual([left_mb, 300], [size.memory_bytes >> 20 for size in found.sizes])
 
     def test_the_dump_of_the_environment_holds_no_token(self):
-        text = torc.describe_slurm_environment({'SLURM_JWT': 'secret', 'SLURM_B': '1', 'X_SLURM': '2\n3', 'HOME': '/'})
+        text = torc.describe_slurm_environment({'SLURM_JWT': 'secret', 'SLURM_B': '1', 'X_SLURM': '2\n3',
+                                                'HOME': '/'})
         self.assertEqual('SLURM_B=1\nX_SLURM=2\\n3\n', text)
 
     def test_of_the_kernels_log_the_last_part_is_kept(self):
         text = '[Sun Nov 22 10:00:00 2026] old\n[Sun Nov 22 12:00:01 2026] new\n more\n[x] y\n'
         since = time.mktime(time.strptime('2026-11-22 12:00:00', '%Y-%m-%d %H:%M:%S'))
-        self.assertEqual('[Sun Nov 22 12:00:01 2026] new\n more\n[x] y\n', torc.select_kernel_log(text, since))
+        self.assertEqual('[Sun Nov 22 12:00:01 2026] new\n more\n[x] y\n',
+                         torc.select_kernel_log(text, since))
 
 
 class AllocationPartsTest(PartTest):
@@ -19547,7 +19599,8 @@ class AllocationPartsTest(PartTest):
         """A context in a Slurm job."""
         context = self.context(**fields)
         context.allocation = torc.Allocation('5')
-        context.allocation.node_names, context.allocation.sizes = ['n1', 'n2'], [torc.NodeSize(4, 4 << 30, ('0', '1'))] * 2
+        context.allocation.node_names = ['n1', 'n2']
+        context.allocation.sizes = [torc.NodeSize(4, 4 << 30, ('0', '1'))] * 2
         context.allocation.end_time = 1e6 + 1000
         return context
 
@@ -19555,14 +19608,15 @@ class AllocationPartsTest(PartTest):
         """A watch, its allocation, the queries that it makes, and the ends that it has announced."""
         context, queries, ends = self.allocation(), [], []      # type: Any, List[Any], List[float]
         launcher = unittest.mock.Mock()
-        launcher.query = lambda argv, limit_s, on_reply, variables: queries.append((argv, on_reply, variables))
+        launcher.query = lambda argv, limit_s, *more: queries.append((argv, *more))
         watch = torc.AllocationWatch(context, launcher, lambda: ends.append(context.allocation.end_time))
         watch.stop_at = lambda: stop_at
         return watch, context.allocation, queries, ends
 
     def answer(self, query: Any, end: Any, code: int = 0) -> None:
         """What scontrol says."""
-        query[1](torc.Reply(code, f'JobId=5 JobState=RUNNING EndTime={end} X=1\n' if code == 0 else '', 'away'))
+        query[1](torc.Reply(code, f'JobId=5 JobState=RUNNING EndTime={end} X=1\n' if code == 0 else '',
+                            'away'))
 
     def test_the_end_is_followed_both_ways_with_one_call_each_ten_minutes(self):
         with FakeClock().set() as clock:
@@ -19579,7 +19633,8 @@ class AllocationPartsTest(PartTest):
                 self.answer(queries[-1], int(end))
         self.assertEqual([1e6 + 9000, 1e6 + 2000], ends)
         argv, _, variables = queries[0]
-        self.assertEqual((['scontrol', 'show', 'job', '-o', '5'], '%s'), (argv, variables['SLURM_TIME_FORMAT']))
+        self.assertEqual((['scontrol', 'show', 'job', '-o', '5'], '%s'),
+                         (argv, variables['SLURM_TIME_FORMAT']))
 
     def test_what_cannot_be_read_changes_nothing_and_an_unknown_end_is_asked_for_each_minute(self):
         with FakeClock().set() as clock:
@@ -19617,34 +19672,42 @@ class AllocationPartsTest(PartTest):
 
     def test_steps_may_run_on_when_their_job_may_and_none_is_shortened(self):
         with FakeClock().set() as clock:
-            context, calls = self.allocation(execution_config={'sigkill_headroom_seconds': 60}), []     # type: Any, List[Any]
+            context = self.allocation(execution_config={'sigkill_headroom_seconds': 60})
+            calls = []      # type: List[Any]
             launcher = unittest.mock.Mock()
             launcher.query = lambda argv, limit_s, on_reply, variables: calls.append((argv, on_reply))
             steps = {}      # type: Dict[str, Any]
-            for name, number, minutes in (('a', '3', 10), ('b', '', 10), ('c', '5', 10), ('d', '6', 90), ('e', '7', None)):
+            for name, number, minutes in (('a', '3', 10), ('b', '', 10), ('c', '5', 10), ('d', '6', 90),
+                                          ('e', '7', None)):
                 steps[name] = torc.Step(name, minutes, ('TERM', 30), 60.0)
                 steps[name].notes = torc.StepNotes(number=number)
             limits = torc.StepLimits(context, launcher, unittest.mock.Mock(steps=steps))
             clock.now += 120
             context.allocation.end_time = clock.now + 1800
             limits.on_new_end()
-            self.assertEqual([['scontrol', 'update', 'StepId=5.3', 'TimeLimit=31']], [argv for argv, _ in calls])
+            self.assertEqual([['scontrol', 'update', 'StepId=5.3', 'TimeLimit=31']],
+                             [argv for argv, _ in calls])
             calls[0][1](torc.Reply(0, '', ''))
             calls[1][1](torc.Reply(1, '', 'no'))
-            self.assertEqual([['scontrol', 'update', 'StepId=5.5', 'TimeLimit=31']], [argv for argv, _ in calls[1:]])
+            self.assertEqual([['scontrol', 'update', 'StepId=5.5', 'TimeLimit=31']],
+                             [argv for argv, _ in calls[1:]])
             self.assertEqual((31 * 60.0, 31 * 60.0 - 30, 600.0),
-                             (steps['a'].limit_at - 1e6, steps['a'].early_at - 1e6, steps['c'].limit_at - 1e6))
+                             (steps['a'].limit_at - 1e6, steps['a'].early_at - 1e6,
+                              steps['c'].limit_at - 1e6))
 
     def test_a_runner_has_all_nodes_for_steps_and_otherwise_its_own(self):
         for in_steps, limits, options, sizes in (
-                (True, True, {}, [(4, 4096, 2)] * 2), (False, True, {}, [(4, 4096, 2)]), (False, False, {}, [(4, 4096, 2)] * 2),
+                (True, True, {}, [(4, 4096, 2)] * 2), (False, True, {}, [(4, 4096, 2)]),
+                (False, False, {}, [(4, 4096, 2)] * 2),
                 (True, True, {'num_cpus': 3, 'memory_gb': 1.0, 'num_gpus': 1}, [(3, 1024, 1)] * 2)):
-            with self.subTest(in_steps=in_steps, limits=limits, options=options), unittest.mock.patch('torc.named_devices', lambda: None), \
+            with self.subTest(in_steps=in_steps, limits=limits, options=options), \
+                    unittest.mock.patch('torc.named_devices', lambda: None), \
                     unittest.mock.patch('torc.read_memory_limit', lambda: math.inf):
                 context = self.allocation(execution_config={'limit_resources': limits})
                 context.options, context.in_steps = torc.RunnerOptions(**options), in_steps
                 found = torc.runner_nodes(context, 0)
-                self.assertEqual(sizes, [(size.num_cpus, size.memory_bytes >> 20, len(size.devices)) for size in found])
+                self.assertEqual(sizes, [(size.num_cpus, size.memory_bytes >> 20,
+                                          len(size.devices)) for size in found])
                 self.assertEqual(len(sizes), len(context.allocation.node_names))
                 self.assertEqual(sum(size[0] for size in sizes), torc.total_size(found).num_cpus)
 
@@ -19659,14 +19722,16 @@ class AllocationPartsTest(PartTest):
 
     def test_the_end_of_a_runner_is_the_earlier_one(self):
         context = self.allocation()
-        for own, granted, end in ((None, None, None), (5.0, None, 5.0), (None, 7.0, 7.0), (5.0, 7.0, 5.0), (9.0, 7.0, 7.0)):
+        for own, granted, end in ((None, None, None), (5.0, None, 5.0), (None, 7.0, 7.0), (5.0, 7.0, 5.0),
+                                  (9.0, 7.0, 7.0)):
             context.options, context.allocation.end_time = torc.RunnerOptions(end_time=own), granted
             self.assertEqual(end, context.end_time())
         context.allocation = None
         self.assertIsNone(self.context().end_time())
 
     def test_queued_allocations_without_work_are_canceled_with_one_call(self):
-        rows = [{'id': number, 'scheduler_id': slurm_id, 'scheduler_type': 'slurm'} for number, slurm_id in ((1, 71), (2, 72), (3, 0), (4, 74))]
+        rows = [{'id': number, 'scheduler_id': slurm_id, 'scheduler_type': 'slurm'}
+                for number, slurm_id in ((1, 71), (2, 72), (3, 0), (4, 74))]
         queue = '71|PENDING|a|\n72|RUNNING|b|\n9|PENDING|c|\n'
         self.assertEqual(([1, 3], [71]), self.surplus(rows, torc.Reply(0, queue, '')))
         self.assertEqual(([], []), self.surplus(rows, torc.Reply(1, '', 'away')))
@@ -19681,7 +19746,8 @@ class AllocationPartsTest(PartTest):
         self.assertEqual(['scancel', '--state=PENDING', '71'], slurm.calls[1])
         self.assertEqual([({'status': 'canceled'}, {'id': 1}), ({'status': 'canceled'}, {'id': 3})],
                          [row[1:] for row in calls if row[0] == 'update_scheduled_compute_node'])
-        self.assertEqual(['cancel_unneeded_pending_allocations'], [row[1]['data']['action'] for row in calls if row[0] == 'create_event'])
+        self.assertEqual(['cancel_unneeded_pending_allocations'],
+                         [row[1]['data']['action'] for row in calls if row[0] == 'create_event'])
         rows.clear()
         slurm.calls.clear()
         torc.cancel_surplus(context, unittest.mock.Mock(call=call), slurm.ask)
@@ -19694,17 +19760,20 @@ class AllocationPartsTest(PartTest):
         return [row['id'] for row in chosen], numbers
 
     def test_work_is_left_for_an_allocation_while_jobs_are_ready_or_active(self):
-        for counts, is_left in (({'completed': 3}, False), ({'blocked': 2, 'pending_failed': 1}, False), ({'ready': 1}, True), ({'running': 1}, True),
+        for counts, is_left in (({'completed': 3}, False), ({'blocked': 2, 'pending_failed': 1}, False),
+                                ({'ready': 1}, True), ({'running': 1}, True),
                                 ({'pending': 1, 'completed': 9}, True), ({}, False)):
             self.assertEqual(is_left, torc.is_work_left(counts))
 
     def test_a_record_waits_again_when_slurm_has_put_its_job_into_the_queue(self):
-        for restarts, record_id, wanted in ((1, 9, [({'status': 'pending'}, 9)]), (0, 9, []), (1, None, []), ('', 9, [])):
+        for restarts, record_id, wanted in ((1, 9, [({'status': 'pending'}, 9)]), (0, 9, []), (1, None, []),
+                                            ('', 9, [])):
             with self.subTest(restarts=restarts, record=record_id):
                 context, calls = self.allocation(), []      # type: Any, List[Any]
                 context.allocation.record_id = record_id
                 slurm = AnsweringSlurm(job=f'JobId=5 JobState=COMPLETING Restarts={restarts} X=1')
-                client = unittest.mock.Mock(call=lambda op, body=None, **params: calls.append((body, params['id'])))
+                client = unittest.mock.Mock()
+                client.call = lambda op, body=None, **params: calls.append((body, params['id']))
                 torc.note_requeue(context, client, slurm.ask)
                 self.assertEqual(wanted, calls)
 
@@ -19719,9 +19788,11 @@ class AllocationPartsTest(PartTest):
             self.called.append(list(argv))
             on_reply(torc.Reply(0, f'{next(numbers)}\n' if argv[0] == 'sbatch' else site, ''))
         self.link_stub = unittest.mock.Mock(submitted=[])
-        part = torc.Submissions(self.allocation(), None, unittest.mock.Mock(query=query, begin=self.begin), self.link_stub)
+        part = torc.Submissions(self.allocation(), None, unittest.mock.Mock(query=query, begin=self.begin),
+                                self.link_stub)
         part.has_sbatch = True
-        part.write_scripts = lambda items: [[item.id, '' if item.id == 8 else f'/nowhere/{item.id}.sh', 'refused' if item.id == 8 else '']
+        part.write_scripts = lambda items: [[item.id, '' if item.id == 8 else f'/nowhere/{item.id}.sh',
+                                             'refused' if item.id == 8 else '']
                                             for item in items]
         return part
 
@@ -19734,13 +19805,16 @@ class AllocationPartsTest(PartTest):
     def handed_out(*numbers: int) -> Dict[str, Any]:
         """An answer of the server with allocations to be submitted."""
         scheduler = {'id': 1, 'name': 's', 'account': 'a', 'walltime': '01:00:00', 'nodes': 1}
-        return {'allocations': [{'id': number, 'scheduler': scheduler, 'settings': {'output_dir': '/nowhere'}, 'database_id': 'ab', 'is_new': True,
-                                 'needs': {'num_cpus': 1, 'memory_bytes': 1, 'num_jobs': 1}} for number in numbers]}
+        return {'allocations': [{'id': number, 'scheduler': scheduler, 'settings': {'output_dir': '/nowhere'},
+                                 'database_id': 'ab', 'is_new': True,
+                                 'needs': {'num_cpus': 1, 'memory_bytes': 1,
+                                           'num_jobs': 1}} for number in numbers]}
 
     def test_a_runner_submits_what_it_is_handed_and_reports_it(self):
         part = self.submissions()
         self.assertIsNone(torc.Submissions(self.context(), None, None, None).wanted())
-        self.assertEqual({'directory', 'output_dir', 'poll_interval', 'claim_backoff_max_secs'}, set(part.wanted()))
+        self.assertEqual({'directory', 'output_dir', 'poll_interval', 'claim_backoff_max_secs'},
+                         set(part.wanted()))
         part.on_answer(self.handed_out(7, 8, 9))
         part.on_answer(self.handed_out(7))      # the answer before was lost
         self.assertEqual([7, 8, 9], part.ids())
@@ -19748,7 +19822,8 @@ class AllocationPartsTest(PartTest):
             part.act(time.monotonic())
         self.assertEqual(['scontrol', 'scontrol', 'sbatch', 'sbatch'], [argv[0] for argv in self.called])
         self.assertEqual([(7, 71, ''), (8, None, 'refused'), (9, 72, '')],
-                         sorted((row['id'], row.get('slurm_job_id'), row.get('message', '')) for row in self.link_stub.submitted))
+                         sorted((row['id'], row.get('slurm_job_id'), row.get('message', ''))
+                                for row in self.link_stub.submitted))
         self.assertFalse(part.is_busy)
         self.assertIn('allocation 8 cannot be submitted: refused', self.progress.messages)
 
@@ -19766,17 +19841,18 @@ class AllocationRunnerTest(SlurmTest):
     SPEC = """
         name: w
         jobs:
-        - {name: "j{i}", command: "echo $SLURMD_NODENAME >> ran_{i}; sleep 4", parameters: {i: "1:4"}, resource_requirements: small}
-        - {name: late, command: echo late, depends_on_regexes: [^j], resource_requirements: small, scheduler: second}
-        resource_requirements: [{name: small, num_cpus: 1, memory: 50m, runtime: PT1M}]
+        - {name: "j{i}", command: "echo x >> ran_{i}; sleep 4", parameters: {i: "1:4"}, resource_requirements: s}
+        - {name: late, command: echo late, depends_on_regexes: [^j], resource_requirements: s, scheduler: second}
+        resource_requirements: [{name: s, num_cpus: 1, memory: 50m, runtime: PT1M}]
         slurm_schedulers:
         - {name: first, account: wfacct, walltime: "00:05:00"}
         - {name: second, account: wfacct, walltime: "00:05:00"}
         - {name: idle, account: wfacct, walltime: "00:05:00", extra: --begin=now+1hour}
         actions:
-        - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler_type: slurm, scheduler: first, num_allocations: 2}
-        - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler_type: slurm, scheduler: idle}
-        - {trigger_type: on_jobs_ready, action_type: schedule_nodes, scheduler_type: slurm, scheduler: second, job_name_regexes: [^late]}
+        - &one {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler_type: slurm, scheduler: first}
+        - {<<: *one, num_allocations: 1}
+        - {<<: *one, scheduler: idle}
+        - {<<: *one, scheduler: second, trigger_type: on_jobs_ready, job_name_regexes: [^late]}
         execution_config: {sigkill_headroom_seconds: 20, staggered_start: false}
         """
 
@@ -19788,7 +19864,8 @@ class AllocationRunnerTest(SlurmTest):
     def statuses(self) -> Dict[str, int]:
         """How many jobs have each status, while the database can be asked."""
         done = self.world.cli('-f', 'json', 'status', 1)
-        return {} if done.code else {name: count for name, count in done.json()['jobs_by_status'].items() if count}
+        counts = {} if done.code else done.json()['jobs_by_status']
+        return {name: count for name, count in counts.items() if count}
 
     def test_allocations_share_the_embedded_server_submit_further_ones_and_cancel_what_is_left_without_work(self):
         self.world.write('w.yaml', textwrap.dedent(self.SPEC))
@@ -19796,37 +19873,50 @@ class AllocationRunnerTest(SlurmTest):
         self.wait_slurm(lambda: not self.live_allocations(), 150, 'the end of all allocations')
         self.assertEqual({'completed': 5}, self.statuses())
         rows = {row.id: row.state for row in self.allocations()}
-        self.assertEqual(['CANCELLED'] + ['COMPLETED'] * 3, sorted(rows.values()), self.world.path('torc_output'))
+        self.assertEqual(['CANCELLED'] + ['COMPLETED'] * 3, sorted(rows.values()),
+                         self.world.path('torc_output'))
         said = {str(number): status for number, status in self.records().items()}
-        self.assertEqual({number: 'canceled' if state == 'CANCELLED' else 'complete' for number, state in rows.items()}, said)
+        wanted = {number: 'canceled' if state == 'CANCELLED' else 'complete' for number, state in rows.items()}
+        self.assertEqual(wanted, said)
         for number in range(1, 5):
             self.assertEqual(1, len(self.world.read(f'ran_{number}').split()))
-        events = self.assertExit(0, self.world.cli('-f', 'json', 'events', 'list', 1, '--category', 'scheduler')).json()['items']
-        self.assertEqual(['cancel_unneeded_pending_allocations'], [event['data']['action'] for event in events])
-        self.assertEqual(3, len(glob.glob(glob.escape(self.world.path('torc_output')) + '/slurm_env_wf1_sl*.log')))
+        events = self.assertExit(0, self.world.cli('-f', 'json', 'events', 'list', 1, '--category',
+                                                   'scheduler')).json()['items']
+        self.assertEqual(['cancel_unneeded_pending_allocations'],
+                         [event['data']['action'] for event in events])
+        output = glob.escape(self.world.path('torc_output'))
+        self.assertEqual(3, len(glob.glob(output + '/slurm_env_wf1_sl*.log')))
 
     def test_a_requeued_runner_goes_on_with_the_same_record_and_no_attempt_is_spent(self):
-        spec = textwrap.dedent(self.SPEC).replace('num_allocations: 2', 'num_allocations: 1').replace('sleep 4', 'exec sleep 20')
-        self.world.write('w.yaml', '\n'.join(line for line in spec.splitlines() if 'idle' not in line))
+        spec = textwrap.dedent(self.SPEC).replace('sleep 4', 'exec sleep 20')
+        lines = [line for line in spec.splitlines() if not re.search('idle|num_allocations', line)]
+        self.world.write('w.yaml', '\n'.join(lines))
         self.assertExit(0, self.world.cli('submit', 'w.yaml'))
         job_id, = [row.id for row in self.live_allocations()]
-        self.wait_slurm(lambda: self.world.read('ran_1') if os.path.exists(self.world.path('ran_1')) else '', 60, 'the first job')
+        self.wait_slurm(lambda: self.world.read('ran_1') if os.path.exists(self.world.path('ran_1')) else '',
+                        60, 'the first job')
         self.bed.ask('scontrol', 'requeue', job_id)
-        self.wait_slurm(lambda: self.records().get(int(job_id)) == 'pending', 30, 'its record to wait', self.records)
+        self.wait_slurm(lambda: self.records().get(int(job_id)) == 'pending', 30, 'its record to wait',
+                        self.records)
         self.assertEqual({'ready': 4, 'blocked': 1}, self.statuses())
         self.wait_slurm(lambda: not self.live_allocations(), 200, 'the end of all allocations')
         self.assertEqual({'completed': 5}, self.statuses())
-        results = self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs')).json()['items']
-        self.assertEqual({('terminated', 1), ('completed', 2), ('completed', 1)}, {(row['status'], row['attempt_id']) for row in results})
+        results = self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1,
+                                                    '--all-runs')).json()['items']
+        self.assertEqual({('terminated', 1), ('completed', 2), ('completed', 1)},
+                         {(row['status'], row['attempt_id']) for row in results})
 
     def test_a_shell_of_salloc_starts_steps_on_its_nodes(self):
-        self.world.write('w.yaml', 'jobs: [{name: "j{i}", command: hostname, parameters: {i: "1:4"}}]\n')
-        words = ['salloc', '-Q', '-N2', '--ntasks-per-node=2', '--mem=300', '-t', '3', *map(os.fsdecode, World.command(['run', 'w.yaml']))]
-        done = subprocess.run(words, cwd=self.world.directory, env=self.world.environment, timeout=120, encoding='utf-8',
+        self.world.write('w.yaml',
+                         'name: w\njobs: [{name: "j{i}", command: hostname, parameters: {i: "1:4"}}]\n')
+        words = ['salloc', '-Q', '-N2', '--ntasks-per-node=2', '--mem=300', '-t', '3',
+                 *map(os.fsdecode, World.command(['run', 'w.yaml']))]
+        done = subprocess.run(words, cwd=self.world.directory, env=self.world.environment, timeout=120,
+                              encoding='utf-8',
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.assertEqual(0, done.returncode, done.stdout)
-        names = {read_text(path) for path in glob.glob(glob.escape(self.world.path('torc_output/job_stdio')) + '/*.o')}
-        self.assertEqual(2, len(names))
+        output = glob.escape(self.world.path('torc_output/job_stdio'))
+        self.assertEqual(2, len({read_text(path) for path in glob.glob(output + '/*.o')}))
 
     def test_a_slurm_job_that_is_over_is_told_and_ignored(self):
         job_id = self.sbatch('true', '--mem=10', '-t', 1)

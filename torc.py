@@ -20259,8 +20259,8 @@ def builtin_profiles() -> List[Profile]:
 
 # -------- configured --------
 #
-# Torc's configuration files, of which only client.hpc is read here. TOML needs Python 3.11, so a file may
-# also be YAML or JSON, with the same keys.
+# Torc's configuration files, of which client.hpc and client.slurm are read. TOML needs Python 3.11, so a file
+# may also be YAML or JSON, with the same keys.
 
 CONFIG_ENDINGS = ('.toml', '.yaml', '.yml', '.json', '.json5')
 PROFILE_KEYS = frozenset('display_name description detect_env_var detect_hostname default_account '
@@ -20280,6 +20280,7 @@ class HpcConfig(Row):
     profiles: Dict[str, Profile] = {}
     accounts: Dict[str, str] = {}       # by profile; '' for all
     notes: Sequence[str] = ()           # files that could not be read here
+    is_strict: bool = False             # runners in allocations take no jobs of other schedulers
 
 
 def config_files(environment: Any = os.environ) -> List[str]:
@@ -20293,7 +20294,7 @@ def config_files(environment: Any = os.environ) -> List[str]:
 
 def read_config(environment: Any = os.environ) -> HpcConfig:
     """Clusters and accounts that the user's configuration files name."""
-    profiles, accounts, notes = {}, {}, []
+    profiles, accounts, notes, is_strict = {}, {}, [], False
     for path in config_files(environment):
         if path.endswith('.toml') and tomllib is None:
             other = os.path.join(environment.get('XDG_CONFIG_HOME') or '~/.config', 'torc', 'config.yaml')
@@ -20302,14 +20303,25 @@ def read_config(environment: Any = os.environ) -> HpcConfig:
         try:
             with open(path, 'rb') as file:
                 value = read_document(file.read(), path).value
-            found = read_hpc_config(value)
+            found, strict = read_hpc_config(value), read_strict_match(value)
         except OSError as error:
             raise BadInput(f'cannot read {path}: {error.strerror}') from None
         except ValueError as error:
             raise BadInput(f'{path}: {error}') from None
         profiles.update(found.profiles)
         accounts.update(found.accounts)
-    return HpcConfig(profiles, accounts, notes)
+        is_strict = is_strict if strict is None else strict
+    return HpcConfig(profiles, accounts, notes, is_strict)
+
+
+def read_strict_match(value: Any) -> Optional[bool]:
+    """client.slurm.strict_scheduler_match of one file; None if it does not say. ValueErrors name the key."""
+    for key in ('client', 'slurm', 'strict_scheduler_match'):
+        value = value.get(key) if isinstance(value, dict) else None
+    if value not in (None, True, False):
+        raise ValueError('client.slurm.strict_scheduler_match must be true or false, '
+                         f'not {show_value(value)}')
+    return value
 
 
 def read_hpc_config(value: Any) -> HpcConfig:
@@ -26884,9 +26896,16 @@ def printable_in_colour(text: str, style: Style) -> str:
     return unprintable.sub(lambda match: printable(match.group()), text)
 
 
+PINNED_PROGRAM = re.compile(r'(?:.*/)?torc-[0-9a-f]{12}/bin/torc\Z')
+
+
 def program_name() -> str:
-    """Name of this program in hints to the user: `torc` if it was started by that name, else torc.py."""
-    return 'torc' if os.path.basename(sys.argv[0]) == 'torc' else 'torc.py'
+    """Name of this program in hints to the user: `torc` if it was started by that name, else torc.py.
+
+    The copy that the scripts of allocations call is none that users have under its name.
+    """
+    is_installed = os.path.basename(sys.argv[0]) == 'torc' and not PINNED_PROGRAM.match(sys.argv[0])
+    return 'torc' if is_installed else 'torc.py'
 
 
 # -------- width --------
@@ -31328,7 +31347,8 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
     options = RunnerOptions(
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
         max_parallel_jobs=args['max_parallel_jobs'], is_subtask=bool(args['is_subtask']),
-        claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'])
+        claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'],
+        is_strict=read_config().is_strict)
     session.options['url' if '://' in args['server'] else 'db'] = args['server']
     await_server(session, options)
     code = run_to_end(session, Target(args['workflow_id'], False, is_allocation=True), options, True)
