@@ -22424,7 +22424,7 @@ class SubmitTest(CommandTest):
                                                   '--keep-submission-scripts', '--suppress-actions'))
         self.assertEqual('Submitted 2 allocations of workflow 1: 100, 101\n', done.out)
         self.assertRegex(self.queue()[1], r'^101\|PENDING\|my_wf1_a2\|torc:')
-        self.assertEqual(['my_wf1_a1.sh', 'my_wf1_a2.sh'], sorted(glob.glob1(self.world.path('other'), '*.sh')))
+        self.assertEqual(['my_wf1_a1.sh', 'my_wf1_a2.sh'], sorted(name for name in os.listdir(self.world.path("other")) if name.endswith(".sh")))
         self.assertIn('--max-parallel-jobs 3', read_text(self.fakes.path('script')))
         self.assertExit(1, self.world.main('submit', 1), 'none of its actions is due')     # it was suppressed
         self.text('slurm create 1 -n chain -a proj --serialize-allocations -p main -e --exclusive')
