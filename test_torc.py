@@ -7292,6 +7292,18 @@ class SubmissionRecordTest(ServiceTest):
         self.assertEqual([(2, False)], [(row['id'], row['is_new']) for row in answer['allocations']])
         self.assertEqual({1: (41, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
 
+    def test_without_its_scheduler_nothing_is_submitted_and_nobody_is_held_up(self):
+        workflow_id = self.prepare()
+        node_id = self.node(workflow_id)
+        self.take(workflow_id, actions=False, scheduler_config_id=self.scheduler_id)
+        self.call('create_slurm_scheduler', {'workflow_id': workflow_id, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})
+        self.call('delete_slurm_scheduler', id=self.scheduler_id)
+        with self.assertRaisesRegex(torc.TorcError, f'has no .*{self.scheduler_id}'):
+            self.take(workflow_id)
+        answer = self.sync(workflow_id, node_id, actions=['on_workflow_start'], submits=self.SETTINGS)
+        self.assertEqual(([], {}), (answer['allocations'], self.records(workflow_id)))
+        self.assertEqual((False, f'there is no Slurm scheduler {self.scheduler_id}'), self.action(workflow_id))
+
     def test_the_largest_of_the_jobs_that_are_left_decides_what_is_asked_for(self):
         workflow_id = self.prepare()
         needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'r', 'num_cpus': 3, 'memory': '2g'})['id']
@@ -23287,7 +23299,8 @@ class SubmitTest(CommandTest):
         url = self.world.serve()
         cancel = f'{shlex.quote(sys.executable)} {shlex.quote(os.path.join(HERE, "torc.py"))} cancel 1 --no-prompts >/dev/null 2>&1'
         self.hook('hook_after', f'[ -e "$fake/job_101" ] && {cancel}; true')
-        self.assertExit(1, self.world.cli('--url', url, 'submit', 'w.yaml'), '1 allocations of workflow 1 were not submitted: canceled meanwhile')
+        self.assertExit(1, self.world.cli('--url', url, 'submit', 'w.yaml'), '1 allocations of workflow 1 were not submitted: canceled meanwhile',
+                        f'warning: runners on other machines cannot reach the server at {url}: start it with')
         self.assertIn(['101'], [call.argv for call in self.fakes.calls('scancel')])
         self.assertEqual(['canceled', 'canceled'], [status for _, status in self.records()])
 

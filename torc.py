@@ -2976,7 +2976,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('resource_requirements', '[resource_requirements]', 'resources that jobs name'),
         ('failure_handlers',    '[failure_handler]', 'failure handlers that jobs name'),
         ('slurm_schedulers',    '[slurm_scheduler]', 'allocations that jobs and actions name'),
-        ('slurm_defaults',      'slurm_defaults', 'sbatch long options for every allocation'),
+        ('slurm_defaults',      'slurm_defaults',
+         'sbatch long options for every allocation; false leaves one out'),
         ('actions',             '[action]', 'what triggers set off'),
         ('resource_monitor',    'resource_monitor', 'what is measured; absent or {}: a summary of every job'),
         ('execution_config',    'execution_config', 'how jobs are started and stopped'),
@@ -9883,6 +9884,8 @@ def take_submissions(context: Context, workflow_id: int, body: Values) -> Values
         action = get_action(context, workflow_id, row['action_id'])
         if action['action_type'] != 'schedule_nodes':
             raise Refused(f"action {action['id']} does not schedule nodes")
+        scheduler_id = action['action_config'].get('scheduler_id') or 0
+        check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
         new = execute_schedule(context, action, settings, row.get('count'), None)
         if new == []:
             idle.append(action['id'])
@@ -9906,7 +9909,14 @@ def take_due_schedules(context: Context, workflow_id: int, node_id: int, trigger
         workflow_id, triggers, "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
     made = []   # type: List[int]
     for action in due:
-        if action['action_config'].get('scheduler_type', 'slurm') == 'slurm':
+        config = action['action_config']
+        scheduler_id = config.get('scheduler_id')
+        if config.get('scheduler_type', 'slurm') != 'slurm':
+            continue
+        if not context.one('SELECT 1 FROM slurm_scheduler WHERE id = ?', (scheduler_id,)):
+            context.run('UPDATE workflow_action SET failure = ? WHERE id = ?',
+                        (f'there is no Slurm scheduler {scheduler_id}', action['id']))
+        else:
             made += execute_schedule(context, action, settings, None, node_id) or []
     context.run(FREE_SUBMISSIONS + 'submitter_until < ?', (workflow_id, context.now()))
     return hold_submissions(context, workflow_id, name_submitter(node_id), None, made)
@@ -9965,6 +9975,8 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
                      made: Ids) -> List[Values]:
     """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
+    context.run(f'DELETE FROM scheduled_compute_node WHERE workflow_id = ? AND {IS_UNSUBMITTED} '
+                'AND scheduler_config_id NOT IN (SELECT id FROM slurm_scheduler)', (workflow_id,))
     rows = context.rows('SELECT id, scheduler_config_id, submission FROM scheduled_compute_node '
                         f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
                         (workflow_id,))
@@ -31456,10 +31468,21 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, 
     elif status['is_canceled']:
         reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
         raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
+    warn_of_loopback(session)
     directory = workflow.get('submission_directory')
     if directory and os.path.isdir(directory) and not os.path.samefile(directory, os.getcwd()):
         session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
                                  'its jobs now count from here'))
+
+
+def warn_of_loopback(session: Session) -> None:
+    """Say so if runners on other machines cannot reach the server: they would wait, and pay for it."""
+    client = session.client
+    if client.named_url or client.is_lasting:
+        host = parse_url(client.url).host
+        if is_loopback(host) or host in LOOPBACK_NAMES:
+            session.report(f'warning: runners on other machines cannot reach the server at {client.url}: '
+                           'start it with `serve --host 0.0.0.0`')
 
 
 def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
@@ -31596,6 +31619,7 @@ def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
         if pause_s > 0:
             why = work.message or 'an earlier submission was interrupted'
             session.report(f'{why}: looking into the queue in {pause_s:.0f} s')
+            session.client.close()      # runners that have begun need the database
             time.sleep(pause_s)
         call = work.next_call(time.monotonic())
         if call is not None:
