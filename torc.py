@@ -19840,12 +19840,17 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
 
 def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
               variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
-    """Call a program of Slurm and wait for its reply: for commands, never in a runner."""
+    """Call a program of Slurm and wait for its reply: for commands, never in a runner.
+
+    It ends with this process (Linux): an sbatch that lived on might submit what somebody else submits again.
+    """
+    prctl = getattr(ctypes.CDLL(None), 'prctl', None)
+    end_with_us = prctl and functools.partial(prctl, PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     environment = {**os.environ, **(query_variables() if variables is None else variables)}
     given = {name: value for name, value in environment.items() if value is not None}
     try:
         done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, timeout=limit_s, check=False)
+                              stderr=subprocess.PIPE, timeout=limit_s, check=False, preexec_fn=end_with_us)
     except subprocess.TimeoutExpired:
         return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
     except (OSError, ValueError) as error:
@@ -21635,23 +21640,25 @@ class Submitter:
     be asked whether it has the job.
     """
 
-    def __init__(self, pause_s: float = SBATCH_PAUSE_S, look_pause_s: float = LOOK_PAUSE_S,
-                 tries: int = SBATCH_TRIES) -> None:
-        self.pause_s = pause_s
-        self.look_pause_s = look_pause_s
-        self.tries = tries
+    pause_s = SBATCH_PAUSE_S
+    look_pause_s = LOOK_PAUSE_S
+    tries = SBATCH_TRIES
+
+    def __init__(self) -> None:
         self.waiting = []           # type: List[Underway]
         self.current = None         # type: Optional[Underway]  # its sbatch runs
         self.is_looking = False     # squeue runs
-        self.look_at = 0.0          # not before
+        self.look_at = -math.inf    # not before
         self.failed_looks = 0
         self.message = ''           # of the last failure that passes
         self.ends = []              # type: List[Dict[str, Any]]
         self.lost = []              # type: List[Submission]
 
-    def add(self, submission: Submission, script: str) -> None:
-        """Submit an allocation; its script is there."""
+    def add(self, submission: Submission, script: str, now: float) -> None:
+        """Submit an allocation; its script is there. What another has begun may still come into effect."""
         self.waiting.append(Underway(submission, script))
+        if not submission.is_new:
+            self.look_at = max(self.look_at, now + self.pause_s)
 
     @property
     def is_busy(self) -> bool:
@@ -21662,7 +21669,7 @@ class Submitter:
         """When next_call has something to call; infinite while a call is out, or there is nothing."""
         if self.current or self.is_looking or not self.waiting:
             return math.inf
-        return 0.0 if any(not item.needs_look for item in self.waiting) else self.look_at
+        return -math.inf if any(not item.needs_look for item in self.waiting) else self.look_at
 
     def next_call(self, now: float) -> Optional[SlurmCall]:
         """The program to call now, if any."""
@@ -26004,7 +26011,7 @@ class Submissions:
             item = self.unwritten.pop(number)
             if path:
                 self.scripts[number] = item, path
-                self.work.add(item, path)
+                self.work.add(item, path, time.monotonic())
             else:
                 self.work.ends.append({'id': number, 'message': printable(error)})
 
@@ -31607,7 +31614,7 @@ def start_submissions(session: Session, work: Submitter, submissions: List[Submi
             message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
             work.ends.append({'id': submission.id, 'message': printable(message)})
             continue
-        work.add(submission, path)
+        work.add(submission, path, time.monotonic())
 
 
 def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
