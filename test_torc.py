@@ -23494,7 +23494,7 @@ class WholeNodeSubmitTest(SlurmTest):
         fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
         fakes.write('sbatch', 'for script; do :; done; cp "$script" "$fake/script"; exec sbatch "$@"')
         self.assertExit(0, self.world.cli('submit', 'w.yaml'))
-        self.assertNotRegex(read_text(fakes.path('script')), '--(mem|cpus-per-task|ntasks)')
+        self.assertNotRegex(read_text(fakes.path('script')), 'SBATCH --(mem|cpus-per-task|ntasks)')
         self.assertEqual(2, len(self.live_allocations()))
 
 
