@@ -2976,7 +2976,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('resource_requirements', '[resource_requirements]', 'resources that jobs name'),
         ('failure_handlers',    '[failure_handler]', 'failure handlers that jobs name'),
         ('slurm_schedulers',    '[slurm_scheduler]', 'allocations that jobs and actions name'),
-        ('slurm_defaults',      'slurm_defaults', 'sbatch long options for every allocation'),
+        ('slurm_defaults',      'slurm_defaults',
+         'sbatch long options for every allocation; false leaves one out'),
         ('actions',             '[action]', 'what triggers set off'),
         ('resource_monitor',    'resource_monitor', 'what is measured; absent or {}: a summary of every job'),
         ('execution_config',    'execution_config', 'how jobs are started and stopped'),
@@ -9883,6 +9884,8 @@ def take_submissions(context: Context, workflow_id: int, body: Values) -> Values
         action = get_action(context, workflow_id, row['action_id'])
         if action['action_type'] != 'schedule_nodes':
             raise Refused(f"action {action['id']} does not schedule nodes")
+        scheduler_id = action['action_config'].get('scheduler_id') or 0
+        check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
         new = execute_schedule(context, action, settings, row.get('count'), None)
         if new == []:
             idle.append(action['id'])
@@ -9906,7 +9909,14 @@ def take_due_schedules(context: Context, workflow_id: int, node_id: int, trigger
         workflow_id, triggers, "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
     made = []   # type: List[int]
     for action in due:
-        if action['action_config'].get('scheduler_type', 'slurm') == 'slurm':
+        config = action['action_config']
+        scheduler_id = config.get('scheduler_id')
+        if config.get('scheduler_type', 'slurm') != 'slurm':
+            continue
+        if not context.one('SELECT 1 FROM slurm_scheduler WHERE id = ?', (scheduler_id,)):
+            context.run('UPDATE workflow_action SET failure = ? WHERE id = ?',
+                        (f'there is no Slurm scheduler {scheduler_id}', action['id']))
+        else:
             made += execute_schedule(context, action, settings, None, node_id) or []
     context.run(FREE_SUBMISSIONS + 'submitter_until < ?', (workflow_id, context.now()))
     return hold_submissions(context, workflow_id, name_submitter(node_id), None, made)
@@ -9965,6 +9975,8 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
                      made: Ids) -> List[Values]:
     """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
+    context.run(f'DELETE FROM scheduled_compute_node WHERE workflow_id = ? AND {IS_UNSUBMITTED} '
+                'AND scheduler_config_id NOT IN (SELECT id FROM slurm_scheduler)', (workflow_id,))
     rows = context.rows('SELECT id, scheduler_config_id, submission FROM scheduled_compute_node '
                         f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
                         (workflow_id,))
@@ -19828,12 +19840,17 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
 
 def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
               variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
-    """Call a program of Slurm and wait for its reply: for commands, never in a runner."""
+    """Call a program of Slurm and wait for its reply: for commands, never in a runner.
+
+    It ends with this process (Linux): an sbatch that lived on might submit what somebody else submits again.
+    """
+    prctl = getattr(ctypes.CDLL(None), 'prctl', None)
+    end_with_us = prctl and functools.partial(prctl, PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     environment = {**os.environ, **(query_variables() if variables is None else variables)}
     given = {name: value for name, value in environment.items() if value is not None}
     try:
         done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, timeout=limit_s, check=False)
+                              stderr=subprocess.PIPE, timeout=limit_s, check=False, preexec_fn=end_with_us)
     except subprocess.TimeoutExpired:
         return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
     except (OSError, ValueError) as error:
@@ -21635,23 +21652,25 @@ class Submitter:
     be asked whether it has the job.
     """
 
-    def __init__(self, pause_s: float = SBATCH_PAUSE_S, look_pause_s: float = LOOK_PAUSE_S,
-                 tries: int = SBATCH_TRIES) -> None:
-        self.pause_s = pause_s
-        self.look_pause_s = look_pause_s
-        self.tries = tries
+    pause_s = SBATCH_PAUSE_S
+    look_pause_s = LOOK_PAUSE_S
+    tries = SBATCH_TRIES
+
+    def __init__(self) -> None:
         self.waiting = []           # type: List[Underway]
         self.current = None         # type: Optional[Underway]  # its sbatch runs
         self.is_looking = False     # squeue runs
-        self.look_at = 0.0          # not before
+        self.look_at = -math.inf    # not before
         self.failed_looks = 0
         self.message = ''           # of the last failure that passes
         self.ends = []              # type: List[Dict[str, Any]]
         self.lost = []              # type: List[Submission]
 
-    def add(self, submission: Submission, script: str) -> None:
-        """Submit an allocation; its script is there."""
+    def add(self, submission: Submission, script: str, now: float) -> None:
+        """Submit an allocation; its script is there. What another has begun may still come into effect."""
         self.waiting.append(Underway(submission, script))
+        if not submission.is_new:
+            self.look_at = max(self.look_at, now + self.pause_s)
 
     @property
     def is_busy(self) -> bool:
@@ -21662,7 +21681,7 @@ class Submitter:
         """When next_call has something to call; infinite while a call is out, or there is nothing."""
         if self.current or self.is_looking or not self.waiting:
             return math.inf
-        return 0.0 if any(not item.needs_look for item in self.waiting) else self.look_at
+        return -math.inf if any(not item.needs_look for item in self.waiting) else self.look_at
 
     def next_call(self, now: float) -> Optional[SlurmCall]:
         """The program to call now, if any."""
@@ -26052,7 +26071,7 @@ class Submissions:
             item = self.unwritten.pop(number)
             if path:
                 self.scripts[number] = item, path
-                self.work.add(item, path)
+                self.work.add(item, path, time.monotonic())
             else:
                 self.work.ends.append({'id': number, 'message': printable(error)})
 
@@ -31536,10 +31555,21 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, 
     elif status['is_canceled']:
         reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
         raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
+    warn_of_loopback(session)
     directory = workflow.get('submission_directory')
     if directory and os.path.isdir(directory) and not os.path.samefile(directory, os.getcwd()):
         session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
                                  'its jobs now count from here'))
+
+
+def warn_of_loopback(session: Session) -> None:
+    """Say so if runners on other machines cannot reach the server: they would wait, and pay for it."""
+    client = session.client
+    if client.named_url or client.is_lasting:
+        host = parse_url(client.url).host
+        if is_loopback(host) or host in LOOPBACK_NAMES:
+            session.report(f'warning: runners on other machines cannot reach the server at {client.url}: '
+                           'start it with `serve --host 0.0.0.0`')
 
 
 def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
@@ -31664,7 +31694,7 @@ def start_submissions(session: Session, work: Submitter, submissions: List[Submi
             message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
             work.ends.append({'id': submission.id, 'message': printable(message)})
             continue
-        work.add(submission, path)
+        work.add(submission, path, time.monotonic())
 
 
 def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
@@ -31676,6 +31706,7 @@ def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
         if pause_s > 0:
             why = work.message or 'an earlier submission was interrupted'
             session.report(f'{why}: looking into the queue in {pause_s:.0f} s')
+            session.client.close()      # runners that have begun need the database
             time.sleep(pause_s)
         call = work.next_call(time.monotonic())
         if call is not None:
