@@ -10685,7 +10685,8 @@ def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
                 allocations: Sequence[Values]) -> List[Place]:
     """What runners, and allocations to come, offer; of those that differ in their time alone the longest."""
     places = [place_of_runner(context, runner) for runner in runners]
-    places += [place_of_allocation(row, 'allocation') for row in allocations if row['status'] == 'pending']
+    # An active one without a runner was put back into the queue.
+    places += [place_of_allocation(row, 'allocation') for row in allocations if not row['num_runners']]
     places += [place_of_allocation(row, 'action') for row in due_allocations(context, workflow_id)]
     longest = {}    # type: Dict[Any, Place]
     for place in places:
@@ -27173,7 +27174,7 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
     queued, found = row.get('queue'), [row['status']]
     if row['status'] == 'active':
         found.append(f"{row['num_runners']} runners with {row['num_jobs']} jobs" if row['num_runners'] else
-                     'none of its runners is at work')
+                     'no runner is at work in it')
         if row['remaining_seconds'] is not None:
             found.append(f"{format_elapsed(row['remaining_seconds'])} left")
     if row.get('has_ended'):
