@@ -16189,8 +16189,11 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
 
 
 def in_slurm_job() -> bool:
-    """Whether this process belongs to an allocation, whose other nodes, and other allocations, work with it."""
-    return bool(os.environ.get('SLURM_JOB_ID'))
+    """Whether this process is on a node of an allocation, whose other nodes, and other ones, work with it.
+
+    The shell of salloc(1) on a login node has the number of a Slurm job, but no node.
+    """
+    return bool(os.environ.get('SLURM_JOB_ID') and os.environ.get('SLURMD_NODENAME'))
 
 
 def lease_wait_s(options: ServerOptions) -> float:
@@ -20832,66 +20835,84 @@ class Grouping:
 
     def count(self, key: GroupKey, jobs: Optional[List[int]] = None) -> int:
         """Allocations for a group, or for some jobs of it."""
-        jobs_of = self.groups[key] if jobs is None else sort_by_class(self.graph, jobs)
+        jobs_of = self.groups[key]
+        if jobs is not None:
+            jobs_of = {}
+            for job in jobs:
+                jobs_of.setdefault(self.graph.class_numbers[job], []).append(job)
         nominal_s = nominal_walltime(self.partition(key), self.longest(key), self.options)
         return count_allocations(self.partition(key), nominal_s, self.demands(jobs_of))
 
 
-def sort_by_class(graph: JobGraph, jobs: Sequence[int]) -> Dict[int, List[int]]:
-    """Jobs by their class."""
-    jobs_of = {}    # type: Dict[int, List[int]]
-    for job in jobs:
-        jobs_of.setdefault(graph.class_numbers[job], []).append(job)
-    return jobs_of
-
-
-def find_stages(graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict[int, int]
-                ) -> Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]:
-    """(group, stage) -> its jobs, its gates, and the seconds of its longest chain of jobs."""
+def jobs_in_order(graph: JobGraph) -> List[Tuple[List[int], List[int]]]:
+    """(prerequisites, jobs that have just these), each behind all that it waits for."""
     waiting = {}    # set -> its jobs
     for job, number in enumerate(graph.set_numbers):
         waiting.setdefault(number, []).append(job)
-    order = order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()])
-    ranks = {}      # group -> its rank; jobs in no group run wherever it may be: before all others
-    for _, jobs in order:
-        for job in jobs:
-            ranks.setdefault(group_of.get(job), len(ranks))
-    ranks[None] = -1
-    places = {}     # job -> group, stage, seconds from the begin of its stage to its end
-    earlier = {}    # type: Dict[Any, Set[Any]]     # (group, stage) -> those that have begun before it
-    stages = {}     # type: Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]
-    for members, jobs in order:
-        before = {}     # (group, stage) of prerequisites -> the last end
-        for member in members:
-            group, stage, end_s = places[member]
-            before[group, stage] = max(end_s, before.get((group, stage), 0))
-        for group in dict.fromkeys(group_of.get(job) for job in jobs):
-            stage = max([other_stage + (ranks[other] > ranks[group])
-                         for other, other_stage in before] or [0])
-            begin_s, known = before.get((group, stage)), earlier.setdefault((group, stage), {(group, stage)})
-            if begin_s is not None and not known.issuperset(before):
-                stage, begin_s = stage + 1, None    # by then its allocations may have run out of work
-            if begin_s is None:
-                known = earlier.setdefault((group, stage), {(group, stage)})
-                known.update(before, *(earlier[place] for place in before))
+    return order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()])
+
+
+StageKey = Tuple[Optional[GroupKey], int]       # a group, and the number of its stage
+
+
+class StageDraft(Row):
+    """A stage in the making."""
+    jobs: List[int]
+    gates: List[int]
+    ends_s: List[int]       # when each job ends at the latest, from the begin of the stage
+
+
+class Staging:
+    """Finds the stages of groups: see above."""
+
+    def __init__(self, graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict[int, int]) -> None:
+        self.runtimes_s = runtimes_s
+        self.ranks = {}         # type: Dict[Optional[GroupKey], int]
+        self.places = {}        # job -> its stage, and when it ends
+        self.earlier = {}       # type: Dict[StageKey, Set[StageKey]]   # stages that have begun before one
+        self.stages = {}        # type: Dict[StageKey, StageDraft]
+        order = jobs_in_order(graph)
+        for _, jobs in order:
             for job in jobs:
-                if group_of.get(job) == group:
-                    end_s = (begin_s or 0) + runtimes_s.get(job, 0)
-                    places[job] = (group, stage, end_s)
-                    found = stages.setdefault((group, stage), ([], [], 0))
-                    found[0].append(job)
-                    found[1].extend([job] if begin_s is None else [])
-                    stages[group, stage] = (found[0], found[1], max(found[2], end_s))
-    return stages
+                self.ranks.setdefault(group_of.get(job), len(self.ranks))
+        self.ranks[None] = -1   # jobs in no group run elsewhere: no group is to be ahead of them
+        for members, jobs in order:
+            groups = {}         # group -> its jobs among these
+            for job in jobs:
+                groups.setdefault(group_of.get(job), []).append(job)
+            before = {}         # stages of the prerequisites -> the last end
+            for member in members:
+                stage, end_s = self.places[member]
+                before[stage] = max(end_s, before.get(stage, 0))
+            for group, own in groups.items():
+                self.place(group, own, before)
+
+    def place(self, group: Optional[GroupKey], jobs: List[int], before: Dict[StageKey, int]) -> None:
+        """Put jobs of a group with the same prerequisites into a stage."""
+        number = max([number + (self.ranks[other] > self.ranks[group]) for other, number in before] or [0])
+        begin_s, known = before.get((group, number)), self.earlier.get((group, number), set())
+        if begin_s is not None and not known.issuperset(before):
+            number, begin_s = number + 1, None      # by then its allocations may have run out of work
+        key = (group, number)
+        if begin_s is None:
+            self.earlier.setdefault(key, {key}).update(before, *(self.earlier[stage] for stage in before))
+        draft = self.stages.setdefault(key, StageDraft([], [], []))
+        draft.jobs.extend(jobs)
+        draft.gates.extend(jobs if begin_s is None else ())
+        for job in jobs:
+            end_s = (begin_s or 0) + self.runtimes_s.get(job, 0)
+            draft.ends_s.append(end_s)
+            self.places[job] = (key, end_s)
+
+    def of_group(self, group: GroupKey) -> List[StageDraft]:
+        """The stages of a group, in order."""
+        return [self.stages[key] for key in sorted(key for key in self.stages if key[0] == group)]
 
 
 def find_levels(graph: JobGraph) -> List[int]:
     """How many jobs stand before each in its longest chain of prerequisites."""
-    waiting = {}    # set -> its jobs
-    for job, number in enumerate(graph.set_numbers):
-        waiting.setdefault(number, []).append(job)
     levels = [0] * len(graph.names)
-    for members, jobs in order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()]):
+    for members, jobs in jobs_in_order(graph):
         level = max([levels[member] + 1 for member in members] or [0])
         for job in jobs:
             levels[job] = level
@@ -20909,33 +20930,32 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
     group_of = {job: key for key, jobs_of in grouping.groups.items()
                 for jobs in jobs_of.values() for job in jobs}
     runtimes_s = {job: classes[graph.class_numbers[job]].runtime_s for job in group_of}
-    stages = find_stages(graph, group_of, runtimes_s)
+    staging = Staging(graph, group_of, runtimes_s)
     names, schedulers = set(), []   # type: Set[str], List[PlannedScheduler]
     for key in sorted(grouping.groups, key=lambda key: min(map(min, grouping.groups[key].values()))):
-        own = [stages[place] for place in sorted(place for place in stages if place[0] == key)]
-        made = make_scheduler(grouping, key, own, names)
+        stages = staging.of_group(key)
+        made = make_scheduler(grouping, key, stages, names)
         names.add(made.name)
         schedulers.append(made)
-        warnings += doubt_scheduler(made, classes, max(chain_s for _, _, chain_s in own))
+        warnings += doubt_scheduler(made, classes, max(itertools.chain.from_iterable(
+            stage.ends_s for stage in stages)))
     return AllocationPlan(schedulers, problems, warnings)
 
 
-def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[Tuple[List[int], List[int], int]],
+def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[StageDraft],
                    names: Set[str]) -> PlannedScheduler:
     """The scheduler of a group."""
     partition, jobs_of, options = grouping.partition(key), grouping.groups[key], grouping.options
     walltime_s = plan_walltime(partition, grouping.longest(key), options)
     job_nodes = max(grouping.classes[number].num_nodes for number in jobs_of)
-    planned = [Stage(sorted(jobs), sorted(gates), grouping.count(key, jobs) if len(stages) > 1
-                     else grouping.count(key)) for jobs, gates, _ in stages]
+    planned = [Stage(sorted(stage.jobs), sorted(stage.gates), grouping.count(key, stage.jobs))
+               for stage in stages]
     nodes = job_nodes
     if options.is_single:
         nodes = job_nodes * max(stage.num_allocations for stage in planned)
         if partition.max_nodes:
             nodes = max(job_nodes, min(nodes, partition.max_nodes))
         planned = [stage._replace(num_allocations=1) for stage in planned]
-    else:
-        nodes = max(nodes, partition.min_nodes or 1)
     # The nodes of one allocation share its jobs as several allocations would.
     shares = max(1, sum(stage.num_allocations for stage in planned) * nodes // job_nodes)
     request = size_request(partition, shares, grouping.demands(jobs_of))
@@ -22023,7 +22043,7 @@ def run_job(files, command):
         open_files(*files)
         os.execve(command[0], command, variables)
     except OSError as error:
-        note('failed', os.uname()[1] + ':', error.strerror, error.filename or '')
+        note('failed', os.uname()[1] + ':', error.strerror, os.fsdecode(error.filename or ''))
     finally:
         os._exit(FAILED)
 
@@ -22149,12 +22169,17 @@ def read_step_sign(text: str) -> str:
     return next((kind for kind, pattern in STEP_SIGNS if re.search(pattern, text)), '')
 
 
+def read_lost_nodes(text: str) -> List[str]:
+    """Nodes of which srun's stderr says that they have failed."""
+    return [name for names in re.findall(r'Node failure on (\S+)', text) for name in expand_node_list(names)]
+
+
 def judge_step(notes: StepNotes, code: int, signal_number: int, sign: str, state: str = '',
                stopped_for: str = '') -> str:
     """Which of STEP_OUTCOMES the end of a step is.
 
-    `code`, `signal_number`: srun's end. `sign`: see read_step_sign. `state`: from the accounting, a name of
-    SLURM_STATES, or ''. `stopped_for`: why this runner has ended it itself, or ''.
+    `code`, `signal_number`: srun's end; no signal if we have killed it. `sign`: see read_step_sign. `state`:
+    from the accounting, a name of SLURM_STATES, or ''. `stopped_for`: why this runner has ended it, or ''.
     """
     kind = STEP_STATES.get(state, '')
     if 'memory' in (kind, sign) and notes.number:
@@ -22167,15 +22192,15 @@ def judge_step(notes: StepNotes, code: int, signal_number: int, sign: str, state
         return 'no start' if notes.failure else sign if sign in ('node', 'preempted') else 'no step'
     if stopped_for:
         return 'stopped'
+    kind = kind or sign
+    if signal_number and kind in ('', 'canceled', 'stepd'):
+        return 'srun'       # what was left of its step on this node was ended with it
     if notes.is_lost:
         return 'stepd'
-    kind = kind or sign
     if notes.return_code is not None:
         # Only what dies of a signal was canceled; other codes are the job's own, unless it has to run again.
         is_own = not notes.signal_number and notes.return_code <= 128
         return 'own' if not kind or kind == 'stepd' or kind == 'canceled' and is_own else kind
-    if signal_number and kind in ('', 'canceled'):
-        return 'srun'
     if not kind and code > 128:
         return 'killed'
     return kind or 'vanished'
@@ -22532,6 +22557,7 @@ class Ledger:
         self.num_jobs = 0
         self.shared = 0                 # counts GPUs handed out twice, for the queue strategy
         self.num_cpus = sum(node.num_cpus for node in nodes)    # of all nodes
+        self.lost = set()               # type: Set[int]  # indexes of nodes that are gone
 
     @property
     def slots(self) -> int:
@@ -22578,6 +22604,13 @@ class Ledger:
         self.num_jobs -= 1
         self.pool.release(grant.needs, grant.nodes)
         self.devices[grant.nodes[0] if grant.nodes else 0].extend(grant.owned)
+        for index in self.lost:
+            self.pool.free[index] = NOTHING
+
+    def lose(self, index: int) -> None:
+        """A node is gone: nothing more is placed on it."""
+        self.lost.add(index)
+        self.pool.sizes[index] = self.pool.free[index] = NOTHING
 
 
 # -------- attempts and their states --------
@@ -22727,12 +22760,8 @@ class Verdict(Row):
 
 
 def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_code: int,
-              interrupted_by: Optional[int] = None,
-              cause: str = "stopped: the runner's time is over") -> Verdict:
-    """Status and return code of an attempt, before its output files are looked at.
-
-    `cause`: what is said of one that has reached a time limit.
-    """
+              interrupted_by: Optional[int] = None) -> Verdict:
+    """Status and return code of an attempt, before its output files are looked at."""
     if stopped_for == 'cancel':
         return Verdict('canceled', end.return_code, 'the workflow was canceled')
     if end.return_code == 0:
@@ -22741,10 +22770,10 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
         # A code of its own, such as a checkpoint's, is reported; dying of what was sent is a timeout.
         is_own = not end.signal_number and end.return_code != 128 + sent_signal
         code = end.return_code if is_own else timeout_exit_code
-        return Verdict('terminated', code, cause)
+        return Verdict('terminated', code, "stopped: the runner's time is over")
     if stopped_for:
-        by_whom = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
-        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{by_whom}')
+        cause = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
+        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
     return Verdict('failed', end.return_code)
 
 
@@ -24791,7 +24820,7 @@ def end_steps(directory: str, job_id: str) -> None:
     gone = f'{directory}.gone'
     try:
         os.rename(directory, gone)
-        names = os.listdir(gone)
+        names = [name for name in os.listdir(gone) if name.endswith('.notes')]
     except OSError:     # the other guardian was faster
         return
     numbers = []
@@ -24866,7 +24895,8 @@ class StepFiles:
 class Step:
     """The step of one attempt, as its starter sees it. Times are monotonic."""
     __slots__ = ('name', 'started', 'notes', 'code', 'signal_number', 'sign', 'text', 'is_over', 'is_killed',
-                 'num_cancels', 'limit_at', 'early', 'early_at', 'kill_at', 'look_at', 'rest_at')
+                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early', 'early_at', 'kill_at',
+                 'look_at', 'rest_at')
 
     def __init__(self, name: str, minutes: Optional[int], early: Optional[Tuple[str, int]],
                  creation_s: float) -> None:
@@ -24877,12 +24907,14 @@ class Step:
         self.sign = self.text = ''          # what its stderr says
         self.is_over = False                # srun has ended
         self.is_killed = False              # by us
+        self.given_up = ''                  # we had to end it: what that means, as a sign of STEP_SIGNS
         self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
         self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
         self.early = '' if early is None else early[0]      # the signal before the limit
         self.early_at = math.inf if early is None else self.limit_at - early[1]
         self.kill_at = math.inf
-        self.look_at = self.started + creation_s    # the next look at the notes
+        self.creation_at = self.started + creation_s    # by then there is a step
+        self.look_at = self.started + WATCH_S       # the next look at the notes
         self.rest_at = math.inf             # the job has ended, and by then srun must have
 
     def due(self) -> float:
@@ -24906,6 +24938,7 @@ class SlurmStarter:
         self.steps = {}             # type: Dict[Attempt, Step]  # until they are judged
         self.accounting = None      # type: Any  # (16f)
         self.on_no_step = lambda reason: None   # type: Callable[[str], Any]  # nothing can be started now
+        self.on_lost_node = lambda index: None  # type: Callable[[int], Any]
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         # Steps end by their own limit before, within 30 s (slurmctld looks so often) and its KillWait.
         headroom_s = context.config['sigkill_headroom_seconds']
@@ -25020,13 +25053,14 @@ class SlurmStarter:
         is_gone = notes.host == os.uname().nodename and not read_process_start_ticks(notes.pid)
         reason = ''
         if notes.return_code is not None or is_gone:
+            step.given_up = '' if notes.return_code is not None else 'stepd'
             step.rest_at = min(step.rest_at, now + STEP_REST_S)
             step.look_at = min(step.look_at, step.rest_at)
             reason = 'its srun does not end' if now >= step.rest_at else ''
-        elif not notes.number:
+        elif not notes.number and now >= step.creation_at:
             reason = f'there is still no step after {STEP_CREATION_S:g} s'
         elif now >= step.limit_at + OVER_LIMIT_S:
-            reason = 'Slurm does not end it at its time limit'
+            reason, step.given_up = 'Slurm does not end it at its time limit', 'timeout'
         if reason:
             self.context.log.write(f'Step is given up: {reason}', 'warning', **self.context.names(attempt))
             step.look_at, step.kill_at = math.inf, now
@@ -25105,7 +25139,10 @@ class SlurmStarter:
         self.read_notes(step)
         notes, text = step.notes, self.files.read(step.name, 'err')
         step.is_over, step.code, step.signal_number = True, end.return_code, end.signal_number
-        step.sign, step.text = read_step_sign(text), explain_step_failure(text)
+        step.sign = step.given_up if step.is_killed else read_step_sign(text)
+        step.text = explain_step_failure(text)
+        for name in read_lost_nodes(text):
+            self.lose_node(name)
         if end.signal_number and notes.number and notes.return_code is None:
             self.end_orphan(attempt, step)
         self.files.remove(step.name)
@@ -25116,6 +25153,12 @@ class SlurmStarter:
             self.call_scancel([attempt] if step.num_cancels else [])
             del self.steps[attempt]
         on_end(process)
+
+    def lose_node(self, name: str) -> None:
+        """A node has failed: an allocation of several may go on without it (--no-kill)."""
+        if name in self.allocation.node_names:
+            self.context.say_once(f'node {name} has failed: no more jobs are started on it')
+            self.on_lost_node(self.allocation.node_names.index(name))
 
     def end_orphan(self, attempt: Attempt, step: Step) -> None:
         """srun was killed: its step may run on, and must not when the job is started anew."""
@@ -25135,7 +25178,8 @@ class SlurmStarter:
             if record is None:
                 return None
             state = record.state or ''
-        kind = judge_step(step.notes, step.code, step.signal_number, step.sign, state, attempt.stopped_for)
+        number = 0 if step.is_killed else step.signal_number
+        kind = judge_step(step.notes, step.code, number, step.sign, state, attempt.stopped_for)
         until = attempt.process.started + attempt.process.end.wall_s + SHARED_SIGNAL_S
         if kind in ('canceled', 'srun', 'killed', 'own') and may_share_signal(attempt.end) \
                 and not attempt.stopped_for and time.monotonic() < until:
@@ -25143,11 +25187,12 @@ class SlurmStarter:
             return None
         del self.steps[attempt]
         outcome, codes = STEP_OUTCOMES[kind], context.config
-        if not outcome.status or kind == 'timeout':
-            is_ours = not outcome.status
-            return judge_end(attempt.end, attempt.stopped_for if is_ours else 'deadline',
-                             context.stop_signal if is_ours else signal.SIGTERM,
-                             codes['timeout_exit_code'], attempt.stopped_by, outcome.meaning)
+        if not outcome.status:
+            return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
+                             codes['timeout_exit_code'], attempt.stopped_by)
+        if kind == 'timeout':
+            verdict = judge_end(attempt.end, 'deadline', signal.SIGTERM, codes['timeout_exit_code'])
+            return verdict._replace(message=outcome.meaning)
         message = outcome.meaning.format(signal=format_signal(attempt.end.return_code - 128))
         if outcome.is_interrupted or kind == 'memory':
             message = ': '.join(filter(None, (message, step.notes.failure or step.text)))
@@ -25452,8 +25497,10 @@ class StepRecords:
         return self.is_off or step.tries >= SACCT_TRIES or is_known and (record.has_figures or self.is_last)
 
     def note_failure(self, reply: Reply) -> None:
-        """Say once that figures will be missing, and why."""
+        """Say once that figures will be missing, and why. Judgements wait for no second call that hangs."""
         self.failures = self.failures + 1 if reply.code else 0
+        if reply.code == REPLY_TIMED_OUT:
+            self.failures = SACCT_TRIES
         if is_accounting_off(reply):
             self.is_off = True
             self.context.say_once('Slurm keeps no accounts of steps here, so that results have only what was '
@@ -25511,7 +25558,8 @@ class Accounting:
         sampled, at_end = attempt.account.usage.fields(), Completions.usage_at_end(attempt, end)
         peaks = {key: max(sampled[key], at_end[key]) for key in ('peak_memory_bytes', 'peak_cpu_percent')
                  if key in sampled and key in at_end}
-        return {**sampled, **at_end, **peaks}
+        # sstat counts whole seconds; a supervisor that was killed has said nothing.
+        return {**sampled, **at_end, **peaks} if end.cpu_s else {**at_end, **sampled, **peaks}
 
     @property
     def is_busy(self) -> bool:
@@ -26341,8 +26389,8 @@ def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], R
     allocation = context.allocation
     reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
     facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
-    state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
-    if allocation.record_id is not None and state is not None and state.is_pending:
+    count = facts.get('Restarts', '')   # the state may still be that of its end
+    if allocation.record_id is not None and count.isdigit() and int(count) > allocation.restart_count:
         client.call('update_scheduled_compute_node', {'status': 'pending'}, id=allocation.record_id)
         context.say(f'Slurm has put job {allocation.job_id} into the queue again')
 
@@ -26445,6 +26493,7 @@ class Runner:
         """Let Slurm measure: what this node could, srun(1), is not the job."""
         self.accounting = accounting = Accounting(self.context, self.launcher, self.link)
         self.starter.accounting, self.starter.on_no_step = accounting, self.dispatcher.pause
+        self.starter.on_lost_node = self.policy.ledger.lose
         accounting.records.leaving = lambda: self.shutdown.reason
         accounting.sampler.on_sample = self.monitor.series.add_job
         self.dispatcher.on_started = accounting.add
@@ -30691,16 +30740,6 @@ def format_generated(made: GeneratedSpec, profile: Profile) -> str:
     return format_lines(lines)
 
 
-def read_planned_spec(session: Session, spec: str, args: Arguments) -> Plan:
-    """A workflow file that says nothing of allocations, read, expanded and checked, with a plan of them."""
-    made, profile, _, _ = read_for_slurm(session, spec, args)
-    session.inform(*format_generated(made, profile).splitlines())
-    path = '' if spec == '-' else spec
-    plan = read_plan(Document(made.value, 'yaml', '', {}), spec_directory(path),
-                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
-    return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(path) if path else None)
-
-
 def spec_directory(path: str) -> str:
     """Directory of a workflow file, which its tables are looked for in."""
     return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
@@ -31375,32 +31414,6 @@ def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]]
                       f'which allocations it needs. Let them be planned: {generate} (or `submit --account '
                       'ACCOUNT SPEC`, which does both); submit some by hand: `slurm schedule-nodes`; or run '
                       'it here: `run`')
-
-
-def cmd_submit(session: Session, args: Arguments) -> int:
-    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
-    refuse_without_sbatch()
-    settings = submission_settings(args)
-    if is_id(args['target']):
-        if args['account'] or args['profile']:
-            raise BadInput('--account and --profile plan the allocations of a workflow file; to change those '
-                           'of a workflow: `slurm update`')
-        workflow = session.workflow(int(args['target']))
-        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
-        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
-        return submit_workflow(session, workflow, settings, args)
-    is_planned = args['account'] or args['profile']
-    plan = (read_planned_spec if is_planned else read_spec)(session, args['target'], args)
-    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
-    for scheduler in plan.body['slurm_schedulers']:
-        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
-    if not args['ignore_missing_data']:
-        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
-    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
-    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-    if session.format != 'json':    # which is one document, at the end
-        session.inform(f'Created workflow {workflow_id}')
-    return submit_workflow(session, session.workflow(workflow_id), settings, args)
 
 
 def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
@@ -32347,6 +32360,44 @@ def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
             'max_parallelism_level': widest, 'resource_groups': num_groups}
 
 
+# -------- submit --------
+
+def cmd_submit(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
+    refuse_without_sbatch()
+    settings = submission_settings(args)
+    if is_id(args['target']):
+        if args['account'] or args['profile']:
+            raise BadInput('--account and --profile plan the allocations of a workflow file; to change those '
+                           'of a workflow: `slurm update`')
+        workflow = session.workflow(int(args['target']))
+        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        return submit_workflow(session, workflow, settings, args)
+    is_planned = args['account'] or args['profile']
+    plan = read_planned(session, args) if is_planned else read_spec(session, args['target'], args)
+    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
+    for scheduler in plan.body['slurm_schedulers']:
+        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
+    if not args['ignore_missing_data']:
+        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    if session.format != 'json':    # which is one document, at the end
+        session.inform(f'Created workflow {workflow_id}')
+    return submit_workflow(session, session.workflow(workflow_id), settings, args)
+
+
+def read_planned(session: Session, args: Arguments) -> Plan:
+    """A workflow file without schedulers, read with those that `slurm generate` gives it."""
+    made, profile, _, _ = read_for_slurm(session, args['target'], args)
+    session.inform(*format_generated(made, profile).splitlines())
+    path = '' if args['target'] == '-' else args['target']
+    plan = read_plan(Document(made.value, '', '', {}), spec_directory(path),
+                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
+    return complete_plan(plan, bool(args['no_resource_monitoring']))    # no file makes this workflow again
+
+
 # ======== 20f. Service: commands of those who run a server, and `install` ========
 #
 # Password files, access groups, `serve`, and the installed command. Password files are changed
@@ -32989,10 +33040,11 @@ COMMANDS = (
         "exec -c 'echo {i}' --param i=1:10"),
     Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
-        Argument('-a --account', 'ACCOUNT', 'plan the allocations, and charge this account (see: slurm '
-                 'generate)'),
+        Argument('-a --account', 'ACCOUNT', 'plan the allocations of a file, as `slurm generate` does, and '
+                 'charge this account'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
-        PROFILE, *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
@@ -33362,8 +33414,8 @@ COMMANDS = (
 
     Command('slurm generate', cmd_slurm_generate,
         'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
-        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, in the format of its name (default: '
-                                'to stdout, in the format that was read)'),
+        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, as YAML or JSON by name (default: '
+                                'to stdout; JSON stays JSON, all else becomes YAML)'),
         Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
         Argument('--no-actions', '', 'schedulers only: submit them with `slurm schedule-nodes`'),
         Argument('--overwrite', '', 'replace the schedulers and allocating actions that it has'),
