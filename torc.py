@@ -33617,7 +33617,6 @@ SLURM_HELP = """\
 A workflow runs in allocations: Slurm jobs, each of which starts a runner that takes what fits its nodes and
 the time that is left.
 
-    torc.py serve --host 0.0.0.0 --port 0 --daemon      a server that the nodes can reach; once
     torc.py slurm generate --account A FILE -o READY    plan: schedulers, and actions that submit them
     torc.py submit READY                                create, initialize, sbatch; returns at once
     torc.py submit --account A FILE                     all in one
@@ -33626,6 +33625,9 @@ the time that is left.
     torc.py cancel WF                                   also cancels the Slurm jobs
     torc.py slurm schedule-nodes WF -n 2                two more allocations
 
+The server
+    Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
+    share. A lasting one must be reachable from the nodes: torc.py serve --host 0.0.0.0 --port 0 --daemon
 Your own script
     The last line of a script for sbatch may be: exec python3 /path/torc.py run WF
     Ask for what the jobs need, and 256 MB for the runner.
