@@ -7045,6 +7045,17 @@ class WaitingTest(ServiceTest):
             'thick': ('lacks', 1, f'{start}65 CPUs, and {place} has 64 (ntasks_per_node)'),
             'label': ('lacks', 1, f'{start}a runner with --label x')}, self.reasons(workflow_id))
 
+    def test_an_allocation_that_is_requeued_is_awaited_until_its_runner_is_back(self):
+        workflow_id = self.make(self.HEAD + '\na 1 1g - 1 PT1M - - -', [{'name': 's'}])
+        config_id = self.schedulers(workflow_id)['s']
+        allocation_id = self.allocate(workflow_id, config_id, 71, 'active')
+        waits = ('allocation', 1, f'waits for allocation {allocation_id} (scheduler s)')
+        self.assertEqual({'a': waits}, self.reasons(workflow_id))
+        found = self.call('explain_waiting', workflow_id=workflow_id, ended=[allocation_id])
+        self.assertEqual(['no_runner'], [group['code'] for group in found['ready']])
+        self.node(workflow_id, scheduler_config_id=config_id, scheduler={'slurm_job_id': 71})
+        self.assertEqual('next_turn', self.reasons(workflow_id)['a'][0])
+
     def test_what_a_scheduler_leaves_open_is_no_lack(self):
         rows = self.HEAD + '\nbig  99  900g  8  1  PT1H  -  -  -'
         for scheduler, workflow, code in (

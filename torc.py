@@ -10697,7 +10697,8 @@ def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
                 allocations: Sequence[Values]) -> List[Place]:
     """What runners, and allocations to come, offer; of those that differ in their time alone the longest."""
     places = [place_of_runner(context, runner) for runner in runners]
-    places += [place_of_allocation(row, 'allocation') for row in allocations if row['status'] == 'pending']
+    # An active one without a runner was put back into the queue.
+    places += [place_of_allocation(row, 'allocation') for row in allocations if not row['num_runners']]
     places += [place_of_allocation(row, 'action') for row in due_allocations(context, workflow_id)]
     longest = {}    # type: Dict[Any, Place]
     for place in places:
@@ -27320,7 +27321,7 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
     queued, found = row.get('queue'), [row['status']]
     if row['status'] == 'active':
         found.append(f"{row['num_runners']} runners with {row['num_jobs']} jobs" if row['num_runners'] else
-                     'none of its runners is at work')
+                     'no runner is at work in it')
         if row['remaining_seconds'] is not None:
             found.append(f"{format_elapsed(row['remaining_seconds'])} left")
     if row.get('has_ended'):
@@ -33727,7 +33728,6 @@ SLURM_HELP = """\
 A workflow runs in allocations: Slurm jobs, each of which starts a runner that takes what fits its nodes and
 the time that is left.
 
-    torc.py serve --host 0.0.0.0 --port 0 --daemon      a server that the nodes can reach; once
     torc.py slurm generate --account A FILE -o READY    plan: schedulers, and actions that submit them
     torc.py submit READY                                create, initialize, sbatch; returns at once
     torc.py submit --account A FILE                     all in one
@@ -33736,6 +33736,9 @@ the time that is left.
     torc.py cancel WF                                   also cancels the Slurm jobs
     torc.py slurm schedule-nodes WF -n 2                two more allocations
 
+The server
+    Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
+    share. A lasting one must be reachable from the nodes: torc.py serve --host 0.0.0.0 --port 0 --daemon
 Your own script
     The last line of a script for sbatch may be: exec python3 /path/torc.py run WF
     Ask for what the jobs need, and 256 MB for the runner.
