@@ -18507,6 +18507,78 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
         self.assertIn('no answer within', self.give_up(5))
 
 
+@slow
+class StepFiguresTest(SlurmTest):
+    """From the steps of a runner to the results: with the accounting, and without."""
+    SPEC = """
+        name: figures
+        resource_requirements: [{name: r, num_cpus: 1, memory: 300m, runtime: PT5M}]
+        resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1}
+        execution_config: {mode: slurm}
+        jobs:
+          - {name: busy, command: 'exec %s -S busy.py', resource_requirements: r}
+          - {name: quick, command: "true", resource_requirements: r}
+          - {name: bad, command: exit 3, resource_requirements: r}
+        """
+
+    def run_workflow(self, sacct: str) -> Any:
+        """Run it in an allocation, with this sacct; the calls of what was asked."""
+        self.world.write('busy.py', AccountingOnSlurmTest.BURN.format(10, 0))
+        self.world.write('w.yaml', self.SPEC % sys.executable)
+        fakes = self.world.fake_slurm(sacct=sacct, **{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES
+                                                      if name != 'sacct'})
+        variables = ' '.join(f'{name}={shlex.quote(value)}' for name, value in fakes.variables.items())
+        self.job_id = self.sbatch(f'exec env {variables} {shlex.quote(sys.executable)} '
+                                  f'{shlex.quote(stub_path())} run w.yaml > said 2>&1',
+                                  '-N1', '-n4', '--mem=2000', '-t', 5)
+        self.wait_slurm(lambda: not self.live_allocations(), 120, 'the end')
+        self.said = self.world.read('said')
+        self.items = {item['job_name']: item for item in self.rows('results list 1')}
+        self.stats = {item['job_name']: item for item in self.rows('slurm stats 1')}
+        return fakes
+
+    def rows(self, line: str) -> List[Dict[str, Any]]:
+        """Items of a command's JSON."""
+        return self.assertExit(0, self.world.main('-f', 'json', *line.split())).json()['items']
+
+    def test_results_have_the_peaks_of_both_sources_and_the_average_of_sacct(self):
+        fakes = self.run_workflow('exec sacct "$@"')
+        self.assertEqual([0, 0, 3], [self.items[name]['return_code'] for name in ('busy', 'quick', 'bad')], self.said)
+        busy, row = self.items['busy'], self.stats['busy']
+        known = self.steps_of(self.job_id)[f"wf1_j{busy['job_id']}_r1_a1"]
+        self.assertEqual((torc.parse_slurm_memory(known['MaxRSS']), torc.parse_slurm_cpu_time(known['AveCPU']),
+                          self.job_id, known['NodeList']), tuple(row[key] for key in (
+                              'max_rss_bytes', 'ave_cpu_seconds', 'slurm_job_id', 'node_list')))
+        self.assertGreaterEqual(busy['peak_memory_bytes'], row['max_rss_bytes'])
+        self.assertGreater(busy['avg_memory_bytes'], 100 << 20)
+        self.assertAlmostEqual(row['ave_cpu_seconds'] / busy['exec_time_minutes'] / 60 * 100,
+                               busy['avg_cpu_percent'])
+        self.assertEqual({'busy', 'quick', 'bad'}, set(self.stats))
+        self.assertLessEqual(len(fakes.calls('sacct')), 3)
+        path, = glob.glob(glob.escape(self.world.path('torc_output', 'resource_utilization')) + '/*.db')
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            samples = connection.execute('SELECT job_id, memory_bytes, num_processes '
+                                         'FROM job_resource_samples').fetchall()
+        self.assertEqual({(busy['job_id'], 1)}, {(row[0], row[2]) for row in samples})
+        self.assertGreater(max(row[1] for row in samples), 100 << 20)
+        usage = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'usage', 1)).json()
+        self.assertEqual((1, 1), (usage['total_slurm_jobs'], usage['total_nodes']))
+        self.assertGreater(usage['total_node_time_seconds'], 9)
+        steps = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'sacct', 1)).json()['summary']
+        self.assertLessEqual({f'wf1_j{number}_r1_a1' for number in (1, 2, 3)},
+                             {step['job_step'] for step in steps})
+
+    def test_without_accounting_results_have_what_was_sampled_and_the_runner_does_not_wait(self):
+        fakes = self.run_workflow('echo "Slurm accounting storage is disabled" >&2; exit 1')
+        self.assertEqual([0, 0, 3], [self.items[name]['return_code'] for name in ('busy', 'quick', 'bad')], self.said)
+        self.assertEqual({None}, {row.get('max_rss_bytes') for row in self.stats.values()})
+        self.assertEqual({self.job_id}, {row['slurm_job_id'] for row in self.stats.values()})
+        self.assertGreater(self.items['busy']['peak_memory_bytes'], 100 << 20)
+        self.assertGreater(self.items['busy']['avg_cpu_percent'], 0)
+        self.assertEqual(1, len(fakes.calls('sacct')))
+        self.assertEqual(1, self.said.count('Slurm keeps no accounts of steps here'))
+
+
 # ======== 16g. Runner's allocation ========
 
 
