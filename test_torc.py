@@ -967,7 +967,7 @@ class SlurmTest(WorldTest):
         """What sacct says of the steps that have names of torc.py's: name -> column -> text."""
         columns = 'JobName,JobID,State,ExitCode,NodeList,AveCPU,TotalCPU,MaxRSS,Start,End'
         rows = self.bed.rows('sacct', '-P', '-n', '-D', '-j', ','.join(allocation_ids), '--format', columns)
-        return {row[0]: dict(zip(columns.split(','), row)) for row in rows if row[0].startswith('wf')}
+        return {row[0]: dict(zip(columns.split(','), row)) for row in rows if re.match(r'wf\d+_j', row[0])}
 
 
 @slow
@@ -2717,33 +2717,16 @@ class SpecTest(unittest.TestCase):
         self.assertEqual(['resource_monitor: metrics has no effect: CPU and memory are measured, see jobs and compute_node'], [warning.message for warning in plan.warnings])
         self.assertNotIn('metrics', plan.body['workflow']['resource_monitor_config'])
 
-    def test_what_is_not_carried_out_yet_is_told_at_once(self):
-        said = 'accepted, but not in effect in this version: '
-        for text, names in (
-                ('execution_config: {mode: slurm, staggered_start: true, enable_cpu_bind: true}',
-                 '1:30: mode: slurm, execution_config.staggered_start, execution_config.enable_cpu_bind'),
-                ('execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9, timeout_exit_code: 9}', ''),
-                ('resource_monitor: {}', ''),
-                ('resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1}',
-                 ''),
-                ('resource_monitor: {generate_plots: false, jobs: {granularity: summary}, compute_node: {enabled: true, cpu: true}}', ''),
-                ('resource_monitor: {generate_plots: true}', ''),
-                ('execution_config: {mode: slurm}', '1:30: mode: slurm'),
-                ('slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, action_type: run_commands, commands: [x]}' +
-                 ', {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}' * 2 + ']', '1:175: action_type: schedule_nodes')):
+    def test_every_field_is_carried_out(self):
+        for text in ('execution_config: {mode: slurm, staggered_start: true, enable_cpu_bind: true}',
+                     'execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9, timeout_exit_code: 9}',
+                     'resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1, generate_plots: true}',
+                     'slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, '
+                     'action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]'):
             with self.subTest(text):
                 plan = plan_of('{name: w, %s, jobs: []}' % text)
-                self.assertEqual(names and names.replace(': ', ': ' + said, 1), ', '.join(map(str, plan.pending)))
-                self.assertEqual([], plan.warnings)
-
-    def test_the_manual_marks_what_is_not_carried_out_yet(self):
-        marks = {(field.where, field.name): torc.describe_field(field).rpartition('; not in effect yet')[1:] for field in torc.FIELDS}
-        for place, mark in ((('execution_config', 'staggered_start'), ''), (('execution_config', 'enable_cpu_bind'), ''),
-                            (('action', 'action_type'), ': schedule_nodes'), (('execution_config', 'mode'), ': slurm')):
-            self.assertEqual(('; not in effect yet', mark), marks.pop(place))
-        for place in (('workflow', 'execution_config'), ('workflow', 'actions'), ('workflow', 'resource_monitor'), ('job', 'command'),
-                      ('execution_config', 'oom_exit_code'), ('resource_monitor', 'metrics'), ('resource_monitor', 'generate_plots')):
-            self.assertEqual('', marks[place][0], place)
+                self.assertEqual(([], []), (plan.pending, plan.warnings))
+        self.assertEqual([], [field.name for field in torc.FIELDS if 'not in effect yet' in torc.describe_field(field)])
 
     def test_tokens_add_relations_and_never_replace_listed_ones(self):
         body = plan_of({'name': 'w', 'files': [{'name': name, 'path': f'dir/{name}'} for name in 'fgh'],
@@ -3135,7 +3118,7 @@ class StoreTest(unittest.TestCase):
             old, count = re.subn(pattern, '', old)
             self.assertGreater(count, 0, pattern)
         old = old.replace('lease_s', 'lease_until')
-        old = re.sub(r',( *-- pending, active, complete, canceled\n)(?: +(?:settings|action_id|submitter\w*) .*\n)+', r'\1', old)
+        old = re.sub(r',( *-- pending, active, complete, canceled\n)(?: +(?:submission|made_for|submitter\w*) .*\n)+', r'\1', old)
         with contextlib.closing(sqlite3.connect(self.path)) as connection:
             connection.executescript(old + rows + 'PRAGMA user_version = 1;')
         return self.open()
@@ -5348,6 +5331,19 @@ class ClaimTest(ServiceTest):
         self.assertEqual([notice], self.wants(workflow_id)['notices'])
         self.store.run('UPDATE job SET status = 5')
         self.assertEqual([], self.wants(workflow_id)['notices'])
+
+    def test_a_runner_of_an_allocation_is_not_told_of_jobs_that_are_bound_to_others(self):
+        workflow_id = self.make(self.HEAD + '''
+            mine   9  1g  -  1  PT1M  -  -  0
+            other  9  1g  -  1  PT1M  -  -  1
+            any    9  1g  -  1  PT1M  -  -  -
+            ''')
+        ids = sorted(row['id'] for row in self.call('list_slurm_schedulers', workflow_id=workflow_id)['items'])
+        answer = self.wants(workflow_id, scheduler_config_id=ids[0])
+        needs = 'cannot run here: they need 9 CPUs, and this runner has 4 (--num-cpus)'
+        self.assertEqual([f'jobs such as mine {needs}'], answer['notices'])
+        self.store.run("UPDATE job SET status = 5 WHERE name <> 'other'")
+        self.assertEqual([], self.wants(workflow_id, scheduler_config_id=ids[0])['notices'])
 
     def test_a_labelled_runner_is_told_of_its_own_jobs_only_and_the_queue_knows_no_sizes(self):
         rows = '''
@@ -8094,7 +8090,8 @@ class ApiTest(ServiceTest):
                      'set_file_times', 'stream_workflow_events', 'stream_api_events',
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
                      'list_workflow_statuses', 'get_database', 'snapshot_database',
-                     'get_dependency_graph', 'explain_waiting', 'diagnose_workflow'}
+                     'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
+                     'report_submissions'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -8476,6 +8473,9 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
         'avg_memory_bytes': 4, 'peak_cpu_percent': 99.5, 'avg_cpu_percent': 0.0},
     'RoCrateEntityModel': {'workflow_id': '$workflow', 'entity_id': 'new', 'entity_type': 'File',
                            'file_id': '$file', 'metadata': {'a': [1, None]}},
+    'SubmissionRequest': {'submitter': 'me', 'lease_s': 60.0, 'settings': {'output_dir': '/o'}, 'scheduler_config_id': '$slurm_scheduler', 'count': 1,
+                          'actions': [], 'ended': ['nobody']},
+    'SubmissionReport': {'submitter': 'me', 'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}]},
     'RunnerSyncRequest': {
         'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0,
         'started': [['$pending', 1, '2026-01-01T00:00:00Z']], 'returned': [], 'held': [['$pending', 1]],
@@ -21984,26 +21984,6 @@ class RunTest(CommandTest):
                                                      'time-series', '--generate-plots', '-i', '5'))
         self.assertEqual('', outcome.err)
 
-    def test_a_run_tells_once_what_is_not_carried_out_yet(self):
-        said = 'warning: {}accepted, but not in effect in this version: {}\n'
-        self.world.write('w.yaml', 'name: w\nexecution_config: {staggered_start: true}\n'
-                                   'jobs: [{name: a, command: "true"}]\nslurm_schedulers: []\nactions: []\n')
-        names = 'execution_config.staggered_start'
-        first = self.assertExit(0, self.world.cli('run', 'w.yaml')).err
-        self.assertEqual([said.format('w.yaml:2:20: ', names)], [line for line in first.splitlines(True) if 'warning' in line])
-        self.assertEqual(['w.yaml:2:20: ' + said.format('', names)[9:-1]], self.json('create --dry-run w.yaml')['warnings'])
-        self.assertEqual(said.format('w.yaml:2:20: ', names), self.assertExit(0, self.world.main('create', 'w.yaml')).err)
-        again = self.assertExit(0, self.world.cli('run', 2)).err
-        self.assertEqual([said.format('', names)], [line for line in again.splitlines(True) if 'warning' in line])
-        self.world.write('plain.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
-        self.assertEqual('', self.assertExit(0, self.world.main('create', 'plain.yaml')).err)
-        self.assertNotIn('warning', self.assertExit(0, self.world.cli('run', 3)).err)
-
-    def test_a_stored_action_that_is_not_carried_out_yet_is_told_by_run(self):
-        self.make()
-        self.assertIn('warning: accepted, but not in effect in this version: action_type: schedule_nodes\n',
-                      self.assertExit(1, self.world.cli('run', 1)).err)
-
     def test_a_dry_run_of_create_tells_everything_and_creates_nothing(self):
         self.world.write('bad.yaml', 'name: w\njobs: [{name: a, comand: x}, {name: a, command: y, depends_on: [zz]}]\n')
         answer = self.json('create --dry-run bad.yaml', 2)
@@ -22636,6 +22616,69 @@ class SlurmSubmitTest(SlurmTest):
         fakes.write('sbatch', 'exec sbatch "$@"')
         self.assertExit(0, self.world.cli('submit', 1))
         self.assertEqual(['wf1_a1', 'wf1_a2'], sorted(row.name for row in self.live_allocations()))
+
+
+    def wait_complete(self, deadline_s: float = 90) -> Dict[str, Dict[str, Any]]:
+        """Wait until no allocation is left; the jobs by name."""
+        self.wait_slurm(lambda: self.allocations() and not self.live_allocations(), deadline_s, 'the end of the allocations',
+                        lambda: [self.allocations(), self.world.main('status', 1), self.world.main('explain', 1)])
+        jobs = self.assertExit(0, self.world.main('-f', 'json', 'jobs', 'list', 1)).json()['items']
+        return {job['name']: job for job in jobs}
+
+    def test_later_stages_are_submitted_by_the_runners_of_earlier_ones_each_once(self):
+        self.world.write('stages.yaml', """
+            name: stages
+            resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
+            slurm_schedulers: [{name: one, account: wfacct, walltime: "00:10:00"}, {name: two, account: wfacct, walltime: "00:10:00"},
+                               {name: three, account: wfacct, walltime: "00:10:00"}]
+            jobs:
+              - {name: "a{i}", command: "true", parameters: {i: "1:2"}, resource_requirements: r, scheduler: one}
+              - {name: "b{i}", command: "true", parameters: {i: "1:3"}, depends_on: [a1, a2], resource_requirements: r, scheduler: two}
+              - {name: c, command: "true", depends_on: [b1, b2, b3], resource_requirements: r, scheduler: three}
+            actions:
+              - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one, scheduler_type: slurm, num_allocations: 2}
+              - {trigger_type: on_jobs_ready, jobs: [b1, b2, b3], action_type: schedule_nodes, scheduler: two, scheduler_type: slurm}
+              - {trigger_type: on_jobs_complete, jobs: [b1, b2, b3], action_type: schedule_nodes, scheduler: three, scheduler_type: slurm}
+            """)
+        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'stages.yaml'))
+        jobs = self.wait_complete()
+        self.assertEqual({'completed'}, {job['status'] for job in jobs.values()}, jobs)
+        # Allocations may end before their jobs are there: those of earlier stages have done all.
+        names = [row.name for row in self.allocations()]
+        self.assertEqual(len(names), len(set(names)), names)
+        records = self.world.main('-f', 'json', 'scheduled-compute-nodes', 'list', 1).json()['items']
+        self.assertEqual(len(fakes.calls('sbatch')), len(records))
+        self.assertEqual([2, 1], [sum(row['scheduler_config_id'] == number for row in records) for number in (1, 2)])
+        self.assertEqual(set(), {row['status'] for row in records} - {'complete', 'canceled'})
+
+    def test_a_worker_on_each_node(self):
+        self.world.write('each.yaml', """
+            name: each
+            execution_config: {mode: direct}
+            resource_requirements: [{name: r, num_cpus: 2, memory: 50m, runtime: PT1M}]
+            slurm_schedulers: [{name: s, account: wfacct, nodes: 2, walltime: "00:10:00"}]
+            jobs: [{name: "j{i}", command: "hostname; sleep 3", parameters: {i: "1:4"}, resource_requirements: r}]
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, start_one_worker_per_node: true}]
+            """)
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'each.yaml'))
+        jobs = self.wait_complete()
+        self.assertEqual({'completed'}, {job['status'] for job in jobs.values()}, jobs)
+        nodes = self.world.main('-f', 'json', 'compute-nodes', 'list', 1).json()['items']
+        self.assertEqual(2, len({node['hostname'] for node in nodes}), nodes)
+        said = {read_text(path).split()[0] for path in glob.glob(self.world.path('torc_output', 'job_stdio', '*.o'))}
+        self.assertEqual({node['hostname'] for node in nodes}, said)
+
+    def test_a_file_without_schedulers_is_planned_and_submitted_in_one(self):
+        self.world.write('plain.yaml', """
+            name: plain
+            resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT5M}]
+            jobs: [{name: "j{i}", command: "true", parameters: {i: "1:6"}, resource_requirements: r}]
+            """)
+        self.assertExit(0, self.world.cli('submit', '--account', 'wfacct', '--profile', 'slurm', '-p', '0.5', 'plain.yaml'))
+        jobs = self.wait_complete()
+        self.assertEqual(({'completed'}, 6), ({job['status'] for job in jobs.values()}, len(jobs)))
+        self.assertExit(2, self.world.main('submit', '--account', 'x', 1), '--account and --profile plan the allocations of a workflow file')
 
 
 @slow
@@ -25176,7 +25219,8 @@ class ClusterCase(SlurmTest, FlowTest):
                     stat['node_list'], stat['max_rss_bytes'], stat['ave_cpu_seconds']))
                 self.assertEqual(step['JobID'].partition('.')[0], stat['slurm_job_id'])
                 self.assertGreaterEqual(row['peak_memory_bytes'], memory)
-                self.assertAlmostEqual(cpu_s / exec_s * 100, row['avg_cpu_percent'], delta=0.1)
+                if cpu_s:       # whole seconds; a zero says nothing
+                    self.assertAlmostEqual(cpu_s / exec_s * 100, row['avg_cpu_percent'], delta=0.1)
 
     def count_calls(self) -> FakeSlurm:
         """Let the real programs be called through scripts that tell of it."""
@@ -25185,6 +25229,7 @@ class ClusterCase(SlurmTest, FlowTest):
 
 STAGED = '''
     name: staged
+    compute_node_wait_for_new_jobs_seconds: 2
     resource_requirements:
       - {name: small, num_cpus: 1, memory: 100m, runtime: PT1M}
       - {name: big, num_cpus: 2, memory: 200m, runtime: PT1M}
@@ -25289,12 +25334,12 @@ class LengthenedAllocationTest(ClusterCase):
             execution_config: {sigkill_headroom_seconds: 15}
             resource_requirements:
               - {name: short, num_cpus: 1, memory: 80m, runtime: PT10S}
-              - {name: long, num_cpus: 1, memory: 80m, runtime: PT5M}
-            slurm_schedulers: [{name: some, account: {account}, walltime: "00:02:00"}]
+              - {name: long, num_cpus: 1, memory: 80m, runtime: PT9M}
+            slurm_schedulers: [{name: some, account: {account}, walltime: "00:04:00"}]
             jobs:
               - {name: keeper, resource_requirements: short, scheduler: some, command:
                  "{job} keeper 0 1 0; while [ ! -e go ]; do sleep 0.2; done"}
-              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long}
+              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long, scheduler: some}
             actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
                        scheduler_type: slurm}]
             ''', '--skip-checks')
@@ -25336,6 +25381,7 @@ class HandWrittenScriptTest(ClusterCase):
 
 PACKED = '''
     name: packed
+    compute_node_wait_for_new_jobs_seconds: 2
     resource_requirements:
       - {name: thin, num_cpus: 1, memory: 100m, runtime: PT1M}
       - {name: thick, num_cpus: 3, memory: 600m, runtime: PT1M}
@@ -25480,7 +25526,8 @@ HELD = '''
     jobs:
       - {name: "{name}_quick_{i}", command: "{job} {name}_quick_{i} 0 1 0", resource_requirements: thin,
          parameters: {i: "1:2"}}
-      - {name: "{name}_held_{i}", resource_requirements: thick, parameters: {i: "1:{held}"}, command:
+      - {name: "{name}_held_{i}", resource_requirements: thick, parameters: {i: "1:{held}"},
+         depends_on_regexes: ["{name}_quick_.*"], command:
          "{job} {name}_held_{i}.first 0 1 0; while [ ! -e go ]; do sleep 0.2; done;
           {job} {name}_held_{i} 0 1 0"}
     actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,

@@ -5411,8 +5411,8 @@ CREATE TABLE scheduled_compute_node (
     scheduler_config_id INTEGER NOT NULL,               -- the slurm_scheduler it was made from
     scheduler_type      TEXT NOT NULL,
     status              TEXT NOT NULL,                  -- pending, active, complete, canceled
-    settings            JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
-    action_id           INTEGER,                        -- the action that it was made for
+    submission          JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
+    made_for            INTEGER,                        -- the action that it is of
     submitter           TEXT,                           -- who submits it now
     submitter_until     REAL                            -- ... until then; NULL: while that node is active
 );
@@ -5780,8 +5780,8 @@ ALTER TABLE compute_node RENAME COLUMN lease_until TO lease_s;
 UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- the longest, until its next request
 """,
     9: """
-ALTER TABLE scheduled_compute_node ADD COLUMN settings JSON TEXT;
-ALTER TABLE scheduled_compute_node ADD COLUMN action_id INTEGER;
+ALTER TABLE scheduled_compute_node ADD COLUMN submission JSON TEXT;
+ALTER TABLE scheduled_compute_node ADD COLUMN made_for INTEGER;
 ALTER TABLE scheduled_compute_node ADD COLUMN submitter TEXT;
 ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
 """,
@@ -5916,7 +5916,7 @@ LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
 ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
-                             'is_system', 'is_run_zero', 'is_declared', 'settings', 'action_id', 'submitter',
+                             'is_system', 'is_run_zero', 'is_declared', 'submission', 'made_for', 'submitter',
                              'submitter_until'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
@@ -9039,7 +9039,9 @@ def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kin
     """
     lacking = collections.defaultdict(list)  # type: Dict[str, List[int]]
     for kind in (Kind(*row) for row in context.rows(kinds, (workflow_id,))):
-        lacking['; '.join(lacks_of(kind, want))].append(kind.id)
+        # Jobs that are bound to other allocations than the caller's are not expected to fit it.
+        if not (want.get('scheduler_config_id') and claim_turn(kind, want['scheduler_config_id']) == 2):
+            lacking['; '.join(lacks_of(kind, want))].append(kind.id)
     lacking.pop('', None)
     found = []
     for reason, kind_ids in list(lacking.items())[:INCOMPATIBLE_SHOWN]:
@@ -9860,7 +9862,7 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
 # (scheduler_id 0) it is an intent, held by one submitter at a time: a node while that is active, a command
 # for a while. Whoever takes over what a submitter has left must look whether Slurm has the job.
 
-IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND settings IS NOT NULL"
+IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND submission IS NOT NULL"
 FREE_SUBMISSIONS = ('UPDATE scheduled_compute_node SET submitter = NULL, submitter_until = NULL '
                     f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND ')
 
@@ -9931,7 +9933,7 @@ def execute_schedule(context: Context, action: Values, settings: Values, count: 
         'category': 'action', 'event_type': 'action_completed', 'action_id': action['id'],
         'message': f'{count} allocations to submit' if count else 'no job is left for its allocations'})
     # those of an earlier execution do not belong to this one
-    context.run('UPDATE scheduled_compute_node SET action_id = NULL WHERE action_id = ?', (action['id'],))
+    context.run('UPDATE scheduled_compute_node SET made_for = NULL WHERE made_for = ?', (action['id'],))
     return insert_allocations(context, action['workflow_id'], config['scheduler_id'], {**settings, **own},
                               count, action['id'])
 
@@ -9955,15 +9957,15 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
                        action_id: Optional[int]) -> List[int]:
     """Rows of allocations that are to be submitted together; their ids."""
     values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
-              'scheduler_type': 'slurm', 'status': 'pending', 'action_id': action_id,
-              'settings': dict(settings, num_allocations=count)}
+              'scheduler_type': 'slurm', 'status': 'pending', 'made_for': action_id,
+              'submission': dict(settings, num_allocations=count)}
     return [context.insert('scheduled_compute_node', values) for _ in range(count)]
 
 
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
                      made: Ids) -> List[Values]:
     """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
-    rows = context.rows('SELECT id, scheduler_config_id, settings FROM scheduled_compute_node '
+    rows = context.rows('SELECT id, scheduler_config_id, submission FROM scheduled_compute_node '
                         f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
                         (workflow_id,))
     context.run_many('UPDATE scheduled_compute_node SET submitter = ?, submitter_until = ? WHERE id = ?',
@@ -9997,7 +9999,7 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
     workflow_state(context, workflow_id)
     surplus, refused = [], collections.defaultdict(list)    # type: List[int], Dict[int, List[str]]
     for row in body['submitted']:
-        found = context.one('SELECT status, scheduler_id, settings, action_id, submitter '
+        found = context.one('SELECT status, scheduler_id, submission, made_for, submitter '
                             'FROM scheduled_compute_node WHERE id = ? AND workflow_id = ?',
                             (row['id'], workflow_id))
         number = row.get('slurm_job_id')
@@ -10006,8 +10008,8 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
                 surplus.append(number)
                 continue
             settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
-            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, settings = ?, submitter = NULL '
-                        'WHERE id = ?', (number, format_json(settings), row['id']))
+            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, submission = ?, '
+                        'submitter = NULL WHERE id = ?', (number, format_json(settings), row['id']))
         elif found and found[1] == 0 and found[4] == body['submitter']:
             context.run('DELETE FROM scheduled_compute_node WHERE id = ?', (row['id'],))
             if found[3] is not None:
@@ -10019,7 +10021,7 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
 
 def note_refusal(context: Context, workflow_id: int, action_id: int, messages: List[str]) -> None:
     """Slurm has refused allocations of an action: it has failed, and is due again if it got none at all."""
-    kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE action_id = ?', (action_id,))
+    kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE made_for = ?', (action_id,))
     failure = f'{len(messages)} allocations were refused by Slurm: {messages[0]}'
     context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, action_id))
     if not kept:
@@ -16186,8 +16188,11 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
 
 
 def in_slurm_job() -> bool:
-    """Whether this process belongs to an allocation, whose other nodes, and other allocations, work with it."""
-    return bool(os.environ.get('SLURM_JOB_ID'))
+    """Whether this process is on a node of an allocation, whose other nodes, and other ones, work with it.
+
+    The shell of salloc(1) on a login node has the number of a Slurm job, but no node.
+    """
+    return bool(os.environ.get('SLURM_JOB_ID') and os.environ.get('SLURMD_NODENAME'))
 
 
 def lease_wait_s(options: ServerOptions) -> float:
@@ -16269,7 +16274,7 @@ def list_candidates(address: str, host: str) -> List[str]:
     if address not in ('0.0.0.0', '::'):
         return [address] + ([host] if host != address else [])
     name = socket.gethostname()
-    found = [name, socket.getfqdn(), name.partition('.')[0]] + own_addresses()
+    found = [name, socket.getfqdn(), name.partition('.')[0]] + (own_addresses() or ['127.0.0.1'])
     return sorted(set(found), key=found.index)
 
 
@@ -20829,66 +20834,84 @@ class Grouping:
 
     def count(self, key: GroupKey, jobs: Optional[List[int]] = None) -> int:
         """Allocations for a group, or for some jobs of it."""
-        jobs_of = self.groups[key] if jobs is None else sort_by_class(self.graph, jobs)
+        jobs_of = self.groups[key]
+        if jobs is not None:
+            jobs_of = {}
+            for job in jobs:
+                jobs_of.setdefault(self.graph.class_numbers[job], []).append(job)
         nominal_s = nominal_walltime(self.partition(key), self.longest(key), self.options)
         return count_allocations(self.partition(key), nominal_s, self.demands(jobs_of))
 
 
-def sort_by_class(graph: JobGraph, jobs: Sequence[int]) -> Dict[int, List[int]]:
-    """Jobs by their class."""
-    jobs_of = {}    # type: Dict[int, List[int]]
-    for job in jobs:
-        jobs_of.setdefault(graph.class_numbers[job], []).append(job)
-    return jobs_of
-
-
-def find_stages(graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict[int, int]
-                ) -> Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]:
-    """(group, stage) -> its jobs, its gates, and the seconds of its longest chain of jobs."""
+def jobs_in_order(graph: JobGraph) -> List[Tuple[List[int], List[int]]]:
+    """(prerequisites, jobs that have just these), each behind all that it waits for."""
     waiting = {}    # set -> its jobs
     for job, number in enumerate(graph.set_numbers):
         waiting.setdefault(number, []).append(job)
-    order = order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()])
-    ranks = {}      # group -> its rank; jobs in no group run wherever it may be: before all others
-    for _, jobs in order:
-        for job in jobs:
-            ranks.setdefault(group_of.get(job), len(ranks))
-    ranks[None] = -1
-    places = {}     # job -> group, stage, seconds from the begin of its stage to its end
-    earlier = {}    # type: Dict[Any, Set[Any]]     # (group, stage) -> those that have begun before it
-    stages = {}     # type: Dict[Tuple[GroupKey, int], Tuple[List[int], List[int], int]]
-    for members, jobs in order:
-        before = {}     # (group, stage) of prerequisites -> the last end
-        for member in members:
-            group, stage, end_s = places[member]
-            before[group, stage] = max(end_s, before.get((group, stage), 0))
-        for group in dict.fromkeys(group_of.get(job) for job in jobs):
-            stage = max([other_stage + (ranks[other] > ranks[group])
-                         for other, other_stage in before] or [0])
-            begin_s, known = before.get((group, stage)), earlier.setdefault((group, stage), {(group, stage)})
-            if begin_s is not None and not known.issuperset(before):
-                stage, begin_s = stage + 1, None    # by then its allocations may have run out of work
-            if begin_s is None:
-                known = earlier.setdefault((group, stage), {(group, stage)})
-                known.update(before, *(earlier[place] for place in before))
+    return order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()])
+
+
+StageKey = Tuple[Optional[GroupKey], int]       # a group, and the number of its stage
+
+
+class StageDraft(Row):
+    """A stage in the making."""
+    jobs: List[int]
+    gates: List[int]
+    ends_s: List[int]       # when each job ends at the latest, from the begin of the stage
+
+
+class Staging:
+    """Finds the stages of groups: see above."""
+
+    def __init__(self, graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict[int, int]) -> None:
+        self.runtimes_s = runtimes_s
+        self.ranks = {}         # type: Dict[Optional[GroupKey], int]
+        self.places = {}        # job -> its stage, and when it ends
+        self.earlier = {}       # type: Dict[StageKey, Set[StageKey]]   # stages that have begun before one
+        self.stages = {}        # type: Dict[StageKey, StageDraft]
+        order = jobs_in_order(graph)
+        for _, jobs in order:
             for job in jobs:
-                if group_of.get(job) == group:
-                    end_s = (begin_s or 0) + runtimes_s.get(job, 0)
-                    places[job] = (group, stage, end_s)
-                    found = stages.setdefault((group, stage), ([], [], 0))
-                    found[0].append(job)
-                    found[1].extend([job] if begin_s is None else [])
-                    stages[group, stage] = (found[0], found[1], max(found[2], end_s))
-    return stages
+                self.ranks.setdefault(group_of.get(job), len(self.ranks))
+        self.ranks[None] = -1   # jobs in no group run elsewhere: no group is to be ahead of them
+        for members, jobs in order:
+            groups = {}         # group -> its jobs among these
+            for job in jobs:
+                groups.setdefault(group_of.get(job), []).append(job)
+            before = {}         # stages of the prerequisites -> the last end
+            for member in members:
+                stage, end_s = self.places[member]
+                before[stage] = max(end_s, before.get(stage, 0))
+            for group, own in groups.items():
+                self.place(group, own, before)
+
+    def place(self, group: Optional[GroupKey], jobs: List[int], before: Dict[StageKey, int]) -> None:
+        """Put jobs of a group with the same prerequisites into a stage."""
+        number = max([number + (self.ranks[other] > self.ranks[group]) for other, number in before] or [0])
+        begin_s, known = before.get((group, number)), self.earlier.get((group, number), set())
+        if begin_s is not None and not known.issuperset(before):
+            number, begin_s = number + 1, None      # by then its allocations may have run out of work
+        key = (group, number)
+        if begin_s is None:
+            self.earlier.setdefault(key, {key}).update(before, *(self.earlier[stage] for stage in before))
+        draft = self.stages.setdefault(key, StageDraft([], [], []))
+        draft.jobs.extend(jobs)
+        draft.gates.extend(jobs if begin_s is None else ())
+        for job in jobs:
+            end_s = (begin_s or 0) + self.runtimes_s.get(job, 0)
+            draft.ends_s.append(end_s)
+            self.places[job] = (key, end_s)
+
+    def of_group(self, group: GroupKey) -> List[StageDraft]:
+        """The stages of a group, in order."""
+        return [self.stages[key] for key in sorted(key for key in self.stages if key[0] == group)]
 
 
 def find_levels(graph: JobGraph) -> List[int]:
     """How many jobs stand before each in its longest chain of prerequisites."""
-    waiting = {}    # set -> its jobs
-    for job, number in enumerate(graph.set_numbers):
-        waiting.setdefault(number, []).append(job)
     levels = [0] * len(graph.names)
-    for members, jobs in order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()]):
+    for members, jobs in jobs_in_order(graph):
         level = max([levels[member] + 1 for member in members] or [0])
         for job in jobs:
             levels[job] = level
@@ -20906,33 +20929,32 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
     group_of = {job: key for key, jobs_of in grouping.groups.items()
                 for jobs in jobs_of.values() for job in jobs}
     runtimes_s = {job: classes[graph.class_numbers[job]].runtime_s for job in group_of}
-    stages = find_stages(graph, group_of, runtimes_s)
+    staging = Staging(graph, group_of, runtimes_s)
     names, schedulers = set(), []   # type: Set[str], List[PlannedScheduler]
     for key in sorted(grouping.groups, key=lambda key: min(map(min, grouping.groups[key].values()))):
-        own = [stages[place] for place in sorted(place for place in stages if place[0] == key)]
-        made = make_scheduler(grouping, key, own, names)
+        stages = staging.of_group(key)
+        made = make_scheduler(grouping, key, stages, names)
         names.add(made.name)
         schedulers.append(made)
-        warnings += doubt_scheduler(made, classes, max(chain_s for _, _, chain_s in own))
+        warnings += doubt_scheduler(made, classes, max(itertools.chain.from_iterable(
+            stage.ends_s for stage in stages)))
     return AllocationPlan(schedulers, problems, warnings)
 
 
-def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[Tuple[List[int], List[int], int]],
+def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[StageDraft],
                    names: Set[str]) -> PlannedScheduler:
     """The scheduler of a group."""
     partition, jobs_of, options = grouping.partition(key), grouping.groups[key], grouping.options
     walltime_s = plan_walltime(partition, grouping.longest(key), options)
     job_nodes = max(grouping.classes[number].num_nodes for number in jobs_of)
-    planned = [Stage(sorted(jobs), sorted(gates), grouping.count(key, jobs) if len(stages) > 1
-                     else grouping.count(key)) for jobs, gates, _ in stages]
+    planned = [Stage(sorted(stage.jobs), sorted(stage.gates), grouping.count(key, stage.jobs))
+               for stage in stages]
     nodes = job_nodes
     if options.is_single:
         nodes = job_nodes * max(stage.num_allocations for stage in planned)
         if partition.max_nodes:
             nodes = max(job_nodes, min(nodes, partition.max_nodes))
         planned = [stage._replace(num_allocations=1) for stage in planned]
-    else:
-        nodes = max(nodes, partition.min_nodes or 1)
     # The nodes of one allocation share its jobs as several allocations would.
     shares = max(1, sum(stage.num_allocations for stage in planned) * nodes // job_nodes)
     request = size_request(partition, shares, grouping.demands(jobs_of))
@@ -26340,8 +26362,8 @@ def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], R
     allocation = context.allocation
     reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
     facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
-    state = SLURM_STATES.get(parse_slurm_state(facts.get('JobState', '')))
-    if allocation.record_id is not None and state is not None and state.is_pending:
+    count = facts.get('Restarts', '')   # the state may still be that of its end
+    if allocation.record_id is not None and count.isdigit() and int(count) > allocation.restart_count:
         client.call('update_scheduled_compute_node', {'status': 'pending'}, id=allocation.record_id)
         context.say(f'Slurm has put job {allocation.job_id} into the queue again')
 
@@ -27159,7 +27181,7 @@ def format_ready_group(group: Dict[str, Any]) -> str:
 
 def format_allocation(row: Dict[str, Any], now: float = 0.0) -> str:
     """An allocation: Slurm job, scheduler, how long it lasts, or what it waits for. `now` is in seconds."""
-    number = f"Slurm job {row['slurm_job_id']}" if row['slurm_job_id'] > 0 else 'is being submitted'
+    number = f"Slurm job {row['slurm_job_id']}" if row['slurm_job_id'] > 0 else 'not submitted yet'
     parts = [f"scheduler {row['scheduler_name']}"] if row['scheduler_name'] else []
     parts += [f"partition {row['partition']}"] if row['partition'] else []
     parts += [f"{row['num_nodes']} nodes"] if (row['num_nodes'] or 1) > 1 else []
@@ -27180,7 +27202,8 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
         return found + ['Slurm lists it no longer: it has ended, and its runner has not reported that; see '
                         f"slurm_output_*_sl{row['slurm_job_id']}.e in its output directory"]
     if queued is None:
-        return found + (['submitted after Slurm was asked'] if 'queue' in row and row['slurm_job_id'] else [])
+        is_new = row['status'] == 'pending' and row['slurm_job_id'] > 0 and 'queue' in row
+        return found + (['submitted after Slurm was asked'] if is_new else [])
     if queued['state'] == 'PENDING':
         meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
         found.append(f"Slurm says {queued['reason']}{meaning}")
@@ -30689,16 +30712,6 @@ def format_generated(made: GeneratedSpec, profile: Profile) -> str:
     return format_lines(lines)
 
 
-def read_planned_spec(session: Session, spec: str, args: Arguments) -> Plan:
-    """A workflow file that says nothing of allocations, read, expanded and checked, with a plan of them."""
-    made, profile, _, _ = read_for_slurm(session, spec, args)
-    session.inform(*format_generated(made, profile).splitlines())
-    path = '' if spec == '-' else spec
-    plan = read_plan(Document(made.value, 'yaml', '', {}), spec_directory(path),
-                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
-    return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(path) if path else None)
-
-
 def spec_directory(path: str) -> str:
     """Directory of a workflow file, which its tables are looked for in."""
     return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()
@@ -31373,31 +31386,6 @@ def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]]
                       f'which allocations it needs. Let them be planned: {generate} (or `submit --account '
                       'ACCOUNT SPEC`, which does both); submit some by hand: `slurm schedule-nodes`; or run '
                       'it here: `run`')
-
-
-def cmd_submit(session: Session, args: Arguments) -> int:
-    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
-    refuse_without_sbatch()
-    settings = submission_settings(args)
-    if is_id(args['target']):
-        if args['account']:
-            raise BadInput('--account plans the allocations of a workflow file; change those of a workflow '
-                           'with `slurm update`')
-        workflow = session.workflow(int(args['target']))
-        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
-        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
-        return submit_workflow(session, workflow, settings, args)
-    plan = (read_planned_spec if args['account'] else read_spec)(session, args['target'], args)
-    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
-    for scheduler in plan.body['slurm_schedulers']:
-        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
-    if not args['ignore_missing_data']:
-        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
-    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
-    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-    if session.format != 'json':    # which is one document, at the end
-        session.inform(f'Created workflow {workflow_id}')
-    return submit_workflow(session, session.workflow(workflow_id), settings, args)
 
 
 def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
@@ -32344,6 +32332,44 @@ def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
             'max_parallelism_level': widest, 'resource_groups': num_groups}
 
 
+# -------- submit --------
+
+def cmd_submit(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
+    refuse_without_sbatch()
+    settings = submission_settings(args)
+    if is_id(args['target']):
+        if args['account'] or args['profile']:
+            raise BadInput('--account and --profile plan the allocations of a workflow file; to change those '
+                           'of a workflow: `slurm update`')
+        workflow = session.workflow(int(args['target']))
+        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        return submit_workflow(session, workflow, settings, args)
+    is_planned = args['account'] or args['profile']
+    plan = read_planned(session, args) if is_planned else read_spec(session, args['target'], args)
+    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
+    for scheduler in plan.body['slurm_schedulers']:
+        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
+    if not args['ignore_missing_data']:
+        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    if session.format != 'json':    # which is one document, at the end
+        session.inform(f'Created workflow {workflow_id}')
+    return submit_workflow(session, session.workflow(workflow_id), settings, args)
+
+
+def read_planned(session: Session, args: Arguments) -> Plan:
+    """A workflow file without schedulers, read with those that `slurm generate` gives it."""
+    made, profile, _, _ = read_for_slurm(session, args['target'], args)
+    session.inform(*format_generated(made, profile).splitlines())
+    path = '' if args['target'] == '-' else args['target']
+    plan = read_plan(Document(made.value, '', '', {}), spec_directory(path),
+                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
+    return complete_plan(plan, bool(args['no_resource_monitoring']))    # no file makes this workflow again
+
+
 # ======== 20f. Service: commands of those who run a server, and `install` ========
 #
 # Password files, access groups, `serve`, and the installed command. Password files are changed
@@ -32986,10 +33012,11 @@ COMMANDS = (
         "exec -c 'echo {i}' --param i=1:10"),
     Command('submit', cmd_submit, 'submit the allocations of a workflow file, or of a workflow, to Slurm', (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
-        Argument('-a --account', 'ACCOUNT', 'plan the allocations, and charge this account (see: slurm '
-                 'generate)'),
+        Argument('-a --account', 'ACCOUNT', 'plan the allocations of a file, as `slurm generate` does, and '
+                 'charge this account'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
-        PROFILE, *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
@@ -33359,8 +33386,8 @@ COMMANDS = (
 
     Command('slurm generate', cmd_slurm_generate,
         'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
-        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, in the format of its name (default: '
-                                'to stdout, in the format that was read)'),
+        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, as YAML or JSON by its name (default: '
+                                'to stdout; JSON stays JSON, all else becomes YAML)'),
         Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
         Argument('--no-actions', '', 'schedulers only: submit them with `slurm schedule-nodes`'),
         Argument('--overwrite', '', 'replace the schedulers and allocating actions that it has'),
@@ -33558,9 +33585,43 @@ def format_environment() -> str:
 
 COMMANDS_BY_NAME = {command.name: command for command in COMMANDS}
 GROUPS = tuple(dict.fromkeys(command.name.split()[0] for command in COMMANDS if ' ' in command.name))
+SLURM_HELP = """\
+A workflow runs in allocations: Slurm jobs, each of which starts a runner that takes what fits its nodes and
+the time that is left.
+
+    torc.py serve --host 0.0.0.0 --port 0 --daemon      a server that the nodes can reach; once
+    torc.py slurm generate --account A FILE -o READY    plan: schedulers, and actions that submit them
+    torc.py submit READY                                create, initialize, sbatch; returns at once
+    torc.py submit --account A FILE                     all in one
+    torc.py status WF                                   how far it is, and its allocations
+    torc.py explain WF                                  why nothing runs: jobs, queue, actions
+    torc.py cancel WF                                   also cancels the Slurm jobs
+    torc.py slurm schedule-nodes WF -n 2                two more allocations
+
+Your own script
+    The last line of a script for sbatch may be: exec python3 /path/torc.py run WF
+    Ask for what the jobs need, and 256 MB for the runner.
+Steps or processes
+    In an allocation each job is a Slurm step (`execution_config: {mode: auto}`, or `slurm`). With `direct` it
+    is a process, as anywhere else; `start_one_worker_per_node` in the action then starts a runner on each
+    node.
+The end of the time
+    Nothing is started that would not end in time. What still runs is stopped `sigkill_headroom_seconds`
+    before the end, with return code 152, unless it saves its work and exits 0 before.
+Preemption, lost nodes
+    Slurm starts the allocation again. Jobs that were interrupted are ready again, which costs no retry.
+What went wrong
+    explain, then `slurm parse-logs torc_output -w WF`: slurm_output_wf*_sl*.e, job_runner_slurm_*.log.
+Accounting
+    `slurm stats` (gathered), `slurm usage` (sum), `slurm sacct` (asks Slurm now)
+"""
+
+
 TOPICS = {      # of the manual: what makes the text, what it is about
     'spec': (format_field_help, 'every field of a workflow file'),
     'parameters': (format_parameter_help, 'how one job becomes many'),
+    'slurm': (lambda: f"{SLURM_HELP}\n{format_command_help('slurm')}",
+              'how a workflow runs on a Slurm cluster'),
     'resume': (lambda: RESUME_HELP, 'how a workflow follows its edited file'),
     'commands': (format_all_commands, 'every command, and options of all'),
     'environment': (format_environment, 'environment variables and exit codes'),
