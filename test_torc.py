@@ -26841,33 +26841,48 @@ class LimitTest(ClusterCase):
 
 
 @slow
-class LengthenedAllocationTest(ClusterCase):
-    """An allocation whose end is put off while it runs."""
+class MovedEndTest(ClusterCase):
+    """Allocations whose ends are moved while they run. The runners look more often than others."""
 
-    def test_it_takes_jobs_for_which_it_was_too_short(self):
-        self.submit('''
-            name: lengthened
+    def run_by_hand(self, text: str, *flags: Any) -> str:
+        """Create a workflow and submit a script for it. Its allocation."""
+        created = self.world.cli('-f', 'json', 'create', self.world.write('spec.yaml', self.spec(text)))
+        workflow_id = self.assertExit(0, created).json()['workflow_id']
+        words = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', str(workflow_id), '-p', '1')))
+        return self.sbatch('export TORC_TEST_SETUP="torc.CHECK_END_S = 1"; exec ' + words, '-n', 2, '--mem=600', *flags)
+
+    def test_one_that_lasts_longer_takes_jobs_for_which_it_was_too_short_and_one_that_is_cut_stops_its_jobs(self):
+        longer = self.run_by_hand('''
+            name: longer
             execution_config: {sigkill_headroom_seconds: 15}
             resource_requirements:
               - {name: short, num_cpus: 1, memory: 80m, runtime: PT10S}
               - {name: long, num_cpus: 1, memory: 80m, runtime: PT9M}
-            slurm_schedulers: [{name: some, account: {account}, walltime: "00:04:00"}]
             jobs:
-              - {name: keeper, resource_requirements: short, scheduler: some, command:
+              - {name: keeper, resource_requirements: short, command:
                  "{job} keeper 0 1 0; while [ ! -e go ]; do sleep 0.2; done"}
-              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long, scheduler: some}
-            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
-                       scheduler_type: slurm}]
-            ''', '--skip-checks')
-        self.wait_slurm(lambda: self.names_at('end') == ['keeper'], 60, 'the short job', self.situation)
-        allocation, = self.allocations('RUNNING')
-        self.assertEqual({'keeper': 'running', 'long': 'ready'}, self.statuses())
-        self.bed.ask('scontrol', 'update', f'JobId={allocation.id}', 'TimeLimit=10')
-        self.wait_complete(100)
-        self.assertEqual([('keeper', 1, 1, 0, 'completed'), ('long', 1, 1, 0, 'completed')], self.results())
-        self.assertRan('keeper', 'long')
-        self.assertEqual([allocation.id], [row.id for row in self.allocations()])
+              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long}
+            ''', '-t', 4)
+        cut = self.run_by_hand('''
+            name: cut
+            execution_config: {sigkill_headroom_seconds: 20}
+            resource_requirements: [{name: short, num_cpus: 1, memory: 80m, runtime: PT10S}]
+            jobs:
+              - {name: short, command: "{job} short 0 1 0", resource_requirements: short}
+              - {name: endless, command: "{job} endless 0 1 1000", resource_requirements: short}
+            ''', '-t', 10)
+        self.wait_slurm(lambda: self.names_at('begin') == ['endless', 'keeper', 'short'], 60, 'jobs', self.situation)
+        self.bed.ask('scontrol', 'update', f'JobId={cut}', 'TimeLimit=1')
+        self.assertEqual({'keeper': 'running', 'long': 'ready'}, self.statuses(1))
+        self.bed.ask('scontrol', 'update', f'JobId={longer}', 'TimeLimit=10')
+        self.wait_complete(100, 1, 2)
+        self.assertEqual([('keeper', 1, 1, 0, 'completed'), ('long', 1, 1, 0, 'completed')], self.results(1))
+        wanted = [('endless', 1, 1, 152, 'terminated'), ('short', 1, 1, 0, 'completed')]
+        self.assertEqual(wanted, self.results(2), self.situation(2))
+        self.assertRan('keeper', 'long', 'short')
         self.wait_gone()
+        found = {row.id: row.state for row in self.allocations()}
+        self.assertEqual({longer: 'COMPLETED', cut: 'FAILED'}, found)      # `run` has ended with 0 and 1
 
 
 @slow
@@ -27053,7 +27068,7 @@ HELD = '''
 
 @slow
 class InterruptionTest(ClusterCase):
-    """Nodes that die, allocations that are canceled, preempted or cut, and no accounting: nothing is lost."""
+    """Nodes that die, allocations that are canceled or preempted, and no accounting: nothing is lost."""
     site = WHOLE_NODES
     is_alone = True
 
@@ -27093,27 +27108,21 @@ class InterruptionTest(ClusterCase):
             self.check_held(name, number, held=3)
         self.wait_gone()
 
-    def test_canceled_preempted_and_cut_allocations(self):
+    def test_canceled_and_preempted_allocations(self):
         canceled, preempted = self.hold('canceled'), self.hold('preempted', more=', partition: low')
-        cut = self.hold('cut', more=', partition: low')
-        self.bed.ask('scontrol', 'update', f'JobId={cut.id}', 'TimeLimit=2')
         self.bed.ask('scancel', canceled.id)
         self.sbatch('sleep 3', '-p', 'high', '-w', preempted.nodes, '--exclusive', '-t', 1)
         self.wait_slurm(lambda: self.allocations('PENDING'), 30, 'the preemption')
         self.wait_slurm(lambda: set(self.statuses(1).values()) == {'completed', 'ready'}, 30,
                         'jobs to be ready again', self.situation)
-        self.wait_complete(150, 3)
-        wanted = [('cut_held_1', 1, 1, 152, 'terminated'), ('cut_held_2', 1, 1, 152, 'terminated'),
-                  ('cut_quick_1', 1, 1, 0, 'completed'), ('cut_quick_2', 1, 1, 0, 'completed')]
-        self.assertEqual(wanted, self.results(3), self.situation(3))
         self.world.write('go', '')
         self.assertExit(0, self.world.cli('slurm', 'schedule-nodes', 1, '-n', 1, '-p', 1))
         self.wait_complete(120, 1, 2)
         for number, name in ((1, 'canceled'), (2, 'preempted')):
             self.check_held(name, number)
-        said = self.bed.rows('sacct', '-n', '-P', '-X', '-j', preempted.id, '-o', 'jobid,restarts,state')
-        self.assertEqual([[preempted.id, '1', 'COMPLETED']], said)
         self.wait_gone()
+        lives = self.bed.ask('sacct', '-n', '-P', '-X', '-D', '-j', preempted.id, '-o', 'state').split()
+        self.assertEqual(['PREEMPTED', 'COMPLETED'], lives)
 
     def test_without_slurmdbd_statuses_are_right_and_its_records_follow(self):
         self.stop_daemon('slurmdbd')
