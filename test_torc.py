@@ -15554,7 +15554,7 @@ STEP_ENDS = (
 )
 
 
-class StepTextTest(unittest.TestCase):
+class StepRulesTest(unittest.TestCase):
     """srun's command line, and what the end of a step means."""
 
     def request(self, **more: Any) -> Any:
@@ -17898,7 +17898,7 @@ class SlurmStepTest(SlurmTest):
         self.allocate()
         self.begin('echo $$ > a; exec sleep 1000')
         pids = self.pids_in('a')
-        self.assertExit(0, self.world.cli('workflows', 'cancel', 1, '--no-prompts'))
+        self.assertExit(0, self.world.cli('cancel', 1))
         self.ended()
         self.assertGone(*pids)
         self.assertEqual({'j1': 'canceled'}, self.jobs())
