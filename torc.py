@@ -21908,14 +21908,29 @@ def end_rest():
         time.sleep(0.02)
 
 
+def passes_signals():
+    """Whether Slurm signals this process alone: proctrack/cgroup does (but for SIGKILL), which has a control
+    group for the step, of the freezer or of version 2. proctrack/linuxproc signals all that is below as well.
+    """
+    try:
+        with open('/proc/self/cgroup') as file:
+            groups = [line.rstrip('\n').split(':', 2)[1:] for line in file]
+    except OSError:
+        return False
+    return any('/step_' in path for kind, path in groups if kind in ('', 'freezer'))
+
+
 def on_signal(number, frame):
-    """The job has got it as well. What is stopped finds it when it goes on."""
+    """The job is to get it as well. What is stopped finds it when it goes on."""
     if os.getppid() != PARENT:
         note('lost')
         kill_all()
     elif number != signal.SIGPWR:
         note('signal', number)
-        send(signal.SIGCONT, descendants())
+        pids = descendants()
+        if PASSES:
+            send(number, pids)
+        send(signal.SIGCONT, pids)
 
 
 def set_handlers(handler):
@@ -21991,7 +22006,7 @@ def main():
     return code
 
 
-NOTES, PARENT, PRCTL = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl
+NOTES, PARENT, PRCTL, PASSES = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl, passes_signals()
 os._exit(main())
 '''
 
@@ -24812,8 +24827,8 @@ class StepFiles:
 class Step:
     """The step of one attempt, as its starter sees it. Times are monotonic."""
     __slots__ = ('name', 'started', 'notes', 'code', 'signal_number', 'sign', 'text', 'is_over', 'is_killed',
-                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early', 'early_at', 'kill_at', 'look_at',
-                 'rest_at')
+                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early', 'early_at', 'kill_at',
+                 'look_at', 'rest_at')
 
     def __init__(self, name: str, minutes: Optional[int], early: Optional[Tuple[str, int]],
                  creation_s: float) -> None:
