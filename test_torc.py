@@ -16512,7 +16512,7 @@ STEP_ENDS = (
 )
 
 
-class StepTextTest(unittest.TestCase):
+class StepRulesTest(unittest.TestCase):
     """srun's command line, and what the end of a step means."""
 
     def request(self, **more: Any) -> Any:
@@ -18738,12 +18738,12 @@ class SlurmStepTest(SlurmTest):
 
     def results(self) -> List[Tuple[Any, ...]]:
         """(job, attempt, return code, status) of all results."""
-        rows = json.loads(self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs').out)['items']
+        rows = self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs')).json()['items']
         return sorted((row['job_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows)
 
     def jobs(self) -> Dict[str, str]:
         """Name -> status."""
-        rows = json.loads(self.world.cli('-f', 'json', 'jobs', 'list', 1).out)['items']
+        rows = self.assertExit(0, self.world.cli('-f', 'json', 'jobs', 'list', 1)).json()['items']
         return {row['name']: row['status'] for row in rows}
 
     def out(self, job_id: int, attempt_id: int = 1) -> str:
@@ -18760,8 +18760,9 @@ class SlurmStepTest(SlurmTest):
             self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {pid}', state=self.progress)
 
     def live_steps(self) -> List[str]:
-        """Steps that Slurm thinks run."""
-        return self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%j').split()
+        """Steps that Slurm thinks run, without those of its own (extern, batch)."""
+        names = self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%j').split()
+        return [name for name in names if name not in ('extern', 'batch')]
 
     # -------- what becomes of jobs --------
 
@@ -18883,7 +18884,7 @@ class SlurmStepTest(SlurmTest):
         self.allocate()
         self.begin('echo $$ > a; exec sleep 1000')
         pids = self.pids_in('a')
-        self.assertExit(0, self.world.cli('workflows', 'cancel', 1, '--no-prompts'))
+        self.assertExit(0, self.world.cli('cancel', 1, '--no-prompts'))
         self.ended()
         self.assertGone(*pids)
         self.assertEqual({'j1': 'canceled'}, self.jobs())

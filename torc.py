@@ -22022,14 +22022,29 @@ def end_rest():
         time.sleep(0.02)
 
 
+def passes_signals():
+    """Whether Slurm signals this process alone: proctrack/cgroup does (but for SIGKILL), which has a control
+    group for the step, of the freezer or of version 2. proctrack/linuxproc signals all that is below as well.
+    """
+    try:
+        with open('/proc/self/cgroup') as file:
+            groups = [line.rstrip('\n').split(':', 2)[1:] for line in file]
+    except OSError:
+        return False
+    return any('/step_' in path for kind, path in groups if kind in ('', 'freezer'))
+
+
 def on_signal(number, frame):
-    """The job has got it as well. What is stopped finds it when it goes on."""
+    """The job is to get it as well. What is stopped finds it when it goes on."""
     if os.getppid() != PARENT:
         note('lost')
         kill_all()
     elif number != signal.SIGPWR:
         note('signal', number)
-        send(signal.SIGCONT, descendants())
+        pids = descendants()
+        if PASSES:
+            send(number, pids)
+        send(signal.SIGCONT, pids)
 
 
 def set_handlers(handler):
@@ -22105,7 +22120,7 @@ def main():
     return code
 
 
-NOTES, PARENT, PRCTL = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl
+NOTES, PARENT, PRCTL, PASSES = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl, passes_signals()
 os._exit(main())
 '''
 
