@@ -30537,7 +30537,8 @@ class CommandExampleLaws(WorldTest):
           - {name: greet, command: echo hello, resource_requirements: big, failure_handler: again, input_files: [data], input_user_data: [limits]}
           - {name: bad, command: exit 1, depends_on: [greet]}
         """
-    SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth')      # run by other tests: they need, or are, a server
+    # Run by other tests: they need, or are, a server, or need a Slurm job.
+    SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner')
 
     SLURM = {
         'sbatch': 'echo "17;c"', 'squeue': 'true', 'scancel': 'true', 'sacct': 'true',

@@ -31373,6 +31373,9 @@ def outcome_exit(outcome: RunOutcome) -> int:
 
 def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
     """What the script of an allocation calls, with Torc's arguments: run a workflow's jobs in it."""
+    if not os.environ.get('SLURM_JOB_ID'):
+        raise Refused('slurm-job-runner works in a Slurm job, and there is none here (SLURM_JOB_ID is not '
+                      'set); elsewhere: run ID')
     startup_delay_s = args['startup_delay_seconds']
     if startup_delay_s:     # many begin at once: each waits for another time, which is always the same
         who = [socket.gethostname(), *(os.environ.get(name, '') for name in (
