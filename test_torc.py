@@ -29810,7 +29810,8 @@ class CommandExampleLaws(WorldTest):
           - {name: greet, command: echo hello, resource_requirements: big, failure_handler: again, input_files: [data], input_user_data: [limits]}
           - {name: bad, command: exit 1, depends_on: [greet]}
         """
-    SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth')      # run by other tests: they need, or are, a server
+    # Run by other tests: they need, or are, a server.
+    SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner')
 
     SLURM = {
         'sbatch': 'echo "17;c"', 'squeue': 'true', 'scancel': 'true', 'sacct': 'true',
@@ -29822,7 +29823,6 @@ class CommandExampleLaws(WorldTest):
         self.world.write('data.csv', '1')
         self.world.write('commands.txt', 'echo 1\necho 2\n')
         os.symlink(EXAMPLES, self.world.path('examples'))
-        self.world.fake_slurm(sinfo='echo "main*|4|4000|2:00:00|gpu:2|4"', scontrol='exit 0')
         self.assertExit(1, self.world.cli('run', self.world.write('spec.yaml', self.SPEC)))
         write_series(self.world.path('torc_output', 'resource_utilization', 'resource_metrics_wf1_r1.db'), {1: ('greet', [(0, 1.0, 1, 1)])})
         self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--async'))    # a task to wait for
