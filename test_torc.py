@@ -30563,7 +30563,7 @@ class CommandExampleLaws(WorldTest):
           - {name: greet, command: echo hello, resource_requirements: big, failure_handler: again, input_files: [data], input_user_data: [limits]}
           - {name: bad, command: exit 1, depends_on: [greet]}
         """
-    # Run by other tests: they need, or are, a server, or need a Slurm job.
+    # Run by other tests: they need, or are, a server.
     SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner')
 
     SLURM = {
