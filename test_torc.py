@@ -16404,10 +16404,300 @@ class SubmitterTest(unittest.TestCase):
 
 # ======== 14d. Slurm steps ========
 
+# Recorded from Slurm 22.05.
+BIND_NOISE = 'srun: cluster configuration lacks support for cpu binding\n'
+STEP_CANCELED = 'slurmstepd-node1: error: *** STEP 3.6 ON node1 CANCELLED AT 2026-11-21T00:11:56 {}***\n'
+STEP_ENDS = (
+    # what, the supervisor's notes, srun's code and signal, its stderr, sacct's state, our doing -> kind of end
+    ('exit 0',                  'step 6 9 node1|end 0 0 0 1.0 0.5 100', 0, 0, BIND_NOISE, '', '', 'own'),
+    ('exit 7',                  'step 6 9 node1|end 7 0 0 1.0 0.5 100', 7, 0, 'srun: error: node1: task 0: Exited with exit code 7\n',
+     'FAILED', '', 'own'),
+    ('exit 130',                'step 6 9 node1|end 130 0 0 1.0 0.5 100', 130, 0, '', 'FAILED', '', 'own'),
+    ('kills itself',            'step 6 9 node1|end 137 9 0 1.0 0.5 100', 137, 0, '', 'FAILED', '', 'own'),
+    ('kills all it may',        'step 6 9 node1', 137, 0, 'srun: error: node1: task 0: Killed\n', 'CANCELLED', '', 'killed'),
+    ('no python there',         '', 2, 0, 'slurmstepd-node1: error: execve(): /x/python3: No such file or directory\n', '', '', 'no step'),
+    ('no directory there',      'step 6 9 node2|failed node2: No such file or directory /x|end 213 0 0 0.0 0.0 0', 213, 0, '', '', '', 'no start'),
+    ('scancel JOB.STEP',        'step 6 9 node2', 137, 0, STEP_CANCELED.format(''), 'CANCELLED', '', 'canceled'),
+    ('scancel -s TERM, dies',   'step 6 9 node2|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, STEP_CANCELED.format(''), 'CANCELLED', '',
+     'canceled'),
+    ('scancel -s TERM, exit 3', 'step 6 9 node2|signal 15|end 3 0 0 1.0 0.5 100', 3, 0, STEP_CANCELED.format(''), 'FAILED', '', 'own'),
+    ('scancel -s TERM, exit 0', 'step 6 9 node2|signal 15|end 0 0 0 1.0 0.5 100', 0, 0, STEP_CANCELED.format(''), 'COMPLETED', '', 'own'),
+    ('our own TERM',            'step 6 9 node2|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, STEP_CANCELED.format(''), '', 'interrupt', 'stopped'),
+    ('our own KILL',            'step 6 9 node2|signal 15', 137, 0, STEP_CANCELED.format(''), '', 'deadline', 'stopped'),
+    ('stopped before it began', '', 143, 0, 'srun: error: Cancelled pending job step\n', '', 'deadline', 'no step'),
+    ('canceled before it began', '', 143, 0, '', '', 'cancel', 'stopped'),
+    ('SIGTERM to srun',         'step 6 9 node1', 137, 0, STEP_CANCELED.format(''), 'CANCELLED', '', 'canceled'),
+    ('SIGKILL to srun',         'step 6 9 node1', 137, 9, '', '', '', 'srun'),
+    ('... and its job ended',   'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 137, 9, STEP_CANCELED.format(''), 'CANCELLED', '', 'srun'),
+    ('time limit, dies',        'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, STEP_CANCELED.format('DUE TO TIME LIMIT '),
+     'TIMEOUT', '', 'timeout'),
+    ('time limit, exit 42',     'step 6 9 node1|signal 15|end 42 0 0 1.0 0.5 100', 42, 0, STEP_CANCELED.format('DUE TO TIME LIMIT '), '', '',
+     'timeout'),
+    ('time limit, exit 0',      'step 6 9 node1|signal 15|end 0 0 0 1.0 0.5 100', 0, 0, STEP_CANCELED.format('DUE TO TIME LIMIT '), '', '', 'own'),
+    ('time limit, killed',      'step 6 9 node1|signal 15', 137, 0, STEP_CANCELED.format('DUE TO TIME LIMIT '), 'TIMEOUT', '', 'timeout'),
+    ('time limit, only sacct',  'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, '', 'TIMEOUT', '', 'timeout'),
+    ('memory, linuxproc',       'step 6 9 node1', 137, 0,
+     'slurmstepd-node1: error: StepId=12.1 exceeded memory limit (433025024 > 104857600), being killed\n', 'CANCELLED', '', 'memory'),
+    ('memory, cgroup',          'step 6 9 node1|end 137 9 0 1.0 0.5 100', 1, 0,
+     'slurmstepd-node1: error: Detected 1 oom-kill event(s) in StepId=2.1. Some of your processes may have been killed\n'
+     'srun: error: node1: task 0: Out Of Memory\n', 'OUT_OF_MEMORY', '', 'memory'),
+    ('memory, only a child',    'step 6 9 node1|end 0 0 0 1.0 0.5 100', 1, 0, 'srun: error: node1: task 0: Out Of Memory\n', '', '', 'memory'),
+    ('memory, newer words',     'step 6 9 node1|end 137 9 0 1.0 0.5 100', 1, 0, 'slurmstepd: error: Detected 2 oom_kill events in StepId=2.1\n',
+     '', '', 'memory'),
+    ('memory, only sacct',      'step 6 9 node1|end 137 9 0 1.0 0.5 100', 1, 0, '', 'OUT_OF_MEMORY', '', 'memory'),
+    ('its only node crashes',   'step 6 9 node3', 0, 0, 'srun: error: Node failure on node3\n', 'CANCELLED', '', 'node'),
+    ('one of its nodes',        'step 6 9 node2', 143, 0, 'srun: error: Node failure on node3\nsrun: error: node2: task 0: Terminated\n',
+     'CANCELLED', '', 'node'),
+    ('a node of the job',       'step 6 9 node2|signal 15|end 143 15 0 1.0 0.5 100', 143, 0,
+     STEP_CANCELED.format('DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS '), 'CANCELLED', '', 'node'),
+    ('done before it crashed',  'step 6 9 node3|end 0 0 0 1.0 0.5 100', 0, 0, 'srun: error: Node failure on node3\n', '', '', 'own'),
+    ('launch on a lost node',   '', 233, 0, 'srun: error: Task launch for StepId=16.1 failed on node node3: Communication connection failure\n',
+     'CANCELLED', '', 'no step'),
+    ('slurmstepd alone dies',   'step 6 9 node1|lost|end 137 9 0 1.0 0.5 100', 0, 0, 'srun: Timed out waiting for job step to complete\n',
+     'CANCELLED', '', 'stepd'),
+    ('... and nothing is left', 'step 6 9 node1', 0, 0, 'srun: Timed out waiting for job step to complete\n', '', '', 'stepd'),
+    ('preempted',               'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, STEP_CANCELED.format('DUE TO PREEMPTION '),
+     'CANCELLED', '', 'preempted'),
+    ('preempted, saves, exit 5', 'step 6 9 node1|signal 15|end 5 0 0 1.0 0.5 100', 5, 0, STEP_CANCELED.format('DUE TO PREEMPTION '), '', '',
+     'preempted'),
+    ('larger than the job',     '', 213, 0, 'srun: error: Unable to create step for job 10: More processors requested than permitted\n', '', '',
+     'no step'),
+    ('busy',                    '', 214, 0, 'srun: error: Unable to create step for job 10: Requested nodes are busy\n', '', '', 'no step'),
+    ('the job has ended',       '', 213, 0, 'srun: error: Slurm job 4 has expired\n', '', '', 'no step'),
+    ('controller away',         '', 213, 0, 'srun: error: Unable to confirm allocation for job 2: Unable to contact slurm controller (connect '
+     'failure)\nsrun: Check SLURM_JOB_ID environment variable. Expired or invalid job 2\n', '', '', 'no step'),
+    ('a lying 0',               '', 0, 0, '', '', '', 'no step'),
+    ('no trace',                'step 6 9 node1', 1, 0, '', '', '', 'vanished'),
+)
+
+
+class StepTextTest(unittest.TestCase):
+    """srun's command line, and what the end of a step means."""
+
+    def request(self, **more: Any) -> Any:
+        """A step of one CPU."""
+        return torc.StepRequest(**dict({'job_id': '77', 'name': 'wf1_j2_r1_a1', 'num_cpus': 1, 'memory_bytes': 0, 'num_gpus': 0}, **more))
+
+    def test_memory_and_gpus_are_stated_also_where_a_job_asks_for_none(self):
+        self.assertEqual('--jobid=77 --ntasks=1 --cpu-bind=none --exact --job-name=wf1_j2_r1_a1 --nodes=1 --cpus-per-task=1 --mem=0M --gres=none '
+                         '--input=none', ' '.join(torc.step_flags(self.request())))
+
+    def test_a_step_has_the_flags_of_the_pages(self):
+        for more, flags in (
+                ({'memory_bytes': 1 << 30}, '--mem=1024M'), ({'memory_bytes': 512000}, '--mem=1M'), ({'memory_bytes': (1 << 20) + 1}, '--mem=2M'),
+                ({'num_cpus': 4}, '--cpus-per-task=4'), ({'num_gpus': 2}, '--gpus=2'), ({'minutes': 28}, '--time=28'),
+                ({'signal': 'TERM@120'}, '--signal=TERM@120'), ({'node_names': ['node2']}, '--nodelist=node2 --nodes=1'),
+                ({'errors_to': '/dev/fd/9'}, '--error=/dev/fd/9'),
+                ({'num_nodes': 2, 'node_names': ['a', 'b'], 'num_gpus': 3}, '--nodelist=a,b --nodes=2 --ntasks-per-node=1 --wait=0'),
+                ({'num_nodes': 2, 'num_gpus': 3}, '--gpus=6'), ({'num_nodes': 2}, '--jobid=77 --ntasks=2 --cpu-bind=none')):
+            with self.subTest(flags):
+                self.assertIn(f' {flags} ', f" {' '.join(torc.step_flags(self.request(**more)))} ")
+        self.assertNotIn('--cpu-bind=none', torc.step_flags(self.request(binds_cpus=True)))
+        self.assertNotIn('--gres=none', torc.step_flags(self.request(num_gpus=1)))
+
+    def test_the_time_limit_ends_before_the_allocation_in_whole_minutes(self):
+        for left_s, headroom_s, minutes in ((1780, 60, 28), (3600 + 59, 60, 59), (119 + 60, 60, 1), (61, 60, 1), (-5, 60, 1), (math.inf, 60, None)):
+            self.assertEqual(minutes, torc.step_minutes(left_s, headroom_s), (left_s, headroom_s))
+
+    def test_early_signals_are_read(self):
+        for text, found in (('TERM@120', ('TERM', 120)), ('SIGUSR1@60', ('USR1', 60)), ('usr2', ('USR2', 60)), ('B:INT@5', ('INT', 5)),
+                            ('10@30', ('10', 30)), ('', None), ('TERM@', None), ('TERM @ 5', None)):
+            self.assertEqual(found, torc.parse_step_signal(text), text)
+
+    def test_what_would_change_a_step_is_stripped_and_how_slurm_is_reached_is_kept(self):
+        given = {name: '1' for name in (
+            'SLURM_MEM_PER_NODE', 'SLURM_CPUS_PER_TASK', 'SRUN_CPUS_PER_TASK', 'SLURM_EXPORT_ENV', 'SLURM_TIMELIMIT', 'CUDA_VISIBLE_DEVICES',
+            'SLURM_NTASKS', 'SLURM_JOB_NUM_NODES', 'SLURM_OVERLAP', 'SLURM_CONF', 'SLURM_JOB_ID', 'SLURM_SUBMIT_DIR', 'SLURM_ARRAY_TASK_ID', 'PATH')}
+        found = torc.step_variables(given)
+        self.assertEqual({'SLURM_EXIT_ERROR': '213', 'SLURM_EXIT_IMMEDIATE': '214'}, {name: value for name, value in found.items() if value})
+        self.assertEqual({'SLURM_CONF', 'SLURM_JOB_ID', 'SLURM_SUBMIT_DIR', 'SLURM_ARRAY_TASK_ID', 'PATH'}, set(given) - set(found))
+
+    def test_notes_are_read_as_far_as_they_go(self):
+        notes = torc.parse_step_notes('step 12 345 node2\nsignal 15\nsignal 10\nend 143 15 1 2.5 1.25 2048\nend 0 0')
+        self.assertEqual(('12', 345, 'node2', (15, 10), '', False, 143, 15, True, 2.5, 1.25, 2048 * 1024), tuple(notes))
+        self.assertEqual((torc.StepNotes(), False), (torc.parse_step_notes(''), torc.StepNotes().has_begun))
+        self.assertEqual('node2: No such file x y', torc.parse_step_notes('step 1 2 a\nfailed node2: No such file x y\n').failure)
+        self.assertEqual(torc.StepNotes(is_lost=True), torc.parse_step_notes('step\nend x\nend 1\n\nlost\nsignal x\nwhat\n'))
+
+    def test_an_end_is_judged_by_notes_by_what_srun_says_and_by_the_accounting_together(self):
+        for what, notes, code, number, text, state, stopped_for, kind in STEP_ENDS:
+            with self.subTest(what):
+                notes = torc.parse_step_notes(notes.replace('|', '\n') + '\n')
+                self.assertEqual(kind, torc.judge_step(notes, code, number, torc.read_step_sign(text), state, stopped_for))
+                self.assertIn(kind, torc.STEP_OUTCOMES)
+        self.assertEqual(set(torc.STEP_OUTCOMES), {row[-1] for row in STEP_ENDS})
+        self.assertLessEqual(set(torc.STEP_STATES), set(torc.SLURM_STATES))
+
+    def test_the_accounting_is_asked_only_where_it_may_change_the_verdict(self):
+        for notes, sign, stopped_for, is_clear in (
+                ('end 0 0 0 1 1 1', '', '', True), ('end 0 0 0 1 1 1', 'canceled', '', True), ('end 7 0 0 1 1 1', '', '', False),
+                ('end 137 9 0 1 1 1', '', 'interrupt', True), ('signal 15', 'canceled', '', False), ('signal 15', 'node', '', True),
+                ('failed x', '', '', True), ('', '', '', False)):
+            notes = torc.parse_step_notes(f'step 6 9 node1\n{notes}\n')
+            self.assertEqual(is_clear, torc.is_step_clear(notes, sign, stopped_for), (notes, sign, stopped_for))
+
+    def test_what_srun_says_is_told_in_one_line_without_noise(self):
+        self.assertEqual('Unable to create step for job 10: Requested nodes are busy', torc.explain_step_failure(
+            BIND_NOISE + 'srun: error: Unable to create step for job 10: Requested nodes are busy\n'))
+        self.assertEqual('execve(): x\\x1b', torc.explain_step_failure(
+            'slurmstepd-node1: error: execve(): x\x1b\nsrun: error: node1: task 0: Exited with exit code 2\n'))
+
+
+class SupervisorTest(WorldTest):
+    """The program of a step, without Slurm: here the test is slurmstepd."""
+
+    def begin(self, command: str, out: str = 'out', error: str = 'err', source: str = '-', **env: str) -> Any:
+        """Start it; notes go to `notes`."""
+        supervisor = self.world.write('supervisor.py', torc.STEP_SUPERVISOR)
+        for name in {'notes', out, error} - {'-', '='}:
+            self.world.write(name, '')
+        files = [name if name in '-=' else self.world.path(name) for name in (out, error, source)]
+        words = [sys.executable, '-I', '-S', supervisor, self.world.path('notes'), self.world.directory, *files, '/bin/bash', '-c', command]
+        environment = dict(self.world.environment, SLURM_STEP_ID='12', SLURM_EXIT_ERROR='213', SLURM_EXIT_IMMEDIATE='214', **env)
+        process = subprocess.Popen(words, env=environment, cwd='/', stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.addCleanup(process.communicate)
+        self.addCleanup(process.kill)
+        return process
+
+    def notes(self) -> Any:
+        """What it has noted."""
+        return torc.parse_step_notes(self.world.read('notes'))
+
+    def finish(self, command: str, **how: Any) -> Tuple[int, Any]:
+        """Run a command to its end; the supervisor's code, and its notes."""
+        return self.begin(command, **how).wait(20), self.notes()
+
+    def pid_in(self, name: str) -> int:
+        """A pid that a command has written."""
+        return int(self.world.wait(lambda: self.world.read(name).strip(), 20, name))
+
+    def assertGone(self, *pids: int) -> None:
+        """These processes end soon."""
+        for pid in pids:
+            self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {pid}')
+
+    def test_it_notes_step_host_and_end_and_ends_with_the_same_code(self):
+        for command, code, number in (('true', 0, 0), ('exit 7', 7, 0), ('exit 213', 213, 0), ('kill -9 $$', 137, 9), ('kill -TERM $$', 143, 15)):
+            with self.subTest(command):
+                ended, notes = self.finish(command)
+                self.assertEqual((code, code, number, '12', os.uname()[1], ''), (
+                    ended, notes.return_code, notes.signal_number, notes.number, notes.host, notes.failure))
+
+    def test_it_notes_the_time_and_the_cpu_time_of_the_job(self):
+        notes = self.finish('n=0; while [ $n -lt 30000 ]; do n=$((n+1)); done; (n=0; while [ $n -lt 30000 ]; do n=$((n+1)); done)')[1]
+        self.assertTrue(0 < notes.cpu_s <= notes.wall_s + 0.05, notes)
+
+    def test_the_job_finds_what_it_finds_without_slurm(self):
+        self.finish('echo "$0 $- $#"; readlink /proc/self/fd/0; pwd; ls /proc/self/fd; env | grep -c "^SLURM_EXIT"; echo bad >&2')
+        self.assertEqual(f'/bin/bash hBc 0\n/dev/null\n{self.world.directory}\n0\n1\n2\n3\n0\n', self.world.read('out'))
+        self.assertEqual('bad\n', self.world.read('err'))
+
+    def test_the_environment_is_what_srun_passes_byte_for_byte(self):
+        given = {'LC_ALL': 'C', 'A_TEXT': 'a b\nc=ä', 'EMPTY': '', 'SLURM_STEP_ID': '12', 'PATH': '/usr/bin:/bin', 'HOME': '/nowhere', MARK: self.world.mark}
+        self.world.environment = given
+        self.finish('cat /proc/self/environ')
+        found = dict(entry.split('=', 1) for entry in self.world.read('out').split('\0') if entry)
+        self.assertEqual(given, {name: value for name, value in found.items() if name not in ('PWD', 'SHLVL', '_', 'OLDPWD')})
+
+    def test_signals_have_their_default_actions_and_the_job_is_a_session_of_its_own(self):
+        self.finish('grep -E "Sig(Blk|Ign)" /proc/self/status; read -r _ _ _ _ group session _ < /proc/$$/stat; echo $((group == $$)) $((session == $$))')
+        self.assertEqual(['SigBlk: 0', 'SigIgn: 0', '1 1'], [re.sub(':.0+$', ': 0', line) for line in self.world.read('out').splitlines()])
+
+    def test_stdout_and_stderr_may_be_one_file_in_order_or_nowhere(self):
+        command = 'echo 1; echo 2 >&2; echo 3; readlink /proc/self/fd/2 >&2'
+        self.finish(command, error='=')
+        self.assertEqual(f"1\n2\n3\n{self.world.path('out')}\n", self.world.read('out'))
+        process = self.begin(command, out='-', error='=')
+        self.assertEqual([b'1', b'2', b'3'], process.communicate()[0].split()[:3])
+
+    def test_a_command_that_is_too_long_for_an_argument_comes_from_a_file(self):
+        self.world.write('command', f'echo "$0 ${{#A}} ${{TORC_COMMAND-unset}}"; A={"x" * 200000}; echo ${{#A}}; cat; ls /proc/self/fd | wc -l')
+        code = self.begin(torc.READ_COMMAND.decode(), source='command').wait(20)
+        self.assertEqual((0, '/bin/bash 0 unset\n200000\n4\n', False), (code, self.world.read('out'), os.path.exists(self.world.path('command'))))
+
+    def test_what_the_job_leaves_behind_ends_with_it(self):
+        began = time.monotonic()
+        self.finish('sleep 1000 & echo $! > a; setsid sleep 1000 & echo $! > b; (setsid bash -c "echo \\$\\$ > c; exec sleep 1000" &); '
+                    'until [ -s c ]; do sleep 0.01; done; env -i setsid bash -c "kill -STOP \\$\\$" & echo $! > d')
+        self.assertGone(*map(self.pid_in, 'abcd'))
+        self.assertLess(time.monotonic() - began, 10)
+
+    def test_what_ignores_sigterm_is_killed_two_seconds_later(self):
+        began = time.monotonic()
+        code, notes = self.finish('trap "" TERM; (while :; do sleep 0.1; done) & echo $! > a; exit 3')
+        self.assertGone(self.pid_in('a'))
+        self.assertEqual((3, 3), (code, notes.return_code))
+        self.assertTrue(1.9 < time.monotonic() - began < 12, time.monotonic() - began)
+
+    def test_a_signal_to_all_is_noted_and_the_job_has_the_last_word(self):
+        process = self.begin('trap "echo caught; exit 42" TERM; echo $$ > a; while :; do sleep 0.05; done')
+        job = self.pid_in('a')
+        for pid in (process.pid, job):      # as Slurm does it
+            os.kill(pid, signal.SIGTERM)
+        self.assertEqual((42, (15,), 42, 'caught\n'), (process.wait(20), self.notes().signals, self.notes().return_code, self.world.read('out')))
+
+    def test_a_stopped_job_gets_its_signal(self):
+        process = self.begin('echo $$ > a; kill -STOP $$; while :; do sleep 0.05; done')
+        job = self.pid_in('a')
+        self.world.wait(lambda: torc.read_proc_stat(job)[0] == b'T', 20, 'its stop')
+        for pid in (job, process.pid):
+            os.kill(pid, signal.SIGTERM)
+        self.assertEqual((143, 15), (process.wait(20), self.notes().signal_number))
+
+    def test_the_job_dies_with_its_supervisor(self):
+        process = self.begin('echo $$ > a; exec sleep 1000')
+        job = self.pid_in('a')
+        process.kill()
+        self.assertGone(job)
+        self.assertEqual((True, None), (self.notes().has_begun, self.notes().return_code))
+
+    def test_when_slurmstepd_has_died_the_job_is_killed_with_all_that_it_has_started(self):
+        self.begin('true').wait(20)
+        words = [sys.executable, '-I', '-S', self.world.path('supervisor.py'), self.world.path('notes'), self.world.directory, self.world.path('out'),
+                 self.world.path('err'), '-', '/bin/bash', '-c', 'setsid sleep 1000 & echo $! > a; echo $$ > b; trap "" TERM; while :; do sleep 1; done']
+        self.world.write('notes', '')
+        parent = os.fork()
+        if parent == 0:
+            try:
+                kept = subprocess.Popen(words, env=dict(self.world.environment, SLURM_STEP_ID='12'))
+                kept.wait(60)
+            finally:
+                os._exit(1)
+        pids = [self.pid_in('a'), self.pid_in('b')]
+        os.kill(parent, signal.SIGKILL)
+        os.waitpid(parent, 0)
+        self.assertGone(*pids)
+        notes = self.world.wait(lambda: self.notes().return_code is not None and self.notes(), 20, 'its end')
+        self.assertEqual((True, 137), (notes.is_lost, notes.return_code))
+
+    def test_it_starts_nothing_when_its_notes_are_gone(self):
+        process = self.begin('echo > ran', SLURM_TEST='1')
+        process.wait(20)
+        os.unlink(self.world.path('ran'))
+        process = subprocess.run([process.args[index] if index != 4 else self.world.path('gone') for index in range(len(process.args))],
+                                 env=self.world.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
+        self.assertEqual((213, False), (process.returncode, os.path.exists(self.world.path('ran'))))
+        self.assertIn(b'No such file', process.stdout)
+
+    def test_a_node_that_cannot_start_the_job_says_why(self):
+        process = self.begin('true')
+        process.wait(20)
+        for index, wrong in ((5, '/no/such/directory'), (6, '/no/such/out'), (9, '/no/such/shell')):
+            self.world.write('notes', '')
+            words = [wrong if index == number else word for number, word in enumerate(process.args)]
+            code = subprocess.call(words, env=dict(self.world.environment, SLURM_STEP_ID='1'), timeout=20)
+            self.assertEqual((213, False, f'{os.uname()[1]}: No such file or directory {wrong}'),
+                             (code, self.notes().has_begun, self.notes().failure))
+
+    def test_only_the_first_task_of_a_step_runs_the_job(self):
+        self.assertEqual((0, torc.StepNotes()), self.finish('echo > ran', SLURM_PROCID='1'))
+        self.finish('echo ${SLURM_OVERLAP-none}; echo > ran', SLURM_PROCID='0', SLURM_STEP_NUM_NODES='2')
+        self.assertEqual(('1\n', True), (self.world.read('out'), os.path.exists(self.world.path('ran'))))
+
 
 # ======== 14e. Accounting ========
 
-class StepTextTest(unittest.TestCase):
+class AccountTextTest(unittest.TestCase):
     """Rows of squeue, sstat and sacct -> figures of steps."""
     # Recorded from Slurm 22.05.8 (notes on a real Slurm), then the forms of other versions.
     SACCT = textwrap.dedent("""\
@@ -16503,7 +16793,7 @@ class SlurmFuzzTest(unittest.TestCase):
               'Unknown', '2026-11-21T00:11:56', '64704K',
               '99999999999999999999', '\u0661', '\u00b2', '\ufffd', 'E', 'e308', 'None assigned',
               'node[1-3,7],gpu01', 'T')
-    SEEDS = (StepTextTest.SACCT, '13.0|00:00:01|64704K\n13.2|1-00:00:00.5|\n',
+    SEEDS = (AccountTextTest.SACCT, '13.0|00:00:01|64704K\n13.2|1-00:00:00.5|\n',
              'STEPID|NAME\n10.1|wf1_j2_r1_a1\n10.batch|batch\n', '1-02:30:00',
              '01:30.250', '1.50M', 'node[001-003,7],gpu01,r[1-2]c[1-2]', '2026-11-21T00:11:56', 'OUT_OF_ME+',
              'wf1_j1_r1_a1|1K|1K|0|0|00:00:01|n1|TIMEOUT|0:15\n')
@@ -18043,6 +18333,576 @@ class KernelKillTest(RunnerCase):
 
 
 # ======== 16e. Runner's steps ========
+
+# Like srun: runs what comes behind its flags, as step 5.
+SRUN = '''
+while case "$1" in --*) true;; *) false;; esac; do shift; done
+SLURM_STEP_ID=5 "$@"
+code=$?
+[ $code = 0 ] || echo "srun: error: node1: task 0: Exited with exit code $code" >&2
+exit $code
+'''
+# The same on another node, where what is killed here lives on.
+SRUN_ELSEWHERE = SRUN.replace('SLURM_STEP_ID=5', 'prlimit --rttime=unlimited env -u TORC_RUN_TAG SLURM_STEP_ID=5 setsid -w', 1)
+
+
+class SlurmStarterTest(PartTest):
+    """A starter with real processes behind a srun that is a script."""
+
+    def build(self, srun: str = SRUN, cap_bytes: int = 0, nodes: Sequence[str] = ('node1',), end_time: Optional[float] = None, **config: Any) -> Any:
+        """A starter. Its allocation is job 77."""
+        self.fakes, self.reasons = self.world.fake_slurm(srun=srun, scancel='exit 0'), []      # type: Any, List[str]
+        context = self.context(execution_config=config)
+        context.allocation = unittest.mock.Mock(job_id='77', node_names=list(nodes), end_time=end_time, is_subtask=False)
+        self.node = self.launcher()
+        with self.world.inside():
+            self.starter = starter = torc.SlurmStarter(context, self.node)
+        self.addCleanup(starter.close)
+        self.stack = contextlib.ExitStack()
+        self.addCleanup(self.stack.close)
+        self.stack.enter_context(self.world.inside())
+        starter.on_no_step = self.reasons.append
+        if cap_bytes:
+            context.cap = torc.OutputCap(cap_bytes, bool)
+            self.addCleanup(context.cap.close)
+        return starter
+
+    def begin(self, command: str, number: int = 1, needs: Any = None, **job: Any) -> Any:
+        """Start an attempt."""
+        attempt = self.attempt(number=number, **dict({'command': command, 'invocation_script': None, 'env': None}, **job))
+        attempt.needs = needs or attempt.needs
+        attempt.grant = torc.Grant(attempt.needs, (0,), ('5',), ('5',))
+        outputs = []    # type: List[int]
+        try:
+            self.starter.start(attempt, outputs, functools.partial(self.on_end, attempt), bool)
+        finally:
+            for descriptor in set(outputs):
+                os.close(descriptor)
+        self.attempts.change(attempt, 'running')
+        return attempt
+
+    def on_end(self, attempt: Any, process: Any) -> None:
+        """As a dispatcher."""
+        attempt.end = process.end
+
+    def turn(self) -> None:
+        """What a loop does."""
+        for part in (self.node, self.starter):
+            part.act(time.monotonic())
+        self.node.kill_due()
+
+    def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
+        """Turn until something is true."""
+        return self.world.wait(lambda: self.turn() or condition(), 20, what)
+
+    def judged(self, attempt: Any) -> Tuple[Any, ...]:
+        """The verdict, as soon as there is one."""
+        self.wait_for(lambda: attempt.end, 'the end of srun')
+        return tuple(self.wait_for(lambda: self.starter.judge(attempt), 'a verdict'))
+
+    def ran(self, command: str, **how: Any) -> Tuple[Any, ...]:
+        """Run a command to its verdict."""
+        return self.judged(self.begin(command, **how))
+
+    def begun(self, attempt: Any) -> Any:
+        """Wait until its step has begun."""
+        step = self.starter.steps[attempt]
+        self.wait_for(lambda: self.starter.read_notes(step) or step.notes.has_begun, 'the step')
+        return attempt
+
+    def scancels(self) -> List[str]:
+        """The calls of scancel so far."""
+        return [' '.join(call.argv) for call in self.fakes.calls('scancel')]
+
+    def left(self) -> List[str]:
+        """Files of steps."""
+        found = glob.glob(glob.escape(self.world.path('out', 'slurm_steps')) + '/*/*')
+        return sorted(map(os.path.basename, found))
+
+    # -------- starts and ends --------
+
+    def test_a_step_runs_with_its_environment_and_leaves_no_files_but_its_output(self):
+        self.build(end_time=time.time() + 600).context.variables = {'COMMON': 'yes'}
+        attempt = self.begin('echo $COMMON $TORC_JOB_NAME $OWN ${CUDA_VISIBLE_DEVICES-none}; echo bad >&2; exit 3', env={'OWN': 'o'})
+        self.assertEqual(('failed', 3, '', False), self.judged(attempt))
+        self.assertEqual(('yes j1 o none\n', 'bad\n'), tuple(self.world.read(f'out/job_stdio/job_wf1_j1_r1_a1.{end}') for end in 'oe'))
+        self.assertEqual((['supervisor.py'], {}), (self.left(), self.starter.steps))
+        argv = self.fakes.calls('srun')[0].argv
+        self.assertEqual('--jobid=77 --ntasks=1 --cpu-bind=none --exact --job-name=wf1_j1_r1_a1 --nodes=1 --cpus-per-task=1 --mem=0M --gres=none '
+                         f'--time=8 --input=none {sys.executable} -I -S', ' '.join(argv[:14]))
+        self.assertEqual(['-', torc.Shell(self.node).path, '-c', attempt.job['command']], argv[-4:])
+
+    def test_its_figures_are_the_jobs_own_and_not_those_of_srun(self):
+        self.build()
+        attempt = self.begin('n=0; while [ $n -lt 50000 ]; do n=$((n+1)); done')
+        self.assertEqual(('completed', 0, '', False), self.judged(attempt))
+        self.assertTrue(0.01 < attempt.end.cpu_s <= attempt.end.wall_s + 0.05, attempt.end)
+
+    def test_nodes_gpus_memory_and_signals_reach_srun(self):
+        self.build(nodes=('a', 'b'), srun_termination_signal='USR1@30', enable_cpu_bind=True)
+        self.ran('true', needs=torc.Needs(2, 5 << 20, 1))
+        words = self.fakes.calls('srun')[0].argv
+        for word in ('--nodelist=a', '--cpus-per-task=2', '--mem=5M', '--gpus=1', '--signal=USR1@30'):
+            self.assertIn(word, words)
+        self.assertNotIn('--cpu-bind=none', words)
+
+    def test_one_file_for_both_outputs_keeps_their_order(self):
+        self.build(stdio={'mode': 'combined'})
+        self.ran('for n in 1 2 3; do echo o$n; echo e$n >&2; done')
+        self.assertEqual('o1\ne1\no2\ne2\no3\ne3\n', self.world.read('out/job_stdio/job_wf1_j1_r1_a1.log'))
+
+    def test_output_that_nobody_wants_goes_nowhere(self):
+        self.build(stdio={'mode': 'none'})
+        self.assertEqual(('completed', 0, '', False), self.ran('readlink /proc/self/fd/[12] | sort -u > seen; grep -x /dev/null seen'))
+        self.assertEqual('/dev/null\n', self.world.read('seen').partition('pipe')[0][-10:])
+
+    def test_capped_output_goes_through_srun(self):
+        self.build(SRUN.replace('"$@"', '"$@" 2>&9', 1), cap_bytes=4)
+        attempt = self.begin('echo 123456; echo abcdef >&2')
+        self.assertEqual(('completed', 0, '', False), self.judged(attempt))
+        self.wait_for(lambda: self.starter.context.cap.is_written(attempt.streams, time.monotonic()), 'the output')
+        self.assertEqual(['1234', 'abcd'], [self.world.read(f'out/job_stdio/job_wf1_j1_r1_a1.{end}') for end in 'oe'])
+        self.assertIn('--error=/dev/fd/9', self.fakes.calls('srun')[0].argv)
+
+    def test_a_long_command_goes_through_a_file(self):
+        self.build()
+        self.assertEqual(('completed', 0, '', False), self.ran(f'A={"x" * 200000}; echo ${{#A}}'))
+        self.assertEqual(('200000\n', ['supervisor.py']), (self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'), self.left()))
+
+    def test_files_of_steps_are_made_anew_when_somebody_has_removed_them(self):
+        self.build()
+        self.ran('true')
+        shutil.rmtree(self.world.path('out', 'slurm_steps'))
+        self.assertEqual(('completed', 0, '', False), self.ran('true', number=2))
+
+    def test_a_srun_that_is_gone_is_no_fault_of_the_job(self):
+        starter = self.build()
+        starter.srun = '/no/such/srun'
+        with self.assertRaises(OSError) as caught:
+            self.begin('true')
+        self.assertEqual((errno.EAGAIN, ['supervisor.py']), (caught.exception.errno, self.left()))
+
+    def test_a_step_that_slurm_does_not_start_gives_the_job_back_and_makes_a_pause(self):
+        self.build('echo "srun: error: Unable to create step for job 77: Requested nodes are busy" >&2; exit 214')
+        said = 'Slurm started no step for it: Unable to create step for job 77: Requested nodes are busy'
+        self.assertEqual((('terminated', 137, said, True), [said]), (self.ran('true'), self.reasons))
+
+    def test_the_accounting_is_asked_about_bad_ends_alone_and_only_when_a_step_has_begun(self):
+        starter, calls = self.build(), []   # type: Any, List[str]
+        states = [None, unittest.mock.Mock(state='OUT_OF_MEMORY')]
+        starter.accounting = unittest.mock.Mock(
+            ended=lambda attempt: calls.append('ended'), drop=lambda attempt: calls.append('drop'),
+            state_of=lambda attempt: calls.append('state') or states.pop(0))
+        self.assertEqual(('completed', 0, '', False), self.ran('true'))
+        self.assertEqual(('failed', 137, 'killed by Slurm, all of it or a part, at the memory limit of its step', False), self.ran('exit 9', number=2))
+        self.fakes.write('srun', 'exit 213')
+        self.assertTrue(self.ran('true', number=3)[3])
+        self.assertEqual(['ended', 'ended', 'state', 'state', 'drop'], calls)
+
+    # -------- stopping --------
+
+    def test_a_step_is_stopped_by_scancel_and_never_by_a_signal_to_srun(self):
+        self.build()
+        attempt = self.begun(self.begin('trap "exit 0" TERM; while :; do sleep 0.05; done'))
+        attempt.stopped_for = 'interrupt'
+        self.starter.stop([attempt], 1000)
+        self.wait_for(self.scancels, 'scancel')
+        self.assertEqual((['-s TERM 77.5'], None), (self.scancels(), attempt.process.end))
+
+    def test_when_its_time_is_over_the_step_is_canceled_and_then_srun_is_killed(self):
+        self.build()
+        attempt = self.begun(self.begin('trap "" TERM; while :; do sleep 0.05; done'))
+        attempt.stopped_for = 'deadline'
+        self.starter.stop([attempt], 0)
+        self.assertAlmostEqual(torc.STEP_KILL_S, attempt.process.kill_at - time.monotonic(), delta=4)
+        self.wait_for(lambda: '77.5' in self.scancels(), 'the second scancel')
+        attempt.process.kill_at = 0.0
+        self.assertEqual(('terminated', 152, "stopped: the runner's time is over", False), self.judged(attempt))
+        self.assertEqual({'-s TERM 77.5', '77.5'}, set(self.scancels()))
+
+    def test_steps_are_signalled_by_one_call(self):
+        self.build()
+        attempts = [self.begun(self.begin('sleep 1000', number=number)) for number in (1, 2, 3)]
+        self.starter.kill(attempts)
+        self.wait_for(self.scancels, 'scancel')
+        self.assertEqual(['77.5 77.5 77.5'], self.scancels())
+        self.assertEqual(['a b', 'c'], [' '.join(argv[1:]).replace('7.', '') for argv in (['', 'a', 'b'], ['', 'c'])])
+
+    def test_a_srun_that_still_waits_for_its_step_is_ended_itself_and_the_job_goes_back(self):
+        self.build('echo > "$fake/there"; exec sleep 1000')
+        attempt = self.begin('true')
+        self.wait_for(lambda: os.path.exists(self.fakes.path('there')), 'srun')
+        attempt.stopped_for = 'deadline'
+        self.starter.stop([attempt], 1000)
+        self.assertEqual(('terminated', 143, 'Slurm started no step for it', True), self.judged(attempt))
+        self.assertEqual(([], []), (self.scancels(), self.reasons))
+
+    def test_a_step_that_is_never_created_is_given_up(self):
+        self.build('echo > "$fake/there"; exec sleep 1000')
+        attempt = self.begin('true')
+        self.wait_for(lambda: os.path.exists(self.fakes.path('there')), 'srun')
+        step = self.starter.steps[attempt]
+        self.assertAlmostEqual(torc.WATCH_S, self.starter.due() - time.monotonic(), delta=15)
+        self.assertEqual(torc.STEP_CREATION_S, step.creation_at - step.started)
+        step.look_at = step.creation_at = 0.0
+        self.assertEqual(('terminated', True), self.judged(attempt)[::3])
+        self.assertEqual(1, len(self.reasons))
+
+    def test_a_srun_that_does_not_end_is_ended_when_the_job_has(self):
+        self.build(SRUN.replace('code=$?', 'exec sleep 1000'))
+        attempt = self.begin('exit 4')
+        step = self.starter.steps[attempt]
+        self.wait_for(lambda: self.starter.read_notes(step) or step.notes.return_code is not None, 'the end of the job')
+        step.look_at = 0.0
+        self.turn()
+        self.assertTrue(0 < self.starter.due() - time.monotonic() <= torc.STEP_REST_S)
+        step.rest_at = step.look_at = 0.0
+        self.turn()
+        attempt.process.kill_at = 0.0
+        self.assertEqual(('failed', 4, '', False), self.judged(attempt))
+        self.wait_for(self.scancels, 'scancel')
+        self.assertEqual(['77.5'], self.scancels())
+
+    def test_a_step_that_outlasts_its_limit_is_ended(self):
+        self.build(end_time=time.time() + 600)
+        attempt = self.begun(self.begin('sleep 1000'))
+        step = self.starter.steps[attempt]
+        self.assertAlmostEqual(8 * 60, step.limit_at - step.started, delta=1)
+        step.limit_at, step.look_at = -torc.OVER_LIMIT_S, 0.0
+        self.wait_for(self.scancels, 'scancel')
+        self.assertEqual(['77.5'], self.scancels())
+
+    def test_when_srun_was_killed_its_step_is_canceled_before_the_job_goes_back(self):
+        self.build(SRUN_ELSEWHERE)
+        self.fakes.write('scancel', 'until [ -e "$fake/go" ]; do sleep 0.01; done')
+        attempt = self.begun(self.begin('sleep 1000'))
+        os.kill(attempt.process.pid, signal.SIGKILL)
+        self.wait_for(lambda: attempt.end and self.scancels(), 'scancel')
+        self.assertIsNone(self.starter.judge(attempt))
+        self.fakes.install('go', '')
+        self.assertEqual(('terminated', 137, 'its srun was killed', True), self.judged(attempt))
+
+    # -------- the early signal --------
+
+    def test_the_early_signal_is_sent_by_the_runner_itself(self):
+        self.build(end_time=time.time() + 90, srun_termination_signal='USR1@60')
+        attempt = self.begun(self.begin('sleep 1000'))
+        self.wait_for(self.scancels, 'scancel')
+        self.assertEqual((['-s USR1 77.5'], math.inf), (self.scancels(), self.starter.steps[attempt].early_at))
+
+    def test_the_early_signal_is_not_sent_to_a_job_that_has_got_it(self):
+        self.build(end_time=time.time() + 300, srun_termination_signal='USR1@60')
+        attempt = self.begun(self.begin('trap : USR1; while :; do sleep 0.05; done'))
+        step = self.starter.steps[attempt]
+        self.assertAlmostEqual(2 * 60, step.early_at - step.started, delta=1)
+        os.kill(step.notes.pid, signal.SIGUSR1)
+        self.wait_for(lambda: self.starter.read_notes(step) or step.notes.signals, 'the signal')
+        step.early_at = 0.0
+        self.turn()
+        self.assertEqual((math.inf, {}), (step.early_at, self.node.queries))
+
+    # -------- the end of the runner --------
+
+    def test_when_the_runner_leaves_all_its_steps_are_canceled_and_its_files_are_gone(self):
+        self.build()
+        for number in (1, 2):
+            self.begun(self.begin('sleep 1000', number=number))
+        self.starter.close()
+        self.assertEqual((['77.5 77.5'], False), (self.scancels(), os.path.exists(self.world.path('out', 'slurm_steps'))))
+
+    def test_guardians_cancel_the_steps_of_a_runner_that_has_died(self):
+        self.build()
+        runner = os.fork()
+        if runner == 0:
+            try:
+                os.setsid()
+                self.node = torc.Launcher()
+                self.starter = torc.SlurmStarter(self.starter.context, self.node)
+                self.begun(self.begin('sleep 1000'))
+                self.world.write('begun', 'x')
+                signal.pause()
+            finally:
+                os._exit(1)
+        try:
+            self.world.wait(lambda: self.world.read('begun'), 20, 'the step')
+        finally:
+            os.kill(runner, signal.SIGKILL)
+            os.waitpid(runner, 0)
+        self.world.wait(self.scancels, 20, 'scancel')
+        self.assertEqual({'77.5'}, set(self.scancels()))
+        self.world.wait(lambda: not self.left(), 20, 'the end of its files')
+
+    # -------- which starter --------
+
+    def test_the_mode_and_the_surroundings_choose_the_starter(self):
+        self.world.fake_slurm()
+        launcher = self.launcher()
+        inside, nested = (unittest.mock.Mock(job_id='1', is_subtask=is_subtask) for is_subtask in (False, True))
+        for mode, allocation, limits, env, kind in (
+                ('direct', inside, True, {}, 'DirectStarter'), ('auto', None, True, {}, 'DirectStarter'), ('auto', inside, True, {}, 'SlurmStarter'),
+                ('slurm', inside, True, {}, 'SlurmStarter'), ('auto', nested, True, {}, 'DirectStarter'), ('auto', inside, False, {}, 'DirectStarter'),
+                ('auto', inside, True, {'TORC_FAKE_SRUN': '/no/srun'}, 'DirectStarter'),
+                ('slurm', None, True, {}, 'there is no Slurm allocation here (SLURM_JOB_ID is not set)'),
+                ('slurm', None, True, {'SLURM_JOB_ID': '9'}, 'SLURM_JOB_ID names no allocation that can be used'),
+                ('slurm', nested, True, {}, 'this runner is in a step itself, and a step in a step waits for ever'),
+                ('slurm', inside, True, {'TORC_FAKE_SRUN': '/no/srun'}, '/no/srun is not here')):
+            context = self.context(execution_config={'mode': mode, 'limit_resources': limits})
+            context.allocation = allocation
+            with self.subTest(mode, kind=kind), self.world.inside(env):
+                try:
+                    found = type(torc.make_starter(context, launcher)).__name__
+                except torc.Refused as error:
+                    found = re.sub("^execution_config.mode is 'slurm', but (.*); use mode 'auto' or 'direct'$", r'\1', error.message)
+                self.assertEqual(kind, found)
+
+
+@slow
+class SlurmStepTest(SlurmTest):
+    """Jobs as steps of a real allocation, which the runner works with from outside, as from a shell of salloc."""
+
+    def allocate(self, *flags: Any, num_nodes: int = 2, minutes: int = 10) -> str:
+        """An allocation without a shell; its id."""
+        words = ['salloc', '--no-shell', f'--nodes={num_nodes}', f'--ntasks-per-node={4 if self.is_alone else 2}', '--mem=800',
+                 f'--time={minutes}', *map(str, flags)]
+        done = subprocess.run(words, cwd=self.world.directory, env=self.world.environment, timeout=60, encoding='utf-8',
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.assertEqual(0, done.returncode, done.stderr)
+        self.job_id = re.findall('Granted job allocation ([0-9]+)', done.stderr)[0]
+        self.addCleanup(self.bed.ask, 'scancel', self.job_id)
+        return self.job_id
+
+    def begin(self, *jobs: Any, config: Optional[Dict[str, Any]] = None, **fields: Any) -> Background:
+        """Start a runner for a workflow of these jobs; requirements: r is one CPU and 50 MB."""
+        listed = [dict({'name': f'j{number}', 'resource_requirements': 'r'}, **(job if isinstance(job, dict) else {'command': job}))
+                  for number, job in enumerate(jobs, 1)]
+        known = [{'name': 'r', 'num_cpus': 1, 'memory': '50m', 'runtime': 'PT1M'}, *fields.pop('resource_requirements', ())]
+        config = dict({'mode': 'slurm', 'sigkill_headroom_seconds': 30}, **(config or {}))
+        self.world.write('w.json', json.dumps(dict({'name': 'w', 'jobs': listed, 'resource_requirements': known, 'execution_config': config},
+                                                   **fields)))
+        self.runner = self.world.start('run', 'w.json', '-p', '0.3', '--claim-backoff-max-secs', 1, env={'SLURM_JOB_ID': self.job_id})
+        return self.runner
+
+    def ended(self, deadline_s: float = 60) -> Background:
+        """Wait until the runner has ended."""
+        self.world.wait(self.runner.has_ended, deadline_s, 'the end of the runner', state=self.progress)
+        return self.runner
+
+    def progress(self) -> str:
+        """For messages."""
+        return f'{self.runner}\n{self.log()}'
+
+    def log(self) -> str:
+        """The runner's log."""
+        return ''.join(read_text(path) for path in glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*.log'))
+
+    def results(self) -> List[Tuple[Any, ...]]:
+        """(job, attempt, return code, status) of all results."""
+        rows = json.loads(self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs').out)['items']
+        return sorted((row['job_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows)
+
+    def jobs(self) -> Dict[str, str]:
+        """Name -> status."""
+        rows = json.loads(self.world.cli('-f', 'json', 'jobs', 'list', 1).out)['items']
+        return {row['name']: row['status'] for row in rows}
+
+    def out(self, job_id: int, attempt_id: int = 1) -> str:
+        """What a job has printed."""
+        return self.world.read(f'torc_output/job_stdio/job_wf1_j{job_id}_r1_a{attempt_id}.o')
+
+    def pids_in(self, *names: str) -> List[int]:
+        """Pids that jobs have written."""
+        return [int(self.world.wait(lambda: self.world.read(name).strip(), 40, name, [self.runner], self.progress)) for name in names]
+
+    def assertGone(self, *pids: int) -> None:
+        """These processes end soon."""
+        for pid in pids:
+            self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {pid}', state=self.progress)
+
+    def live_steps(self) -> List[str]:
+        """Steps that Slurm thinks run."""
+        return self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%j').split()
+
+    # -------- what becomes of jobs --------
+
+    def test_jobs_end_as_they_do_without_slurm_and_nothing_of_them_is_left(self):
+        self.allocate('--gres=gpu:1')
+        self.begin('echo "$SLURM_STEP_NODELIST"; echo bad >&2', 'exit 7', 'kill -9 $$', 'sleep 1000 & setsid sleep 1001 & echo $! > left; echo hi',
+                   'exit 137', {'command': 'echo ${CUDA_VISIBLE_DEVICES-none}', 'resource_requirements': 'g'},
+                   {'command': 'echo ${CUDA_VISIBLE_DEVICES-none}'}, {'command': 'echo $SLURM_NNODES; srun hostname', 'resource_requirements': 'm'},
+                   resource_requirements=[{'name': 'g', 'num_cpus': 1, 'num_gpus': 1, 'memory': '50m', 'runtime': 'PT1M'},
+                                          {'name': 'm', 'num_cpus': 1, 'num_nodes': 2, 'memory': '50m', 'runtime': 'PT1M'}])
+        self.ended()
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 7, 'failed'), (3, 1, 137, 'failed'), (4, 1, 0, 'completed'), (5, 1, 137, 'failed'),
+                          (6, 1, 0, 'completed'), (7, 1, 0, 'completed'), (8, 1, 0, 'completed')], self.results())
+        self.assertRegex(self.out(1), r'^node\d\n$')
+        self.assertRegex(self.out(6), r'^\d\n$')
+        self.assertEqual(('hi\n', 'none\n'), (self.out(4), self.out(7)))
+        self.assertRegex(''.join(sorted(self.out(8).splitlines(True))), r'^2\nnode\d\nnode\d\n$')
+        self.assertGone(*self.pids_in('left'))
+        names = {name: step['State'] for name, step in self.steps_of(self.job_id).items()}
+        self.assertEqual({f'wf1_j{number}_r1_a1' for number in range(1, 9)}, set(names))
+        self.assertFalse(os.path.exists(self.world.path('torc_output', 'slurm_steps')))
+
+    def test_a_step_over_its_memory_has_failed_with_137(self):
+        self.allocate()
+        self.begin(f'{sys.executable} -c "import time; kept = bytearray(300 << 20); time.sleep(30)"')
+        self.ended()
+        self.assertEqual([(1, 1, 137, 'failed')], self.results())
+        self.assertIn('at the memory limit of its step', self.log())
+
+    def test_the_early_signal_lets_a_job_save_and_the_limit_ends_another_with_152(self):
+        self.allocate(minutes=2)
+        self.begin('trap "echo saved; exit 0" USR1; while :; do sleep 0.2; done', 'trap : USR1; trap "exit 42" TERM; while :; do sleep 0.2; done',
+                   'trap : USR1; while :; do sleep 0.2; done', config={'sigkill_headroom_seconds': 40, 'srun_termination_signal': 'USR1@40'})
+        self.ended(130)
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 42, 'terminated'), (3, 1, 152, 'terminated')], self.results())
+        self.assertEqual('saved\n', self.out(1))
+        self.assertIn('reached the time limit of its Slurm step', self.log())
+
+    def test_as_many_steps_run_at_once_as_there_are_cpus_on_all_nodes(self):
+        self.allocate()
+        self.begin(*(['echo > begun.$TORC_JOB_ID; until [ $(ls | grep -c begun) = 4 ]; do sleep 0.1; done'] * 4))
+        self.ended()
+        self.assertEqual({'completed'}, {row[3] for row in self.results()})
+
+    # -------- interruptions --------
+
+    def test_a_step_that_is_canceled_by_others_is_terminated_and_not_run_again(self):
+        self.allocate()
+        self.begin('echo $$ > pid; exec sleep 1000', 'echo ok')
+        pids = self.pids_in('pid')
+        self.wait_slurm(lambda: 'wf1_j1_r1_a1' in self.live_steps(), 20, 'the step')
+        steps = dict(reversed(line.split()) for line in self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%i %j').splitlines())
+        self.bed.ask('scancel', steps['wf1_j1_r1_a1'])
+        self.ended()
+        self.assertGone(*pids)
+        self.assertEqual([(1, 1, 137, 'terminated'), (2, 1, 0, 'completed')], self.results())
+        self.assertIn('its Slurm step was canceled (scancel)', self.log())
+
+    def run_twice(self, harm: Callable[[int], Any], deadline_s: float = 60, **how: Any) -> None:
+        """A job is harmed in its first attempt, by what gets its pid; the second completes, and the first is gone."""
+        self.begin('[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $$ > pid; exec sleep 1000', **how)
+        pid, = self.pids_in('pid')
+        harm(pid)
+        self.ended(deadline_s)
+        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')], [row[:2] + row[3:] for row in self.results()], self.progress())
+        self.assertGone(pid)
+
+    def srun_pids(self) -> List[int]:
+        """Both processes of the one srun."""
+        return sorted(pid for pid in processes_with(self.world.mark)
+                      if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0', b'/usr/bin/srun\0')))
+
+    def test_a_job_whose_srun_is_killed_goes_back_to_ready_and_its_step_is_gone(self):
+        self.allocate()
+        self.run_twice(lambda pid: [os.kill(number, signal.SIGKILL) for number in self.srun_pids()])
+        self.assertIn('its srun was killed', self.log())
+
+    def test_a_job_whose_slurmstepd_is_killed_goes_back_to_ready(self):
+        self.allocate()
+        self.run_twice(lambda pid: os.kill(torc.read_proc_row(torc.read_proc_row(pid).parent).parent, signal.SIGKILL), 120)
+        self.assertIn('its slurmstepd was lost', self.log())
+
+    def test_a_step_that_finds_no_room_waits_for_it(self):
+        self.allocate(num_nodes=1)
+        words = ['srun', f'--jobid={self.job_id}', '--exact', '--ntasks=2', '--mem=10', '--gres=none', 'sleep', '4']
+        other = subprocess.Popen(words, env=self.world.environment, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.addCleanup(other.wait)
+        self.wait_slurm(self.live_steps, 20, 'the other step')
+        self.begin('echo ok')
+        self.ended()
+        self.assertEqual([(1, 1, 0, 'completed')], self.results())
+
+    # -------- stopping --------
+
+    def test_sigterm_to_the_runner_stops_its_steps_gently_and_makes_their_jobs_ready(self):
+        self.allocate()
+        self.begin('trap "echo saved; exit 3" TERM; echo $$ > a; while :; do sleep 0.1; done', 'echo $$ > b; exec sleep 1000')
+        pids = self.pids_in('a', 'b')
+        self.runner.send(signal.SIGTERM)
+        self.ended()
+        self.assertGone(*pids)
+        self.assertEqual(('saved\n', {'j1': 'ready', 'j2': 'ready'}, [(1, 1, 3, 'terminated'), (2, 1, 143, 'terminated')]),
+                         (self.out(1), self.jobs(), self.results()))
+        self.assertEqual([], self.live_steps())
+
+    def test_what_ignores_sigterm_is_killed_when_its_time_is_over(self):
+        self.allocate()
+        self.begin('trap "" TERM; echo $$ > a; while :; do sleep 0.1; done')
+        pids = self.pids_in('a')
+        self.runner.send(signal.SIGINT)
+        self.world.wait(lambda: 'SIGTERM (srun)' in self.log(), 20, 'the first signal', state=self.progress)
+        self.runner.send(signal.SIGINT)
+        self.ended()
+        self.assertGone(*pids)
+        self.assertEqual({'j1': 'ready'}, self.jobs())
+        self.wait_slurm(lambda: not self.live_steps(), 20, 'the end of the step')
+
+    def test_a_canceled_workflow_cancels_its_steps(self):
+        self.allocate()
+        self.begin('echo $$ > a; exec sleep 1000')
+        pids = self.pids_in('a')
+        self.assertExit(0, self.world.cli('workflows', 'cancel', 1, '--no-prompts'))
+        self.ended()
+        self.assertGone(*pids)
+        self.assertEqual({'j1': 'canceled'}, self.jobs())
+
+    def test_when_the_runner_is_killed_its_steps_die_within_seconds_on_all_nodes(self):
+        self.allocate()
+        self.begin(*(f'echo $SLURMD_NODENAME > node.{name}; setsid sleep 1000 & echo $! > {name}.left; echo $$ > {name}; exec sleep 1000'
+                     for name in 'abcd'))
+        pids = self.pids_in(*'abcd', 'a.left', 'd.left')
+        self.assertEqual(2, len({self.world.read(f'node.{name}') for name in 'abcd'}))
+        self.runner.send(signal.SIGKILL)
+        began = time.monotonic()
+        self.assertGone(*pids)
+        self.assertLess(time.monotonic() - began, 10)
+        self.wait_slurm(lambda: not self.live_steps(), 20, 'the end of the steps')
+
+    # -------- in a batch job --------
+
+    def batch(self, *flags: Any) -> str:
+        """Submit a script that runs w.json; its job's id."""
+        command = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', 'w.json', '-p', '0.3')))
+        self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=2', '--mem=800', '-t', 5, *flags)
+        return self.job_id
+
+    def test_when_the_allocation_is_canceled_its_jobs_go_back_to_ready(self):
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': [
+            {'name': f'j{number}', 'command': f'echo $$ > {number}; exec sleep 1000'} for number in (1, 2, 3)]}))
+        self.batch('--no-requeue')
+        pids = [int(self.wait_slurm(lambda: self.world.read(name).strip(), 60, name)) for name in '123']
+        self.bed.ask('scancel', self.job_id)
+        self.wait_slurm(lambda: not self.live_allocations(), 40, 'its end')
+        self.runner = self.world.read('run.log')
+        self.assertGone(*pids)
+        self.assertEqual({'j1': 'ready', 'j2': 'ready', 'j3': 'ready'}, self.jobs(), self.progress())
+
+
+@slow
+class LostNodeStepTest(SlurmStepTest):
+    """What needs nodes for itself."""
+    is_alone = True
+    locals().update(dict.fromkeys([name for name in vars(SlurmStepTest) if name.startswith('test_')]))
+
+    def test_a_job_that_loses_its_node_goes_back_to_ready_and_nothing_more_is_started_there(self):
+        self.allocate('--no-kill', '--nodelist=node2,node3')
+        self.addCleanup(self.bed.control, 'start-node', 'node3')
+        jobs = ['[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $SLURMD_NODENAME > on.$TORC_JOB_ID; [ $SLURMD_NODENAME = node2 ] || exec sleep 1000; '
+                'until [ -e go ]; do sleep 0.2; done'] * 8
+        self.begin(*jobs)
+        self.world.wait(lambda: all(self.world.read(f'on.{number}') for number in range(1, 9)), 60, 'all jobs', state=self.progress)
+        self.bed.control('kill-node', 'node3')
+        self.world.wait(lambda: 'lost its node' in self.log(), 90, 'the loss', [self.runner], self.progress)
+        self.world.write('go', '')
+        self.world.wait(lambda: self.log().count('Job completed') >= 8, 90, 'the jobs of node2', state=self.progress)
+        self.runner.send(signal.SIGINT)
+        self.ended(90)
+        ends = {row[0]: row[1:] for row in self.results() if row[1] == 1}
+        self.assertEqual(sorted([(1, 0, 'completed')] * 4 + [(1, 137, 'terminated')] * 4), sorted(ends.values()), self.progress())
+        lost = {f'j{job_id}' for job_id, end in ends.items() if end[1]}
+        self.assertLessEqual({self.jobs()[name] for name in lost}, {'ready', 'completed'})
+        self.assertNotIn('node configuration is not available', self.log())
 
 
 # ======== 16f. Runner's accounting ========

@@ -22042,7 +22042,7 @@ def run_job(files, command):
         open_files(*files)
         os.execve(command[0], command, variables)
     except OSError as error:
-        note('failed', os.uname()[1] + ':', error.strerror, error.filename or '')
+        note('failed', os.uname()[1] + ':', error.strerror, os.fsdecode(error.filename or ''))
     finally:
         os._exit(FAILED)
 
@@ -22168,12 +22168,17 @@ def read_step_sign(text: str) -> str:
     return next((kind for kind, pattern in STEP_SIGNS if re.search(pattern, text)), '')
 
 
+def read_lost_nodes(text: str) -> List[str]:
+    """Nodes of which srun's stderr says that they have failed."""
+    return [name for names in re.findall(r'Node failure on (\S+)', text) for name in expand_node_list(names)]
+
+
 def judge_step(notes: StepNotes, code: int, signal_number: int, sign: str, state: str = '',
                stopped_for: str = '') -> str:
     """Which of STEP_OUTCOMES the end of a step is.
 
-    `code`, `signal_number`: srun's end. `sign`: see read_step_sign. `state`: from the accounting, a name of
-    SLURM_STATES, or ''. `stopped_for`: why this runner has ended it itself, or ''.
+    `code`, `signal_number`: srun's end; no signal if we have killed it. `sign`: see read_step_sign. `state`:
+    from the accounting, a name of SLURM_STATES, or ''. `stopped_for`: why this runner has ended it, or ''.
     """
     kind = STEP_STATES.get(state, '')
     if 'memory' in (kind, sign) and notes.number:
@@ -22186,15 +22191,15 @@ def judge_step(notes: StepNotes, code: int, signal_number: int, sign: str, state
         return 'no start' if notes.failure else sign if sign in ('node', 'preempted') else 'no step'
     if stopped_for:
         return 'stopped'
+    kind = kind or sign
+    if signal_number and kind in ('', 'canceled', 'stepd'):
+        return 'srun'       # what was left of its step on this node was ended with it
     if notes.is_lost:
         return 'stepd'
-    kind = kind or sign
     if notes.return_code is not None:
         # Only what dies of a signal was canceled; other codes are the job's own, unless it has to run again.
         is_own = not notes.signal_number and notes.return_code <= 128
         return 'own' if not kind or kind == 'stepd' or kind == 'canceled' and is_own else kind
-    if signal_number and kind in ('', 'canceled'):
-        return 'srun'
     if not kind and code > 128:
         return 'killed'
     return kind or 'vanished'
@@ -22551,6 +22556,7 @@ class Ledger:
         self.num_jobs = 0
         self.shared = 0                 # counts GPUs handed out twice, for the queue strategy
         self.num_cpus = sum(node.num_cpus for node in nodes)    # of all nodes
+        self.lost = set()               # type: Set[int]  # indexes of nodes that are gone
 
     @property
     def slots(self) -> int:
@@ -22597,6 +22603,13 @@ class Ledger:
         self.num_jobs -= 1
         self.pool.release(grant.needs, grant.nodes)
         self.devices[grant.nodes[0] if grant.nodes else 0].extend(grant.owned)
+        for index in self.lost:
+            self.pool.free[index] = NOTHING
+
+    def lose(self, index: int) -> None:
+        """A node is gone: nothing more is placed on it."""
+        self.lost.add(index)
+        self.pool.sizes[index] = self.pool.free[index] = NOTHING
 
 
 # -------- attempts and their states --------
@@ -22746,12 +22759,8 @@ class Verdict(Row):
 
 
 def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_code: int,
-              interrupted_by: Optional[int] = None,
-              cause: str = "stopped: the runner's time is over") -> Verdict:
-    """Status and return code of an attempt, before its output files are looked at.
-
-    `cause`: what is said of one that has reached a time limit.
-    """
+              interrupted_by: Optional[int] = None) -> Verdict:
+    """Status and return code of an attempt, before its output files are looked at."""
     if stopped_for == 'cancel':
         return Verdict('canceled', end.return_code, 'the workflow was canceled')
     if end.return_code == 0:
@@ -22760,10 +22769,10 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
         # A code of its own, such as a checkpoint's, is reported; dying of what was sent is a timeout.
         is_own = not end.signal_number and end.return_code != 128 + sent_signal
         code = end.return_code if is_own else timeout_exit_code
-        return Verdict('terminated', code, cause)
+        return Verdict('terminated', code, "stopped: the runner's time is over")
     if stopped_for:
-        by_whom = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
-        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{by_whom}')
+        cause = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
+        return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
     return Verdict('failed', end.return_code)
 
 
@@ -24810,7 +24819,7 @@ def end_steps(directory: str, job_id: str) -> None:
     gone = f'{directory}.gone'
     try:
         os.rename(directory, gone)
-        names = os.listdir(gone)
+        names = [name for name in os.listdir(gone) if name.endswith('.notes')]
     except OSError:     # the other guardian was faster
         return
     numbers = []
@@ -24885,7 +24894,8 @@ class StepFiles:
 class Step:
     """The step of one attempt, as its starter sees it. Times are monotonic."""
     __slots__ = ('name', 'started', 'notes', 'code', 'signal_number', 'sign', 'text', 'is_over', 'is_killed',
-                 'num_cancels', 'limit_at', 'early', 'early_at', 'kill_at', 'look_at', 'rest_at')
+                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early', 'early_at', 'kill_at',
+                 'look_at', 'rest_at')
 
     def __init__(self, name: str, minutes: Optional[int], early: Optional[Tuple[str, int]],
                  creation_s: float) -> None:
@@ -24896,12 +24906,14 @@ class Step:
         self.sign = self.text = ''          # what its stderr says
         self.is_over = False                # srun has ended
         self.is_killed = False              # by us
+        self.given_up = ''                  # we had to end it: what that means, as a sign of STEP_SIGNS
         self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
         self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
         self.early = '' if early is None else early[0]      # the signal before the limit
         self.early_at = math.inf if early is None else self.limit_at - early[1]
         self.kill_at = math.inf
-        self.look_at = self.started + creation_s    # the next look at the notes
+        self.creation_at = self.started + creation_s    # by then there is a step
+        self.look_at = self.started + WATCH_S       # the next look at the notes
         self.rest_at = math.inf             # the job has ended, and by then srun must have
 
     def due(self) -> float:
@@ -24925,6 +24937,7 @@ class SlurmStarter:
         self.steps = {}             # type: Dict[Attempt, Step]  # until they are judged
         self.accounting = None      # type: Any  # (16f)
         self.on_no_step = lambda reason: None   # type: Callable[[str], Any]  # nothing can be started now
+        self.on_lost_node = lambda index: None  # type: Callable[[int], Any]
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         # Steps end by their own limit before, within 30 s (slurmctld looks so often) and its KillWait.
         headroom_s = context.config['sigkill_headroom_seconds']
@@ -25039,13 +25052,14 @@ class SlurmStarter:
         is_gone = notes.host == os.uname().nodename and not read_process_start_ticks(notes.pid)
         reason = ''
         if notes.return_code is not None or is_gone:
+            step.given_up = '' if notes.return_code is not None else 'stepd'
             step.rest_at = min(step.rest_at, now + STEP_REST_S)
             step.look_at = min(step.look_at, step.rest_at)
             reason = 'its srun does not end' if now >= step.rest_at else ''
-        elif not notes.number:
+        elif not notes.number and now >= step.creation_at:
             reason = f'there is still no step after {STEP_CREATION_S:g} s'
         elif now >= step.limit_at + OVER_LIMIT_S:
-            reason = 'Slurm does not end it at its time limit'
+            reason, step.given_up = 'Slurm does not end it at its time limit', 'timeout'
         if reason:
             self.context.log.write(f'Step is given up: {reason}', 'warning', **self.context.names(attempt))
             step.look_at, step.kill_at = math.inf, now
@@ -25124,7 +25138,10 @@ class SlurmStarter:
         self.read_notes(step)
         notes, text = step.notes, self.files.read(step.name, 'err')
         step.is_over, step.code, step.signal_number = True, end.return_code, end.signal_number
-        step.sign, step.text = read_step_sign(text), explain_step_failure(text)
+        step.sign = step.given_up if step.is_killed else read_step_sign(text)
+        step.text = explain_step_failure(text)
+        for name in read_lost_nodes(text):
+            self.lose_node(name)
         if end.signal_number and notes.number and notes.return_code is None:
             self.end_orphan(attempt, step)
         self.files.remove(step.name)
@@ -25135,6 +25152,12 @@ class SlurmStarter:
             self.call_scancel([attempt] if step.num_cancels else [])
             del self.steps[attempt]
         on_end(process)
+
+    def lose_node(self, name: str) -> None:
+        """A node has failed: an allocation of several may go on without it (--no-kill)."""
+        if name in self.allocation.node_names:
+            self.context.say_once(f'node {name} has failed: no more jobs are started on it')
+            self.on_lost_node(self.allocation.node_names.index(name))
 
     def end_orphan(self, attempt: Attempt, step: Step) -> None:
         """srun was killed: its step may run on, and must not when the job is started anew."""
@@ -25154,7 +25177,8 @@ class SlurmStarter:
             if record is None:
                 return None
             state = record.state or ''
-        kind = judge_step(step.notes, step.code, step.signal_number, step.sign, state, attempt.stopped_for)
+        number = 0 if step.is_killed else step.signal_number
+        kind = judge_step(step.notes, step.code, number, step.sign, state, attempt.stopped_for)
         until = attempt.process.started + attempt.process.end.wall_s + SHARED_SIGNAL_S
         if kind in ('canceled', 'srun', 'killed', 'own') and may_share_signal(attempt.end) \
                 and not attempt.stopped_for and time.monotonic() < until:
@@ -25162,11 +25186,12 @@ class SlurmStarter:
             return None
         del self.steps[attempt]
         outcome, codes = STEP_OUTCOMES[kind], context.config
-        if not outcome.status or kind == 'timeout':
-            is_ours = not outcome.status
-            return judge_end(attempt.end, attempt.stopped_for if is_ours else 'deadline',
-                             context.stop_signal if is_ours else signal.SIGTERM,
-                             codes['timeout_exit_code'], attempt.stopped_by, outcome.meaning)
+        if not outcome.status:
+            return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
+                             codes['timeout_exit_code'], attempt.stopped_by)
+        if kind == 'timeout':
+            verdict = judge_end(attempt.end, 'deadline', signal.SIGTERM, codes['timeout_exit_code'])
+            return verdict._replace(message=outcome.meaning)
         message = outcome.meaning.format(signal=format_signal(attempt.end.return_code - 128))
         if outcome.is_interrupted or kind == 'memory':
             message = ': '.join(filter(None, (message, step.notes.failure or step.text)))
@@ -25532,7 +25557,8 @@ class Accounting:
         sampled, at_end = attempt.account.usage.fields(), Completions.usage_at_end(attempt, end)
         peaks = {key: max(sampled[key], at_end[key]) for key in ('peak_memory_bytes', 'peak_cpu_percent')
                  if key in sampled and key in at_end}
-        return {**sampled, **at_end, **peaks}
+        # sstat counts whole seconds; a supervisor that was killed has said nothing.
+        return {**sampled, **at_end, **peaks} if end.cpu_s else {**at_end, **sampled, **peaks}
 
     @property
     def is_busy(self) -> bool:
@@ -26466,6 +26492,7 @@ class Runner:
         """Let Slurm measure: what this node could, srun(1), is not the job."""
         self.accounting = accounting = Accounting(self.context, self.launcher, self.link)
         self.starter.accounting, self.starter.on_no_step = accounting, self.dispatcher.pause
+        self.starter.on_lost_node = self.policy.ledger.lose
         accounting.records.leaving = lambda: self.shutdown.reason
         accounting.sampler.on_sample = self.monitor.series.add_job
         self.dispatcher.on_started = accounting.add
@@ -33386,7 +33413,7 @@ COMMANDS = (
 
     Command('slurm generate', cmd_slurm_generate,
         'put Slurm schedulers for its jobs, and actions that submit them, into a workflow file', (
-        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, as YAML or JSON by its name (default: '
+        *PLANNED_SPEC, Argument('-o --output', 'FILE', 'write it there, as YAML or JSON by name (default: '
                                 'to stdout; JSON stays JSON, all else becomes YAML)'),
         Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
         Argument('--no-actions', '', 'schedulers only: submit them with `slurm schedule-nodes`'),
