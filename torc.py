@@ -2976,7 +2976,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('resource_requirements', '[resource_requirements]', 'resources that jobs name'),
         ('failure_handlers',    '[failure_handler]', 'failure handlers that jobs name'),
         ('slurm_schedulers',    '[slurm_scheduler]', 'allocations that jobs and actions name'),
-        ('slurm_defaults',      'slurm_defaults', 'sbatch long options for every allocation'),
+        ('slurm_defaults',      'slurm_defaults',
+         'sbatch long options for every allocation; false leaves one out'),
         ('actions',             '[action]', 'what triggers set off'),
         ('resource_monitor',    'resource_monitor', 'what is measured; absent or {}: a summary of every job'),
         ('execution_config',    'execution_config', 'how jobs are started and stopped'),
@@ -9883,6 +9884,8 @@ def take_submissions(context: Context, workflow_id: int, body: Values) -> Values
         action = get_action(context, workflow_id, row['action_id'])
         if action['action_type'] != 'schedule_nodes':
             raise Refused(f"action {action['id']} does not schedule nodes")
+        scheduler_id = action['action_config'].get('scheduler_id') or 0
+        check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
         new = execute_schedule(context, action, settings, row.get('count'), None)
         if new == []:
             idle.append(action['id'])
@@ -9906,7 +9909,14 @@ def take_due_schedules(context: Context, workflow_id: int, node_id: int, trigger
         workflow_id, triggers, "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
     made = []   # type: List[int]
     for action in due:
-        if action['action_config'].get('scheduler_type', 'slurm') == 'slurm':
+        config = action['action_config']
+        scheduler_id = config.get('scheduler_id')
+        if config.get('scheduler_type', 'slurm') != 'slurm':
+            continue
+        if not context.one('SELECT 1 FROM slurm_scheduler WHERE id = ?', (scheduler_id,)):
+            context.run('UPDATE workflow_action SET failure = ? WHERE id = ?',
+                        (f'there is no Slurm scheduler {scheduler_id}', action['id']))
+        else:
             made += execute_schedule(context, action, settings, None, node_id) or []
     context.run(FREE_SUBMISSIONS + 'submitter_until < ?', (workflow_id, context.now()))
     return hold_submissions(context, workflow_id, name_submitter(node_id), None, made)
@@ -9965,6 +9975,8 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
                      made: Ids) -> List[Values]:
     """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
+    context.run(f'DELETE FROM scheduled_compute_node WHERE workflow_id = ? AND {IS_UNSUBMITTED} '
+                'AND scheduler_config_id NOT IN (SELECT id FROM slurm_scheduler)', (workflow_id,))
     rows = context.rows('SELECT id, scheduler_config_id, submission FROM scheduled_compute_node '
                         f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
                         (workflow_id,))
@@ -10685,7 +10697,8 @@ def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
                 allocations: Sequence[Values]) -> List[Place]:
     """What runners, and allocations to come, offer; of those that differ in their time alone the longest."""
     places = [place_of_runner(context, runner) for runner in runners]
-    places += [place_of_allocation(row, 'allocation') for row in allocations if row['status'] == 'pending']
+    # An active one without a runner was put back into the queue.
+    places += [place_of_allocation(row, 'allocation') for row in allocations if not row['num_runners']]
     places += [place_of_allocation(row, 'action') for row in due_allocations(context, workflow_id)]
     longest = {}    # type: Dict[Any, Place]
     for place in places:
@@ -19828,12 +19841,17 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
 
 def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
               variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
-    """Call a program of Slurm and wait for its reply: for commands, never in a runner."""
+    """Call a program of Slurm and wait for its reply: for commands, never in a runner.
+
+    It ends with this process (Linux): an sbatch that lived on might submit what somebody else submits again.
+    """
+    prctl = getattr(ctypes.CDLL(None), 'prctl', None)
+    end_with_us = prctl and functools.partial(prctl, PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     environment = {**os.environ, **(query_variables() if variables is None else variables)}
     given = {name: value for name, value in environment.items() if value is not None}
     try:
         done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, timeout=limit_s, check=False)
+                              stderr=subprocess.PIPE, timeout=limit_s, check=False, preexec_fn=end_with_us)
     except subprocess.TimeoutExpired:
         return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
     except (OSError, ValueError) as error:
@@ -20259,8 +20277,8 @@ def builtin_profiles() -> List[Profile]:
 
 # -------- configured --------
 #
-# Torc's configuration files, of which only client.hpc is read here. TOML needs Python 3.11, so a file may
-# also be YAML or JSON, with the same keys.
+# Torc's configuration files, of which client.hpc and client.slurm are read. TOML needs Python 3.11, so a file
+# may also be YAML or JSON, with the same keys.
 
 CONFIG_ENDINGS = ('.toml', '.yaml', '.yml', '.json', '.json5')
 PROFILE_KEYS = frozenset('display_name description detect_env_var detect_hostname default_account '
@@ -20280,6 +20298,7 @@ class HpcConfig(Row):
     profiles: Dict[str, Profile] = {}
     accounts: Dict[str, str] = {}       # by profile; '' for all
     notes: Sequence[str] = ()           # files that could not be read here
+    is_strict: bool = False             # runners in allocations take no jobs of other schedulers
 
 
 def config_files(environment: Any = os.environ) -> List[str]:
@@ -20293,7 +20312,7 @@ def config_files(environment: Any = os.environ) -> List[str]:
 
 def read_config(environment: Any = os.environ) -> HpcConfig:
     """Clusters and accounts that the user's configuration files name."""
-    profiles, accounts, notes = {}, {}, []
+    profiles, accounts, notes, is_strict = {}, {}, [], False
     for path in config_files(environment):
         if path.endswith('.toml') and tomllib is None:
             other = os.path.join(environment.get('XDG_CONFIG_HOME') or '~/.config', 'torc', 'config.yaml')
@@ -20302,14 +20321,25 @@ def read_config(environment: Any = os.environ) -> HpcConfig:
         try:
             with open(path, 'rb') as file:
                 value = read_document(file.read(), path).value
-            found = read_hpc_config(value)
+            found, strict = read_hpc_config(value), read_strict_match(value)
         except OSError as error:
             raise BadInput(f'cannot read {path}: {error.strerror}') from None
         except ValueError as error:
             raise BadInput(f'{path}: {error}') from None
         profiles.update(found.profiles)
         accounts.update(found.accounts)
-    return HpcConfig(profiles, accounts, notes)
+        is_strict = is_strict if strict is None else strict
+    return HpcConfig(profiles, accounts, notes, is_strict)
+
+
+def read_strict_match(value: Any) -> Optional[bool]:
+    """client.slurm.strict_scheduler_match of one file; None if it does not say. ValueErrors name the key."""
+    for key in ('client', 'slurm', 'strict_scheduler_match'):
+        value = value.get(key) if isinstance(value, dict) else None
+    if value not in (None, True, False):
+        raise ValueError('client.slurm.strict_scheduler_match must be true or false, '
+                         f'not {show_value(value)}')
+    return value
 
 
 def read_hpc_config(value: Any) -> HpcConfig:
@@ -21623,23 +21653,25 @@ class Submitter:
     be asked whether it has the job.
     """
 
-    def __init__(self, pause_s: float = SBATCH_PAUSE_S, look_pause_s: float = LOOK_PAUSE_S,
-                 tries: int = SBATCH_TRIES) -> None:
-        self.pause_s = pause_s
-        self.look_pause_s = look_pause_s
-        self.tries = tries
+    pause_s = SBATCH_PAUSE_S
+    look_pause_s = LOOK_PAUSE_S
+    tries = SBATCH_TRIES
+
+    def __init__(self) -> None:
         self.waiting = []           # type: List[Underway]
         self.current = None         # type: Optional[Underway]  # its sbatch runs
         self.is_looking = False     # squeue runs
-        self.look_at = 0.0          # not before
+        self.look_at = -math.inf    # not before
         self.failed_looks = 0
         self.message = ''           # of the last failure that passes
         self.ends = []              # type: List[Dict[str, Any]]
         self.lost = []              # type: List[Submission]
 
-    def add(self, submission: Submission, script: str) -> None:
-        """Submit an allocation; its script is there."""
+    def add(self, submission: Submission, script: str, now: float) -> None:
+        """Submit an allocation; its script is there. What another has begun may still come into effect."""
         self.waiting.append(Underway(submission, script))
+        if not submission.is_new:
+            self.look_at = max(self.look_at, now + self.pause_s)
 
     @property
     def is_busy(self) -> bool:
@@ -21650,7 +21682,7 @@ class Submitter:
         """When next_call has something to call; infinite while a call is out, or there is nothing."""
         if self.current or self.is_looking or not self.waiting:
             return math.inf
-        return 0.0 if any(not item.needs_look for item in self.waiting) else self.look_at
+        return -math.inf if any(not item.needs_look for item in self.waiting) else self.look_at
 
     def next_call(self, now: float) -> Optional[SlurmCall]:
         """The program to call now, if any."""
@@ -21990,14 +22022,29 @@ def end_rest():
         time.sleep(0.02)
 
 
+def passes_signals():
+    """Whether Slurm signals this process alone: proctrack/cgroup does (but for SIGKILL), which has a control
+    group for the step, of the freezer or of version 2. proctrack/linuxproc signals all that is below as well.
+    """
+    try:
+        with open('/proc/self/cgroup') as file:
+            groups = [line.rstrip('\n').split(':', 2)[1:] for line in file]
+    except OSError:
+        return False
+    return any('/step_' in path for kind, path in groups if kind in ('', 'freezer'))
+
+
 def on_signal(number, frame):
-    """The job has got it as well. What is stopped finds it when it goes on."""
+    """The job is to get it as well. What is stopped finds it when it goes on."""
     if os.getppid() != PARENT:
         note('lost')
         kill_all()
     elif number != signal.SIGPWR:
         note('signal', number)
-        send(signal.SIGCONT, descendants())
+        pids = descendants()
+        if PASSES:
+            send(number, pids)
+        send(signal.SIGCONT, pids)
 
 
 def set_handlers(handler):
@@ -22073,7 +22120,7 @@ def main():
     return code
 
 
-NOTES, PARENT, PRCTL = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl
+NOTES, PARENT, PRCTL, PASSES = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl, passes_signals()
 os._exit(main())
 '''
 
@@ -25906,6 +25953,54 @@ class AllocationWatch:
             self.on_end_time()
 
 
+class StepLimits:
+    """Lets steps run on when their Slurm job was given more time: each has a time limit of its own.
+
+    One call after the other, and none that names no step: it would limit the batch script, too (22.05).
+    Nothing is shortened: what has to end earlier than was thought gets its signal from this runner.
+    """
+
+    def __init__(self, context: NodeContext, launcher: Launcher, starter: Any) -> None:
+        self.context = context
+        self.launcher = launcher
+        self.starter = starter
+        self.waiting = collections.deque()      # type: collections.deque
+        self.is_calling = False
+
+    def on_new_end(self) -> None:
+        """The end of the Slurm job has moved."""
+        self.waiting = collections.deque(self.starter.steps)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Lengthen the next one that may run longer."""
+        headroom_s = self.context.config['sigkill_headroom_seconds']
+        while self.waiting and not self.is_calling:
+            attempt = self.waiting.popleft()
+            step, end_time = self.starter.steps.get(attempt), self.context.end_time()
+            if step is None or step.is_over or end_time is None:
+                continue
+            self.starter.read_notes(step)
+            left_s = end_time - time.time() - headroom_s + time.monotonic() - step.started
+            if step.notes.number and left_s // 60 > (step.limit_at - step.started) / 60:
+                minutes, self.is_calling = int(left_s // 60), True
+                name = f'StepId={self.context.allocation.job_id}.{step.notes.number}'
+                argv = slurm_argv('scontrol', 'update', name, f'TimeLimit={minutes}')
+                self.launcher.query(argv, SLURM_QUERY_S, functools.partial(self.on_reply, step, minutes),
+                                    query_variables())
+
+    def on_reply(self, step: Any, minutes: int, reply: Reply) -> None:
+        """It has another limit now, or keeps its own."""
+        self.is_calling = False
+        if reply.code:
+            self.context.log.write(f'A step keeps its time limit: {explain_reply(reply)}', 'warning')
+        else:
+            longer_s = step.started + 60 * minutes - step.limit_at
+            step.limit_at += longer_s
+            step.early_at += longer_s
+        self.go_on()
+
+
 class Submissions:
     """Submits the allocations that the server hands out to this runner: schedule_nodes actions that are due,
     and what other submitters have left. A part; nothing is waited for.
@@ -25992,7 +26087,7 @@ class Submissions:
             item = self.unwritten.pop(number)
             if path:
                 self.scripts[number] = item, path
-                self.work.add(item, path)
+                self.work.add(item, path, time.monotonic())
             else:
                 self.work.ends.append({'id': number, 'message': printable(error)})
 
@@ -26400,6 +26495,11 @@ def runner_nodes(context: NodeContext, num_gpus: int) -> List[NodeSize]:
     Without steps jobs start here only; unless they are not limited, such as those that call srun themselves.
     """
     allocation, options = context.allocation, context.options
+    if allocation is not None and not (context.in_steps or allocation.is_on_node):
+        context.say(f'jobs run here, on {socket.gethostname()}, which is no node of Slurm job '
+                    f'{allocation.job_id}: start torc.py with srun to run them there, or take mode slurm',
+                    'warning')
+        context.allocation = allocation = None
     if allocation is None:
         return [measure_node(options, num_gpus)]
     if not context.in_steps and context.config['limit_resources']:
@@ -26465,7 +26565,7 @@ class Runner:
             self.completions.take_usage = self.monitor.take_usage
             self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
-        allocation_watch = AllocationWatch(context, launcher, self.shutdown.set_end)
+        allocation_watch = AllocationWatch(context, launcher, self.on_new_end)
         allocation_watch.stop_at = lambda: self.shutdown.stop_at
         self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
@@ -26498,6 +26598,7 @@ class Runner:
         self.dispatcher.on_started = accounting.add
         self.completions.take_usage = accounting.take_usage
         self.policy.least_s = self.context.config['sigkill_headroom_seconds'] + SHORTEST_STEP_S
+        self.step_limits = StepLimits(self.context, self.launcher, self.starter)
 
     def connect_link(self) -> None:
         """Set where the link finds what it sends, and who gets what comes."""
@@ -26530,6 +26631,12 @@ class Runner:
         self.link.contents += rows
         if self.link.contents:
             self.link.report_soon(BATCH_S if self.digests.is_busy else 0.0)
+
+    def on_new_end(self) -> None:
+        """Slurm ends the job around us at another time."""
+        self.shutdown.set_end()
+        if self.context.in_steps:
+            self.step_limits.on_new_end()
 
     def on_output_repaired(self) -> None:
         """The output directory can be written to again."""
@@ -26754,7 +26861,7 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if leftovers:
             context.say(leftovers, 'warning')
         runner.run()
-        if allocation is not None:
+        if context.allocation is not None:
             finish_allocation(runner, client, began_at)
     return runner.outcome()
 
@@ -26824,9 +26931,16 @@ def printable_in_colour(text: str, style: Style) -> str:
     return unprintable.sub(lambda match: printable(match.group()), text)
 
 
+PINNED_PROGRAM = re.compile(r'(?:.*/)?torc-[0-9a-f]{12}/bin/torc\Z')
+
+
 def program_name() -> str:
-    """Name of this program in hints to the user: `torc` if it was started by that name, else torc.py."""
-    return 'torc' if os.path.basename(sys.argv[0]) == 'torc' else 'torc.py'
+    """Name of this program in hints to the user: `torc` if it was started by that name, else torc.py.
+
+    The copy that the scripts of allocations call is none that users have under its name.
+    """
+    is_installed = os.path.basename(sys.argv[0]) == 'torc' and not PINNED_PROGRAM.match(sys.argv[0])
+    return 'torc' if is_installed else 'torc.py'
 
 
 # -------- width --------
@@ -27222,7 +27336,7 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
     queued, found = row.get('queue'), [row['status']]
     if row['status'] == 'active':
         found.append(f"{row['num_runners']} runners with {row['num_jobs']} jobs" if row['num_runners'] else
-                     'none of its runners is at work')
+                     'no runner is at work in it')
         if row['remaining_seconds'] is not None:
             found.append(f"{format_elapsed(row['remaining_seconds'])} left")
     if row.get('has_ended'):
@@ -31268,7 +31382,8 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
     options = RunnerOptions(
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
         max_parallel_jobs=args['max_parallel_jobs'], is_subtask=bool(args['is_subtask']),
-        claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'])
+        claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'],
+        is_strict=read_config().is_strict)
     session.options['url' if '://' in args['server'] else 'db'] = args['server']
     await_server(session, options)
     code = run_to_end(session, Target(args['workflow_id'], False, is_allocation=True), options, True)
@@ -31456,10 +31571,21 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, 
     elif status['is_canceled']:
         reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
         raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
+    warn_of_loopback(session)
     directory = workflow.get('submission_directory')
     if directory and os.path.isdir(directory) and not os.path.samefile(directory, os.getcwd()):
         session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
                                  'its jobs now count from here'))
+
+
+def warn_of_loopback(session: Session) -> None:
+    """Say so if runners on other machines cannot reach the server: they would wait, and pay for it."""
+    client = session.client
+    if client.named_url or client.is_lasting:
+        host = parse_url(client.url).host
+        if is_loopback(host) or host in LOOPBACK_NAMES:
+            session.report(f'warning: runners on other machines cannot reach the server at {client.url}: '
+                           'start it with `serve --host 0.0.0.0`')
 
 
 def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
@@ -31584,7 +31710,7 @@ def start_submissions(session: Session, work: Submitter, submissions: List[Submi
             message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
             work.ends.append({'id': submission.id, 'message': printable(message)})
             continue
-        work.add(submission, path)
+        work.add(submission, path, time.monotonic())
 
 
 def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
@@ -31596,6 +31722,7 @@ def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
         if pause_s > 0:
             why = work.message or 'an earlier submission was interrupted'
             session.report(f'{why}: looking into the queue in {pause_s:.0f} s')
+            session.client.close()      # runners that have begun need the database
             time.sleep(pause_s)
         call = work.next_call(time.monotonic())
         if call is not None:
@@ -33616,7 +33743,6 @@ SLURM_HELP = """\
 A workflow runs in allocations: Slurm jobs, each of which starts a runner that takes what fits its nodes and
 the time that is left.
 
-    torc.py serve --host 0.0.0.0 --port 0 --daemon      a server that the nodes can reach; once
     torc.py slurm generate --account A FILE -o READY    plan: schedulers, and actions that submit them
     torc.py submit READY                                create, initialize, sbatch; returns at once
     torc.py submit --account A FILE                     all in one
@@ -33625,6 +33751,9 @@ the time that is left.
     torc.py cancel WF                                   also cancels the Slurm jobs
     torc.py slurm schedule-nodes WF -n 2                two more allocations
 
+The server
+    Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
+    share. A lasting one must be reachable from the nodes: torc.py serve --host 0.0.0.0 --port 0 --daemon
 Your own script
     The last line of a script for sbatch may be: exec python3 /path/torc.py run WF
     Ask for what the jobs need, and 256 MB for the runner.
