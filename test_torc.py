@@ -897,8 +897,9 @@ class FakeSlurm:
         found = []
         for entry in os.listdir(self.path('calls')):
             at, name, _ = entry.split()
-            words = read_text(self.path('calls', entry)).split('\0')[1:-1]
-            found.append(FakeCall(float(at), name, words))
+            words = read_text(self.path('calls', entry)).split('\0')
+            if words[-1:] == [''] != words:     # else it is just being written
+                found.append(FakeCall(float(at), name, words[1:-1]))
         return sorted(call for call in found if not names or call.name in names)
 
 
@@ -18641,6 +18642,14 @@ class SlurmStarterTest(PartTest):
         step.early_at = 0.0
         self.turn()
         self.assertEqual((math.inf, {}), (step.early_at, self.node.queries))
+
+    def test_a_job_that_dies_of_the_early_signal_is_out_of_time_and_long_before_it_has_failed(self):
+        meaning = 'ended by SIGUSR1, shortly before the time limit of its Slurm step'
+        self.build(end_time=time.time() + 120, srun_termination_signal='USR1@60')
+        self.assertEqual(('terminated', 152, meaning, False), self.judged(self.begin('kill -USR1 $$')))
+        attempt = self.begin('kill -USR1 $$', number=2)
+        self.starter.steps[attempt].limit_at += 1000
+        self.assertEqual(('failed', 138), self.judged(attempt)[:2])
 
     # -------- the end of the runner --------
 

@@ -24844,6 +24844,7 @@ SUPERVISOR_NAME = 'supervisor.py'
 STEP_CREATION_S = 60.0
 STEP_KILL_S = 5.0           # from scancel of a step to SIGKILL for its srun
 STEP_REST_S = 20.0          # from the end of a job, and of what it has left, to that of its srun
+SIGNAL_LEEWAY_S = 60.0      # so much sooner Slurm may send --signal (srun(1))
 OVER_LIMIT_S = 120.0        # Slurm looks at limits each 30 s, and KillWait is 30 s by default
 WATCH_S = 30.0              # between looks at the notes of a step that runs on
 MAX_NAMED_IDS = 500         # of one scancel
@@ -24941,7 +24942,7 @@ class StepFiles:
 class Step:
     """The step of one attempt, as its starter sees it. Times are monotonic."""
     __slots__ = ('name', 'started', 'notes', 'code', 'signal_number', 'sign', 'text', 'is_over', 'is_killed',
-                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early', 'early_at', 'kill_at',
+                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early_at', 'kill_at',
                  'look_at', 'rest_at')
 
     def __init__(self, name: str, minutes: Optional[int], early: Optional[Tuple[str, int]],
@@ -24956,8 +24957,7 @@ class Step:
         self.given_up = ''                  # we had to end it: what that means, as a sign of STEP_SIGNS
         self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
         self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
-        self.early = '' if early is None else early[0]      # the signal before the limit
-        self.early_at = math.inf if early is None else self.limit_at - early[1]
+        self.early_at = math.inf if early is None else self.limit_at - early[1]     # the signal before the limit
         self.kill_at = math.inf
         self.creation_at = self.started + creation_s    # by then there is a step
         self.look_at = self.started + WATCH_S       # the next look at the notes
@@ -25116,9 +25116,9 @@ class SlurmStarter:
         wanted = []
         for attempt in attempts:
             step = self.steps[attempt]
-            number = getattr(signal, f'SIG{step.early}', None)
             step.early_at = math.inf if step.notes.number else now + 1.0
-            if step.notes.number and step.notes.return_code is None and number not in step.notes.signals:
+            has_got_it = self.early_number in step.notes.signals
+            if step.notes.number and step.notes.return_code is None and not has_got_it:
                 wanted.append(attempt)
         self.send(wanted, self.early[0] if self.early else '')
 
@@ -25232,7 +25232,12 @@ class SlurmStarter:
             self.judge_at = min(self.judge_at, until)   # a signal to all of the allocation reaches us, too
             return None
         del self.steps[attempt]
-        outcome, codes = STEP_OUTCOMES[kind], context.config
+        codes = context.config
+        if kind in ('canceled', 'own') and not attempt.stopped_for and self.has_died_early(attempt, step):
+            verdict = judge_end(attempt.end, 'deadline', self.early_number, codes['timeout_exit_code'])
+            return verdict._replace(message=f'ended by {format_signal(self.early_number)}, shortly before the '
+                                            'time limit of its Slurm step')
+        outcome = STEP_OUTCOMES[kind]
         if not outcome.status:
             return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
                              codes['timeout_exit_code'], attempt.stopped_by)
@@ -25246,6 +25251,20 @@ class SlurmStarter:
             self.on_no_step(message)
         code = codes['oom_exit_code'] if outcome.return_code == 'memory' else attempt.end.return_code
         return Verdict(outcome.status, code, message, outcome.is_interrupted)
+
+
+    @property
+    def early_number(self) -> int:
+        """Number of srun_termination_signal; 0 without one."""
+        return int(getattr(signal, f'SIG{self.early[0]}', 0)) if self.early else 0
+
+    def has_died_early(self, attempt: Attempt, step: Step) -> bool:
+        """Whether it has died of the signal that comes before its time limit, by us or by Slurm."""
+        number, notes = self.early_number, step.notes
+        if not number or number not in (notes.signal_number, (notes.return_code or 0) - 128):
+            return False
+        sent_at = step.limit_at - self.early[1] - SIGNAL_LEEWAY_S
+        return attempt.process.started + attempt.process.end.wall_s >= sent_at
 
 
 def step_end(end: ProcessEnd, notes: StepNotes) -> ProcessEnd:
