@@ -16526,7 +16526,7 @@ class StepRulesTest(unittest.TestCase):
 
     def test_a_step_has_the_flags_of_the_pages(self):
         for more, flags in (
-                ({'memory_bytes': 1 << 30}, '--mem=1024M'), ({'memory_bytes': 512000}, '--mem=1M'), ({'memory_bytes': (1 << 20) + 1}, '--mem=2M'),
+                ({'memory_bytes': 1 << 30}, '--mem=1024M'), ({'memory_bytes': 512000}, '--mem=30M'), ({'memory_bytes': (40 << 20) + 1}, '--mem=41M'),
                 ({'num_cpus': 4}, '--cpus-per-task=4'), ({'num_gpus': 2}, '--gpus=2'), ({'minutes': 28}, '--time=28'),
                 ({'signal': 'TERM@120'}, '--signal=TERM@120'), ({'node_names': ['node2']}, '--nodelist=node2 --nodes=1'),
                 ({'errors_to': '/dev/fd/9'}, '--error=/dev/fd/9'),
@@ -18482,9 +18482,9 @@ class SlurmStarterTest(PartTest):
 
     def test_nodes_gpus_memory_and_signals_reach_srun(self):
         self.build(nodes=('a', 'b'), srun_termination_signal='USR1@30', enable_cpu_bind=True)
-        self.ran('true', needs=torc.Needs(2, 5 << 20, 1))
+        self.ran('true', needs=torc.Needs(2, 50 << 20, 1))
         words = self.fakes.calls('srun')[0].argv
-        for word in ('--nodelist=a', '--cpus-per-task=2', '--mem=5M', '--gpus=1', '--signal=USR1@30'):
+        for word in ('--nodelist=a', '--cpus-per-task=2', '--mem=50M', '--gpus=1', '--signal=USR1@30'):
             self.assertIn(word, words)
         self.assertNotIn('--cpu-bind=none', words)
 
@@ -18927,7 +18927,7 @@ class SlurmStepTest(SlurmTest):
         self.wait_slurm(lambda: not self.live_allocations(), 40, 'its end')
         self.runner = self.world.read('run.log')
         self.assertGone(*pids)
-        self.assertEqual({'j1': 'ready', 'j2': 'ready', 'j3': 'ready'}, self.jobs(), self.progress())
+        self.assertIn('\n  ready: j1, j2, j3\n', self.runner, self.progress())
 
 
 @slow

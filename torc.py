@@ -21836,6 +21836,7 @@ def step_name(context: Any, attempt: Any) -> str:
 
 STEP_SIGNAL = re.compile(r'(?:[A-Z]+:)?([A-Z0-9]+)(?:@([0-9]+))?\Z', re.IGNORECASE)
 DEFAULT_SIGNAL_LEAD_S = 60      # of --signal without a time (srun(1))
+LEAST_STEP_MB = 30      # of stated memory: the supervisor takes 9; cgroup.conf(5), MinRAMSpace, is 30 as well
 STEP_EXIT_ERROR, STEP_EXIT_IMMEDIATE = 213, 214     # srun's own failures, told from the job's codes
 # What srun(1) takes from the environment, "INPUT ENVIRONMENT VARIABLES" of 20.11 to 25.05: what the batch job
 # was submitted with, or a site's profile, would change what a step is, or keep the environment from it.
@@ -21905,12 +21906,13 @@ def step_flags(step: StepRequest) -> List[str]:
     have ended.
     """
     is_wide = step.num_nodes > 1
+    memory_mb = max(LEAST_STEP_MB, -(-step.memory_bytes // 1024 ** 2)) if step.memory_bytes else 0
     flags = [f'--jobid={step.job_id}', f'--ntasks={step.num_nodes}']
     flags += [] if step.binds_cpus else ['--cpu-bind=none']
     flags += ['--exact', f'--job-name={step.name}']
     flags += [f"--nodelist={','.join(step.node_names)}"] if step.node_names else []
     flags += [f'--nodes={step.num_nodes}'] + ['--ntasks-per-node=1', '--wait=0'] * is_wide
-    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={-(-step.memory_bytes // 1024 ** 2)}M']
+    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={memory_mb}M']
     flags.append(f'--gpus={step.num_gpus * step.num_nodes}' if step.num_gpus else '--gres=none')
     flags += [] if step.minutes is None else [f'--time={step.minutes}']
     flags += [f'--signal={step.signal}'] if step.signal else []
