@@ -21836,6 +21836,7 @@ def step_name(context: Any, attempt: Any) -> str:
 
 STEP_SIGNAL = re.compile(r'(?:[A-Z]+:)?([A-Z0-9]+)(?:@([0-9]+))?\Z', re.IGNORECASE)
 DEFAULT_SIGNAL_LEAD_S = 60      # of --signal without a time (srun(1))
+LEAST_STEP_MB = 30      # of stated memory: the supervisor takes 9; cgroup.conf(5), MinRAMSpace, is 30 as well
 STEP_EXIT_ERROR, STEP_EXIT_IMMEDIATE = 213, 214     # srun's own failures, told from the job's codes
 # What srun(1) takes from the environment, "INPUT ENVIRONMENT VARIABLES" of 20.11 to 25.05: what the batch job
 # was submitted with, or a site's profile, would change what a step is, or keep the environment from it.
@@ -21905,12 +21906,13 @@ def step_flags(step: StepRequest) -> List[str]:
     have ended.
     """
     is_wide = step.num_nodes > 1
+    memory_mb = max(LEAST_STEP_MB, -(-step.memory_bytes // 1024 ** 2)) if step.memory_bytes else 0
     flags = [f'--jobid={step.job_id}', f'--ntasks={step.num_nodes}']
     flags += [] if step.binds_cpus else ['--cpu-bind=none']
     flags += ['--exact', f'--job-name={step.name}']
     flags += [f"--nodelist={','.join(step.node_names)}"] if step.node_names else []
     flags += [f'--nodes={step.num_nodes}'] + ['--ntasks-per-node=1', '--wait=0'] * is_wide
-    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={-(-step.memory_bytes // 1024 ** 2)}M']
+    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={memory_mb}M']
     flags.append(f'--gpus={step.num_gpus * step.num_nodes}' if step.num_gpus else '--gres=none')
     flags += [] if step.minutes is None else [f'--time={step.minutes}']
     flags += [f'--signal={step.signal}'] if step.signal else []
@@ -25658,6 +25660,7 @@ LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 KERNEL_LOG_S = 3600.0       # of the kernel's log, before the runner began
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
+DOUBT_S = 5.0               # ... when steps cannot be started
 LAST_LOOK_S = 90.0          # before jobs are stopped
 SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
 
@@ -25926,36 +25929,48 @@ class AllocationFinder:
 class AllocationWatch:
     """Follows the end of the Slurm job, which users and administrators may move (scontrol(1), TimeLimit).
 
-    One call each CHECK_END_S, and one shortly before jobs would be stopped.
+    A call for each tenth of the time that is left, and at least each CHECK_END_S; one shortly before jobs
+    would be stopped; and one when Slurm starts no steps any more.
     """
 
-    def __init__(self, context: NodeContext, launcher: Launcher, on_end_time: Callable[[], Any]) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, on_end_time: Callable[[], Any],
+                 on_over: Callable[[], Any]) -> None:
         self.context = context
         self.launcher = launcher
         self.on_end_time = on_end_time
+        self.on_over = on_over      # the Slurm job runs no longer
         self.stop_at = lambda: math.inf     # type: Callable[[], float]  # monotonic
         self.last_look_for = math.inf       # the stop before which the last look was taken
         self.asked_at = time.monotonic()
         self.is_asking = False
+        self.is_doubtful = False            # whether it still runs
+
+    def look_now(self) -> None:
+        """Slurm has started no step: perhaps the job is over."""
+        self.is_doubtful = True
 
     def due(self) -> float:
         """The next look."""
-        if self.is_asking or self.context.allocation is None:
+        allocation = self.context.allocation
+        if self.is_asking or allocation is None:
             return math.inf
-        is_known = self.context.allocation.end_time is not None
+        if self.is_doubtful:
+            return self.asked_at + DOUBT_S
         # Runners that have begun together do not go on asking together.
-        later = self.context.allocation.node_index % 60
-        look_at = self.asked_at + (CHECK_END_S + later if is_known else RETRY_END_S)
+        pause_s = RETRY_END_S + allocation.node_index % 60
+        if allocation.end_time is not None:
+            left_s = allocation.end_time - time.time() + time.monotonic() - self.asked_at
+            pause_s = max(pause_s, min(left_s / 10, CHECK_END_S))
         stop_at = self.stop_at()
         last_at = stop_at - LAST_LOOK_S if stop_at != self.last_look_for else math.inf
-        return min(look_at, max(last_at, self.asked_at + RETRY_END_S))
+        return min(self.asked_at + pause_s, max(last_at, self.asked_at + RETRY_END_S))
 
     def act(self, now: float) -> None:
         """Ask, if it is time."""
         if now >= self.due():
             if now >= self.stop_at() - LAST_LOOK_S:
                 self.last_look_for = self.stop_at()
-            self.asked_at, self.is_asking = now, True
+            self.asked_at, self.is_asking, self.is_doubtful = now, True, False
             argv = slurm_argv('scontrol', 'show', 'job', '-o', self.context.allocation.job_id)
             self.launcher.query(argv, SLURM_QUERY_S, self.on_reply, query_variables())
 
@@ -25963,6 +25978,12 @@ class AllocationWatch:
         """Take a new end in; what cannot be read changes nothing."""
         self.is_asking, allocation = False, self.context.allocation
         facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
+        name, count = parse_slurm_state(facts.get('JobState', '')), facts.get('Restarts', '')
+        is_again = count.isdigit() and int(count) > allocation.restart_count
+        is_ending = name == 'COMPLETING' or name in SLURM_STATES and not SLURM_STATES[name].is_live
+        if is_unknown_job(reply) or is_again or is_ending:
+            self.on_over()      # its EndTime would be that of its end
+            return
         end_time = parse_slurm_instant(facts.get('EndTime', ''))
         if end_time is not None and allocation.step_end_time is not None:
             end_time = min(end_time, allocation.step_end_time)
@@ -26312,6 +26333,12 @@ class Shutdown:
         self.context.say(f'{name}: stopping {jobs}; {again} to kill at once', 'warning')
         self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
 
+    def on_over(self) -> None:
+        """Slurm has ended the job around us, and its signal has not come (yet)."""
+        if self.interrupted_by is None:
+            self.context.say(f'Slurm job {self.context.allocation.job_id} is over', 'warning')
+            self.on_signal(signal.SIGTERM)
+
     def leave(self, reason: str, lead_s: float = 0.0) -> None:
         """Claim nothing more. For one of SIGNAL_REASONS, stop what runs, unless that has begun."""
         has_begun, self.reason = self.reason in SIGNAL_REASONS, reason
@@ -26584,8 +26611,8 @@ class Runner:
             self.completions.take_usage = self.monitor.take_usage
             self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
-        allocation_watch = AllocationWatch(context, launcher, self.on_new_end)
-        allocation_watch.stop_at = lambda: self.shutdown.stop_at
+        self.allocation_watch = AllocationWatch(context, launcher, self.on_new_end, self.shutdown.on_over)
+        self.allocation_watch.stop_at = lambda: self.shutdown.stop_at
         self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
         self.connect_link()
@@ -26594,7 +26621,7 @@ class Runner:
             starter,
             *filter(None, [self.accounting]),
             self.monitor,
-            allocation_watch,
+            self.allocation_watch,
             self.shutdown,
             UnkillableReport(context, launcher, self.attempts, link),
             watch,
@@ -26610,7 +26637,7 @@ class Runner:
     def connect_accounting(self) -> None:
         """Let Slurm measure: what this node could, srun(1), is not the job."""
         self.accounting = accounting = Accounting(self.context, self.launcher, self.link)
-        self.starter.accounting, self.starter.on_no_step = accounting, self.dispatcher.pause
+        self.starter.accounting, self.starter.on_no_step = accounting, self.on_no_step
         self.starter.on_lost_node = self.policy.ledger.lose
         accounting.records.leaving = lambda: self.shutdown.reason
         accounting.sampler.on_sample = self.monitor.series.add_job
@@ -26650,6 +26677,11 @@ class Runner:
         self.link.contents += rows
         if self.link.contents:
             self.link.report_soon(BATCH_S if self.digests.is_busy else 0.0)
+
+    def on_no_step(self, reason: str) -> None:
+        """Slurm has started no step."""
+        self.dispatcher.pause(reason)
+        self.allocation_watch.look_now()
 
     def on_new_end(self) -> None:
         """Slurm ends the job around us at another time."""
@@ -31392,6 +31424,9 @@ def outcome_exit(outcome: RunOutcome) -> int:
 
 def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
     """What the script of an allocation calls, with Torc's arguments: run a workflow's jobs in it."""
+    if not os.environ.get('SLURM_JOB_ID'):
+        raise Refused('slurm-job-runner works in a Slurm job, and there is none here (SLURM_JOB_ID is not '
+                      'set); elsewhere: run ID')
     startup_delay_s = args['startup_delay_seconds']
     if startup_delay_s:     # many begin at once: each waits for another time, which is always the same
         who = [socket.gethostname(), *(os.environ.get(name, '') for name in (
