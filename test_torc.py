@@ -779,7 +779,7 @@ class HarnessTest(unittest.TestCase):
 # -------- Slurm: real where it can be, scripted for what a healthy one never says --------
 #
 # .ci/slurm_testbed.sh starts a cluster of virtual nodes; TORC_TEST_SLURM names its directory, or several ones
-# with ':' between them. A test takes the first one of its kind, and shares it with the tests of other processes,
+# with ':' between them. A test takes one of its kind, and shares it with the tests of other processes,
 # unless it does harm to the nodes or the daemons. What it has submitted is known by its directory, and canceled
 # at its end.
 
@@ -799,14 +799,14 @@ class Bed:
         self.has_whole_nodes = 'OverSubscribe=EXCLUSIVE' in read_text(self.conf)
 
     @classmethod
-    def find(cls, has_whole_nodes: bool) -> 'Bed':
-        """The first one of this kind; without one, the test is skipped."""
+    def find(cls, has_whole_nodes: bool, is_alone: bool) -> 'Bed':
+        """The first one of this kind, the last one for those that want it alone; without one, the test is skipped."""
         beds = [bed for bed in map(cls, SLURM_BEDS) if os.path.exists(bed.conf)]
         found = [bed for bed in beds if bed.has_whole_nodes == has_whole_nodes]
         knobs = 'TB_EXCLUSIVE=1 TB_DEF_MEM=0 ' if has_whole_nodes else ''
         start = knobs + '.ci/slurm_testbed.sh start DIRECTORY'
         need('slurm', found, f'a running cluster, as of `{start}`, whose DIRECTORY stands in TORC_TEST_SLURM')
-        return found[0]
+        return found[-1 if is_alone else 0]
 
     @contextlib.contextmanager
     def held(self, is_alone: bool) -> Iterator[None]:
@@ -909,7 +909,7 @@ class SlurmTest(WorldTest):
     is_alone = False        # whether it kills nodes, stops daemons, or needs all nodes for itself
 
     def setUp(self) -> None:
-        self.bed = Bed.find(self.site)
+        self.bed = Bed.find(self.site, self.is_alone)
         super().setUp()
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
@@ -18706,8 +18706,7 @@ class SlurmStarterTest(PartTest):
                 self.assertEqual(kind, found)
 
 
-@slow
-class SlurmStepTest(SlurmTest):
+class SlurmStepCase(SlurmTest):
     """Jobs as steps of a real allocation, which the runner works with from outside, as from a shell of salloc."""
 
     def allocate(self, *flags: Any, num_nodes: int = 2, minutes: int = 10) -> str:
@@ -18773,6 +18772,44 @@ class SlurmStepTest(SlurmTest):
         names = self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%j').split()
         return [name for name in names if name not in ('extern', 'batch')]
 
+    def run_twice(self, harm: Callable[[int], Any], deadline_s: float = 60, **how: Any) -> None:
+        """A job is harmed in its first attempt, by what gets its pid; the second completes, and the first is gone."""
+        self.begin('[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $$ > pid; exec sleep 1000', **how)
+        pid, = self.pids_in('pid')
+        harm(pid)
+        self.ended(deadline_s)
+        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')], [row[:2] + row[3:] for row in self.results()], self.progress())
+        self.assertGone(pid)
+
+    def srun_pids(self) -> List[int]:
+        """Both processes of the one srun."""
+        return sorted(pid for pid in processes_with(self.world.mark)
+                      if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0', b'/usr/bin/srun\0')))
+
+
+@slow
+class LongStepTest(SlurmStepCase):
+    """What Slurm takes a minute or more for."""
+
+    def test_the_early_signal_lets_a_job_save_and_the_limit_ends_another_with_152(self):
+        self.allocate(minutes=2)
+        self.begin('trap "echo saved; exit 0" USR1; while :; do sleep 0.2; done', 'trap : USR1; trap "exit 42" TERM; while :; do sleep 0.2; done',
+                   'trap : USR1; while :; do sleep 0.2; done', config={'sigkill_headroom_seconds': 40, 'srun_termination_signal': 'USR1@40'})
+        self.ended(130)
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 42, 'terminated'), (3, 1, 152, 'terminated')], self.results())
+        self.assertEqual('saved\n', self.out(1))
+        self.assertIn('reached the time limit of its Slurm step', self.log())
+
+    def test_a_job_whose_slurmstepd_is_killed_goes_back_to_ready(self):
+        self.allocate()
+        self.run_twice(lambda pid: os.kill(torc.read_proc_row(torc.read_proc_row(pid).parent).parent, signal.SIGKILL), 120)
+        self.assertIn('its slurmstepd was lost', self.log())
+
+
+@slow
+class SlurmStepTest(SlurmStepCase):
+    """Jobs that end, that are stopped, or whose programs are killed."""
+
     # -------- what becomes of jobs --------
 
     def test_jobs_end_as_they_do_without_slurm_and_nothing_of_them_is_left(self):
@@ -18801,15 +18838,6 @@ class SlurmStepTest(SlurmTest):
         self.assertEqual([(1, 1, 137, 'failed')], self.results())
         self.assertIn('at the memory limit of its step', self.log())
 
-    def test_the_early_signal_lets_a_job_save_and_the_limit_ends_another_with_152(self):
-        self.allocate(minutes=2)
-        self.begin('trap "echo saved; exit 0" USR1; while :; do sleep 0.2; done', 'trap : USR1; trap "exit 42" TERM; while :; do sleep 0.2; done',
-                   'trap : USR1; while :; do sleep 0.2; done', config={'sigkill_headroom_seconds': 40, 'srun_termination_signal': 'USR1@40'})
-        self.ended(130)
-        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 42, 'terminated'), (3, 1, 152, 'terminated')], self.results())
-        self.assertEqual('saved\n', self.out(1))
-        self.assertIn('reached the time limit of its Slurm step', self.log())
-
     def test_as_many_steps_run_at_once_as_there_are_cpus_on_all_nodes(self):
         self.allocate()
         self.begin(*(['echo > begun.$TORC_JOB_ID; until [ $(ls | grep -c begun) = 4 ]; do sleep 0.1; done'] * 4))
@@ -18830,29 +18858,10 @@ class SlurmStepTest(SlurmTest):
         self.assertEqual([(1, 1, 137, 'terminated'), (2, 1, 0, 'completed')], self.results())
         self.assertIn('its Slurm step was canceled (scancel)', self.log())
 
-    def run_twice(self, harm: Callable[[int], Any], deadline_s: float = 60, **how: Any) -> None:
-        """A job is harmed in its first attempt, by what gets its pid; the second completes, and the first is gone."""
-        self.begin('[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $$ > pid; exec sleep 1000', **how)
-        pid, = self.pids_in('pid')
-        harm(pid)
-        self.ended(deadline_s)
-        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')], [row[:2] + row[3:] for row in self.results()], self.progress())
-        self.assertGone(pid)
-
-    def srun_pids(self) -> List[int]:
-        """Both processes of the one srun."""
-        return sorted(pid for pid in processes_with(self.world.mark)
-                      if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0', b'/usr/bin/srun\0')))
-
     def test_a_job_whose_srun_is_killed_goes_back_to_ready_and_its_step_is_gone(self):
         self.allocate()
         self.run_twice(lambda pid: [os.kill(number, signal.SIGKILL) for number in self.srun_pids()])
         self.assertIn('its srun was killed', self.log())
-
-    def test_a_job_whose_slurmstepd_is_killed_goes_back_to_ready(self):
-        self.allocate()
-        self.run_twice(lambda pid: os.kill(torc.read_proc_row(torc.read_proc_row(pid).parent).parent, signal.SIGKILL), 120)
-        self.assertIn('its slurmstepd was lost', self.log())
 
     def test_a_step_that_finds_no_room_waits_for_it(self):
         self.allocate(num_nodes=1)
@@ -18931,10 +18940,9 @@ class SlurmStepTest(SlurmTest):
 
 
 @slow
-class LostNodeStepTest(SlurmStepTest):
+class LostNodeStepTest(SlurmStepCase):
     """What needs nodes for itself."""
     is_alone = True
-    locals().update(dict.fromkeys([name for name in vars(SlurmStepTest) if name.startswith('test_')]))
 
     def test_a_job_that_loses_its_node_goes_back_to_ready_and_nothing_more_is_started_there(self):
         self.allocate('--no-kill', '--nodelist=node2,node3')
@@ -27088,7 +27096,7 @@ HELD = '''
     execution_config: {mode: slurm, sigkill_headroom_seconds: 30}
     resource_requirements:
       - {name: thin, num_cpus: 1, memory: 100m, runtime: PT10S}
-      - {name: thick, num_cpus: 3, memory: 100m, runtime: PT10S}
+      - {name: thick, num_cpus: 2, memory: 100m, runtime: PT10S}
     slurm_schedulers: [{name: some, account: {account}, walltime: "00:10:00", nodes: {nodes}{more}}]
     jobs:
       - {name: "{name}_quick_{i}", command: "{job} {name}_quick_{i} 0 1 0", resource_requirements: thin,
@@ -27105,7 +27113,6 @@ HELD = '''
 @slow
 class InterruptionTest(ClusterCase):
     """Nodes that die, allocations that are canceled or preempted, and no accounting: nothing is lost."""
-    site = WHOLE_NODES
     is_alone = True
 
     def hold(self, name: str, nodes: int = 1, held: int = 2, more: str = '') -> Allocation:
