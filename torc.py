@@ -17416,6 +17416,13 @@ def client_method(route: Route) -> Callable[..., Any]:
 Operations = type('Operations', (), {route.name: client_method(route) for route in ROUTES})
 
 
+def wait_until_gone(path: str) -> None:
+    """Wait for a server's file to go with it, at most LEAVE_DEADLINE_S."""
+    deadline = time.monotonic() + LEAVE_DEADLINE_S
+    while os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(LEAVE_PAUSE_S)
+
+
 class Client(Connector, Operations):
     """Every operation of the API by its name, with plain dicts and lists going in and coming out.
 
@@ -17564,10 +17571,23 @@ class Client(Connector, Operations):
             except TorcError as error:
                 log.warning('the snapshot %s could not be written: %s', self.database, error)
             self.close()
-            deadline = time.monotonic() + LEAVE_DEADLINE_S
-            while os.path.exists(self.database + '.memory') and time.monotonic() < deadline:
-                time.sleep(LEAVE_PAUSE_S)
+            wait_until_gone(self.database + '.memory')
         self.close()
+        if self.servers_started and in_slurm_job():
+            self.end_server()
+
+    def end_server(self) -> None:
+        """End the embedded server that we have started, though runners elsewhere may use it.
+
+        Slurm kills it with our allocation, in the midst of whatever it does (proctrack/cgroup); one that ends
+        by itself gives the database back, and the next runner that asks for it starts another.
+        """
+        path = self.database + '.connection'
+        found = read_living_server(path) or {}
+        if found.get('is_embedded') and was_here(found) and process_lives(found):
+            with contextlib.suppress(OSError):
+                os.kill(found['pid'], signal.SIGTERM)
+                wait_until_gone(path)
 
 
 # ======== 11b. Steps: what several commands do with a workflow ========
