@@ -24078,6 +24078,18 @@ class SubmitTest(CommandTest):
         self.assertIn('#SBATCH --dependency=singleton\n', read_text(self.fakes.path('script')))
         self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2\|torc:')
 
+    @slow
+    def test_a_password_from_the_command_line_reaches_the_runners_but_no_script(self):
+        users = self.world.write('users', '')
+        with self.world.inside():
+            user = torc.user_name()
+        self.assertExit(0, self.world.main('htpasswd', 'add', '-f', users, '-p', 'open-sesame', '-c', '4', user))
+        url = self.world.serve('--auth-file', users)
+        self.assertExit(0, self.world.cli('--url', url, '--password', 'open-sesame', 'submit', 'w.yaml'))
+        self.assertIn('\nTORC_PASSWORD=open-sesame\n', read_text(self.fakes.path('environment')))
+        self.assertNotIn('open-sesame', read_text(self.fakes.path('script')))
+        self.assertNotIn('open-sesame', str(self.fakes.calls()))
+
     def test_schedulers_are_made_changed_and_deleted(self):
         self.assertExit(0, self.world.main('create', 'w.yaml'))
         made = self.json('slurm create 1 -n s9 -a a')

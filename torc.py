@@ -21664,6 +21664,7 @@ class Submitter:
         self.look_at = -math.inf    # not before
         self.failed_looks = 0
         self.message = ''           # of the last failure that passes
+        self.secrets = {}           # type: Dict[str, str]  # variables for the runners, which no script holds
         self.ends = []              # type: List[Dict[str, Any]]
         self.lost = []              # type: List[Submission]
 
@@ -21694,7 +21695,7 @@ class Submitter:
             self.waiting.remove(self.current)
             self.current.tries += 1
             argv = slurm_argv('sbatch', '--parsable', self.current.script)
-            return SlurmCall(argv, SLURM_QUERY_S, submission_variables())
+            return SlurmCall(argv, SLURM_QUERY_S, {**submission_variables(), **self.secrets})
         self.is_looking = True
         return SlurmCall(find_own_jobs_argv(), SLURM_QUERY_S, query_variables())
 
@@ -31726,6 +31727,8 @@ def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict
                       submitters=found['submitters'])
     submissions = read_submissions(workflow, answer)
     work = Submitter()
+    secrets = zip(('TORC_PASSWORD', 'TORC_COOKIE_HEADER'), session.credentials)     # from the command line
+    work.secrets = {name: value for name, value in secrets if value}
     if submissions:
         start_submissions(session, work, submissions)
     numbers, refusals = drive_submitter(session, workflow, work, submitter)
