@@ -21577,7 +21577,8 @@ def format_batch_script(submission: Submission, site: Site, caller: Caller) -> s
     extra = (submission.scheduler.get('extra') or '').strip()
     lines += [f'#SBATCH {extra}'] if extra else []
     lines += ['', f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}.",
-              '# They clash with the --mem of its steps.', 'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU']
+              '# They clash with the --mem of its steps; the last one is the mark of a runner that submits.',
+              f'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU {RUN_TAG}']
     if caller.token_file:
         lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
     program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
@@ -26053,6 +26054,8 @@ class Submissions:
         self.launcher = launcher
         self.link = link
         self.work = Submitter()
+        # the launcher keeps them from what it starts
+        self.work.secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
         self.unwritten = {}         # type: Dict[int, Submission]  # without a script, by record
         self.scripts = {}           # type: Dict[int, Tuple[Submission, str]]  # path, until its end
         self.replies = None         # type: Optional[List[Reply]]  # to SITE_QUESTIONS
