@@ -16238,8 +16238,8 @@ class BatchScriptTest(unittest.TestCase):
             #SBATCH --constraint="a&b" --exclusive
 
             # Allocation 12 of workflow 7, by torc.py {torc.__version__}.
-            # They clash with the --mem of its steps.
-            unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
+            # They clash with the --mem of its steps; the last one is the mark of a runner that submits.
+            unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU TORC_RUN_TAG
             export TORC_TOKEN_FILE=/home/ann/torc.db.token
             exec /usr/bin/python3 /data/out/torc-12ab/bin/torc slurm-job-runner \\
                 http://login1:8080 7 /data/out --scheduled-compute-node 12 --poll-interval 30 --max-parallel-jobs 4 --startup-delay-seconds 3
@@ -24081,6 +24081,18 @@ class SubmitTest(CommandTest):
         self.assertIn('#SBATCH --dependency=singleton\n', read_text(self.fakes.path('script')))
         self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2\|torc:')
 
+    @slow
+    def test_a_password_from_the_command_line_reaches_the_runners_but_no_script(self):
+        users = self.world.write('users', '')
+        with self.world.inside():
+            user = torc.user_name()
+        self.assertExit(0, self.world.main('htpasswd', 'add', '-f', users, '-p', 'open-sesame', '-c', '4', user))
+        url = self.world.serve('--auth-file', users)
+        self.assertExit(0, self.world.cli('--url', url, '--password', 'open-sesame', 'submit', 'w.yaml'))
+        self.assertIn('\nTORC_PASSWORD=open-sesame\n', read_text(self.fakes.path('environment')))
+        self.assertNotIn('open-sesame', read_text(self.fakes.path('script')))
+        self.assertNotIn('open-sesame', str(self.fakes.calls()))
+
     def test_schedulers_are_made_changed_and_deleted(self):
         self.assertExit(0, self.world.main('create', 'w.yaml'))
         made = self.json('slurm create 1 -n s9 -a a')
@@ -24183,21 +24195,24 @@ class SlurmSubmitTest(SlurmTest):
     def test_later_stages_are_submitted_by_the_runners_of_earlier_ones_each_once(self):
         self.world.write('stages.yaml', """
             name: stages
+            description: &tell 'case $TORC_RUN_TAG in *\\;*\\;*) echo "tag: several";; *) echo "tag: one, password: $TORC_PASSWORD";; esac'
             resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
             slurm_schedulers: [{name: one, account: wfacct, walltime: "00:10:00"}, {name: two, account: wfacct, walltime: "00:10:00"},
                                {name: three, account: wfacct, walltime: "00:10:00"}]
             jobs:
-              - {name: "a{i}", command: "true", parameters: {i: "1:2"}, resource_requirements: r, scheduler: one}
-              - {name: "b{i}", command: "true", parameters: {i: "1:3"}, depends_on: [a1, a2], resource_requirements: r, scheduler: two}
-              - {name: c, command: "true", depends_on: [b1, b2, b3], resource_requirements: r, scheduler: three}
+              - {name: "a{i}", command: *tell, parameters: {i: "1:2"}, resource_requirements: r, scheduler: one}
+              - {name: "b{i}", command: *tell, parameters: {i: "1:3"}, depends_on: [a1, a2], resource_requirements: r, scheduler: two}
+              - {name: c, command: *tell, depends_on: [b1, b2, b3], resource_requirements: r, scheduler: three}
             actions:
               - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one, scheduler_type: slurm, num_allocations: 2}
               - {trigger_type: on_jobs_ready, jobs: [b1, b2, b3], action_type: schedule_nodes, scheduler: two, scheduler_type: slurm}
               - {trigger_type: on_jobs_complete, jobs: [b1, b2, b3], action_type: schedule_nodes, scheduler: three, scheduler_type: slurm}
             """)
         fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
-        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'stages.yaml'))
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'stages.yaml', env={'TORC_PASSWORD': 'of-the-user'}))
         jobs = self.wait_complete()
+        for path in glob.glob(glob.escape(self.world.path('torc_output', 'job_stdio')) + '/*.o'):    # written by the jobs of all stages
+            self.assertEqual('tag: one, password: \n', read_text(path), path)
         self.assertEqual({'completed'}, {job['status'] for job in jobs.values()}, jobs)
         # Allocations may end before their jobs are there: those of earlier stages have done all.
         names = [row.name for row in self.allocations()]

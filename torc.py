@@ -21597,7 +21597,8 @@ def format_batch_script(submission: Submission, site: Site, caller: Caller) -> s
     extra = (submission.scheduler.get('extra') or '').strip()
     lines += [f'#SBATCH {extra}'] if extra else []
     lines += ['', f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}.",
-              '# They clash with the --mem of its steps.', 'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU']
+              '# They clash with the --mem of its steps; the last one is the mark of a runner that submits.',
+              f'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU {RUN_TAG}']
     if caller.token_file:
         lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
     program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
@@ -21684,6 +21685,7 @@ class Submitter:
         self.look_at = -math.inf    # not before
         self.failed_looks = 0
         self.message = ''           # of the last failure that passes
+        self.secrets = {}           # type: Dict[str, str]  # variables for the runners, which no script holds
         self.ends = []              # type: List[Dict[str, Any]]
         self.lost = []              # type: List[Submission]
 
@@ -21714,7 +21716,7 @@ class Submitter:
             self.waiting.remove(self.current)
             self.current.tries += 1
             argv = slurm_argv('sbatch', '--parsable', self.current.script)
-            return SlurmCall(argv, SLURM_QUERY_S, submission_variables())
+            return SlurmCall(argv, SLURM_QUERY_S, {**submission_variables(), **self.secrets})
         self.is_looking = True
         return SlurmCall(find_own_jobs_argv(), SLURM_QUERY_S, query_variables())
 
@@ -26072,6 +26074,8 @@ class Submissions:
         self.launcher = launcher
         self.link = link
         self.work = Submitter()
+        # the launcher keeps them from what it starts
+        self.work.secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
         self.unwritten = {}         # type: Dict[int, Submission]  # without a script, by record
         self.scripts = {}           # type: Dict[int, Tuple[Submission, str]]  # path, until its end
         self.replies = None         # type: Optional[List[Reply]]  # to SITE_QUESTIONS
@@ -31746,6 +31750,8 @@ def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict
                       submitters=found['submitters'])
     submissions = read_submissions(workflow, answer)
     work = Submitter()
+    secrets = zip(('TORC_PASSWORD', 'TORC_COOKIE_HEADER'), session.credentials)     # from the command line
+    work.secrets = {name: value for name, value in secrets if value}
     if submissions:
         start_submissions(session, work, submissions)
     numbers, refusals = drive_submitter(session, workflow, work, submitter)
