@@ -897,8 +897,9 @@ class FakeSlurm:
         found = []
         for entry in os.listdir(self.path('calls')):
             at, name, _ = entry.split()
-            words = read_text(self.path('calls', entry)).split('\0')[1:-1]
-            found.append(FakeCall(float(at), name, words))
+            words = read_text(self.path('calls', entry)).split('\0')
+            if words[-1:] == [''] != words:     # else it is just being written
+                found.append(FakeCall(float(at), name, words[1:-1]))
         return sorted(call for call in found if not names or call.name in names)
 
 
@@ -6817,7 +6818,8 @@ class StepAccountsTest(ServiceTest):
 
     def account(self, name: str = 'a', attempt_id: int = 1, **figures: Any) -> Any:
         """A turn with a row of the accounting."""
-        row = dict({'job_id': self.jobs[name]['id'], 'attempt_id': attempt_id, 'slurm_job_id': '7'}, **figures)
+        row = dict({'job_id': self.jobs[name]['id'], 'attempt_id': attempt_id, 'slurm_job_id': '7'},
+                   **figures)
         return self.sync(self.workflow_id, self.node_id, accounting=[row])
 
     def finish(self, name: str = 'a', **figures: Any) -> Any:
@@ -6827,7 +6829,8 @@ class StepAccountsTest(ServiceTest):
     def figures(self) -> Tuple:
         """What the only result says: peak and average memory, average and peak CPU."""
         row, = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
-        return tuple(map(row.get, ('peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent')))
+        return tuple(map(row.get,
+                         ('peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent')))
 
     # sampled by sstat | said by sacct | in the result: peak and average memory, average and peak CPU
     TABLE = (
@@ -6835,9 +6838,12 @@ class StepAccountsTest(ServiceTest):
         ({}, {'max_rss_bytes': 100, 'ave_cpu_seconds': 15.0}, (100, None, 50.0, 50.0)),
         ({'peak_memory_bytes': 200, 'avg_memory_bytes': 60}, {'max_rss_bytes': 100}, (200, 60, None, None)),
         ({'peak_memory_bytes': 50, 'avg_memory_bytes': 40}, {'max_rss_bytes': 100}, (100, 40, None, None)),
-        ({'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0}, {'ave_cpu_seconds': 15.0}, (None, None, 50.0, 90.0)),
-        ({'avg_cpu_percent': 0.0, 'peak_cpu_percent': 0.0}, {'ave_cpu_seconds': 15.0}, (None, None, 50.0, 50.0)),
-        ({'peak_memory_bytes': 50, 'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0}, {'max_rss_bytes': 0, 'ave_cpu_seconds': 0.0},
+        ({'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0}, {'ave_cpu_seconds': 15.0},
+         (None, None, 50.0, 90.0)),
+        ({'avg_cpu_percent': 0.0, 'peak_cpu_percent': 0.0}, {'ave_cpu_seconds': 15.0},
+         (None, None, 50.0, 50.0)),
+        ({'peak_memory_bytes': 50, 'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0},
+         {'max_rss_bytes': 0, 'ave_cpu_seconds': 0.0},
          (50, None, 70.0, 90.0)),
         ({'avg_cpu_percent': 70.0}, {'ave_cpu_seconds': 1e9}, (None, None, 70.0, None)))
 
@@ -6862,8 +6868,10 @@ class StepAccountsTest(ServiceTest):
         self.account(max_rss_bytes=120)
         row, = self.call('list_slurm_stats', workflow_id=self.workflow_id)['items']
         del row['id']
-        self.assertEqual({'workflow_id': self.workflow_id, 'job_id': self.jobs['a']['id'], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '7',
-                          'max_rss_bytes': 120, 'max_vm_size_bytes': 9, 'max_disk_read_bytes': 0, 'ave_cpu_seconds': 1.5, 'node_list': 'n1'}, row)
+        self.assertEqual({'workflow_id': self.workflow_id, 'job_id': self.jobs['a']['id'], 'run_id': 1,
+                          'attempt_id': 1, 'slurm_job_id': '7',
+                          'max_rss_bytes': 120, 'max_vm_size_bytes': 9, 'max_disk_read_bytes': 0,
+                          'ave_cpu_seconds': 1.5, 'node_list': 'n1'}, row)
 
     def test_a_row_without_figures_is_kept_and_names_the_slurm_job(self):
         self.finish(peak_memory_bytes=5)
@@ -6893,7 +6901,8 @@ class StepAccountsTest(ServiceTest):
     def test_a_row_that_cannot_be_right_is_refused(self):
         for figures in ({'max_rss_bytes': 'x'}, {'ave_cpu_seconds': 'x'}, {'max_rss_bytes': 1 << 70}):
             self.assertRefused('accounting', 'runner_sync', {
-                'compute_node_id': self.node_id, 'run_id': 1, 'accounting': [dict(figures, job_id=1, attempt_id=1)]}, id=self.workflow_id)
+                'compute_node_id': self.node_id, 'run_id': 1,
+                'accounting': [dict(figures, job_id=1, attempt_id=1)]}, id=self.workflow_id)
 
 
 class WaitingTest(ServiceTest):
@@ -16504,7 +16513,7 @@ STEP_ENDS = (
 )
 
 
-class StepTextTest(unittest.TestCase):
+class StepRulesTest(unittest.TestCase):
     """srun's command line, and what the end of a step means."""
 
     def request(self, **more: Any) -> Any:
@@ -16517,7 +16526,7 @@ class StepTextTest(unittest.TestCase):
 
     def test_a_step_has_the_flags_of_the_pages(self):
         for more, flags in (
-                ({'memory_bytes': 1 << 30}, '--mem=1024M'), ({'memory_bytes': 512000}, '--mem=1M'), ({'memory_bytes': (1 << 20) + 1}, '--mem=2M'),
+                ({'memory_bytes': 1 << 30}, '--mem=1024M'), ({'memory_bytes': 512000}, '--mem=30M'), ({'memory_bytes': (40 << 20) + 1}, '--mem=41M'),
                 ({'num_cpus': 4}, '--cpus-per-task=4'), ({'num_gpus': 2}, '--gpus=2'), ({'minutes': 28}, '--time=28'),
                 ({'signal': 'TERM@120'}, '--signal=TERM@120'), ({'node_names': ['node2']}, '--nodelist=node2 --nodes=1'),
                 ({'errors_to': '/dev/fd/9'}, '--error=/dev/fd/9'),
@@ -16741,11 +16750,13 @@ class AccountTextTest(unittest.TestCase):
 
     def record(self, *cells: Any) -> Any:
         """What is read of a row of wf1_j1_r1_a1."""
-        return torc.read_step_records('|'.join(('wf1_j1_r1_a1',) + cells) + '\n', {'wf1_j1_r1_a1'}).get('wf1_j1_r1_a1')
+        return torc.read_step_records('|'.join(('wf1_j1_r1_a1',) + cells) + '\n',
+                                      {'wf1_j1_r1_a1'}).get('wf1_j1_r1_a1')
 
     def test_the_columns_of_the_page_are_read_as_its_table_says(self):
         records = torc.read_step_records(self.SACCT, {'wf1_j1_r1_a1'})
-        self.assertEqual({'wf1_j1_r1_a1': torc.StepRecord(66256896, 69402624, 1688207, 20971520, 2.0, 'node1')}, records)
+        self.assertEqual({'wf1_j1_r1_a1': torc.StepRecord(66256896, 69402624, 1688207, 20971520, 2.0,
+                                                          'node1')}, records)
         self.assertTrue(records['wf1_j1_r1_a1'].has_figures)
         self.assertFalse(records['wf1_j1_r1_a1'].has_ended)
 
@@ -16769,36 +16780,47 @@ class AccountTextTest(unittest.TestCase):
         for cells in ((), ('1K',), ('1K', '1K', '1K', '1K', '00:00:01')):
             self.assertIsNone(self.record(*cells))
         self.assertEqual(torc.StepRecord(), self.record('', '', '', '', '', ''))
-        self.assertEqual(torc.StepRecord(node_list='n1'), self.record('?', 'x', '-1', '1 2', 'UNLIMITED', 'n1'))
+        self.assertEqual(torc.StepRecord(node_list='n1'),
+                         self.record('?', 'x', '-1', '1 2', 'UNLIMITED', 'n1'))
 
     def test_of_several_steps_with_a_name_the_last_one_counts_and_others_names_never_do(self):
         text = ''.join(f'{name}|{size}|||||n1|FAILED|1:0\n' for name, size in (
-            ('wf1_j1_r1_a1', '1K'), ('wf1_j1_r1_a11', '2K'), ('wf1_j1_r1_a1', '3K'), ('xwf1_j1_r1_a1', '4K'), ('allocation', '5K')))
+            ('wf1_j1_r1_a1', '1K'), ('wf1_j1_r1_a11', '2K'), ('wf1_j1_r1_a1', '3K'), ('xwf1_j1_r1_a1', '4K'),
+            ('allocation', '5K')))
         records = torc.read_step_records(text, {'wf1_j1_r1_a1', 'wf1_j2_r1_a1'})
-        self.assertEqual({'wf1_j1_r1_a1': 3072}, {name: record.max_rss_bytes for name, record in records.items()})
+        self.assertEqual({'wf1_j1_r1_a1': 3072},
+                         {name: record.max_rss_bytes for name, record in records.items()})
 
     def test_numbers_of_steps_in_every_kind_of_job(self):
-        text = 'STEPID|NAME\n10.1|wf1_j2_r1_a1\n26_5.7|wf1_j3_r1_a1\n13+0.2|wf1_j4_r1_a1\n10.batch|batch\n10.extern|wf1_j5_r1_a1\n10|wf1_j6_r1_a1\n'
-        self.assertEqual({'wf1_j2_r1_a1': '1', 'wf1_j3_r1_a1': '7', 'wf1_j4_r1_a1': '2'}, torc.read_step_numbers(text))
+        text = ('STEPID|NAME\n10.1|wf1_j2_r1_a1\n26_5.7|wf1_j3_r1_a1\n13+0.2|wf1_j4_r1_a1\n10.batch|batch\n'
+                '10.extern|wf1_j5_r1_a1\n10|wf1_j6_r1_a1\n')
+        self.assertEqual({'wf1_j2_r1_a1': '1', 'wf1_j3_r1_a1': '7', 'wf1_j4_r1_a1': '2'},
+                         torc.read_step_numbers(text))
 
     def test_samples_of_sstat_with_and_without_the_ids(self):
-        text = '13.0|00:00:01|64704K\n13.batch|00:00:00|1K\n13.2|1-00:00:00.5|\n13.3||\n13.4|00:00:01|1K\nsstat: chatter\n'
-        self.assertEqual({'0': (1.0, 66256896), '2': (86400.5, None)}, torc.read_step_samples(text, {'0', '2', '3'}))
+        text = ('13.0|00:00:01|64704K\n13.batch|00:00:00|1K\n13.2|1-00:00:00.5|\n13.3||\n13.4|00:00:01|1K\n'
+                'sstat: chatter\n')
+        self.assertEqual({'0': (1.0, 66256896), '2': (86400.5, None)},
+                         torc.read_step_samples(text, {'0', '2', '3'}))
         self.assertEqual({'2': (90.0, 2097741824)}, torc.read_step_samples('00:01:30|2048576K\n', {'2'}))
         self.assertEqual({}, torc.read_step_samples('00:01:30|2048576K\n', {'2', '3'}))
 
     def test_accounting_that_is_off_is_told_from_one_that_does_not_answer(self):
-        for code, err, is_off in ((1, 'Slurm accounting storage is disabled', True), (torc.COMMAND_NOT_FOUND, '', True), (0, '', False),
-                                  (1, 'sacct: error: Problem talking to the database: Connection refused', False)):
+        for code, err, is_off in ((1, 'Slurm accounting storage is disabled', True),
+                                  (torc.COMMAND_NOT_FOUND, '', True), (0, '', False),
+                                  (1, 'sacct: error: Problem talking to the database: Connection refused',
+                                   False)):
             self.assertEqual(is_off, torc.is_accounting_off(torc.Reply(code, '', err)), err)
 
     def test_cpu_percent_is_of_the_time_between_two_samples_and_the_first_has_none(self):
         usage, percents = torc.StepUsage(), []
-        for now, cpu_s, size in ((100, 50.0, 1000), (110, 60.0, 3000), (120, 60.0, None), (130, None, 2000), (140, 70.0, 2000),
+        for now, cpu_s, size in ((100, 50.0, 1000), (110, 60.0, 3000), (120, 60.0, None), (130, None, 2000),
+                                 (140, 70.0, 2000),
                                  (150, 5.0, 2000), (150, 9.0, 2000), (160, 1e9, 2000)):
             percents.append(usage.add(now, torc.StepSample(cpu_s, size)))
         self.assertEqual([None, 100.0, 0.0, None, 50.0, 0.0, None, None], percents)
-        self.assertEqual({'peak_memory_bytes': 3000, 'avg_memory_bytes': 2000, 'peak_cpu_percent': 100.0, 'avg_cpu_percent': 40.0}, usage.fields())
+        self.assertEqual({'peak_memory_bytes': 3000, 'avg_memory_bytes': 2000, 'peak_cpu_percent': 100.0,
+                          'avg_cpu_percent': 40.0}, usage.fields())
         self.assertEqual({}, torc.StepUsage().fields())
         once = torc.StepUsage()
         once.add(0.0, torc.StepSample(5.0, 1000))
@@ -16807,22 +16829,29 @@ class AccountTextTest(unittest.TestCase):
 
 class SlurmFuzzTest(unittest.TestCase):
     """Whatever a program prints, and however it is cut off or mixed up: no parser raises."""
-    PIECES = ('0', '9', '1.5', 'K', 'M', 'G', 'k', ':', '-', '|', '.', ',', '[', ']', '+', ' ', '\n', '\r', '\t', '\0', '%', '_', '(null)', 'n', 'node',
-              'batch', 'wf1_j1_r1_a1', '13.0', '00:00:01', '1-02:30:00', 'CANCELLED by 0', 'RUNNING', 'Unknown', '2026-11-21T00:11:56', '64704K',
-              '99999999999999999999', '\u0661', '\u00b2', '\ufffd', 'E', 'e308', 'None assigned', 'node[1-3,7],gpu01', 'T')
-    SEEDS = (AccountTextTest.SACCT, '13.0|00:00:01|64704K\n13.2|1-00:00:00.5|\n', 'STEPID|NAME\n10.1|wf1_j2_r1_a1\n10.batch|batch\n', '1-02:30:00',
-             '01:30.250', '1.50M', 'node[001-003,7],gpu01,r[1-2]c[1-2]', '2026-11-21T00:11:56', 'OUT_OF_ME+', 'wf1_j1_r1_a1|1K|1K|0|0|00:00:01|n1|TIMEOUT|0:15\n')
+    PIECES = ('0', '9', '1.5', 'K', 'M', 'G', 'k', ':', '-', '|', '.', ',', '[', ']', '+', ' ', '\n', '\r',
+              '\t', '\0', '%', '_', '(null)', 'n', 'node',
+              'batch', 'wf1_j1_r1_a1', '13.0', '00:00:01', '1-02:30:00', 'CANCELLED by 0', 'RUNNING',
+              'Unknown', '2026-11-21T00:11:56', '64704K',
+              '99999999999999999999', '\u0661', '\u00b2', '\ufffd', 'E', 'e308', 'None assigned',
+              'node[1-3,7],gpu01', 'T')
+    SEEDS = (AccountTextTest.SACCT, '13.0|00:00:01|64704K\n13.2|1-00:00:00.5|\n',
+             'STEPID|NAME\n10.1|wf1_j2_r1_a1\n10.batch|batch\n', '1-02:30:00',
+             '01:30.250', '1.50M', 'node[001-003,7],gpu01,r[1-2]c[1-2]', '2026-11-21T00:11:56', 'OUT_OF_ME+',
+             'wf1_j1_r1_a1|1K|1K|0|0|00:00:01|n1|TIMEOUT|0:15\n')
     NAMES, NUMBERS = {'wf1_j1_r1_a1', ''}, {'0', '1', '2'}
 
     def texts(self, count: int) -> Iterator[str]:
         """Random and mutated texts."""
         chance = random.Random(12)
         for number in range(count):
-            text = ''.join(chance.choice(self.PIECES) for _ in range(chance.randrange(12))) if number % 2 else chance.choice(self.SEEDS)
+            pieces = [chance.choice(self.PIECES) for _ in range(chance.randrange(12))]
+            text = ''.join(pieces) if number % 2 else chance.choice(self.SEEDS)
             for _ in range(chance.randrange(5) if text else 0):
                 start = chance.randrange(len(text) + 1)
                 end = min(len(text), start + chance.randrange(6))
-                text = text[:start] + chance.choice(('', chance.choice(self.PIECES), text[start:end] * 2, text[:start])) + text[end:]
+                text = text[:start] + chance.choice(('', chance.choice(self.PIECES), text[start:end] * 2,
+                                                     text[:start])) + text[end:]
             yield text
 
     def is_size(self, value: Any, kind: type) -> bool:
@@ -16834,15 +16863,20 @@ class SlurmFuzzTest(unittest.TestCase):
             try:
                 self.assertTrue(self.is_size(torc.parse_slurm_memory(text), int))
                 self.assertTrue(self.is_size(torc.parse_slurm_cpu_time(text), float))
-                self.assertTrue(torc.parse_slurm_instant(text) is None or isinstance(torc.parse_slurm_instant(text), float))
+                self.assertTrue(torc.parse_slurm_instant(text) is None
+                                or isinstance(torc.parse_slurm_instant(text), float))
                 self.assertIn(torc.parse_slurm_state(text), {'', *torc.SLURM_STATES})
-                self.assertTrue(all(isinstance(name, str) for name in itertools.islice(torc.expand_node_word(text), 100)))
+                self.assertTrue(all(isinstance(name, str)
+                                    for name in itertools.islice(torc.expand_node_word(text), 100)))
                 self.assertTrue(all(len(row) == 3 for row in torc.read_slurm_rows(text, 3)))
-                self.assertTrue(all(re.match('[0-9]+$', number) for number in torc.read_step_numbers(text).values()))
+                self.assertTrue(all(re.match('[0-9]+$', number)
+                                    for number in torc.read_step_numbers(text).values()))
                 for sample in torc.read_step_samples(text, self.NUMBERS).values():
-                    self.assertTrue(self.is_size(sample.cpu_s, float) and self.is_size(sample.memory_bytes, int))
+                    self.assertTrue(self.is_size(sample.cpu_s, float)
+                                    and self.is_size(sample.memory_bytes, int))
                 for record in torc.read_step_records(text, self.NAMES).values():
-                    self.assertTrue(all(self.is_size(value, int) for value in record[:4]) and self.is_size(record.ave_cpu_seconds, float))
+                    self.assertTrue(all(self.is_size(value, int) for value in record[:4])
+                                    and self.is_size(record.ave_cpu_seconds, float))
             except Exception:
                 print(f'text: {text!r}', file=sys.stderr)
                 raise
@@ -16850,10 +16884,13 @@ class SlurmFuzzTest(unittest.TestCase):
     def test_what_is_written_in_the_forms_of_slurm_is_read_back(self):
         chance = random.Random(13)
         for _ in range(2000):
-            seconds = chance.choice((chance.randrange(120), chance.randrange(10 ** 5), chance.randrange(10 ** 7)))
+            seconds = chance.choice((chance.randrange(120), chance.randrange(10 ** 5),
+                                     chance.randrange(10 ** 7)))
             days, rest = divmod(seconds, 86400)
             hours, minutes, left = rest // 3600, rest // 60 % 60, rest % 60
-            forms = [f'{days}-{hours:02}:{minutes:02}:{left:02}', f'{days}-{hours:02}:{minutes:02}:{left:02}.000', f'{days * 24 + hours:02}:{minutes:02}:{left:02}']
+            forms = [f'{days}-{hours:02}:{minutes:02}:{left:02}',
+                     f'{days}-{hours:02}:{minutes:02}:{left:02}.000',
+                     f'{days * 24 + hours:02}:{minutes:02}:{left:02}']
             forms += [f'{minutes:02}:{left:02}.000'] if rest < 3600 and not days else []
             self.assertEqual({float(seconds)}, set(map(torc.parse_slurm_cpu_time, forms)), forms)
             number, unit = chance.randrange(1 << 20), chance.randrange(4)
@@ -18445,9 +18482,9 @@ class SlurmStarterTest(PartTest):
 
     def test_nodes_gpus_memory_and_signals_reach_srun(self):
         self.build(nodes=('a', 'b'), srun_termination_signal='USR1@30', enable_cpu_bind=True)
-        self.ran('true', needs=torc.Needs(2, 5 << 20, 1))
+        self.ran('true', needs=torc.Needs(2, 50 << 20, 1))
         words = self.fakes.calls('srun')[0].argv
-        for word in ('--nodelist=a', '--cpus-per-task=2', '--mem=5M', '--gpus=1', '--signal=USR1@30'):
+        for word in ('--nodelist=a', '--cpus-per-task=2', '--mem=50M', '--gpus=1', '--signal=USR1@30'):
             self.assertIn(word, words)
         self.assertNotIn('--cpu-bind=none', words)
 
@@ -18606,6 +18643,14 @@ class SlurmStarterTest(PartTest):
         self.turn()
         self.assertEqual((math.inf, {}), (step.early_at, self.node.queries))
 
+    def test_a_job_that_dies_of_the_early_signal_is_out_of_time_and_long_before_it_has_failed(self):
+        meaning = 'ended by SIGUSR1, shortly before the time limit of its Slurm step'
+        self.build(end_time=time.time() + 120, srun_termination_signal='USR1@60')
+        self.assertEqual(('terminated', 152, meaning, False), self.judged(self.begin('kill -USR1 $$')))
+        attempt = self.begin('kill -USR1 $$', number=2)
+        self.starter.steps[attempt].limit_at += 1000
+        self.assertEqual(('failed', 138), self.judged(attempt)[:2])
+
     # -------- the end of the runner --------
 
     def test_when_the_runner_leaves_all_its_steps_are_canceled_and_its_files_are_gone(self):
@@ -18702,12 +18747,12 @@ class SlurmStepTest(SlurmTest):
 
     def results(self) -> List[Tuple[Any, ...]]:
         """(job, attempt, return code, status) of all results."""
-        rows = json.loads(self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs').out)['items']
+        rows = self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs')).json()['items']
         return sorted((row['job_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows)
 
     def jobs(self) -> Dict[str, str]:
         """Name -> status."""
-        rows = json.loads(self.world.cli('-f', 'json', 'jobs', 'list', 1).out)['items']
+        rows = self.assertExit(0, self.world.cli('-f', 'json', 'jobs', 'list', 1)).json()['items']
         return {row['name']: row['status'] for row in rows}
 
     def out(self, job_id: int, attempt_id: int = 1) -> str:
@@ -18724,8 +18769,9 @@ class SlurmStepTest(SlurmTest):
             self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {pid}', state=self.progress)
 
     def live_steps(self) -> List[str]:
-        """Steps that Slurm thinks run."""
-        return self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%j').split()
+        """Steps that Slurm thinks run, without those of its own (extern, batch)."""
+        names = self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%j').split()
+        return [name for name in names if name not in ('extern', 'batch')]
 
     # -------- what becomes of jobs --------
 
@@ -18847,7 +18893,7 @@ class SlurmStepTest(SlurmTest):
         self.allocate()
         self.begin('echo $$ > a; exec sleep 1000')
         pids = self.pids_in('a')
-        self.assertExit(0, self.world.cli('workflows', 'cancel', 1, '--no-prompts'))
+        self.assertExit(0, self.world.cli('cancel', 1, '--no-prompts'))
         self.ended()
         self.assertGone(*pids)
         self.assertEqual({'j1': 'canceled'}, self.jobs())
@@ -18881,7 +18927,7 @@ class SlurmStepTest(SlurmTest):
         self.wait_slurm(lambda: not self.live_allocations(), 40, 'its end')
         self.runner = self.world.read('run.log')
         self.assertGone(*pids)
-        self.assertEqual({'j1': 'ready', 'j2': 'ready', 'j3': 'ready'}, self.jobs(), self.progress())
+        self.assertIn('\n  ready: j1, j2, j3\n', self.runner, self.progress())
 
 
 @slow
@@ -18924,30 +18970,35 @@ class ScriptedSlurm:
         self.calls = []         # type: List[Tuple[float, List[str]]]
         self.waiting = []       # type: List[Tuple[float, Any, Any]]
 
-    def query(self, argv: List[str], limit_s: float, on_reply: Callable[[Any], Any], variables: Dict[str, Optional[str]]) -> None:
+    def query(self, argv: List[str], limit_s: float, on_reply: Callable[[Any], Any],
+              variables: Dict[str, Optional[str]]) -> None:
         """One call."""
         assert variables['LC_ALL'] == 'C'
         self.calls.append((self.clock.now, argv))
         latency_s = min(self.latency_s[argv[0]], limit_s)
         timed_out = torc.Reply(torc.REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
-        reply = timed_out if latency_s >= limit_s else self.failures.get(argv[0]) or getattr(self, argv[0])(argv)
+        reply = self.failures.get(argv[0]) or getattr(self, argv[0])(argv)
+        reply = timed_out if latency_s >= limit_s else reply
         self.waiting.append((self.clock.now + latency_s, on_reply, reply))
 
     def squeue(self, argv: List[str]) -> Any:
         """All steps."""
-        return torc.Reply(0, '7.batch|batch\n' + ''.join(f'7.{number}|{name}\n' for name, number in self.numbers.items()), '')
+        lines = [f'7.{number}|{name}\n' for name, number in self.numbers.items()]
+        return torc.Reply(0, '7.batch|batch\n' + ''.join(lines), '')
 
     def sstat(self, argv: List[str]) -> Any:
         """Each has used half a CPU since the beginning of time, and a megabyte."""
-        asked = {int(word.partition('.')[2]) for word in argv[2].split(',')} if '--allsteps' not in argv else set(self.numbers.values())
-        known = sorted(asked & set(self.numbers.values()))
+        known = set(self.numbers.values())
+        asked = known if '--allsteps' in argv else {int(word[2:]) for word in argv[2].split(',')}
+        known = sorted(asked & known)
         used = f'00:{int(self.clock.now / 2) % 3600 // 60:02}:{self.clock.now / 2 % 60:06.3f}'
         return torc.Reply(0, ''.join(f'7.{number}|{used}|1024K\n' for number in known),
                           '' if len(known) == len(asked) else 'sstat: error: StepId=7.9 not found running.\n')
 
     def sacct(self, argv: List[str]) -> Any:
         """What is on record."""
-        return torc.Reply(0, 'x.sh||||||n1|RUNNING|0:0\n' + ''.join(f'{name}|{row}\n' for name, row in self.records.items()), '')
+        lines = [f'{name}|{row}\n' for name, row in self.records.items()]
+        return torc.Reply(0, 'x.sh||||||n1|RUNNING|0:0\n' + ''.join(lines), '')
 
     def act(self) -> None:
         """Hand replies over that are there by now."""
@@ -19014,7 +19065,9 @@ class AccountingTest(PartTest):
         """When it was called, from the beginning."""
         return [round(at - self.began, 1) for at in self.slurm.times(program)]
 
-    GOOD, BARE, BAD = '2M|3M|1M|0|00:00:05|n1|COMPLETED|0:0', '||||||COMPLETED|0:0', '2M||||00:00:05|n1|OUT_OF_MEMORY|0:125'
+    GOOD, BARE = '2M|3M|1M|0|00:00:05|n1|COMPLETED|0:0', '||||||COMPLETED|0:0'
+    BAD = '2M||||00:00:05|n1|OUT_OF_MEMORY|0:125'
+    AWAY = 'sacct: error: Problem talking to the database: Connection refused'
 
     # ---- numbers and samples ----
 
@@ -19022,8 +19075,10 @@ class AccountingTest(PartTest):
         first, second = self.begin(1), self.begin(2)
         self.assertEqual('', self.accounting.step_id_of(first))
         self.advance(5)
-        self.assertEqual(('7.1', '7.2', [0.2]), (self.accounting.step_id_of(first), self.accounting.step_id_of(second), self.calls('squeue')))
-        self.assertEqual(['squeue', '--steps', '-j', '7', '-o', '%i|%j', '--noheader'], self.slurm.calls[0][1])
+        self.assertEqual(('7.1', '7.2', [0.2]), (self.accounting.step_id_of(first),
+                                                 self.accounting.step_id_of(second), self.calls('squeue')))
+        self.assertEqual(['squeue', '--steps', '-j', '7', '-o', '%i|%j', '--noheader'],
+                         self.slurm.calls[0][1])
 
     def test_a_step_that_squeue_does_not_know_is_asked_for_five_times_and_then_once_a_sample(self):
         attempt = self.begin(1, is_visible=False)
@@ -19031,11 +19086,13 @@ class AccountingTest(PartTest):
         self.assertEqual([0.2, 0.4, 0.6, 0.9, 1.1, 10.0, 20.0], self.calls('squeue'))
         self.slurm.numbers['wf1_j1_r1_a1'] = 3
         self.advance(10)
-        self.assertEqual(('7.3', 8, [30.0]), (self.accounting.step_id_of(attempt), len(self.calls('squeue')), self.calls('sstat')))
+        self.assertEqual(('7.3', 8, [30.0]), (self.accounting.step_id_of(attempt), len(self.calls('squeue')),
+                                              self.calls('sstat')))
 
     def test_one_sstat_an_interval_samples_all_steps_and_the_first_gives_no_cpu_percent(self):
         samples = []    # type: List[Any]
-        self.start(resource_monitor_config={'enabled': True, 'granularity': 'time_series', 'sample_interval_seconds': 5})
+        self.start(resource_monitor_config={'enabled': True, 'granularity': 'time_series',
+                                            'sample_interval_seconds': 5})
         self.accounting.sampler.on_sample = lambda *row: samples.append(row)
         attempts = [self.begin(1), self.begin(2)]
         self.advance(21)
@@ -19046,14 +19103,16 @@ class AccountingTest(PartTest):
         self.assertEqual({(1 << 20, 1)}, {row[2][2:] for row in samples})
         self.assertEqual([50.0] * 6, [round(row[2][1], 1) for row in samples])
         usage = attempts[0].account.usage.fields()
-        self.assertEqual({'peak_memory_bytes': 1 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 50.0},
+        self.assertEqual({'peak_memory_bytes': 1 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0,
+                          'avg_cpu_percent': 50.0},
                          {name: round(value, 1) for name, value in usage.items()})
 
     def test_without_a_monitor_of_jobs_numbers_are_asked_for_but_no_samples(self):
         self.start(resource_monitor_config={'enabled': False})
         attempt = self.begin(1)
         self.advance(60)
-        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'), attempt.account.usage.fields()))
+        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'),
+                                           attempt.account.usage.fields()))
 
     def test_a_step_that_has_ended_is_not_asked_for_and_what_sstat_says_of_it_is_debug(self):
         first, second = self.begin(1), self.begin(2)
@@ -19082,7 +19141,8 @@ class AccountingTest(PartTest):
         end = torc.ProcessEnd(0, 0, 20.0, 2.0, 5 << 20, self.clock.now)     # 10 %, 5 MB
         self.assertEqual({'peak_memory_bytes': 5 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0,
                           'avg_cpu_percent': 10.0},
-                         {key: round(value, 1) for key, value in self.accounting.take_usage(attempt, end).items()})
+                         {key: round(value, 1) for key, value in
+                          self.accounting.take_usage(attempt, end).items()})
 
     def test_a_step_that_was_never_made_leaves_no_row(self):
         attempt = self.begin(1, is_visible=False)
@@ -19103,10 +19163,13 @@ class AccountingTest(PartTest):
         self.assertTrue(self.accounting.is_busy)
         self.advance(15)
         self.assertEqual([30.0], self.calls('sacct'))
-        self.assertEqual(['sacct', '-j', '7', '--format', 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State,ExitCode',
+        self.assertEqual(['sacct', '-j', '7', '--format',
+                          'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State,ExitCode',
                           '-P', '-n'], next(argv for _, argv in self.slurm.calls if argv[0] == 'sacct'))
-        self.assertEqual({'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 2 << 20, 'max_vm_size_bytes': 3 << 20,
-                          'max_disk_read_bytes': 1 << 20, 'max_disk_write_bytes': 0, 'ave_cpu_seconds': 5.0, 'node_list': 'n1'}, self.rows[0])
+        self.assertEqual({'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 2 << 20,
+                          'max_vm_size_bytes': 3 << 20,
+                          'max_disk_read_bytes': 1 << 20, 'max_disk_write_bytes': 0, 'ave_cpu_seconds': 5.0,
+                          'node_list': 'n1'}, self.rows[0])
         self.assertEqual((100, False), (len(self.rows), self.accounting.is_busy))
 
     def test_a_judgement_that_waits_for_a_state_has_it_after_a_second(self):
@@ -19142,7 +19205,8 @@ class AccountingTest(PartTest):
         self.assertEqual(('COMPLETED', []), (self.accounting.state_of(attempt).state, self.rows))
         self.slurm.records['wf1_j1_r1_a1'] = self.GOOD
         self.advance(30)
-        self.assertEqual(([1.0, 31.0], 2 << 20), ([round(at) for at in self.calls('sacct')], self.rows[0]['max_rss_bytes']))
+        self.assertEqual(([1.0, 31.0], 2 << 20),
+                         ([round(at) for at in self.calls('sacct')], self.rows[0]['max_rss_bytes']))
 
     def test_where_there_is_no_accounting_that_is_said_once_and_it_is_not_asked_again(self):
         self.slurm.failures['sacct'] = torc.Reply(1, '', 'Slurm accounting storage is disabled\n')
@@ -19154,20 +19218,21 @@ class AccountingTest(PartTest):
         self.advance(300)
         self.assertEqual([1.0], self.calls('sacct'))
         self.assertEqual([1, 2, 3], [row['job_id'] for row in self.rows])
-        self.assertEqual(['Slurm keeps no accounts of steps here, so that results have only what was sampled: '
-                          'Slurm accounting storage is disabled'], self.progress.messages)
+        self.assertEqual(['Slurm keeps no accounts of steps here, so that results have only what was '
+                          'sampled: Slurm accounting storage is disabled'], self.progress.messages)
 
     def test_a_database_that_is_down_is_said_once_and_costs_judgements_less_the_longer_it_lasts(self):
-        self.slurm.failures['sacct'] = torc.Reply(1, '', 'sacct: error: Problem talking to the database: Connection refused\n')
+        self.slurm.failures['sacct'] = torc.Reply(1, '', self.AWAY)
         attempts = [self.finish(self.begin(1), self.GOOD)]
         self.accounting.state_of(attempts[0])
         self.advance(40)
         attempts.append(self.finish(self.begin(2), self.BAD))
-        self.assertEqual([torc.StepRecord()] * 2, [self.accounting.state_of(attempt) for attempt in attempts], 'nobody waits any more')
+        self.assertEqual([torc.StepRecord()] * 2, [self.accounting.state_of(attempt) for attempt in attempts],
+                         'nobody waits any more')
         self.advance(60)
         self.assertEqual(7, len(self.calls('sacct')))
-        self.assertEqual(['the accounting of Slurm does not answer, so that figures of results may be missing: '
-                          'sacct: error: Problem talking to the database: Connection refused'], self.progress.messages)
+        self.assertEqual(['the accounting of Slurm does not answer, so that figures of results may be '
+                          f'missing: {self.AWAY}'], self.progress.messages)
         del self.slurm.failures['sacct']
         self.advance(100)
         self.assertEqual([None, 2 << 20], [row.get('max_rss_bytes') for row in self.rows])
@@ -19208,7 +19273,8 @@ class AccountingTest(PartTest):
                 self.leave(reason)
                 self.advance(wait_s - 3)
                 self.advance(3)
-                self.assertEqual((False, [{'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7'}]), (self.accounting.is_busy, self.rows))
+                self.assertEqual((False, [{'job_id': 1, 'attempt_id': 1, 'slurm_job_id': '7'}]),
+                                 (self.accounting.is_busy, self.rows))
                 self.assertEqual(calls, len(self.calls('sacct')))
 
     def test_it_never_waits_beyond_its_own_end(self):
@@ -19222,7 +19288,7 @@ class AccountingTest(PartTest):
         self.assertEqual((False, 1), (self.accounting.is_busy, len(self.rows)))
 
     def test_it_does_not_wait_for_a_database_that_was_down_before(self):
-        self.slurm.failures['sacct'] = torc.Reply(1, '', 'Problem talking to the database: Connection refused')
+        self.slurm.failures['sacct'] = torc.Reply(1, '', self.AWAY)
         self.accounting.state_of(self.finish(self.begin(1)))
         self.advance(40)
         self.finish(self.begin(2))
@@ -19340,8 +19406,10 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
         for attempt, row in zip(attempts, sorted(self.server.accounting, key=lambda row: row['job_id'])):
             known = said[f'wf1_j{attempt.id}_r1_a1']
             self.assertEqual(known['JobID'], self.accounting.step_id_of(attempt))
-            self.assertEqual((attempt.id, self.job_id, torc.parse_slurm_memory(known['MaxRSS']), known['NodeList']),
-                             tuple(row[key] for key in ('job_id', 'slurm_job_id', 'max_rss_bytes', 'node_list')))
+            self.assertEqual((attempt.id, self.job_id, torc.parse_slurm_memory(known['MaxRSS']),
+                              known['NodeList']),
+                             tuple(row[key]
+                                   for key in ('job_id', 'slurm_job_id', 'max_rss_bytes', 'node_list')))
             self.assertEqual(torc.parse_slurm_cpu_time(known['AveCPU']), row['ave_cpu_seconds'])
             self.assertGreater(row['max_rss_bytes'], 100 << 20)
             usage = attempt.account.usage.fields()
@@ -19353,11 +19421,13 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
     def test_a_step_that_somebody_cancels_and_one_that_is_too_large_are_told_by_their_states(self):
         self.begin()
         killed = self.step(1, 'sleep', '1000')
-        large = self.step(2, sys.executable, '-S', '-c', 'import time; x = bytearray(600 << 20); time.sleep(100)')
+        large = self.step(2, sys.executable, '-S', '-c',
+                          'import time; x = bytearray(600 << 20); time.sleep(100)')
         step_id = self.drive(lambda: self.accounting.step_id_of(killed), 'the number')
         self.bed.ask('scancel', step_id)
         self.drive(lambda: self.ended(killed, large), 'the ends')
-        states = [self.drive(lambda: self.accounting.state_of(attempt), 'the state').state for attempt in (killed, large)]
+        states = [self.drive(lambda: self.accounting.state_of(attempt), 'the state').state
+                  for attempt in (killed, large)]
         self.assertEqual('CANCELLED', states[0])
         self.assertIn(states[1], ('CANCELLED', 'OUT_OF_MEMORY'))        # by the plugin that counts memory
 
@@ -19376,7 +19446,8 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
         self.accounting.state_of(attempts[0])
         self.drive(lambda: self.accounting.state_of(attempts[0]), 'the answer')
         self.assertEqual([torc.StepRecord()] * 2, list(map(self.accounting.state_of, attempts)))
-        self.assertEqual([{'job_id': number, 'attempt_id': 1, 'slurm_job_id': self.job_id} for number in (1, 2)],
+        self.assertEqual([{'job_id': number, 'attempt_id': 1, 'slurm_job_id': self.job_id}
+                          for number in (1, 2)],
                          sorted(self.server.accounting, key=lambda row: row['job_id']))
         message, = self.progress.messages
         self.assertIn('Slurm keeps no accounts of steps here', message)
@@ -19406,6 +19477,81 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
 
     def test_a_database_that_hangs_is_said_once_and_given_up(self):
         self.assertIn('no answer within', self.give_up(5))
+
+
+@slow
+class StepFiguresTest(SlurmTest):
+    """From the steps of a runner to the results: with the accounting, and without."""
+    SPEC = """
+        name: figures
+        resource_requirements: [{name: r, num_cpus: 1, memory: 300m, runtime: PT5M}]
+        resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1}
+        execution_config: {mode: slurm}
+        jobs:
+          - {name: busy, command: 'exec %s -S busy.py', resource_requirements: r}
+          - {name: quick, command: "true", resource_requirements: r}
+          - {name: bad, command: exit 3, resource_requirements: r}
+        """
+
+    def run_workflow(self, sacct: str) -> Any:
+        """Run it in an allocation, with this sacct; the calls of what was asked."""
+        self.world.write('busy.py', AccountingOnSlurmTest.BURN.format(10, 0))
+        self.world.write('w.yaml', self.SPEC % sys.executable)
+        fakes = self.world.fake_slurm(sacct=sacct, **{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES
+                                                      if name != 'sacct'})
+        variables = ' '.join(f'{name}={shlex.quote(value)}' for name, value in fakes.variables.items())
+        self.job_id = self.sbatch(f'exec env {variables} {shlex.quote(sys.executable)} '
+                                  f'{shlex.quote(stub_path())} run w.yaml > said 2>&1',
+                                  '-N1', '-n4', '--mem=2000', '-t', 5)
+        self.wait_slurm(lambda: not self.live_allocations(), 120, 'the end')
+        self.said = self.world.read('said')
+        self.items = {item['job_name']: item for item in self.rows('results list 1')}
+        self.stats = {item['job_name']: item for item in self.rows('slurm stats 1')}
+        return fakes
+
+    def rows(self, line: str) -> List[Dict[str, Any]]:
+        """Items of a command's JSON."""
+        return self.assertExit(0, self.world.main('-f', 'json', *line.split())).json()['items']
+
+    def test_results_have_the_peaks_of_both_sources_and_the_average_of_sacct(self):
+        fakes = self.run_workflow('exec sacct "$@"')
+        self.assertEqual([0, 0, 3], [self.items[name]['return_code'] for name in ('busy', 'quick', 'bad')],
+                         self.said)
+        busy, row = self.items['busy'], self.stats['busy']
+        known = self.steps_of(self.job_id)[f"wf1_j{busy['job_id']}_r1_a1"]
+        self.assertEqual((torc.parse_slurm_memory(known['MaxRSS']),
+                          torc.parse_slurm_cpu_time(known['AveCPU']),
+                          self.job_id, known['NodeList']), tuple(row[key] for key in (
+                              'max_rss_bytes', 'ave_cpu_seconds', 'slurm_job_id', 'node_list')))
+        self.assertGreaterEqual(busy['peak_memory_bytes'], row['max_rss_bytes'])
+        self.assertGreater(busy['avg_memory_bytes'], 100 << 20)
+        self.assertAlmostEqual(row['ave_cpu_seconds'] / busy['exec_time_minutes'] / 60 * 100,
+                               busy['avg_cpu_percent'])
+        self.assertEqual({'busy', 'quick', 'bad'}, set(self.stats))
+        self.assertLessEqual(len(fakes.calls('sacct')), 3)
+        path, = glob.glob(glob.escape(self.world.path('torc_output', 'resource_utilization')) + '/*.db')
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            samples = connection.execute('SELECT job_id, memory_bytes, num_processes '
+                                         'FROM job_resource_samples').fetchall()
+        self.assertEqual({(busy['job_id'], 1)}, {(row[0], row[2]) for row in samples})
+        self.assertGreater(max(row[1] for row in samples), 100 << 20)
+        usage = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'usage', 1)).json()
+        self.assertEqual((1, 1), (usage['total_slurm_jobs'], usage['total_nodes']))
+        self.assertGreater(usage['total_node_time_seconds'], 9)
+        steps = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'sacct', 1)).json()['summary']
+        self.assertLessEqual({f'wf1_j{number}_r1_a1' for number in (1, 2, 3)},
+                             {step['job_step'] for step in steps})
+
+    def test_without_accounting_results_have_what_was_sampled_and_the_runner_does_not_wait(self):
+        fakes = self.run_workflow('echo "Slurm accounting storage is disabled" >&2; exit 1')
+        self.assertEqual([0, 0, 3], [self.items[name]['return_code'] for name in ('busy', 'quick', 'bad')],
+                         self.said)
+        self.assertEqual({None}, {row.get('max_rss_bytes') for row in self.stats.values()})
+        self.assertEqual({self.job_id}, {row['slurm_job_id'] for row in self.stats.values()})
+        self.assertGreater(self.items['busy']['peak_memory_bytes'], 100 << 20)
+        self.assertGreater(self.items['busy']['avg_cpu_percent'], 0)
+        self.assertEqual(1, len(fakes.calls('sacct')))
+        self.assertEqual(1, self.said.count('Slurm keeps no accounts of steps here'))
 
 
 # ======== 16g. Runner's allocation ========
@@ -19633,7 +19779,8 @@ class AllocationPartsTest(PartTest):
         context, queries, ends = self.allocation(), [], []      # type: Any, List[Any], List[float]
         launcher = unittest.mock.Mock()
         launcher.query = lambda argv, limit_s, *more: queries.append((argv, *more))
-        watch = torc.AllocationWatch(context, launcher, lambda: ends.append(context.allocation.end_time))
+        watch = torc.AllocationWatch(context, launcher, lambda: ends.append(context.allocation.end_time),
+                                     lambda: ends.append(0.0))
         watch.stop_at = lambda: stop_at
         return watch, context.allocation, queries, ends
 
@@ -19645,7 +19792,8 @@ class AllocationPartsTest(PartTest):
     def test_the_end_is_followed_both_ways_with_one_call_each_ten_minutes(self):
         with FakeClock().set() as clock:
             watch, allocation, queries, ends = self.watch()
-            for minutes, end in ((10, 1e6 + 9000), (20, 1e6 + 2000), (30, 1e6 + 2000)):
+            allocation.end_time = 1e6 + 20000
+            for minutes, end in ((10, 1e6 + 9000), (20, 1e6 + 9000 - 60), (30, 1e6 + 9000 - 60)):
                 clock.now = 1e6 + minutes * 60 - 1
                 watch.act(clock.now)
                 self.assertEqual(minutes // 10 - 1, len(queries))
@@ -19655,7 +19803,7 @@ class AllocationPartsTest(PartTest):
                 self.assertEqual(minutes // 10, len(queries))
                 self.assertEqual(math.inf, watch.due())
                 self.answer(queries[-1], int(end))
-        self.assertEqual([1e6 + 9000, 1e6 + 2000], ends)
+        self.assertEqual([1e6 + 9000, 1e6 + 9000 - 60], ends)
         argv, _, variables = queries[0]
         self.assertEqual((['scontrol', 'show', 'job', '-o', '5'], '%s'),
                          (argv, variables['SLURM_TIME_FORMAT']))
@@ -19678,13 +19826,37 @@ class AllocationPartsTest(PartTest):
             self.assertEqual(([], None), (ends, allocation.end_time))   # that is no number of seconds
             self.assertEqual(3, len(queries))
 
+    def test_the_shorter_the_time_the_more_often_it_is_asked_for(self):
+        with FakeClock().set() as clock:
+            for left_s, pause_s in ((10, 60), (900, 90), (5000, 500), (90000, 600)):
+                watch, allocation, _, _ = self.watch()
+                allocation.end_time = 1e6 + left_s
+                self.assertEqual(pause_s, watch.due() - clock.now)
+
+    def test_a_job_that_runs_no_longer_is_noticed_when_it_takes_no_steps(self):
+        for said, ends_with in (('JobState=COMPLETED Restarts=0', [0.0]),
+                                ('JobState=COMPLETING Restarts=0', [0.0]), ('JobState=RUNNING Restarts=1', [0.0]),
+                                ('JobState=PENDING Restarts=1', [0.0]), ('JobState=RUNNING Restarts=0', []),
+                                (torc.Reply(1, '', 'slurm_load_jobs error: Invalid job id specified'), [0.0]),
+                                (torc.Reply(1, '', 'Unable to contact slurm controller'), [])):
+            with self.subTest(said=said), FakeClock().set() as clock:
+                watch, _, queries, ends = self.watch()
+                watch.look_now()
+                self.assertEqual(clock.now + torc.DOUBT_S, watch.due())
+                clock.now = watch.due()
+                watch.act(clock.now)
+                text = f'JobId=5 {said} EndTime=1001000 X=1\n'
+                queries[0][1](said if isinstance(said, torc.Reply) else torc.Reply(0, text, ''))
+                self.assertEqual(ends_with, ends)
+
     def test_a_look_shortly_before_jobs_would_be_stopped_is_the_last_one(self):
         with FakeClock().set() as clock:
-            watch, _, queries, _ = self.watch(stop_at=1e6 + 300)
+            watch, allocation, queries, _ = self.watch(stop_at=1e6 + 300)
+            allocation.end_time = 1e6 + 20000
             self.assertEqual(1e6 + 300 - torc.LAST_LOOK_S, watch.due())
             clock.now = watch.due()
             watch.act(clock.now)
-            self.answer(queries[0], 1000600)
+            self.answer(queries[0], 1020000)
             self.assertEqual(clock.now + torc.CHECK_END_S, watch.due())
 
     def test_a_step_ends_before_its_job(self):
@@ -23502,13 +23674,16 @@ class AccountCommandTest(CommandTest):
         call, = fakes.calls('sacct')
         self.assertEqual(['-j', '41,42', '-S'], call.argv[:3])
         self.assertLessEqual({'-D', '-P', '-n'}, set(call.argv))
-        self.assertEqual((1, 2, []), tuple(found[key] for key in ('workflow_id', 'total_slurm_jobs', 'errors')))
+        self.assertEqual((1, 2, []),
+                         tuple(found[key] for key in ('workflow_id', 'total_slurm_jobs', 'errors')))
         self.assertEqual([('41', 'batch'), ('41', 'wf1_j1_r1_a1'), ('41', 'wf1_j2_r1_a1'), ('42', 'a|b'),
-                          ('42', 'a|b')], [(row['slurm_job_id'], row['job_step']) for row in found['summary']])
+                          ('42', 'a|b')],
+                         [(row['slurm_job_id'], row['job_step']) for row in found['summary']])
         self.assertEqual({'slurm_job_id': '41', 'job_step': 'wf1_j1_r1_a1', 'state': 'COMPLETED',
                           'exit_code': '0:0', 'elapsed': '1m 05s', 'max_rss': '2.00 GB', 'cpu_time': '20s',
                           'nodes': 'node1'}, found['summary'][1])
-        self.assertEqual(('CANCELLED by 0', '-'), (found['summary'][4]['state'], found['summary'][4]['max_rss']))
+        self.assertEqual(('CANCELLED by 0', '-'),
+                         (found['summary'][4]['state'], found['summary'][4]['max_rss']))
         self.assertEqual('Slurm Job,Job Step,State,Exit Code,Elapsed,Max RSS,CPU Time,Nodes',
                          self.text('slurm sacct 1 -f csv').splitlines()[0])
 
@@ -23540,7 +23715,8 @@ class AccountCommandTest(CommandTest):
     def test_a_workflow_without_allocations_is_no_error_and_sacct_is_not_asked(self):
         fakes = self.fake('exit 1')
         self.make('{name: local, jobs: [{name: j, command: "true"}]}')
-        self.assertEqual({'workflow_id': 2, 'message': 'No Slurm scheduled compute nodes found', 'summary': []},
+        self.assertEqual({'workflow_id': 2, 'message': 'No Slurm scheduled compute nodes found',
+                          'summary': []},
                          self.json('slurm sacct 2'))
         self.assertEqual({'workflow_id': 2, 'total_slurm_jobs': 0, 'total_nodes': 0, 'total_node_time': '0s',
                           'total_node_time_seconds': 0, 'total_cpu_time': '0s', 'total_cpu_time_seconds': 0},
@@ -23553,13 +23729,15 @@ class AccountCommandTest(CommandTest):
         self.fake('echo "Slurm accounting storage is disabled" >&2; exit 1')
         for command in ('sacct', 'usage'):
             said = self.assertExit(4, self.world.main('slurm', command, 1)).err
-            self.assertIn('the accounting of Slurm cannot be read: Slurm accounting storage is disabled', said)
+            self.assertIn('the accounting of Slurm cannot be read: Slurm accounting storage is disabled',
+                          said)
             self.assertIn('`slurm stats 1` shows', said)
 
     def logs(self) -> None:
         """What two allocations and two jobs have written, and what concerns none of them."""
         for name, text in (
-                ('slurm_output_wf1_sl41.e', 'slurmstepd-node2: error: Detected 1 oom-kill event(s) in StepId=41.1\n'
+                ('slurm_output_wf1_sl41.e',
+                 'slurmstepd-node2: error: Detected 1 oom-kill event(s) in StepId=41.1\n'
                                             'srun: error: node2: task 0: Out Of Memory\n'),
                 ('slurm_output_wf1_sl42.o', 'fine\nslurmstepd-node3: error: *** JOB 42 ON node3 CANCELLED AT '
                                             '2026-11-21T00:11:56 DUE TO PREEMPTION ***\n'),
@@ -23574,25 +23752,30 @@ class AccountCommandTest(CommandTest):
         self.logs()
         found = self.json('slurm parse-logs out -w 1')
         self.assertEqual((1, 'out', 2, 4, 4, 3, 1), tuple(found[key] for key in (
-            'workflow_id', 'output_dir', 'slurm_jobs_count', 'files_scanned', 'total_issues', 'errors', 'warnings')))
+            'workflow_id', 'output_dir', 'slurm_jobs_count', 'files_scanned', 'total_issues', 'errors',
+            'warnings')))
         both = [{'job_id': 1, 'job_name': 'first'}, {'job_id': 2, 'job_name': 'second'}]
         self.assertEqual([
             ('job_stdio/job_wf1_j2_r1_a1.e', '41', 2, 'Out of memory', 'error', None, both[1:]),
             ('slurm_output_wf1_sl41.e', '41', 1, 'Out of memory', 'error', 'node2', both),
             ('slurm_output_wf1_sl41.e', '41', 2, 'Out of memory', 'error', 'node2', both),
             ('slurm_output_wf1_sl42.o', '42', 2, 'Preemption', 'warning', 'node3', [])],
-            [tuple(issue[key] for key in ('file', 'slurm_job_id', 'line_number', 'pattern_description', 'severity',
+            [tuple(issue[key]
+                   for key in ('file', 'slurm_job_id', 'line_number', 'pattern_description', 'severity',
                                           'node', 'affected_jobs')) for issue in found['issues']])
 
     def test_warnings_can_be_left_out_and_people_get_them_by_allocation(self):
         self.logs()
         found = self.json('slurm parse-logs out --errors-only -w 1')
-        self.assertEqual((3, 3, 0, 3), (found['total_issues'], found['errors'], found['warnings'], len(found['issues'])))
+        self.assertEqual((3, 3, 0, 3),
+                         (found['total_issues'], found['errors'], found['warnings'], len(found['issues'])))
         text = self.text('slurm parse-logs out -w 1')
-        self.assertIn('Slurm job 42:\n  [WARN] Preemption on node3: slurmstepd-node3: error: *** JOB 42', text)
+        self.assertIn('Slurm job 42:\n  [WARN] Preemption on node3: slurmstepd-node3: error: *** JOB 42',
+                      text)
         self.assertIn('      slurm_output_wf1_sl42.o:2\n', text)
         self.assertTrue(text.endswith('\n3 errors, 1 warnings\n'))
-        self.assertIn('choose one with --workflow-id', self.assertExit(2, self.world.main('slurm', 'parse-logs', 'out')).err)
+        self.assertIn('choose one with --workflow-id',
+                      self.assertExit(2, self.world.main('slurm', 'parse-logs', 'out')).err)
 
 
 
@@ -26694,33 +26877,48 @@ class LimitTest(ClusterCase):
 
 
 @slow
-class LengthenedAllocationTest(ClusterCase):
-    """An allocation whose end is put off while it runs."""
+class MovedEndTest(ClusterCase):
+    """Allocations whose ends are moved while they run. The runners look more often than others."""
 
-    def test_it_takes_jobs_for_which_it_was_too_short(self):
-        self.submit('''
-            name: lengthened
+    def run_by_hand(self, text: str, *flags: Any) -> str:
+        """Create a workflow and submit a script for it. Its allocation."""
+        created = self.world.cli('-f', 'json', 'create', self.world.write('spec.yaml', self.spec(text)))
+        workflow_id = self.assertExit(0, created).json()['workflow_id']
+        words = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', str(workflow_id), '-p', '1')))
+        return self.sbatch('export TORC_TEST_SETUP="torc.CHECK_END_S = 1"; exec ' + words, '-n', 2, '--mem=600', *flags)
+
+    def test_one_that_lasts_longer_takes_jobs_for_which_it_was_too_short_and_one_that_is_cut_stops_its_jobs(self):
+        longer = self.run_by_hand('''
+            name: longer
             execution_config: {sigkill_headroom_seconds: 15}
             resource_requirements:
               - {name: short, num_cpus: 1, memory: 80m, runtime: PT10S}
               - {name: long, num_cpus: 1, memory: 80m, runtime: PT9M}
-            slurm_schedulers: [{name: some, account: {account}, walltime: "00:04:00"}]
             jobs:
-              - {name: keeper, resource_requirements: short, scheduler: some, command:
+              - {name: keeper, resource_requirements: short, command:
                  "{job} keeper 0 1 0; while [ ! -e go ]; do sleep 0.2; done"}
-              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long, scheduler: some}
-            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: some,
-                       scheduler_type: slurm}]
-            ''', '--skip-checks')
-        self.wait_slurm(lambda: self.names_at('end') == ['keeper'], 60, 'the short job', self.situation)
-        allocation, = self.allocations('RUNNING')
-        self.assertEqual({'keeper': 'running', 'long': 'ready'}, self.statuses())
-        self.bed.ask('scontrol', 'update', f'JobId={allocation.id}', 'TimeLimit=10')
-        self.wait_complete(100)
-        self.assertEqual([('keeper', 1, 1, 0, 'completed'), ('long', 1, 1, 0, 'completed')], self.results())
-        self.assertRan('keeper', 'long')
-        self.assertEqual([allocation.id], [row.id for row in self.allocations()])
+              - {name: long, command: "{job} long 0 1 0; touch go", resource_requirements: long}
+            ''', '-t', 4)
+        cut = self.run_by_hand('''
+            name: cut
+            execution_config: {sigkill_headroom_seconds: 20}
+            resource_requirements: [{name: short, num_cpus: 1, memory: 80m, runtime: PT10S}]
+            jobs:
+              - {name: short, command: "{job} short 0 1 0", resource_requirements: short}
+              - {name: endless, command: "{job} endless 0 1 1000", resource_requirements: short}
+            ''', '-t', 10)
+        self.wait_slurm(lambda: self.names_at('begin') == ['endless', 'keeper', 'short'], 60, 'jobs', self.situation)
+        self.bed.ask('scontrol', 'update', f'JobId={cut}', 'TimeLimit=1')
+        self.assertEqual({'keeper': 'running', 'long': 'ready'}, self.statuses(1))
+        self.bed.ask('scontrol', 'update', f'JobId={longer}', 'TimeLimit=10')
+        self.wait_complete(100, 1, 2)
+        self.assertEqual([('keeper', 1, 1, 0, 'completed'), ('long', 1, 1, 0, 'completed')], self.results(1))
+        wanted = [('endless', 1, 1, 152, 'terminated'), ('short', 1, 1, 0, 'completed')]
+        self.assertEqual(wanted, self.results(2), self.situation(2))
+        self.assertRan('keeper', 'long', 'short')
         self.wait_gone()
+        found = {row.id: row.state for row in self.allocations()}
+        self.assertEqual({longer: 'COMPLETED', cut: 'FAILED'}, found)      # `run` has ended with 0 and 1
 
 
 @slow
@@ -26906,7 +27104,7 @@ HELD = '''
 
 @slow
 class InterruptionTest(ClusterCase):
-    """Nodes that die, allocations that are canceled, preempted or cut, and no accounting: nothing is lost."""
+    """Nodes that die, allocations that are canceled or preempted, and no accounting: nothing is lost."""
     site = WHOLE_NODES
     is_alone = True
 
@@ -26946,27 +27144,21 @@ class InterruptionTest(ClusterCase):
             self.check_held(name, number, held=3)
         self.wait_gone()
 
-    def test_canceled_preempted_and_cut_allocations(self):
+    def test_canceled_and_preempted_allocations(self):
         canceled, preempted = self.hold('canceled'), self.hold('preempted', more=', partition: low')
-        cut = self.hold('cut', more=', partition: low')
-        self.bed.ask('scontrol', 'update', f'JobId={cut.id}', 'TimeLimit=2')
         self.bed.ask('scancel', canceled.id)
         self.sbatch('sleep 3', '-p', 'high', '-w', preempted.nodes, '--exclusive', '-t', 1)
         self.wait_slurm(lambda: self.allocations('PENDING'), 30, 'the preemption')
         self.wait_slurm(lambda: set(self.statuses(1).values()) == {'completed', 'ready'}, 30,
                         'jobs to be ready again', self.situation)
-        self.wait_complete(150, 3)
-        wanted = [('cut_held_1', 1, 1, 152, 'terminated'), ('cut_held_2', 1, 1, 152, 'terminated'),
-                  ('cut_quick_1', 1, 1, 0, 'completed'), ('cut_quick_2', 1, 1, 0, 'completed')]
-        self.assertEqual(wanted, self.results(3), self.situation(3))
         self.world.write('go', '')
         self.assertExit(0, self.world.cli('slurm', 'schedule-nodes', 1, '-n', 1, '-p', 1))
         self.wait_complete(120, 1, 2)
         for number, name in ((1, 'canceled'), (2, 'preempted')):
             self.check_held(name, number)
-        said = self.bed.rows('sacct', '-n', '-P', '-X', '-j', preempted.id, '-o', 'jobid,restarts,state')
-        self.assertEqual([[preempted.id, '1', 'COMPLETED']], said)
         self.wait_gone()
+        lives = self.bed.ask('sacct', '-n', '-P', '-X', '-D', '-j', preempted.id, '-o', 'state').split()
+        self.assertEqual(['PREEMPTED', 'COMPLETED'], lives)
 
     def test_without_slurmdbd_statuses_are_right_and_its_records_follow(self):
         self.stop_daemon('slurmdbd')

@@ -21836,6 +21836,7 @@ def step_name(context: Any, attempt: Any) -> str:
 
 STEP_SIGNAL = re.compile(r'(?:[A-Z]+:)?([A-Z0-9]+)(?:@([0-9]+))?\Z', re.IGNORECASE)
 DEFAULT_SIGNAL_LEAD_S = 60      # of --signal without a time (srun(1))
+LEAST_STEP_MB = 30      # of stated memory: the supervisor takes 9; cgroup.conf(5), MinRAMSpace, is 30 as well
 STEP_EXIT_ERROR, STEP_EXIT_IMMEDIATE = 213, 214     # srun's own failures, told from the job's codes
 # What srun(1) takes from the environment, "INPUT ENVIRONMENT VARIABLES" of 20.11 to 25.05: what the batch job
 # was submitted with, or a site's profile, would change what a step is, or keep the environment from it.
@@ -21905,12 +21906,13 @@ def step_flags(step: StepRequest) -> List[str]:
     have ended.
     """
     is_wide = step.num_nodes > 1
+    memory_mb = max(LEAST_STEP_MB, -(-step.memory_bytes // 1024 ** 2)) if step.memory_bytes else 0
     flags = [f'--jobid={step.job_id}', f'--ntasks={step.num_nodes}']
     flags += [] if step.binds_cpus else ['--cpu-bind=none']
     flags += ['--exact', f'--job-name={step.name}']
     flags += [f"--nodelist={','.join(step.node_names)}"] if step.node_names else []
     flags += [f'--nodes={step.num_nodes}'] + ['--ntasks-per-node=1', '--wait=0'] * is_wide
-    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={-(-step.memory_bytes // 1024 ** 2)}M']
+    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={memory_mb}M']
     flags.append(f'--gpus={step.num_gpus * step.num_nodes}' if step.num_gpus else '--gres=none')
     flags += [] if step.minutes is None else [f'--time={step.minutes}']
     flags += [f'--signal={step.signal}'] if step.signal else []
@@ -22022,14 +22024,29 @@ def end_rest():
         time.sleep(0.02)
 
 
+def passes_signals():
+    """Whether Slurm signals this process alone: proctrack/cgroup does (but for SIGKILL), which has a control
+    group for the step, of the freezer or of version 2. proctrack/linuxproc signals all that is below as well.
+    """
+    try:
+        with open('/proc/self/cgroup') as file:
+            groups = [line.rstrip('\n').split(':', 2)[1:] for line in file]
+    except OSError:
+        return False
+    return any('/step_' in path for kind, path in groups if kind in ('', 'freezer'))
+
+
 def on_signal(number, frame):
-    """The job has got it as well. What is stopped finds it when it goes on."""
+    """The job is to get it as well. What is stopped finds it when it goes on."""
     if os.getppid() != PARENT:
         note('lost')
         kill_all()
     elif number != signal.SIGPWR:
         note('signal', number)
-        send(signal.SIGCONT, descendants())
+        pids = descendants()
+        if PASSES:
+            send(number, pids)
+        send(signal.SIGCONT, pids)
 
 
 def set_handlers(handler):
@@ -22105,7 +22122,7 @@ def main():
     return code
 
 
-NOTES, PARENT, PRCTL = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl
+NOTES, PARENT, PRCTL, PASSES = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl, passes_signals()
 os._exit(main())
 '''
 
@@ -24829,6 +24846,7 @@ SUPERVISOR_NAME = 'supervisor.py'
 STEP_CREATION_S = 60.0
 STEP_KILL_S = 5.0           # from scancel of a step to SIGKILL for its srun
 STEP_REST_S = 20.0          # from the end of a job, and of what it has left, to that of its srun
+SIGNAL_LEEWAY_S = 60.0      # so much sooner Slurm may send --signal (srun(1))
 OVER_LIMIT_S = 120.0        # Slurm looks at limits each 30 s, and KillWait is 30 s by default
 WATCH_S = 30.0              # between looks at the notes of a step that runs on
 MAX_NAMED_IDS = 500         # of one scancel
@@ -24926,7 +24944,7 @@ class StepFiles:
 class Step:
     """The step of one attempt, as its starter sees it. Times are monotonic."""
     __slots__ = ('name', 'started', 'notes', 'code', 'signal_number', 'sign', 'text', 'is_over', 'is_killed',
-                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early', 'early_at', 'kill_at',
+                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early_at', 'kill_at',
                  'look_at', 'rest_at')
 
     def __init__(self, name: str, minutes: Optional[int], early: Optional[Tuple[str, int]],
@@ -24941,8 +24959,7 @@ class Step:
         self.given_up = ''                  # we had to end it: what that means, as a sign of STEP_SIGNS
         self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
         self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
-        self.early = '' if early is None else early[0]      # the signal before the limit
-        self.early_at = math.inf if early is None else self.limit_at - early[1]
+        self.early_at = math.inf if early is None else self.limit_at - early[1]     # the signal before the limit
         self.kill_at = math.inf
         self.creation_at = self.started + creation_s    # by then there is a step
         self.look_at = self.started + WATCH_S       # the next look at the notes
@@ -25101,9 +25118,9 @@ class SlurmStarter:
         wanted = []
         for attempt in attempts:
             step = self.steps[attempt]
-            number = getattr(signal, f'SIG{step.early}', None)
             step.early_at = math.inf if step.notes.number else now + 1.0
-            if step.notes.number and step.notes.return_code is None and number not in step.notes.signals:
+            has_got_it = self.early_number in step.notes.signals
+            if step.notes.number and step.notes.return_code is None and not has_got_it:
                 wanted.append(attempt)
         self.send(wanted, self.early[0] if self.early else '')
 
@@ -25217,7 +25234,12 @@ class SlurmStarter:
             self.judge_at = min(self.judge_at, until)   # a signal to all of the allocation reaches us, too
             return None
         del self.steps[attempt]
-        outcome, codes = STEP_OUTCOMES[kind], context.config
+        codes = context.config
+        if kind in ('canceled', 'own') and not attempt.stopped_for and self.has_died_early(attempt, step):
+            verdict = judge_end(attempt.end, 'deadline', self.early_number, codes['timeout_exit_code'])
+            return verdict._replace(message=f'ended by {format_signal(self.early_number)}, shortly before the '
+                                            'time limit of its Slurm step')
+        outcome = STEP_OUTCOMES[kind]
         if not outcome.status:
             return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
                              codes['timeout_exit_code'], attempt.stopped_by)
@@ -25231,6 +25253,20 @@ class SlurmStarter:
             self.on_no_step(message)
         code = codes['oom_exit_code'] if outcome.return_code == 'memory' else attempt.end.return_code
         return Verdict(outcome.status, code, message, outcome.is_interrupted)
+
+
+    @property
+    def early_number(self) -> int:
+        """Number of srun_termination_signal; 0 without one."""
+        return int(getattr(signal, f'SIG{self.early[0]}', 0)) if self.early else 0
+
+    def has_died_early(self, attempt: Attempt, step: Step) -> bool:
+        """Whether it has died of the signal that comes before its time limit, by us or by Slurm."""
+        number, notes = self.early_number, step.notes
+        if not number or number not in (notes.signal_number, (notes.return_code or 0) - 128):
+            return False
+        sent_at = step.limit_at - self.early[1] - SIGNAL_LEEWAY_S
+        return attempt.process.started + attempt.process.end.wall_s >= sent_at
 
 
 def step_end(end: ProcessEnd, notes: StepNotes) -> ProcessEnd:
@@ -25624,6 +25660,7 @@ LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 KERNEL_LOG_S = 3600.0       # of the kernel's log, before the runner began
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
+DOUBT_S = 5.0               # ... when steps cannot be started
 LAST_LOOK_S = 90.0          # before jobs are stopped
 SLURMSTEPD = re.compile(rb'slurmstepd: \[([0-9]+\.[^\]\0]+)\]')
 
@@ -25892,36 +25929,48 @@ class AllocationFinder:
 class AllocationWatch:
     """Follows the end of the Slurm job, which users and administrators may move (scontrol(1), TimeLimit).
 
-    One call each CHECK_END_S, and one shortly before jobs would be stopped.
+    A call for each tenth of the time that is left, and at least each CHECK_END_S; one shortly before jobs
+    would be stopped; and one when Slurm starts no steps any more.
     """
 
-    def __init__(self, context: NodeContext, launcher: Launcher, on_end_time: Callable[[], Any]) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, on_end_time: Callable[[], Any],
+                 on_over: Callable[[], Any]) -> None:
         self.context = context
         self.launcher = launcher
         self.on_end_time = on_end_time
+        self.on_over = on_over      # the Slurm job runs no longer
         self.stop_at = lambda: math.inf     # type: Callable[[], float]  # monotonic
         self.last_look_for = math.inf       # the stop before which the last look was taken
         self.asked_at = time.monotonic()
         self.is_asking = False
+        self.is_doubtful = False            # whether it still runs
+
+    def look_now(self) -> None:
+        """Slurm has started no step: perhaps the job is over."""
+        self.is_doubtful = True
 
     def due(self) -> float:
         """The next look."""
-        if self.is_asking or self.context.allocation is None:
+        allocation = self.context.allocation
+        if self.is_asking or allocation is None:
             return math.inf
-        is_known = self.context.allocation.end_time is not None
+        if self.is_doubtful:
+            return self.asked_at + DOUBT_S
         # Runners that have begun together do not go on asking together.
-        later = self.context.allocation.node_index % 60
-        look_at = self.asked_at + (CHECK_END_S + later if is_known else RETRY_END_S)
+        pause_s = RETRY_END_S + allocation.node_index % 60
+        if allocation.end_time is not None:
+            left_s = allocation.end_time - time.time() + time.monotonic() - self.asked_at
+            pause_s = max(pause_s, min(left_s / 10, CHECK_END_S))
         stop_at = self.stop_at()
         last_at = stop_at - LAST_LOOK_S if stop_at != self.last_look_for else math.inf
-        return min(look_at, max(last_at, self.asked_at + RETRY_END_S))
+        return min(self.asked_at + pause_s, max(last_at, self.asked_at + RETRY_END_S))
 
     def act(self, now: float) -> None:
         """Ask, if it is time."""
         if now >= self.due():
             if now >= self.stop_at() - LAST_LOOK_S:
                 self.last_look_for = self.stop_at()
-            self.asked_at, self.is_asking = now, True
+            self.asked_at, self.is_asking, self.is_doubtful = now, True, False
             argv = slurm_argv('scontrol', 'show', 'job', '-o', self.context.allocation.job_id)
             self.launcher.query(argv, SLURM_QUERY_S, self.on_reply, query_variables())
 
@@ -25929,6 +25978,12 @@ class AllocationWatch:
         """Take a new end in; what cannot be read changes nothing."""
         self.is_asking, allocation = False, self.context.allocation
         facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
+        name, count = parse_slurm_state(facts.get('JobState', '')), facts.get('Restarts', '')
+        is_again = count.isdigit() and int(count) > allocation.restart_count
+        is_ending = name == 'COMPLETING' or name in SLURM_STATES and not SLURM_STATES[name].is_live
+        if is_unknown_job(reply) or is_again or is_ending:
+            self.on_over()      # its EndTime would be that of its end
+            return
         end_time = parse_slurm_instant(facts.get('EndTime', ''))
         if end_time is not None and allocation.step_end_time is not None:
             end_time = min(end_time, allocation.step_end_time)
@@ -26278,6 +26333,12 @@ class Shutdown:
         self.context.say(f'{name}: stopping {jobs}; {again} to kill at once', 'warning')
         self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
 
+    def on_over(self) -> None:
+        """Slurm has ended the job around us, and its signal has not come (yet)."""
+        if self.interrupted_by is None:
+            self.context.say(f'Slurm job {self.context.allocation.job_id} is over', 'warning')
+            self.on_signal(signal.SIGTERM)
+
     def leave(self, reason: str, lead_s: float = 0.0) -> None:
         """Claim nothing more. For one of SIGNAL_REASONS, stop what runs, unless that has begun."""
         has_begun, self.reason = self.reason in SIGNAL_REASONS, reason
@@ -26550,8 +26611,8 @@ class Runner:
             self.completions.take_usage = self.monitor.take_usage
             self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
-        allocation_watch = AllocationWatch(context, launcher, self.on_new_end)
-        allocation_watch.stop_at = lambda: self.shutdown.stop_at
+        self.allocation_watch = AllocationWatch(context, launcher, self.on_new_end, self.shutdown.on_over)
+        self.allocation_watch.stop_at = lambda: self.shutdown.stop_at
         self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
         self.connect_link()
@@ -26560,7 +26621,7 @@ class Runner:
             starter,
             *filter(None, [self.accounting]),
             self.monitor,
-            allocation_watch,
+            self.allocation_watch,
             self.shutdown,
             UnkillableReport(context, launcher, self.attempts, link),
             watch,
@@ -26576,7 +26637,7 @@ class Runner:
     def connect_accounting(self) -> None:
         """Let Slurm measure: what this node could, srun(1), is not the job."""
         self.accounting = accounting = Accounting(self.context, self.launcher, self.link)
-        self.starter.accounting, self.starter.on_no_step = accounting, self.dispatcher.pause
+        self.starter.accounting, self.starter.on_no_step = accounting, self.on_no_step
         self.starter.on_lost_node = self.policy.ledger.lose
         accounting.records.leaving = lambda: self.shutdown.reason
         accounting.sampler.on_sample = self.monitor.series.add_job
@@ -26616,6 +26677,11 @@ class Runner:
         self.link.contents += rows
         if self.link.contents:
             self.link.report_soon(BATCH_S if self.digests.is_busy else 0.0)
+
+    def on_no_step(self, reason: str) -> None:
+        """Slurm has started no step."""
+        self.dispatcher.pause(reason)
+        self.allocation_watch.look_now()
 
     def on_new_end(self) -> None:
         """Slurm ends the job around us at another time."""
@@ -31358,6 +31424,9 @@ def outcome_exit(outcome: RunOutcome) -> int:
 
 def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
     """What the script of an allocation calls, with Torc's arguments: run a workflow's jobs in it."""
+    if not os.environ.get('SLURM_JOB_ID'):
+        raise Refused('slurm-job-runner works in a Slurm job, and there is none here (SLURM_JOB_ID is not '
+                      'set); elsewhere: run ID')
     startup_delay_s = args['startup_delay_seconds']
     if startup_delay_s:     # many begin at once: each waits for another time, which is always the same
         who = [socket.gethostname(), *(os.environ.get(name, '') for name in (
