@@ -23853,6 +23853,15 @@ class ExplainTest(CommandTest):
         self.assertIsNone(found['allocations'][3]['queue'])
         self.assertEqual(1, len(fakes.calls()))
 
+    def test_an_allocation_that_will_not_start_by_itself_is_told_with_the_way_to_replace_it(self):
+        self.world.fake_slurm(squeue="echo '71|PENDING|1700000000|N/A|N/A|main|PartitionTimeLimit'")
+        self.allocate(71)
+        text = self.text('explain 1')
+        self.assertIn('; Slurm says PartitionTimeLimit: its partition allows less time; '
+                      'it will not start by itself; in the queue for ', text)
+        self.assertIn('Replace allocation 1: torc.py slurm update 1 ...; scancel 71; '
+                      'torc.py slurm schedule-nodes 1\n', text)
+
     def test_nothing_waits_for_an_allocation_that_has_ended_but_for_one_that_slurm_was_not_asked_of(self):
         self.world.fake_slurm(squeue='true')
         self.allocate(71)

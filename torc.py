@@ -27423,6 +27423,7 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
     if queued['state'] == 'PENDING':
         meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
         found.append(f"Slurm says {queued['reason']}{meaning}")
+        found += ['it will not start by itself'] if queued['is_final'] else []
         if queued['submitted_at']:
             found.append(f"in the queue for {format_elapsed(max(0.0, now - queued['submitted_at']))}")
         if queued['starts_at'] and queued['starts_at'] > now:
@@ -27525,6 +27526,12 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
     if any(row.get('has_ended') for row in waiting['allocations']) and codes:
         steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
+    for row in waiting['allocations']:
+        if (row.get('queue') or {}).get('is_final') and row['scheduler_config_id']:
+            steps.append(f"Replace allocation {row['allocation_id']}: {program} slurm update "
+                         f"{row['scheduler_config_id']} ...; scancel {row['slurm_job_id']}; "
+                         f'{program} slurm schedule-nodes {number}')
+            break       # the others are mostly like it
     if 'lacks' in codes:
         steps.append('Ask for less, or offer more: '
                      f'{program} resource-requirements list {number}; {program} slurm list {number}')
