@@ -26852,7 +26852,7 @@ class StagedWorkflowTest(ClusterCase):
         self.assertEqual([1, 1, 2, 3], sorted(len(torc.expand_node_list(row.nodes)) for row in allocations))
         self.assertEqual({'COMPLETED'}, {row.state for row in allocations}, self.situation())
         rows = self.rows('list_scheduled_compute_nodes')
-        self.assertEqual([(int(row.id), 'complete') for row in sorted(allocations)],
+        self.assertEqual(sorted((int(row.id), 'complete') for row in allocations),
                          sorted((row['scheduler_id'], row['status']) for row in rows))
         steps = self.steps_of(*(row.id for row in allocations))
         self.assertEqual(40, len(steps))
@@ -26962,7 +26962,7 @@ class HandWrittenScriptTest(ClusterCase):
         self.assertExit(0, self.world.cli('create', self.world.write('spec.yaml', self.spec(text))))
         words = ' '.join(map(shlex.quote, (sys.executable, TORC, 'run', '1', '-p', '1')))
         job_id = self.sbatch(words, '-N', 2, '--ntasks-per-node=1', '-c', 4, '--mem=1000', '-t', 5)
-        self.wait_complete(15)
+        self.wait_complete(100)
         self.wait_gone()
         found = [(row.id, row.state) for row in self.allocations()]
         self.assertEqual([(job_id, 'COMPLETED')], found, self.situation())
