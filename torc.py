@@ -24981,7 +24981,7 @@ class Step:
         self.given_up = ''                  # we had to end it: what that means, as a sign of STEP_SIGNS
         self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
         self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
-        self.early_at = math.inf if early is None else self.limit_at - early[1]     # the signal before the limit
+        self.early_at = math.inf if early is None else self.limit_at - early[1]     # the signal before it
         self.kill_at = math.inf
         self.creation_at = self.started + creation_s    # by then there is a step
         self.look_at = self.started + WATCH_S       # the next look at the notes
@@ -25259,8 +25259,8 @@ class SlurmStarter:
         codes = context.config
         if kind in ('canceled', 'own') and not attempt.stopped_for and self.has_died_early(attempt, step):
             verdict = judge_end(attempt.end, 'deadline', self.early_number, codes['timeout_exit_code'])
-            return verdict._replace(message=f'ended by {format_signal(self.early_number)}, shortly before the '
-                                            'time limit of its Slurm step')
+            ending = f'ended by {format_signal(self.early_number)}, shortly before'
+            return verdict._replace(message=f'{ending} the time limit of its Slurm step')
         outcome = STEP_OUTCOMES[kind]
         if not outcome.status:
             return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
