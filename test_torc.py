@@ -8510,7 +8510,7 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
     'RoCrateEntityModel': {'workflow_id': '$workflow', 'entity_id': 'new', 'entity_type': 'File',
                            'file_id': '$file', 'metadata': {'a': [1, None]}},
     'SubmissionRequest': {'submitter': 'me', 'lease_s': 60.0, 'settings': {'output_dir': '/o'}, 'scheduler_config_id': '$slurm_scheduler', 'count': 1,
-                          'actions': [{'action_id': '$action', 'count': 1}], 'ended': ['nobody']},
+                          'actions': [{'action_id': '$schedule', 'count': 1}], 'ended': ['nobody']},
     'SubmissionReport': {'submitter': 'me', 'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}]},
     'RunnerSyncRequest': {
         'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0,
@@ -8566,7 +8566,6 @@ GOOD_BODIES.update(AccessGroupModel={'name': 'new', 'description': 'd'},
 WORKFLOW_CHANGE = {key: value for key, value in GOOD_BODIES['WorkflowModel'].items() if key not in ('env',
         'submission_directory', 'dynamic_jobs')}
 REQUESTS = {    # route -> parameters and body that differ from what its path, resource and model say
-    'take_submissions': {'body': {'submitter': 'me', 'settings': {}, 'scheduler_config_id': '$slurm_scheduler', 'count': 1}},
     'update_workflow': {'body': WORKFLOW_CHANGE}, 'apply_spec': {'workflow_id': '$idle_workflow'},
     'start_job': {'job_id': '$pending'}, 'complete_job': {'job_id': '$running', 'status': 'completed'},
     'retry_job': {'job_id': '$failed', 'max_retries': 3},
@@ -8672,6 +8671,8 @@ class LiveTest(ServiceTest):
         self.call('initialize_jobs', id=ids['workflow'])
         add('action', 'create_workflow_action', trigger_type='on_workflow_start', job_ids=None, persistent=False)
         add('gated_action', 'create_workflow_action')
+        add('schedule', 'create_workflow_action', trigger_type='on_workflow_start', action_type='schedule_nodes', job_ids=None,
+            action_config={'scheduler_id': ids['slurm_scheduler'], 'num_allocations': 1}, persistent=False)
         self.sync(ids['workflow'], ids['compute_node'], want={'strategy': 'queue', 'limit': 4})
         self.store.run('UPDATE job SET status = 3, compute_node_id = ? WHERE id IN (?, ?, ?, ?)',
                        (ids['compute_node'], ids['done'], ids['failed'], ids['running'], ids['pending']))
