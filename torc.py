@@ -2976,7 +2976,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('resource_requirements', '[resource_requirements]', 'resources that jobs name'),
         ('failure_handlers',    '[failure_handler]', 'failure handlers that jobs name'),
         ('slurm_schedulers',    '[slurm_scheduler]', 'allocations that jobs and actions name'),
-        ('slurm_defaults',      'slurm_defaults', 'sbatch long options for every allocation'),
+        ('slurm_defaults',      'slurm_defaults',
+         'sbatch long options for every allocation; false leaves one out'),
         ('actions',             '[action]', 'what triggers set off'),
         ('resource_monitor',    'resource_monitor', 'what is measured; absent or {}: a summary of every job'),
         ('execution_config',    'execution_config', 'how jobs are started and stopped'),
@@ -9883,6 +9884,8 @@ def take_submissions(context: Context, workflow_id: int, body: Values) -> Values
         action = get_action(context, workflow_id, row['action_id'])
         if action['action_type'] != 'schedule_nodes':
             raise Refused(f"action {action['id']} does not schedule nodes")
+        scheduler_id = action['action_config'].get('scheduler_id') or 0
+        check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
         new = execute_schedule(context, action, settings, row.get('count'), None)
         if new == []:
             idle.append(action['id'])
@@ -9906,7 +9909,14 @@ def take_due_schedules(context: Context, workflow_id: int, node_id: int, trigger
         workflow_id, triggers, "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
     made = []   # type: List[int]
     for action in due:
-        if action['action_config'].get('scheduler_type', 'slurm') == 'slurm':
+        config = action['action_config']
+        scheduler_id = config.get('scheduler_id')
+        if config.get('scheduler_type', 'slurm') != 'slurm':
+            continue
+        if not context.one('SELECT 1 FROM slurm_scheduler WHERE id = ?', (scheduler_id,)):
+            context.run('UPDATE workflow_action SET failure = ? WHERE id = ?',
+                        (f'there is no Slurm scheduler {scheduler_id}', action['id']))
+        else:
             made += execute_schedule(context, action, settings, None, node_id) or []
     context.run(FREE_SUBMISSIONS + 'submitter_until < ?', (workflow_id, context.now()))
     return hold_submissions(context, workflow_id, name_submitter(node_id), None, made)
@@ -9965,6 +9975,8 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
                      made: Ids) -> List[Values]:
     """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
+    context.run(f'DELETE FROM scheduled_compute_node WHERE workflow_id = ? AND {IS_UNSUBMITTED} '
+                'AND scheduler_config_id NOT IN (SELECT id FROM slurm_scheduler)', (workflow_id,))
     rows = context.rows('SELECT id, scheduler_config_id, submission FROM scheduled_compute_node '
                         f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
                         (workflow_id,))
@@ -10685,7 +10697,8 @@ def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
                 allocations: Sequence[Values]) -> List[Place]:
     """What runners, and allocations to come, offer; of those that differ in their time alone the longest."""
     places = [place_of_runner(context, runner) for runner in runners]
-    places += [place_of_allocation(row, 'allocation') for row in allocations if row['status'] == 'pending']
+    # An active one without a runner was put back into the queue.
+    places += [place_of_allocation(row, 'allocation') for row in allocations if not row['num_runners']]
     places += [place_of_allocation(row, 'action') for row in due_allocations(context, workflow_id)]
     longest = {}    # type: Dict[Any, Place]
     for place in places:
@@ -17403,6 +17416,13 @@ def client_method(route: Route) -> Callable[..., Any]:
 Operations = type('Operations', (), {route.name: client_method(route) for route in ROUTES})
 
 
+def wait_until_gone(path: str) -> None:
+    """Wait for a server's file to go with it, at most LEAVE_DEADLINE_S."""
+    deadline = time.monotonic() + LEAVE_DEADLINE_S
+    while os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(LEAVE_PAUSE_S)
+
+
 class Client(Connector, Operations):
     """Every operation of the API by its name, with plain dicts and lists going in and coming out.
 
@@ -17551,10 +17571,23 @@ class Client(Connector, Operations):
             except TorcError as error:
                 log.warning('the snapshot %s could not be written: %s', self.database, error)
             self.close()
-            deadline = time.monotonic() + LEAVE_DEADLINE_S
-            while os.path.exists(self.database + '.memory') and time.monotonic() < deadline:
-                time.sleep(LEAVE_PAUSE_S)
+            wait_until_gone(self.database + '.memory')
         self.close()
+        if self.servers_started and in_slurm_job():
+            self.end_server()
+
+    def end_server(self) -> None:
+        """End the embedded server that we have started, though runners elsewhere may use it.
+
+        Slurm kills it with our allocation, in the midst of whatever it does (proctrack/cgroup); one that ends
+        by itself gives the database back, and the next runner that asks for it starts another.
+        """
+        path = self.database + '.connection'
+        found = read_living_server(path) or {}
+        if found.get('is_embedded') and was_here(found) and process_lives(found):
+            with contextlib.suppress(OSError):
+                os.kill(found['pid'], signal.SIGTERM)
+                wait_until_gone(path)
 
 
 # ======== 11b. Steps: what several commands do with a workflow ========
@@ -19828,12 +19861,17 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
 
 def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
               variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
-    """Call a program of Slurm and wait for its reply: for commands, never in a runner."""
+    """Call a program of Slurm and wait for its reply: for commands, never in a runner.
+
+    It ends with this process (Linux): an sbatch that lived on might submit what somebody else submits again.
+    """
+    prctl = getattr(ctypes.CDLL(None), 'prctl', None)
+    end_with_us = prctl and functools.partial(prctl, PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     environment = {**os.environ, **(query_variables() if variables is None else variables)}
     given = {name: value for name, value in environment.items() if value is not None}
     try:
         done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, timeout=limit_s, check=False)
+                              stderr=subprocess.PIPE, timeout=limit_s, check=False, preexec_fn=end_with_us)
     except subprocess.TimeoutExpired:
         return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
     except (OSError, ValueError) as error:
@@ -21559,7 +21597,8 @@ def format_batch_script(submission: Submission, site: Site, caller: Caller) -> s
     extra = (submission.scheduler.get('extra') or '').strip()
     lines += [f'#SBATCH {extra}'] if extra else []
     lines += ['', f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}.",
-              '# They clash with the --mem of its steps.', 'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU']
+              '# They clash with the --mem of its steps; the last one is the mark of a runner that submits.',
+              f'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU {RUN_TAG}']
     if caller.token_file:
         lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
     program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
@@ -21635,23 +21674,26 @@ class Submitter:
     be asked whether it has the job.
     """
 
-    def __init__(self, pause_s: float = SBATCH_PAUSE_S, look_pause_s: float = LOOK_PAUSE_S,
-                 tries: int = SBATCH_TRIES) -> None:
-        self.pause_s = pause_s
-        self.look_pause_s = look_pause_s
-        self.tries = tries
+    pause_s = SBATCH_PAUSE_S
+    look_pause_s = LOOK_PAUSE_S
+    tries = SBATCH_TRIES
+
+    def __init__(self) -> None:
         self.waiting = []           # type: List[Underway]
         self.current = None         # type: Optional[Underway]  # its sbatch runs
         self.is_looking = False     # squeue runs
-        self.look_at = 0.0          # not before
+        self.look_at = -math.inf    # not before
         self.failed_looks = 0
         self.message = ''           # of the last failure that passes
+        self.secrets = {}           # type: Dict[str, str]  # variables for the runners, which no script holds
         self.ends = []              # type: List[Dict[str, Any]]
         self.lost = []              # type: List[Submission]
 
-    def add(self, submission: Submission, script: str) -> None:
-        """Submit an allocation; its script is there."""
+    def add(self, submission: Submission, script: str, now: float) -> None:
+        """Submit an allocation; its script is there. What another has begun may still come into effect."""
         self.waiting.append(Underway(submission, script))
+        if not submission.is_new:
+            self.look_at = max(self.look_at, now + self.pause_s)
 
     @property
     def is_busy(self) -> bool:
@@ -21662,7 +21704,7 @@ class Submitter:
         """When next_call has something to call; infinite while a call is out, or there is nothing."""
         if self.current or self.is_looking or not self.waiting:
             return math.inf
-        return 0.0 if any(not item.needs_look for item in self.waiting) else self.look_at
+        return -math.inf if any(not item.needs_look for item in self.waiting) else self.look_at
 
     def next_call(self, now: float) -> Optional[SlurmCall]:
         """The program to call now, if any."""
@@ -21674,7 +21716,7 @@ class Submitter:
             self.waiting.remove(self.current)
             self.current.tries += 1
             argv = slurm_argv('sbatch', '--parsable', self.current.script)
-            return SlurmCall(argv, SLURM_QUERY_S, submission_variables())
+            return SlurmCall(argv, SLURM_QUERY_S, {**submission_variables(), **self.secrets})
         self.is_looking = True
         return SlurmCall(find_own_jobs_argv(), SLURM_QUERY_S, query_variables())
 
@@ -21816,6 +21858,7 @@ def step_name(context: Any, attempt: Any) -> str:
 
 STEP_SIGNAL = re.compile(r'(?:[A-Z]+:)?([A-Z0-9]+)(?:@([0-9]+))?\Z', re.IGNORECASE)
 DEFAULT_SIGNAL_LEAD_S = 60      # of --signal without a time (srun(1))
+LEAST_STEP_MB = 30      # of stated memory: the supervisor takes 9; cgroup.conf(5), MinRAMSpace, is 30 as well
 STEP_EXIT_ERROR, STEP_EXIT_IMMEDIATE = 213, 214     # srun's own failures, told from the job's codes
 # What srun(1) takes from the environment, "INPUT ENVIRONMENT VARIABLES" of 20.11 to 25.05: what the batch job
 # was submitted with, or a site's profile, would change what a step is, or keep the environment from it.
@@ -21885,12 +21928,13 @@ def step_flags(step: StepRequest) -> List[str]:
     have ended.
     """
     is_wide = step.num_nodes > 1
+    memory_mb = max(LEAST_STEP_MB, -(-step.memory_bytes // 1024 ** 2)) if step.memory_bytes else 0
     flags = [f'--jobid={step.job_id}', f'--ntasks={step.num_nodes}']
     flags += [] if step.binds_cpus else ['--cpu-bind=none']
     flags += ['--exact', f'--job-name={step.name}']
     flags += [f"--nodelist={','.join(step.node_names)}"] if step.node_names else []
     flags += [f'--nodes={step.num_nodes}'] + ['--ntasks-per-node=1', '--wait=0'] * is_wide
-    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={-(-step.memory_bytes // 1024 ** 2)}M']
+    flags += [f'--cpus-per-task={step.num_cpus}', f'--mem={memory_mb}M']
     flags.append(f'--gpus={step.num_gpus * step.num_nodes}' if step.num_gpus else '--gres=none')
     flags += [] if step.minutes is None else [f'--time={step.minutes}']
     flags += [f'--signal={step.signal}'] if step.signal else []
@@ -22002,14 +22046,29 @@ def end_rest():
         time.sleep(0.02)
 
 
+def passes_signals():
+    """Whether Slurm signals this process alone: proctrack/cgroup does (but for SIGKILL), which has a control
+    group for the step, of the freezer or of version 2. proctrack/linuxproc signals all that is below as well.
+    """
+    try:
+        with open('/proc/self/cgroup') as file:
+            groups = [line.rstrip('\n').split(':', 2)[1:] for line in file]
+    except OSError:
+        return False
+    return any('/step_' in path for kind, path in groups if kind in ('', 'freezer'))
+
+
 def on_signal(number, frame):
-    """The job has got it as well. What is stopped finds it when it goes on."""
+    """The job is to get it as well. What is stopped finds it when it goes on."""
     if os.getppid() != PARENT:
         note('lost')
         kill_all()
     elif number != signal.SIGPWR:
         note('signal', number)
-        send(signal.SIGCONT, descendants())
+        pids = descendants()
+        if PASSES:
+            send(number, pids)
+        send(signal.SIGCONT, pids)
 
 
 def set_handlers(handler):
@@ -22085,7 +22144,7 @@ def main():
     return code
 
 
-NOTES, PARENT, PRCTL = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl
+NOTES, PARENT, PRCTL, PASSES = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl, passes_signals()
 os._exit(main())
 '''
 
@@ -24809,6 +24868,7 @@ SUPERVISOR_NAME = 'supervisor.py'
 STEP_CREATION_S = 60.0
 STEP_KILL_S = 5.0           # from scancel of a step to SIGKILL for its srun
 STEP_REST_S = 20.0          # from the end of a job, and of what it has left, to that of its srun
+SIGNAL_LEEWAY_S = 60.0      # so much sooner Slurm may send --signal (srun(1))
 OVER_LIMIT_S = 120.0        # Slurm looks at limits each 30 s, and KillWait is 30 s by default
 WATCH_S = 30.0              # between looks at the notes of a step that runs on
 MAX_NAMED_IDS = 500         # of one scancel
@@ -24906,7 +24966,7 @@ class StepFiles:
 class Step:
     """The step of one attempt, as its starter sees it. Times are monotonic."""
     __slots__ = ('name', 'started', 'notes', 'code', 'signal_number', 'sign', 'text', 'is_over', 'is_killed',
-                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early', 'early_at', 'kill_at',
+                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early_at', 'kill_at',
                  'look_at', 'rest_at')
 
     def __init__(self, name: str, minutes: Optional[int], early: Optional[Tuple[str, int]],
@@ -24921,8 +24981,7 @@ class Step:
         self.given_up = ''                  # we had to end it: what that means, as a sign of STEP_SIGNS
         self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
         self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
-        self.early = '' if early is None else early[0]      # the signal before the limit
-        self.early_at = math.inf if early is None else self.limit_at - early[1]
+        self.early_at = math.inf if early is None else self.limit_at - early[1]     # the signal before the limit
         self.kill_at = math.inf
         self.creation_at = self.started + creation_s    # by then there is a step
         self.look_at = self.started + WATCH_S       # the next look at the notes
@@ -25081,9 +25140,9 @@ class SlurmStarter:
         wanted = []
         for attempt in attempts:
             step = self.steps[attempt]
-            number = getattr(signal, f'SIG{step.early}', None)
             step.early_at = math.inf if step.notes.number else now + 1.0
-            if step.notes.number and step.notes.return_code is None and number not in step.notes.signals:
+            has_got_it = self.early_number in step.notes.signals
+            if step.notes.number and step.notes.return_code is None and not has_got_it:
                 wanted.append(attempt)
         self.send(wanted, self.early[0] if self.early else '')
 
@@ -25197,7 +25256,12 @@ class SlurmStarter:
             self.judge_at = min(self.judge_at, until)   # a signal to all of the allocation reaches us, too
             return None
         del self.steps[attempt]
-        outcome, codes = STEP_OUTCOMES[kind], context.config
+        codes = context.config
+        if kind in ('canceled', 'own') and not attempt.stopped_for and self.has_died_early(attempt, step):
+            verdict = judge_end(attempt.end, 'deadline', self.early_number, codes['timeout_exit_code'])
+            return verdict._replace(message=f'ended by {format_signal(self.early_number)}, shortly before the '
+                                            'time limit of its Slurm step')
+        outcome = STEP_OUTCOMES[kind]
         if not outcome.status:
             return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
                              codes['timeout_exit_code'], attempt.stopped_by)
@@ -25211,6 +25275,20 @@ class SlurmStarter:
             self.on_no_step(message)
         code = codes['oom_exit_code'] if outcome.return_code == 'memory' else attempt.end.return_code
         return Verdict(outcome.status, code, message, outcome.is_interrupted)
+
+
+    @property
+    def early_number(self) -> int:
+        """Number of srun_termination_signal; 0 without one."""
+        return int(getattr(signal, f'SIG{self.early[0]}', 0)) if self.early else 0
+
+    def has_died_early(self, attempt: Attempt, step: Step) -> bool:
+        """Whether it has died of the signal that comes before its time limit, by us or by Slurm."""
+        number, notes = self.early_number, step.notes
+        if not number or number not in (notes.signal_number, (notes.return_code or 0) - 128):
+            return False
+        sent_at = step.limit_at - self.early[1] - SIGNAL_LEEWAY_S
+        return attempt.process.started + attempt.process.end.wall_s >= sent_at
 
 
 def step_end(end: ProcessEnd, notes: StepNotes) -> ProcessEnd:
@@ -25996,6 +26074,8 @@ class Submissions:
         self.launcher = launcher
         self.link = link
         self.work = Submitter()
+        # the launcher keeps them from what it starts
+        self.work.secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
         self.unwritten = {}         # type: Dict[int, Submission]  # without a script, by record
         self.scripts = {}           # type: Dict[int, Tuple[Submission, str]]  # path, until its end
         self.replies = None         # type: Optional[List[Reply]]  # to SITE_QUESTIONS
@@ -26071,7 +26151,7 @@ class Submissions:
             item = self.unwritten.pop(number)
             if path:
                 self.scripts[number] = item, path
-                self.work.add(item, path)
+                self.work.add(item, path, time.monotonic())
             else:
                 self.work.ends.append({'id': number, 'message': printable(error)})
 
@@ -27331,7 +27411,7 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
     queued, found = row.get('queue'), [row['status']]
     if row['status'] == 'active':
         found.append(f"{row['num_runners']} runners with {row['num_jobs']} jobs" if row['num_runners'] else
-                     'none of its runners is at work')
+                     'no runner is at work in it')
         if row['remaining_seconds'] is not None:
             found.append(f"{format_elapsed(row['remaining_seconds'])} left")
     if row.get('has_ended'):
@@ -27343,6 +27423,7 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
     if queued['state'] == 'PENDING':
         meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
         found.append(f"Slurm says {queued['reason']}{meaning}")
+        found += ['it will not start by itself'] if queued['is_final'] else []
         if queued['submitted_at']:
             found.append(f"in the queue for {format_elapsed(max(0.0, now - queued['submitted_at']))}")
         if queued['starts_at'] and queued['starts_at'] > now:
@@ -27445,6 +27526,12 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
     if any(row.get('has_ended') for row in waiting['allocations']) and codes:
         steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
+    for row in waiting['allocations']:
+        if (row.get('queue') or {}).get('is_final') and row['scheduler_config_id']:
+            steps.append(f"Replace allocation {row['allocation_id']}: {program} slurm update "
+                         f"{row['scheduler_config_id']} ...; scancel {row['slurm_job_id']}; "
+                         f'{program} slurm schedule-nodes {number}')
+            break       # the others are mostly like it
     if 'lacks' in codes:
         steps.append('Ask for less, or offer more: '
                      f'{program} resource-requirements list {number}; {program} slurm list {number}')
@@ -31368,6 +31455,9 @@ def outcome_exit(outcome: RunOutcome) -> int:
 
 def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
     """What the script of an allocation calls, with Torc's arguments: run a workflow's jobs in it."""
+    if not os.environ.get('SLURM_JOB_ID'):
+        raise Refused('slurm-job-runner works in a Slurm job, and there is none here (SLURM_JOB_ID is not '
+                      'set); elsewhere: run ID')
     startup_delay_s = args['startup_delay_seconds']
     if startup_delay_s:     # many begin at once: each waits for another time, which is always the same
         who = [socket.gethostname(), *(os.environ.get(name, '') for name in (
@@ -31566,10 +31656,21 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, 
     elif status['is_canceled']:
         reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
         raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
+    warn_of_loopback(session)
     directory = workflow.get('submission_directory')
     if directory and os.path.isdir(directory) and not os.path.samefile(directory, os.getcwd()):
         session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
                                  'its jobs now count from here'))
+
+
+def warn_of_loopback(session: Session) -> None:
+    """Say so if runners on other machines cannot reach the server: they would wait, and pay for it."""
+    client = session.client
+    if client.named_url or client.is_lasting:
+        host = parse_url(client.url).host
+        if is_loopback(host) or host in LOOPBACK_NAMES:
+            session.report(f'warning: runners on other machines cannot reach the server at {client.url}: '
+                           'start it with `serve --host 0.0.0.0`')
 
 
 def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
@@ -31656,6 +31757,8 @@ def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict
                       submitters=found['submitters'])
     submissions = read_submissions(workflow, answer)
     work = Submitter()
+    secrets = zip(('TORC_PASSWORD', 'TORC_COOKIE_HEADER'), session.credentials)     # from the command line
+    work.secrets = {name: value for name, value in secrets if value}
     if submissions:
         start_submissions(session, work, submissions)
     numbers, refusals = drive_submitter(session, workflow, work, submitter)
@@ -31694,7 +31797,7 @@ def start_submissions(session: Session, work: Submitter, submissions: List[Submi
             message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
             work.ends.append({'id': submission.id, 'message': printable(message)})
             continue
-        work.add(submission, path)
+        work.add(submission, path, time.monotonic())
 
 
 def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
@@ -31706,6 +31809,7 @@ def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
         if pause_s > 0:
             why = work.message or 'an earlier submission was interrupted'
             session.report(f'{why}: looking into the queue in {pause_s:.0f} s')
+            session.client.close()      # runners that have begun need the database
             time.sleep(pause_s)
         call = work.next_call(time.monotonic())
         if call is not None:
@@ -33726,7 +33830,6 @@ SLURM_HELP = """\
 A workflow runs in allocations: Slurm jobs, each of which starts a runner that takes what fits its nodes and
 the time that is left.
 
-    torc.py serve --host 0.0.0.0 --port 0 --daemon      a server that the nodes can reach; once
     torc.py slurm generate --account A FILE -o READY    plan: schedulers, and actions that submit them
     torc.py submit READY                                create, initialize, sbatch; returns at once
     torc.py submit --account A FILE                     all in one
@@ -33735,6 +33838,9 @@ the time that is left.
     torc.py cancel WF                                   also cancels the Slurm jobs
     torc.py slurm schedule-nodes WF -n 2                two more allocations
 
+The server
+    Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
+    share. A lasting one must be reachable from the nodes: torc.py serve --host 0.0.0.0 --port 0 --daemon
 Your own script
     The last line of a script for sbatch may be: exec python3 /path/torc.py run WF
     Ask for what the jobs need, and 256 MB for the runner.
