@@ -20039,6 +20039,111 @@ class AllocationPartsTest(PartTest):
         self.assertEqual([['scancel', '71', '72']], self.called)
 
 
+class InAllocationTest(RunnerCase):
+    """A runner in this process that is told it is in a Slurm job: jobs are its processes (mode direct)."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.line = OwnAllocationTest.JOB.format(uid=os.getuid(), state='RUNNING', restarts=0,
+                                                 granted=OwnAllocationTest.GRANTED)
+        self.fakes = self.world.fake_slurm(scontrol='cat "$fake/job"', squeue='cat "$fake/queue"',
+                                           scancel='exit 0')
+        self.tell(time.time() + 500)
+
+    def tell(self, end_time: float, queue: str = '') -> None:
+        """What Slurm says."""
+        self.fakes.install('job', self.line.replace('1795375467', str(int(end_time))) + '\n')
+        self.fakes.install('queue', queue)
+
+    def run_it(self, workflow_id: int = 1, env: Optional[Dict[str, str]] = None, **options: Any) -> Any:
+        """The same in a Slurm job."""
+        measured = dict.fromkeys(('num_cpus', 'memory_gb', 'num_gpus'))
+        environment = slurm_environment(SLURM_JOB_GPUS='0,1', **(env or {}))
+        with unittest.mock.patch('torc.find_ancestors', lambda pid: []):
+            return super().run_it(workflow_id, environment, **{**measured, **options})
+
+    def allocate(self, *slurm_job_ids: int) -> None:
+        """Records of allocations of workflow 1."""
+        scheduler = self.client.call('create_slurm_scheduler', {
+            'workflow_id': 1, 'account': 'a', 'nodes': 1, 'walltime': '01:00:00'})
+        for number in slurm_job_ids:
+            self.client.call('create_scheduled_compute_node', {
+                'workflow_id': 1, 'scheduler_id': number, 'scheduler_config_id': scheduler['id'],
+                'scheduler_type': 'slurm', 'status': 'pending'})
+
+    def records(self) -> Dict[int, str]:
+        """Slurm job -> status."""
+        rows = self.client.rows('list_scheduled_compute_nodes', workflow_id=1)
+        return {row['scheduler_id']: row['status'] for row in rows}
+
+    def test_it_is_a_node_of_its_record_from_the_first_job_to_the_last_and_cancels_what_is_left(self):
+        self.create('true', 'exit 3', execution_config={'mode': 'direct'})
+        self.allocate(5, 71, 72)
+        self.tell(time.time() + 500, '71|PENDING|a|\n72|RUNNING|b|\n')
+        seen = []       # type: List[Any]
+        self.client.after = lambda number: seen.append(self.records())
+        outcome = self.run_it()
+        self.assertEqual((1, 1, 'complete'), (outcome.completed, outcome.failed, outcome.reason))
+        self.assertEqual({5: 'active', 71: 'pending', 72: 'pending'}, seen[0])
+        self.assertEqual({5: 'complete', 71: 'canceled', 72: 'pending'}, self.records())
+        self.assertEqual([['--state=PENDING', '71']], [call.argv for call in self.fakes.calls('scancel')])
+        node, = self.client.rows('list_compute_nodes', workflow_id=1)
+        self.assertEqual(('slurm', 4, 1, 2, 1, {'type': 'slurm', 'scheduler_id': 1, 'slurm_job_id': 5, 'slurm_node_id': 0,
+                                             'slurm_task_pid': 77, 'restart_count': 0}),
+                         tuple(node[key] for key in ('compute_node_type', 'num_cpus', 'num_nodes', 'num_gpus',
+                                                     'scheduler_config_id', 'scheduler')))
+        self.assertAlmostEqual(time.time() + 500, torc.parse_time(node['end_time']), delta=60)
+        want = next(request['want'] for request in self.client.requests if request['want'])
+        self.assertEqual((1, False, 1), (want['scheduler_config_id'], want['strict'], len(want['nodes'])))
+        names = {name for name in os.listdir(self.world.path('out')) if '_sl5_' in name}
+        self.assertLessEqual({'job_runner_slurm_wf1_sl5_n0_pid77.log', 'slurm_env_wf1_sl5_n0_pid77.log'}, names)
+        self.assertEqual(0o600, os.stat(self.world.path('out/slurm_env_wf1_sl5_n0_pid77.log')).st_mode & 0o777)
+        self.assertNotIn('srun', [call.name for call in self.fakes.calls()])
+
+    @slow
+    def test_it_leaves_before_its_job_ends_and_the_users_own_end_wins_when_it_is_earlier(self):
+        config = {'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 1}
+        self.create('exec sleep 60', execution_config=config)
+        for granted_s, own_s in ((8, 500), (500, 8)):
+            self.tell(time.time() + granted_s)
+            began = time.monotonic()
+            outcome = self.run_it(end_time=time.time() + own_s)
+            self.assertEqual(('deadline', 1), (outcome.reason, outcome.terminated))
+            self.assertLess(time.monotonic() - began, 8)
+            self.client.call('reset_job_status', workflow_id=1)
+            self.client.call('initialize_jobs', workflow_id=1)
+
+    @slow
+    def test_an_end_that_moves_while_it_runs_is_followed(self):
+        config = {'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 1}
+        self.create('echo > begun; exec sleep 60', execution_config=config)
+        self.tell(time.time() + 5000)
+
+        def shorten(number: int) -> None:
+            if os.path.exists(self.world.path('begun')):
+                self.tell(time.time() + 6)
+                self.client.after = lambda number: None
+        self.client.after = shorten
+        with unittest.mock.patch('torc.RETRY_END_S', 0.2), unittest.mock.patch('torc.CHECK_END_S', 0.2):
+            outcome = self.run_it()
+        self.assertEqual(('deadline', 1), (outcome.reason, outcome.terminated))
+        self.assertTrue([text for text in self.progress.messages if text.startswith('Slurm job 5 ends at ')])
+
+    @slow
+    def test_a_job_that_is_over_stops_it_and_its_jobs_are_ready(self):
+        self.create('echo > begun; exec sleep 60', execution_config={'mode': 'direct', 'sigterm_lead_seconds': 1})
+        self.allocate(5)
+
+        def requeue(number: int) -> None:
+            if os.path.exists(self.world.path('begun')):
+                self.fakes.install('job', self.line.replace('Restarts=0', 'Restarts=1') + '\n')
+        self.client.after = requeue
+        with unittest.mock.patch('torc.RETRY_END_S', 0.2), unittest.mock.patch('torc.CHECK_END_S', 0.2):
+            outcome = self.run_it()
+        self.assertEqual(signal.SIGTERM, outcome.interrupted_by)
+        self.assertEqual(({'j1': 'ready'}, {5: 'pending'}), (self.statuses(), self.records()))
+
+
 @slow
 class AllocationRunnerTest(SlurmTest):
     """Runners in real Slurm jobs."""
