@@ -8517,6 +8517,9 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
         'started': [['$pending', 1, '2026-01-01T00:00:00Z']], 'returned': [], 'held': [['$pending', 1]],
         'held_actions': [], 'contents': [['$made_file', 1.5, 6, 'c0de']], 'actions': ['on_workflow_start'],
         'action_results': [{'action_id': '$action', 'success': True, 'message': 'm'}], 'explain': True,
+        'accounting': [{'job_id': '$running', 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 1,
+                        'max_vm_size_bytes': 1, 'max_disk_read_bytes': 1, 'max_disk_write_bytes': 1,
+                        'ave_cpu_seconds': 1.5, 'node_list': 'n'}],
         'completions': [{'job_id': '$running', 'attempt_id': 1, 'return_code': 1, 'status': 'failed',
                          'exec_time_minutes': 1.5, 'completion_time': '2026-01-01T00:00:00Z',
                          'peak_memory_bytes': 1, 'avg_memory_bytes': 1, 'peak_cpu_percent': 1.0,
@@ -23850,6 +23853,15 @@ class ExplainTest(CommandTest):
         self.assertIsNone(found['allocations'][3]['queue'])
         self.assertEqual(1, len(fakes.calls()))
 
+    def test_an_allocation_that_will_not_start_by_itself_is_told_with_the_way_to_replace_it(self):
+        self.world.fake_slurm(squeue="echo '71|PENDING|1700000000|N/A|N/A|main|PartitionTimeLimit'")
+        self.allocate(71)
+        text = self.text('explain 1')
+        self.assertIn('; Slurm says PartitionTimeLimit: its partition allows less time; '
+                      'it will not start by itself; in the queue for ', text)
+        self.assertIn('Replace allocation 1: torc.py slurm update 1 ...; scancel 71; '
+                      'torc.py slurm schedule-nodes 1\n', text)
+
     def test_nothing_waits_for_an_allocation_that_has_ended_but_for_one_that_slurm_was_not_asked_of(self):
         self.world.fake_slurm(squeue='true')
         self.allocate(71)
@@ -26844,7 +26856,7 @@ class StagedWorkflowTest(ClusterCase):
         self.assertEqual([1, 1, 2, 3], sorted(len(torc.expand_node_list(row.nodes)) for row in allocations))
         self.assertEqual({'COMPLETED'}, {row.state for row in allocations}, self.situation())
         rows = self.rows('list_scheduled_compute_nodes')
-        self.assertEqual([(int(row.id), 'complete') for row in sorted(allocations)],
+        self.assertEqual(sorted((int(row.id), 'complete') for row in allocations),
                          sorted((row['scheduler_id'], row['status']) for row in rows))
         steps = self.steps_of(*(row.id for row in allocations))
         self.assertEqual(40, len(steps))
@@ -26954,7 +26966,7 @@ class HandWrittenScriptTest(ClusterCase):
         self.assertExit(0, self.world.cli('create', self.world.write('spec.yaml', self.spec(text))))
         words = ' '.join(map(shlex.quote, (sys.executable, TORC, 'run', '1', '-p', '1')))
         job_id = self.sbatch(words, '-N', 2, '--ntasks-per-node=1', '-c', 4, '--mem=1000', '-t', 5)
-        self.wait_complete(15)
+        self.wait_complete(100)
         self.wait_gone()
         found = [(row.id, row.state) for row in self.allocations()]
         self.assertEqual([(job_id, 'COMPLETED')], found, self.situation())

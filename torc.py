@@ -17416,6 +17416,13 @@ def client_method(route: Route) -> Callable[..., Any]:
 Operations = type('Operations', (), {route.name: client_method(route) for route in ROUTES})
 
 
+def wait_until_gone(path: str) -> None:
+    """Wait for a server's file to go with it, at most LEAVE_DEADLINE_S."""
+    deadline = time.monotonic() + LEAVE_DEADLINE_S
+    while os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(LEAVE_PAUSE_S)
+
+
 class Client(Connector, Operations):
     """Every operation of the API by its name, with plain dicts and lists going in and coming out.
 
@@ -17564,10 +17571,23 @@ class Client(Connector, Operations):
             except TorcError as error:
                 log.warning('the snapshot %s could not be written: %s', self.database, error)
             self.close()
-            deadline = time.monotonic() + LEAVE_DEADLINE_S
-            while os.path.exists(self.database + '.memory') and time.monotonic() < deadline:
-                time.sleep(LEAVE_PAUSE_S)
+            wait_until_gone(self.database + '.memory')
         self.close()
+        if self.servers_started and in_slurm_job():
+            self.end_server()
+
+    def end_server(self) -> None:
+        """End the embedded server that we have started, though runners elsewhere may use it.
+
+        Slurm kills it with our allocation, in the midst of whatever it does (proctrack/cgroup); one that ends
+        by itself gives the database back, and the next runner that asks for it starts another.
+        """
+        path = self.database + '.connection'
+        found = read_living_server(path) or {}
+        if found.get('is_embedded') and was_here(found) and process_lives(found):
+            with contextlib.suppress(OSError):
+                os.kill(found['pid'], signal.SIGTERM)
+                wait_until_gone(path)
 
 
 # ======== 11b. Steps: what several commands do with a workflow ========
@@ -27403,6 +27423,7 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
     if queued['state'] == 'PENDING':
         meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
         found.append(f"Slurm says {queued['reason']}{meaning}")
+        found += ['it will not start by itself'] if queued['is_final'] else []
         if queued['submitted_at']:
             found.append(f"in the queue for {format_elapsed(max(0.0, now - queued['submitted_at']))}")
         if queued['starts_at'] and queued['starts_at'] > now:
@@ -27505,6 +27526,12 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
     if any(row.get('has_ended') for row in waiting['allocations']) and codes:
         steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
+    for row in waiting['allocations']:
+        if (row.get('queue') or {}).get('is_final') and row['scheduler_config_id']:
+            steps.append(f"Replace allocation {row['allocation_id']}: {program} slurm update "
+                         f"{row['scheduler_config_id']} ...; scancel {row['slurm_job_id']}; "
+                         f'{program} slurm schedule-nodes {number}')
+            break       # the others are mostly like it
     if 'lacks' in codes:
         steps.append('Ask for less, or offer more: '
                      f'{program} resource-requirements list {number}; {program} slurm list {number}')
