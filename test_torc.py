@@ -24315,30 +24315,34 @@ class SlurmSubmitTest(SlurmTest):
         self.world.write('stages.yaml', """
             name: stages
             description: &tell 'case $TORC_RUN_TAG in *\\;*\\;*) echo "tag: several";; *) echo "tag: one, password: $TORC_PASSWORD";; esac'
-            resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
+            resource_requirements:      # of which the allocations of earlier stages have too little
+              - {name: r, num_cpus: 1, memory: 50m, runtime: PT1M}
+              - {name: three, num_cpus: 3, memory: 50m, runtime: PT1M}
+              - {name: four, num_cpus: 4, memory: 50m, runtime: PT1M}
             slurm_schedulers: [{name: one, account: wfacct, walltime: "00:10:00"}, {name: two, account: wfacct, walltime: "00:10:00"},
                                {name: three, account: wfacct, walltime: "00:10:00"}]
             jobs:
               - {name: "a{i}", command: *tell, parameters: {i: "1:2"}, resource_requirements: r, scheduler: one}
-              - {name: "b{i}", command: *tell, parameters: {i: "1:3"}, depends_on: [a1, a2], resource_requirements: r, scheduler: two}
-              - {name: c, command: *tell, depends_on: [b1, b2, b3], resource_requirements: r, scheduler: three}
+              - {name: "b{i}", command: *tell, parameters: {i: "1:3"}, depends_on: [a1, a2], resource_requirements: three, scheduler: two}
+              - {name: c, command: *tell, depends_on: [b1, b2, b3], resource_requirements: four, scheduler: three}
             actions:
               - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one, scheduler_type: slurm, num_allocations: 2}
               - {trigger_type: on_jobs_ready, jobs: [b1, b2, b3], action_type: schedule_nodes, scheduler: two, scheduler_type: slurm}
               - {trigger_type: on_jobs_complete, jobs: [b1, b2, b3], action_type: schedule_nodes, scheduler: three, scheduler_type: slurm}
             """)
         fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        fakes.write('sbatch', 'env >> "$fake/environment"; exec sbatch "$@"')
         self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'stages.yaml', env={'TORC_PASSWORD': 'of-the-user'}))
         jobs = self.wait_complete()
         for path in glob.glob(glob.escape(self.world.path('torc_output', 'job_stdio')) + '/*.o'):    # written by the jobs of all stages
             self.assertEqual('tag: one, password: \n', read_text(path), path)
         self.assertEqual({'completed'}, {job['status'] for job in jobs.values()}, jobs)
-        # Allocations may end before their jobs are there: those of earlier stages have done all.
+        self.assertEqual(4, read_text(fakes.path('environment')).count('\nTORC_PASSWORD=of-the-user\n'))
         names = [row.name for row in self.allocations()]
         self.assertEqual(len(names), len(set(names)), names)
         records = self.world.main('-f', 'json', 'scheduled-compute-nodes', 'list', 1).json()['items']
         self.assertEqual(len(fakes.calls('sbatch')), len(records))
-        self.assertEqual([2, 1], [sum(row['scheduler_config_id'] == number for row in records) for number in (1, 2)])
+        self.assertEqual([2, 1, 1], [sum(row['scheduler_config_id'] == number for row in records) for number in (1, 2, 3)])
         self.assertEqual(set(), {row['status'] for row in records} - {'complete', 'canceled'})
 
     def test_a_worker_on_each_node(self):
