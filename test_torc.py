@@ -16660,8 +16660,8 @@ class SupervisorTest(WorldTest):
                            SLURM_EXIT_IMMEDIATE='214', **env)
         process = subprocess.Popen(words, env=environment, cwd='/', stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.addCleanup(process.communicate)
-        self.addCleanup(process.kill)
+        for act in (process.stdout.close, process.stdin.close, process.wait, process.kill):
+            self.addCleanup(act)
         return process
 
     def notes(self) -> Any:
