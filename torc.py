@@ -21979,7 +21979,7 @@ def note(*words):
             finally:
                 os.close(descriptor)
         except OSError as error:
-            sys.stderr.write('%s: %s\n' % (NOTES, error.strerror))
+            os.write(2, ('%s: %s\n' % (NOTES, error.strerror)).encode('utf-8', 'surrogateescape'))
         time.sleep(0.5)
     return False
 
