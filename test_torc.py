@@ -8510,13 +8510,18 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
     'RoCrateEntityModel': {'workflow_id': '$workflow', 'entity_id': 'new', 'entity_type': 'File',
                            'file_id': '$file', 'metadata': {'a': [1, None]}},
     'SubmissionRequest': {'submitter': 'me', 'lease_s': 60.0, 'settings': {'output_dir': '/o'}, 'scheduler_config_id': '$slurm_scheduler', 'count': 1,
-                          'actions': [], 'ended': ['nobody']},
+                          'actions': [{'action_id': '$schedule', 'count': 1}], 'ended': ['nobody']},
     'SubmissionReport': {'submitter': 'me', 'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}]},
     'RunnerSyncRequest': {
         'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0,
         'started': [['$pending', 1, '2026-01-01T00:00:00Z']], 'returned': [], 'held': [['$pending', 1]],
         'held_actions': [], 'contents': [['$made_file', 1.5, 6, 'c0de']], 'actions': ['on_workflow_start'],
+        'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}],
+        'held_submissions': ['$scheduled_compute_node'],
         'action_results': [{'action_id': '$action', 'success': True, 'message': 'm'}], 'explain': True,
+        'accounting': [{'job_id': '$running', 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 1,
+                        'max_vm_size_bytes': 1, 'max_disk_read_bytes': 1, 'max_disk_write_bytes': 1,
+                        'ave_cpu_seconds': 1.5, 'node_list': 'n'}],
         'completions': [{'job_id': '$running', 'attempt_id': 1, 'return_code': 1, 'status': 'failed',
                          'exec_time_minutes': 1.5, 'completion_time': '2026-01-01T00:00:00Z',
                          'peak_memory_bytes': 1, 'avg_memory_bytes': 1, 'peak_cpu_percent': 1.0,
@@ -8666,6 +8671,8 @@ class LiveTest(ServiceTest):
         self.call('initialize_jobs', id=ids['workflow'])
         add('action', 'create_workflow_action', trigger_type='on_workflow_start', job_ids=None, persistent=False)
         add('gated_action', 'create_workflow_action')
+        add('schedule', 'create_workflow_action', trigger_type='on_workflow_start', action_type='schedule_nodes', job_ids=None,
+            action_config={'scheduler_id': ids['slurm_scheduler'], 'num_allocations': 1}, persistent=False)
         self.sync(ids['workflow'], ids['compute_node'], want={'strategy': 'queue', 'limit': 4})
         self.store.run('UPDATE job SET status = 3, compute_node_id = ? WHERE id IN (?, ?, ?, ?)',
                        (ids['compute_node'], ids['done'], ids['failed'], ids['running'], ids['pending']))
@@ -9022,7 +9029,8 @@ class MistakeTest(LiveTest):
                 with self.subTest(route.name, place=place), self.undone():
                     rows = self.rows_over_there()
                     status, value = self.request(route, parameters, self.resolve(changed, {**self.ids, **strangers}))
-                    if route.name != 'runner_sync':     # passes over single things, for the good of the rest
+                    # These pass over single things, for the good of the rest.
+                    if route.name not in ('runner_sync', 'report_submissions'):
                         self.assertTrue(400 <= status < 500 or value.get('errors') and not value['completed'], value)
                     self.assertEqual(rows, self.rows_over_there())
         self.assertGreater(count, 40)
@@ -16235,8 +16243,8 @@ class BatchScriptTest(unittest.TestCase):
             #SBATCH --constraint="a&b" --exclusive
 
             # Allocation 12 of workflow 7, by torc.py {torc.__version__}.
-            # They clash with the --mem of its steps.
-            unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
+            # They clash with the --mem of its steps; the last one is the mark of a runner that submits.
+            unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU TORC_RUN_TAG
             export TORC_TOKEN_FILE=/home/ann/torc.db.token
             exec /usr/bin/python3 /data/out/torc-12ab/bin/torc slurm-job-runner \\
                 http://login1:8080 7 /data/out --scheduled-compute-node 12 --poll-interval 30 --max-parallel-jobs 4 --startup-delay-seconds 3
@@ -16452,62 +16460,97 @@ STEP_CANCELED = 'slurmstepd-node1: error: *** STEP 3.6 ON node1 CANCELLED AT 202
 STEP_ENDS = (
     # what, the supervisor's notes, srun's code and signal, its stderr, sacct's state, our doing -> kind of end
     ('exit 0',                  'step 6 9 node1|end 0 0 0 1.0 0.5 100', 0, 0, BIND_NOISE, '', '', 'own'),
-    ('exit 7',                  'step 6 9 node1|end 7 0 0 1.0 0.5 100', 7, 0, 'srun: error: node1: task 0: Exited with exit code 7\n',
+    ('exit 7',                  'step 6 9 node1|end 7 0 0 1.0 0.5 100', 7, 0,
+     'srun: error: node1: task 0: Exited with exit code 7\n',
      'FAILED', '', 'own'),
     ('exit 130',                'step 6 9 node1|end 130 0 0 1.0 0.5 100', 130, 0, '', 'FAILED', '', 'own'),
     ('kills itself',            'step 6 9 node1|end 137 9 0 1.0 0.5 100', 137, 0, '', 'FAILED', '', 'own'),
-    ('kills all it may',        'step 6 9 node1', 137, 0, 'srun: error: node1: task 0: Killed\n', 'CANCELLED', '', 'killed'),
-    ('no python there',         '', 2, 0, 'slurmstepd-node1: error: execve(): /x/python3: No such file or directory\n', '', '', 'no step'),
-    ('no directory there',      'step 6 9 node2|failed node2: No such file or directory /x|end 213 0 0 0.0 0.0 0', 213, 0, '', '', '', 'no start'),
-    ('scancel JOB.STEP',        'step 6 9 node2', 137, 0, STEP_CANCELED.format(''), 'CANCELLED', '', 'canceled'),
-    ('scancel -s TERM, dies',   'step 6 9 node2|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, STEP_CANCELED.format(''), 'CANCELLED', '',
+    ('kills all it may',        'step 6 9 node1', 137, 0, 'srun: error: node1: task 0: Killed\n', 'CANCELLED',
+     '', 'killed'),
+    ('no python there',         '', 2, 0,
+     'slurmstepd-node1: error: execve(): /x/python3: No such file or directory\n', '', '', 'no step'),
+    ('no directory there',      'step 6 9 node2|failed node2: No such file or directory /x|end 213 0 0 0.0 '
+                                '0.0 0', 213, 0, '', '', '', 'no start'),
+    ('scancel JOB.STEP',        'step 6 9 node2', 137, 0, STEP_CANCELED.format(''), 'CANCELLED', '',
      'canceled'),
-    ('scancel -s TERM, exit 3', 'step 6 9 node2|signal 15|end 3 0 0 1.0 0.5 100', 3, 0, STEP_CANCELED.format(''), 'FAILED', '', 'own'),
-    ('scancel -s TERM, exit 0', 'step 6 9 node2|signal 15|end 0 0 0 1.0 0.5 100', 0, 0, STEP_CANCELED.format(''), 'COMPLETED', '', 'own'),
-    ('our own TERM',            'step 6 9 node2|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, STEP_CANCELED.format(''), '', 'interrupt', 'stopped'),
-    ('our own KILL',            'step 6 9 node2|signal 15', 137, 0, STEP_CANCELED.format(''), '', 'deadline', 'stopped'),
-    ('stopped before it began', '', 143, 0, 'srun: error: Cancelled pending job step\n', '', 'deadline', 'no step'),
+    ('scancel -s TERM, dies',   'step 6 9 node2|signal 15|end 143 15 0 1.0 0.5 100', 143, 0,
+     STEP_CANCELED.format(''), 'CANCELLED', '',
+     'canceled'),
+    ('scancel -s TERM, exit 3', 'step 6 9 node2|signal 15|end 3 0 0 1.0 0.5 100', 3, 0,
+     STEP_CANCELED.format(''), 'FAILED', '', 'own'),
+    ('scancel -s TERM, exit 0', 'step 6 9 node2|signal 15|end 0 0 0 1.0 0.5 100', 0, 0,
+     STEP_CANCELED.format(''), 'COMPLETED', '', 'own'),
+    ('our own TERM',            'step 6 9 node2|signal 15|end 143 15 0 1.0 0.5 100', 143, 0,
+     STEP_CANCELED.format(''), '', 'interrupt', 'stopped'),
+    ('our own KILL',            'step 6 9 node2|signal 15', 137, 0, STEP_CANCELED.format(''), '', 'deadline',
+     'stopped'),
+    ('stopped before it began', '', 143, 0, 'srun: error: Cancelled pending job step\n', '', 'deadline',
+     'no step'),
     ('canceled before it began', '', 143, 0, '', '', 'cancel', 'stopped'),
-    ('SIGTERM to srun',         'step 6 9 node1', 137, 0, STEP_CANCELED.format(''), 'CANCELLED', '', 'canceled'),
+    ('SIGTERM to srun',         'step 6 9 node1', 137, 0, STEP_CANCELED.format(''), 'CANCELLED', '',
+     'canceled'),
     ('SIGKILL to srun',         'step 6 9 node1', 137, 9, '', '', '', 'srun'),
-    ('... and its job ended',   'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 137, 9, STEP_CANCELED.format(''), 'CANCELLED', '', 'srun'),
-    ('time limit, dies',        'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, STEP_CANCELED.format('DUE TO TIME LIMIT '),
+    ('... and its job ended',   'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 137, 9,
+     STEP_CANCELED.format(''), 'CANCELLED', '', 'srun'),
+    ('time limit, dies',        'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 143, 0,
+     STEP_CANCELED.format('DUE TO TIME LIMIT '),
      'TIMEOUT', '', 'timeout'),
-    ('time limit, exit 42',     'step 6 9 node1|signal 15|end 42 0 0 1.0 0.5 100', 42, 0, STEP_CANCELED.format('DUE TO TIME LIMIT '), '', '',
+    ('time limit, exit 42',     'step 6 9 node1|signal 15|end 42 0 0 1.0 0.5 100', 42, 0,
+     STEP_CANCELED.format('DUE TO TIME LIMIT '), '', '',
      'timeout'),
-    ('time limit, exit 0',      'step 6 9 node1|signal 15|end 0 0 0 1.0 0.5 100', 0, 0, STEP_CANCELED.format('DUE TO TIME LIMIT '), '', '', 'own'),
-    ('time limit, killed',      'step 6 9 node1|signal 15', 137, 0, STEP_CANCELED.format('DUE TO TIME LIMIT '), 'TIMEOUT', '', 'timeout'),
-    ('time limit, only sacct',  'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, '', 'TIMEOUT', '', 'timeout'),
+    ('time limit, exit 0',      'step 6 9 node1|signal 15|end 0 0 0 1.0 0.5 100', 0, 0,
+     STEP_CANCELED.format('DUE TO TIME LIMIT '), '', '', 'own'),
+    ('time limit, killed',      'step 6 9 node1|signal 15', 137, 0,
+     STEP_CANCELED.format('DUE TO TIME LIMIT '), 'TIMEOUT', '', 'timeout'),
+    ('time limit, only sacct',  'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, '', 'TIMEOUT',
+     '', 'timeout'),
     ('memory, linuxproc',       'step 6 9 node1', 137, 0,
-     'slurmstepd-node1: error: StepId=12.1 exceeded memory limit (433025024 > 104857600), being killed\n', 'CANCELLED', '', 'memory'),
+     'slurmstepd-node1: error: StepId=12.1 exceeded memory limit (433025024 > 104857600), being killed\n',
+     'CANCELLED', '', 'memory'),
     ('memory, cgroup',          'step 6 9 node1|end 137 9 0 1.0 0.5 100', 1, 0,
-     'slurmstepd-node1: error: Detected 1 oom-kill event(s) in StepId=2.1. Some of your processes may have been killed\n'
+     'slurmstepd-node1: error: Detected 1 oom-kill event(s) in StepId=2.1. Some of your processes may have '
+     'been killed\n'
      'srun: error: node1: task 0: Out Of Memory\n', 'OUT_OF_MEMORY', '', 'memory'),
-    ('memory, only a child',    'step 6 9 node1|end 0 0 0 1.0 0.5 100', 1, 0, 'srun: error: node1: task 0: Out Of Memory\n', '', '', 'memory'),
-    ('memory, newer words',     'step 6 9 node1|end 137 9 0 1.0 0.5 100', 1, 0, 'slurmstepd: error: Detected 2 oom_kill events in StepId=2.1\n',
+    ('memory, only a child',    'step 6 9 node1|end 0 0 0 1.0 0.5 100', 1, 0,
+     'srun: error: node1: task 0: Out Of Memory\n', '', '', 'memory'),
+    ('memory, newer words',     'step 6 9 node1|end 137 9 0 1.0 0.5 100', 1, 0,
+     'slurmstepd: error: Detected 2 oom_kill events in StepId=2.1\n',
      '', '', 'memory'),
-    ('memory, only sacct',      'step 6 9 node1|end 137 9 0 1.0 0.5 100', 1, 0, '', 'OUT_OF_MEMORY', '', 'memory'),
-    ('its only node crashes',   'step 6 9 node3', 0, 0, 'srun: error: Node failure on node3\n', 'CANCELLED', '', 'node'),
-    ('one of its nodes',        'step 6 9 node2', 143, 0, 'srun: error: Node failure on node3\nsrun: error: node2: task 0: Terminated\n',
+    ('memory, only sacct',      'step 6 9 node1|end 137 9 0 1.0 0.5 100', 1, 0, '', 'OUT_OF_MEMORY', '',
+     'memory'),
+    ('its only node crashes',   'step 6 9 node3', 0, 0, 'srun: error: Node failure on node3\n', 'CANCELLED',
+     '', 'node'),
+    ('one of its nodes',        'step 6 9 node2', 143, 0,
+     'srun: error: Node failure on node3\nsrun: error: node2: task 0: Terminated\n',
      'CANCELLED', '', 'node'),
     ('a node of the job',       'step 6 9 node2|signal 15|end 143 15 0 1.0 0.5 100', 143, 0,
      STEP_CANCELED.format('DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS '), 'CANCELLED', '', 'node'),
-    ('done before it crashed',  'step 6 9 node3|end 0 0 0 1.0 0.5 100', 0, 0, 'srun: error: Node failure on node3\n', '', '', 'own'),
-    ('launch on a lost node',   '', 233, 0, 'srun: error: Task launch for StepId=16.1 failed on node node3: Communication connection failure\n',
+    ('done before it crashed',  'step 6 9 node3|end 0 0 0 1.0 0.5 100', 0, 0,
+     'srun: error: Node failure on node3\n', '', '', 'own'),
+    ('launch on a lost node',   '', 233, 0,
+     'srun: error: Task launch for StepId=16.1 failed on node node3: Communication connection failure\n',
      'CANCELLED', '', 'no step'),
-    ('slurmstepd alone dies',   'step 6 9 node1|lost|end 137 9 0 1.0 0.5 100', 0, 0, 'srun: Timed out waiting for job step to complete\n',
+    ('slurmstepd alone dies',   'step 6 9 node1|lost|end 137 9 0 1.0 0.5 100', 0, 0,
+     'srun: Timed out waiting for job step to complete\n',
      'CANCELLED', '', 'stepd'),
-    ('... and nothing is left', 'step 6 9 node1', 0, 0, 'srun: Timed out waiting for job step to complete\n', '', '', 'stepd'),
-    ('preempted',               'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 143, 0, STEP_CANCELED.format('DUE TO PREEMPTION '),
+    ('... and nothing is left', 'step 6 9 node1', 0, 0, 'srun: Timed out waiting for job step to complete\n',
+     '', '', 'stepd'),
+    ('preempted',               'step 6 9 node1|signal 15|end 143 15 0 1.0 0.5 100', 143, 0,
+     STEP_CANCELED.format('DUE TO PREEMPTION '),
      'CANCELLED', '', 'preempted'),
-    ('preempted, saves, exit 5', 'step 6 9 node1|signal 15|end 5 0 0 1.0 0.5 100', 5, 0, STEP_CANCELED.format('DUE TO PREEMPTION '), '', '',
+    ('preempted, saves, exit 5', 'step 6 9 node1|signal 15|end 5 0 0 1.0 0.5 100', 5, 0,
+     STEP_CANCELED.format('DUE TO PREEMPTION '), '', '',
      'preempted'),
-    ('larger than the job',     '', 213, 0, 'srun: error: Unable to create step for job 10: More processors requested than permitted\n', '', '',
+    ('larger than the job',     '', 213, 0,
+     'srun: error: Unable to create step for job 10: More processors requested than permitted\n', '', '',
      'no step'),
-    ('busy',                    '', 214, 0, 'srun: error: Unable to create step for job 10: Requested nodes are busy\n', '', '', 'no step'),
+    ('busy',                    '', 214, 0,
+     'srun: error: Unable to create step for job 10: Requested nodes are busy\n', '', '', 'no step'),
     ('the job has ended',       '', 213, 0, 'srun: error: Slurm job 4 has expired\n', '', '', 'no step'),
-    ('controller away',         '', 213, 0, 'srun: error: Unable to confirm allocation for job 2: Unable to contact slurm controller (connect '
-     'failure)\nsrun: Check SLURM_JOB_ID environment variable. Expired or invalid job 2\n', '', '', 'no step'),
+    ('controller away',         '', 213, 0,
+     'srun: error: Unable to confirm allocation for job 2: Unable to contact slurm controller (connect '
+     'failure)\nsrun: Check SLURM_JOB_ID environment variable. Expired or invalid job 2\n', '', '',
+     'no step'),
     ('a lying 0',               '', 0, 0, '', '', '', 'no step'),
     ('no trace',                'step 6 9 node1', 1, 0, '', '', '', 'vanished'),
 )
@@ -16518,20 +16561,26 @@ class StepRulesTest(unittest.TestCase):
 
     def request(self, **more: Any) -> Any:
         """A step of one CPU."""
-        return torc.StepRequest(**dict({'job_id': '77', 'name': 'wf1_j2_r1_a1', 'num_cpus': 1, 'memory_bytes': 0, 'num_gpus': 0}, **more))
+        return torc.StepRequest(**dict({'job_id': '77', 'name': 'wf1_j2_r1_a1', 'num_cpus': 1,
+                                        'memory_bytes': 0, 'num_gpus': 0}, **more))
 
     def test_memory_and_gpus_are_stated_also_where_a_job_asks_for_none(self):
-        self.assertEqual('--jobid=77 --ntasks=1 --cpu-bind=none --exact --job-name=wf1_j2_r1_a1 --nodes=1 --cpus-per-task=1 --mem=0M --gres=none '
+        self.assertEqual('--jobid=77 --ntasks=1 --cpu-bind=none --exact --job-name=wf1_j2_r1_a1 --nodes=1 '
+                         '--cpus-per-task=1 --mem=0M --gres=none '
                          '--input=none', ' '.join(torc.step_flags(self.request())))
 
     def test_a_step_has_the_flags_of_the_pages(self):
         for more, flags in (
-                ({'memory_bytes': 1 << 30}, '--mem=1024M'), ({'memory_bytes': 512000}, '--mem=30M'), ({'memory_bytes': (40 << 20) + 1}, '--mem=41M'),
+                ({'memory_bytes': 1 << 30}, '--mem=1024M'), ({'memory_bytes': 512000}, '--mem=30M'),
+                ({'memory_bytes': (40 << 20) + 1}, '--mem=41M'),
                 ({'num_cpus': 4}, '--cpus-per-task=4'), ({'num_gpus': 2}, '--gpus=2'), ({'minutes': 28}, '--time=28'),
-                ({'signal': 'TERM@120'}, '--signal=TERM@120'), ({'node_names': ['node2']}, '--nodelist=node2 --nodes=1'),
+                ({'signal': 'TERM@120'}, '--signal=TERM@120'), ({'node_names': ['node2']},
+                                                                '--nodelist=node2 --nodes=1'),
                 ({'errors_to': '/dev/fd/9'}, '--error=/dev/fd/9'),
-                ({'num_nodes': 2, 'node_names': ['a', 'b'], 'num_gpus': 3}, '--nodelist=a,b --nodes=2 --ntasks-per-node=1 --wait=0'),
-                ({'num_nodes': 2, 'num_gpus': 3}, '--gpus=6'), ({'num_nodes': 2}, '--jobid=77 --ntasks=2 --cpu-bind=none')):
+                ({'num_nodes': 2, 'node_names': ['a', 'b'], 'num_gpus': 3},
+                 '--nodelist=a,b --nodes=2 --ntasks-per-node=1 --wait=0'),
+                ({'num_nodes': 2, 'num_gpus': 3}, '--gpus=6'), ({'num_nodes': 2},
+                                                                '--jobid=77 --ntasks=2 --cpu-bind=none')):
             with self.subTest(flags):
                 self.assertIn(f' {flags} ', f" {' '.join(torc.step_flags(self.request(**more)))} ")
         self.assertNotIn('--cpu-bind=none', torc.step_flags(self.request(binds_cpus=True)))
@@ -16542,44 +16591,56 @@ class StepRulesTest(unittest.TestCase):
             self.assertEqual(minutes, torc.step_minutes(left_s, headroom_s), (left_s, headroom_s))
 
     def test_early_signals_are_read(self):
-        for text, found in (('TERM@120', ('TERM', 120)), ('SIGUSR1@60', ('USR1', 60)), ('usr2', ('USR2', 60)), ('B:INT@5', ('INT', 5)),
+        for text, found in (('TERM@120', ('TERM', 120)), ('SIGUSR1@60', ('USR1', 60)), ('usr2', ('USR2', 60)),
+                            ('B:INT@5', ('INT', 5)),
                             ('10@30', ('10', 30)), ('', None), ('TERM@', None), ('TERM @ 5', None)):
             self.assertEqual(found, torc.parse_step_signal(text), text)
 
     def test_what_would_change_a_step_is_stripped_and_how_slurm_is_reached_is_kept(self):
         given = {name: '1' for name in (
-            'SLURM_MEM_PER_NODE', 'SLURM_CPUS_PER_TASK', 'SRUN_CPUS_PER_TASK', 'SLURM_EXPORT_ENV', 'SLURM_TIMELIMIT', 'CUDA_VISIBLE_DEVICES',
-            'SLURM_NTASKS', 'SLURM_JOB_NUM_NODES', 'SLURM_OVERLAP', 'SLURM_CONF', 'SLURM_JOB_ID', 'SLURM_SUBMIT_DIR', 'SLURM_ARRAY_TASK_ID', 'PATH')}
+            'SLURM_MEM_PER_NODE', 'SLURM_CPUS_PER_TASK', 'SRUN_CPUS_PER_TASK', 'SLURM_EXPORT_ENV',
+            'SLURM_TIMELIMIT', 'CUDA_VISIBLE_DEVICES',
+            'SLURM_NTASKS', 'SLURM_JOB_NUM_NODES', 'SLURM_OVERLAP', 'SLURM_CONF', 'SLURM_JOB_ID',
+            'SLURM_SUBMIT_DIR', 'SLURM_ARRAY_TASK_ID', 'PATH')}
         found = torc.step_variables(given)
         self.assertEqual({'SLURM_EXIT_ERROR': '213', 'SLURM_EXIT_IMMEDIATE': '214'}, {name: value for name, value in found.items() if value})
-        self.assertEqual({'SLURM_CONF', 'SLURM_JOB_ID', 'SLURM_SUBMIT_DIR', 'SLURM_ARRAY_TASK_ID', 'PATH'}, set(given) - set(found))
+        self.assertEqual({'SLURM_CONF', 'SLURM_JOB_ID', 'SLURM_SUBMIT_DIR', 'SLURM_ARRAY_TASK_ID', 'PATH'},
+                         set(given) - set(found))
 
     def test_notes_are_read_as_far_as_they_go(self):
-        notes = torc.parse_step_notes('step 12 345 node2\nsignal 15\nsignal 10\nend 143 15 1 2.5 1.25 2048\nend 0 0')
-        self.assertEqual(('12', 345, 'node2', (15, 10), '', False, 143, 15, True, 2.5, 1.25, 2048 * 1024), tuple(notes))
+        notes = torc.parse_step_notes('step 12 345 node2\nsignal 15\nsignal 10\nend 143 15 1 2.5 1.25 '
+                                      '2048\nend 0 0')
+        self.assertEqual(('12', 345, 'node2', (15, 10), '', False, 143, 15, True, 2.5, 1.25, 2048 * 1024),
+                         tuple(notes))
         self.assertEqual((torc.StepNotes(), False), (torc.parse_step_notes(''), torc.StepNotes().has_begun))
-        self.assertEqual('node2: No such file x y', torc.parse_step_notes('step 1 2 a\nfailed node2: No such file x y\n').failure)
-        self.assertEqual(torc.StepNotes(is_lost=True), torc.parse_step_notes('step\nend x\nend 1\n\nlost\nsignal x\nwhat\n'))
+        self.assertEqual('node2: No such file x y',
+                         torc.parse_step_notes('step 1 2 a\nfailed node2: No such file x y\n').failure)
+        self.assertEqual(torc.StepNotes(is_lost=True),
+                         torc.parse_step_notes('step\nend x\nend 1\n\nlost\nsignal x\nwhat\n'))
 
     def test_an_end_is_judged_by_notes_by_what_srun_says_and_by_the_accounting_together(self):
         for what, notes, code, number, text, state, stopped_for, kind in STEP_ENDS:
             with self.subTest(what):
                 notes = torc.parse_step_notes(notes.replace('|', '\n') + '\n')
-                self.assertEqual(kind, torc.judge_step(notes, code, number, torc.read_step_sign(text), state, stopped_for))
+                self.assertEqual(kind, torc.judge_step(notes, code, number, torc.read_step_sign(text), state,
+                                                       stopped_for))
                 self.assertIn(kind, torc.STEP_OUTCOMES)
         self.assertEqual(set(torc.STEP_OUTCOMES), {row[-1] for row in STEP_ENDS})
         self.assertLessEqual(set(torc.STEP_STATES), set(torc.SLURM_STATES))
 
     def test_the_accounting_is_asked_only_where_it_may_change_the_verdict(self):
         for notes, sign, stopped_for, is_clear in (
-                ('end 0 0 0 1 1 1', '', '', True), ('end 0 0 0 1 1 1', 'canceled', '', True), ('end 7 0 0 1 1 1', '', '', False),
-                ('end 137 9 0 1 1 1', '', 'interrupt', True), ('signal 15', 'canceled', '', False), ('signal 15', 'node', '', True),
+                ('end 0 0 0 1 1 1', '', '', True), ('end 0 0 0 1 1 1', 'canceled', '', True),
+                ('end 7 0 0 1 1 1', '', '', False),
+                ('end 137 9 0 1 1 1', '', 'interrupt', True), ('signal 15', 'canceled', '', False),
+                ('signal 15', 'node', '', True),
                 ('failed x', '', '', True), ('', '', '', False)):
             notes = torc.parse_step_notes(f'step 6 9 node1\n{notes}\n')
             self.assertEqual(is_clear, torc.is_step_clear(notes, sign, stopped_for), (notes, sign, stopped_for))
 
     def test_what_srun_says_is_told_in_one_line_without_noise(self):
-        self.assertEqual('Unable to create step for job 10: Requested nodes are busy', torc.explain_step_failure(
+        self.assertEqual('Unable to create step for job 10: Requested nodes are busy',
+                         torc.explain_step_failure(
             BIND_NOISE + 'srun: error: Unable to create step for job 10: Requested nodes are busy\n'))
         self.assertEqual('execve(): x\\x1b', torc.explain_step_failure(
             'slurmstepd-node1: error: execve(): x\x1b\nsrun: error: node1: task 0: Exited with exit code 2\n'))
@@ -16594,11 +16655,14 @@ class SupervisorTest(WorldTest):
         for name in {'notes', out, error} - {'-', '='}:
             self.world.write(name, '')
         files = [name if name in '-=' else self.world.path(name) for name in (out, error, source)]
-        words = [sys.executable, '-I', '-S', supervisor, self.world.path('notes'), self.world.directory, *files, '/bin/bash', '-c', command]
-        environment = dict(self.world.environment, SLURM_STEP_ID='12', SLURM_EXIT_ERROR='213', SLURM_EXIT_IMMEDIATE='214', **env)
-        process = subprocess.Popen(words, env=environment, cwd='/', stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.addCleanup(process.communicate)
-        self.addCleanup(process.kill)
+        words = [sys.executable, '-I', '-S', supervisor, self.world.path('notes'), self.world.directory,
+                 *files, '/bin/bash', '-c', command]
+        environment = dict(self.world.environment, SLURM_STEP_ID='12', SLURM_EXIT_ERROR='213',
+                           SLURM_EXIT_IMMEDIATE='214', **env)
+        process = subprocess.Popen(words, env=environment, cwd='/', stdin=subprocess.PIPE,
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for act in (process.stdout.close, process.stdin.close, process.wait, process.kill):
+            self.addCleanup(act)
         return process
 
     def notes(self) -> Any:
@@ -16626,24 +16690,30 @@ class SupervisorTest(WorldTest):
                     ended, notes.return_code, notes.signal_number, notes.number, notes.host, notes.failure))
 
     def test_it_notes_the_time_and_the_cpu_time_of_the_job(self):
-        notes = self.finish('n=0; while [ $n -lt 30000 ]; do n=$((n+1)); done; (n=0; while [ $n -lt 30000 ]; do n=$((n+1)); done)')[1]
+        notes = self.finish('n=0; while [ $n -lt 30000 ]; do n=$((n+1)); done; (n=0; while [ $n -lt 30000 '
+                            ']; do n=$((n+1)); done)')[1]
         self.assertTrue(0 < notes.cpu_s <= notes.wall_s + 0.05, notes)
 
     def test_the_job_finds_what_it_finds_without_slurm(self):
-        self.finish('echo "$0 $- $#"; readlink /proc/self/fd/0; pwd; ls /proc/self/fd; env | grep -c "^SLURM_EXIT"; echo bad >&2')
-        self.assertEqual(f'/bin/bash hBc 0\n/dev/null\n{self.world.directory}\n0\n1\n2\n3\n0\n', self.world.read('out'))
+        self.finish('echo "$0 $- $#"; readlink /proc/self/fd/0; pwd; ls /proc/self/fd; env | grep -c '
+                    '"^SLURM_EXIT"; echo bad >&2')
+        self.assertEqual(f'/bin/bash hBc 0\n/dev/null\n{self.world.directory}\n0\n1\n2\n3\n0\n',
+                         self.world.read('out'))
         self.assertEqual('bad\n', self.world.read('err'))
 
     def test_the_environment_is_what_srun_passes_byte_for_byte(self):
-        given = {'LC_ALL': 'C', 'A_TEXT': 'a b\nc=ä', 'EMPTY': '', 'SLURM_STEP_ID': '12', 'PATH': '/usr/bin:/bin', 'HOME': '/nowhere', MARK: self.world.mark}
+        given = {'LC_ALL': 'C', 'A_TEXT': 'a b\nc=ä', 'EMPTY': '', 'SLURM_STEP_ID': '12',
+                 'PATH': '/usr/bin:/bin', 'HOME': '/nowhere', MARK: self.world.mark}
         self.world.environment = given
         self.finish('cat /proc/self/environ')
         found = dict(entry.split('=', 1) for entry in self.world.read('out').split('\0') if entry)
         self.assertEqual(given, {name: value for name, value in found.items() if name not in ('PWD', 'SHLVL', '_', 'OLDPWD')})
 
     def test_signals_have_their_default_actions_and_the_job_is_a_session_of_its_own(self):
-        self.finish('grep -E "Sig(Blk|Ign)" /proc/self/status; read -r _ _ _ _ group session _ < /proc/$$/stat; echo $((group == $$)) $((session == $$))')
-        self.assertEqual(['SigBlk: 0', 'SigIgn: 0', '1 1'], [re.sub(':.0+$', ': 0', line) for line in self.world.read('out').splitlines()])
+        self.finish('grep -E "Sig(Blk|Ign)" /proc/self/status; read -r _ _ _ _ group session _ < '
+                    '/proc/$$/stat; echo $((group == $$)) $((session == $$))')
+        self.assertEqual(['SigBlk: 0', 'SigIgn: 0', '1 1'],
+                         [re.sub(':.0+$', ': 0', line) for line in self.world.read('out').splitlines()])
 
     def test_stdout_and_stderr_may_be_one_file_in_order_or_nowhere(self):
         command = 'echo 1; echo 2 >&2; echo 3; readlink /proc/self/fd/2 >&2'
@@ -16653,14 +16723,18 @@ class SupervisorTest(WorldTest):
         self.assertEqual([b'1', b'2', b'3'], process.communicate()[0].split()[:3])
 
     def test_a_command_that_is_too_long_for_an_argument_comes_from_a_file(self):
-        self.world.write('command', f'echo "$0 ${{#A}} ${{TORC_COMMAND-unset}}"; A={"x" * 200000}; echo ${{#A}}; cat; ls /proc/self/fd | wc -l')
+        self.world.write('command', f'echo "$0 ${{#A}} ${{TORC_COMMAND-unset}}"; A={"x" * 200000}; echo '
+                                    f'${{#A}}; cat; ls /proc/self/fd | wc -l')
         code = self.begin(torc.READ_COMMAND.decode(), source='command').wait(20)
-        self.assertEqual((0, '/bin/bash 0 unset\n200000\n4\n', False), (code, self.world.read('out'), os.path.exists(self.world.path('command'))))
+        self.assertEqual((0, '/bin/bash 0 unset\n200000\n4\n', False), (code, self.world.read('out'),
+                                                                        os.path.exists(self.world.path('command'))))
 
     def test_what_the_job_leaves_behind_ends_with_it(self):
         began = time.monotonic()
-        self.finish('sleep 1000 & echo $! > a; setsid sleep 1000 & echo $! > b; (setsid bash -c "echo \\$\\$ > c; exec sleep 1000" &); '
-                    'until [ -s c ]; do sleep 0.01; done; env -i setsid bash -c "kill -STOP \\$\\$" & echo $! > d')
+        self.finish('sleep 1000 & echo $! > a; setsid sleep 1000 & echo $! > b; (setsid bash -c "echo '
+                    '\\$\\$ > c; exec sleep 1000" &); '
+                    'until [ -s c ]; do sleep 0.01; done; env -i setsid bash -c "kill -STOP \\$\\$" & echo '
+                    '$! > d')
         self.assertGone(*map(self.pid_in, 'abcd'))
         self.assertLess(time.monotonic() - began, 10)
 
@@ -16676,7 +16750,8 @@ class SupervisorTest(WorldTest):
         job = self.pid_in('a')
         for pid in (process.pid, job):      # as Slurm does it
             os.kill(pid, signal.SIGTERM)
-        self.assertEqual((42, (15,), 42, 'caught\n'), (process.wait(20), self.notes().signals, self.notes().return_code, self.world.read('out')))
+        self.assertEqual((42, (15,), 42, 'caught\n'), (process.wait(20), self.notes().signals,
+                                                       self.notes().return_code, self.world.read('out')))
 
     def test_a_stopped_job_gets_its_signal(self):
         process = self.begin('echo $$ > a; kill -STOP $$; while :; do sleep 0.05; done')
@@ -16695,8 +16770,10 @@ class SupervisorTest(WorldTest):
 
     def test_when_slurmstepd_has_died_the_job_is_killed_with_all_that_it_has_started(self):
         self.begin('true').wait(20)
-        words = [sys.executable, '-I', '-S', self.world.path('supervisor.py'), self.world.path('notes'), self.world.directory, self.world.path('out'),
-                 self.world.path('err'), '-', '/bin/bash', '-c', 'setsid sleep 1000 & echo $! > a; echo $$ > b; trap "" TERM; while :; do sleep 1; done']
+        words = [sys.executable, '-I', '-S', self.world.path('supervisor.py'), self.world.path('notes'),
+                 self.world.directory, self.world.path('out'),
+                 self.world.path('err'), '-', '/bin/bash', '-c',
+                 'setsid sleep 1000 & echo $! > a; echo $$ > b; trap "" TERM; while :; do sleep 1; done']
         self.world.write('notes', '')
         parent = os.fork()
         if parent == 0:
@@ -16716,8 +16793,10 @@ class SupervisorTest(WorldTest):
         process = self.begin('echo > ran', SLURM_TEST='1')
         process.wait(20)
         os.unlink(self.world.path('ran'))
-        process = subprocess.run([process.args[index] if index != 4 else self.world.path('gone') for index in range(len(process.args))],
-                                 env=self.world.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
+        process = subprocess.run([process.args[index] if index != 4 else self.world.path('gone')
+                                  for index in range(len(process.args))],
+                                 env=self.world.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                 timeout=20)
         self.assertEqual((213, False), (process.returncode, os.path.exists(self.world.path('ran'))))
         self.assertIn(b'No such file', process.stdout)
 
@@ -18385,17 +18464,21 @@ code=$?
 exit $code
 '''
 # The same on another node, where what is killed here lives on.
-SRUN_ELSEWHERE = SRUN.replace('SLURM_STEP_ID=5', 'prlimit --rttime=unlimited env -u TORC_RUN_TAG SLURM_STEP_ID=5 setsid -w', 1)
+SRUN_ELSEWHERE = SRUN.replace('SLURM_STEP_ID=5',
+                              'prlimit --rttime=unlimited env -u TORC_RUN_TAG SLURM_STEP_ID=5 setsid -w', 1)
 
 
 class SlurmStarterTest(PartTest):
     """A starter with real processes behind a srun that is a script."""
 
-    def build(self, srun: str = SRUN, cap_bytes: int = 0, nodes: Sequence[str] = ('node1',), end_time: Optional[float] = None, **config: Any) -> Any:
+    def build(self, srun: str = SRUN, cap_bytes: int = 0, nodes: Sequence[str] = ('node1',),
+              end_time: Optional[float] = None, **config: Any) -> Any:
         """A starter. Its allocation is job 77."""
-        self.fakes, self.reasons = self.world.fake_slurm(srun=srun, scancel='exit 0'), []      # type: Any, List[str]
+        self.fakes, self.reasons = self.world.fake_slurm(srun=srun,
+                                                         scancel='exit 0'), []      # type: Any, List[str]
         context = self.context(execution_config=config)
-        context.allocation = unittest.mock.Mock(job_id='77', node_names=list(nodes), end_time=end_time, is_subtask=False)
+        context.allocation = unittest.mock.Mock(job_id='77', node_names=list(nodes), end_time=end_time,
+                                                is_subtask=False)
         self.node = self.launcher()
         with self.world.inside():
             self.starter = starter = torc.SlurmStarter(context, self.node)
@@ -18411,7 +18494,8 @@ class SlurmStarterTest(PartTest):
 
     def begin(self, command: str, number: int = 1, needs: Any = None, **job: Any) -> Any:
         """Start an attempt."""
-        attempt = self.attempt(number=number, **dict({'command': command, 'invocation_script': None, 'env': None}, **job))
+        attempt = self.attempt(number=number,
+                               **dict({'command': command, 'invocation_script': None, 'env': None}, **job))
         attempt.needs = needs or attempt.needs
         attempt.grant = torc.Grant(attempt.needs, (0,), ('5',), ('5',))
         outputs = []    # type: List[int]
@@ -18465,12 +18549,15 @@ class SlurmStarterTest(PartTest):
 
     def test_a_step_runs_with_its_environment_and_leaves_no_files_but_its_output(self):
         self.build(end_time=time.time() + 600).context.variables = {'COMMON': 'yes'}
-        attempt = self.begin('echo $COMMON $TORC_JOB_NAME $OWN ${CUDA_VISIBLE_DEVICES-none}; echo bad >&2; exit 3', env={'OWN': 'o'})
+        attempt = self.begin('echo $COMMON $TORC_JOB_NAME $OWN ${CUDA_VISIBLE_DEVICES-none}; echo bad >&2; '
+                             'exit 3', env={'OWN': 'o'})
         self.assertEqual(('failed', 3, '', False), self.judged(attempt))
-        self.assertEqual(('yes j1 o none\n', 'bad\n'), tuple(self.world.read(f'out/job_stdio/job_wf1_j1_r1_a1.{end}') for end in 'oe'))
+        self.assertEqual(('yes j1 o none\n', 'bad\n'),
+                         tuple(self.world.read(f'out/job_stdio/job_wf1_j1_r1_a1.{end}') for end in 'oe'))
         self.assertEqual((['supervisor.py'], {}), (self.left(), self.starter.steps))
         argv = self.fakes.calls('srun')[0].argv
-        self.assertEqual('--jobid=77 --ntasks=1 --cpu-bind=none --exact --job-name=wf1_j1_r1_a1 --nodes=1 --cpus-per-task=1 --mem=0M --gres=none '
+        self.assertEqual('--jobid=77 --ntasks=1 --cpu-bind=none --exact --job-name=wf1_j1_r1_a1 --nodes=1 '
+                         '--cpus-per-task=1 --mem=0M --gres=none '
                          f'--time=8 --input=none {sys.executable} -I -S', ' '.join(argv[:14]))
         self.assertEqual(['-', torc.Shell(self.node).path, '-c', attempt.job['command']], argv[-4:])
 
@@ -18495,21 +18582,25 @@ class SlurmStarterTest(PartTest):
 
     def test_output_that_nobody_wants_goes_nowhere(self):
         self.build(stdio={'mode': 'none'})
-        self.assertEqual(('completed', 0, '', False), self.ran('readlink /proc/self/fd/[12] | sort -u > seen; grep -x /dev/null seen'))
+        self.assertEqual(('completed', 0, '', False),
+                         self.ran('readlink /proc/self/fd/[12] | sort -u > seen; grep -x /dev/null seen'))
         self.assertEqual('/dev/null\n', self.world.read('seen').partition('pipe')[0][-10:])
 
     def test_capped_output_goes_through_srun(self):
         self.build(SRUN.replace('"$@"', '"$@" 2>&9', 1), cap_bytes=4)
         attempt = self.begin('echo 123456; echo abcdef >&2')
         self.assertEqual(('completed', 0, '', False), self.judged(attempt))
-        self.wait_for(lambda: self.starter.context.cap.is_written(attempt.streams, time.monotonic()), 'the output')
-        self.assertEqual(['1234', 'abcd'], [self.world.read(f'out/job_stdio/job_wf1_j1_r1_a1.{end}') for end in 'oe'])
+        self.wait_for(lambda: self.starter.context.cap.is_written(attempt.streams, time.monotonic()),
+                      'the output')
+        self.assertEqual(['1234', 'abcd'],
+                         [self.world.read(f'out/job_stdio/job_wf1_j1_r1_a1.{end}') for end in 'oe'])
         self.assertIn('--error=/dev/fd/9', self.fakes.calls('srun')[0].argv)
 
     def test_a_long_command_goes_through_a_file(self):
         self.build()
         self.assertEqual(('completed', 0, '', False), self.ran(f'A={"x" * 200000}; echo ${{#A}}'))
-        self.assertEqual(('200000\n', ['supervisor.py']), (self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'), self.left()))
+        self.assertEqual(('200000\n', ['supervisor.py']),
+                         (self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'), self.left()))
 
     def test_files_of_steps_are_made_anew_when_somebody_has_removed_them(self):
         self.build()
@@ -18525,7 +18616,8 @@ class SlurmStarterTest(PartTest):
         self.assertEqual((errno.EAGAIN, ['supervisor.py']), (caught.exception.errno, self.left()))
 
     def test_a_step_that_slurm_does_not_start_gives_the_job_back_and_makes_a_pause(self):
-        self.build('echo "srun: error: Unable to create step for job 77: Requested nodes are busy" >&2; exit 214')
+        self.build('echo "srun: error: Unable to create step for job 77: Requested nodes are busy" >&2; '
+                   'exit 214')
         said = 'Slurm started no step for it: Unable to create step for job 77: Requested nodes are busy'
         self.assertEqual((('terminated', 137, said, True), [said]), (self.ran('true'), self.reasons))
 
@@ -18536,7 +18628,8 @@ class SlurmStarterTest(PartTest):
             ended=lambda attempt: calls.append('ended'), drop=lambda attempt: calls.append('drop'),
             state_of=lambda attempt: calls.append('state') or states.pop(0))
         self.assertEqual(('completed', 0, '', False), self.ran('true'))
-        self.assertEqual(('failed', 137, 'killed by Slurm, all of it or a part, at the memory limit of its step', False), self.ran('exit 9', number=2))
+        self.assertEqual(('failed', 137, 'killed by Slurm, all of it or a part, at the memory limit of its '
+                                         'step', False), self.ran('exit 9', number=2))
         self.fakes.write('srun', 'exit 213')
         self.assertTrue(self.ran('true', number=3)[3])
         self.assertEqual(['ended', 'ended', 'state', 'state', 'drop'], calls)
@@ -18559,7 +18652,8 @@ class SlurmStarterTest(PartTest):
         self.assertAlmostEqual(torc.STEP_KILL_S, attempt.process.kill_at - time.monotonic(), delta=4)
         self.wait_for(lambda: '77.5' in self.scancels(), 'the second scancel')
         attempt.process.kill_at = 0.0
-        self.assertEqual(('terminated', 152, "stopped: the runner's time is over", False), self.judged(attempt))
+        self.assertEqual(('terminated', 152, "stopped: the runner's time is over", False),
+                         self.judged(attempt))
         self.assertEqual({'-s TERM 77.5', '77.5'}, set(self.scancels()))
 
     def test_steps_are_signalled_by_one_call(self):
@@ -18594,7 +18688,8 @@ class SlurmStarterTest(PartTest):
         self.build(SRUN.replace('code=$?', 'exec sleep 1000'))
         attempt = self.begin('exit 4')
         step = self.starter.steps[attempt]
-        self.wait_for(lambda: self.starter.read_notes(step) or step.notes.return_code is not None, 'the end of the job')
+        self.wait_for(lambda: self.starter.read_notes(step) or step.notes.return_code is not None,
+                      'the end of the job')
         step.look_at = 0.0
         self.turn()
         self.assertTrue(0 < self.starter.due() - time.monotonic() <= torc.STEP_REST_S)
@@ -18630,7 +18725,8 @@ class SlurmStarterTest(PartTest):
         self.build(end_time=time.time() + 90, srun_termination_signal='USR1@60')
         attempt = self.begun(self.begin('sleep 1000'))
         self.wait_for(self.scancels, 'scancel')
-        self.assertEqual((['-s USR1 77.5'], math.inf), (self.scancels(), self.starter.steps[attempt].early_at))
+        self.assertEqual((['-s USR1 77.5'], math.inf), (self.scancels(),
+                                                        self.starter.steps[attempt].early_at))
 
     def test_the_early_signal_is_not_sent_to_a_job_that_has_got_it(self):
         self.build(end_time=time.time() + 300, srun_termination_signal='USR1@60')
@@ -18658,7 +18754,8 @@ class SlurmStarterTest(PartTest):
         for number in (1, 2):
             self.begun(self.begin('sleep 1000', number=number))
         self.starter.close()
-        self.assertEqual((['77.5 77.5'], False), (self.scancels(), os.path.exists(self.world.path('out', 'slurm_steps'))))
+        self.assertEqual((['77.5 77.5'], False), (self.scancels(),
+                                                  os.path.exists(self.world.path('out', 'slurm_steps'))))
 
     def test_guardians_cancel_the_steps_of_a_runner_that_has_died(self):
         self.build()
@@ -18689,12 +18786,16 @@ class SlurmStarterTest(PartTest):
         launcher = self.launcher()
         inside, nested = (unittest.mock.Mock(job_id='1', is_subtask=is_subtask) for is_subtask in (False, True))
         for mode, allocation, limits, env, kind in (
-                ('direct', inside, True, {}, 'DirectStarter'), ('auto', None, True, {}, 'DirectStarter'), ('auto', inside, True, {}, 'SlurmStarter'),
-                ('slurm', inside, True, {}, 'SlurmStarter'), ('auto', nested, True, {}, 'DirectStarter'), ('auto', inside, False, {}, 'DirectStarter'),
+                ('direct', inside, True, {}, 'DirectStarter'), ('auto', None, True, {}, 'DirectStarter'),
+                ('auto', inside, True, {}, 'SlurmStarter'),
+                ('slurm', inside, True, {}, 'SlurmStarter'), ('auto', nested, True, {}, 'DirectStarter'),
+                ('auto', inside, False, {}, 'DirectStarter'),
                 ('auto', inside, True, {'TORC_FAKE_SRUN': '/no/srun'}, 'DirectStarter'),
                 ('slurm', None, True, {}, 'there is no Slurm allocation here (SLURM_JOB_ID is not set)'),
-                ('slurm', None, True, {'SLURM_JOB_ID': '9'}, 'SLURM_JOB_ID names no allocation that can be used'),
-                ('slurm', nested, True, {}, 'this runner is in a step itself, and a step in a step waits for ever'),
+                ('slurm', None, True, {'SLURM_JOB_ID': '9'},
+                 'SLURM_JOB_ID names no allocation that can be used'),
+                ('slurm', nested, True, {},
+                 'this runner is in a step itself, and a step in a step waits for ever'),
                 ('slurm', inside, True, {'TORC_FAKE_SRUN': '/no/srun'}, '/no/srun is not here')):
             context = self.context(execution_config={'mode': mode, 'limit_resources': limits})
             context.allocation = allocation
@@ -18711,9 +18812,11 @@ class SlurmStepCase(SlurmTest):
 
     def allocate(self, *flags: Any, num_nodes: int = 2, minutes: int = 10) -> str:
         """An allocation without a shell; its id."""
-        words = ['salloc', '--no-shell', f'--nodes={num_nodes}', f'--ntasks-per-node={4 if self.is_alone else 2}', '--mem=800',
+        words = ['salloc', '--no-shell', f'--nodes={num_nodes}',
+                 f'--ntasks-per-node={4 if self.is_alone else 2}', '--mem=800',
                  f'--time={minutes}', *map(str, flags)]
-        done = subprocess.run(words, cwd=self.world.directory, env=self.world.environment, timeout=60, encoding='utf-8',
+        done = subprocess.run(words, cwd=self.world.directory, env=self.world.environment, timeout=60,
+                              encoding='utf-8',
                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.assertEqual(0, done.returncode, done.stderr)
         self.job_id = re.findall('Granted job allocation ([0-9]+)', done.stderr)[0]
@@ -18722,13 +18825,16 @@ class SlurmStepCase(SlurmTest):
 
     def begin(self, *jobs: Any, config: Optional[Dict[str, Any]] = None, **fields: Any) -> Background:
         """Start a runner for a workflow of these jobs; requirements: r is one CPU and 50 MB."""
-        listed = [dict({'name': f'j{number}', 'resource_requirements': 'r'}, **(job if isinstance(job, dict) else {'command': job}))
+        listed = [dict({'name': f'j{number}', 'resource_requirements': 'r'},
+                       **(job if isinstance(job, dict) else {'command': job}))
                   for number, job in enumerate(jobs, 1)]
-        known = [{'name': 'r', 'num_cpus': 1, 'memory': '50m', 'runtime': 'PT1M'}, *fields.pop('resource_requirements', ())]
+        known = [{'name': 'r', 'num_cpus': 1, 'memory': '50m', 'runtime': 'PT1M'},
+                 *fields.pop('resource_requirements', ())]
         config = dict({'mode': 'slurm', 'sigkill_headroom_seconds': 30}, **(config or {}))
         self.world.write('w.json', json.dumps(dict({'name': 'w', 'jobs': listed, 'resource_requirements': known, 'execution_config': config},
                                                    **fields)))
-        self.runner = self.world.start('run', 'w.json', '-p', '0.3', '--claim-backoff-max-secs', 1, env={'SLURM_JOB_ID': self.job_id})
+        self.runner = self.world.start('run', 'w.json', '-p', '0.3', '--claim-backoff-max-secs', 1,
+                                       env={'SLURM_JOB_ID': self.job_id})
         return self.runner
 
     def ended(self, deadline_s: float = 60) -> Background:
@@ -18746,7 +18852,8 @@ class SlurmStepCase(SlurmTest):
 
     def results(self) -> List[Tuple[Any, ...]]:
         """(job, attempt, return code, status) of all results."""
-        rows = self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1, '--all-runs')).json()['items']
+        rows = self.assertExit(0, self.world.cli('-f', 'json', 'results', 'list', 1,
+                                                 '--all-runs')).json()['items']
         return sorted((row['job_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows)
 
     def jobs(self) -> Dict[str, str]:
@@ -18760,12 +18867,14 @@ class SlurmStepCase(SlurmTest):
 
     def pids_in(self, *names: str) -> List[int]:
         """Pids that jobs have written."""
-        return [int(self.world.wait(lambda: self.world.read(name).strip(), 40, name, [self.runner], self.progress)) for name in names]
+        return [int(self.world.wait(lambda: self.world.read(name).strip(), 40, name, [self.runner],
+                                    self.progress)) for name in names]
 
     def assertGone(self, *pids: int) -> None:
         """These processes end soon."""
         for pid in pids:
-            self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {pid}', state=self.progress)
+            self.world.wait(lambda: not torc.read_process_start_ticks(pid), 20, f'the end of {pid}',
+                            state=self.progress)
 
     def live_steps(self) -> List[str]:
         """Steps that Slurm thinks run, without those of its own (extern, batch)."""
@@ -18778,13 +18887,21 @@ class SlurmStepCase(SlurmTest):
         pid, = self.pids_in('pid')
         harm(pid)
         self.ended(deadline_s)
-        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')], [row[:2] + row[3:] for row in self.results()], self.progress())
+        self.assertEqual([(1, 1, 'terminated'), (1, 2, 'completed')],
+                         [row[:2] + row[3:] for row in self.results()], self.progress())
         self.assertGone(pid)
+
+    def kill_srun(self) -> None:
+        """Kill both processes of the one srun; the second one may have ended by itself by then."""
+        for pid in self.srun_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def srun_pids(self) -> List[int]:
         """Both processes of the one srun."""
         return sorted(pid for pid in processes_with(self.world.mark)
-                      if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0', b'/usr/bin/srun\0')))
+                      if torc.read_proc_text(f'/proc/{pid}/cmdline').startswith((b'srun\0',
+                                                                                 b'/usr/bin/srun\0')))
 
 
 @slow
@@ -18793,16 +18910,20 @@ class LongStepTest(SlurmStepCase):
 
     def test_the_early_signal_lets_a_job_save_and_the_limit_ends_another_with_152(self):
         self.allocate(minutes=2)
-        self.begin('trap "echo saved; exit 0" USR1; while :; do sleep 0.2; done', 'trap : USR1; trap "exit 42" TERM; while :; do sleep 0.2; done',
-                   'trap : USR1; while :; do sleep 0.2; done', config={'sigkill_headroom_seconds': 40, 'srun_termination_signal': 'USR1@40'})
+        self.begin('trap "echo saved; exit 0" USR1; while :; do sleep 0.2; done',
+                   'trap : USR1; trap "exit 42" TERM; while :; do sleep 0.2; done',
+                   'trap : USR1; while :; do sleep 0.2; done', config={'sigkill_headroom_seconds': 40,
+                                                                       'srun_termination_signal': 'USR1@40'})
         self.ended(130)
-        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 42, 'terminated'), (3, 1, 152, 'terminated')], self.results())
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 42, 'terminated'), (3, 1, 152, 'terminated')],
+                         self.results())
         self.assertEqual('saved\n', self.out(1))
         self.assertIn('reached the time limit of its Slurm step', self.log())
 
     def test_a_job_whose_slurmstepd_is_killed_goes_back_to_ready(self):
         self.allocate()
-        self.run_twice(lambda pid: os.kill(torc.read_proc_row(torc.read_proc_row(pid).parent).parent, signal.SIGKILL), 120)
+        self.run_twice(lambda pid: os.kill(torc.read_proc_row(torc.read_proc_row(pid).parent).parent,
+                                           signal.SIGKILL), 120)
         self.assertIn('its slurmstepd was lost', self.log())
 
 
@@ -18814,14 +18935,19 @@ class SlurmStepTest(SlurmStepCase):
 
     def test_jobs_end_as_they_do_without_slurm_and_nothing_of_them_is_left(self):
         self.allocate('--gres=gpu:1')
-        self.begin('echo "$SLURM_STEP_NODELIST"; echo bad >&2', 'exit 7', 'kill -9 $$', 'sleep 1000 & setsid sleep 1001 & echo $! > left; echo hi',
+        self.begin('echo "$SLURM_STEP_NODELIST"; echo bad >&2', 'exit 7', 'kill -9 $$',
+                   'sleep 1000 & setsid sleep 1001 & echo $! > left; echo hi',
                    'exit 137', {'command': 'echo ${CUDA_VISIBLE_DEVICES-none}', 'resource_requirements': 'g'},
-                   {'command': 'echo ${CUDA_VISIBLE_DEVICES-none}'}, {'command': 'echo $SLURM_NNODES; srun hostname', 'resource_requirements': 'm'},
-                   resource_requirements=[{'name': 'g', 'num_cpus': 1, 'num_gpus': 1, 'memory': '50m', 'runtime': 'PT1M'},
-                                          {'name': 'm', 'num_cpus': 1, 'num_nodes': 2, 'memory': '50m', 'runtime': 'PT1M'}])
+                   {'command': 'echo ${CUDA_VISIBLE_DEVICES-none}'},
+                   {'command': 'echo $SLURM_NNODES; srun hostname', 'resource_requirements': 'm'},
+                   resource_requirements=[{'name': 'g', 'num_cpus': 1, 'num_gpus': 1, 'memory': '50m',
+                                           'runtime': 'PT1M'},
+                                          {'name': 'm', 'num_cpus': 1, 'num_nodes': 2, 'memory': '50m',
+                                           'runtime': 'PT1M'}])
         self.ended()
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 7, 'failed'), (3, 1, 137, 'failed'), (4, 1, 0, 'completed'), (5, 1, 137, 'failed'),
-                          (6, 1, 0, 'completed'), (7, 1, 0, 'completed'), (8, 1, 0, 'completed')], self.results())
+                          (6, 1, 0, 'completed'), (7, 1, 0, 'completed'), (8, 1, 0, 'completed')],
+                         self.results())
         self.assertRegex(self.out(1), r'^node\d\n$')
         self.assertRegex(self.out(6), r'^\d\n$')
         self.assertEqual(('hi\n', 'none\n'), (self.out(4), self.out(7)))
@@ -18851,7 +18977,8 @@ class SlurmStepTest(SlurmStepCase):
         self.begin('echo $$ > pid; exec sleep 1000', 'echo ok')
         pids = self.pids_in('pid')
         self.wait_slurm(lambda: 'wf1_j1_r1_a1' in self.live_steps(), 20, 'the step')
-        steps = dict(reversed(line.split()) for line in self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%i %j').splitlines())
+        steps = dict(reversed(line.split()) for line in self.bed.ask('squeue', '-h', '-s', '-j', self.job_id,
+                                                                     '-o', '%i %j').splitlines())
         self.bed.ask('scancel', steps['wf1_j1_r1_a1'])
         self.ended()
         self.assertGone(*pids)
@@ -18860,13 +18987,15 @@ class SlurmStepTest(SlurmStepCase):
 
     def test_a_job_whose_srun_is_killed_goes_back_to_ready_and_its_step_is_gone(self):
         self.allocate()
-        self.run_twice(lambda pid: [os.kill(number, signal.SIGKILL) for number in self.srun_pids()])
+        self.run_twice(lambda _: self.kill_srun())
         self.assertIn('its srun was killed', self.log())
 
     def test_a_step_that_finds_no_room_waits_for_it(self):
         self.allocate(num_nodes=1)
-        words = ['srun', f'--jobid={self.job_id}', '--exact', '--ntasks=2', '--mem=10', '--gres=none', 'sleep', '4']
-        other = subprocess.Popen(words, env=self.world.environment, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        words = ['srun', f'--jobid={self.job_id}', '--exact', '--ntasks=2', '--mem=10', '--gres=none',
+                 'sleep', '4']
+        other = subprocess.Popen(words, env=self.world.environment, stdin=subprocess.DEVNULL,
+                                 stderr=subprocess.DEVNULL)
         self.addCleanup(other.wait)
         self.wait_slurm(self.live_steps, 20, 'the other step')
         self.begin('echo ok')
@@ -18877,7 +19006,8 @@ class SlurmStepTest(SlurmStepCase):
 
     def test_sigterm_to_the_runner_stops_its_steps_gently_and_makes_their_jobs_ready(self):
         self.allocate()
-        self.begin('trap "echo saved; exit 3" TERM; echo $$ > a; while :; do sleep 0.1; done', 'echo $$ > b; exec sleep 1000')
+        self.begin('trap "echo saved; exit 3" TERM; echo $$ > a; while :; do sleep 0.1; done',
+                   'echo $$ > b; exec sleep 1000')
         pids = self.pids_in('a', 'b')
         self.runner.send(signal.SIGTERM)
         self.ended()
@@ -18909,7 +19039,8 @@ class SlurmStepTest(SlurmStepCase):
 
     def test_when_the_runner_is_killed_its_steps_die_within_seconds_on_all_nodes(self):
         self.allocate()
-        self.begin(*(f'echo $SLURMD_NODENAME > node.{name}; setsid sleep 1000 & echo $! > {name}.left; echo $$ > {name}; exec sleep 1000'
+        self.begin(*(f'echo $SLURMD_NODENAME > node.{name}; setsid sleep 1000 & echo $! > {name}.left; '
+                     f'echo $$ > {name}; exec sleep 1000'
                      for name in 'abcd'))
         pids = self.pids_in(*'abcd', 'a.left', 'd.left')
         self.assertEqual(2, len({self.world.read(f'node.{name}') for name in 'abcd'}))
@@ -18924,7 +19055,8 @@ class SlurmStepTest(SlurmStepCase):
     def batch(self, *flags: Any) -> str:
         """Submit a script that runs w.json; its job's id."""
         command = ' '.join(map(shlex.quote, (sys.executable, stub_path(), 'run', 'w.json', '-p', '0.3')))
-        self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=2', '--mem=800', '-t', 5, *flags)
+        self.job_id = self.sbatch(f'exec {command} > run.log 2>&1', '--nodes=2', '--ntasks-per-node=2',
+                                  '--mem=800', '-t', 5, *flags)
         return self.job_id
 
     def test_when_the_allocation_is_canceled_its_jobs_go_back_to_ready(self):
@@ -18947,18 +19079,22 @@ class LostNodeStepTest(SlurmStepCase):
     def test_a_job_that_loses_its_node_goes_back_to_ready_and_nothing_more_is_started_there(self):
         self.allocate('--no-kill', '--nodelist=node2,node3')
         self.addCleanup(self.bed.control, 'start-node', 'node3')
-        jobs = ['[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $SLURMD_NODENAME > on.$TORC_JOB_ID; [ $SLURMD_NODENAME = node2 ] || exec sleep 1000; '
+        jobs = ['[ $TORC_ATTEMPT_ID = 1 ] || exit 0; echo $SLURMD_NODENAME > on.$TORC_JOB_ID; [ '
+                '$SLURMD_NODENAME = node2 ] || exec sleep 1000; '
                 'until [ -e go ]; do sleep 0.2; done'] * 8
         self.begin(*jobs)
-        self.world.wait(lambda: all(self.world.read(f'on.{number}') for number in range(1, 9)), 60, 'all jobs', state=self.progress)
+        self.world.wait(lambda: all(self.world.read(f'on.{number}') for number in range(1, 9)), 60,
+                        'all jobs', state=self.progress)
         self.bed.control('kill-node', 'node3')
         self.world.wait(lambda: 'lost its node' in self.log(), 90, 'the loss', [self.runner], self.progress)
         self.world.write('go', '')
-        self.world.wait(lambda: self.log().count('Job completed') >= 8, 90, 'the jobs of node2', state=self.progress)
+        self.world.wait(lambda: self.log().count('Job completed') >= 8, 90, 'the jobs of node2',
+                        state=self.progress)
         self.runner.send(signal.SIGINT)
         self.ended(90)
         ends = {row[0]: row[1:] for row in self.results() if row[1] == 1}
-        self.assertEqual(sorted([(1, 0, 'completed')] * 4 + [(1, 137, 'terminated')] * 4), sorted(ends.values()), self.progress())
+        self.assertEqual(sorted([(1, 0, 'completed')] * 4 + [(1, 137, 'terminated')] * 4),
+                         sorted(ends.values()), self.progress())
         lost = {f'j{job_id}' for job_id, end in ends.items() if end[1]}
         self.assertLessEqual({self.jobs()[name] for name in lost}, {'ready', 'completed'})
         self.assertNotIn('node configuration is not available', self.log())
@@ -20037,6 +20173,111 @@ class AllocationPartsTest(PartTest):
         self.assertEqual([['scancel', '71', '72']], self.called)
         part.act(time.monotonic())
         self.assertEqual([['scancel', '71', '72']], self.called)
+
+
+class InAllocationTest(RunnerCase):
+    """A runner in this process that is told it is in a Slurm job: jobs are its processes (mode direct)."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.line = OwnAllocationTest.JOB.format(uid=os.getuid(), state='RUNNING', restarts=0,
+                                                 granted=OwnAllocationTest.GRANTED)
+        self.fakes = self.world.fake_slurm(scontrol='cat "$fake/job"', squeue='cat "$fake/queue"',
+                                           scancel='exit 0')
+        self.tell(time.time() + 500)
+
+    def tell(self, end_time: float, queue: str = '') -> None:
+        """What Slurm says."""
+        self.fakes.install('job', self.line.replace('1795375467', str(int(end_time))) + '\n')
+        self.fakes.install('queue', queue)
+
+    def run_it(self, workflow_id: int = 1, env: Optional[Dict[str, str]] = None, **options: Any) -> Any:
+        """The same in a Slurm job."""
+        measured = dict.fromkeys(('num_cpus', 'memory_gb', 'num_gpus'))
+        environment = slurm_environment(SLURM_JOB_GPUS='0,1', **(env or {}))
+        with unittest.mock.patch('torc.find_ancestors', lambda pid: []):
+            return super().run_it(workflow_id, environment, **{**measured, **options})
+
+    def allocate(self, *slurm_job_ids: int) -> None:
+        """Records of allocations of workflow 1."""
+        scheduler = self.client.call('create_slurm_scheduler', {
+            'workflow_id': 1, 'account': 'a', 'nodes': 1, 'walltime': '01:00:00'})
+        for number in slurm_job_ids:
+            self.client.call('create_scheduled_compute_node', {
+                'workflow_id': 1, 'scheduler_id': number, 'scheduler_config_id': scheduler['id'],
+                'scheduler_type': 'slurm', 'status': 'pending'})
+
+    def records(self) -> Dict[int, str]:
+        """Slurm job -> status."""
+        rows = self.client.rows('list_scheduled_compute_nodes', workflow_id=1)
+        return {row['scheduler_id']: row['status'] for row in rows}
+
+    def test_it_is_a_node_of_its_record_from_the_first_job_to_the_last_and_cancels_what_is_left(self):
+        self.create('true', 'exit 3', execution_config={'mode': 'direct'})
+        self.allocate(5, 71, 72)
+        self.tell(time.time() + 500, '71|PENDING|a|\n72|RUNNING|b|\n')
+        seen = []       # type: List[Any]
+        self.client.after = lambda number: seen.append(self.records())
+        outcome = self.run_it()
+        self.assertEqual((1, 1, 'complete'), (outcome.completed, outcome.failed, outcome.reason))
+        self.assertEqual({5: 'active', 71: 'pending', 72: 'pending'}, seen[0])
+        self.assertEqual({5: 'complete', 71: 'canceled', 72: 'pending'}, self.records())
+        self.assertEqual([['--state=PENDING', '71']], [call.argv for call in self.fakes.calls('scancel')])
+        node, = self.client.rows('list_compute_nodes', workflow_id=1)
+        self.assertEqual(('slurm', 4, 1, 2, 1, {'type': 'slurm', 'scheduler_id': 1, 'slurm_job_id': 5, 'slurm_node_id': 0,
+                                             'slurm_task_pid': 77, 'restart_count': 0}),
+                         tuple(node[key] for key in ('compute_node_type', 'num_cpus', 'num_nodes', 'num_gpus',
+                                                     'scheduler_config_id', 'scheduler')))
+        self.assertAlmostEqual(time.time() + 500, torc.parse_time(node['end_time']), delta=60)
+        want = next(request['want'] for request in self.client.requests if request['want'])
+        self.assertEqual((1, False, 1), (want['scheduler_config_id'], want['strict'], len(want['nodes'])))
+        names = {name for name in os.listdir(self.world.path('out')) if '_sl5_' in name}
+        self.assertLessEqual({'job_runner_slurm_wf1_sl5_n0_pid77.log', 'slurm_env_wf1_sl5_n0_pid77.log'}, names)
+        self.assertEqual(0o600, os.stat(self.world.path('out/slurm_env_wf1_sl5_n0_pid77.log')).st_mode & 0o777)
+        self.assertNotIn('srun', [call.name for call in self.fakes.calls()])
+
+    @slow
+    def test_it_leaves_before_its_job_ends_and_the_users_own_end_wins_when_it_is_earlier(self):
+        config = {'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 1}
+        self.create('exec sleep 60', execution_config=config)
+        for granted_s, own_s in ((8, 500), (500, 8)):
+            self.tell(time.time() + granted_s)
+            began = time.monotonic()
+            outcome = self.run_it(end_time=time.time() + own_s)
+            self.assertEqual(('deadline', 1), (outcome.reason, outcome.terminated))
+            self.assertLess(time.monotonic() - began, 8)
+            self.client.call('reset_job_status', workflow_id=1)
+            self.client.call('initialize_jobs', workflow_id=1)
+
+    @slow
+    def test_an_end_that_moves_while_it_runs_is_followed(self):
+        config = {'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 1}
+        self.create('echo > begun; exec sleep 60', execution_config=config)
+        self.tell(time.time() + 5000)
+
+        def shorten(number: int) -> None:
+            if os.path.exists(self.world.path('begun')):
+                self.tell(time.time() + 6)
+                self.client.after = lambda number: None
+        self.client.after = shorten
+        with unittest.mock.patch('torc.RETRY_END_S', 0.2), unittest.mock.patch('torc.CHECK_END_S', 0.2):
+            outcome = self.run_it()
+        self.assertEqual(('deadline', 1), (outcome.reason, outcome.terminated))
+        self.assertTrue([text for text in self.progress.messages if text.startswith('Slurm job 5 ends at ')])
+
+    @slow
+    def test_a_job_that_is_over_stops_it_and_its_jobs_are_ready(self):
+        self.create('echo > begun; exec sleep 60', execution_config={'mode': 'direct', 'sigterm_lead_seconds': 1})
+        self.allocate(5)
+
+        def requeue(number: int) -> None:
+            if os.path.exists(self.world.path('begun')):
+                self.fakes.install('job', self.line.replace('Restarts=0', 'Restarts=1') + '\n')
+        self.client.after = requeue
+        with unittest.mock.patch('torc.RETRY_END_S', 0.2), unittest.mock.patch('torc.CHECK_END_S', 0.2):
+            outcome = self.run_it()
+        self.assertEqual(signal.SIGTERM, outcome.interrupted_by)
+        self.assertEqual(({'j1': 'ready'}, {5: 'pending'}), (self.statuses(), self.records()))
 
 
 @slow
@@ -23858,6 +24099,15 @@ class ExplainTest(CommandTest):
         self.assertIsNone(found['allocations'][3]['queue'])
         self.assertEqual(1, len(fakes.calls()))
 
+    def test_an_allocation_that_will_not_start_by_itself_is_told_with_the_way_to_replace_it(self):
+        self.world.fake_slurm(squeue="echo '71|PENDING|1700000000|N/A|N/A|main|PartitionTimeLimit'")
+        self.allocate(71)
+        text = self.text('explain 1')
+        self.assertIn('; Slurm says PartitionTimeLimit: its partition allows less time; '
+                      'it will not start by itself; in the queue for ', text)
+        self.assertIn('Replace allocation 1: torc.py slurm update 1 ...; scancel 71; '
+                      'torc.py slurm schedule-nodes 1\n', text)
+
     def test_nothing_waits_for_an_allocation_that_has_ended_but_for_one_that_slurm_was_not_asked_of(self):
         self.world.fake_slurm(squeue='true')
         self.allocate(71)
@@ -24086,6 +24336,18 @@ class SubmitTest(CommandTest):
         self.assertIn('#SBATCH --dependency=singleton\n', read_text(self.fakes.path('script')))
         self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2\|torc:')
 
+    @slow
+    def test_a_password_from_the_command_line_reaches_the_runners_but_no_script(self):
+        users = self.world.write('users', '')
+        with self.world.inside():
+            user = torc.user_name()
+        self.assertExit(0, self.world.main('htpasswd', 'add', '-f', users, '-p', 'open-sesame', '-c', '4', user))
+        url = self.world.serve('--auth-file', users)
+        self.assertExit(0, self.world.cli('--url', url, '--password', 'open-sesame', 'submit', 'w.yaml'))
+        self.assertIn('\nTORC_PASSWORD=open-sesame\n', read_text(self.fakes.path('environment')))
+        self.assertNotIn('open-sesame', read_text(self.fakes.path('script')))
+        self.assertNotIn('open-sesame', str(self.fakes.calls()))
+
     def test_schedulers_are_made_changed_and_deleted(self):
         self.assertExit(0, self.world.main('create', 'w.yaml'))
         made = self.json('slurm create 1 -n s9 -a a')
@@ -24188,28 +24450,35 @@ class SlurmSubmitTest(SlurmTest):
     def test_later_stages_are_submitted_by_the_runners_of_earlier_ones_each_once(self):
         self.world.write('stages.yaml', """
             name: stages
-            resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
+            description: &tell 'case $TORC_RUN_TAG in *\\;*\\;*) echo "tag: several";; *) echo "tag: one, password: $TORC_PASSWORD";; esac'
+            resource_requirements:      # of which the allocations of earlier stages have too little
+              - {name: r, num_cpus: 1, memory: 50m, runtime: PT1M}
+              - {name: three, num_cpus: 3, memory: 50m, runtime: PT1M}
+              - {name: four, num_cpus: 4, memory: 50m, runtime: PT1M}
             slurm_schedulers: [{name: one, account: wfacct, walltime: "00:10:00"}, {name: two, account: wfacct, walltime: "00:10:00"},
                                {name: three, account: wfacct, walltime: "00:10:00"}]
             jobs:
-              - {name: "a{i}", command: "true", parameters: {i: "1:2"}, resource_requirements: r, scheduler: one}
-              - {name: "b{i}", command: "true", parameters: {i: "1:3"}, depends_on: [a1, a2], resource_requirements: r, scheduler: two}
-              - {name: c, command: "true", depends_on: [b1, b2, b3], resource_requirements: r, scheduler: three}
+              - {name: "a{i}", command: *tell, parameters: {i: "1:2"}, resource_requirements: r, scheduler: one}
+              - {name: "b{i}", command: *tell, parameters: {i: "1:3"}, depends_on: [a1, a2], resource_requirements: three, scheduler: two}
+              - {name: c, command: *tell, depends_on: [b1, b2, b3], resource_requirements: four, scheduler: three}
             actions:
               - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one, scheduler_type: slurm, num_allocations: 2}
               - {trigger_type: on_jobs_ready, jobs: [b1, b2, b3], action_type: schedule_nodes, scheduler: two, scheduler_type: slurm}
               - {trigger_type: on_jobs_complete, jobs: [b1, b2, b3], action_type: schedule_nodes, scheduler: three, scheduler_type: slurm}
             """)
         fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
-        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'stages.yaml'))
+        fakes.write('sbatch', 'env >> "$fake/environment"; exec sbatch "$@"')
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'stages.yaml', env={'TORC_PASSWORD': 'of-the-user'}))
         jobs = self.wait_complete()
+        for path in glob.glob(glob.escape(self.world.path('torc_output', 'job_stdio')) + '/*.o'):    # written by the jobs of all stages
+            self.assertEqual('tag: one, password: \n', read_text(path), path)
         self.assertEqual({'completed'}, {job['status'] for job in jobs.values()}, jobs)
-        # Allocations may end before their jobs are there: those of earlier stages have done all.
+        self.assertEqual(4, read_text(fakes.path('environment')).count('\nTORC_PASSWORD=of-the-user\n'))
         names = [row.name for row in self.allocations()]
         self.assertEqual(len(names), len(set(names)), names)
         records = self.world.main('-f', 'json', 'scheduled-compute-nodes', 'list', 1).json()['items']
         self.assertEqual(len(fakes.calls('sbatch')), len(records))
-        self.assertEqual([2, 1], [sum(row['scheduler_config_id'] == number for row in records) for number in (1, 2)])
+        self.assertEqual([2, 1, 1], [sum(row['scheduler_config_id'] == number for row in records) for number in (1, 2, 3)])
         self.assertEqual(set(), {row['status'] for row in records} - {'complete', 'canceled'})
 
     def test_a_worker_on_each_node(self):

@@ -17416,6 +17416,13 @@ def client_method(route: Route) -> Callable[..., Any]:
 Operations = type('Operations', (), {route.name: client_method(route) for route in ROUTES})
 
 
+def wait_until_gone(path: str) -> None:
+    """Wait for a server's file to go with it, at most LEAVE_DEADLINE_S."""
+    deadline = time.monotonic() + LEAVE_DEADLINE_S
+    while os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(LEAVE_PAUSE_S)
+
+
 class Client(Connector, Operations):
     """Every operation of the API by its name, with plain dicts and lists going in and coming out.
 
@@ -17564,10 +17571,23 @@ class Client(Connector, Operations):
             except TorcError as error:
                 log.warning('the snapshot %s could not be written: %s', self.database, error)
             self.close()
-            deadline = time.monotonic() + LEAVE_DEADLINE_S
-            while os.path.exists(self.database + '.memory') and time.monotonic() < deadline:
-                time.sleep(LEAVE_PAUSE_S)
+            wait_until_gone(self.database + '.memory')
         self.close()
+        if self.servers_started and in_slurm_job():
+            self.end_server()
+
+    def end_server(self) -> None:
+        """End the embedded server that we have started, though runners elsewhere may use it.
+
+        Slurm kills it with our allocation, in the midst of whatever it does (proctrack/cgroup); one that ends
+        by itself gives the database back, and the next runner that asks for it starts another.
+        """
+        path = self.database + '.connection'
+        found = read_living_server(path) or {}
+        if found.get('is_embedded') and was_here(found) and process_lives(found):
+            with contextlib.suppress(OSError):
+                os.kill(found['pid'], signal.SIGTERM)
+                wait_until_gone(path)
 
 
 # ======== 11b. Steps: what several commands do with a workflow ========
@@ -21577,7 +21597,8 @@ def format_batch_script(submission: Submission, site: Site, caller: Caller) -> s
     extra = (submission.scheduler.get('extra') or '').strip()
     lines += [f'#SBATCH {extra}'] if extra else []
     lines += ['', f"# Allocation {submission.id} of workflow {workflow['id']}, by torc.py {__version__}.",
-              '# They clash with the --mem of its steps.', 'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU']
+              '# They clash with the --mem of its steps; the last one is the mark of a runner that submits.',
+              f'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU {RUN_TAG}']
     if caller.token_file:
         lines.append(f'export TORC_TOKEN_FILE={shlex.quote(caller.token_file)}')
     program = ' '.join(map(shlex.quote, (caller.python, caller.program, 'slurm-job-runner')))
@@ -21664,6 +21685,7 @@ class Submitter:
         self.look_at = -math.inf    # not before
         self.failed_looks = 0
         self.message = ''           # of the last failure that passes
+        self.secrets = {}           # type: Dict[str, str]  # variables for the runners, which no script holds
         self.ends = []              # type: List[Dict[str, Any]]
         self.lost = []              # type: List[Submission]
 
@@ -21694,7 +21716,7 @@ class Submitter:
             self.waiting.remove(self.current)
             self.current.tries += 1
             argv = slurm_argv('sbatch', '--parsable', self.current.script)
-            return SlurmCall(argv, SLURM_QUERY_S, submission_variables())
+            return SlurmCall(argv, SLURM_QUERY_S, {**submission_variables(), **self.secrets})
         self.is_looking = True
         return SlurmCall(find_own_jobs_argv(), SLURM_QUERY_S, query_variables())
 
@@ -21957,7 +21979,7 @@ def note(*words):
             finally:
                 os.close(descriptor)
         except OSError as error:
-            sys.stderr.write('%s: %s\n' % (NOTES, error.strerror))
+            os.write(2, ('%s: %s\n' % (NOTES, error.strerror)).encode('utf-8', 'surrogateescape'))
         time.sleep(0.5)
     return False
 
@@ -24959,7 +24981,7 @@ class Step:
         self.given_up = ''                  # we had to end it: what that means, as a sign of STEP_SIGNS
         self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
         self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
-        self.early_at = math.inf if early is None else self.limit_at - early[1]     # the signal before the limit
+        self.early_at = math.inf if early is None else self.limit_at - early[1]     # the signal before it
         self.kill_at = math.inf
         self.creation_at = self.started + creation_s    # by then there is a step
         self.look_at = self.started + WATCH_S       # the next look at the notes
@@ -25237,8 +25259,8 @@ class SlurmStarter:
         codes = context.config
         if kind in ('canceled', 'own') and not attempt.stopped_for and self.has_died_early(attempt, step):
             verdict = judge_end(attempt.end, 'deadline', self.early_number, codes['timeout_exit_code'])
-            return verdict._replace(message=f'ended by {format_signal(self.early_number)}, shortly before the '
-                                            'time limit of its Slurm step')
+            ending = f'ended by {format_signal(self.early_number)}, shortly before'
+            return verdict._replace(message=f'{ending} the time limit of its Slurm step')
         outcome = STEP_OUTCOMES[kind]
         if not outcome.status:
             return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
@@ -26052,6 +26074,8 @@ class Submissions:
         self.launcher = launcher
         self.link = link
         self.work = Submitter()
+        # the launcher keeps them from what it starts
+        self.work.secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
         self.unwritten = {}         # type: Dict[int, Submission]  # without a script, by record
         self.scripts = {}           # type: Dict[int, Tuple[Submission, str]]  # path, until its end
         self.replies = None         # type: Optional[List[Reply]]  # to SITE_QUESTIONS
@@ -27399,6 +27423,7 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
     if queued['state'] == 'PENDING':
         meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
         found.append(f"Slurm says {queued['reason']}{meaning}")
+        found += ['it will not start by itself'] if queued['is_final'] else []
         if queued['submitted_at']:
             found.append(f"in the queue for {format_elapsed(max(0.0, now - queued['submitted_at']))}")
         if queued['starts_at'] and queued['starts_at'] > now:
@@ -27501,6 +27526,12 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
     if any(row.get('has_ended') for row in waiting['allocations']) and codes:
         steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
+    for row in waiting['allocations']:
+        if (row.get('queue') or {}).get('is_final') and row['scheduler_config_id']:
+            steps.append(f"Replace allocation {row['allocation_id']}: {program} slurm update "
+                         f"{row['scheduler_config_id']} ...; scancel {row['slurm_job_id']}; "
+                         f'{program} slurm schedule-nodes {number}')
+            break       # the others are mostly like it
     if 'lacks' in codes:
         steps.append('Ask for less, or offer more: '
                      f'{program} resource-requirements list {number}; {program} slurm list {number}')
@@ -31726,6 +31757,8 @@ def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict
                       submitters=found['submitters'])
     submissions = read_submissions(workflow, answer)
     work = Submitter()
+    secrets = zip(('TORC_PASSWORD', 'TORC_COOKIE_HEADER'), session.credentials)     # from the command line
+    work.secrets = {name: value for name, value in secrets if value}
     if submissions:
         start_submissions(session, work, submissions)
     numbers, refusals = drive_submitter(session, workflow, work, submitter)
