@@ -2726,8 +2726,7 @@ class SpecTest(unittest.TestCase):
                      'action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]'):
             with self.subTest(text):
                 plan = plan_of('{name: w, %s, jobs: []}' % text)
-                self.assertEqual(([], []), (plan.pending, plan.warnings))
-        self.assertEqual([], [field.name for field in torc.FIELDS if 'not in effect yet' in torc.describe_field(field)])
+                self.assertEqual([], plan.warnings)
 
     def test_tokens_add_relations_and_never_replace_listed_ones(self):
         body = plan_of({'name': 'w', 'files': [{'name': name, 'path': f'dir/{name}'} for name in 'fgh'],
@@ -23759,15 +23758,7 @@ class RunTest(CommandTest):
         self.assertEqual((['echo 1'], 30), ([job['command'] for job in spec['jobs']], spec['resource_monitor']['sample_interval_seconds']))
         self.assertEqual(spec['jobs'], self.json('exec --command-file commands.txt --sample-interval 5 --dry-run')['jobs'])
 
-    def test_options_that_are_not_carried_out_yet_are_told_at_once(self):
-        arguments = torc.Argument('-a --later', '', 'wait', is_pending=True), torc.Argument('-b --now', '', 'go')
-        command = torc.Command('x', lambda session, args: 0, 'try', arguments, 'x')
-        for args, said in (({'later': True, 'now': True},
-                            ['accepted, but not in effect in this version: --later']),
-                           ({'later': None, 'now': True}, []),
-                           ({'later': 'off', 'now': None}, [])):
-            self.assertEqual(said, list(torc.ineffective_arguments(command, args)))
-        self.assertIn('wait; not in effect yet\n', torc.format_arguments(arguments))
+    def test_options_that_are_carried_out_are_taken_without_a_word(self):
         outcome = self.assertExit(0, self.world.main('exec', '-c', 'true', '--dry-run', '--monitor',
                                                      'time-series', '--generate-plots', '-i', '5'))
         self.assertEqual('', outcome.err)
@@ -30690,7 +30681,7 @@ def format_field_markdown() -> str:
         lines += [f'#### {title}', '', '| field | type | default | {} | meaning |', '|---|---|---|---|---|']
         for field in torc.FIELDS_OF[where].values():
             is_template = 'yes' if field.is_template else ''
-            cells = (f'`{field.name}`', torc.TYPES[field.type].words, torc.format_default(field), is_template, torc.describe_field(field))
+            cells = (f'`{field.name}`', torc.TYPES[field.type].words, torc.format_default(field), is_template, field.help)
             lines.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
         lines.append('')
     return '\n'.join(lines)

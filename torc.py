@@ -2908,14 +2908,12 @@ class Plan(Row):
     body: Dict[str, Any]        # of POST /workflows/from_spec
     warnings: List[Problem]
     summary: Dict[str, Any]     # what `create --dry-run` shows
-    pending: List[Problem]      # one warning of what is not carried out yet, if anything
     starts: Sequence[int]       # the first job of each entry under jobs
 
 
 # -------- fields --------
 
 REQUIRED = '(required)'     # default of a field that has none
-ANY = '(any)'
 
 
 class Field(Row):
@@ -2926,7 +2924,6 @@ class Field(Row):
     type: str               # a key of TYPES
     help: str
     default: Any = None     # None: nothing; REQUIRED
-    pending: str = ''       # the value that this version takes without carrying it out; ANY for all but false
 
 
 BLOCKS = {
@@ -2959,7 +2956,7 @@ INSTANCE_FIELDS = (
 )
 
 FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for where, rows in (
-    # name ({}: parameters are replaced in it), type, help, default (None: nothing), pending value
+    # name ({}: parameters are replaced in it), type, help, default (None: nothing)
     ('workflow', (
         ('name',                'text', 'name of the workflow; need not be unique', REQUIRED),
         ('user',                'text', 'owner; else the user who creates it'),
@@ -3420,17 +3417,6 @@ def stdio_names(workflow_id: int, job_id: int, run_id: int, attempt_id: int,
     }[mode]
 
 
-def is_pending(field: Field) -> bool:
-    """Whether nothing that a field says is carried out yet; a block of such fields is one itself."""
-    block = TYPES[field.type].block
-    return field.pending == ANY or block in FIELDS_OF and is_pending_block(block)
-
-
-def is_pending_block(where: str) -> bool:
-    """Whether this holds for all fields of a block."""
-    return all(is_pending(field) or (where, field.name) in NO_EFFECT for field in FIELDS_OF[where].values())
-
-
 # ======== 5a. Documents: from a file to blocks of checked fields ========
 #
 # Owns how a file's format is found, what the nodes of KDL mean, and how a block is read by its FIELDS. What
@@ -3705,7 +3691,6 @@ class SpecContext:
         self.directory = directory          # that tables, lists and inputs are relative to
         self.max_instances = max_instances
         self.problems, self.warnings = [], []   # of Problem
-        self.pending = []           # fields that are not carried out yet; the message is their name
         self.variables = {}         # name -> text
         self.tables = {}            # path -> Instances
         self.is_partial = False     # some names are not known, because of a mistake elsewhere
@@ -3818,27 +3803,6 @@ def read_field(block: Block, field: Field, key: str, value: Any) -> None:
         block[field.name] = read(block, kind, key, value) if read else kind.read(value)
     except ValueError as error:
         block.error(f'{field.name} {error}', key)
-    if field.pending:
-        report_pending(block, field, key)
-
-
-def report_pending(block: Block, field: Field, key: str) -> None:
-    """Record a field whose value asks for what this version does not carry out."""
-    is_all, value = field.pending == ANY, block.get(field.name, False)
-    if block.raw.get('enabled') is not False and (value is not False if is_all else value == field.pending):
-        name, outer = f'{field.where}.{field.name}', field.where.partition('.')[0]
-        if not is_all:
-            name = f'{field.name}: {value}'
-        elif is_pending_block(outer):
-            name = outer
-        block.context.pending.append(block.problem('', key, None)._replace(message=name))
-
-
-def describe_pending(pending: Sequence[Problem]) -> List[Problem]:
-    """One warning of all such fields, or none."""
-    names = ', '.join(dict.fromkeys(problem.message for problem in pending))
-    message = f'accepted, but not in effect in this version: {names}'
-    return [pending[0]._replace(message=message)] if names else []
 
 
 def warn_of_braces(block: Block, key: str, text: str) -> None:
@@ -5080,7 +5044,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     if context.problems:
         raise_problems(context, summary)
     find_times(planner)
-    return Plan(body, context.warnings, summary, describe_pending(context.pending), planner.starts)
+    return Plan(body, context.warnings, summary, planner.starts)
 
 
 def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) -> Plan:
@@ -5292,13 +5256,6 @@ def format_default(field: Field) -> str:
     return field.default if isinstance(field.default, str) else json.dumps(field.default)
 
 
-def describe_field(field: Field) -> str:
-    """What a field means, and what of it is not in effect yet."""
-    if is_pending(field):
-        return f'{field.help}; not in effect yet'
-    return f'{field.help}; not in effect yet: {field.pending}' if field.pending else field.help
-
-
 def format_field_help() -> str:
     """Text of `help spec`: every field of a workflow file."""
     lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML. '
@@ -5308,7 +5265,7 @@ def format_field_help() -> str:
         for field in FIELDS_OF[where].values():
             marks = ('*' if field.default is REQUIRED else ' ') + (' {}' if field.is_template else '   ')
             default = format_default(field) if field.default is not REQUIRED else ''
-            meaning = describe_field(field) + (f' [{default}]' if default else '')
+            meaning = field.help + (f' [{default}]' if default else '')
             lines.append(f'  {field.name:28} {marks} {meaning}')
             kind = TYPES[field.type]
             if '|' in kind.words:
@@ -30800,7 +30757,7 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     except BadInput as error:
         error.problems = [placed(problem, name) for problem in error.problems]
         raise
-    plan = plan._replace(warnings=[placed(warning, name) for warning in plan.pending + plan.warnings])
+    plan = plan._replace(warnings=[placed(warning, name) for warning in plan.warnings])
     for warning in plan.warnings[:PROBLEMS_SHOWN]:
         session.report(f'warning: {warning}')
     return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(name) if name else None)
@@ -31223,8 +31180,6 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
                          workflow_id=workflow['id'])
         record_contents(session.client, workflow)
         initialize_for_run(session, workflow, status)
-    if not target.is_new:       # of a new one the file's warnings say it
-        report_stored_pending(session, workflow)
     session.client.need_server()    # the runner, and others that join it, speak to one
     report_location(session, workflow)
     style = style_of(session.err, os.environ)
@@ -31250,20 +31205,6 @@ def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
     triggers = [trigger for trigger in TRIGGERS if not trigger.startswith('on_worker')]
     due = session.call('get_pending_actions', workflow_id=workflow['id'], trigger_type=triggers)
     return any(action['action_type'] == 'run_commands' and not action['persistent'] for action in due)
-
-
-def report_stored_pending(session: Session, workflow: Dict[str, Any]) -> None:
-    """Say once what a stored workflow asks for that this version does not carry out."""
-    context = SpecContext(Document({}, '', '', {}), '', 0)
-    read_block(context, 'execution_config', workflow.get('execution_config') or {})
-    defaults, monitor = plan_monitor(None), workflow.get('resource_monitor_config') or {}
-    asked = {key: value for key, value in monitor.items() if value != defaults.get(key)}
-    read_block(context, 'resource_monitor', asked)
-    for action in session.call('get_workflow_actions', workflow_id=workflow['id']):
-        if not action['executed']:
-            read_block(context, 'action', {'action_type': action['action_type']})
-    for problem in describe_pending(context.pending):
-        session.report(f'warning: {problem}')
 
 
 def report_location(session: Session, workflow: Dict[str, Any]) -> None:
@@ -32921,7 +32862,6 @@ class Argument(Row):
     count: str = '1'
     default: Any = None
     key: str = ''           # where it isn't the last name
-    is_pending: bool = False    # taken, but not carried out yet
 
 
 class Command(Row):
@@ -33737,7 +33677,6 @@ def format_arguments(arguments: Sequence[Argument]) -> str:
     rows = []
     for argument in arguments:
         meaning = argument.meaning + (' (required)' if argument.count == '!' else '')
-        meaning += '; not in effect yet' if argument.is_pending else ''
         if argument.default is not None and 'default' not in argument.meaning:
             meaning += f' (default {argument.default})'
         rows.append((f"{', '.join(argument.names.split())} {argument.value}".strip(), meaning))
@@ -34064,15 +34003,11 @@ def run_command(parsed: Parsed, session: Session) -> int:
 
 def ineffective_arguments(command: Command, args: Arguments) -> Iterator[str]:
     """Options that do not do what they seem to."""
-    found = [(argument, argument.names.split()[-1], args[key_of(argument)]) for argument in command.arguments]
-    pending = [name for argument, name, value in found
-               if argument.is_pending and value not in (None, False, 'off')]
-    if pending:
-        yield f"accepted, but not in effect in this version: {', '.join(pending)}"
-    for argument, name, value in found:
-        doubt = doubt_memory(value or '') if argument.parse is normalize_memory else ''
-        if doubt:
-            yield f'{name}: {doubt}'
+    for argument in command.arguments:
+        if argument.parse is normalize_memory:
+            doubt = doubt_memory(args[key_of(argument)] or '')
+            if doubt:
+                yield f'{argument.names.split()[-1]}: {doubt}'
 
 
 def report_error(session: Session, error: TorcError) -> int:
