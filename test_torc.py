@@ -18546,6 +18546,14 @@ class SlurmStarterTest(PartTest):
 
     # -------- starts and ends --------
 
+    def test_what_is_known_of_a_step_stays_when_its_notes_cannot_be_read_any_more(self):
+        starter, attempt = self.build(), self.begin('exit 3')
+        self.wait_for(lambda: attempt.end, 'the end of srun')
+        step = starter.steps[attempt]
+        self.assertEqual('', starter.files.read(step.name, 'notes'))
+        starter.read_notes(step)
+        self.assertEqual(3, step.notes.return_code)
+
     def test_a_step_runs_with_its_environment_and_leaves_no_files_but_its_output(self):
         self.build(end_time=time.time() + 600).context.variables = {'COMMON': 'yes'}
         attempt = self.begin('echo $COMMON $TORC_JOB_NAME $OWN ${CUDA_VISIBLE_DEVICES-none}; echo bad >&2; '

@@ -25072,7 +25072,9 @@ class SlurmStarter:
 
     def read_notes(self, step: Step) -> None:
         """See what the supervisor has noted since."""
-        step.notes = parse_step_notes(self.files.read(step.name, 'notes'))
+        text = self.files.read(step.name, 'notes')
+        if text:    # a file system that fails for a moment must not make a step one that has not begun
+            step.notes = parse_step_notes(text)
 
     def watch(self, attempt: Attempt, step: Step, now: float) -> None:
         """End a step that was never created, whose processes have gone, or that Slurm does not end."""
