@@ -16314,6 +16314,7 @@ class BatchScriptTest(unittest.TestCase):
         for partition, config, site in (
                 (None, SMALL_DEFAULTS, torc.Site(False, True, 4, 4000 << 20)), ('main', NO_DEFAULTS, torc.Site(False, False, 4, 4000 << 20)),
                 ('main', '', torc.Site(False, True, 4, 4000 << 20)), ('own', NO_DEFAULTS, torc.Site(True, True, 128, 240 << 30)),
+                ('main', NO_DEFAULTS + 'SelectType              = select/linear\n', torc.Site(True, False, 4, 4000 << 20)),
                 ('none', NO_DEFAULTS, torc.Site())):
             self.assertEqual(site, torc.parse_site(SHARED_PARTITIONS, config, partition))
         self.assertEqual(torc.Site(), torc.parse_site('', '', None))

@@ -21283,18 +21283,19 @@ SITE_QUESTIONS = (('scontrol', '-o', 'show', 'partition'), ('scontrol', 'show', 
 def parse_site(partitions: str, config: str, partition: Optional[str]) -> Site:
     """The Site of a partition, or of the default one, from the answers to SITE_QUESTIONS.
 
-    A partition that sets no default memory has that of the cluster (slurm.conf(5), DefMemPerCPU).
+    A partition that sets no default memory has that of the cluster (slurm.conf(5), DefMemPerCPU). With
+    select/linear all partitions give whole nodes.
     """
-    for line in partitions.splitlines():
-        cells = dict(word.split('=', 1) for word in line.split() if '=' in word)
-        if cells.get('PartitionName') == partition if partition else cells.get('Default') == 'YES':
+    for name, cells in parse_partition_records(partitions).items():
+        if name == partition if partition else cells.get('Default') == 'YES':
             words = [cells.get(name, '') for name in ('DefMemPerNode', 'DefMemPerCPU')]
             words += re.findall(r'^DefMemPer(?:Node|CPU)\s*=\s*(\S+)', config, re.MULTILINE)
-            num_nodes, num_cpus = (int(cells[name]) if cells.get(name, '').isdigit() else 0
+            is_linear = re.search(r'^SelectType\s*=\s*\S*linear$', config, re.MULTILINE) is not None
+            num_nodes, num_cpus = (int(cells[name]) if SLURM_NUMBER.match(cells.get(name, '')) else 0
                                    for name in ('TotalNodes', 'TotalCPUs'))
             memory = re.search(r'\bmem=([0-9.]+[KMGTP]?)', cells.get('TRES', ''))
             memory_bytes = memory and parse_slurm_memory(memory.group(1)) or 0
-            return Site(cells.get('OverSubscribe', '').startswith('EXCLUSIVE'),
+            return Site(is_linear or cells.get('OverSubscribe', '').startswith('EXCLUSIVE'),
                         any(word not in ('', 'UNLIMITED', '0') for word in words) or not config,
                         num_cpus // max(1, num_nodes), memory_bytes // max(1, num_nodes))
     return Site()
