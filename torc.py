@@ -19842,11 +19842,6 @@ def is_unknown_job(reply: Reply) -> bool:
     return reply.code != 0 and 'Invalid job id specified' in reply.err
 
 
-def is_slurm_away(reply: Reply) -> bool:
-    """Whether a call failed for a reason that passes: it says nothing of any job."""
-    return reply.code != 0 and not is_unknown_job(reply)
-
-
 def explain_reply(reply: Reply) -> str:
     """What a failed call said, in one line."""
     lines = [line.strip() for line in (reply.err or reply.out).splitlines() if line.strip()]
@@ -21224,7 +21219,6 @@ SUBMISSION_LEASE_S = 1200.0
 LOOK_PAUSE_S = 60.0         # between two looks into the queue: never more than one squeue a minute
 # What a runner, and the srun processes of its steps, take of an allocation's memory.
 RUNNER_MEMORY_BYTES, STEP_MEMORY_BYTES = 256 << 20, 10 << 20
-STARTUP_WINDOWS = ((1, 0), (10, 10), (100, 60))     # runners, seconds within which so many start
 # Errors of sbatch that pass, and may have come after the job was taken (slurm_errno.c, 20.11 to 25.05).
 PASSING_ERRORS = Expression(
     'Unable to contact slurm controller|timed out|Zero Bytes were transmitted|temporarily unavailable|'
