@@ -16397,6 +16397,18 @@ class SubmitterTest(unittest.TestCase):
         self.assertEqual([{'id': 1, 'slurm_job_id': 7, 'cluster': 'c'}, {'id': 2, 'slurm_job_id': 8, 'cluster': ''}], self.work.ends)
         self.assertEqual((False, math.inf), (self.work.is_busy, self.work.due()))
 
+    def test_a_program_that_a_full_node_cannot_start_is_no_refusal_and_no_missing_program(self):
+        for number, code in ((errno.EMFILE, torc.REPLY_NOT_STARTED), (errno.ENOSPC, torc.REPLY_NOT_STARTED),
+                             (errno.ENOENT, torc.COMMAND_NOT_FOUND), (errno.EACCES, torc.COMMAND_NOT_FOUND)):
+            with self.subTest(number=number):
+                reply = torc.reply_of_failure(['sbatch'], OSError(number, os.strerror(number)))
+                self.assertEqual((code, f'sbatch: {os.strerror(number)}'), (reply.code, reply.err))
+                self.assertEqual(code == torc.COMMAND_NOT_FOUND, torc.is_accounting_off(reply))
+                self.setUp()
+                self.add(1)
+                self.call(*reply)
+                self.assertEqual(code == torc.REPLY_NOT_STARTED, self.work.is_busy)
+
     def test_a_refusal_is_final_and_holds_for_all_of_the_scheduler(self):
         for number, scheduler_id in ((1, 1), (2, 1), (3, 2)):
             self.add(number, scheduler_id)

@@ -18969,7 +18969,7 @@ EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 NUM_GUARDIANS = 2
 REPLACED_AT_ONCE, REPLACE_PAUSE_S = 20, 1.0     # so many dead guardians are replaced, then one a pause
 MAX_REPLY_BYTES = 64 * 1024 * 1024      # of another program's output; what is more is cut off
-REPLY_TIMED_OUT = 124                   # as timeout(1)
+REPLY_TIMED_OUT, REPLY_NOT_STARTED = 124, 125       # as timeout(1); for want of what may come back
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
 UNKILLABLE_SWEEP_S = 1.0                # between looks at what SIGKILL has not ended
 # The shell reads a command that is too long for argv from a file without a name; trailing newlines are all
@@ -19116,9 +19116,16 @@ def make_spawner() -> Callable[..., int]:
 
 class Reply(Row):
     """What another program answered."""
-    code: int       # exit code; 128+n for a signal, COMMAND_NOT_FOUND, or REPLY_TIMED_OUT
+    code: int       # exit code; 128+n for a signal, COMMAND_NOT_FOUND, REPLY_TIMED_OUT, or REPLY_NOT_STARTED
     out: str
     err: str
+
+
+def reply_of_failure(argv: Sequence[str], error: Exception) -> Reply:
+    """What stands in for the answer of a program that could not be started."""
+    is_passing = getattr(error, 'errno', None) in EXHAUSTION | {errno.ENOSPC, errno.EDQUOT}
+    return Reply(REPLY_NOT_STARTED if is_passing else COMMAND_NOT_FOUND, '',
+                 f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
 
 
 class ProcessEnd(Row):
@@ -19500,8 +19507,7 @@ class Launcher:
                                  [file.fileno() for file in files], f'query-{argv[0]}', on_end)
         except (OSError, ValueError) as error:
             stack.close()
-            reply = Reply(COMMAND_NOT_FOUND, '', f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
-            self.unstarted.append(functools.partial(on_reply, reply))
+            self.unstarted.append(functools.partial(on_reply, reply_of_failure(argv, error)))
             return
         process.kill_at = time.monotonic() + limit_s
         del self.children[process]
@@ -19832,7 +19838,7 @@ def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
     except subprocess.TimeoutExpired:
         return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
     except (OSError, ValueError) as error:
-        return Reply(COMMAND_NOT_FOUND, '', f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
+        return reply_of_failure(argv, error)
     code = done.returncode if done.returncode >= 0 else 128 - done.returncode
     return Reply(code, done.stdout.decode('utf-8', 'replace'), done.stderr.decode('utf-8', 'replace'))
 
@@ -21685,7 +21691,8 @@ class Submitter:
         found = parse_submission(reply.out) if reply.code == 0 else None
         if found is not None:
             self.end(item, *found)
-        elif reply.code in (0, REPLY_TIMED_OUT) or reply.code > 128 or PASSING_ERRORS.search(reply.err):
+        elif reply.code in (0, REPLY_TIMED_OUT, REPLY_NOT_STARTED) or reply.code > 128 \
+                or PASSING_ERRORS.search(reply.err):
             self.message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
             item.needs_look = True
             self.look_at = max(self.look_at, now + self.pause_s)
