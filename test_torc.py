@@ -16404,9 +16404,18 @@ class SubmitterTest(unittest.TestCase):
         self.assertEqual(['sbatch /out/1.sh', 'sbatch /out/3.sh'], [self.call(1, '', words + '\n'), self.call(0, '9')])
         self.assertEqual({1: words, 2: words, 3: 9}, self.ends())
 
+    def test_options_that_sbatch_does_not_understand_are_a_refusal(self):
+        for words in ("sbatch: unrecognized option '--nonsense'\nTry \"sbatch --help\" for more information",
+                      'sbatch: error: Invalid --mem specification'):
+            self.setUp()
+            self.add(1)
+            self.assertEqual('sbatch /out/1.sh', self.call(255, '', words + '\n'))
+            self.assertEqual((False, {1: words.replace('\n', '; ')}), (self.work.is_busy, self.ends()))
+
     def test_after_an_ambiguous_failure_the_queue_decides(self):
         for code, out, err in ((1, '', 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation'), (0, '', ''),
-                               (torc.REPLY_TIMED_OUT, '', 'sbatch: no answer'), (137, '', ''), (1, '', 'Unable to contact slurm controller (connect failure)')):
+                               (torc.REPLY_TIMED_OUT, '', 'sbatch: no answer'), (137, '', ''),
+                               (255, '', 'Connection to login1 closed by remote host.'), (1, '', 'Unable to contact slurm controller (connect failure)')):
             self.setUp()
             for number in (1, 2, 9):
                 self.add(number)

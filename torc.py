@@ -21648,6 +21648,14 @@ def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str) -> Optional[OwnJ
     return found[-1] if found else None
 
 
+def is_usage_error(reply: Reply) -> bool:
+    """Whether sbatch has not understood its options: 255, as ssh(1) of a wrapper, but in its own words.
+
+    'sbatch: error: Invalid --mem specification', "sbatch: unrecognized option '--nonsense'" (Slurm 22.05).
+    """
+    return reply.code == 255 and 'sbatch: ' in reply.err
+
+
 class SlurmCall(Row):
     """A program of Slurm that is to be called."""
     argv: List[str]
@@ -21733,7 +21741,8 @@ class Submitter:
         found = parse_submission(reply.out) if reply.code == 0 else None
         if found is not None:
             self.end(item, *found)
-        elif reply.code in (0, REPLY_TIMED_OUT) or reply.code > 128 or PASSING_ERRORS.search(reply.err):
+        elif (reply.code in (0, REPLY_TIMED_OUT) or PASSING_ERRORS.search(reply.err)
+              or reply.code > 128 and not is_usage_error(reply)):
             self.message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
             item.needs_look = True
             self.look_at = max(self.look_at, now + self.pause_s)
