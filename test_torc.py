@@ -20115,12 +20115,14 @@ class AllocationPartsTest(PartTest):
             self.assertEqual(is_left, torc.is_work_left(counts))
 
     def test_a_record_waits_again_when_slurm_has_put_its_job_into_the_queue(self):
-        for restarts, record_id, wanted in ((1, 9, [({'status': 'pending'}, 9)]), (0, 9, []), (1, None, []),
-                                            ('', 9, [])):
-            with self.subTest(restarts=restarts, record=record_id):
+        waits = [({'status': 'pending'}, 9)]
+        for state, restarts, record_id, wanted in (('COMPLETING', 1, 9, waits), ('COMPLETING', 0, 9, []),
+                                                   ('COMPLETING', 1, None, []), ('COMPLETING', '', 9, []),
+                                                   ('PENDING', 0, 9, waits), ('PENDING', 0, None, [])):
+            with self.subTest(state=state, restarts=restarts, record=record_id):
                 context, calls = self.allocation(), []      # type: Any, List[Any]
                 context.allocation.record_id = record_id
-                slurm = AnsweringSlurm(job=f'JobId=5 JobState=COMPLETING Restarts={restarts} X=1')
+                slurm = AnsweringSlurm(job=f'JobId=5 JobState={state} Restarts={restarts} X=1')
                 client = unittest.mock.Mock()
                 client.call = lambda op, body=None, **params: calls.append((body, params['id']))
                 torc.note_requeue(context, client, slurm.ask)

@@ -26563,7 +26563,9 @@ def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], R
     reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
     facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
     count = facts.get('Restarts', '')   # the state may still be that of its end
-    if allocation.record_id is not None and count.isdigit() and int(count) > allocation.restart_count:
+    is_restarted = count.isdigit() and int(count) > allocation.restart_count
+    # A controller that was killed counts only when it finds the job on its node: here it just waits.
+    if allocation.record_id is not None and (is_restarted or facts.get('JobState') == 'PENDING'):
         client.call('update_scheduled_compute_node', {'status': 'pending'}, id=allocation.record_id)
         context.say(f'Slurm has put job {allocation.job_id} into the queue again')
 
