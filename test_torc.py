@@ -16416,9 +16416,18 @@ class SubmitterTest(unittest.TestCase):
         self.assertEqual(['sbatch /out/1.sh', 'sbatch /out/3.sh'], [self.call(1, '', words + '\n'), self.call(0, '9')])
         self.assertEqual({1: words, 2: words, 3: 9}, self.ends())
 
+    def test_options_that_sbatch_does_not_understand_are_a_refusal(self):
+        for words in ("sbatch: unrecognized option '--nonsense'\nTry \"sbatch --help\" for more information",
+                      'sbatch: error: Invalid --mem specification'):
+            self.setUp()
+            self.add(1)
+            self.assertEqual('sbatch /out/1.sh', self.call(255, '', words + '\n'))
+            self.assertEqual((False, {1: words.replace('\n', '; ')}), (self.work.is_busy, self.ends()))
+
     def test_after_an_ambiguous_failure_the_queue_decides(self):
         for code, out, err in ((1, '', 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation'), (0, '', ''),
-                               (torc.REPLY_TIMED_OUT, '', 'sbatch: no answer'), (137, '', ''), (1, '', 'Unable to contact slurm controller (connect failure)')):
+                               (torc.REPLY_TIMED_OUT, '', 'sbatch: no answer'), (137, '', ''),
+                               (255, '', 'Connection to login1 closed by remote host.'), (1, '', 'Unable to contact slurm controller (connect failure)')):
             self.setUp()
             for number in (1, 2, 9):
                 self.add(number)
@@ -20126,12 +20135,14 @@ class AllocationPartsTest(PartTest):
             self.assertEqual(is_left, torc.is_work_left(counts))
 
     def test_a_record_waits_again_when_slurm_has_put_its_job_into_the_queue(self):
-        for restarts, record_id, wanted in ((1, 9, [({'status': 'pending'}, 9)]), (0, 9, []), (1, None, []),
-                                            ('', 9, [])):
-            with self.subTest(restarts=restarts, record=record_id):
+        waits = [({'status': 'pending'}, 9)]
+        for state, restarts, record_id, wanted in (('COMPLETING', 1, 9, waits), ('COMPLETING', 0, 9, []),
+                                                   ('COMPLETING', 1, None, []), ('COMPLETING', '', 9, []),
+                                                   ('PENDING', 0, 9, waits), ('PENDING', 0, None, [])):
+            with self.subTest(state=state, restarts=restarts, record=record_id):
                 context, calls = self.allocation(), []      # type: Any, List[Any]
                 context.allocation.record_id = record_id
-                slurm = AnsweringSlurm(job=f'JobId=5 JobState=COMPLETING Restarts={restarts} X=1')
+                slurm = AnsweringSlurm(job=f'JobId=5 JobState={state} Restarts={restarts} X=1')
                 client = unittest.mock.Mock()
                 client.call = lambda op, body=None, **params: calls.append((body, params['id']))
                 torc.note_requeue(context, client, slurm.ask)

@@ -10144,8 +10144,9 @@ def announce_node(context: Context, event_type: str, node_id: int) -> Values:
 
 def end_node(context: Context, node_id: int) -> None:
     """An active node has ended without saying so: report it, and release what it held."""
-    announce_node(context, 'compute_node_stopped', node_id)
+    node = announce_node(context, 'compute_node_stopped', node_id)
     release_node(context, node_id)
+    leave_allocation(context, node)
 
 
 def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
@@ -21606,6 +21607,14 @@ def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str) -> Optional[OwnJ
     return found[-1] if found else None
 
 
+def is_usage_error(reply: Reply) -> bool:
+    """Whether sbatch has not understood its options: 255, as ssh(1) of a wrapper, but in its own words.
+
+    'sbatch: error: Invalid --mem specification', "sbatch: unrecognized option '--nonsense'" (Slurm 22.05).
+    """
+    return reply.code == 255 and 'sbatch: ' in reply.err
+
+
 class SlurmCall(Row):
     """A program of Slurm that is to be called."""
     argv: List[str]
@@ -21691,8 +21700,8 @@ class Submitter:
         found = parse_submission(reply.out) if reply.code == 0 else None
         if found is not None:
             self.end(item, *found)
-        elif reply.code in (0, REPLY_TIMED_OUT, REPLY_NOT_STARTED) or reply.code > 128 \
-                or PASSING_ERRORS.search(reply.err):
+        elif (reply.code in (0, REPLY_TIMED_OUT, REPLY_NOT_STARTED) or PASSING_ERRORS.search(reply.err)
+              or reply.code > 128 and not is_usage_error(reply)):
             self.message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
             item.needs_look = True
             self.look_at = max(self.look_at, now + self.pause_s)
@@ -26515,7 +26524,9 @@ def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], R
     reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
     facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
     count = facts.get('Restarts', '')   # the state may still be that of its end
-    if allocation.record_id is not None and count.isdigit() and int(count) > allocation.restart_count:
+    is_restarted = count.isdigit() and int(count) > allocation.restart_count
+    # A controller that was killed counts only when it finds the job on its node: here it just waits.
+    if allocation.record_id is not None and (is_restarted or facts.get('JobState') == 'PENDING'):
         client.call('update_scheduled_compute_node', {'status': 'pending'}, id=allocation.record_id)
         context.say(f'Slurm has put job {allocation.job_id} into the queue again')
 
@@ -32290,7 +32301,7 @@ def cmd_hpc_generate(session: Session, args: Arguments) -> int:
         write_result(path, text)
         session.inform(f'Wrote profile {name} with {len(partitions)} partitions to {path}')
     else:
-        session.show(text)
+        session.answer(value, text)
     if format == 'toml' and tomllib is None:
         session.report('warning: this Python cannot read TOML itself (3.11 can): for it, write '
                        '-o ~/.config/torc/config.yaml')
