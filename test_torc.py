@@ -2735,8 +2735,7 @@ class SpecTest(unittest.TestCase):
                      'action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]'):
             with self.subTest(text):
                 plan = plan_of('{name: w, %s, jobs: []}' % text)
-                self.assertEqual(([], []), (plan.pending, plan.warnings))
-        self.assertEqual([], [field.name for field in torc.FIELDS if 'not in effect yet' in torc.describe_field(field)])
+                self.assertEqual([], plan.warnings)
 
     def test_tokens_add_relations_and_never_replace_listed_ones(self):
         body = plan_of({'name': 'w', 'files': [{'name': name, 'path': f'dir/{name}'} for name in 'fgh'],
@@ -16324,6 +16323,7 @@ class BatchScriptTest(unittest.TestCase):
         for partition, config, site in (
                 (None, SMALL_DEFAULTS, torc.Site(False, True, 4, 4000 << 20)), ('main', NO_DEFAULTS, torc.Site(False, False, 4, 4000 << 20)),
                 ('main', '', torc.Site(False, True, 4, 4000 << 20)), ('own', NO_DEFAULTS, torc.Site(True, True, 128, 240 << 30)),
+                ('main', NO_DEFAULTS + 'SelectType              = select/linear\n', torc.Site(True, False, 4, 4000 << 20)),
                 ('none', NO_DEFAULTS, torc.Site())):
             self.assertEqual(site, torc.parse_site(SHARED_PARTITIONS, config, partition))
         self.assertEqual(torc.Site(), torc.parse_site('', '', None))
@@ -16405,6 +16405,18 @@ class SubmitterTest(unittest.TestCase):
         self.assertEqual(['sbatch /out/1.sh', 'sbatch /out/2.sh'], [self.call(0, '7;c'), self.call(0, 'quota: fine\n8')])
         self.assertEqual([{'id': 1, 'slurm_job_id': 7, 'cluster': 'c'}, {'id': 2, 'slurm_job_id': 8, 'cluster': ''}], self.work.ends)
         self.assertEqual((False, math.inf), (self.work.is_busy, self.work.due()))
+
+    def test_a_program_that_a_full_node_cannot_start_is_no_refusal_and_no_missing_program(self):
+        for number, code in ((errno.EMFILE, torc.REPLY_NOT_STARTED), (errno.ENOSPC, torc.REPLY_NOT_STARTED),
+                             (errno.ENOENT, torc.COMMAND_NOT_FOUND), (errno.EACCES, torc.COMMAND_NOT_FOUND)):
+            with self.subTest(number=number):
+                reply = torc.reply_of_failure(['sbatch'], OSError(number, os.strerror(number)))
+                self.assertEqual((code, f'sbatch: {os.strerror(number)}'), (reply.code, reply.err))
+                self.assertEqual(code == torc.COMMAND_NOT_FOUND, torc.is_accounting_off(reply))
+                self.setUp()
+                self.add(1)
+                self.call(*reply)
+                self.assertEqual(code == torc.REPLY_NOT_STARTED, self.work.is_busy)
 
     def test_a_refusal_is_final_and_holds_for_all_of_the_scheduler(self):
         for number, scheduler_id in ((1, 1), (2, 1), (3, 2)):
@@ -18555,6 +18567,14 @@ class SlurmStarterTest(PartTest):
         return sorted(map(os.path.basename, found))
 
     # -------- starts and ends --------
+
+    def test_what_is_known_of_a_step_stays_when_its_notes_cannot_be_read_any_more(self):
+        starter, attempt = self.build(), self.begin('exit 3')
+        self.wait_for(lambda: attempt.end, 'the end of srun')
+        step = starter.steps[attempt]
+        self.assertEqual('', starter.files.read(step.name, 'notes'))
+        starter.read_notes(step)
+        self.assertEqual(3, step.notes.return_code)
 
     def test_a_step_runs_with_its_environment_and_leaves_no_files_but_its_output(self):
         self.build(end_time=time.time() + 600).context.variables = {'COMMON': 'yes'}
@@ -23768,15 +23788,7 @@ class RunTest(CommandTest):
         self.assertEqual((['echo 1'], 30), ([job['command'] for job in spec['jobs']], spec['resource_monitor']['sample_interval_seconds']))
         self.assertEqual(spec['jobs'], self.json('exec --command-file commands.txt --sample-interval 5 --dry-run')['jobs'])
 
-    def test_options_that_are_not_carried_out_yet_are_told_at_once(self):
-        arguments = torc.Argument('-a --later', '', 'wait', is_pending=True), torc.Argument('-b --now', '', 'go')
-        command = torc.Command('x', lambda session, args: 0, 'try', arguments, 'x')
-        for args, said in (({'later': True, 'now': True},
-                            ['accepted, but not in effect in this version: --later']),
-                           ({'later': None, 'now': True}, []),
-                           ({'later': 'off', 'now': None}, [])):
-            self.assertEqual(said, list(torc.ineffective_arguments(command, args)))
-        self.assertIn('wait; not in effect yet\n', torc.format_arguments(arguments))
+    def test_options_that_are_carried_out_are_taken_without_a_word(self):
         outcome = self.assertExit(0, self.world.main('exec', '-c', 'true', '--dry-run', '--monitor',
                                                      'time-series', '--generate-plots', '-i', '5'))
         self.assertEqual('', outcome.err)
@@ -30700,7 +30712,7 @@ def format_field_markdown() -> str:
         lines += [f'#### {title}', '', '| field | type | default | {} | meaning |', '|---|---|---|---|---|']
         for field in torc.FIELDS_OF[where].values():
             is_template = 'yes' if field.is_template else ''
-            cells = (f'`{field.name}`', torc.TYPES[field.type].words, torc.format_default(field), is_template, torc.describe_field(field))
+            cells = (f'`{field.name}`', torc.TYPES[field.type].words, torc.format_default(field), is_template, field.help)
             lines.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
         lines.append('')
     return '\n'.join(lines)

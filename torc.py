@@ -2908,14 +2908,12 @@ class Plan(Row):
     body: Dict[str, Any]        # of POST /workflows/from_spec
     warnings: List[Problem]
     summary: Dict[str, Any]     # what `create --dry-run` shows
-    pending: List[Problem]      # one warning of what is not carried out yet, if anything
     starts: Sequence[int]       # the first job of each entry under jobs
 
 
 # -------- fields --------
 
 REQUIRED = '(required)'     # default of a field that has none
-ANY = '(any)'
 
 
 class Field(Row):
@@ -2926,7 +2924,6 @@ class Field(Row):
     type: str               # a key of TYPES
     help: str
     default: Any = None     # None: nothing; REQUIRED
-    pending: str = ''       # the value that this version takes without carrying it out; ANY for all but false
 
 
 BLOCKS = {
@@ -2959,7 +2956,7 @@ INSTANCE_FIELDS = (
 )
 
 FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for where, rows in (
-    # name ({}: parameters are replaced in it), type, help, default (None: nothing), pending value
+    # name ({}: parameters are replaced in it), type, help, default (None: nothing)
     ('workflow', (
         ('name',                'text', 'name of the workflow; need not be unique', REQUIRED),
         ('user',                'text', 'owner; else the user who creates it'),
@@ -3420,17 +3417,6 @@ def stdio_names(workflow_id: int, job_id: int, run_id: int, attempt_id: int,
     }[mode]
 
 
-def is_pending(field: Field) -> bool:
-    """Whether nothing that a field says is carried out yet; a block of such fields is one itself."""
-    block = TYPES[field.type].block
-    return field.pending == ANY or block in FIELDS_OF and is_pending_block(block)
-
-
-def is_pending_block(where: str) -> bool:
-    """Whether this holds for all fields of a block."""
-    return all(is_pending(field) or (where, field.name) in NO_EFFECT for field in FIELDS_OF[where].values())
-
-
 # ======== 5a. Documents: from a file to blocks of checked fields ========
 #
 # Owns how a file's format is found, what the nodes of KDL mean, and how a block is read by its FIELDS. What
@@ -3705,7 +3691,6 @@ class SpecContext:
         self.directory = directory          # that tables, lists and inputs are relative to
         self.max_instances = max_instances
         self.problems, self.warnings = [], []   # of Problem
-        self.pending = []           # fields that are not carried out yet; the message is their name
         self.variables = {}         # name -> text
         self.tables = {}            # path -> Instances
         self.is_partial = False     # some names are not known, because of a mistake elsewhere
@@ -3818,27 +3803,6 @@ def read_field(block: Block, field: Field, key: str, value: Any) -> None:
         block[field.name] = read(block, kind, key, value) if read else kind.read(value)
     except ValueError as error:
         block.error(f'{field.name} {error}', key)
-    if field.pending:
-        report_pending(block, field, key)
-
-
-def report_pending(block: Block, field: Field, key: str) -> None:
-    """Record a field whose value asks for what this version does not carry out."""
-    is_all, value = field.pending == ANY, block.get(field.name, False)
-    if block.raw.get('enabled') is not False and (value is not False if is_all else value == field.pending):
-        name, outer = f'{field.where}.{field.name}', field.where.partition('.')[0]
-        if not is_all:
-            name = f'{field.name}: {value}'
-        elif is_pending_block(outer):
-            name = outer
-        block.context.pending.append(block.problem('', key, None)._replace(message=name))
-
-
-def describe_pending(pending: Sequence[Problem]) -> List[Problem]:
-    """One warning of all such fields, or none."""
-    names = ', '.join(dict.fromkeys(problem.message for problem in pending))
-    message = f'accepted, but not in effect in this version: {names}'
-    return [pending[0]._replace(message=message)] if names else []
 
 
 def warn_of_braces(block: Block, key: str, text: str) -> None:
@@ -5080,7 +5044,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     if context.problems:
         raise_problems(context, summary)
     find_times(planner)
-    return Plan(body, context.warnings, summary, describe_pending(context.pending), planner.starts)
+    return Plan(body, context.warnings, summary, planner.starts)
 
 
 def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) -> Plan:
@@ -5292,13 +5256,6 @@ def format_default(field: Field) -> str:
     return field.default if isinstance(field.default, str) else json.dumps(field.default)
 
 
-def describe_field(field: Field) -> str:
-    """What a field means, and what of it is not in effect yet."""
-    if is_pending(field):
-        return f'{field.help}; not in effect yet'
-    return f'{field.help}; not in effect yet: {field.pending}' if field.pending else field.help
-
-
 def format_field_help() -> str:
     """Text of `help spec`: every field of a workflow file."""
     lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML. '
@@ -5308,7 +5265,7 @@ def format_field_help() -> str:
         for field in FIELDS_OF[where].values():
             marks = ('*' if field.default is REQUIRED else ' ') + (' {}' if field.is_template else '   ')
             default = format_default(field) if field.default is not REQUIRED else ''
-            meaning = describe_field(field) + (f' [{default}]' if default else '')
+            meaning = field.help + (f' [{default}]' if default else '')
             lines.append(f'  {field.name:28} {marks} {meaning}')
             kind = TYPES[field.type]
             if '|' in kind.words:
@@ -19012,7 +18969,7 @@ EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 NUM_GUARDIANS = 2
 REPLACED_AT_ONCE, REPLACE_PAUSE_S = 20, 1.0     # so many dead guardians are replaced, then one a pause
 MAX_REPLY_BYTES = 64 * 1024 * 1024      # of another program's output; what is more is cut off
-REPLY_TIMED_OUT = 124                   # as timeout(1)
+REPLY_TIMED_OUT, REPLY_NOT_STARTED = 124, 125       # as timeout(1); for want of what may come back
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
 UNKILLABLE_SWEEP_S = 1.0                # between looks at what SIGKILL has not ended
 # The shell reads a command that is too long for argv from a file without a name; trailing newlines are all
@@ -19159,9 +19116,16 @@ def make_spawner() -> Callable[..., int]:
 
 class Reply(Row):
     """What another program answered."""
-    code: int       # exit code; 128+n for a signal, COMMAND_NOT_FOUND, or REPLY_TIMED_OUT
+    code: int       # exit code; 128+n for a signal, COMMAND_NOT_FOUND, REPLY_TIMED_OUT, or REPLY_NOT_STARTED
     out: str
     err: str
+
+
+def reply_of_failure(argv: Sequence[str], error: Exception) -> Reply:
+    """What stands in for the answer of a program that could not be started."""
+    is_passing = getattr(error, 'errno', None) in EXHAUSTION | {errno.ENOSPC, errno.EDQUOT}
+    return Reply(REPLY_NOT_STARTED if is_passing else COMMAND_NOT_FOUND, '',
+                 f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
 
 
 class ProcessEnd(Row):
@@ -19543,8 +19507,7 @@ class Launcher:
                                  [file.fileno() for file in files], f'query-{argv[0]}', on_end)
         except (OSError, ValueError) as error:
             stack.close()
-            reply = Reply(COMMAND_NOT_FOUND, '', f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
-            self.unstarted.append(functools.partial(on_reply, reply))
+            self.unstarted.append(functools.partial(on_reply, reply_of_failure(argv, error)))
             return
         process.kill_at = time.monotonic() + limit_s
         del self.children[process]
@@ -19875,7 +19838,7 @@ def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
     except subprocess.TimeoutExpired:
         return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
     except (OSError, ValueError) as error:
-        return Reply(COMMAND_NOT_FOUND, '', f"{argv[0]}: {getattr(error, 'strerror', None) or error}")
+        return reply_of_failure(argv, error)
     code = done.returncode if done.returncode >= 0 else 128 - done.returncode
     return Reply(code, done.stdout.decode('utf-8', 'replace'), done.stderr.decode('utf-8', 'replace'))
 
@@ -19883,11 +19846,6 @@ def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
 def is_unknown_job(reply: Reply) -> bool:
     """Whether a job is not known any more, or never was: the code is that of all errors (squeue 22.05)."""
     return reply.code != 0 and 'Invalid job id specified' in reply.err
-
-
-def is_slurm_away(reply: Reply) -> bool:
-    """Whether a call failed for a reason that passes: it says nothing of any job."""
-    return reply.code != 0 and not is_unknown_job(reply)
 
 
 def explain_reply(reply: Reply) -> str:
@@ -21267,7 +21225,6 @@ SUBMISSION_LEASE_S = 1200.0
 LOOK_PAUSE_S = 60.0         # between two looks into the queue: never more than one squeue a minute
 # What a runner, and the srun processes of its steps, take of an allocation's memory.
 RUNNER_MEMORY_BYTES, STEP_MEMORY_BYTES = 256 << 20, 10 << 20
-STARTUP_WINDOWS = ((1, 0), (10, 10), (100, 60))     # runners, seconds within which so many start
 # Errors of sbatch that pass, and may have come after the job was taken (slurm_errno.c, 20.11 to 25.05).
 PASSING_ERRORS = Expression(
     'Unable to contact slurm controller|timed out|Zero Bytes were transmitted|temporarily unavailable|'
@@ -21326,18 +21283,19 @@ SITE_QUESTIONS = (('scontrol', '-o', 'show', 'partition'), ('scontrol', 'show', 
 def parse_site(partitions: str, config: str, partition: Optional[str]) -> Site:
     """The Site of a partition, or of the default one, from the answers to SITE_QUESTIONS.
 
-    A partition that sets no default memory has that of the cluster (slurm.conf(5), DefMemPerCPU).
+    A partition that sets no default memory has that of the cluster (slurm.conf(5), DefMemPerCPU). With
+    select/linear all partitions give whole nodes.
     """
-    for line in partitions.splitlines():
-        cells = dict(word.split('=', 1) for word in line.split() if '=' in word)
-        if cells.get('PartitionName') == partition if partition else cells.get('Default') == 'YES':
+    for name, cells in parse_partition_records(partitions).items():
+        if name == partition if partition else cells.get('Default') == 'YES':
             words = [cells.get(name, '') for name in ('DefMemPerNode', 'DefMemPerCPU')]
             words += re.findall(r'^DefMemPer(?:Node|CPU)\s*=\s*(\S+)', config, re.MULTILINE)
-            num_nodes, num_cpus = (int(cells[name]) if cells.get(name, '').isdigit() else 0
+            is_linear = re.search(r'^SelectType\s*=\s*\S*linear$', config, re.MULTILINE) is not None
+            num_nodes, num_cpus = (int(cells[name]) if SLURM_NUMBER.match(cells.get(name, '')) else 0
                                    for name in ('TotalNodes', 'TotalCPUs'))
             memory = re.search(r'\bmem=([0-9.]+[KMGTP]?)', cells.get('TRES', ''))
             memory_bytes = memory and parse_slurm_memory(memory.group(1)) or 0
-            return Site(cells.get('OverSubscribe', '').startswith('EXCLUSIVE'),
+            return Site(is_linear or cells.get('OverSubscribe', '').startswith('EXCLUSIVE'),
                         any(word not in ('', 'UNLIMITED', '0') for word in words) or not config,
                         num_cpus // max(1, num_nodes), memory_bytes // max(1, num_nodes))
     return Site()
@@ -21733,7 +21691,8 @@ class Submitter:
         found = parse_submission(reply.out) if reply.code == 0 else None
         if found is not None:
             self.end(item, *found)
-        elif reply.code in (0, REPLY_TIMED_OUT) or reply.code > 128 or PASSING_ERRORS.search(reply.err):
+        elif reply.code in (0, REPLY_TIMED_OUT, REPLY_NOT_STARTED) or reply.code > 128 \
+                or PASSING_ERRORS.search(reply.err):
             self.message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
             item.needs_look = True
             self.look_at = max(self.look_at, now + self.pause_s)
@@ -25115,7 +25074,9 @@ class SlurmStarter:
 
     def read_notes(self, step: Step) -> None:
         """See what the supervisor has noted since."""
-        step.notes = parse_step_notes(self.files.read(step.name, 'notes'))
+        text = self.files.read(step.name, 'notes')
+        if text:    # a file system that fails for a moment must not make a step one that has not begun
+            step.notes = parse_step_notes(text)
 
     def watch(self, attempt: Attempt, step: Step, now: float) -> None:
         """End a step that was never created, whose processes have gone, or that Slurm does not end."""
@@ -30800,7 +30761,7 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     except BadInput as error:
         error.problems = [placed(problem, name) for problem in error.problems]
         raise
-    plan = plan._replace(warnings=[placed(warning, name) for warning in plan.pending + plan.warnings])
+    plan = plan._replace(warnings=[placed(warning, name) for warning in plan.warnings])
     for warning in plan.warnings[:PROBLEMS_SHOWN]:
         session.report(f'warning: {warning}')
     return complete_plan(plan, bool(args['no_resource_monitoring']), spec_path(name) if name else None)
@@ -31223,8 +31184,6 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
                          workflow_id=workflow['id'])
         record_contents(session.client, workflow)
         initialize_for_run(session, workflow, status)
-    if not target.is_new:       # of a new one the file's warnings say it
-        report_stored_pending(session, workflow)
     session.client.need_server()    # the runner, and others that join it, speak to one
     report_location(session, workflow)
     style = style_of(session.err, os.environ)
@@ -31250,20 +31209,6 @@ def has_due_actions(session: Session, workflow: Dict[str, Any]) -> bool:
     triggers = [trigger for trigger in TRIGGERS if not trigger.startswith('on_worker')]
     due = session.call('get_pending_actions', workflow_id=workflow['id'], trigger_type=triggers)
     return any(action['action_type'] == 'run_commands' and not action['persistent'] for action in due)
-
-
-def report_stored_pending(session: Session, workflow: Dict[str, Any]) -> None:
-    """Say once what a stored workflow asks for that this version does not carry out."""
-    context = SpecContext(Document({}, '', '', {}), '', 0)
-    read_block(context, 'execution_config', workflow.get('execution_config') or {})
-    defaults, monitor = plan_monitor(None), workflow.get('resource_monitor_config') or {}
-    asked = {key: value for key, value in monitor.items() if value != defaults.get(key)}
-    read_block(context, 'resource_monitor', asked)
-    for action in session.call('get_workflow_actions', workflow_id=workflow['id']):
-        if not action['executed']:
-            read_block(context, 'action', {'action_type': action['action_type']})
-    for problem in describe_pending(context.pending):
-        session.report(f'warning: {problem}')
 
 
 def report_location(session: Session, workflow: Dict[str, Any]) -> None:
@@ -32921,7 +32866,6 @@ class Argument(Row):
     count: str = '1'
     default: Any = None
     key: str = ''           # where it isn't the last name
-    is_pending: bool = False    # taken, but not carried out yet
 
 
 class Command(Row):
@@ -33737,7 +33681,6 @@ def format_arguments(arguments: Sequence[Argument]) -> str:
     rows = []
     for argument in arguments:
         meaning = argument.meaning + (' (required)' if argument.count == '!' else '')
-        meaning += '; not in effect yet' if argument.is_pending else ''
         if argument.default is not None and 'default' not in argument.meaning:
             meaning += f' (default {argument.default})'
         rows.append((f"{', '.join(argument.names.split())} {argument.value}".strip(), meaning))
@@ -34064,15 +34007,11 @@ def run_command(parsed: Parsed, session: Session) -> int:
 
 def ineffective_arguments(command: Command, args: Arguments) -> Iterator[str]:
     """Options that do not do what they seem to."""
-    found = [(argument, argument.names.split()[-1], args[key_of(argument)]) for argument in command.arguments]
-    pending = [name for argument, name, value in found
-               if argument.is_pending and value not in (None, False, 'off')]
-    if pending:
-        yield f"accepted, but not in effect in this version: {', '.join(pending)}"
-    for argument, name, value in found:
-        doubt = doubt_memory(value or '') if argument.parse is normalize_memory else ''
-        if doubt:
-            yield f'{name}: {doubt}'
+    for argument in command.arguments:
+        if argument.parse is normalize_memory:
+            doubt = doubt_memory(args[key_of(argument)] or '')
+            if doubt:
+                yield f'{argument.names.split()[-1]}: {doubt}'
 
 
 def report_error(session: Session, error: TorcError) -> int:
