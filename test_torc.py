@@ -822,6 +822,13 @@ class Bed:
         """Do something to it: start-node node3, ... Returns what was said."""
         return self.call(['bash', BED_SCRIPT, verb, *words, self.directory])
 
+    def repair(self) -> None:
+        """Start again, and cancel, what a test has left that was itself killed before its end."""
+        self.control('start')
+        left = self.ask('squeue', '-h', '-o', '%A').split()
+        if left:
+            self.ask('scancel', *left)
+
     def ask(self, *argv: Any) -> str:
         """What one of Slurm's programs says; times are in seconds since 1970. The test fails if it does."""
         return self.call([str(word) for word in argv])
@@ -914,6 +921,8 @@ class SlurmTest(WorldTest):
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         stack.enter_context(self.bed.held(self.is_alone))
+        if self.is_alone:
+            self.bed.repair()
         stack.callback(self.cancel_all)
         self.world.environment['SLURM_CONF'] = self.bed.conf
 
