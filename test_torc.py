@@ -7283,6 +7283,12 @@ class SubmissionRecordTest(ServiceTest):
         with self.assertRaisesRegex(torc.Refused, 'workflow 1 was canceled: nothing is submitted for it'):
             self.take(workflow_id)
 
+    def test_more_allocations_than_slurm_takes_are_refused(self):
+        workflow_id = self.prepare(num_allocations=10 ** 9)
+        with self.assertRaisesRegex(torc.Refused, '1000000000 allocations are more than Slurm takes: at most 10000'):
+            self.take(workflow_id, actions=[{'action_id': 1}])
+        self.assertEqual([], self.store.rows('SELECT id FROM scheduled_compute_node'))
+
     def test_nothing_is_submitted_for_jobs_that_have_nothing_left_to_do(self):
         for trigger, gate in (('on_workflow_start', None), ('on_jobs_ready', [1]), ('on_jobs_complete', [1])):
             with self.subTest(trigger=trigger):
@@ -21795,6 +21801,8 @@ class StatusReportTest(unittest.TestCase):
     def test_ready_jobs_without_a_runner_say_how_to_start_one(self):
         status = dict(status_of(ready=2), active_compute_nodes=0)
         self.assertIn('  o 2 ready wait for a runner: torc.py run 1\n', torc.format_status(status))
+        asked = dict(status, pending_scheduled_nodes=1)
+        self.assertIn('  o 2 ready wait for an allocation: torc.py explain 1\n', torc.format_status(asked))
 
     def test_a_canceled_workflow_explains_no_cancellations(self):
         status = dict(status_of(canceled=5, failed=99005), explanation=self.EXPLANATION, is_canceled=True)
@@ -31098,7 +31106,10 @@ class HostileTextLaws(WorldTest):
         'create --dry-run broken.yaml', 'create --dry-run broken.json', 'create --dry-run broken.kdl', 'run broken.json5')
     OWN_PROCESS = ('run', 'exec')       # with signals and runners of their own
     TEXT_ONLY = ('htpasswd', 'help')    # have no JSON
-    ENDS = {'logs': 4, 'tasks wait': 1}     # exit codes of examples: the job's name is another; the task has failed
+    # Exit codes of examples: the job's name is another; the task has failed; such words are no options of sbatch,
+    # so that nothing was submitted.
+    ENDS = {'logs': 4, 'tasks wait': 1, 'slurm schedule-nodes': 4, 'slurm update': 4, 'scheduled-compute-nodes get': 4,
+            'scheduled-compute-nodes list-jobs': 4}
 
     def setUp(self) -> None:
         super().setUp()
@@ -31194,7 +31205,7 @@ class HostileTextLaws(WorldTest):
         shown = [torc.printable_line(true) for true in self.true_texts]
         inner = [json.dumps(true, ensure_ascii=False)[1:-1] for true in self.true_texts]     # JSON in a text
         for key, found in all_texts(json_documents(text)):
-            if 'EVIL' in found and key in ('message', 'error', 'errors', 'warnings'):
+            if 'EVIL' in found and key in ('message', 'error', 'errors', 'warnings', 'line'):
                 self.assertTrue(any(line[:40] in torc.printable_line(found) for line in shown), ascii(found))
             elif 'EVIL' in found:
                 self.assertTrue(any(true in found for true in self.true_texts + inner), f'{key}: {found!a}')

@@ -397,6 +397,7 @@ WAIT_REASONS = {
 
 # ---- limits ----
 MAX_LIST_ITEMS = 100000             # of one list answer, and of one bulk request
+MAX_ALLOCATIONS = 10000             # submitted at once: Slurm's MaxJobCount, unless a site has raised it
 MAX_INSTANCES = 1000000             # that parameters may make; --max-instances lifts it
 MAX_SPEC_BYTES = 2 ** 30            # of a workflow file: three million jobs spelled out
 MAX_NAME_CHARACTERS = 1000          # of any name; files on disk are named by ids
@@ -9870,13 +9871,22 @@ def take_due_schedules(context: Context, workflow_id: int, node_id: int, trigger
         scheduler_id = config.get('scheduler_id')
         if config.get('scheduler_type', 'slurm') != 'slurm':
             continue
+        reason = explain_excess(config.get('num_allocations') or 1)
         if not context.one('SELECT 1 FROM slurm_scheduler WHERE id = ?', (scheduler_id,)):
-            context.run('UPDATE workflow_action SET failure = ? WHERE id = ?',
-                        (f'there is no Slurm scheduler {scheduler_id}', action['id']))
+            reason = f'there is no Slurm scheduler {scheduler_id}'
+        if reason:
+            context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (reason, action['id']))
         else:
             made += execute_schedule(context, action, settings, None, node_id) or []
     context.run(FREE_SUBMISSIONS + 'submitter_until < ?', (workflow_id, context.now()))
     return hold_submissions(context, workflow_id, name_submitter(node_id), None, made)
+
+
+def explain_excess(count: int) -> str:
+    """Why so many allocations are not submitted together; '' if they may be."""
+    if count <= MAX_ALLOCATIONS:
+        return ''
+    return f'{count} allocations are more than Slurm takes: at most {MAX_ALLOCATIONS} at once (MaxJobCount)'
 
 
 def name_submitter(node_id: int) -> str:
@@ -9923,6 +9933,8 @@ def has_work(context: Context, action: Values) -> bool:
 def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, settings: Values, count: int,
                        action_id: Optional[int]) -> List[int]:
     """Rows of allocations that are to be submitted together; their ids."""
+    if explain_excess(count):
+        raise Refused(explain_excess(count))
     values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
               'scheduler_type': 'slurm', 'status': 'pending', 'made_for': action_id,
               'submission': dict(settings, num_allocations=count)}
@@ -10144,9 +10156,8 @@ def announce_node(context: Context, event_type: str, node_id: int) -> Values:
 
 def end_node(context: Context, node_id: int) -> None:
     """An active node has ended without saying so: report it, and release what it held."""
-    node = announce_node(context, 'compute_node_stopped', node_id)
+    announce_node(context, 'compute_node_stopped', node_id)
     release_node(context, node_id)
-    leave_allocation(context, node)
 
 
 def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
@@ -27284,7 +27295,10 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str,
     for job in why.get('remarks', ())[:REMARKS_SHOWN] if why else ():   # older servers have none
         found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
     if counts['ready'] and not (is_part or status['is_canceled'] or status['active_compute_nodes']):
-        found.append(('ready', f"{counts['ready']} ready wait for a runner: {program} run {number}"))
+        # Who has allocations does not want the work of hours to be done on a login node.
+        has_slurm = status.get('pending_scheduled_nodes') or status.get('active_scheduled_nodes')
+        what = f'an allocation: {program} explain' if has_slurm else f'a runner: {program} run'
+        found.append(('ready', f"{counts['ready']} ready wait for {what} {number}"))
     lines = []
     for name, text in found:
         row, text = STATUSES[STATUS_CODES[name]], printable_line(text).replace('\t', ' ')
