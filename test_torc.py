@@ -16589,6 +16589,9 @@ STEP_ENDS = (
      'no step'),
     ('a lying 0',               '', 0, 0, '', '', '', 'no step'),
     ('no trace',                'step 6 9 node1', 1, 0, '', '', '', 'vanished'),
+    ('success not noted',       'step 6 9 node1', 0, 0, '', 'COMPLETED', '', 'accounted'),
+    ('failure not noted',       'step 6 9 node1', 7, 0, '', 'FAILED', '', 'accounted'),
+    ('srun knows of nothing',   'step 6 9 node1', 0, 0, '', 'FAILED', '', 'vanished'),
 )
 
 
@@ -18590,6 +18593,18 @@ class SlurmStarterTest(PartTest):
         self.assertEqual('', starter.files.read(step.name, 'notes'))
         starter.read_notes(step)
         self.assertEqual(3, step.notes.return_code)
+
+    def test_an_end_that_nobody_could_note_is_what_srun_and_the_accounting_both_say(self):
+        starter = self.build()
+        for number, (command, state, wanted) in enumerate((
+                ('exit 0', 'COMPLETED', ('completed', 0, '', False)), ('exit 7', 'FAILED', ('failed', 7, '', False))), 1):
+            attempt = self.begin(command, number=number)
+            self.wait_for(lambda: attempt.end, 'the end of srun')
+            step = starter.steps[attempt]
+            step.notes = step.notes._replace(return_code=None)      # its disk was full
+            attempt.end = torc.step_end(attempt.process.end, step.notes)
+            starter.accounting = unittest.mock.Mock(**{'state_of.return_value': torc.StepRecord(state=state)})
+            self.assertEqual(wanted, self.judged(attempt))
 
     def test_a_step_runs_with_its_environment_and_leaves_no_files_but_its_output(self):
         self.build(end_time=time.time() + 600).context.variables = {'COMMON': 'yes'}

@@ -22178,7 +22178,7 @@ def parse_step_notes(text: str) -> StepNotes:
 class StepOutcome(Row):
     """A kind of end of a step."""
     status: str                 # of the attempt; '': by the job's own return code
-    return_code: str            # which one is reported: that of the job, of a timeout, or of lacking memory
+    return_code: str            # which one is reported: of the job, of srun, of a timeout, of lacking memory
     is_interrupted: bool        # it goes back to ready, and spends no attempt
     meaning: str                # for the user
 
@@ -22197,6 +22197,7 @@ STEP_OUTCOMES = {
     'preempted': StepOutcome('terminated', 'job',     True,  'its Slurm job was preempted'),
     'srun':      StepOutcome('terminated', 'job',     True,  'its srun was killed'),
     'stepd':     StepOutcome('terminated', 'job',     True,  'its slurmstepd was lost'),
+    'accounted': StepOutcome('',           'srun',    False, ''),   # that nobody could note (a full disk)
     'vanished':  StepOutcome('terminated', 'job',     True,  'its Slurm step left no return code'),
 }
 # What srun and slurmstepd write to srun's stderr (20.11 to 25.05), and the kind of end that it speaks for.
@@ -22252,6 +22253,8 @@ def judge_step(notes: StepNotes, code: int, signal_number: int, sign: str, state
         return 'own' if not kind or kind == 'stepd' or kind == 'canceled' and is_own else kind
     if not kind and code > 128:
         return 'killed'
+    if not kind and (state == 'COMPLETED' and code == 0 or state == 'FAILED' and code != 0):
+        return 'accounted'      # either alone proves nothing
     return kind or 'vanished'
 
 
@@ -25243,6 +25246,8 @@ class SlurmStarter:
             ending = f'ended by {format_signal(self.early_number)}, shortly before'
             return verdict._replace(message=f'{ending} the time limit of its Slurm step')
         outcome = STEP_OUTCOMES[kind]
+        if outcome.return_code == 'srun':
+            attempt.end = attempt.end._replace(return_code=step.code, signal_number=0)
         if not outcome.status:
             return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
                              codes['timeout_exit_code'], attempt.stopped_by)
@@ -25256,7 +25261,6 @@ class SlurmStarter:
             self.on_no_step(message)
         code = codes['oom_exit_code'] if outcome.return_code == 'memory' else attempt.end.return_code
         return Verdict(outcome.status, code, message, outcome.is_interrupted)
-
 
     @property
     def early_number(self) -> int:
