@@ -16306,7 +16306,8 @@ class BatchScriptTest(unittest.TestCase):
                 ({'qos': 'a"b'}, 'qos .* cannot'), ({'gres': '#gpu'}, 'gres .* cannot'), ({'tmp': 'a\\b'}, 'tmp .* cannot'),
                 ({'walltime': 'long'}, "walltime 'long' is not a walltime"), ({'extra': '-n1\n#SBATCH x'}, 'must be one line of options'),
                 ({'extra': 'hold'}, 'must begin with an option'), ({'extra': '--a="'}, 'cannot be read: No closing quotation'),
-                ({'extra': '--hold --array=1-9'}, 'extra: --array does not go with an allocation'), ({'extra': '-a 1-9'}, 'extra: -a does not')):
+                ({'extra': '--hold --array=1-9'}, 'extra: --array does not go with an allocation'), ({'extra': '-a 1-9'}, 'extra: -a does not'),
+                ({'extra': '--arr=1-9'}, 'extra: --arr does not'), ({'extra': '--wr=x'}, 'extra: --wr does not')):
             with self.subTest(given=given), self.assertRaisesRegex(torc.Refused, message):
                 self.options(given)
         for defaults, message in (
@@ -20219,6 +20220,7 @@ class AllocationPartsTest(PartTest):
         part.on_answer(self.handed_out(7, 8, 9))
         part.on_answer(self.handed_out(7))      # the answer before was lost
         self.assertEqual([7, 8, 9], part.ids())
+        self.assertLessEqual(part.due(), time.monotonic())      # at once, and not with the next request
         for _ in range(8):
             part.act(time.monotonic())
         self.assertEqual(['scontrol', 'scontrol', 'sbatch', 'sbatch'], [argv[0] for argv in self.called])
@@ -20227,6 +20229,37 @@ class AllocationPartsTest(PartTest):
                                 for row in self.link_stub.submitted))
         self.assertFalse(part.is_busy)
         self.assertIn('allocation 8 cannot be submitted: refused', self.progress.messages)
+
+    def test_a_script_that_nobody_could_begin_to_write_is_tried_again(self):
+        part = self.submissions()
+        errands = [unittest.mock.Mock(look=lambda: True, result=None, error='no room for processes')]
+        part.launcher.begin = lambda work: errands.pop() if errands else self.begin(work)
+        part.on_answer(self.handed_out(7))
+        now = time.monotonic()
+        for _ in range(4):
+            part.act(now)
+        self.assertEqual(([7], []), (part.ids(), self.link_stub.submitted))
+        self.assertAlmostEqual(now + torc.REWRITE_S, part.due(), delta=5)
+        for _ in range(4):
+            part.act(now + torc.REWRITE_S + 5)
+        self.assertEqual([(7, 71)], [(row['id'], row['slurm_job_id']) for row in self.link_stub.submitted])
+
+    def test_a_site_that_did_not_answer_is_asked_again_for_the_next_scripts(self):
+        part = self.submissions()
+        ask = part.launcher.query
+
+        def refuse(argv: Sequence[str], limit_s: float, on_reply: Any, variables: Any) -> None:
+            if argv[0] == 'scontrol':
+                self.called.append(list(argv))
+                on_reply(torc.Reply(1, '', 'away'))
+            else:
+                ask(argv, limit_s, on_reply, variables)
+        part.launcher.query = refuse
+        for number in (7, 9):
+            part.on_answer(self.handed_out(number))
+            for _ in range(6):
+                part.act(time.monotonic())
+        self.assertEqual(4, sum(argv[0] == 'scontrol' for argv in self.called))
 
     def test_what_was_submitted_in_vain_is_canceled(self):
         part = self.submissions()

@@ -21413,12 +21413,18 @@ def check_directive(name: str, value: Any, where: str) -> str:
     return text
 
 
+def is_unsuitable(option: str) -> bool:
+    """Whether an option does not go with an allocation. getopt_long(3) takes `--arr` for `--array`."""
+    return option in UNSUITABLE_OPTIONS or len(option) > 1 and any(
+        name.startswith(option) for name in UNSUITABLE_OPTIONS)
+
+
 def check_option(name: str, where: str) -> str:
     """The name of a long option of sbatch. Refused if it is none, or would make something else of the job."""
     option = name.lower().replace('_', '-')
     if not DIRECTIVE_NAME.match(option):
         raise Refused(printable(f'{where}: {name!r} is not a long option of sbatch, such as mail-user'))
-    if option in UNSUITABLE_OPTIONS:
+    if is_unsuitable(option):
         raise Refused(f'{where}: --{option} does not go with an allocation: remove it')
     return option
 
@@ -21439,7 +21445,7 @@ def options_of_extra(extra: str, where: str) -> Set[str]:
             names.add(word[2:].partition('=')[0])
         elif word.startswith('-'):
             names.add(word[1:2])
-    for name in sorted(names & UNSUITABLE_OPTIONS):
+    for name in sorted(filter(is_unsuitable, names)):
         raise Refused(f"{where}: extra: {'--' if name[1:] else '-'}{name} does not go with an allocation: "
                       'remove it')
     return names
@@ -26048,6 +26054,9 @@ class StepLimits:
         self.go_on()
 
 
+REWRITE_S = 10.0        # until scripts of allocations are tried again
+
+
 class Submissions:
     """Submits the allocations that the server hands out to this runner: schedule_nodes actions that are due,
     and what other submitters have left. A part; nothing is waited for.
@@ -26063,14 +26072,21 @@ class Submissions:
         self.work.secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
         self.unwritten = {}         # type: Dict[int, Submission]  # without a script, by record
         self.scripts = {}           # type: Dict[int, Tuple[Submission, str]]  # path, until its end
-        self.replies = None         # type: Optional[List[Reply]]  # to SITE_QUESTIONS
+        self.replies = None         # type: Optional[Dict[int, Reply]]  # to SITE_QUESTIONS, by index
         self.errand = None          # type: Optional[Errand]  # writes scripts
+        self.writing = []           # type: List[Submission]  # ... of these
+        self.write_at = -math.inf   # monotonic; no other one is begun before
         self.has_sbatch = context.allocation is not None and has_slurm_program('sbatch')
 
     @property
     def is_busy(self) -> bool:
         """Whether anything is on its way to Slurm."""
         return bool(self.unwritten or self.work.is_busy or self.work.ends)
+
+    @property
+    def knows_site(self) -> bool:
+        """Whether Slurm has answered what the site gives."""
+        return self.replies is not None and len(self.replies) == len(SITE_QUESTIONS)
 
     def wanted(self) -> Optional[Dict[str, Any]]:
         """The `submits` of a request: how further allocations are to work; None if none can be submitted."""
@@ -26095,19 +26111,22 @@ class Submissions:
 
     def due(self) -> float:
         """The next call. Replies, and the end of an errand, wake the loop."""
-        return self.work.due()
+        if not self.unwritten or self.errand is not None or not (self.replies is None or self.knows_site):
+            return self.work.due()
+        return min(self.work.due(), self.write_at)
 
     def act(self, now: float) -> None:
         """Ask what the site gives; write scripts; submit them one after the other; report."""
         if self.unwritten and self.replies is None:
-            self.replies = []
-            for words in SITE_QUESTIONS:
-                self.launcher.query(slurm_argv(*words), SLURM_QUERY_S, self.replies.append, query_variables())
+            self.replies = {}
+            for index, words in enumerate(SITE_QUESTIONS):
+                on_reply = functools.partial(self.replies.__setitem__, index)
+                self.launcher.query(slurm_argv(*words), SLURM_QUERY_S, on_reply, query_variables())
         if self.errand is not None and self.errand.look():
             self.take_scripts()
-        if self.unwritten and self.errand is None and len(self.replies) == len(SITE_QUESTIONS):
-            waiting = list(self.unwritten.values())
-            self.errand = self.launcher.begin(functools.partial(self.write_scripts, waiting))
+        if self.unwritten and self.errand is None and self.knows_site and now >= self.write_at:
+            self.writing = list(self.unwritten.values())
+            self.errand = self.launcher.begin(functools.partial(self.write_scripts, self.writing))
         call = self.work.next_call(now)
         if call is not None:
             self.launcher.query(call.argv, call.limit_s, self.on_reply, call.variables)
@@ -26115,8 +26134,7 @@ class Submissions:
 
     def write_scripts(self, submissions: Sequence[Submission]) -> List[List[Any]]:
         """In a child: [record, path of its script, or '', reason why there is none]."""
-        texts = sorted(('' if reply.code else reply.out for reply in self.replies),
-                       key=lambda text: 'PartitionName=' not in text)
+        texts = ['' if reply.code else reply.out for _, reply in sorted(self.replies.items())]
         rows, caller = [], None     # type: List[List[Any]], Optional[Caller]
         for item in submissions:
             partition = {**default_options(item.workflow), **item.scheduler}.get('partition')
@@ -26130,15 +26148,18 @@ class Submissions:
     def take_scripts(self) -> None:
         """The errand is over."""
         errand, self.errand = self.errand, None
-        if errand.error:
-            errand.result = [[number, '', errand.error] for number in self.unwritten]
-        for number, path, error in errand.result:
+        if errand.error:    # no room for a process, or it was killed: nothing says that a script is refused
+            self.context.say_once(f'scripts of allocations cannot be written at present: {errand.error}')
+            self.write_at = time.monotonic() + REWRITE_S
+        for number, path, error in errand.result or ():
             item = self.unwritten.pop(number)
             if path:
                 self.scripts[number] = item, path
                 self.work.add(item, path, time.monotonic())
             else:
                 self.work.ends.append({'id': number, 'message': printable(error)})
+        if any(reply.code for reply in self.replies.values()):
+            self.replies = None     # for the next ones Slurm is asked again
 
     def on_reply(self, reply: Reply) -> None:
         """What sbatch, or squeue, has answered."""
@@ -32434,6 +32455,9 @@ def ask_cluster_state(names: Sequence[str]) -> List[Dict[str, Any]]:
         raise Refused(f'cannot ask Slurm how full its partitions are: {explain_reply(nodes)}; '
                       'to plan without it: --offline')
     queue = ask_slurm(slurm_argv('squeue', '-h', '-o', '%P|%T|%D', '-p', listed))
+    if queue.code:
+        raise Refused(f'cannot ask Slurm how long its queue is: {explain_reply(queue)}; '
+                      'to plan without it: --offline')
     counts, waiting = count_nodes(nodes.out), count_queue(queue.out)
     return [{'partition': name, **{key: {**counts.get(name, {}), **waiting.get(name, {})}.get(key, 0)
                                    for key in STATE_KEYS}} for name in names]
