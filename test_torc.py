@@ -24143,6 +24143,21 @@ class ExplainTest(CommandTest):
                 'workflow_id': 1, 'scheduler_id': slurm_job_id, 'scheduler_config_id': config_id,
                 'status': status, 'scheduler_type': 'slurm'})['id']
 
+    def test_what_helps_depends_on_whether_slurm_has_refused_or_the_submitter_is_gone(self):
+        status = {'workflow_id': 1, 'total_jobs': 1, 'is_canceled': False, 'is_complete': False,
+                  'jobs_by_status': {'uninitialized': 0}}
+        action = {'action_type': 'schedule_nodes', 'executed': False, 'trigger_count': 1, 'required_triggers': 1,
+                  'reason': 'is due'}
+        for reason, allocations, wanted in (
+                ('is due', [], 'Start runners: t run 1    (or, in Slurm: t submit 1)'),
+                ('failed: sbatch: Invalid account', [],
+                 'Change what was refused, and submit again: t slurm list 1; t slurm update ID ...; t submit 1'),
+                ('is due', [{'status': 'pending', 'slurm_job_id': 0}],
+                 'If `submit` was killed, go on where it was: t submit 1')):
+            waiting = {'status': status, 'ready': [{'code': 'no_runner'}], 'allocations': allocations,
+                       'actions': [dict(action, reason=reason)]}
+            self.assertEqual(wanted, torc.next_steps(waiting, 't')[0])
+
     def test_without_a_runner_it_says_what_would_start_one(self):
         text = self.text('explain 1')
         for line in ('Nothing runs: 2 ready wait for a runner, 1 blocked wait for other jobs',

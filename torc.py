@@ -27526,12 +27526,18 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     """Commands that help, for a workflow that stands still. `program` begins them."""
     status, number = waiting['status'], waiting['status']['workflow_id']
     counts, codes = status['jobs_by_status'], {group['code'] for group in waiting['ready']}
-    has_schedule = any(action['action_type'] == 'schedule_nodes' and not action['executed']
-                       and action['trigger_count'] >= action['required_triggers']
-                       for action in waiting['actions'])
+    schedules = [action for action in waiting['actions'] if action['action_type'] == 'schedule_nodes']
+    is_refused = any(action['reason'].startswith('failed: ') for action in schedules)
+    has_schedule = not is_refused and any(not action['executed'] and action['trigger_count']
+                                          >= action['required_triggers'] for action in schedules)
     steps = []
     if status['is_canceled'] or status['is_complete']:
         return []
+    if is_refused:
+        steps.append(f'Change what was refused, and submit again: {program} slurm list {number}; '
+                     f'{program} slurm update ID ...; {program} submit {number}')
+    elif any(row['status'] == 'pending' and row['slurm_job_id'] <= 0 for row in waiting['allocations']):
+        steps.append(f'If `submit` was killed, go on where it was: {program} submit {number}')
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
         steps.append(f'Start runners: {program} run {number}' +
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
