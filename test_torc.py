@@ -20261,6 +20261,11 @@ class AllocationPartsTest(PartTest):
                 part.act(time.monotonic())
         self.assertEqual(4, sum(argv[0] == 'scontrol' for argv in self.called))
 
+    def test_a_current_directory_that_was_removed_meanwhile_does_no_harm(self):
+        part = self.submissions()
+        with unittest.mock.patch('os.getcwd', side_effect=FileNotFoundError):
+            self.assertTrue(os.path.isabs(part.wanted()['directory']))
+
     def test_what_was_submitted_in_vain_is_canceled(self):
         part = self.submissions()
         part.on_answer({'surplus': [71, 72]})
@@ -21569,6 +21574,27 @@ def errno_of(name: str) -> int:
     return getattr(torc.errno, name)
 
 
+class Lateness:
+    """How late things happen on this machine meanwhile: the longest time that date(1) has taken.
+
+    A process of its own, begun before the runner, which would take its children for those of jobs.
+    """
+    CODE = ('import select, subprocess, sys, time\n'
+            'most = 0.0\n'
+            'while not select.select([0], [], [], 0.1)[0]:\n'
+            '    began = time.monotonic()\n'
+            '    subprocess.call(["date"], stdout=subprocess.DEVNULL)\n'
+            '    most = max(most, time.monotonic() - began)\n'
+            'print(most)')
+
+    def __enter__(self) -> 'Lateness':
+        self.process = subprocess.Popen([sys.executable, '-c', self.CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.most_s = float(self.process.communicate()[0])
+
+
 @slow
 class TerminationTest(RunnerCase):
     """When and how a runner stops its jobs, and what that means for them."""
@@ -21580,15 +21606,16 @@ class TerminationTest(RunnerCase):
                     execution_config={'mode': 'direct', 'sigkill_headroom_seconds': 3, 'sigterm_lead_seconds': 3},
                     resource_requirements=[{'name': 'short', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1S'}])
         end = time.time() + 10
-        outcome = self.run_it(end_time=end)
+        with Lateness() as late:
+            outcome = self.run_it(end_time=end)
         self.assertLess(time.time(), end)
         self.assertEqual([(1, 1, 152, 'terminated'), (2, 1, 0, 'completed')], self.results())
         for number in (1, 2):
             self.assertGreaterEqual(float(self.world.read(f'got_{number}')), end - 6 - 0.01)
-            self.assertLess(float(self.world.read(f'got_{number}')), end - 6 + 1)
+            self.assertLess(float(self.world.read(f'got_{number}')), end - 6 + 0.5 + late.most_s)
         last = float(self.world.read('alive_1'))
-        self.assertGreater(last, end - 3 - 1)
-        self.assertLess(last, end - 3 + 1)
+        self.assertGreater(last, end - 3 - 0.5 - late.most_s)
+        self.assertLess(last, end - 3 + 0.5 + late.most_s)
         self.assertEqual(('deadline', None), (outcome.reason, outcome.interrupted_by))
 
     def test_termination_is_logged_in_the_words_of_the_page(self):

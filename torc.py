@@ -26077,6 +26077,7 @@ class Submissions:
         self.writing = []           # type: List[Submission]  # ... of these
         self.write_at = -math.inf   # monotonic; no other one is begun before
         self.has_sbatch = context.allocation is not None and has_slurm_program('sbatch')
+        self.directory = os.getcwd()    # it may be removed while jobs run
 
     @property
     def is_busy(self) -> bool:
@@ -26091,7 +26092,7 @@ class Submissions:
     def wanted(self) -> Optional[Dict[str, Any]]:
         """The `submits` of a request: how further allocations are to work; None if none can be submitted."""
         options = self.context.options
-        return {'directory': os.getcwd(), 'output_dir': self.context.output.path,
+        return {'directory': self.directory, 'output_dir': self.context.output.path,
                 'poll_interval': options.poll_interval_s,
                 'claim_backoff_max_secs': options.claim_backoff_max_s} if self.has_sbatch else None
 
