@@ -12872,7 +12872,7 @@ class EmbeddedTest(WorldTest):
     def end_server(self) -> None:
         """Nothing is left, whatever happened."""
         found = connection_of(self.database)
-        if found:
+        if found and found['host'] == torc.describe_process()['host']:
             os.kill(found['pid'], signal.SIGTERM)
             self.world.wait(lambda: not torc.process_lives(found), 10, 'the embedded server to end')
 
@@ -12897,6 +12897,52 @@ class EmbeddedTest(WorldTest):
                 torc.start_embedded_server(self.database)
         self.assertRegex(str(caught.exception), 'did not start: Resource temporarily unavailable; end other processes of yours, or see `ulimit -u`$')
         self.assertEqual((True, before), (caught.exception.passes, open_descriptors()))
+
+    def leave_behind(self) -> Dict[str, Any]:
+        """Files of a server that has died with another host, on a network file system; its lease."""
+        for name, value in (('LOCAL_FILESYSTEMS', frozenset()), ('FIND_DEADLINE_S', 2.0)):
+            patch = unittest.mock.patch.object(torc, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        patch = unittest.mock.patch.object(torc.Lease, 'PERIOD_S', 0.1)
+        patch.start()
+        self.addCleanup(patch.stop)
+        with contextlib.closing(torc.Client(database=self.database)) as client:
+            client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        dead = dict(torc.describe_process(), host='node7', boot_id='b')
+        url = 'http://127.0.0.1:1' + torc.API_PREFIX
+        content = dict(dead, url=url, candidates=[url], server_id='x', signs=True, database=self.database,
+                       token_file=self.database + '.token', is_embedded=True, in_memory=False, fingerprint=None)
+        torc.write_atomically(self.database + '.connection', torc.format_json(content).encode())
+        lease = dict(dead, id='y', generation=1, renewals=1)
+        torc.write_atomically(self.database + '.lease', torc.format_json(lease).encode())
+        return lease
+
+    def test_the_database_of_one_that_died_with_its_host_is_taken_over_when_its_lease_is_over(self) -> None:
+        for needs_server in (False, True):
+            with self.subTest(needs_server=needs_server):
+                self.leave_behind()
+                with contextlib.closing(torc.Client(database=self.database, needs_server=needs_server)) as client:
+                    names = [row['name'] for row in client.call('list_workflows')['items']]
+                self.assertEqual({'kept'}, set(names))
+                self.end_server()
+
+    def test_as_long_as_its_lease_is_renewed_it_is_left_alone(self) -> None:
+        lease, is_over = self.leave_behind(), threading.Event()
+
+        def renew() -> None:
+            while not is_over.wait(0.05):
+                lease['renewals'] += 1
+                torc.write_atomically(self.database + '.lease', torc.format_json(lease).encode())
+        holder = threading.Thread(target=renew)
+        holder.start()
+        try:
+            client = torc.Client(database=self.database)
+            self.addCleanup(client.close)
+            self.assertRaisesRegex(torc.Unreachable, 'runs on host node7 and answers there only', client.call, 'ping')
+        finally:
+            is_over.set()
+            holder.join()
 
     def test_it_lets_go_of_everything_that_was_the_callers(self) -> None:
         reader, writer = os.pipe()
@@ -15017,8 +15063,9 @@ class LauncherTest(WorldTest):
         self.assertLessEqual(self.launcher.due(), time.monotonic() + 0.2)
         self.assertEqual(137, self.end_of(process).return_code)
 
-    # Counts the signals that it gets, until it is killed or `enough` is there.
-    COUNTER = "trap 'echo got >> {name}' TERM; echo $$ > {name}.pid; until test -e enough; do sleep 0.02; done"
+    # Counts the signals that it gets, until it is killed or `enough` is there. Its sleep gets them, too, and may be the
+    # last that it runs.
+    COUNTER = "trap 'echo got >> {name}' TERM; echo $$ > {name}.pid; until test -e enough; do sleep 0.02; done; true"
 
     def test_the_signal_reaches_each_process_of_a_job_once_wherever_it_has_gone(self):
         other, daemon, main = (self.COUNTER.format(name=name) for name in ('other', 'daemon', 'main'))

@@ -13168,6 +13168,11 @@ class Lease:
         self.renewed_at = -math.inf     # by clock
         self.lock = threading.Lock()    # one thread renews it: the loop's, or that of a long request
 
+    @classmethod
+    def watch_s(cls) -> float:
+        """How long a lease is watched until it is certain that nobody renews it."""
+        return 3 * cls.PERIOD_S + 1
+
     def take(self, takes_over: bool = False, wait_s: float = 0.0) -> None:
         """Become the holder. Conflict if there is another: one of another host is watched for wait_s."""
         first, seen_at, is_logged = self.read(), self.clock(), False
@@ -16100,6 +16105,7 @@ class ServerOptions(Row):
     new_token: bool = False
     takes_over: bool = False        # the lease of a server that is gone for certain
     is_embedded: bool = False
+    watches_lease: bool = True      # of another host, and takes it over when it is not renewed
     allows_sql: bool = True         # of administrators
     allows_sql_writes: bool = True
     tls_certificate: str = ''       # a PEM file; '': plain HTTP
@@ -16179,7 +16185,7 @@ def in_slurm_job() -> bool:
 
 def lease_wait_s(options: ServerOptions) -> float:
     """How long a server watches the lease of another host before it takes it over."""
-    return 0.0 if options.is_embedded and not in_slurm_job() else 3 * Lease.PERIOD_S + 1
+    return Lease.watch_s() if options.watches_lease else 0.0
 
 
 def last_change(database: str) -> float:
@@ -16421,13 +16427,16 @@ class JsonLines(logging.Formatter):
 
 # -------- detached servers --------
 
-def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None) -> bool:
+def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None,
+                          is_lost: bool = False) -> bool:
     """Fork a server for a database. True when it answers; False if another process has the database.
 
-    In an allocation it answers other hosts, too: requests are signed with its token, which is never sent.
+    `is_lost`: that of another host does not answer. In an allocation it answers other hosts, too: requests
+    are signed with its token, which is never sent.
     """
     database, host = os.path.abspath(database), '0.0.0.0' if in_slurm_job() else '127.0.0.1'
-    options = ServerOptions(database, host, 0, is_embedded=True, snapshot_interval_s=snapshot_interval_s)
+    options = ServerOptions(database, host, 0, is_embedded=True, snapshot_interval_s=snapshot_interval_s,
+                            watches_lease=is_lost or in_slurm_job())
     try:
         start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 1)
     except Conflict:
@@ -17231,18 +17240,23 @@ class Connector:
         elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
             raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
         try:
-            self.take_database()
+            self.take_database(unreachable is not None)
         except Conflict:
             if unreachable is not None:     # it holds the database
                 raise unreachable from None
             raise
 
-    def take_database(self) -> None:
-        """Open the embedded database, or start a server for it. Conflict if another process has it."""
+    def take_database(self, is_lost: bool) -> None:
+        """Open the embedded database, or start a server for it. Conflict if another process has it.
+
+        `is_lost`: the server of another host does not answer. It may have died with its node: then nobody
+        renews its lease.
+        """
         if not self.needs_server:
-            self._service = Service(hold_database(self.database))
+            wait_s = Lease.watch_s() if is_lost else 0.0
+            self._service = Service(hold_database(self.database, wait_s=wait_s))
             forget_server(self.database)
-        elif start_embedded_server(self.database, self.snapshot_interval_s):
+        elif start_embedded_server(self.database, self.snapshot_interval_s, is_lost):
             self.servers_started += 1
             forget_server(self.database)
             self.open()
