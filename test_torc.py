@@ -31,6 +31,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     8e. Nodes
     8h. Administration
     8i. Ad-hoc SQL
+    8j. Recovery rules
     9. API
     10. State files
     10a. Framing
@@ -50,6 +51,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     14c. Submission
     14d. Slurm steps
     14e. Accounting
+    15. Journal
     16. Runner
     16b. Runner's link
     16c. Runner's parts
@@ -58,6 +60,10 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     16f. Runner's accounting
     16g. Runner's allocation
     16h. Runner's loop
+    17. Recovery
+    17a. Diagnosis
+    17b. Regeneration
+    17c. Watching
     19. Rendering
     20. Commands
     20a. Workflows
@@ -65,7 +71,10 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     20c. Runs
     20d. Allocations
     20e. Clusters
-    20f. Service
+    20f. Recovery commands
+    20g. Recover
+    20h. Watch
+    20i. Service
     21. Command table
 Without a number: End to end, Faults, Laws, Bench, and what runs the tests.
 """
@@ -3127,7 +3136,7 @@ class StoreTest(unittest.TestCase):
             old, count = re.subn(pattern, '', old)
             self.assertGreater(count, 0, pattern)
         old = old.replace('lease_s', 'lease_until')
-        old = re.sub(r',( *-- pending, active, complete, canceled\n)(?: +(?:submission|made_for|submitter\w*) .*\n)+', r'\1', old)
+        old = re.sub(r',( *-- pending, active, complete, canceled\n)(?: +(?:submission|made_for|submitter\w*|reason) .*\n)+', r'\1', old)
         with contextlib.closing(sqlite3.connect(self.path)) as connection:
             connection.executescript(old + rows + 'PRAGMA user_version = 1;')
         return self.open()
@@ -7942,6 +7951,8 @@ class AdminSqlTest(ServiceTest):
         with self.assertRaises(torc.Denied):
             self.sql('SELECT 1')
         self.assertEqual(0, self.call('list_admin_audit_log')['total_count'])
+
+# ======== 8j. Recovery rules ========
 
 # ======== 9. API ========
 
@@ -17068,6 +17079,8 @@ class SlurmFuzzTest(unittest.TestCase):
             self.assertEqual([f'x{value}' for value in numbers], torc.expand_node_list(f'x[{runs}]'))
 
 
+# ======== 15. Journal ========
+
 # ======== 16. Runner ========
 
 class StoreClient:
@@ -21736,6 +21749,14 @@ class TerminationTest(RunnerCase):
         self.assertEqual(7, len(delays))
         self.assertLess(delays[3], 0.05, delays)
 
+# ======== 17. Recovery ========
+
+# ======== 17a. Diagnosis ========
+
+# ======== 17b. Regeneration ========
+
+# ======== 17c. Watching ========
+
 # ======== 19. Rendering ========
 #
 # Tables, CSV and lines as whole texts; Progress with a clock and a stream of its own.
@@ -25092,7 +25113,13 @@ class LivePlanTest(SlurmTest):
         self.assertTrue(all(row['num_allocations'] >= 1 for row in found['recommendations']))
 
 
-# ======== 20f. Service ========
+# ======== 20f. Recovery commands ========
+
+# ======== 20g. Recover ========
+
+# ======== 20h. Watch ========
+
+# ======== 20i. Service ========
 
 class PasswordCommandTest(CommandTest):
     """htpasswd: files of passwords."""

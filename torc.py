@@ -41,6 +41,7 @@ Sections (grep '^# ==' torc.py):
     8g. Resources
     8h. Administration
     8i. Ad-hoc SQL
+    8j. Recovery rules
     9. API
     9a. Routes
     10. State files
@@ -64,6 +65,7 @@ Sections (grep '^# ==' torc.py):
     14c. Submission
     14d. Slurm steps
     14e. Accounting
+    15. Journal
     16. Runner
     16a. Output
     16b. Runner's link
@@ -73,6 +75,10 @@ Sections (grep '^# ==' torc.py):
     16f. Runner's accounting
     16g. Runner's allocation
     16h. Runner's loop
+    17. Recovery
+    17a. Diagnosis
+    17b. Regeneration
+    17c. Watching
     19. Rendering
     19a. Reports
     19b. Plots
@@ -82,8 +88,11 @@ Sections (grep '^# ==' torc.py):
     20c. Runs
     20d. Allocations
     20e. Clusters
-    20f. Service
-    20g. Arguments
+    20f. Recovery commands
+    20g. Recover
+    20h. Watch
+    20i. Service
+    20j. Arguments
     21. Command table
     21a. Main
 
@@ -5286,7 +5295,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5373,7 +5382,8 @@ CREATE TABLE scheduled_compute_node (
     submission          JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
     made_for            INTEGER,                        -- the action that it is of
     submitter           TEXT,                           -- who submits it now
-    submitter_until     REAL                            -- ... until then; NULL: while that node is active
+    submitter_until     REAL,                           -- ... until then; NULL: while that node is active
+    reason              TEXT                            -- one sentence: why it is complete or canceled
 );
 CREATE INDEX scheduled_compute_node_of ON scheduled_compute_node (workflow_id, status);
 
@@ -5743,6 +5753,9 @@ ALTER TABLE scheduled_compute_node ADD COLUMN submission JSON TEXT;
 ALTER TABLE scheduled_compute_node ADD COLUMN made_for INTEGER;
 ALTER TABLE scheduled_compute_node ADD COLUMN submitter TEXT;
 ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
+""",
+    10: """
+ALTER TABLE scheduled_compute_node ADD COLUMN reason TEXT;
 """,
 }
 
@@ -11724,6 +11737,13 @@ def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIS
     page = (page_size(offset, limit), offset)
     rows = context.select('admin_audit_log', 'ORDER BY id DESC LIMIT ? OFFSET ?', page)
     return list_answer(rows, offset, context.value('SELECT count(*) FROM admin_audit_log'))
+
+
+# ======== 8j. Recovery rules: what an outage or a lost allocation left, set right ========
+#
+# The server starts no process and asks no Slurm: who calls these verbs says what was seen (squeue(1),
+# sacct(1), journals of runners), and each verb takes it in whole or not at all, in one transaction. Whatever
+# it sets gets a reason, one sentence with its evidence. A second call with the same evidence changes nothing.
 
 
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
@@ -22467,6 +22487,13 @@ class StepUsage:
         return fields
 
 
+# ======== 15. Journal: ends of attempts, kept on disk while the server is away ========
+#
+# A journal has one writer, a runner, and Torc's table, so that either program reads the other's. It may lie
+# on a network file system: no write-ahead log, synchronous=FULL, and every end is committed before it counts
+# as kept. Nothing here deletes a journal or a row of it.
+
+
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
 #
 # A runner is one node at work for one workflow: a loop (16h) over parts (16b-16g), each of which says when
@@ -26962,6 +26989,30 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if context.allocation is not None:
             finish_allocation(runner, client, began_at)
     return runner.outcome()
+
+
+# ======== 17. Recovery: allocations that are gone, and jobs that nobody runs ========
+#
+# Evidence is gathered here, by few calls of Slurm's programs for all allocations at once, and judged by the
+# server (8j). What is doubtful is left alone, and named.
+
+
+# ======== 17a. Diagnosis: what failed jobs lacked, and what they get instead ========
+#
+# Pure functions from results and resource requirements to classes of failures and corrections. Real evidence,
+# such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses from return codes and times.
+
+
+# ======== 17b. Regeneration: allocations for the jobs that are left ========
+#
+# Pure functions from the jobs that are left to a graph for the planner (14b), and from its plan to what the
+# server stores in one transaction.
+
+
+# ======== 17c. Watching: what is to be done about a workflow, poll after poll ========
+#
+# The rules by which `watch` decides, apart from the calls that it takes: a state that is fed with what was
+# seen, and says what to do next.
 
 
 # ======== 19. Rendering: values -> text for people and programs ========
@@ -32630,7 +32681,25 @@ def read_planned(session: Session, args: Arguments) -> Plan:
     return complete_plan(plan, bool(args['no_resource_monitoring']))    # no file makes this workflow again
 
 
-# ======== 20f. Service: commands of those who run a server, and `install` ========
+# ======== 20f. Recovery commands: sync-status, reconcile, regenerate, classify ========
+#
+# Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
+# request, so that it is done or not done whenever it is killed.
+
+
+# ======== 20g. Recover: failed jobs run again with what they lacked ========
+#
+# Order: orphans, preconditions, diagnosis, choice, hook; then one request changes everything, and new
+# allocations are submitted. Killed anywhere, a second call finishes it.
+
+
+# ======== 20h. Watch: a workflow under supervision until it is complete ========
+#
+# One loop that survives restarts of its server and of itself, and calls what the commands above call. Only
+# one watches a workflow at a time; Slurm is asked at most once a minute.
+
+
+# ======== 20i. Service: commands of those who run a server, and `install` ========
 #
 # Password files, access groups, `serve`, and the installed command. Password files are changed
 # here, on disk; a server that uses one reads it again when asked to. `serve` only gathers
@@ -32922,7 +32991,7 @@ def uninstall(session: Session, made: Installation, foreign: Sequence[str]) -> i
     return 0
 
 
-# ======== 20g. Arguments: what commands take ========
+# ======== 20j. Arguments: what commands take ========
 #
 # An Argument is a row: names, value, meaning, parser, count. Parsers are functions from a word to
 # a value that raise ValueError with what is wrong. Arguments of several commands have a name
