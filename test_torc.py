@@ -21781,6 +21781,261 @@ class Lateness:
 
 
 @slow
+class OfflineDrainTest(RunnerCase):
+    """A runner whose server is away for longer than the window, which is 0 here, with real jobs."""
+
+    UNTIL = 'touch ran{0}; until test -e go{0}; do sleep 0.01; done'
+    NO_WINDOW = {'compute_node_wait_for_healthy_database_minutes': 0}
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.is_away, self.asked = (lambda: False), (lambda: None)   # type: Callable[[], bool], Callable[[], Any]
+        self.temporary = self.world.path('tmp')
+        os.mkdir(self.temporary, 0o700)
+        saved, self.client.call = self.client.call, self.call_if_there
+        self.real_call = saved
+        self.addCleanup(setattr, tempfile, 'tempdir', tempfile.tempdir)
+        tempfile.tempdir = self.temporary
+
+    def call_if_there(self, op: str, *arguments: Any, **params: Any) -> Any:
+        """What a client does when its server may be away."""
+        if self.is_away():
+            self.asked()
+        if self.is_away():
+            raise torc.Unreachable('nobody there')
+        return self.real_call(op, *arguments, **params)
+
+    def has(self, *names: str) -> bool:
+        """Whether jobs have made all these files."""
+        return all(os.path.exists(self.world.path(name)) for name in names)
+
+    def go(self, *numbers: int) -> None:
+        """Let jobs go on."""
+        for number in numbers:
+            self.world.write(f'go{number}', '')
+
+    def run_offline(self, **options: Any) -> torc.Unreachable:
+        """The error of a runner that leaves without its server."""
+        with self.assertRaises(torc.Unreachable) as caught:
+            self.run_it(**dict({'ping_interval_s': 0.2}, **options))
+        self.is_away = lambda: False
+        return caught.exception
+
+    def entries(self, where: str = 'out') -> Dict[int, Dict[str, Any]]:
+        """Job -> payload, of all journals below a directory."""
+        found = {}      # type: Dict[int, Dict[str, Any]]
+        pattern = os.path.join(glob.escape(self.world.path(where)), '**', 'offline_results_wf1_r1_*.db')
+        for path in glob.glob(pattern, recursive=True):
+            with contextlib.closing(sqlite3.connect(path)) as connection:
+                with contextlib.suppress(sqlite3.OperationalError):     # it is just being made
+                    found.update((job_id, json.loads(text)) for job_id, text in connection.execute(
+                        'SELECT job_id, payload FROM journaled_completions'))
+        return found
+
+    def ends(self, where: str = 'out') -> Dict[int, Tuple[str, int]]:
+        """Job -> status and return code, of the journals."""
+        return {job_id: (entry['status'], entry['result']['return_code']) for job_id, entry in self.entries(where).items()}
+
+    def test_a_server_that_is_back_while_jobs_run_gets_what_ended_and_gives_new_work(self):
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), 'touch ran3', **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+        seen = []       # type: List[Any]
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                seen.append((self.ends(), self.has('ran3')))
+                self.world.write('back', '')
+                self.go(2)
+        self.asked = asked
+        outcome = self.run_it(ping_interval_s=0.2)
+        self.assertEqual([({1: ('completed', 0)}, False)], seen)
+        self.assertEqual((3, [(1, 1, 0, 'completed'), (2, 1, 0, 'completed'), (3, 1, 0, 'completed')]), (outcome.completed, self.results()))
+        for words in ('entering offline-drain mode', 'Journaled completion (offline) workflow_id=1 job_id=1 run_id=1', 'answers again'):
+            self.assertIn(words, self.log())
+
+    def test_when_all_have_ended_without_it_the_runner_leaves_with_their_ends_on_disk(self):
+        self.create(self.UNTIL.format(1), {'command': self.UNTIL.format(2) + '; exit 3'}, 'touch ran3', **self.NO_WINDOW,
+                    actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['touch action']}])
+        self.is_away = lambda: self.has('ran1', 'ran2')
+        self.asked = lambda: self.go(1, 2)
+        error = self.run_offline()
+        path, = glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')
+        self.assertEqual((path, self.world.path('out'), 1), tuple(error.details[key] for key in ('journal', 'base_dir', 'run_id')))
+        self.assertEqual(f'nobody there\n2 jobs that ended meanwhile are kept in {path}', error.message)
+        self.assertEqual({1: ('completed', 0), 2: ('failed', 3)}, self.ends())
+        self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
+        self.assertEqual((False, False), (self.has('ran3'), os.path.exists(self.world.path('out/action'))))
+        self.assertEqual([True], [node['is_active'] for node in self.client.rows('list_compute_nodes', workflow_id=1)])
+        self.assertRegex(self.log(), r'Offline drain complete: 2 jobs.*torc.py workflows reconcile 1 1 --base-dir .*out')
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            row, = connection.execute('SELECT compute_node_id, hostname, pid, left_at FROM torc_py_runner').fetchall()
+        self.assertEqual((1, socket.gethostname(), os.getpid()), row[:3])
+        self.assertLess(abs(row[3] - time.time()), 60)
+        # Torc's own bulk request takes them.
+        plain = [{key: value for key, value in entry.items() if key != 'torc_py'} for entry in self.entries().values()]
+        answer = self.client.call('batch_complete_jobs', {'completions': plain}, workflow_id=1)
+        self.assertEqual(({1, 2}, []), (set(answer['completed']), answer['errors']))
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 3, 'failed')], self.results())
+
+    def test_a_completion_whose_answer_was_lost_is_in_the_journal_too(self):
+        self.create(self.UNTIL.format(1), 'true', **self.NO_WINDOW)
+        self.is_away = lambda: self.has('gone')
+
+        def lose(number: int) -> None:      # the server has taken it in, and its answer is lost
+            if any(end['job_id'] == 2 for end in self.client.requests[-1]['completions']) and not self.has('gone'):
+                self.world.write('gone', '')
+                raise torc.Unreachable('died')
+        self.client.after = lose
+        self.asked = lambda: self.go(1)
+        self.run_offline()
+        self.assertEqual({1: ('completed', 0), 2: ('completed', 0)}, self.ends())
+
+    def test_a_retry_is_written_down_and_not_begun_nor_is_its_script(self):
+        handler = {'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': 'touch recovered', 'max_retries': 2}, {'exit_codes': [6]}]}
+        jobs = [{'command': f'{self.UNTIL.format(number)}; exit {code}', 'failure_handler': 'h'} for number, code in ((1, 5), (2, 6))]
+        self.create(*jobs, failure_handlers=[handler], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+        self.asked = lambda: self.go(1, 2)
+        self.run_offline()
+        self.assertEqual([(True, 2), (True, 3)], [(entry['torc_py']['retry'], entry['torc_py']['max_retries'])
+                                                  for _, entry in sorted(self.entries().items())])
+        self.assertFalse(self.has('recovered'))
+
+    def test_a_recovery_script_begins_when_the_server_is_back_and_its_veto_counts(self):
+        handler = {'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': 'touch recovered; exit 1'}]}
+        self.create({'command': f'{self.UNTIL.format(1)}; exit 5', 'failure_handler': 'h'}, self.UNTIL.format(2),
+                    failure_handlers=[handler], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                self.assertFalse(self.has('recovered'))
+                self.world.write('back', '')
+                self.go(2)
+        self.asked = asked
+        self.run_it(ping_interval_s=0.2)
+        self.assertEqual(([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], True), (self.results(), self.has('recovered')))
+
+    def test_a_signal_ends_jobs_as_it_does_online_and_their_ends_are_kept(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: os.kill(os.getpid(), signal.SIGTERM) if not self.has('sent') and self.world.write('sent', '') else None
+        self.run_offline()
+        entry = self.entries()[1]
+        self.assertEqual(('terminated', 128 + signal.SIGTERM, True),
+                         (entry['status'], entry['result']['return_code'], entry['torc_py']['interrupted']))
+
+    def test_what_is_unacknowledged_when_a_signal_ends_a_runner_in_the_window_is_kept(self):
+        self.create(self.UNTIL.format(1))       # the window is 20 minutes
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: os.kill(os.getpid(), signal.SIGTERM) if not self.has('sent') and self.world.write('sent', '') else None
+        with unittest.mock.patch.object(torc, 'LAST_REPORT_S', 0.3):
+            self.run_offline()
+        self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+
+    def test_the_end_of_the_nodes_time_holds_without_a_server(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1, 'sigkill_headroom_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.run_offline(end_time=time.time() + 3.5)
+        self.assertEqual({1: ('terminated', 152)}, self.ends())
+
+    def test_a_memory_limit_holds_without_a_server(self):
+        hog = f"{self.UNTIL.format(1)}; exec {shlex.quote(sys.executable)} -c 'x = bytearray(200 << 20); import time; time.sleep(60)'"
+        self.create({'command': hog, 'resource_requirements': 'r'},
+                    resource_requirements=[{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}],
+                    resource_monitor={'sample_interval_seconds': 1}, **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: self.go(1)
+        self.run_offline()
+        self.assertEqual({1: ('failed', 137)}, self.ends())
+        self.assertIn('60MB', self.entries()[1]['torc_py']['reason'])
+
+    def test_without_the_drain_jobs_are_stopped_and_their_ends_kept(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.run_offline(drains=False)
+        self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+        self.assertTrue(any('--no-offline-drain' in message for message in self.progress.messages))
+
+    def drain_elsewhere(self) -> torc.Unreachable:
+        """Two jobs end one after the other, and what ends must not be kept in the output directory."""
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends('tmp'):
+                self.go(2)
+        self.asked = asked
+        error = self.run_offline()
+        self.assertEqual(({}, {1: ('completed', 0), 2: ('completed', 0)}), (self.ends(), self.ends('tmp')))
+        self.assertTrue(error.details['base_dir'].startswith(self.temporary + '/torc-offline-'), error.details)
+        self.assertEqual(0o700, stat.S_IMODE(os.stat(error.details['base_dir']).st_mode))
+        self.assertTrue(any(error.details['journal'] in message for message in self.progress.messages))
+        return error
+
+    def test_where_the_output_directory_cannot_have_a_journal_it_goes_to_a_local_directory(self):
+        self.world.write('out/offline_journal', 'in the way')
+        self.drain_elsewhere()
+
+    def test_where_locks_fail_it_goes_to_a_local_directory(self):
+        with self.broken_journal(lambda: sqlite3.OperationalError('locking protocol')):
+            self.drain_elsewhere()
+        self.assertTrue(any('cannot be written to (locking protocol)' in message for message in self.progress.messages))
+
+    def test_a_file_system_that_does_not_answer_holds_nothing_up(self):
+        with unittest.mock.patch.object(torc, 'KEEP_S', 0.5), self.broken_journal(lambda: select.select([], [], [], 600)):
+            began = time.monotonic()
+            self.drain_elsewhere()
+        self.assertLess(time.monotonic() - began, 30)
+        self.assertTrue(any('no answer within 0.5 s' in message for message in self.progress.messages))
+
+    def test_on_a_full_disk_it_goes_to_a_local_directory(self):
+        with small_disk(self.world.path('out'), '200k'):
+            filler = self.world.path('out/filler')
+            self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+
+            def asked() -> None:
+                with contextlib.suppress(OSError), open(filler, 'wb', 0) as file:
+                    while True:
+                        file.write(bytes(4096))
+                self.go(1)
+            self.is_away, self.asked = lambda: self.has('ran1'), asked
+            self.run_offline()
+            self.assertEqual({}, self.ends())
+        self.assertEqual({1: ('completed', 0)}, self.ends('tmp'))
+
+    def test_what_can_be_kept_nowhere_stays_in_memory_and_is_reported(self):
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+
+        def asked() -> None:
+            self.go(1)
+            if any('in memory only' in message for message in self.progress.messages):
+                self.world.write('back', '')
+                self.go(2)
+        self.asked, tempfile.tempdir = asked, '/proc/nowhere'
+        with self.broken_journal(lambda: sqlite3.OperationalError('disk I/O error')):
+            self.assertEqual(2, self.run_it(ping_interval_s=0.2).completed)
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
+
+    @contextlib.contextmanager
+    def broken_journal(self, happens: Callable[[], Any]) -> Iterator[None]:
+        """What happens in place of writing to the output directory; the writer is a fork of us."""
+        real = torc.Journal.keep
+
+        def keep(journal: Any, *arguments: Any) -> None:
+            if journal.path.startswith(self.world.path('out')):
+                error = happens()
+                if isinstance(error, Exception):
+                    raise error
+            real(journal, *arguments)
+        with unittest.mock.patch.object(torc.Journal, 'keep', keep):
+            yield
+
+
 class TerminationTest(RunnerCase):
     """When and how a runner stops its jobs, and what that means for them."""
 

@@ -22523,7 +22523,16 @@ JOURNAL_BUSY_S = 5.0        # so long a reader may hold it
 JOURNAL_FIGURES = ('attempt_id', 'return_code', 'exec_time_minutes', 'completion_time', 'peak_memory_bytes',
                    'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')  # of a completion, in `result`
 JOURNAL_ADDITIONS = ('reason', 'retry', 'max_retries', 'interrupted', 'file_times',     # ... under 'torc_py'
-                     'accounting')      # a row of slurm_stats
+                     'accounting',      # a row of slurm_stats
+                     'job_name', 'database_id')     # ids mean something else in another database
+# Beside Torc's: the runner that writes, and when it left, having waited in vain (seconds since the epoch).
+RUNNER_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_runner (
+    compute_node_id INTEGER PRIMARY KEY,
+    hostname        TEXT,
+    pid             INTEGER,
+    identity        TEXT,
+    left_at         INTEGER
+)"""
 
 
 def journal_path(output_dir: str, workflow_id: int, run_id: int, label: str) -> str:
@@ -22589,13 +22598,14 @@ class Journal:
             # log (DELETE) is on disk only with the directory, which FULL does not wait for.
             for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
                 self.connection.execute(f'PRAGMA {name} = {value}')
-            self.connection.execute(JOURNAL_SCHEMA)
+            for statement in (JOURNAL_SCHEMA, RUNNER_SCHEMA):
+                self.connection.execute(statement)
         except BaseException:
             self.connection.close()
             raise
 
-    def keep(self, entries: Iterable[Dict[str, Any]]) -> None:
-        """Keep entries, all or none: they are on disk when this returns."""
+    def keep(self, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = ()) -> None:
+        """Keep entries, all or none: they are on disk when this returns. `runner`: a row of RUNNER_SCHEMA."""
         now = int(time.time())
         rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
                 for entry in entries]
@@ -22603,6 +22613,8 @@ class Journal:
         try:
             self.connection.executemany('INSERT OR REPLACE INTO journaled_completions VALUES (?, ?, ?, ?, ?)',
                                         rows)
+            if runner:
+                self.connection.execute('INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)', runner)
             self.connection.execute('COMMIT')
         except BaseException:
             if self.connection.in_transaction:      # SQLite has not ended it by itself, as on a full disk
@@ -23761,6 +23773,7 @@ class ServerLink:
         self.silent_since = 0.0     # monotonic; unless online
         self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
         self.ping_interval_s = context.options.ping_interval_s
+        self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.end = math.inf         # monotonic; then no answer is waited for
         self.error = ''
         self.retry_s = RETRY_FIRST_S
@@ -23863,8 +23876,7 @@ class ServerLink:
                 'num_nodes': self.num_nodes,
                 'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
                 'compute_node_type': 'local', 'is_active': True, 'lease_s': self.pace.lease_s(),
-                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/'
-                            f'{read_pid_namespace()}'}
+                'identity': self.identity}
         end_time = context.end_time()
         if end_time is not None:
             body['end_time'] = format_time(end_time)
@@ -23964,7 +23976,8 @@ class ServerLink:
         lease_s = self.pace.lease_s()
         self.promised_until = read_clocks().running + lease_s
         body.update(
-            compute_node_id=context.node_id, run_id=context.run_id, turn=self.turn, lease_s=lease_s,
+            compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),   # others may have its id
+            run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
             submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
         if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
@@ -24112,6 +24125,7 @@ class OfflineDrain:
         self.link = link
         self.attempts = link.attempts
         self.begin = launcher.begin
+        self.pid = os.getpid()
         self.path = ''              # of the journal, as soon as there is one
         self.is_local = False       # it is not, or will not be, in the output directory
         self.errand = None          # type: Optional[Errand]
@@ -24158,11 +24172,13 @@ class OfflineDrain:
         """Their completions, as the journal has them."""
         context = self.context
         accounts = {(row['job_id'], row['attempt_id']): row for row in self.link.accounting}
-        return [format_journal_entry(dict(attempt.completion, accounting=accounts.get(attempt.key)),
+        database_id = context.output.record.get('id')
+        return [format_journal_entry(dict(attempt.completion, accounting=accounts.get(attempt.key),
+                                          job_name=attempt.name, database_id=database_id),
                                      context.workflow_id, context.run_id, context.node_id)
                 for attempt in attempts]
 
-    def write(self, entries: Sequence[Dict[str, Any]]) -> str:
+    def write(self, entries: Sequence[Dict[str, Any]], left_at: Optional[int] = None) -> str:
         """In an errand: keep entries, in a new journal if there is none; its path."""
         with contextlib.suppress(AttributeError):   # not Linux
             # What was begun is finished though the runner is killed.
@@ -24170,7 +24186,8 @@ class OfflineDrain:
         path = self.path or self.make_journal()
         try:
             with contextlib.closing(Journal(path)) as journal:
-                journal.keep(entries)
+                journal.keep(entries, (self.context.node_id, socket.gethostname(), self.pid, self.link.identity,
+                                       left_at))
         except (OSError, sqlite3.Error):
             for name in (path, path + '-journal') if not self.path else ():     # nothing is in it
                 with contextlib.suppress(OSError):
@@ -24237,6 +24254,9 @@ class OfflineDrain:
         while self.errand is not None and time.monotonic() < give_up_at:
             self.errand.wait((give_up_at - time.monotonic()) / 2)   # the other half is for the other place
             self.act(time.monotonic())
+        if self.path and self.errand is None and self.link.state == 'offline':
+            self.begin(functools.partial(self.write, [], int(time.time()))).wait(
+                max(0.1, give_up_at - time.monotonic()))
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
