@@ -21143,7 +21143,7 @@ class RunnerTest(RunnerCase):
         self.assertEqual(sorted(map(str, range(1, 21))), sorted(self.world.read('ran').split()))
         self.assertTrue(any('held' in request for request in self.client.requests))
 
-    def test_a_server_that_stays_away_is_given_up_when_all_has_ended(self):
+    def test_a_server_that_stays_away_is_given_up_when_all_has_ended_and_all_is_kept(self):
         self.create('true', 'sleep 0.5; echo > ended', compute_node_wait_for_healthy_database_minutes=0)
 
         def fail(number: int) -> None:
@@ -21152,7 +21152,7 @@ class RunnerTest(RunnerCase):
         self.client.before = fail
         with self.assertRaises(torc.Unreachable) as caught:
             self.run_it()
-        self.assertIn('2 ended jobs could not be reported: j1, j2', str(caught.exception))
+        self.assertIn('2 jobs that ended meanwhile are kept in', str(caught.exception))
         self.assertTrue(os.path.exists(self.world.path('ended')))
 
     def test_a_runner_that_cannot_read_where_its_server_is_kills_nothing(self):
@@ -21986,7 +21986,7 @@ class OfflineDrainTest(RunnerCase):
         self.assertTrue(any('cannot be written to (locking protocol)' in message for message in self.progress.messages))
 
     def test_a_file_system_that_does_not_answer_holds_nothing_up(self):
-        with unittest.mock.patch.object(torc, 'KEEP_S', 0.5), self.broken_journal(lambda: select.select([], [], [], 600)):
+        with unittest.mock.patch.object(torc, 'KEEP_S', 0.5), self.broken_journal(lambda: os.read(os.pipe()[0], 1)):
             began = time.monotonic()
             self.drain_elsewhere()
         self.assertLess(time.monotonic() - began, 30)
@@ -22020,6 +22020,36 @@ class OfflineDrainTest(RunnerCase):
         with self.broken_journal(lambda: sqlite3.OperationalError('disk I/O error')):
             self.assertEqual(2, self.run_it(ping_interval_s=0.2).completed)
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
+
+    def test_every_runner_makes_a_journal_of_its_own(self):
+        for name in ('', '_2'):
+            path = torc.journal_path(self.world.path('out'), 1, 1, socket.gethostname() + name)
+            os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+            self.world.write(os.path.relpath(path + ('-journal' if name else ''), self.world.directory), 'of another')
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+        self.is_away, self.asked = lambda: self.has('ran1'), lambda: self.go(1)
+        error = self.run_offline()
+        self.assertEqual(torc.journal_path(self.world.path('out'), 1, 1, socket.gethostname() + '_3'), error.details['journal'])
+
+    def test_a_second_outage_adds_to_the_first_ones_journal(self):
+        self.create(*map(self.UNTIL.format, (1, 2)), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and self.has('back') == self.has('again')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                self.world.write('back', '')
+        self.asked = asked
+
+        def after(number: int) -> None:
+            if self.has('back') and self.results() and not self.has('again'):
+                self.world.write('again', '')
+                self.go(2)
+        self.client.after = after
+        self.run_offline(poll_interval_s=0.1)
+        self.assertEqual([(1, 1, 0, 'completed')], self.results())
+        self.assertEqual({1: ('completed', 0), 2: ('completed', 0)}, self.ends())
+        self.assertEqual(1, len(glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')))
 
     @contextlib.contextmanager
     def broken_journal(self, happens: Callable[[], Any]) -> Iterator[None]:
@@ -28124,6 +28154,38 @@ def ask_sqlite(path: str, statement: str) -> List[Tuple[Any, ...]]:
         connection.close()
 
 
+def kill_journal_writers(world: World, times: int, seed: int) -> str:
+    """kill -9 of who writes a journal, at any moment: what was said to be kept is there, once. What was seen."""
+    chance, total, hot = random.Random(seed), 0, 0
+    completion = dict(status='completed', return_code=0, exec_time_minutes=0.1, completion_time='2026-01-01T00:00:00.000Z')
+    for number in range(times):
+        path, (reader, writer) = torc.journal_path(world.path('out'), 1, 1, f'node{number}'), os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                journal = torc.Journal(path)
+                for job_id in itertools.count(1):
+                    entry = torc.format_journal_entry(dict(completion, job_id=job_id, attempt_id=1, reason='x' * 3000), 1, 1, 1)
+                    journal.keep([entry])
+                    os.write(writer, b'%d\n' % job_id)
+            finally:
+                os._exit(0)
+        os.close(writer)
+        os.read(reader, 1)      # it is at work
+        select.select([], [], [], chance.uniform(0, 0.03))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with open(reader, 'rb') as pipe:
+            said = max(map(int, (b'1' + pipe.read()).split()), default=0)
+        hot += os.path.getsize(path + '-journal') > 0
+        assert ask_sqlite(path, 'PRAGMA integrity_check') == [('ok',)]
+        found = [(job_id, json.loads(text)['job_id']) for job_id, text in
+                 ask_sqlite(path, 'SELECT job_id, payload FROM journaled_completions ORDER BY job_id')]
+        assert found in ([(job_id, job_id) for job_id in range(1, most + 1)] for most in (said, said + 1)), (said, found[-3:])
+        total += said
+    return f'all of {total:,} entries that were kept are there, once; {hot} of {times} writers died in the midst of a transaction'
+
+
 def kill_lasting_server(world: World, count: int, kills: int, seed: int) -> None:
     """`serve` is killed and started again on its database and port; two runners go on."""
     url = world.serve()
@@ -29818,6 +29880,65 @@ class OutputSafetyTest(FlowTest):
         self.assertExit(2, self.world.cli('run', 1, '-o', small + '/out'), 'is full: name another one with --output-dir')
 
 
+class OfflineDrainFlowTest(FlowTest):
+    """Real servers that are killed under real runners."""
+
+    SPEC = '''
+        name: outage
+        compute_node_wait_for_healthy_database_minutes: 0
+        jobs:
+          - {name: "long{i}", command: "touch ran{i}; until test -e go{i}; do sleep 0.02; done", parameters: {i: "1:2"}}
+          - {name: after, command: "touch after", depends_on: [long1, long2]}
+        '''
+
+    def lose_server(self, *flags: Any) -> Tuple[Background, int]:
+        """A runner with two jobs whose server was killed, and the port of that."""
+        port = urllib.parse.urlsplit(self.world.serve()).port
+        words = '-p', 0.2, '--num-cpus', 2, '--drain-ping-interval-secs', 1, *flags
+        runner = self.world.start('run', *words, self.world.write('outage.yaml', self.SPEC))
+        self.world.wait(lambda: all(os.path.exists(self.world.path(f'ran{number}')) for number in (1, 2)), 20, 'the jobs', [runner])
+        self.world.server.kill()
+        return runner, port
+
+    @slow
+    def test_the_runner_of_a_server_that_died_leaves_with_exit_3_and_the_command_that_brings_its_results_in(self):
+        runner, port = self.lose_server()
+        for number in (1, 2):
+            self.world.write(f'go{number}', '')
+        out = self.world.path('torc_output')
+        self.assertExit(3, runner.finish(), f'2 jobs that ended meanwhile are kept in {out}/offline_journal/offline_results_wf1_r1_',
+                        f'When the server is back: torc.py workflows reconcile 1 1 --base-dir {shlex.quote(out)}')
+        self.world.serve('--port', port)
+        path, = glob.glob(glob.escape(out) + '/offline_journal/*.db')
+        entries = [json.loads(text) for text, in ask_sqlite(path, 'SELECT payload FROM journaled_completions')]
+        client = self.world.connect()
+        self.addCleanup(client.close)
+        for entry in entries:
+            del entry['torc_py']
+        for _ in range(2):
+            self.assertEqual([], client.call('batch_complete_jobs', {'completions': entries}, workflow_id=1)['errors'])
+        self.assertEqual([('completed', 'long1'), ('completed', 'long2'), ('ready', 'after')],
+                         sorted((job['status'], job['name']) for job in client.call('list_jobs', workflow_id=1)['items']))
+
+    @slow
+    def test_a_server_that_is_started_again_while_jobs_run_misses_nothing(self):
+        runner, port = self.lose_server()
+        self.world.write('go1', '')
+        self.world.wait(lambda: 'what ends while the server is away is kept in' in runner.err, 20, 'the journal', [runner])
+        self.world.serve('--port', port)
+        self.world.wait(lambda: 'the server answers again' in runner.err, 20, 'the answer', [runner])
+        self.world.write('go2', '')
+        self.assertExit(0, runner.finish(), '3 completed')
+
+    @slow
+    def test_without_the_drain_the_runner_stops_its_jobs_and_leaves(self):
+        runner, _ = self.lose_server('--no-offline-drain')
+        self.assertExit(3, runner.finish(), 'stopping 2', '2 jobs that ended meanwhile are kept in')
+
+    def test_a_runner_that_was_killed_at_work_has_left_a_whole_journal(self):
+        self.assertRegex(kill_journal_writers(self.world, 5, 5), 'all of [1-9][0-9,]* entries')
+
+
 class OutputCapTest(FlowTest):
     """`--max-output-bytes` on the command line, and what dies or fills up beside it."""
 
@@ -30763,6 +30884,7 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              (f'kill -9 of runners, {rounds} times in {len(KILLS)} ways',
               lambda world: outlive_runners(world, rounds, seed)),
              (f'kill -9 of runners, {many} times one after the other', lambda world: kill_runners(world, many, seed)),
+             (f'kill -9 of {many} writers of journals', lambda world: kill_journal_writers(world, many, seed)),
              (f'{many} nasty jobs', lambda world: run_nasty_jobs(world, many, seed)),
              (f'{rounds} pids that are used again', lambda world: reuse_pids(world, rounds, seed)),
              (f'{rounds} jobs in uninterruptible sleep', lambda world: sleep_unkillably(rounds)),
@@ -30840,6 +30962,7 @@ CONSTANTS = (ast.Constant,) if sys.version_info >= (3, 8) else (ast.Str, ast.Byt
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
+    'kill_journal_writers': 'the moment of a kill is random',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
     'GuardianTest.fork_runner': 'a runner at rest, in a process of its own',
     'kill_runners': 'dies at a moment that chance decides', 'run_nasty_jobs': 'is stopped at a moment that chance decides',

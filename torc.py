@@ -22614,7 +22614,8 @@ class Journal:
             self.connection.executemany('INSERT OR REPLACE INTO journaled_completions VALUES (?, ?, ?, ?, ?)',
                                         rows)
             if runner:
-                self.connection.execute('INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)', runner)
+                statement = 'INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)'
+                self.connection.execute(statement, runner)
             self.connection.execute('COMMIT')
         except BaseException:
             if self.connection.in_transaction:      # SQLite has not ended it by itself, as on a full disk
@@ -23976,7 +23977,8 @@ class ServerLink:
         lease_s = self.pace.lease_s()
         self.promised_until = read_clocks().running + lease_s
         body.update(
-            compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),   # others may have its id
+            # In an older copy of its database the server may give our node's id to another runner.
+            compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),
             run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
             submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
@@ -24186,8 +24188,8 @@ class OfflineDrain:
         path = self.path or self.make_journal()
         try:
             with contextlib.closing(Journal(path)) as journal:
-                journal.keep(entries, (self.context.node_id, socket.gethostname(), self.pid, self.link.identity,
-                                       left_at))
+                who = self.context.node_id, socket.gethostname(), self.pid, self.link.identity
+                journal.keep(entries, (*who, left_at))
         except (OSError, sqlite3.Error):
             for name in (path, path + '-journal') if not self.path else ():     # nothing is in it
                 with contextlib.suppress(OSError):
