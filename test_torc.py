@@ -11936,6 +11936,29 @@ class ServerTest(WorldTest):
             quiet.sendall(http_request())
             self.assertEqual([200], statuses(read_answers(quiet, 1)))
 
+    def test_what_arrives_while_the_server_is_busy_is_in_time(self) -> None:
+        server, begun, over = self.server.server, threading.Event(), threading.Event()
+        answer = server.answer_complete
+
+        def be_busy() -> None:
+            begun.set()
+            over.wait(10)
+            answer()
+
+        self.set_constant('CLIENT_DEADLINE_S', 0.3)
+        with self.server.connect() as late, self.server.connect() as other:
+            late.sendall(http_request()[:-2])
+            self.world.wait(lambda: any(one.received for one in list(server.connections.all)), 10, 'half of a request')
+            server.answer_complete = be_busy
+            other.sendall(http_request())
+            self.assertTrue(begun.wait(10))
+            until = max(one.deadline for one in list(server.connections.all) if one.deadline < math.inf)
+            self.world.wait(lambda: time.monotonic() > until, 10, 'the deadline')
+            late.sendall(http_request()[-2:])
+            server.answer_complete = answer
+            over.set()
+            self.assertEqual([[200], [200]], [statuses(read_answers(one, 1)) for one in (other, late)])
+
     @slow
     def test_a_reader_that_does_not_read_is_closed_and_delays_nobody(self) -> None:
         body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1000000}}).encode()

@@ -13926,6 +13926,7 @@ def read_fingerprint(path: str) -> str:
 #     for.
 #   * An error of a connection closes that connection, and nothing else.
 
+BUSY_S = 0.1                        # a server that did not listen for longer allows clients as much more
 CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
 DRAIN_S = 2.0                       # to read on after a refusal: a close would destroy it (RFC 9112, 9.6)
 RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
@@ -14204,6 +14205,12 @@ class Connections:
         """Read again after a pause."""
         connection.state, connection.deadline = READING, math.inf
         self.watch(connection, selectors.EVENT_READ)
+
+    def extend_deadlines(self, more_s: float) -> None:
+        """Allow all clients more time: nobody listened to them."""
+        for connection in self.timed:
+            connection.deadline += more_s
+        self.sweep_at += more_s
 
     def on_clock(self, now: float) -> None:
         """Act on the deadlines that have passed, and listen again when it is time."""
@@ -15740,6 +15747,7 @@ class Server:
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
         self.clocks = read_clocks()             # when this turn began
+        self.listened_at = time.monotonic()
         self.wake_reader, self.wake_writer = socket.socketpair()
         self.selector = selectors.DefaultSelector()
         for sock in (listener, self.wake_reader, self.wake_writer):
@@ -15822,7 +15830,9 @@ class Server:
     def turn(self) -> None:
         """Wait for something, read it, answer what is complete."""
         wait_s = self.wait_s()
+        self.make_up_time()
         ready = self.selector.select(wait_s)
+        self.listened_at = time.monotonic()
         self.look_at_clocks(math.inf if wait_s is None else wait_s)
         self.traffic.begin_turn()
         for key, mask in ready:
@@ -15833,6 +15843,7 @@ class Server:
         self.long.begin()
         if self.complete or self.backlog:
             self.answer_complete()
+        self.make_up_time()
         self.on_clock(time.monotonic())
         if self.long.has_store and (self.service.updates or self.streams.feeds.changed):
             self.streams.feeds.add_updates(self.service.take_updates())     # committed since the last time
@@ -15843,6 +15854,12 @@ class Server:
         if self.has_grown and not any(connection.unsent for connection in self.connections.all):
             self.has_grown = False
             give_memory_back()
+
+    def make_up_time(self) -> None:
+        """What clients have sent while this server was busy with others is not late."""
+        busy_s, self.listened_at = time.monotonic() - self.listened_at, time.monotonic()
+        if busy_s > BUSY_S:
+            self.connections.extend_deadlines(busy_s)
 
     def look_at_clocks(self, planned_s: float) -> None:
         """Renew all leases if no runner could reach us: this process or machine was stopped or busy.
