@@ -17104,6 +17104,77 @@ class SlurmFuzzTest(unittest.TestCase):
 
 # ======== 15. Journal ========
 
+class JournalTest(WorldTest):
+    """What a runner keeps on disk, in Torc's table."""
+
+    COMPLETION = {'job_id': 7, 'attempt_id': 2, 'return_code': 3, 'status': 'failed', 'exec_time_minutes': 0.5,
+                  'completion_time': '2026-01-01T00:00:00.000Z', 'retry': True, 'max_retries': 5, 'peak_memory_bytes': 4096,
+                  'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}
+
+    def entry(self, job_id: int = 7, **more: Any) -> Dict[str, Any]:
+        """The payload of a row."""
+        return torc.format_journal_entry(dict(self.COMPLETION, job_id=job_id, **more), 42, 1, 9)
+
+    def rows(self, path: str) -> List[Tuple[Any, ...]]:
+        """All of a journal, as another program reads it."""
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            return connection.execute('SELECT job_id, run_id, status, payload FROM journaled_completions ORDER BY job_id').fetchall()
+
+    def test_an_entry_is_one_of_torcs_bulk_request_with_ours_beside_it(self):
+        self.assertEqual({
+            'job_id': 7, 'status': 'failed', 'run_id': 1,
+            'result': {'job_id': 7, 'status': 'failed', 'run_id': 1, 'workflow_id': 42, 'compute_node_id': 9, 'attempt_id': 2,
+                       'return_code': 3, 'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:00:00.000Z',
+                       'peak_memory_bytes': 4096},
+            'torc_py': {'retry': True, 'max_retries': 5, 'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}}, self.entry())
+        torc.check_value('completion', '@JobCompletionEntry', {key: self.entry()[key] for key in ('job_id', 'status', 'run_id', 'result')})
+
+    def test_entries_become_the_completions_that_they_were(self):
+        done = {key: value for key, value in self.COMPLETION.items() if key not in ('reason', 'file_times', 'max_retries')}
+        for completion in (self.COMPLETION, dict(done, status='completed', return_code=0, retry=False), dict(done, interrupted=True)):
+            with self.subTest(completion=completion):
+                entry = json.loads(torc.format_json(torc.format_journal_entry(completion, 42, 1, 9)))
+                self.assertEqual(dict(completion, run_id=1, workflow_id=42, compute_node_id=9), torc.parse_journal_entry(entry))
+        theirs = {key: value for key, value in self.entry().items() if key != 'torc_py'}
+        theirs['result']['peak_cpu_percent'] = None
+        found = torc.parse_journal_entry(theirs)
+        self.assertEqual((False, None, None), (found['retry'], found.get('reason'), found.get('peak_cpu_percent')))
+
+    def test_what_is_no_entry_is_refused(self):
+        entry = self.entry()
+        for wrong in (None, 3, [], {}, dict(entry, result=None), dict(entry, torc_py='x'), dict(entry, run_id=2),
+                      dict(entry, result=dict(entry['result'], job_id=8)), dict(entry, status=None, result=dict(entry['result'], status=None))):
+            with self.subTest(wrong=wrong):
+                self.assertRaises(ValueError, torc.parse_journal_entry, wrong)
+
+    def test_another_program_reads_what_was_kept_and_a_later_attempt_replaces_an_earlier_one(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        self.assertEqual(self.world.path('offline_journal/offline_results_wf42_r1_node1.db'), path)
+        for entries in ([self.entry(8), self.entry(7)], [self.entry(7, attempt_id=3, status='completed')]):
+            journal = torc.Journal(path)
+            journal.keep(entries)
+            found = self.rows(path)     # while its writer has it open
+            journal.close()
+        self.assertEqual([(7, 1, 5), (8, 1, 6)], [row[:3] for row in found])
+        self.assertEqual([3, 2], [json.loads(row[3])['result']['attempt_id'] for row in found])
+        self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
+
+    def test_of_entries_that_cannot_all_be_kept_none_is(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        journal = torc.Journal(path)
+        self.addCleanup(journal.close)
+        self.assertRaises(sqlite3.Error, journal.keep, [self.entry(7), self.entry([])])
+        self.assertEqual([], self.rows(path))
+        journal.keep([self.entry(9)])
+        self.assertEqual([9], [row[0] for row in self.rows(path)])
+
+    def test_it_needs_no_shared_memory_and_loses_nothing_with_the_power(self):
+        journal = torc.Journal(torc.journal_path(self.world.directory, 42, 1, 'node1'))
+        self.addCleanup(journal.close)
+        self.assertEqual(('truncate', 2), tuple(journal.connection.execute(f'PRAGMA {name}').fetchone()[0]
+                                                for name in ('journal_mode', 'synchronous')))
+
+
 # ======== 16. Runner ========
 
 class StoreClient:
@@ -17736,17 +17807,71 @@ class LinkTest(PartTest):
         self.assertEqual([2, 2, 1], [len(request['completions']) for request in self.client.requests])
         self.assertGreater(link.due(), time.monotonic() + 1)
 
-    def test_a_server_is_waited_for_as_long_as_children_run_and_then_for_the_window(self):
-        link = self.link(*[NO_ANSWER] * 9, compute_node_wait_for_healthy_database_minutes=0)
+    # The window is 1 minute, a ping 120 s: what happens at these seconds -> state, and when it asks next.
+    OUTAGE = rows_of("""
+        at     event      state     asks_at  starts
+        0      silence    silent    0.1      yes
+        30     silence    silent    30.2     yes
+        59.9   silence    silent    60.3     yes
+        60     -          offline   180      no
+        100    -          offline   180      no
+        180    silence    offline   300      no
+        300    answer     online    now      yes
+        300    answer     online    305      yes
+        400    silence    silent    400.1    yes
+        459    answer     online    469      yes
+        500    silence    silent    500.1    yes
+        560    -          offline   680      no
+        """)
+
+    def test_it_goes_offline_after_the_window_of_each_outage_and_starts_nothing_there(self):
+        with FakeClock().set() as clock:
+            link = self.link(compute_node_wait_for_healthy_database_minutes=1)
+            link.call.has_children, began = lambda: True, clock.now
+            for row in self.OUTAGE:
+                clock.now = began + float(row['at'])
+                self.client.answers = {'silence': [NO_ANSWER], 'answer': [{}], '': []}[row['event']]
+                if row['event']:
+                    link.poll_now()
+                link.lease_ends_at = clock.now + 1
+                link.act(clock.now)
+                link.lease_ends_at = clock.now + 1      # the server's word would still do
+                asks_at = 'now' if link.poll_at < clock.now else f'{link.poll_at - began:g}'
+                with self.subTest(row=row):
+                    self.assertEqual((row['state'], row['asks_at'], row['starts']),
+                                     (link.state, asks_at, 'yes' if link.has_lease else 'no'))
+
+    def test_no_answer_is_waited_for_when_nothing_runs_but_after_the_last_end_it_is_asked_once_more(self):
+        link = self.link(*[NO_ANSWER] * 3, compute_node_wait_for_healthy_database_minutes=0)
         children = [1]
         link.call.has_children = lambda: bool(children)
-        for _ in range(3):
-            link.act(max(link.due(), time.monotonic()))
-            self.assertEqual('silent', link.state)
+        link.act(time.monotonic())
+        self.assertEqual(('offline', True, False), (link.state, link.due() > time.monotonic() + 60, link.is_quiet))
         children.clear()
-        link.act(link.due())
+        self.pace.on_end()
+        self.assertEqual((True, False), (link.is_quiet, link.has_asked))
+        link.act(time.monotonic())
+        self.assertEqual((2, True, True), (len(self.client.requests), link.is_quiet, link.has_asked))
+        link.act(time.monotonic())
+        self.assertEqual(2, len(self.client.requests))
+
+    def test_offline_what_is_due_waits_and_what_has_ended_is_held_until_an_answer(self):
+        link, acted = self.link(NO_ANSWER, {}, compute_node_wait_for_healthy_database_minutes=0), []
+        reported = self.attempt('reported', 1)
+        link.call.want = lambda: {'strategy': 'queue', 'limit': 1}
+        link.call.has_children, link.call.on_answer = lambda: True, lambda answer: link.go_on()
+        link.act(time.monotonic())
         self.assertEqual('offline', link.state)
-        self.assertEqual(1, len(self.progress.messages))
+        link.under_lease(lambda: acted.append('script'))
+        self.assertRaises(torc.LeaseOver, link.check_lease)
+        self.assertEqual([], acted)
+        link.poll_now()
+        link.act(time.monotonic())
+        request = self.client.requests[-1]
+        self.assertEqual((None, [reported.completion], ['script'], 'online', 0.0),
+                         (request['want'], request['completions'], acted, link.state, link.due()))
+        link.act(time.monotonic())
+        self.assertEqual(1, self.client.requests[-1]['want']['limit'])
 
     def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
         for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
@@ -21679,6 +21804,261 @@ class Lateness:
 
 
 @slow
+class OfflineDrainTest(RunnerCase):
+    """A runner whose server is away for longer than the window, which is 0 here, with real jobs."""
+
+    UNTIL = 'touch ran{0}; until test -e go{0}; do sleep 0.01; done'
+    NO_WINDOW = {'compute_node_wait_for_healthy_database_minutes': 0}
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.is_away, self.asked = (lambda: False), (lambda: None)   # type: Callable[[], bool], Callable[[], Any]
+        self.temporary = self.world.path('tmp')
+        os.mkdir(self.temporary, 0o700)
+        saved, self.client.call = self.client.call, self.call_if_there
+        self.real_call = saved
+        self.addCleanup(setattr, tempfile, 'tempdir', tempfile.tempdir)
+        tempfile.tempdir = self.temporary
+
+    def call_if_there(self, op: str, *arguments: Any, **params: Any) -> Any:
+        """What a client does when its server may be away."""
+        if self.is_away():
+            self.asked()
+        if self.is_away():
+            raise torc.Unreachable('nobody there')
+        return self.real_call(op, *arguments, **params)
+
+    def has(self, *names: str) -> bool:
+        """Whether jobs have made all these files."""
+        return all(os.path.exists(self.world.path(name)) for name in names)
+
+    def go(self, *numbers: int) -> None:
+        """Let jobs go on."""
+        for number in numbers:
+            self.world.write(f'go{number}', '')
+
+    def run_offline(self, **options: Any) -> torc.Unreachable:
+        """The error of a runner that leaves without its server."""
+        with self.assertRaises(torc.Unreachable) as caught:
+            self.run_it(**dict({'ping_interval_s': 0.2}, **options))
+        self.is_away = lambda: False
+        return caught.exception
+
+    def entries(self, where: str = 'out') -> Dict[int, Dict[str, Any]]:
+        """Job -> payload, of all journals below a directory."""
+        found = {}      # type: Dict[int, Dict[str, Any]]
+        pattern = os.path.join(glob.escape(self.world.path(where)), '**', 'offline_results_wf1_r1_*.db')
+        for path in glob.glob(pattern, recursive=True):
+            with contextlib.closing(sqlite3.connect(path)) as connection:
+                with contextlib.suppress(sqlite3.OperationalError):     # it is just being made
+                    found.update((job_id, json.loads(text)) for job_id, text in connection.execute(
+                        'SELECT job_id, payload FROM journaled_completions'))
+        return found
+
+    def ends(self, where: str = 'out') -> Dict[int, Tuple[str, int]]:
+        """Job -> status and return code, of the journals."""
+        return {job_id: (entry['status'], entry['result']['return_code']) for job_id, entry in self.entries(where).items()}
+
+    def test_a_server_that_is_back_while_jobs_run_gets_what_ended_and_gives_new_work(self):
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), 'touch ran3', **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+        seen = []       # type: List[Any]
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                seen.append((self.ends(), self.has('ran3')))
+                self.world.write('back', '')
+                self.go(2)
+        self.asked = asked
+        outcome = self.run_it(ping_interval_s=0.2)
+        self.assertEqual([({1: ('completed', 0)}, False)], seen)
+        self.assertEqual((3, [(1, 1, 0, 'completed'), (2, 1, 0, 'completed'), (3, 1, 0, 'completed')]), (outcome.completed, self.results()))
+        for words in ('entering offline-drain mode', 'Journaled completion (offline) workflow_id=1 job_id=1 run_id=1', 'answers again'):
+            self.assertIn(words, self.log())
+
+    def test_when_all_have_ended_without_it_the_runner_leaves_with_their_ends_on_disk(self):
+        self.create(self.UNTIL.format(1), {'command': self.UNTIL.format(2) + '; exit 3'}, 'touch ran3', **self.NO_WINDOW,
+                    actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['touch action']}])
+        self.is_away = lambda: self.has('ran1', 'ran2')
+        self.asked = lambda: self.go(1, 2)
+        error = self.run_offline()
+        path, = glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')
+        self.assertEqual((path, self.world.path('out'), 1), tuple(error.details[key] for key in ('journal', 'base_dir', 'run_id')))
+        self.assertEqual(f'nobody there\n2 jobs that ended meanwhile are kept in {path}', error.message)
+        self.assertEqual({1: ('completed', 0), 2: ('failed', 3)}, self.ends())
+        self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
+        self.assertEqual((False, False), (self.has('ran3'), os.path.exists(self.world.path('out/action'))))
+        self.assertEqual([True], [node['is_active'] for node in self.client.rows('list_compute_nodes', workflow_id=1)])
+        self.assertRegex(self.log(), r'Offline drain complete: 2 jobs.*torc.py workflows reconcile 1 1 --base-dir .*out')
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            row, = connection.execute('SELECT compute_node_id, hostname, pid, left_at FROM torc_py_runner').fetchall()
+        self.assertEqual((1, socket.gethostname(), os.getpid()), row[:3])
+        self.assertLess(abs(row[3] - time.time()), 60)
+        # Torc's own bulk request takes them.
+        plain = [{key: value for key, value in entry.items() if key != 'torc_py'} for entry in self.entries().values()]
+        answer = self.client.call('batch_complete_jobs', {'completions': plain}, workflow_id=1)
+        self.assertEqual(({1, 2}, []), (set(answer['completed']), answer['errors']))
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 3, 'failed')], self.results())
+
+    def test_a_completion_whose_answer_was_lost_is_in_the_journal_too(self):
+        self.create(self.UNTIL.format(1), 'true', **self.NO_WINDOW)
+        self.is_away = lambda: self.has('gone')
+
+        def lose(number: int) -> None:      # the server has taken it in, and its answer is lost
+            if any(end['job_id'] == 2 for end in self.client.requests[-1]['completions']) and not self.has('gone'):
+                self.world.write('gone', '')
+                raise torc.Unreachable('died')
+        self.client.after = lose
+        self.asked = lambda: self.go(1)
+        self.run_offline()
+        self.assertEqual({1: ('completed', 0), 2: ('completed', 0)}, self.ends())
+
+    def test_a_retry_is_written_down_and_not_begun_nor_is_its_script(self):
+        handler = {'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': 'touch recovered', 'max_retries': 2}, {'exit_codes': [6]}]}
+        jobs = [{'command': f'{self.UNTIL.format(number)}; exit {code}', 'failure_handler': 'h'} for number, code in ((1, 5), (2, 6))]
+        self.create(*jobs, failure_handlers=[handler], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+        self.asked = lambda: self.go(1, 2)
+        self.run_offline()
+        self.assertEqual([(True, 2), (True, 3)], [(entry['torc_py']['retry'], entry['torc_py']['max_retries'])
+                                                  for _, entry in sorted(self.entries().items())])
+        self.assertFalse(self.has('recovered'))
+
+    def test_a_recovery_script_begins_when_the_server_is_back_and_its_veto_counts(self):
+        handler = {'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': 'touch recovered; exit 1'}]}
+        self.create({'command': f'{self.UNTIL.format(1)}; exit 5', 'failure_handler': 'h'}, self.UNTIL.format(2),
+                    failure_handlers=[handler], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                self.assertFalse(self.has('recovered'))
+                self.world.write('back', '')
+                self.go(2)
+        self.asked = asked
+        self.run_it(ping_interval_s=0.2)
+        self.assertEqual(([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], True), (self.results(), self.has('recovered')))
+
+    def test_a_signal_ends_jobs_as_it_does_online_and_their_ends_are_kept(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: os.kill(os.getpid(), signal.SIGTERM) if not self.has('sent') and self.world.write('sent', '') else None
+        self.run_offline()
+        entry = self.entries()[1]
+        self.assertEqual(('terminated', 128 + signal.SIGTERM, True),
+                         (entry['status'], entry['result']['return_code'], entry['torc_py']['interrupted']))
+
+    def test_what_is_unacknowledged_when_a_signal_ends_a_runner_in_the_window_is_kept(self):
+        self.create(self.UNTIL.format(1))       # the window is 20 minutes
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: os.kill(os.getpid(), signal.SIGTERM) if not self.has('sent') and self.world.write('sent', '') else None
+        with unittest.mock.patch.object(torc, 'LAST_REPORT_S', 0.3):
+            self.run_offline()
+        self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+
+    def test_the_end_of_the_nodes_time_holds_without_a_server(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1, 'sigkill_headroom_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.run_offline(end_time=time.time() + 3.5)
+        self.assertEqual({1: ('terminated', 152)}, self.ends())
+
+    def test_a_memory_limit_holds_without_a_server(self):
+        hog = f"{self.UNTIL.format(1)}; exec {shlex.quote(sys.executable)} -c 'x = bytearray(200 << 20); import time; time.sleep(60)'"
+        self.create({'command': hog, 'resource_requirements': 'r'},
+                    resource_requirements=[{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}],
+                    resource_monitor={'sample_interval_seconds': 1}, **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: self.go(1)
+        self.run_offline()
+        self.assertEqual({1: ('failed', 137)}, self.ends())
+        self.assertIn('60MB', self.entries()[1]['torc_py']['reason'])
+
+    def test_without_the_drain_jobs_are_stopped_and_their_ends_kept(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.run_offline(drains=False)
+        self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+        self.assertTrue(any('--no-offline-drain' in message for message in self.progress.messages))
+
+    def drain_elsewhere(self) -> torc.Unreachable:
+        """Two jobs end one after the other, and what ends must not be kept in the output directory."""
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends('tmp'):
+                self.go(2)
+        self.asked = asked
+        error = self.run_offline()
+        self.assertEqual(({}, {1: ('completed', 0), 2: ('completed', 0)}), (self.ends(), self.ends('tmp')))
+        self.assertTrue(error.details['base_dir'].startswith(self.temporary + '/torc-offline-'), error.details)
+        self.assertEqual(0o700, stat.S_IMODE(os.stat(error.details['base_dir']).st_mode))
+        self.assertTrue(any(error.details['journal'] in message for message in self.progress.messages))
+        return error
+
+    def test_where_the_output_directory_cannot_have_a_journal_it_goes_to_a_local_directory(self):
+        self.world.write('out/offline_journal', 'in the way')
+        self.drain_elsewhere()
+
+    def test_where_locks_fail_it_goes_to_a_local_directory(self):
+        with self.broken_journal(lambda: sqlite3.OperationalError('locking protocol')):
+            self.drain_elsewhere()
+        self.assertTrue(any('cannot be written to (locking protocol)' in message for message in self.progress.messages))
+
+    def test_a_file_system_that_does_not_answer_holds_nothing_up(self):
+        with unittest.mock.patch.object(torc, 'KEEP_S', 0.5), self.broken_journal(lambda: select.select([], [], [], 600)):
+            began = time.monotonic()
+            self.drain_elsewhere()
+        self.assertLess(time.monotonic() - began, 30)
+        self.assertTrue(any('no answer within 0.5 s' in message for message in self.progress.messages))
+
+    def test_on_a_full_disk_it_goes_to_a_local_directory(self):
+        with small_disk(self.world.path('out'), '200k'):
+            filler = self.world.path('out/filler')
+            self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+
+            def asked() -> None:
+                with contextlib.suppress(OSError), open(filler, 'wb', 0) as file:
+                    while True:
+                        file.write(bytes(4096))
+                self.go(1)
+            self.is_away, self.asked = lambda: self.has('ran1'), asked
+            self.run_offline()
+            self.assertEqual({}, self.ends())
+        self.assertEqual({1: ('completed', 0)}, self.ends('tmp'))
+
+    def test_what_can_be_kept_nowhere_stays_in_memory_and_is_reported(self):
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+
+        def asked() -> None:
+            self.go(1)
+            if any('in memory only' in message for message in self.progress.messages):
+                self.world.write('back', '')
+                self.go(2)
+        self.asked, tempfile.tempdir = asked, '/proc/nowhere'
+        with self.broken_journal(lambda: sqlite3.OperationalError('disk I/O error')):
+            self.assertEqual(2, self.run_it(ping_interval_s=0.2).completed)
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
+
+    @contextlib.contextmanager
+    def broken_journal(self, happens: Callable[[], Any]) -> Iterator[None]:
+        """What happens in place of writing to the output directory; the writer is a fork of us."""
+        real = torc.Journal.keep
+
+        def keep(journal: Any, *arguments: Any) -> None:
+            if journal.path.startswith(self.world.path('out')):
+                error = happens()
+                if isinstance(error, Exception):
+                    raise error
+            real(journal, *arguments)
+        with unittest.mock.patch.object(torc.Journal, 'keep', keep):
+            yield
+
+
 class TerminationTest(RunnerCase):
     """When and how a runner stops its jobs, and what that means for them."""
 
