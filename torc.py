@@ -7149,6 +7149,19 @@ def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Ids
                      ((count, action_id) for action_id, count in counts.items()))
 
 
+def uncount_trigger(context: Context, trigger: str, job_ids: Ids) -> None:
+    """Take back what count_trigger() has noted: these jobs are not ready, or have not ended, after all.
+
+    An action that was executed stays so.
+    """
+    gates = rows_by_ids(context, 'SELECT action_id, job_id FROM action_job CROSS JOIN workflow_action action '
+                                 f"ON action.id = action_id WHERE trigger_type = '{trigger}' "
+                                 'AND executed = 0 AND is_counted = 1 AND job_id IN', job_ids)
+    context.run_many('UPDATE action_job SET is_counted = 0 WHERE action_id = ? AND job_id = ?', gates)
+    context.run_many('UPDATE workflow_action SET trigger_count = trigger_count - 1 WHERE id = ?',
+                     ((action_id,) for action_id, _ in gates))
+
+
 def expect_completion(context: Context, workflow_id: int) -> None:
     """The workflow has something to do again: what is due at its completion is due no longer."""
     context.run('UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? '
@@ -9148,7 +9161,8 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
     """Take in the end of one attempt, with all that follows from it. The job's status afterwards.
 
     `end` is a ResultModel, with `retry` if the next attempt is to be made ready, or `interrupted` if it must
-    be, since the job was stopped only because its runner was. Raises TorcErrors before it writes.
+    be, since the job was stopped only because its runner was; `is_witnessed` if a runner of ours says it, who
+    knows attempts. Raises TorcErrors before it writes.
     """
     job = job_state(context, end['job_id'])
     if job.workflow_id != state.id:
@@ -9169,6 +9183,8 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
         if job is None:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
                           f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
+    if attempt_id > job.attempt_id and end.get('is_witnessed'):
+        job = believe_later(context, state, job, attempt_id, end.get('compute_node_id'))
     if attempt_id != job.attempt_id:
         raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
@@ -9251,7 +9267,8 @@ def record_unwritten_data(context: Context, state: WorkflowState, job: JobState)
 
 def is_same_end(known: Tuple[int, int], end: Values) -> bool:
     """Whether the end of an attempt, as known by return code and status, is this very one."""
-    return known[0] == end['return_code'] and known[1] in (STATUS_CODES[end['status']], CANCELED)
+    status = STATUS_CODES[end['status']]    # one that was to be decided about may have been
+    return known[0] == end['return_code'] and (known[1] in (status, CANCELED) or status == PENDING_FAILED)
 
 
 def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Values) -> str:
@@ -9406,15 +9423,58 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
+        uncount_trigger(context, 'on_jobs_complete', job_ids)
         rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
         sets = sorted({row[0] for row in rows})
         run_by_ids(context, RECOUNT + 'id IN', sets)
-        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN',
-                   sets)
+        ready = [row[0] for row in rows_by_ids(
+            context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
+        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
+        uncount_trigger(context, 'on_jobs_ready', ready)
         job_ids = [row[0] for row in rows_by_ids(
             context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
             f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
+
+
+# -------- attempts that this database knows nothing of --------
+#
+# A server may come back with an older copy of its database: a snapshot, after a disk was lost. Its runners,
+# and their journals, know of attempts that began after the copy was made. In a database that has forgotten
+# nothing an attempt that runs, or has ended, is either held by its node or has a result, and none is later
+# than its job's: so what is neither is believed, as long as no other node holds the job.
+
+def believe_later(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
+                  node_id: Optional[int]) -> JobState:
+    """The job, at an attempt that is later than the one known, if that is open or its end was assumed."""
+    if attempt_id <= job.attempt_id:
+        return job
+    if job.status == FAILED:
+        job = recover_lost(context, state, job, job.attempt_id, node_id) or job
+    if job.status not in OPEN:
+        raise Refused(f'job {job.id} has no attempt {attempt_id}: the last one is {job.attempt_id}, and '
+                      f'it is {STATUS_NAMES[job.status]}')
+    refuse_other_holder(context, job, node_id)
+    context.run('UPDATE job SET attempt_id = ? WHERE id = ?', (attempt_id, job.id))
+    record_event(context, state.id, {
+        'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
+        'run_id': state.run_id, 'attempt_id': attempt_id,
+        'message': f'Job {job.name}: its runner knows attempt {attempt_id}, and this database, an older copy '
+                   f'of itself, only attempt {job.attempt_id}'}, 'warning')
+    return job_state(context, job.id)
+
+
+def believe_start(context: Context, state: WorkflowState, job: JobState, start: Cells, node_id: int) -> None:
+    """A runner runs an attempt of a job that waits by the records: nobody else has it, so it is believed."""
+    job_id, attempt_id, start_time = start
+    has_result = 'SELECT 1 FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?'
+    if job.status not in (BLOCKED, READY) or attempt_id < job.attempt_id or job.has_results and context.one(
+            has_result, (job_id, state.run_id, attempt_id)):
+        return
+    job = believe_later(context, state, job, attempt_id, node_id)
+    note_unclaimed(context, job)
+    context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ?',
+                (start_time, node_id, job_id))
 
 
 # -------- why a job failed, or does not run --------
@@ -10282,7 +10342,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     state = context.state
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
-    renew_lease(context, workflow_id, node_id, body.get('lease_s'))
+    renew_lease(context, workflow_id, node_id, body)
     refuse_obsolete(context, node_id, body.get('turn'))
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
               'revoked_actions': []}     # type: Values
@@ -10334,12 +10394,15 @@ def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
     return any(context.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
 
 
-def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
+def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) -> None:
     """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere."""
-    row = context.one('SELECT is_active, lease_s FROM compute_node WHERE id = ? AND workflow_id = ?',
-                      (node_id, workflow_id))
-    if row is None:
-        raise NotFound(f'workflow {workflow_id} has no compute node {node_id}')
+    row = context.one('SELECT is_active, lease_s, pid, identity FROM compute_node '
+                      'WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
+    lease_s, identity = body.get('lease_s'), body.get('identity')
+    is_other = row is not None and identity and (body.get('pid'), identity) != row[2:]
+    if row is None or is_other:     # in an older copy of a database ids are given once more
+        raise Refused(f'workflow {workflow_id} has no compute node {node_id}: it was deleted, or this is an '
+                      'older copy of the database; register a new one', gone=True)
     if not row[0]:
         raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one',
                       gone=True)
@@ -10407,8 +10470,9 @@ def record_start(context: Context, state: WorkflowState, node_id: int, start: Ce
         return
     if (job.compute_node_id, job.attempt_id) == (node_id, attempt_id):
         mark_started(context, job_id, node_id, start_time)
-    elif job.workflow_id == state.id:
-        recover_lost(context, state, job, attempt_id, node_id, start_time)
+    elif job.workflow_id == state.id and not recover_lost(context, state, job, attempt_id, node_id,
+                                                          start_time):
+        believe_start(context, state, job, start, node_id)
 
 
 def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Values,
@@ -10417,16 +10481,22 @@ def record_reported_end(context: Context, state: WorkflowState, node_id: int, en
     try:
         check_final(end['status'])
         times = times_by_id(end.get('file_times') or {})
-        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
+        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id,
+                                                 is_witnessed=True))
     except TorcError as error:
         answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'],
                                  'message': error.message})
         return
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
-    if end.get('file_times'):
+    record_outputs(context, state, end['job_id'], times, status)
+
+
+def record_outputs(context: Context, state: WorkflowState, job_id: int, times: FileTimes, status: str) -> None:
+    """The times of the files that an attempt has left."""
+    if times:
         store_file_times(context, state.id, times)
         if status == 'completed':
-            note_job_outputs(context, state, job_state(context, end['job_id']))
+            note_job_outputs(context, state, job_state(context, job_id))
 
 
 def record_action_end(context: Context, workflow_id: int, node_id: int, result: Values) -> None:
@@ -11746,6 +11816,67 @@ def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIS
 # it sets gets a reason, one sentence with its evidence. A second call with the same evidence changes nothing.
 
 
+# -------- journals --------
+
+def replay_completions(context: Context, workflow_id: int, body: Values) -> Values:
+    """Take in completions from the journals of runners: each is accepted, known, or rejected with a reason.
+
+    What follows from one is what would have followed had it come in time. It counts also for a job that was
+    taken for lost, as long as no later attempt has begun.
+    """
+    accepted, rejected = [], []     # type: List[List[int]], List[Values]
+    database_id = context.value('SELECT id FROM identity')
+    for entry in body['completions']:
+        key = [entry['job_id'], entry['result'].get('attempt_id') or 1]     # 1: Torc's default
+        try:
+            with context.savepoint():
+                check_journaled(context, entry, body['run_id'], database_id)
+                if replay_completion(context, context.state, key, entry):
+                    accepted.append(key)
+        except TorcError as error:
+            rejected.append({'job_id': key[0], 'attempt_id': key[1], 'message': error.message})
+    if accepted:
+        backfill_results(context, context.state.run_id, [job_id for job_id, _ in accepted])
+        note_if_complete(context, workflow_id)
+        record_event(context, workflow_id, {
+            'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
+            'message': f'{len(accepted)} completions were taken in from journals of runners'})
+    return {'accepted': accepted, 'known': len(body['completions']) - len(accepted) - len(rejected),
+            'rejected': rejected}
+
+
+def check_journaled(context: Context, entry: Values, run_id: int, database_id: str) -> None:
+    """Refuse what is of another run, workflow, database or job, by all that its runner has noted."""
+    details = entry.get('torc_py') or {}
+    if details.get('database_id') not in (None, database_id):
+        raise Refused("it is of a workflow with the same id in another database, and not of this server's")
+    if entry['run_id'] != run_id:
+        raise Refused(f"it is of run {entry['run_id']}, and not of run {run_id}")
+    check_run(context.state, run_id)
+    # An older copy of a database does not know the node, or knows another one by its id.
+    check_result(context, dict(entry['result'], compute_node_id=None), job_id=entry['job_id'],
+                 workflow_id=context.state.id, status=entry['status'], run_id=entry['run_id'])
+    name, known = details.get('job_name'), job_state(context, entry['job_id']).name
+    if name not in (None, known):
+        raise Refused(printable(f"job {entry['job_id']} is {known!r} here, and {name!r} in the journal"))
+
+
+def replay_completion(context: Context, state: WorkflowState, key: List[int], entry: Values) -> bool:
+    """Take in one completion with its details. False if it is known."""
+    details, result = entry.get('torc_py') or {}, entry['result']
+    known = context.one('SELECT return_code, status FROM result WHERE job_id = ? AND run_id = ? '
+                        'AND attempt_id = ?', (key[0], state.run_id, key[1]))
+    if known and is_same_end(known, result):
+        return False
+    times = times_by_id(details.get('file_times') or {})
+    status = record_end(context, state, dict(details, **result, attempt_id=key[1], is_witnessed=True))
+    record_outputs(context, state, key[0], times, status)
+    note_contents(context, state.id, details.get('contents') or ())
+    if details.get('accounting'):
+        record_accounts(context, state, [dict(details['accounting'], job_id=key[0], attempt_id=key[1])])
+    return True
+
+
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
 # MODELS says what a request's body may hold. An answer of an official operation has the keys of its model:
@@ -11836,6 +11967,10 @@ MODELS = {
     'JobUserDataRelationshipModel': 'consumer_job_id:int consumer_job_name:str producer_job_id:int '
         'producer_job_name:str user_data_id:int! user_data_name:str! workflow_id:int!',
     'JobsModel': 'jobs:[@JobModel]!',
+    'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
+        'torc_py:@JournaledDetails',
+    'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
+        'contents:[content] accounting:@RunnerAccount job_name:str database_id:str',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'ListJobIdsResponse': 'count:int! job_ids:[int]!',
     'ListMissingUserDataResponse': 'user_data:[int]!',
@@ -11851,6 +11986,8 @@ MODELS = {
     'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
+    'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]!',
+    'ReplayResponse': 'accepted:[attempt]! known:int! rejected:[@RunnerError]!',
     'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
         'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
@@ -11875,7 +12012,8 @@ MODELS = {
         'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
-    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
+    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
+        'completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
         'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
         'held_actions:[int] turn:int submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
@@ -12408,6 +12546,7 @@ ROUTES = (
              query='limit:int labels:str'),
     route_to('POST', 'batch_complete_jobs', batch_complete_jobs, '@BatchCompleteJobsResponse',
              body='BatchCompleteJobsRequest'),
+    route_to('POST', 'replay_completions', replay_completions, '@ReplayResponse', body='ReplayRequest'),
     route_to('POST', 'runner_sync', runner_sync, '@RunnerSyncResponse', body='RunnerSyncRequest'),
 
     route_to('POST', '/jobs', create_job, '@JobModel', body='JobModel'),
