@@ -17081,6 +17081,77 @@ class SlurmFuzzTest(unittest.TestCase):
 
 # ======== 15. Journal ========
 
+class JournalTest(WorldTest):
+    """What a runner keeps on disk, in Torc's table."""
+
+    COMPLETION = {'job_id': 7, 'attempt_id': 2, 'return_code': 3, 'status': 'failed', 'exec_time_minutes': 0.5,
+                  'completion_time': '2026-01-01T00:00:00.000Z', 'retry': True, 'max_retries': 5, 'peak_memory_bytes': 4096,
+                  'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}
+
+    def entry(self, job_id: int = 7, **more: Any) -> Dict[str, Any]:
+        """The payload of a row."""
+        return torc.format_journal_entry(dict(self.COMPLETION, job_id=job_id, **more), 42, 1, 9)
+
+    def rows(self, path: str) -> List[Tuple[Any, ...]]:
+        """All of a journal, as another program reads it."""
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            return connection.execute('SELECT job_id, run_id, status, payload FROM journaled_completions ORDER BY job_id').fetchall()
+
+    def test_an_entry_is_one_of_torcs_bulk_request_with_ours_beside_it(self):
+        self.assertEqual({
+            'job_id': 7, 'status': 'failed', 'run_id': 1,
+            'result': {'job_id': 7, 'status': 'failed', 'run_id': 1, 'workflow_id': 42, 'compute_node_id': 9, 'attempt_id': 2,
+                       'return_code': 3, 'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:00:00.000Z',
+                       'peak_memory_bytes': 4096},
+            'torc_py': {'retry': True, 'max_retries': 5, 'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}}, self.entry())
+        torc.check_value('completion', '@JobCompletionEntry', {key: self.entry()[key] for key in ('job_id', 'status', 'run_id', 'result')})
+
+    def test_entries_become_the_completions_that_they_were(self):
+        done = {key: value for key, value in self.COMPLETION.items() if key not in ('reason', 'file_times', 'max_retries')}
+        for completion in (self.COMPLETION, dict(done, status='completed', return_code=0, retry=False), dict(done, interrupted=True)):
+            with self.subTest(completion=completion):
+                entry = json.loads(torc.format_json(torc.format_journal_entry(completion, 42, 1, 9)))
+                self.assertEqual(dict(completion, run_id=1, workflow_id=42, compute_node_id=9), torc.parse_journal_entry(entry))
+        theirs = {key: value for key, value in self.entry().items() if key != 'torc_py'}
+        theirs['result']['peak_cpu_percent'] = None
+        found = torc.parse_journal_entry(theirs)
+        self.assertEqual((False, None, None), (found['retry'], found.get('reason'), found.get('peak_cpu_percent')))
+
+    def test_what_is_no_entry_is_refused(self):
+        entry = self.entry()
+        for wrong in (None, 3, [], {}, dict(entry, result=None), dict(entry, torc_py='x'), dict(entry, run_id=2),
+                      dict(entry, result=dict(entry['result'], job_id=8)), dict(entry, status=None, result=dict(entry['result'], status=None))):
+            with self.subTest(wrong=wrong):
+                self.assertRaises(ValueError, torc.parse_journal_entry, wrong)
+
+    def test_another_program_reads_what_was_kept_and_a_later_attempt_replaces_an_earlier_one(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        self.assertEqual(self.world.path('offline_journal/offline_results_wf42_r1_node1.db'), path)
+        for entries in ([self.entry(8), self.entry(7)], [self.entry(7, attempt_id=3, status='completed')]):
+            journal = torc.Journal(path)
+            journal.keep(entries)
+            found = self.rows(path)     # while its writer has it open
+            journal.close()
+        self.assertEqual([(7, 1, 5), (8, 1, 6)], [row[:3] for row in found])
+        self.assertEqual([3, 2], [json.loads(row[3])['result']['attempt_id'] for row in found])
+        self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
+
+    def test_of_entries_that_cannot_all_be_kept_none_is(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        journal = torc.Journal(path)
+        self.addCleanup(journal.close)
+        self.assertRaises(sqlite3.Error, journal.keep, [self.entry(7), self.entry([])])
+        self.assertEqual([], self.rows(path))
+        journal.keep([self.entry(9)])
+        self.assertEqual([9], [row[0] for row in self.rows(path)])
+
+    def test_it_needs_no_shared_memory_and_loses_nothing_with_the_power(self):
+        journal = torc.Journal(torc.journal_path(self.world.directory, 42, 1, 'node1'))
+        self.addCleanup(journal.close)
+        self.assertEqual(('truncate', 2), tuple(journal.connection.execute(f'PRAGMA {name}').fetchone()[0]
+                                                for name in ('journal_mode', 'synchronous')))
+
+
 # ======== 16. Runner ========
 
 class StoreClient:

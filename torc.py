@@ -22631,6 +22631,95 @@ class StepUsage:
 # A journal has one writer, a runner, and Torc's table, so that either program reads the other's. It may lie
 # on a network file system: no write-ahead log, synchronous=FULL, and every end is committed before it counts
 # as kept. Nothing here deletes a journal or a row of it.
+#
+# A row is keyed by its job, as in Torc, so that a later attempt replaces an earlier one. Its payload is an
+# entry of the body of batch_complete_jobs; what that has no place for stands beside it, under 'torc_py'.
+
+JOURNAL_DIRECTORY = 'offline_journal'   # in the output directory
+JOURNAL_SCHEMA = """CREATE TABLE IF NOT EXISTS journaled_completions (
+    job_id       INTEGER PRIMARY KEY,
+    run_id       INTEGER NOT NULL,
+    status       INTEGER NOT NULL,
+    payload      TEXT NOT NULL,         -- JSON
+    journaled_at INTEGER NOT NULL       -- seconds since the epoch
+)"""
+JOURNAL_BUSY_S = 5.0        # so long a reader may hold it
+JOURNAL_FIGURES = ('attempt_id', 'return_code', 'exec_time_minutes', 'completion_time', 'peak_memory_bytes',
+                   'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')  # of a completion, in `result`
+JOURNAL_ADDITIONS = ('reason', 'retry', 'max_retries', 'interrupted', 'file_times',     # ... under 'torc_py'
+                     'accounting')      # a row of slurm_stats
+
+
+def journal_path(output_dir: str, workflow_id: int, run_id: int, label: str) -> str:
+    """Where a runner keeps its journal, as in Torc; `label` tells it from the other runners of the run."""
+    name = f'offline_results_wf{workflow_id}_r{run_id}_{label}.db'
+    return os.path.join(output_dir, JOURNAL_DIRECTORY, name)
+
+
+def format_journal_entry(completion: Dict[str, Any], workflow_id: int, run_id: int,
+                         node_id: int) -> Dict[str, Any]:
+    """A completion, as a turn of a runner carries it -> the payload of a row."""
+    names = {'job_id': completion['job_id'], 'status': completion['status'], 'run_id': run_id}
+    figures = {name: completion[name] for name in JOURNAL_FIGURES if name in completion}
+    more = {name: completion[name] for name in JOURNAL_ADDITIONS if completion.get(name) not in (None, False)}
+    return {**names, 'result': {**names, 'workflow_id': workflow_id, 'compute_node_id': node_id, **figures},
+            'torc_py': more}
+
+
+def parse_journal_entry(entry: Any) -> Dict[str, Any]:
+    """The payload of a row, also of Torc's -> its completion with run_id, workflow_id and compute_node_id.
+
+    ValueError if it is none.
+    """
+    result = entry.get('result') if isinstance(entry, dict) else None
+    more = entry.get('torc_py') or {} if isinstance(entry, dict) else {}
+    if not isinstance(result, dict) or not isinstance(more, dict):
+        raise ValueError('no completion')
+    for name in ('job_id', 'status', 'run_id'):
+        if result.get(name) is None or result[name] != entry.get(name):
+            raise ValueError(f'{name} of the completion and of its result differ, or are missing')
+    kept = {name: more[name] for name in JOURNAL_ADDITIONS if name in more}
+    return {'retry': False, **{name: value for name, value in result.items() if value is not None}, **kept}
+
+
+class Journal:
+    """The journal of one runner, while it is written. Every error is a sqlite3.Error or an OSError."""
+
+    def __init__(self, path: str) -> None:
+        """Open it; what is missing is made, for its user alone."""
+        make_private_directory(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, NEW_FILE, 0o600))
+        self.path = path
+        self.connection = sqlite3.connect(path, JOURNAL_BUSY_S, isolation_level=None)
+        try:
+            # FULL: on disk before it counts. TRUNCATE, since the end of a transaction that removes its
+            # log (DELETE) is on disk only with the directory, which FULL does not wait for.
+            for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
+                self.connection.execute(f'PRAGMA {name} = {value}')
+            self.connection.execute(JOURNAL_SCHEMA)
+        except BaseException:
+            self.connection.close()
+            raise
+
+    def keep(self, entries: Iterable[Dict[str, Any]]) -> None:
+        """Keep entries, all or none: they are on disk when this returns."""
+        now = int(time.time())
+        rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
+                for entry in entries]
+        self.connection.execute('BEGIN IMMEDIATE')
+        try:
+            self.connection.executemany('INSERT OR REPLACE INTO journaled_completions VALUES (?, ?, ?, ?, ?)',
+                                        rows)
+            self.connection.execute('COMMIT')
+        except BaseException:
+            if self.connection.in_transaction:      # SQLite has not ended it by itself, as on a full disk
+                self.connection.execute('ROLLBACK')
+            raise
+
+    def close(self) -> None:
+        """Close it."""
+        self.connection.close()
 
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
