@@ -9161,8 +9161,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
     """Take in the end of one attempt, with all that follows from it. The job's status afterwards.
 
     `end` is a ResultModel, with `retry` if the next attempt is to be made ready, or `interrupted` if it must
-    be, since the job was stopped only because its runner was; `is_witnessed` if a runner of ours says it, who
-    knows attempts. Raises TorcErrors before it writes.
+    be, since the job was stopped only because its runner was. Raises TorcErrors before it writes.
     """
     job = job_state(context, end['job_id'])
     if job.workflow_id != state.id:
@@ -9183,8 +9182,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
         if job is None:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
                           f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
-    if attempt_id > job.attempt_id and end.get('is_witnessed'):
-        job = believe_later(context, state, job, attempt_id, end.get('compute_node_id'))
+    job = believe_later(context, state, job, attempt_id, end)
     if attempt_id != job.attempt_id:
         raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
@@ -9403,7 +9401,8 @@ def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_
         return None
     node_id = node_id or row[1]
     context.run('DELETE FROM result WHERE id = ?', row[:1])
-    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, compute_node_id = ?, '
+    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, '
+                'compute_node_id = (SELECT id FROM compute_node WHERE id = ?), '     # unless it was deleted
                 "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
                 (attempt_id, start_time, node_id, attempt_id, job.id))
     if not state.is_canceled:
@@ -9445,9 +9444,13 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
 # than its job's: so what is neither is believed, as long as no other node holds the job.
 
 def believe_later(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
-                  node_id: Optional[int]) -> JobState:
-    """The job, at an attempt that is later than the one known, if that is open or its end was assumed."""
-    if attempt_id <= job.attempt_id:
+                  end: Values) -> JobState:
+    """The job, at an attempt that is later than the one known, if that is open or its end was assumed.
+
+    `end` is of a runner if it `is_witnessed`: other clients are not believed.
+    """
+    node_id = end.get('compute_node_id')
+    if attempt_id <= job.attempt_id or not end.get('is_witnessed'):
         return job
     if job.status == FAILED:
         job = recover_lost(context, state, job, job.attempt_id, node_id) or job
@@ -9471,7 +9474,7 @@ def believe_start(context: Context, state: WorkflowState, job: JobState, start: 
     if job.status not in (BLOCKED, READY) or attempt_id < job.attempt_id or job.has_results and context.one(
             has_result, (job_id, state.run_id, attempt_id)):
         return
-    job = believe_later(context, state, job, attempt_id, node_id)
+    job = believe_later(context, state, job, attempt_id, {'compute_node_id': node_id, 'is_witnessed': True})
     note_unclaimed(context, job)
     context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ?',
                 (start_time, node_id, job_id))
@@ -10491,7 +10494,8 @@ def record_reported_end(context: Context, state: WorkflowState, node_id: int, en
     record_outputs(context, state, end['job_id'], times, status)
 
 
-def record_outputs(context: Context, state: WorkflowState, job_id: int, times: FileTimes, status: str) -> None:
+def record_outputs(context: Context, state: WorkflowState, job_id: int, times: FileTimes,
+                   status: str) -> None:
     """The times of the files that an attempt has left."""
     if times:
         store_file_times(context, state.id, times)
@@ -11869,7 +11873,7 @@ def replay_completion(context: Context, state: WorkflowState, key: List[int], en
     if known and is_same_end(known, result):
         return False
     times = times_by_id(details.get('file_times') or {})
-    status = record_end(context, state, dict(details, **result, attempt_id=key[1], is_witnessed=True))
+    status = record_end(context, state, dict({**details, **result}, attempt_id=key[1], is_witnessed=True))
     record_outputs(context, state, key[0], times, status)
     note_contents(context, state.id, details.get('contents') or ())
     if details.get('accounting'):
@@ -11970,7 +11974,7 @@ MODELS = {
     'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
         'torc_py:@JournaledDetails',
     'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
-        'contents:[content] accounting:@RunnerAccount job_name:str database_id:str',
+        'contents:[content] accounting:?RunnerAccount job_name:str database_id:str',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'ListJobIdsResponse': 'count:int! job_ids:[int]!',
     'ListMissingUserDataResponse': 'user_data:[int]!',
@@ -22721,6 +22725,121 @@ class Journal:
         """Close it."""
         self.connection.close()
 
+# -------- journals, found and read --------
+#
+# Whatever a crash, a full disk or another program has left: what is whole is read, what is not is named, and
+# nothing is ever written into a journal or beside it. To read it, SQLite would have to roll back what a
+# killed writer had begun, or to make files beside a write-ahead log (of Torc's runners): it gets a copy.
+
+LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose writer was killed
+MAX_JOURNAL_BYTES = 2 ** 30             # of a million completions
+COPY_TRIES = 5                          # of a journal that is written meanwhile
+SQLITE_HEAD = b'SQLite format 3\0'      # https://sqlite.org/fileformat2.html, section 1.3
+
+
+def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
+    """Paths of the journals of a run below a directory, sorted; and what could not be looked at, in words.
+
+    Links are not followed: what they lead to is below the directory anyway, or somebody else's.
+    """
+    first, last = os.path.basename(journal_path('', workflow_id, run_id, '*')).split('*')
+    found, problems, waiting = [], [], [base_dir]   # type: List[str], List[str], List[str]
+    while waiting:
+        directory = waiting.pop()
+        try:
+            with os.scandir(directory) as entries:
+                kinds = [(entry, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        except OSError as error:
+            problems.append(f'{directory} cannot be searched: {error.strerror}')
+            continue
+        waiting += [entry.path for entry, is_directory in kinds if is_directory]
+        for entry, is_directory in kinds:
+            if not is_directory and entry.name.startswith(first) and entry.name.endswith(last):
+                is_file = entry.is_file(follow_symlinks=False)
+                (found if is_file else problems).append(
+                    entry.path if is_file else f'{entry.path} is not a regular file: it was passed over')
+    return sorted(found), sorted(problems)
+
+
+def read_journal(path: str) -> Tuple[List[Dict[str, Any]], str]:
+    """Entries of a journal, as far as they are whole, and what is wrong with it in words, or ''."""
+    entries, faults = [], []    # type: List[Dict[str, Any]], List[str]
+    try:
+        with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
+            rows, fault = read_rows(copy_journal(path, os.path.join(directory, 'journal.db')))
+        faults += [fault] if fault else []
+    except (OSError, sqlite3.Error) as error:
+        return [], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    for job_id, payload in rows:
+        try:
+            entry = check_model('', 'JournaledCompletion', parse_json(payload.decode('utf-8')))
+            if entry['job_id'] != job_id:
+                raise ValueError(f"it is of job {entry['job_id']}")
+            entries.append(entry)
+        except (AttributeError, ValueError, BadInput) as error:     # AttributeError: it is no text
+            faults.append(f'the row of job {job_id} is no completion: {error}')
+    more = f', and {len(faults) - 1} more such faults' if len(faults) > 1 else ''
+    return entries, f'{path}: {faults[0]}{more}' if faults else ''
+
+
+def look_at_journal(path: str) -> List[Tuple[int, ...]]:
+    """Size, time of change and inode of a journal and of what lies beside it; () for what is not there."""
+    looks = []  # type: List[Tuple[int, ...]]
+    for suffix in ('', *LEFT_BESIDE):
+        try:
+            found = os.lstat(path + suffix)
+            looks.append((found.st_size, found.st_mtime_ns, found.st_ino))
+        except FileNotFoundError:
+            looks.append(())
+    return looks
+
+
+def copy_journal(path: str, copy: str) -> str:
+    """Copy a journal with what lies beside it, all as of one moment. Path of the copy."""
+    for _ in range(COPY_TRIES):
+        before = look_at_journal(path)
+        for suffix, look in zip(('', *LEFT_BESIDE), before):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(copy + suffix)
+            if look or not suffix:
+                copy_part(path + suffix, copy + suffix)
+        if look_at_journal(path) == before:
+            break
+    return copy
+
+
+def copy_part(path: str, copy: str) -> None:
+    """Copy one file."""
+    with open(path, 'rb', opener=open_regular) as file, open(copy, 'wb') as target:
+        if os.fstat(file.fileno()).st_size > MAX_JOURNAL_BYTES:
+            raise OSError(errno.EFBIG, f'it is larger than {format_memory(MAX_JOURNAL_BYTES)}')
+        shutil.copyfileobj(file, target, 2 ** 20)
+
+
+def read_rows(copy: str) -> Tuple[List[Tuple[Any, Any]], str]:
+    """(job id, payload) of the rows of a copied journal that can be read, and what is wrong, or ''."""
+    with open(copy, 'rb') as file:
+        head = file.read(len(SQLITE_HEAD))
+    if head != SQLITE_HEAD:     # the writer of an empty one was killed before it had written anything
+        return [], 'it is no SQLite file' if head else ''
+    rows, fault = {}, ''    # type: Dict[Any, Any], str
+    with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+        connection.text_factory = bytes     # a damaged row need not be UTF-8
+        # Otherwise SQLite refuses a file that was cut off, whatever is left (lockBtree() in btree.c).
+        connection.execute('PRAGMA writable_schema = ON')
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        if (b'journaled_completions',) not in tables:
+            return [], 'it has no table journaled_completions: it is damaged, or of another program'
+        for order in ('ASC', 'DESC'):       # from both ends up to what is damaged
+            try:
+                for job_id, payload in connection.execute(
+                        f'SELECT job_id, payload FROM journaled_completions ORDER BY job_id {order}'):
+                    rows[job_id] = payload
+                break
+            except sqlite3.Error as error:
+                fault = str(error)
+    return sorted(rows.items()), fault and f'it is damaged ({fault}): {len(rows)} rows can be read'
+
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
 #
@@ -32914,6 +33033,101 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
 
+# -------- reconcile --------
+
+REPLAY_BYTES = 2 ** 20      # of completions in one request, so that no other waits long for the server
+
+
+class JournalFound(Row):
+    """A journal of a run, and what became of its completions."""
+    path: str
+    entries: List[Dict[str, Any]]
+    counts: Dict[str, int]      # completions: all; of these accepted, known, rejected
+
+
+def cmd_reconcile(session: Session, args: Arguments) -> int:
+    """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
+    workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
+    if not os.path.isdir(base_dir):
+        raise BadInput(printable(f'there is no directory {base_dir}: name the output directory of the '
+                                 'runners, or one above it, with --base-dir'))
+    session.workflow(workflow_id)   # refused before thousands of files are read
+    paths, problems = find_journals(base_dir, workflow_id, run_id)
+    journals = []
+    for path in paths:
+        entries, problem = read_journal(path)
+        journals.append(JournalFound(path, entries, {}))
+        problems += [problem] if problem else []
+    accepted, rejected = [], []     # type: List[Tuple[int, int]], List[Dict[str, Any]]
+    for entries in replay_pieces(journals):
+        answer = session.call('replay_completions', {'run_id': run_id, 'completions': entries},
+                              workflow_id=workflow_id)
+        accepted += map(tuple, answer['accepted'])
+        rejected += answer['rejected']
+    # The server looks for runners of its host that are dead: what they held has ended by now.
+    session.call('list_compute_nodes', workflow_id=workflow_id, is_active=True, limit=1)
+    count_brought(journals, accepted, [(row['job_id'], row['attempt_id']) for row in rejected])
+    show_reconciled(session, args, journals, [row['message'] for row in rejected], problems)
+    return 0
+
+
+def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, Any]]]:
+    """All completions in pieces for one request each, earlier attempts and ends first."""
+    entries = sorted((entry for journal in journals for entry in journal.entries), key=lambda entry: (
+        entry['result'].get('attempt_id') or 1, entry['result']['completion_time']))
+    piece, size = [], 0     # type: List[Dict[str, Any]], int
+    for entry in entries:
+        length = len(format_json(entry))
+        if length > REPLAY_BYTES:       # the end is worth more than the times of so many output files
+            entry = dict(entry, torc_py=dict(entry.get('torc_py') or {}, file_times=None, contents=None))
+        if piece and (len(piece) >= MAX_COMPLETIONS_PER_REQUEST or size + length > REPLAY_BYTES):
+            yield piece
+            piece, size = [], 0
+        piece.append(entry)
+        size += length
+    if piece:
+        yield piece
+
+
+def count_brought(journals: Sequence[JournalFound], accepted: Sequence[Tuple[int, int]],
+                  rejected: Sequence[Tuple[int, int]]) -> None:
+    """Note in journals what became of their completions; what is in several counts in the first."""
+    left = {'accepted': collections.Counter(accepted), 'rejected': collections.Counter(rejected)}
+    for journal in journals:
+        journal.counts.update(completions=len(journal.entries), accepted=0, known=0, rejected=0)
+        for entry in journal.entries:
+            key = entry['job_id'], entry['result'].get('attempt_id') or 1
+            became = next((word for word, keys in left.items() if keys[key]), 'known')
+            journal.counts[became] += 1
+            if became in left:
+                left[became][key] -= 1
+
+
+def show_reconciled(session: Session, args: Arguments, journals: Sequence[JournalFound],
+                    rejections: Sequence[str], problems: Sequence[str]) -> None:
+    """What each journal has brought, and all together; to stderr what is to be looked at."""
+    sums = {word: sum(journal.counts[word] for journal in journals)
+            for word in ('completions', 'accepted', 'rejected', 'known')}
+    value = {'files': len(journals), 'total_completions': sums.pop('completions'), **sums,
+             'journals': [{'path': journal.path, **journal.counts} for journal in journals],
+             'problems': list(problems)}
+    of_run = f"workflow_id={args['workflow_id']} run_id={args['run_id']}"
+    lines = [f"Reconciled {of_run}: {len(journals)} file(s), {value['total_completions']} completion(s) "
+             f"({sums['accepted']} accepted, {sums['rejected']} rejected)"]
+    line = '  {}: {completions} completions, {accepted} accepted, {known} known, {rejected} rejected'
+    lines += [line.format(journal.path, **journal.counts) for journal in journals]
+    session.answer(value, format_lines(lines))
+    session.report(*problems)
+    reasons = collections.Counter(rejections).most_common()
+    session.report(*(f'rejected: {count} completions: {message}'
+                     for message, count in reasons[:PROBLEMS_SHOWN]))
+    if len(reasons) > PROBLEMS_SHOWN:
+        session.report(f'... and for {len(reasons) - PROBLEMS_SHOWN} more reasons')
+    if not journals:
+        session.inform(f"no journal of {of_run} was found below {args['base_dir']}")
+    elif not sums['accepted'] and not sums['rejected']:
+        session.inform(f"nothing was new: all {sums['known']} completions were known")
+
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
 #
@@ -33740,6 +33954,11 @@ COMMANDS = (
         Argument('--job-ids', 'JOB,...', 'look only at these jobs', parse_ids, '*'), DRY_RUN,
         Argument('--no-downsize', '', 'only ask for more, never for less')),
         'workflows correct-resources 1 --dry-run'),
+    Command('workflows reconcile', cmd_reconcile,
+        'bring to the server what runners kept in their journals while it was away', (
+        NEEDED_WF, Argument('RUN', '', 'its run, as `status` shows it', at_least(0), key='run_id'),
+        Argument('--base-dir', 'DIR', 'look for journals here and in all directories below', default='.')),
+        'workflows reconcile 1 1 --base-dir torc_output'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('true|false', '', 'true: hide; false: show again', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
