@@ -9182,9 +9182,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
         if job is None:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
                           f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
-    job = believe_later(context, state, job, attempt_id, end)
-    if attempt_id != job.attempt_id:
-        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    job = believe_attempt(context, state, job, attempt_id, end)
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
     if job.status not in OPEN and not was_canceled:
         raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
@@ -9443,15 +9441,17 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
 # nothing an attempt that runs, or has ended, is either held by its node or has a result, and none is later
 # than its job's: so what is neither is believed, as long as no other node holds the job.
 
-def believe_later(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
-                  end: Values) -> JobState:
-    """The job, at an attempt that is later than the one known, if that is open or its end was assumed.
+def believe_attempt(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
+                    end: Values) -> JobState:
+    """The job, at the attempt of an end: the known one; or a later one, if that is open, or lost.
 
-    `end` is of a runner if it `is_witnessed`: other clients are not believed.
+    Refused for an earlier one; and also for a later one unless `is_witnessed`: by a runner, which knows.
     """
     node_id = end.get('compute_node_id')
-    if attempt_id <= job.attempt_id or not end.get('is_witnessed'):
+    if attempt_id == job.attempt_id:
         return job
+    if attempt_id < job.attempt_id or not end.get('is_witnessed'):
+        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
     if job.status == FAILED:
         job = recover_lost(context, state, job, job.attempt_id, node_id) or job
     if job.status not in OPEN:
@@ -9474,7 +9474,7 @@ def believe_start(context: Context, state: WorkflowState, job: JobState, start: 
     if job.status not in (BLOCKED, READY) or attempt_id < job.attempt_id or job.has_results and context.one(
             has_result, (job_id, state.run_id, attempt_id)):
         return
-    job = believe_later(context, state, job, attempt_id, {'compute_node_id': node_id, 'is_witnessed': True})
+    job = believe_attempt(context, state, job, attempt_id, {'compute_node_id': node_id, 'is_witnessed': True})
     note_unclaimed(context, job)
     context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ?',
                 (start_time, node_id, job_id))
