@@ -18334,17 +18334,71 @@ class LinkTest(PartTest):
         self.assertEqual([2, 2, 1], [len(request['completions']) for request in self.client.requests])
         self.assertGreater(link.due(), time.monotonic() + 1)
 
-    def test_a_server_is_waited_for_as_long_as_children_run_and_then_for_the_window(self):
-        link = self.link(*[NO_ANSWER] * 9, compute_node_wait_for_healthy_database_minutes=0)
+    # The window is 1 minute, a ping 120 s: what happens at these seconds -> state, and when it asks next.
+    OUTAGE = rows_of("""
+        at     event      state     asks_at  starts
+        0      silence    silent    0.1      yes
+        30     silence    silent    30.2     yes
+        59.9   silence    silent    60.3     yes
+        60     -          offline   180      no
+        100    -          offline   180      no
+        180    silence    offline   300      no
+        300    answer     online    now      yes
+        300    answer     online    305      yes
+        400    silence    silent    400.1    yes
+        459    answer     online    469      yes
+        500    silence    silent    500.1    yes
+        560    -          offline   680      no
+        """)
+
+    def test_it_goes_offline_after_the_window_of_each_outage_and_starts_nothing_there(self):
+        with FakeClock().set() as clock:
+            link = self.link(compute_node_wait_for_healthy_database_minutes=1)
+            link.call.has_children, began = lambda: True, clock.now
+            for row in self.OUTAGE:
+                clock.now = began + float(row['at'])
+                self.client.answers = {'silence': [NO_ANSWER], 'answer': [{}], '': []}[row['event']]
+                if row['event']:
+                    link.poll_now()
+                link.lease_ends_at = clock.now + 1
+                link.act(clock.now)
+                link.lease_ends_at = clock.now + 1      # the server's word would still do
+                asks_at = 'now' if link.poll_at < clock.now else f'{link.poll_at - began:g}'
+                with self.subTest(row=row):
+                    self.assertEqual((row['state'], row['asks_at'], row['starts']),
+                                     (link.state, asks_at, 'yes' if link.has_lease else 'no'))
+
+    def test_no_answer_is_waited_for_when_nothing_runs_but_after_the_last_end_it_is_asked_once_more(self):
+        link = self.link(*[NO_ANSWER] * 3, compute_node_wait_for_healthy_database_minutes=0)
         children = [1]
         link.call.has_children = lambda: bool(children)
-        for _ in range(3):
-            link.act(max(link.due(), time.monotonic()))
-            self.assertEqual('silent', link.state)
+        link.act(time.monotonic())
+        self.assertEqual(('offline', True, False), (link.state, link.due() > time.monotonic() + 60, link.is_quiet))
         children.clear()
-        link.act(link.due())
+        self.pace.on_end()
+        self.assertEqual((True, False), (link.is_quiet, link.has_asked))
+        link.act(time.monotonic())
+        self.assertEqual((2, True, True), (len(self.client.requests), link.is_quiet, link.has_asked))
+        link.act(time.monotonic())
+        self.assertEqual(2, len(self.client.requests))
+
+    def test_offline_what_is_due_waits_and_what_has_ended_is_held_until_an_answer(self):
+        link, acted = self.link(NO_ANSWER, {}, compute_node_wait_for_healthy_database_minutes=0), []
+        reported = self.attempt('reported', 1)
+        link.call.want = lambda: {'strategy': 'queue', 'limit': 1}
+        link.call.has_children, link.call.on_answer = lambda: True, lambda answer: link.go_on()
+        link.act(time.monotonic())
         self.assertEqual('offline', link.state)
-        self.assertEqual(1, len(self.progress.messages))
+        link.under_lease(lambda: acted.append('script'))
+        self.assertRaises(torc.LeaseOver, link.check_lease)
+        self.assertEqual([], acted)
+        link.poll_now()
+        link.act(time.monotonic())
+        request = self.client.requests[-1]
+        self.assertEqual((None, [reported.completion], ['script'], 'online', 0.0),
+                         (request['want'], request['completions'], acted, link.state, link.due()))
+        link.act(time.monotonic())
+        self.assertEqual(1, self.client.requests[-1]['want']['limit'])
 
     def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
         for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):

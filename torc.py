@@ -364,7 +364,7 @@ ENVIRONMENT = (
              "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
     Variable('XDG_CONFIG_HOME', 'you',
              'where torc/config.yaml (.json, or .toml from Python 3.11) describes clusters, under '
-             'client.hpc; else ~/.config'),
+             'client.hpc, and what runners do without a server, under client.offline; else ~/.config'),
     Variable('NO_COLOR',                  'you',  'no colours on the terminal'),
     Variable('TORC_WORKFLOW_ID',          'torc', 'the workflow'),
     Variable('TORC_RUN_ID',               'torc', 'its run generation'),
@@ -424,6 +424,7 @@ DEFAULT_PORT = 8080
 API_PREFIX = '/torc-service/v1'
 DEFAULT_POLL_INTERVAL_S = 5.0
 DEFAULT_CLAIM_BACKOFF_MAX_S = 300.0
+DEFAULT_PING_INTERVAL_S = 120.0     # Torc's drain_ping_interval_secs
 SLURM_POLL_INTERVAL_S = 30.0        # of runners in allocations
 CLAIM_GRACE_S = 120                 # a job as long as its allocation must be taken at its start
 # Of requirements that a request makes without one, and of jobs that name none.
@@ -20466,6 +20467,15 @@ class HpcConfig(Row):
     accounts: Dict[str, str] = {}       # by profile; '' for all
     notes: Sequence[str] = ()           # files that could not be read here
     is_strict: bool = False             # runners in allocations take no jobs of other schedulers
+    drains: bool = True                 # jobs go on while the server is away
+    ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests to it then
+
+
+CLIENT_SETTINGS = {     # fields of HpcConfig -> where they stand, and how they are read
+    'is_strict': ('client.slurm.strict_scheduler_match', read_bool),
+    'drains': ('client.offline.enabled', read_bool),
+    'ping_interval_s': ('client.offline.drain_ping_interval_secs', functools.partial(read_integer, least=1)),
+}
 
 
 def config_files(environment: Any = os.environ) -> List[str]:
@@ -20478,8 +20488,8 @@ def config_files(environment: Any = os.environ) -> List[str]:
 
 
 def read_config(environment: Any = os.environ) -> HpcConfig:
-    """Clusters and accounts that the user's configuration files name."""
-    profiles, accounts, notes, is_strict = {}, {}, [], False
+    """Clusters and accounts that the user's configuration files name, and how runners are to work."""
+    profiles, accounts, notes, settings = {}, {}, [], {}
     for path in config_files(environment):
         if path.endswith('.toml') and tomllib is None:
             other = os.path.join(environment.get('XDG_CONFIG_HOME') or '~/.config', 'torc', 'config.yaml')
@@ -20488,25 +20498,30 @@ def read_config(environment: Any = os.environ) -> HpcConfig:
         try:
             with open(path, 'rb') as file:
                 value = read_document(file.read(), path).value
-            found, strict = read_hpc_config(value), read_strict_match(value)
+            found = read_hpc_config(value)
+            settings.update(read_client_settings(value))
         except OSError as error:
             raise BadInput(f'cannot read {path}: {error.strerror}') from None
         except ValueError as error:
             raise BadInput(f'{path}: {error}') from None
         profiles.update(found.profiles)
         accounts.update(found.accounts)
-        is_strict = is_strict if strict is None else strict
-    return HpcConfig(profiles, accounts, notes, is_strict)
+    return HpcConfig(profiles, accounts, notes, **settings)
 
 
-def read_strict_match(value: Any) -> Optional[bool]:
-    """client.slurm.strict_scheduler_match of one file; None if it does not say. ValueErrors name the key."""
-    for key in ('client', 'slurm', 'strict_scheduler_match'):
-        value = value.get(key) if isinstance(value, dict) else None
-    if value not in (None, True, False):
-        raise ValueError('client.slurm.strict_scheduler_match must be true or false, '
-                         f'not {show_value(value)}')
-    return value
+def read_client_settings(value: Any) -> Dict[str, Any]:
+    """What one file says of CLIENT_SETTINGS. ValueErrors name the key."""
+    settings = {}
+    for field, (path, read) in CLIENT_SETTINGS.items():
+        found = value
+        for key in path.split('.'):
+            found = found.get(key) if isinstance(found, dict) else None
+        try:
+            if found is not None:
+                settings[field] = read(found)
+        except ValueError as error:
+            raise ValueError(f'{path} {error}') from None
+    return settings
 
 
 def read_hpc_config(value: Any) -> HpcConfig:
@@ -22686,8 +22701,24 @@ def parse_journal_entry(entry: Any) -> Dict[str, Any]:
     return {'retry': False, **{name: value for name, value in result.items() if value is not None}, **kept}
 
 
+def new_journal_path(path: str) -> str:
+    """Make an empty journal for its user alone, under a path that no other runner uses. OSError, or Denied.
+
+    A log of SQLite's that a removed one has left counts as its journal: it would be applied to the new one.
+    """
+    make_private_directory(os.path.dirname(path))
+    stem, suffix = os.path.splitext(path)
+    names = itertools.chain([path], (f'{stem}_{number}{suffix}' for number in itertools.count(2)))
+    for name in names:
+        with contextlib.suppress(FileExistsError):
+            if not os.path.lexists(name + '-journal'):
+                os.close(os.open(name, NEW_FILE, 0o600))
+                return name
+    raise AssertionError('the numbers have no end')
+
+
 class Journal:
-    """The journal of one runner, while it is written. Every error is a sqlite3.Error or an OSError."""
+    """The journal of one runner, while it is written. Errors are sqlite3.Errors, OSErrors, or Denied."""
 
     def __init__(self, path: str) -> None:
         """Open it; what is missing is made, for its user alone."""
@@ -22865,6 +22896,8 @@ RECONNECT_S = 1.0           # so long at a time an unreachable server is looked 
 MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
+KEEP_S = 20.0               # so long a file system may take for entries of the journal
+KEEP_PAUSE_S = 10.0         # between tries while they can be kept nowhere
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
@@ -22893,6 +22926,8 @@ class RunnerOptions(Row):
     is_subtask: bool = False    # one of several runners that a batch script has started, one on each node
     record_id: Optional[int] = None     # of the allocation, where its script says it
     is_strict: bool = False     # no jobs of other schedulers than that of the allocation
+    drains: bool = True         # jobs go on when the server is away for too long, and are stopped otherwise
+    ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests then
 
 
 class RunOutcome(Row):
@@ -23836,11 +23871,18 @@ class RunLog:
 # * LINK_STATES says what the link knows of the server. Only the link decides what follows from a request
 #   without an answer: children go on and are reaped, and nothing is started once the lease is over.
 # * Who starts something asks for the lease: when it is over, as after a suspension, others may have our jobs.
+#
+# When the server has been silent for the window (compute_node_wait_for_healthy_database_minutes, anew in each
+# outage) the link is offline: the page's offline drain. There is no lease then, so that nothing is claimed or
+# started, be it a job, a command of an action or a recovery script, and the server is asked now and then.
+# Whatever is not acknowledged is held in memory as before, and goes with the first request that is answered;
+# what is due starts then. OfflineDrain keeps it in a journal, too, in case that the runner ends before: it
+# then leaves without the server as soon as nothing runs here. See also Runner.has_drained.
 
 LINK_STATES = {     # what is known of the server -> what may follow
     'online': ('silent',),              # it has answered the last request, or none was sent yet
     'silent': ('online', 'offline'),    # it has not; it is asked again, at growing intervals
-    'offline': ('online',),             # ... for longer than the window, and no child is left to wait for
+    'offline': ('online',),             # ... for longer than the window: it is asked once in a ping interval
 }
 
 
@@ -23976,6 +24018,7 @@ class ServerLink:
         self.state = 'online'
         self.silent_since = 0.0     # monotonic; unless online
         self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
+        self.ping_interval_s = context.options.ping_interval_s
         self.end = math.inf         # monotonic; then no answer is waited for
         self.error = ''
         self.retry_s = RETRY_FIRST_S
@@ -24007,8 +24050,8 @@ class ServerLink:
 
     @property
     def has_lease(self) -> bool:
-        """Whether our lease runs. If not, as after a suspension, others may have our jobs."""
-        return read_clocks().running < self.lease_ends_at
+        """Whether something may start. If not, as after a suspension, others may have our jobs."""
+        return self.state != 'offline' and read_clocks().running < self.lease_ends_at
 
     @property
     def must_ask(self) -> bool:
@@ -24065,7 +24108,8 @@ class ServerLink:
                 self.on_no_answer(error)
                 if self.state == 'offline':
                     raise
-            if set(wait(self.retry_s)) - {signal.SIGCHLD}:
+            pause_s = min(self.retry_s, self.window_ends_at - time.monotonic())
+            if set(wait(max(0.0, pause_s))) - {signal.SIGCHLD}:
                 raise KeyboardInterrupt
         self.set_online()
 
@@ -24129,6 +24173,8 @@ class ServerLink:
         context.log.write('Job runner completed', workflow_id=context.workflow_id, run_id=context.run_id,
                           compute_node_id=context.node_id, had_failures=str(had_failures).lower(),
                           had_terminations=str(had_terminations).lower())
+        if self.state == 'offline':     # its lease ends by itself
+            return
         body = {'is_active': False, **figures}
         try:
             deadline_s = max(RECONNECT_S, min(ANSWER_DEADLINE_S, self.end - time.monotonic()))
@@ -24140,12 +24186,16 @@ class ServerLink:
 
     def due(self) -> float:
         """When a request is to be sent, or its answer is overdue. The loop watches for the answer itself."""
+        window_ends_at = self.window_ends_at if self.state == 'silent' else math.inf
         if self.pending is not None:
-            return self.sent_at + ANSWER_DEADLINE_S
-        return 0.0 if self.must_ask else min(self.poll_at, self.report_at)
+            return min(self.sent_at + ANSWER_DEADLINE_S, window_ends_at)
+        return 0.0 if self.must_ask else min(self.poll_at, self.report_at, window_ends_at)
 
     def act(self, now: float) -> None:
         """Send one request if it is time, and take its answer in if it is there."""
+        self.look_at_window(now)
+        if self.is_quiet and not self.has_asked and now < self.end:
+            self.poll_now()     # a last time
         if self.must_ask or self.pending is None and now >= min(self.poll_at, self.report_at):
             self.begin()
         if self.pending is not None:
@@ -24158,13 +24208,14 @@ class ServerLink:
 
         The children need us: the answer is fetched when it is there.
         """
+        self.sent_at = now = time.monotonic()
         if self.is_released and not self.register_again():
             return
-        now, context = time.monotonic(), self.context
+        context = self.context
         self.is_poll = now >= self.poll_at
         self.is_doubtful = self.is_doubtful or not self.has_lease
         want = self.call.want() if self.has_lease else None
-        self.sent_at, self.report_at = now, math.inf
+        self.report_at = math.inf
         self.asks_survey = want is not None and not self.has_survey
         body = self.updates()
         self.turn += 1
@@ -24209,7 +24260,7 @@ class ServerLink:
                 raise
             self.is_released, self.poll_at = True, 0.0
             return
-        self.is_doubtful, self.retry_s = False, RETRY_FIRST_S
+        self.is_doubtful, self.retry_s, was_offline = False, RETRY_FIRST_S, self.state == 'offline'
         self.lease_ends_at = self.promised_until
         for name, items in self.sent.items():
             del getattr(self, name)[:len(items)]    # what came up meanwhile stays
@@ -24218,6 +24269,8 @@ class ServerLink:
         wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children())
         if wait_s is not None:
             self.poll_at = time.monotonic() + wait_s
+        if was_offline:     # this request wanted nothing
+            self.poll_now()
         if self.attempts.by_state['reported'] or self.contents or self.accounting:  # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
 
@@ -24267,22 +24320,181 @@ class ServerLink:
             self.error = again.message
         self.exempt_server()
         now = time.monotonic()
-        self.poll_at = now + self.retry_s
+        self.poll_at = now + (self.ping_interval_s if self.state == 'offline' else self.retry_s)
         if is_new:
             reason = self.error.partition('\n')[0]      # the rest says how to do without this server
             self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
-        waited_s = now - max(self.silent_since, self.pace.ended_at)
-        is_over = waited_s >= self.window_s and not self.call.has_children()
-        if self.state == 'silent' and (is_over or now >= self.end):
+        self.look_at_window(now)
+
+    @property
+    def window_ends_at(self) -> float:
+        """When a server that is silent has been so for too long (monotonic)."""
+        return min(self.silent_since + self.window_s, self.end)
+
+    def look_at_window(self, now: float) -> None:
+        """The page's offline drain begins when the window is over, or our own time."""
+        if self.state == 'silent' and now >= self.window_ends_at:
             self.change('offline')
-            self.context.log.write('Server unreachable past the retry window', 'error',
+            self.poll_at = now + self.ping_interval_s
+            self.context.log.write('Server unreachable past the retry window: entering offline-drain mode.',
+                                   'warning', running=self.attempts.count(*STARTED),
                                    unreported=self.attempts.count('reported'))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the server is away for too long, and no child is left."""
+        return self.state == 'offline' and not self.call.has_children()
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the server was asked in vain since the last job ended, or there is no time for it."""
+        return self.pending is None and (self.sent_at > self.pace.ended_at or time.monotonic() >= self.end)
 
     def exempt_server(self) -> None:
         """A server that was started through us has become our child, but it is no job's."""
         if self.client.servers_started != self.servers_exempt:
             self.servers_exempt = self.client.servers_started
             self.call.exempt_children()
+
+
+class OfflineDrain:
+    """Keeps completions on disk while the server is away, in case that this runner ends before it is back.
+
+    A part. Each write is an errand, so that no file system holds up the loop. Where the output directory
+    cannot be written to, or does not answer, a directory of this machine is used in its place, and if that
+    fails, too, memory must do until one of them can be. Nothing else depends on it: jobs never do.
+    """
+
+    def __init__(self, context: NodeContext, link: ServerLink, launcher: Launcher) -> None:
+        self.context = context
+        self.link = link
+        self.attempts = link.attempts
+        self.begin = launcher.begin
+        self.path = ''              # of the journal, as soon as there is one
+        self.is_local = False       # it is not, or will not be, in the output directory
+        self.errand = None          # type: Optional[Errand]
+        self.writing = {}           # type: Dict[Attempt, Tuple[str, bool]]  # what that writes, and
+        self.kept = {}              # type: Dict[Attempt, Tuple[str, bool]]  # ... what is in the journal
+        self.failures = 0           # in a row
+        self.retry_at = -math.inf   # monotonic; nothing is written before
+        self.is_last = False        # the runner ends: whatever is not acknowledged is kept
+
+    def unkept(self) -> Dict[Attempt, Tuple[str, bool]]:
+        """Completions to be written: state, and whether its row of slurm_stats is there. Both may follow."""
+        is_away = self.is_last or self.link.state == 'offline'
+        if not (is_away or self.kept):
+            return {}
+        accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
+        found = {attempt: (attempt.state, attempt.key in accounts)
+                 for attempt in self.attempts.of('recovering', 'reported') if is_away or attempt in self.kept}
+        return {attempt: seen for attempt, seen in found.items() if self.kept.get(attempt) != seen}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all is kept that can be kept now."""
+        return self.errand is None and (time.monotonic() < self.retry_at or not self.unkept())
+
+    def due(self) -> float:
+        """The next try, or the end of the patience with the last one."""
+        if self.errand is not None:
+            return self.errand.began + KEEP_S
+        return max(0.0, self.retry_at) if self.unkept() else math.inf
+
+    def act(self, now: float) -> None:
+        """See how the last write has ended; begin the next."""
+        if self.errand is not None:
+            self.look(now)
+        if self.kept and self.link.state == 'online':
+            self.kept = {attempt: seen for attempt, seen in self.kept.items()
+                         if ATTEMPT_STATES[attempt.state].next}
+        found = self.unkept() if self.errand is None and now >= self.retry_at else {}
+        if found:
+            self.writing = found
+            self.errand = self.begin(functools.partial(self.write, self.entries(found)))
+
+    def entries(self, attempts: Iterable[Attempt]) -> List[Dict[str, Any]]:
+        """Their completions, as the journal has them."""
+        context = self.context
+        accounts = {(row['job_id'], row['attempt_id']): row for row in self.link.accounting}
+        return [format_journal_entry(dict(attempt.completion, accounting=accounts.get(attempt.key)),
+                                     context.workflow_id, context.run_id, context.node_id)
+                for attempt in attempts]
+
+    def write(self, entries: Sequence[Dict[str, Any]]) -> str:
+        """In an errand: keep entries, in a new journal if there is none; its path."""
+        with contextlib.suppress(AttributeError):   # not Linux
+            # What was begun is finished though the runner is killed.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        path = self.path or self.make_journal()
+        try:
+            with contextlib.closing(Journal(path)) as journal:
+                journal.keep(entries)
+        except (OSError, sqlite3.Error):
+            for name in (path, path + '-journal') if not self.path else ():     # nothing is in it
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+            raise
+        return path
+
+    def make_journal(self) -> str:
+        """Make an empty journal; its path. OSError, or Denied."""
+        context, allocation = self.context, self.context.allocation
+        label = allocation.label(context.workflow_id) if allocation else socket.gethostname()
+        names = context.workflow_id, context.run_id, label
+        if self.is_local:
+            return new_journal_path(journal_path(tempfile.mkdtemp(prefix='torc-offline-'), *names))
+        with hold_top(context.output.path) as top:
+            path = journal_path(top.path, *names)
+            make_own_directory(JOURNAL_DIRECTORY, top.descriptor, 0o700)
+            with refuse_danger(HeldDirectory(os.path.dirname(path), top.descriptor, False), False):
+                return new_journal_path(path)
+
+    def look(self, now: float) -> None:
+        """How a write has ended. One that takes too long is killed, and its end not waited for."""
+        errand = self.errand
+        is_late = not errand.look() and now >= errand.began + KEEP_S
+        if is_late:
+            errand.kill()
+        if not (is_late or errand.look()):
+            return
+        self.errand = None
+        if errand.result:
+            self.on_kept(errand.result)
+        else:
+            self.on_failure(f'no answer within {KEEP_S:g} s' if is_late else errand.error, now)
+
+    def on_kept(self, path: str) -> None:
+        """Completions are on disk."""
+        if path != self.path:
+            level = 'warning' if self.is_local else 'info'
+            self.context.say(f'what ends while the server is away is kept in {path}', level)
+        self.path, self.failures = path, 0
+        for attempt in self.writing:
+            if attempt not in self.kept:
+                self.context.log.write('Journaled completion (offline)', **self.context.names(attempt),
+                                       status=attempt.completion['status'])
+        self.kept.update(self.writing)
+
+    def on_failure(self, reason: str, now: float) -> None:
+        """Nothing was kept there: all goes to the other place, into a new journal."""
+        directory = os.path.join(self.context.output.path, JOURNAL_DIRECTORY)
+        place = self.path or ('the local temporary directory' if self.is_local else directory)
+        self.context.say_once(f'{place} cannot be written to ({printable_line(reason)})',
+                              'what ends while the server is away is kept elsewhere: ')
+        self.path, self.is_local, self.kept = '', not self.is_local, {}
+        self.failures += 1
+        if self.failures > 1:
+            self.retry_at = now + KEEP_PAUSE_S
+            self.context.say_once('results are kept in memory only, until one of these can be written to')
+
+    def close(self, limit_s: float) -> None:
+        """The runner ends: keep what is not acknowledged, for so long."""
+        give_up_at = time.monotonic() + limit_s
+        self.is_last, self.retry_at, self.failures = True, -math.inf, 0
+        self.act(time.monotonic())
+        while self.errand is not None and time.monotonic() < give_up_at:
+            self.errand.wait((give_up_at - time.monotonic()) / 2)   # the other half is for the other place
+            self.act(time.monotonic())
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
@@ -26500,19 +26712,24 @@ class Submissions:
 
     def due(self) -> float:
         """The next call. Replies, and the end of an errand, wake the loop."""
+        if self.link.state == 'offline':
+            return math.inf
         if not self.unwritten or self.errand is not None or not (self.replies is None or self.knows_site):
             return self.work.due()
         return min(self.work.due(), self.write_at)
 
     def act(self, now: float) -> None:
         """Ask what the site gives; write scripts; submit them one after the other; report."""
+        if self.errand is not None and self.errand.look():
+            self.take_scripts()
+        self.take_ends()
+        if self.link.state == 'offline':    # others may have it
+            return
         if self.unwritten and self.replies is None:
             self.replies = {}
             for index, words in enumerate(SITE_QUESTIONS):
                 on_reply = functools.partial(self.replies.__setitem__, index)
                 self.launcher.query(slurm_argv(*words), SLURM_QUERY_S, on_reply, query_variables())
-        if self.errand is not None and self.errand.look():
-            self.take_scripts()
         if self.unwritten and self.errand is None and self.knows_site and now >= self.write_at:
             self.writing = list(self.unwritten.values())
             self.errand = self.launcher.begin(functools.partial(self.write_scripts, self.writing))
@@ -26708,7 +26925,7 @@ class Shutdown:
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
-        return min(self.stop_at, math.inf if self.is_killed else self.last_at)
+        return 0.0 if self.gives_up else min(self.stop_at, math.inf if self.is_killed else self.last_at)
 
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
@@ -26718,9 +26935,19 @@ class Shutdown:
                              'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
                              'and sigkill_headroom_seconds, is over')
             self.leave('deadline', self.end - self.dispatcher.starter.kill_before_s - now)
+        if self.gives_up:
+            self.context.say('the server is away, and jobs do not go on without it (--no-offline-drain): '
+                             f'stopping {self.dispatcher.attempts.count(*STARTED)}', 'warning')
+            self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
         if now >= self.last_at and not self.is_killed:
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether jobs are to be stopped since the server is away."""
+        return self.link.state == 'offline' and not (self.context.options.drains
+                                                     or self.reason in SIGNAL_REASONS)
 
     def kill_all(self) -> None:
         """SIGKILL everything that still runs."""
@@ -27036,6 +27263,7 @@ class Runner:
         self.allocation_watch.stop_at = lambda: self.shutdown.stop_at
         self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
+        self.drain = OfflineDrain(context, link, launcher)
         self.connect_link()
         self.parts = [
             launcher,
@@ -27052,6 +27280,7 @@ class Runner:
             self.submissions,
             link,
             self.dispatcher,        # again: what an answer brings starts in the same turn
+            self.drain,
             ProgressView(context, link),
         ]
 
@@ -27141,10 +27370,11 @@ class Runner:
             if self.link.answer['is_complete'] and not self.link.answer['is_canceled']:
                 self.perform('on_workflow_complete')
             self.perform('on_worker_complete')
-            while self.has_slurm_work and self.link.state != 'offline':
+            while self.has_slurm_work and not self.has_drained:
                 self.turn()
                 self.wait()
         finally:
+            self.drain.close(min(KEEP_S, max(1.0, self.shutdown.end - time.monotonic())))
             self.starter.close()
             self.launcher.kill_children()
             figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.shutdown.end - time.monotonic())))
@@ -27157,7 +27387,7 @@ class Runner:
         link, answers = self.link, self.link.num_answers
         link.triggers, self.dispatcher.may_claim = triggers, False
         link.poll_now()
-        while link.state != 'offline' and not self.shutdown.is_killed:
+        while not (self.has_drained or self.shutdown.is_killed):
             self.turn()
             self.exit_rules.look_for_cancel()
             if link.num_answers > answers and not self.actions.is_busy and not link.action_results:
@@ -27169,7 +27399,7 @@ class Runner:
         link = self.link
         link.triggers, self.dispatcher.may_claim = JOB_TRIGGERS, True
         link.poll_now()
-        while link.state != 'offline':
+        while not self.has_drained:
             self.turn()
             self.exit_rules.look()
             is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
@@ -27178,6 +27408,13 @@ class Runner:
             if self.shutdown.reason and not (is_busy or is_waiting):
                 break
             self.wait()
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether the server is away for too long and nothing is left to wait for: the drained exit."""
+        is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
+        is_waiting = is_asking or self.attempts.by_state['ended']
+        return bool(self.link.is_quiet and self.link.has_asked and not is_waiting and self.drain.is_settled)
 
     @property
     def has_slurm_work(self) -> bool:
@@ -27194,14 +27431,35 @@ class Runner:
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
         if self.link.state == 'offline':
-            lost = [attempt.name for attempt in self.attempts.of('ended', 'judged', 'recovering', 'reported')]
-            named = f" {len(lost)} ended jobs could not be reported: {', '.join(lost[:5])}." if lost else ''
-            raise Unreachable(f'{self.link.error}.{named} See {self.context.output.path}')
+            raise self.explain_drain()
         counts, answer, shutdown = self.completions.counts, self.link.answer, self.shutdown
         return RunOutcome(
             counts['completed'], counts['failed'], counts['terminated'], counts['canceled'],
             self.completions.failed_jobs, answer['is_complete'], answer['is_canceled'],
             shutdown.interrupted_by, shutdown.reason, time.monotonic() - self.began, answer['jobs_by_status'])
+
+    def explain_drain(self) -> Unreachable:
+        """The error of a runner that has left without its server: what it could not report, and where it is.
+
+        Its details, if anything is kept: `journal`, a path, and what `workflows reconcile` needs to know,
+        `run_id` and `base_dir`.
+        """
+        context, drain = self.context, self.drain
+        left = self.attempts.of('ended', 'judged', 'recovering', 'reported')
+        lost = [attempt.name for attempt in left if attempt not in drain.kept]
+        lines, where = [self.link.error], {}    # type: List[str], Dict[str, Any]
+        if lost:
+            lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
+        if len(left) > len(lost):
+            where = {'journal': drain.path, 'base_dir': os.path.dirname(os.path.dirname(drain.path)),
+                     'run_id': context.run_id}
+            lines.append(f"{len(left) - len(lost)} jobs that ended meanwhile are kept in {where['journal']}")
+        words = lines[1:] or ['nothing is left to be reported']
+        if where:
+            words.append(f'torc.py workflows reconcile {context.workflow_id} {context.run_id} --base-dir '
+                         f"{shlex.quote(where['base_dir'])}, when the server is back")
+        context.log.write(f"Offline drain complete: {'; '.join(words)}", 'warning')
+        return Unreachable('\n'.join(lines), **where)
 
 
 def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wakeup: Wakeup,
@@ -27333,9 +27591,9 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if leftovers:
             context.say(leftovers, 'warning')
         runner.run()
-        if context.allocation is not None:
+        if context.allocation is not None and runner.link.state != 'offline':
             finish_allocation(runner, client, began_at)
-    return runner.outcome()
+        return runner.outcome()
 
 
 # ======== 17. Recovery: allocations that are gone, and jobs that nobody runs ========
@@ -31592,7 +31850,15 @@ def runner_options(args: Arguments) -> RunnerOptions:
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
         end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
-        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'])
+        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'],
+        **offline_options(args, read_config()))
+
+
+def offline_options(args: Arguments, config: HpcConfig) -> Dict[str, Any]:
+    """What a runner does while its server is away: by the command line, else by the configuration."""
+    given_s = args['drain_ping_interval_secs']
+    return {'drains': config.drains and not args['no_offline_drain'],
+            'ping_interval_s': config.ping_interval_s if given_s is None else given_s}
 
 
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
@@ -31659,6 +31925,12 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     progress = Progress(session.err, style, session.options['quiet'])
     try:
         outcome = run_workflow(session.client, workflow['id'], options, progress)
+    except Unreachable as error:
+        if 'base_dir' in error.details:
+            hint = command_line(session, 'workflows', 'reconcile', workflow['id'], error.details['run_id'],
+                                '--base-dir', error.details['base_dir'])
+            error.message += f'\nWhen the server is back: {hint}'
+        raise
     finally:
         progress.finish()
     plot_run(session, workflow, options.output_dir)
@@ -31878,11 +32150,12 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
             'SLURM_JOB_ID', 'SLURM_NODEID', 'SLURM_TASK_PID'))]
         number = int(hashlib.sha256(' '.join(who).encode()).hexdigest()[:8], 16)
         time.sleep(number / 2 ** 32 * startup_delay_s)
+    config = read_config()
     options = RunnerOptions(
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
         max_parallel_jobs=args['max_parallel_jobs'], is_subtask=bool(args['is_subtask']),
         claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'],
-        is_strict=read_config().is_strict)
+        is_strict=config.is_strict, **offline_options(args, config))
     session.options['url' if '://' in args['server'] else 'db'] = args['server']
     await_server(session, options)
     code = run_to_end(session, Target(args['workflow_id'], False, is_allocation=True), options, True)
@@ -33609,6 +33882,11 @@ SPEC_OPTIONS = (
              at_least(1)),
     Argument('--no-resource-monitoring', '', 'do not measure what jobs use'),
 )
+OFFLINE_OPTIONS = (
+    Argument('--no-offline-drain', '', 'stop jobs, and leave, when the server is away for too long'),
+    Argument('--drain-ping-interval-secs', 'SECONDS', 'interval between requests to a server that is away '
+             f'for too long (default {DEFAULT_PING_INTERVAL_S:g})', at_least(1, parse_seconds)),
+)
 RUN_OPTIONS = (
     OUTPUT_DIR,
     Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
@@ -33626,6 +33904,7 @@ RUN_OPTIONS = (
     Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
     Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these', parse_labels,
              '*'),
+    *OFFLINE_OPTIONS,
 )
 ALLOCATION_OPTIONS = (
     OUTPUT_DIR._replace(names='-o --output --output-dir'),
@@ -33757,7 +34036,8 @@ COMMANDS = (
         Argument('--startup-delay-seconds', 'SECONDS', 'begin at some time within so many seconds',
                  at_least(0, parse_seconds), default=0.0),
         Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id),
-        Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node')),
+        Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node'),
+        *OFFLINE_OPTIONS),
         'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, without running it', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
