@@ -25927,6 +25927,42 @@ class ReconcileTest(WorldTest):
         self.assertEqual(list(range(1, 40)), self.results())
 
     @slow
+    def test_jobs_go_on_at_a_server_that_is_back_as_an_older_copy_of_its_database(self):
+        jobs = [{'name': name, 'command': f'echo x >> {name}; while test ! -e go; do sleep 0.1; done'} for name in 'ab']
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs + [{'name': 'c', 'command': 'echo x >> c', 'depends_on': ['a']}]}))
+        self.world.serve('--db', 'torc.db')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+
+        def stop() -> None:
+            self.world.server.process.kill()
+            self.world.server.process.wait()
+        stop()
+        names = [name for name in ('torc.db', 'torc.db-wal') if os.path.exists(self.world.path(name))]
+        for name in names:
+            shutil.copy(self.world.path(name), self.world.path('old-' + name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        runner = self.world.start('--url', self.world.url, 'run', 1, '--poll-interval', '0.2', '--num-cpus', 2)
+        self.world.wait(lambda: self.world.read('a') and self.world.read('b'), 30, 'the jobs', [runner])
+        listing = ('--url', self.world.url, '-f', 'json', 'jobs', 'list', 1, '-s', 'running')
+        self.world.wait(lambda: len(self.world.main(*listing).json()['items']) == 2, 30, 'their starts', [runner])
+        stop()
+        for name in ('torc.db', 'torc.db-wal', 'torc.db-shm'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.world.path(name))
+        for name in names:
+            shutil.copy(self.world.path('old-' + name), self.world.path(name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.world.wait(lambda: 'had released compute node' in runner.err + runner.out, 60, 'its registration', [runner])
+        self.world.write('go', '')
+        self.world.wait(lambda: runner.process.poll() is not None, 60, 'the end of the runner')
+        self.assertEqual(0, runner.process.returncode, runner.err)
+        self.assertEqual(['x\n'] * 3, [self.world.read(name) for name in 'abc'], 'each ran once')
+        found = self.world.main('--url', self.world.url, '-f', 'json', 'results', 'list', 1, '--all-runs').json()['items']
+        self.assertEqual([(1, 1, 0), (2, 1, 0), (3, 1, 0)], sorted((row['job_id'], row['attempt_id'], row['return_code']) for row in found))
+
+    @slow
     def test_a_server_that_is_killed_meanwhile_loses_nothing(self):
         self.world.environment['TORC_TEST_SETUP'] = 'torc.MAX_COMPLETIONS_PER_REQUEST = 20'
         self.world.serve('--db', 'torc.db')

@@ -24002,6 +24002,8 @@ class ServerLink:
         self.client = client
         self.node = node            # all that this runner has
         self.num_nodes = 1
+        # With the pid: which process this is, should the server be back as an older copy of its database.
+        self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.attempts = attempts    # those that are `reported` are to be sent
         self.pace = pace
         self.call = LinkOutlets()
@@ -24121,8 +24123,7 @@ class ServerLink:
                 'num_nodes': self.num_nodes,
                 'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
                 'compute_node_type': 'local', 'is_active': True, 'lease_s': self.pace.lease_s(),
-                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/'
-                            f'{read_pid_namespace()}'}
+                'identity': self.identity}
         end_time = context.end_time()
         if end_time is not None:
             body['end_time'] = format_time(end_time)
@@ -24223,6 +24224,7 @@ class ServerLink:
         self.promised_until = read_clocks().running + lease_s
         body.update(
             compute_node_id=context.node_id, run_id=context.run_id, turn=self.turn, lease_s=lease_s,
+            pid=os.getpid(), identity=self.identity,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
             submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
         if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
