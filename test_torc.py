@@ -7954,6 +7954,374 @@ class AdminSqlTest(ServiceTest):
 
 # ======== 8j. Recovery rules ========
 
+
+TORC_JOURNAL = """CREATE TABLE journaled_completions (job_id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL,
+    status INTEGER NOT NULL, payload TEXT NOT NULL, journaled_at INTEGER NOT NULL)"""
+
+
+def journal_entry(job_id: int, workflow_id: int = 1, **more: Any) -> Dict[str, Any]:
+    """A row's payload as Torc's runner writes it; `more` are fields of the result, or `torc_py`."""
+    details = {'torc_py': more.pop('torc_py')} if 'torc_py' in more else {}
+    result = dict({'job_id': job_id, 'workflow_id': workflow_id, 'run_id': 1, 'attempt_id': 1, 'compute_node_id': 1, 'return_code': 0,
+                   'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:10:00.000Z', 'status': 'completed',
+                   'peak_memory_bytes': None, 'avg_memory_bytes': None, 'peak_cpu_percent': None, 'avg_cpu_percent': None}, **more)
+    return dict({key: result[key] for key in ('job_id', 'status', 'run_id')}, result=result, **details)
+
+
+def write_journal(path: str, entries: Iterable[Any], mode: str = 'WAL') -> str:
+    """A journal as Torc's runner leaves it: its table, its pragmas. An entry may be any text."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(f'PRAGMA journal_mode = {mode}')
+        connection.execute(TORC_JOURNAL)
+        connection.execute('BEGIN')
+        for number, entry in enumerate(entries, 1):
+            text = entry if isinstance(entry, (str, bytes)) else json.dumps(entry)
+            job_id, code = (entry['job_id'], torc.STATUS_CODES[entry['status']]) if isinstance(entry, dict) else (number, 5)
+            connection.execute('INSERT OR REPLACE INTO journaled_completions VALUES (?, 1, ?, ?, 1767225600)', (job_id, code, text))
+        connection.execute('COMMIT')
+    return path
+
+
+class ReplayTest(ServiceTest):
+    """Completions from journals of runners, and servers that are back as older copies of themselves."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb: a\nc: b')
+        self.node_id = self.node(self.workflow_id)
+        self.job = self.claim(self.workflow_id, self.node_id)['a']
+        self.sync(self.workflow_id, self.node_id, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+
+    def entry(self, job: Optional[Dict[str, Any]] = None, **more: Any) -> Dict[str, Any]:
+        job = job or self.job
+        return journal_entry(job['id'], self.workflow_id, **dict({'attempt_id': job['attempt_id'], 'compute_node_id': self.node_id}, **more))
+
+    def replay(self, *entries: Dict[str, Any], run_id: int = 1) -> Tuple[List[List[int]], int, List[str]]:
+        """What was accepted, how many were known, and why others were rejected."""
+        answer = self.call('replay_completions', {'run_id': run_id, 'completions': list(entries)}, workflow_id=self.workflow_id)
+        self.assertWhole()
+        return answer['accepted'], answer['known'], [row['message'] for row in answer['rejected']]
+
+    def lose(self, node_id: int = 0) -> None:
+        """The node is given up."""
+        with self.service.transaction():
+            torc.end_node(self.context, node_id or self.node_id)
+
+    def results(self) -> List[Tuple[Any, ...]]:
+        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        return [(row['job_name'], row['run_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows]
+
+    def copy(self) -> None:
+        """Keep a copy of the database; back() goes back to it."""
+        self.kept = os.path.join(self.directory, 'copy.db')
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.kept)
+        torc.keep_copy(self.store.connection, self.kept)
+
+    def back(self) -> None:
+        """A server begins with the copy."""
+        self.store.close()
+        shutil.copy(self.kept, self.store.path)
+        for suffix in ('-wal', '-shm'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.store.path + suffix)
+        self.store = FreeStore(self.store.path, lambda: self.clock)
+        self.addCleanup(self.store.close)
+        self.service = torc.Service(self.store)
+        self.service.clock = self.store.now
+
+    # -------- in time, late, again --------
+
+    def test_a_completion_counts_once_and_what_follows_from_it_follows(self):
+        key = [self.job['id'], 1]
+        self.assertEqual(([key], 0, []), self.replay(self.entry()))
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        before = self.dump()
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+        self.assertUnchanged(before)
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+    def test_one_that_is_in_a_request_twice_counts_once(self):
+        self.assertEqual(([[self.job['id'], 1]], 1, []), self.replay(self.entry(), self.entry()))
+
+    def test_what_a_runner_had_reported_itself_is_known(self):
+        self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_what_really_happened_beats_what_was_assumed_of_a_lost_job(self):
+        self.lose()
+        self.assertEqual({'a': 'failed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(self.workflow_id))
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_one_that_was_claimed_and_not_known_to_have_started_counts_too(self):
+        self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])
+        job = self.claim(self.workflow_id, self.node_id)['b']
+        self.lose()     # b is ready for attempt 2
+        self.assertEqual(([[job['id'], 1]], 0, []), self.replay(self.entry(job)))
+        self.assertEqual({'a': 'completed', 'b': 'completed', 'c': 'ready'}, self.statuses(self.workflow_id))
+        self.assertEqual(1, self.call('get_job', id=job['id'])['attempt_id'])
+
+    def test_none_counts_once_a_later_attempt_has_begun(self):
+        self.lose()
+        self.call('retry_job', id=self.job['id'], run_id=1, max_retries=3)
+        self.claim(self.workflow_id, self.node(self.workflow_id))
+        accepted, _, messages = self.replay(self.entry())
+        self.assertEqual(([], 1), (accepted, len(messages)))
+        self.assertIn('attempt 1 of job 1 is already complete, as failed with return code -128', messages[0])
+        self.assertEqual('pending', self.statuses(self.workflow_id)['a'])
+
+    def test_a_superseded_run_is_rejected_in_words(self):
+        self.call('reset_workflow_status', id=self.workflow_id, force=True)
+        self.call('initialize_jobs', id=self.workflow_id)
+        before = self.dump()
+        self.assertEqual(([], 0, ['run 1 of workflow 1 is over: the current one is 2']), self.replay(self.entry()))
+        self.assertEqual(([], 0, ['it is of run 1, and not of run 2']), self.replay(self.entry(), run_id=2))
+        self.assertUnchanged(before)
+
+    def test_another_end_of_an_attempt_is_rejected_in_words(self):
+        self.replay(self.entry())
+        self.assertEqual(([], 0, ['attempt 1 of job 1 is already complete, as completed with return code 0']),
+                         self.replay(self.entry(status='failed', return_code=3)))
+
+    def test_what_is_wrong_with_one_keeps_no_other_back(self):
+        other = self.create('x:')
+        job = self.claim(other, self.node(other))['x']
+        accepted, known, messages = self.replay(
+            journal_entry(99, self.workflow_id), journal_entry(job['id'], self.workflow_id), journal_entry(job['id'], other),
+            dict(self.entry(), run_id=1, status='failed'), self.entry(status='ready'), self.entry(torc_py={'job_name': 'z'}),
+            self.entry(torc_py={'database_id': 'another'}), self.entry(torc_py={'file_times': {'x': 1.5}}), self.entry())
+        self.assertEqual(([[self.job['id'], 1]], 0), (accepted, known))
+        self.assertEqual([
+            'job_id: workflow 1 has no job 99', 'job_id: workflow 1 has no job 4', 'workflow_id of the result is 2, and 1 in the request',
+            'status of the result is completed, and failed in the request', "a job cannot complete as 'ready'",
+            "job 1 is 'a' here, and 'z' in the journal", "it is of a workflow with the same id in another database, and not of this server's",
+            "files: 'x' is not the id of a file"], messages)
+
+    def test_a_failure_cancels_what_waits_for_it_and_says_why(self):
+        self.replay(self.entry(status='failed', return_code=3, torc_py={'reason': 'no such file'}))
+        self.assertEqual({'a': 'failed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(self.workflow_id))
+        self.assertEqual('no such file', self.call('explain_job', id=self.job['id'])['reason'])
+
+    def test_a_retry_that_was_recorded_follows_and_none_that_was_not(self):
+        for lost in (False, True):
+            with self.subTest(lost=lost), self.undone():
+                if lost:
+                    self.lose()
+                entry = self.entry(status='failed', return_code=3, torc_py={'retry': True, 'max_retries': 2})
+                self.replay(entry)
+                self.assertEqual({'a': 'ready', 'b': 'blocked', 'c': 'blocked'}, self.statuses(self.workflow_id))
+                self.assertEqual(([], 1, []), self.replay(entry))
+                node_id = self.node(self.workflow_id)
+                job = self.claim(self.workflow_id, node_id)['a']
+                self.assertEqual(2, job['attempt_id'])
+                self.replay(self.entry(job, compute_node_id=node_id, status='failed', return_code=3, torc_py={'retry': True, 'max_retries': 2}))
+                self.assertEqual('failed', self.statuses(self.workflow_id)['a'], 'two attempts were all')
+        self.replay(self.entry(status='failed', return_code=3))
+        self.assertEqual('failed', self.statuses(self.workflow_id)['a'])
+
+    def test_an_interrupted_attempt_runs_again_and_spends_no_retry(self):
+        self.replay(self.entry(status='terminated', return_code=143, torc_py={'interrupted': True}))
+        self.assertEqual('ready', self.statuses(self.workflow_id)['a'])
+        job = self.claim(self.workflow_id, self.node(self.workflow_id))['a']
+        self.assertEqual((2, 1), (job['attempt_id'], job['interruptions']))
+
+    def test_an_end_counts_after_its_node_was_deleted(self):
+        self.call('delete_compute_node', id=self.node_id)
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+    def test_one_that_was_decided_about_is_known(self):
+        entry = self.entry(status='pending_failed', return_code=3)
+        self.replay(entry)
+        self.assertEqual(([], 1, []), self.replay(entry))
+        result = dict(completion_of(self.job['id'], self.workflow_id, self.node_id), status='failed', return_code=3)
+        self.call('complete_job', result, id=self.job['id'], status='failed', run_id=1)
+        self.assertEqual(([], 1, []), self.replay(entry))
+
+    def test_file_times_and_accounting_are_taken_in(self):
+        made = self.call('create_file', {'workflow_id': self.workflow_id, 'name': 'f', 'path': 'f'})['id']
+        account = {'job_id': self.job['id'], 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 4096, 'ave_cpu_seconds': 15.0}
+        self.replay(self.entry(torc_py={'file_times': {str(made): 12.5}, 'accounting': account}))
+        self.assertEqual(12.5, self.call('get_file', id=made)['st_mtime'])
+        self.assertEqual('7', self.call('list_slurm_stats', workflow_id=self.workflow_id)['items'][0]['slurm_job_id'])
+        result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
+        self.assertEqual((4096, 50.0), (result['peak_memory_bytes'], result['avg_cpu_percent']))
+
+    def test_a_job_of_a_canceled_workflow_gets_its_result(self):
+        self.call('cancel_workflow', id=self.workflow_id)
+        self.replay(self.entry())
+        self.assertEqual([('a', 1, 1, 0, 'canceled')], self.results())
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_an_action_is_due_when_the_jobs_have_ended_after_all(self):
+        actions = [{'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': jobs,
+                    'persistent': False} for trigger, jobs in (('on_jobs_complete', [0, 1]), ('on_jobs_ready', [2]), ('on_workflow_complete', None))]
+        self.workflow_id = self.create('a:\nb: a\nc!: a', actions=actions)
+        self.node_id = self.node(self.workflow_id)
+        self.job = self.claim(self.workflow_id, self.node_id)['a']
+        self.sync(self.workflow_id, self.node_id, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+
+        def due() -> List[str]:
+            return [action['trigger_type'] for action in self.call('get_pending_actions', workflow_id=self.workflow_id)]
+        self.lose()
+        self.assertEqual(['on_jobs_complete', 'on_jobs_ready'], due())
+        with self.undone():     # it still runs
+            again = self.node(self.workflow_id)
+            self.sync(self.workflow_id, again, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+            self.assertEqual([], due())
+        self.replay(self.entry())
+        self.assertEqual(['on_jobs_ready'], due(), 'b has not run')
+        self.drive(self.workflow_id, {})
+        self.assertEqual(['on_jobs_complete', 'on_jobs_ready', 'on_workflow_complete'], due())
+
+    def test_the_last_completion_completes_the_workflow(self):
+        action = {'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+                  'job_indexes': None, 'persistent': False}
+        self.workflow_id = self.create('a:', actions=[action])
+        self.node_id = self.node(self.workflow_id)
+        job = self.claim(self.workflow_id, self.node_id)['a']
+        self.replay(self.entry(job))
+        self.assertTrue(self.call('is_workflow_complete', id=self.workflow_id)['is_complete'])
+        self.assertEqual(1, len(self.call('get_pending_actions', workflow_id=self.workflow_id)))
+        event = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items'][-1]['data']
+        self.assertEqual('1 completions were taken in from journals of runners', event['message'])
+
+    def test_what_torcs_own_runner_wrote_counts_too(self):
+        entry = self.entry()
+        self.assertNotIn('torc_py', entry)
+        entry['result'].update(id=None, attempt_id=None)
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
+
+    # -------- a server that is back as an older copy of its database --------
+
+    def test_an_end_of_what_the_copy_does_not_know_to_run_counts(self):
+        ready, claimed = 'ready', 'pending'
+        workflow_id = self.workflow_id = self.create('a:\nb: a')
+        self.copy()
+        for before in (ready, claimed):
+            with self.subTest(before):
+                self.back()
+                if before == claimed:
+                    self.claim(workflow_id, self.node(workflow_id))
+                    self.copy()
+                job = {'id': next(job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']), 'attempt_id': 1}
+                lost = self.node(workflow_id)   # which the copy does not know
+                self.back()
+                self.assertEqual(before, self.statuses(workflow_id)['a'])
+                if before == claimed:
+                    self.lose(lost - 1)     # its lease is over
+                entry = self.entry(job, compute_node_id=lost)
+                self.assertEqual(([[job['id'], 1]], 0, []), self.replay(entry))
+                self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
+                self.assertEqual(([], 1, []), self.replay(entry))
+
+    def test_ends_of_jobs_and_of_those_that_waited_for_them_count_in_any_order(self):
+        self.copy()
+        jobs = [{'id': job['id'], 'attempt_id': 1} for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
+        for order in itertools.permutations(jobs):
+            self.back()
+            for job in order:
+                self.assertEqual(([[job['id'], 1]], 0, []), self.replay(self.entry(job)))
+            self.assertEqual({'completed'}, set(self.statuses(self.workflow_id).values()))
+
+    def test_a_later_attempt_than_the_copy_knows_counts(self):
+        self.copy()
+        later = self.entry(attempt_id=3)
+        for state in ('running', 'lost', 'ready'):
+            with self.subTest(state):
+                self.back()
+                if state == 'lost':
+                    self.lose()
+                elif state == 'ready':
+                    self.call('retry_job', id=self.job['id'], run_id=1, max_retries=9)
+                self.assertEqual(([[self.job['id'], 3]], 0, []), self.replay(later))
+                self.assertEqual(([], 1, []), self.replay(later))
+                self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+                self.assertEqual(3, self.call('get_job', id=self.job['id'])['attempt_id'])
+                self.assertEqual(([], 0, ['attempt 1 of job 1 is over: the current one is 3']),
+                                 (self.replay(self.entry()) if state != 'lost' else ([], 0, ['attempt 1 of job 1 is over: the current one is 3'])))
+
+    def test_a_later_attempt_of_what_has_ended_or_runs_elsewhere_is_rejected_in_words(self):
+        other = self.entry(attempt_id=2, compute_node_id=99)
+        self.assertEqual(([], 0, [f'job 1 is held by compute node {self.node_id}']), self.replay(other))
+        self.replay(self.entry())
+        self.assertEqual(([], 0, ['job 1 has no attempt 2: the last one is 1, and it is completed']), self.replay(other))
+
+    def test_jobs_that_the_copy_has_not_are_rejected(self):
+        self.copy()
+        spawned = self.call('spawn_jobs', {'jobs': [{'name': 'more', 'command': 'x'}]}, job_id=self.job['id'])['spawned_job_ids']
+        self.back()
+        entry = self.entry({'id': spawned[0], 'attempt_id': 1})
+        self.assertEqual(([], 0, [f'job_id: workflow 1 has no job {spawned[0]}']), self.replay(entry))
+
+    def test_a_runner_goes_on_with_its_jobs_at_a_server_that_does_not_know_it(self):
+        workflow_id = self.create('a:\nb: a\nc:\nd:')
+        self.copy()
+        node_id = self.node(workflow_id, pid=7, identity='boot/1')
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, completions=[self.end(jobs['c'], 'failed', 1, retry=True)])
+        jobs.update(self.claim(workflow_id, node_id))
+        started = [[jobs[name]['id'], jobs[name]['attempt_id'], torc.format_time(self.clock)] for name in 'acd']
+        self.sync(workflow_id, node_id, started=started)
+        self.back()
+        again = {'compute_node_id': node_id, 'run_id': 1, 'lease_s': 60.0, 'pid': 7, 'identity': 'boot/1'}
+        with self.assertRaises(torc.Refused) as caught:
+            self.call('runner_sync', again, id=workflow_id)
+        self.assertTrue(caught.exception.details.get('gone'))
+        self.assertEqual(node_id, self.node(workflow_id, pid=8, identity='boot/1'), 'its id is given once more')
+        with self.assertRaises(torc.Refused) as caught:
+            self.call('runner_sync', again, id=workflow_id)
+        self.assertTrue(caught.exception.details.get('gone'))
+        answer = self.sync(workflow_id, self.node(workflow_id, pid=7, identity='boot/1'), started=started,
+                           held=[start[:2] for start in started])
+        self.assertEqual([], answer['revoked'])
+        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'running', 'd': 'running'}, self.statuses(workflow_id))
+        self.assertEqual(2, self.call('get_job', id=jobs['c']['id'])['attempt_id'])
+        self.assertWhole()
+
+    def test_what_another_has_begun_meanwhile_is_revoked(self):
+        workflow_id = self.create('a:')
+        self.copy()
+        job = self.claim(workflow_id, self.node(workflow_id))['a']
+        self.back()
+        self.claim(workflow_id, self.node(workflow_id))
+        again = self.node(workflow_id)
+        start = [job['id'], 1, torc.format_time(self.clock)]
+        self.assertEqual([start[:2]], self.sync(workflow_id, again, started=[start], held=[start[:2]])['revoked'])
+        answer = self.sync(workflow_id, again, completions=[self.end(job)])
+        self.assertIn('is held by compute node', answer['errors'][0]['message'])
+
+    # -------- a server that was away --------
+
+    def test_nobody_is_lost_before_the_lease_and_the_longest_pause_are_over_and_a_journal_counts_after_it(self):
+        self.clock += 1e6
+        self.copy()
+        self.back()     # a server that was away, and its leases with it
+        with self.service.transaction():
+            lives = lambda *runner: None
+            self.assertEqual([], torc.release_lost_nodes(self.context, lives))
+            self.clock += 60 + torc.MAX_RETRY_PAUSE_S
+            self.assertEqual([], torc.release_lost_nodes(self.context, lives))
+            self.clock += 1
+            self.assertEqual([self.node_id], torc.release_lost_nodes(self.context, lives))
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual('completed', self.statuses(self.workflow_id)['a'])
+
+    def test_a_completion_on_its_way_when_the_server_died_counts_once(self):
+        end = self.end(self.job)
+        for _ in range(2):      # the answer to the first was lost, and the server is another one now
+            self.copy()
+            self.assertEqual([[self.job['id'], 1, 'completed']], self.sync(self.workflow_id, self.node_id, completions=[end])['accepted'])
+            self.copy()
+            self.back()
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+
 # ======== 9. API ========
 
 # What the official interface has and ROUTES does not: operations, and query parameters of operations.
@@ -8152,7 +8520,7 @@ class ApiTest(ServiceTest):
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
                      'list_workflow_statuses', 'get_database', 'snapshot_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
-                     'report_submissions'}
+                     'report_submissions', 'replay_completions'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -17175,6 +17543,188 @@ class JournalTest(WorldTest):
                                                 for name in ('journal_mode', 'synchronous')))
 
 
+class JournalReaderTest(WorldTest):
+    """Journals are found and read as far as they are whole, and never changed."""
+
+    NAME = 'offline_results_wf1_r1_{}.db'
+
+    def journal(self, label: str, entries: Iterable[Any] = (), mode: str = 'DELETE') -> str:
+        return write_journal(self.world.path('out', 'offline_journal', self.NAME.format(label)), entries, mode)
+
+    def snapshot(self, path: str) -> List[Tuple[Any, ...]]:
+        """All that lies in a journal's directory, with times and contents."""
+        folder = os.path.dirname(path)
+        found = []
+        for name in sorted(os.listdir(folder)):
+            state = os.stat(os.path.join(folder, name))
+            with open(os.path.join(folder, name), 'rb') as file:
+                found.append((name, state.st_mtime_ns, state.st_ino, file.read()))
+        return found
+
+    def read(self, path: str) -> Tuple[List[int], str]:
+        """Jobs of the entries of a journal, and its problem; nothing was changed by that."""
+        before = self.snapshot(path)
+        entries, problem = torc.read_journal(path)
+        self.assertEqual(before, self.snapshot(path))
+        return [entry['job_id'] for entry in entries], problem
+
+    def test_those_of_the_run_are_found_wherever_they_lie(self):
+        names = ('a/offline_results_wf1_r1_x.db', 'b/c d/offline_results_wf1_r1_y_2.db', "offline_results_wf1_r1_'z\n.db")
+        others = ('offline_results_wf11_r1_x.db', 'offline_results_wf1_r11_x.db', 'offline_results_wf1_r1_x.db-journal', 'x.db')
+        for name in names + others:
+            self.world.write(name, '')
+        os.mkdir(self.world.path('offline_results_wf1_r1_dir.db'))
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual((sorted(map(self.world.path, names)), []), (found, problems))
+
+    def test_loops_of_links_are_harmless_and_a_linked_journal_is_named(self):
+        path = self.journal('x')
+        os.symlink('..', self.world.path('out', 'up'))
+        os.symlink(self.world.path('out'), self.world.path('out', 'self'))
+        link = self.world.path('out', self.NAME.format('link'))
+        os.symlink(path, link)
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual(([path], [f'{link} is not a regular file: it was passed over']), (found, problems))
+        os.symlink(self.world.path('out'), self.world.path('named'))
+        self.assertEqual(1, len(torc.find_journals(self.world.path('named'), 1, 1)[0]), 'the named directory may be a link')
+
+    def test_what_cannot_be_searched_or_read_is_named_and_passed_over(self):
+        path, hidden = self.journal('x', [journal_entry(1)]), self.journal('y')
+        deep = self.world.path('deep')
+        folder = os.open(self.world.directory, os.O_RDONLY)     # deeper than a path may be long
+        self.addCleanup(os.close, folder)
+        for number in range(30):
+            name = 'deep' if not number else 'd' * 200
+            os.mkdir(name, dir_fd=folder)
+            inner = os.open(name, os.O_RDONLY, dir_fd=folder)
+            os.dup2(inner, folder)
+            os.close(inner)
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual([path, hidden], found)
+        self.assertEqual(1, len(problems))
+        self.assertTrue(problems[0].startswith(deep) and problems[0].endswith('cannot be searched: File name too long'), problems)
+        os.unlink(hidden)
+        self.assertEqual(([], f'{hidden} cannot be read: No such file or directory'), torc.read_journal(hidden))
+        os.mkfifo(hidden)
+        self.assertEqual(([], f'{hidden} cannot be read: Is not a regular file'), torc.read_journal(hidden))
+        self.assertIn('is not a regular file', torc.find_journals(self.world.path('out'), 1, 1)[1][0])
+
+    def test_closed_directories_and_files_are_named(self):
+        path, closed = self.journal('x', [journal_entry(1)]), self.world.path('closed')
+        os.mkdir(closed, 0)
+        os.chmod(path, 0o600)
+        for folder in (self.world.root, self.world.directory):
+            os.chmod(folder, 0o755)
+
+        def look() -> None:
+            answers = torc.find_journals(self.world.directory, 1, 1), torc.read_journal(path)
+            os._exit(0 if answers == (([path], [f'{closed} cannot be searched: Permission denied']),
+                                      ([], f'{path} cannot be read: Permission denied')) else 1)
+        self.assertEqual(0, end_child(run_as(look)))
+
+    def test_ten_thousand_files_are_searched_quickly(self):
+        for number in range(10000):
+            if number % 500 == 0:
+                os.mkdir(self.world.path(str(number)))
+            os.close(os.open(self.world.path(str(number - number % 500), f'f{number}'), os.O_CREAT | os.O_WRONLY))
+        path = self.journal('x')
+        began = time.process_time()
+        self.assertEqual(([path], []), torc.find_journals(self.world.directory, 1, 1))
+        self.assertLess(time.process_time() - began, 1)
+
+    def test_torcs_and_ours_are_read_whole(self):
+        for mode in ('WAL', 'DELETE', 'TRUNCATE', 'PERSIST'):
+            with self.subTest(mode):
+                path = self.journal(mode, [journal_entry(job_id) for job_id in (3, 1, 2)], mode)
+                self.assertEqual(([1, 2, 3], ''), self.read(path))
+        entry = torc.read_journal(path)[0][0]
+        self.assertEqual((1, 0), (entry['result']['attempt_id'], entry['result']['return_code']))
+
+    def test_a_write_ahead_log_that_was_left_is_read_too(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        source = write_journal(self.world.path('live', 'x.db'), [journal_entry(1)])
+        connection = sqlite3.connect(source, isolation_level=None)
+        self.addCleanup(connection.close)
+        connection.execute("INSERT INTO journaled_completions VALUES (2, 1, 5, ?, 0)", (json.dumps(journal_entry(2)),))
+        os.mkdir(self.world.path('out'))
+        for suffix in ('', '-wal'):     # as after kill -9, in a directory where nothing can be made
+            shutil.copy(source + suffix, path + suffix)
+        os.chmod(os.path.dirname(path), 0o500)
+        self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
+        self.assertEqual(([1, 2], ''), self.read(path))
+        with open(path + '-wal', 'r+b') as file:
+            file.truncate(os.fstat(file.fileno()).st_size - 1)      # torn: its last transaction was not complete
+        self.assertEqual(([1], ''), self.read(path))
+
+    def test_what_a_killed_writer_had_begun_is_rolled_back_in_a_copy(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        source = write_journal(self.world.path('live', 'x.db'), [journal_entry(job_id) for job_id in range(1, 301)], 'TRUNCATE')
+        connection = sqlite3.connect(source, isolation_level=None)
+        self.addCleanup(connection.close)
+        connection.execute('PRAGMA cache_size = 2')     # so that pages reach the file before the end
+        connection.execute('BEGIN')
+        connection.execute("UPDATE journaled_completions SET payload = 'x' || payload")
+        os.mkdir(self.world.path('out'))
+        for suffix in ('', '-journal'):
+            shutil.copy(source + suffix, path + suffix)
+        os.chmod(os.path.dirname(path), 0o500)
+        self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
+        self.assertEqual((list(range(1, 301)), ''), self.read(path))
+
+    def test_of_one_that_was_cut_off_or_damaged_the_rest_is_read(self):
+        jobs = list(range(1, 501))
+        path = self.journal('x', map(journal_entry, jobs))
+        with open(path, 'rb') as file:
+            whole = file.read()
+        for name, data, least in (('cut', whole[:len(whole) * 3 // 4], 300), ('cut in a page', whole[:-5000], 400),
+                                  ('zeroed', whole[:80 * 1024] + bytes(4096) + whole[84 * 1024:], 400), ('head', whole[:100], 0)):
+            with self.subTest(name):
+                with open(path, 'wb') as file:
+                    file.write(data)
+                found, problem = self.read(path)
+                self.assertIn(path, problem)
+                self.assertTrue(set(found) <= set(jobs) and least <= len(found) < len(jobs), (len(found), problem))
+
+    def test_no_damage_raises_or_invents_a_completion(self):
+        entries = {job_id: journal_entry(job_id, return_code=job_id) for job_id in range(1, 41)}
+        path = self.journal('x', entries.values())
+        with open(path, 'rb') as file:
+            whole = file.read()
+        chance = random.Random(13)
+        for _ in range(150):
+            data = bytearray(whole[:chance.randrange(len(whole))] if chance.random() < 0.4 else whole)
+            for _ in range(chance.randrange(1, 200) if data else 0):
+                start = chance.randrange(len(data))
+                data[start:start + 1] = bytes([chance.randrange(256)])
+            with open(path, 'wb') as file:
+                file.write(data)
+            found, problem = torc.read_journal(path)
+            for entry in found:
+                self.assertIsInstance(entry['result']['return_code'], int)
+            self.assertTrue(problem or not data or len(found) == 40, (len(data), len(found)))
+
+    def test_what_is_no_journal_is_named(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        for data, problem in ((b'', ''), (b'hello', 'it is no SQLite file'), (bytes(10000), 'it is no SQLite file')):
+            self.world.write(path, data)
+            self.assertEqual(([], problem and f'{path}: {problem}'), self.read(path))
+        os.unlink(path)
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute('CREATE TABLE things (id INTEGER)')
+        self.assertEqual(([], f'{path}: it has no table journaled_completions: it is damaged, or of another program'), self.read(path))
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute('CREATE TABLE journaled_completions (id INTEGER)')
+        self.assertIn('no such column', self.read(path)[1])
+
+    def test_rows_that_are_no_completions_are_named_and_the_others_read(self):
+        wrong = ['{', b'\xff', '[]', '{"job_id": 2}', json.dumps(journal_entry(9)), json.dumps(dict(journal_entry(7), status='odd'))]
+        path = self.journal('x', [*wrong, journal_entry(7)])
+        self.assertEqual([7], self.read(path)[0])
+        problem = self.read(path)[1]
+        self.assertIn(f'{path}: the row of job 1 is no completion: ', problem)
+        self.assertIn(f', and {len(wrong) - 1} more such faults', problem)
+
+
 # ======== 16. Runner ========
 
 class StoreClient:
@@ -25517,6 +26067,201 @@ class LivePlanTest(SlurmTest):
 
 
 # ======== 20f. Recovery commands ========
+
+
+class ReconcileTest(WorldTest):
+    """`workflows reconcile`: from the journals of runners to the server."""
+
+    def create(self, count: int = 6, **more: Any) -> Any:
+        """A workflow of that many jobs, of which the last waits for all others, initialized. What its client is."""
+        jobs = [dict({'name': f'j{number}', 'command': 'true'}, **more) for number in range(1, count)]
+        jobs.append({'name': 'last', 'command': 'true', 'depends_on': [job['name'] for job in jobs]})
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs}))
+        self.assertExit(0, self.world.main('create', 'w.json'))
+        self.assertExit(0, self.world.main('workflows', 'init', 1))
+
+    def journal(self, label: str, jobs: Iterable[int], **more: Any) -> str:
+        path = self.world.path('torc_output', 'offline_journal', f'offline_results_wf1_r1_{label}.db')
+        return write_journal(path, [journal_entry(job_id, **more) for job_id in jobs])
+
+    def reconcile(self, *words: Any) -> Any:
+        return self.assertExit(0, self.world.main('-f', 'json', 'workflows', 'reconcile', 1, 1, *words)).json()
+
+    def counts(self) -> Dict[str, int]:
+        rows = self.world.main('-f', 'json', 'jobs', 'list', 1).json()['items']
+        return dict(collections.Counter(row['status'] for row in rows))
+
+    def results(self) -> List[int]:
+        return sorted(row['job_id'] for row in self.world.main('-f', 'json', 'results', 'list', 1, '--all-runs').json()['items'])
+
+    def test_the_document_has_torcs_keys_and_says_what_each_journal_brought(self):
+        self.create()
+        recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'].startswith('workflows reconcile'))['stdout']
+        answer = self.reconcile()
+        self.assertEqual(recorded, {key: answer[key] for key in list(answer)[:len(recorded)]})
+        self.assertEqual(list(recorded), list(answer)[:len(recorded)])
+        paths = [self.journal('n1', (1, 2)), self.journal('n2', (2, 3, 99))]
+        answer = self.reconcile()
+        self.assertEqual((2, 5, 3, 1, 1), tuple(answer[key] for key in ('files', 'total_completions', 'accepted', 'rejected', 'known')))
+        self.assertEqual([(os.path.relpath(path, self.world.directory), *counts) for path, counts in zip(paths, ((2, 2, 0, 0), (3, 1, 1, 1)))],
+                         [(os.path.normpath(row['path']), row['completions'], row['accepted'], row['known'], row['rejected'])
+                          for row in answer['journals']])
+        self.assertEqual({'completed': 3, 'ready': 2, 'blocked': 1}, self.counts())
+
+    def test_it_says_torcs_line_what_was_rejected_and_that_a_second_call_found_nothing_new(self):
+        self.create()
+        path = self.journal('n1', (1, 2))
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertEqual('Reconciled workflow_id=1 run_id=1: 1 file(s), 2 completion(s) (2 accepted, 0 rejected)\n'
+                         '  ./torc_output/offline_journal/offline_results_wf1_r1_n1.db: 2 completions, 2 accepted, 0 known, 0 rejected\n', said.out)
+        with open(path, 'rb') as file:
+            kept = file.read()
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertIn('(0 accepted, 0 rejected)\n', said.out)
+        self.assertEqual('nothing was new: all 2 completions were known\n', said.err)
+        with open(path, 'rb') as file:
+            self.assertEqual(kept, file.read())
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 2))
+        self.assertEqual('Reconciled workflow_id=1 run_id=2: 0 file(s), 0 completion(s) (0 accepted, 0 rejected)\n', said.out)
+        self.assertEqual('no journal of workflow_id=1 run_id=2 was found below .\n', said.err)
+        self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '-r', '--no-prompts'))
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertIn('(0 accepted, 2 rejected)\n', said.out)
+        self.assertEqual('rejected: 2 completions: run 1 of workflow 1 is over: the current one is 2\n', said.err)
+
+    def test_faulty_journals_are_named_and_the_others_brought(self):
+        self.create()
+        good, bad = self.journal('n1', (1, 2)), self.journal('n2', ())
+        self.world.write(bad, 'no database')
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'torc_output'))
+        self.assertIn('2 file(s), 2 completion(s) (2 accepted', said.out)
+        self.assertIn('_n2.db: it is no SQLite file\n', said.err)
+        self.assertTrue(os.path.exists(good) and os.path.exists(bad))
+
+    def test_a_directory_or_workflow_that_is_not_there_is_an_error(self):
+        self.create()
+        self.assertExit(2, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'nowhere'), 'there is no directory nowhere')
+        self.assertExit(4, self.world.main('workflows', 'reconcile', 7, 1), 'there is no workflow 7')
+
+    def test_a_torn_journal_brings_what_is_whole_of_it(self):
+        self.create(400)
+        path = self.journal('n1', range(1, 400))
+        os.truncate(path, os.path.getsize(path) * 3 // 4)
+        answer = self.reconcile()
+        self.assertEqual(1, len(answer['problems']))
+        self.assertTrue(200 < answer['accepted'] < 399, answer['accepted'])
+        self.assertEqual(answer['accepted'], len(self.results()))
+
+    def test_two_runners_with_a_thousand_jobs_each_together_and_twice(self):
+        self.create(2001)
+        for label, first in (('n1', 1), ('n2', 1001)):
+            self.journal(label, range(first, first + 1000))
+        answer = self.reconcile()
+        self.assertEqual((2000, 0, 0), tuple(answer[key] for key in ('accepted', 'rejected', 'known')))
+        self.assertEqual({'completed': 2000, 'ready': 1}, self.counts())
+        answer = self.reconcile()
+        self.assertEqual((0, 0, 2000), tuple(answer[key] for key in ('accepted', 'rejected', 'known')))
+        self.assertEqual(list(range(1, 2001)), self.results())
+
+    def test_a_journal_of_torc_py_with_a_retry_makes_the_job_ready_again(self):
+        self.create()
+        path = torc.journal_path(self.world.path('torc_output'), 1, 1, 'n1')
+        journal = torc.Journal(path)
+        completion = {'job_id': 1, 'attempt_id': 1, 'return_code': 3, 'status': 'failed', 'exec_time_minutes': 0.5,
+                      'completion_time': '2026-01-01T00:00:00.000Z', 'retry': True, 'max_retries': 2, 'reason': 'no licence'}
+        journal.keep([torc.format_journal_entry(completion, 1, 1, 9)])
+        self.assertEqual(1, self.reconcile()['accepted'], 'while its writer has it open')
+        journal.close()
+        job = self.world.main('-f', 'json', 'jobs', 'get', 1).json()
+        self.assertEqual(('ready', 2), (job['status'], job['attempt_id']))
+        self.assertEqual(1, self.reconcile()['known'])
+
+    def test_requests_carry_what_a_server_takes_and_earlier_attempts_come_first(self):
+        self.set_constant('REPLAY_BYTES', 1500)
+        entries = [journal_entry(number, attempt_id=1 + number % 2) for number in range(1, 8)]
+        entries.append(journal_entry(9, torc_py={'reason': 'x', 'file_times': {str(number): 1.5 for number in range(200)}}))
+        pieces = list(torc.replay_pieces([torc.JournalFound('x', entries, {})]))
+        self.assertEqual([2, 4, 6, 9, 1, 3, 5, 7], [entry['job_id'] for piece in pieces for entry in piece])
+        self.assertTrue(all(len(torc.format_json(piece)) <= 1600 for piece in pieces))
+        large = next(entry for piece in pieces for entry in piece if entry['job_id'] == 9)
+        self.assertEqual(('x', None), (large['torc_py']['reason'], large['torc_py']['file_times']))
+
+    def test_killed_anywhere_a_second_call_finishes_it(self):
+        self.create(40)
+        self.journal('n1', range(1, 21))
+        self.journal('n2', range(21, 40))
+        setup = ('import signal\ntorc.MAX_COMPLETIONS_PER_REQUEST = 5\nplain, left = torc.record_end, [{}]\n'
+                 'def record_end(*args):\n    left[0] -= 1\n    if left[0] == 0: os.kill(os.getpid(), signal.SIGKILL)\n'
+                 '    return plain(*args)\ntorc.record_end = record_end')
+        for number in (1, 4, 6, 13):
+            killed = self.world.cli('workflows', 'reconcile', 1, 1, env={'TORC_TEST_SETUP': setup.format(number)})
+            self.assertEqual(-signal.SIGKILL, killed.code, killed)
+            self.assertEqual(self.counts().get('completed', 0), len(self.results()))
+        self.assertEqual(0, len(self.results()) % 5, 'each request is done or not done')
+        answer = self.reconcile()
+        self.assertEqual(39, answer['accepted'] + answer['known'])
+        self.assertTrue(answer['known'] > 0)
+        self.assertEqual({'completed': 39, 'ready': 1}, self.counts())
+        self.assertEqual(list(range(1, 40)), self.results())
+
+    @slow
+    def test_jobs_go_on_at_a_server_that_is_back_as_an_older_copy_of_its_database(self):
+        jobs = [{'name': name, 'command': f'echo x >> {name}; while test ! -e go; do sleep 0.1; done'} for name in 'ab']
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs + [{'name': 'c', 'command': 'echo x >> c', 'depends_on': ['a']}]}))
+        self.world.serve('--db', 'torc.db')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+
+        def stop() -> None:
+            self.world.server.process.kill()
+            self.world.server.process.wait()
+        stop()
+        names = [name for name in ('torc.db', 'torc.db-wal') if os.path.exists(self.world.path(name))]
+        for name in names:
+            shutil.copy(self.world.path(name), self.world.path('old-' + name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        runner = self.world.start('--url', self.world.url, 'run', 1, '--poll-interval', '0.2', '--num-cpus', 2)
+        self.world.wait(lambda: self.world.read('a') and self.world.read('b'), 30, 'the jobs', [runner])
+        listing = ('--url', self.world.url, '-f', 'json', 'jobs', 'list', 1, '-s', 'running')
+        self.world.wait(lambda: len(self.world.main(*listing).json()['items']) == 2, 30, 'their starts', [runner])
+        stop()
+        for name in ('torc.db', 'torc.db-wal', 'torc.db-shm'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.world.path(name))
+        for name in names:
+            shutil.copy(self.world.path('old-' + name), self.world.path(name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.world.wait(lambda: 'had released compute node' in runner.err + runner.out, 60, 'its registration', [runner])
+        self.world.write('go', '')
+        self.world.wait(lambda: runner.process.poll() is not None, 60, 'the end of the runner')
+        self.assertEqual(0, runner.process.returncode, runner.err)
+        self.assertEqual(['x\n'] * 3, [self.world.read(name) for name in 'abc'], 'each ran once')
+        found = self.world.main('--url', self.world.url, '-f', 'json', 'results', 'list', 1, '--all-runs').json()['items']
+        self.assertEqual([(1, 1, 0), (2, 1, 0), (3, 1, 0)], sorted((row['job_id'], row['attempt_id'], row['return_code']) for row in found))
+
+    @slow
+    def test_a_server_that_is_killed_meanwhile_loses_nothing(self):
+        self.world.environment['TORC_TEST_SETUP'] = 'torc.MAX_COMPLETIONS_PER_REQUEST = 20'
+        self.world.serve('--db', 'torc.db')
+        jobs = [{'name': 'j{i}', 'command': 'true', 'parameters': {'i': '1:2000'}}]
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs}))
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+        for label, first in (('n1', 1), ('n2', 1001)):
+            self.journal(label, range(first, first + 1000))
+        command = self.world.start('--url', self.world.url, 'workflows', 'reconcile', 1, 1)
+        reader = self.world.connect(url=self.world.url)
+        self.addCleanup(reader.close)
+        self.world.wait(lambda: reader.call('list_results', workflow_id=1, limit=1)['total_count'] > 100, 30, 'some results')
+        self.world.server.process.kill()
+        code = self.world.wait(lambda: command.process.poll(), 90, 'the end of the command')
+        self.assertEqual(3, code, command.err)
+        self.world.serve('--db', 'torc.db')
+        said = self.assertExit(0, self.world.cli('--url', self.world.url, '-f', 'json', 'workflows', 'reconcile', 1, 1)).json()
+        self.assertEqual((2000, 0), (said['accepted'] + said['known'], said['rejected']))
+        self.assertTrue(100 < said['known'] < 2000, said['known'])
+
 
 # ======== 20g. Recover ========
 

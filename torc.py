@@ -7150,6 +7150,19 @@ def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Ids
                      ((count, action_id) for action_id, count in counts.items()))
 
 
+def uncount_trigger(context: Context, trigger: str, job_ids: Ids) -> None:
+    """Take back what count_trigger() has noted: these jobs are not ready, or have not ended, after all.
+
+    An action that was executed stays so.
+    """
+    gates = rows_by_ids(context, 'SELECT action_id, job_id FROM action_job CROSS JOIN workflow_action action '
+                                 f"ON action.id = action_id WHERE trigger_type = '{trigger}' "
+                                 'AND executed = 0 AND is_counted = 1 AND job_id IN', job_ids)
+    context.run_many('UPDATE action_job SET is_counted = 0 WHERE action_id = ? AND job_id = ?', gates)
+    context.run_many('UPDATE workflow_action SET trigger_count = trigger_count - 1 WHERE id = ?',
+                     ((action_id,) for action_id, _ in gates))
+
+
 def expect_completion(context: Context, workflow_id: int) -> None:
     """The workflow has something to do again: what is due at its completion is due no longer."""
     context.run('UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? '
@@ -9170,8 +9183,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
         if job is None:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
                           f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
-    if attempt_id != job.attempt_id:
-        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    job = believe_attempt(context, state, job, attempt_id, end)
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
     if job.status not in OPEN and not was_canceled:
         raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
@@ -9252,7 +9264,8 @@ def record_unwritten_data(context: Context, state: WorkflowState, job: JobState)
 
 def is_same_end(known: Tuple[int, int], end: Values) -> bool:
     """Whether the end of an attempt, as known by return code and status, is this very one."""
-    return known[0] == end['return_code'] and known[1] in (STATUS_CODES[end['status']], CANCELED)
+    status = STATUS_CODES[end['status']]    # one that was to be decided about may have been
+    return known[0] == end['return_code'] and (known[1] in (status, CANCELED) or status == PENDING_FAILED)
 
 
 def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Values) -> str:
@@ -9387,7 +9400,8 @@ def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_
         return None
     node_id = node_id or row[1]
     context.run('DELETE FROM result WHERE id = ?', row[:1])
-    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, compute_node_id = ?, '
+    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, '
+                'compute_node_id = (SELECT id FROM compute_node WHERE id = ?), '     # unless it was deleted
                 "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
                 (attempt_id, start_time, node_id, attempt_id, job.id))
     if not state.is_canceled:
@@ -9407,15 +9421,64 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
+        uncount_trigger(context, 'on_jobs_complete', job_ids)
         rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
         sets = sorted({row[0] for row in rows})
         run_by_ids(context, RECOUNT + 'id IN', sets)
-        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN',
-                   sets)
+        ready = [row[0] for row in rows_by_ids(
+            context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
+        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
+        uncount_trigger(context, 'on_jobs_ready', ready)
         job_ids = [row[0] for row in rows_by_ids(
             context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
             f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
+
+
+# -------- attempts that this database knows nothing of --------
+#
+# A server may come back with an older copy of its database: a snapshot, after a disk was lost. Its runners,
+# and their journals, know of attempts that began after the copy was made. In a database that has forgotten
+# nothing an attempt that runs, or has ended, is either held by its node or has a result, and none is later
+# than its job's: so what is neither is believed, as long as no other node holds the job.
+
+def believe_attempt(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
+                    end: Values) -> JobState:
+    """The job, at the attempt of an end: the known one; or a later one, if that is open, or lost.
+
+    Refused for an earlier one; and also for a later one unless `is_witnessed`: by a runner, which knows.
+    """
+    node_id = end.get('compute_node_id')
+    if attempt_id == job.attempt_id:
+        return job
+    if attempt_id < job.attempt_id or not end.get('is_witnessed'):
+        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    if job.status == FAILED:
+        job = recover_lost(context, state, job, job.attempt_id, node_id) or job
+    if job.status not in OPEN:
+        raise Refused(f'job {job.id} has no attempt {attempt_id}: the last one is {job.attempt_id}, and '
+                      f'it is {STATUS_NAMES[job.status]}')
+    refuse_other_holder(context, job, node_id)
+    context.run('UPDATE job SET attempt_id = ? WHERE id = ?', (attempt_id, job.id))
+    record_event(context, state.id, {
+        'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
+        'run_id': state.run_id, 'attempt_id': attempt_id,
+        'message': f'Job {job.name}: its runner knows attempt {attempt_id}, and this database, an older copy '
+                   f'of itself, only attempt {job.attempt_id}'}, 'warning')
+    return job_state(context, job.id)
+
+
+def believe_start(context: Context, state: WorkflowState, job: JobState, start: Cells, node_id: int) -> None:
+    """A runner runs an attempt of a job that waits by the records: nobody else has it, so it is believed."""
+    job_id, attempt_id, start_time = start
+    has_result = 'SELECT 1 FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?'
+    if job.status not in (BLOCKED, READY) or attempt_id < job.attempt_id or job.has_results and context.one(
+            has_result, (job_id, state.run_id, attempt_id)):
+        return
+    job = believe_attempt(context, state, job, attempt_id, {'compute_node_id': node_id, 'is_witnessed': True})
+    note_unclaimed(context, job)
+    context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ?',
+                (start_time, node_id, job_id))
 
 
 # -------- why a job failed, or does not run --------
@@ -10283,7 +10346,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     state = context.state
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
-    renew_lease(context, workflow_id, node_id, body.get('lease_s'))
+    renew_lease(context, workflow_id, node_id, body)
     refuse_obsolete(context, node_id, body.get('turn'))
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
               'revoked_actions': []}     # type: Values
@@ -10335,12 +10398,15 @@ def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
     return any(context.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
 
 
-def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
+def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) -> None:
     """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere."""
-    row = context.one('SELECT is_active, lease_s FROM compute_node WHERE id = ? AND workflow_id = ?',
-                      (node_id, workflow_id))
-    if row is None:
-        raise NotFound(f'workflow {workflow_id} has no compute node {node_id}')
+    row = context.one('SELECT is_active, lease_s, pid, identity FROM compute_node '
+                      'WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
+    lease_s, identity = body.get('lease_s'), body.get('identity')
+    is_other = row is not None and identity and (body.get('pid'), identity) != row[2:]
+    if row is None or is_other:     # in an older copy of a database ids are given once more
+        raise Refused(f'workflow {workflow_id} has no compute node {node_id}: it was deleted, or this is an '
+                      'older copy of the database; register a new one', gone=True)
     if not row[0]:
         raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one',
                       gone=True)
@@ -10408,8 +10474,9 @@ def record_start(context: Context, state: WorkflowState, node_id: int, start: Ce
         return
     if (job.compute_node_id, job.attempt_id) == (node_id, attempt_id):
         mark_started(context, job_id, node_id, start_time)
-    elif job.workflow_id == state.id:
-        recover_lost(context, state, job, attempt_id, node_id, start_time)
+    elif job.workflow_id == state.id and not recover_lost(context, state, job, attempt_id, node_id,
+                                                          start_time):
+        believe_start(context, state, job, start, node_id)
 
 
 def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Values,
@@ -10418,16 +10485,23 @@ def record_reported_end(context: Context, state: WorkflowState, node_id: int, en
     try:
         check_final(end['status'])
         times = times_by_id(end.get('file_times') or {})
-        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
+        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id,
+                                                 is_witnessed=True))
     except TorcError as error:
         answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'],
                                  'message': error.message})
         return
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
-    if end.get('file_times'):
+    record_outputs(context, state, end['job_id'], times, status)
+
+
+def record_outputs(context: Context, state: WorkflowState, job_id: int, times: FileTimes,
+                   status: str) -> None:
+    """The times of the files that an attempt has left."""
+    if times:
         store_file_times(context, state.id, times)
         if status == 'completed':
-            note_job_outputs(context, state, job_state(context, end['job_id']))
+            note_job_outputs(context, state, job_state(context, job_id))
 
 
 def record_action_end(context: Context, workflow_id: int, node_id: int, result: Values) -> None:
@@ -11747,6 +11821,67 @@ def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIS
 # it sets gets a reason, one sentence with its evidence. A second call with the same evidence changes nothing.
 
 
+# -------- journals --------
+
+def replay_completions(context: Context, workflow_id: int, body: Values) -> Values:
+    """Take in completions from the journals of runners: each is accepted, known, or rejected with a reason.
+
+    What follows from one is what would have followed had it come in time. It counts also for a job that was
+    taken for lost, as long as no later attempt has begun.
+    """
+    accepted, rejected = [], []     # type: List[List[int]], List[Values]
+    database_id = context.value('SELECT id FROM identity')
+    for entry in body['completions']:
+        key = [entry['job_id'], entry['result'].get('attempt_id') or 1]     # 1: Torc's default
+        try:
+            with context.savepoint():
+                check_journaled(context, entry, body['run_id'], database_id)
+                if replay_completion(context, context.state, key, entry):
+                    accepted.append(key)
+        except TorcError as error:
+            rejected.append({'job_id': key[0], 'attempt_id': key[1], 'message': error.message})
+    if accepted:
+        backfill_results(context, context.state.run_id, [job_id for job_id, _ in accepted])
+        note_if_complete(context, workflow_id)
+        record_event(context, workflow_id, {
+            'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
+            'message': f'{len(accepted)} completions were taken in from journals of runners'})
+    return {'accepted': accepted, 'known': len(body['completions']) - len(accepted) - len(rejected),
+            'rejected': rejected}
+
+
+def check_journaled(context: Context, entry: Values, run_id: int, database_id: str) -> None:
+    """Refuse what is of another run, workflow, database or job, by all that its runner has noted."""
+    details = entry.get('torc_py') or {}
+    if details.get('database_id') not in (None, database_id):
+        raise Refused("it is of a workflow with the same id in another database, and not of this server's")
+    if entry['run_id'] != run_id:
+        raise Refused(f"it is of run {entry['run_id']}, and not of run {run_id}")
+    check_run(context.state, run_id)
+    # An older copy of a database does not know the node, or knows another one by its id.
+    check_result(context, dict(entry['result'], compute_node_id=None), job_id=entry['job_id'],
+                 workflow_id=context.state.id, status=entry['status'], run_id=entry['run_id'])
+    name, known = details.get('job_name'), job_state(context, entry['job_id']).name
+    if name not in (None, known):
+        raise Refused(printable(f"job {entry['job_id']} is {known!r} here, and {name!r} in the journal"))
+
+
+def replay_completion(context: Context, state: WorkflowState, key: List[int], entry: Values) -> bool:
+    """Take in one completion with its details. False if it is known."""
+    details, result = entry.get('torc_py') or {}, entry['result']
+    known = context.one('SELECT return_code, status FROM result WHERE job_id = ? AND run_id = ? '
+                        'AND attempt_id = ?', (key[0], state.run_id, key[1]))
+    if known and is_same_end(known, result):
+        return False
+    times = times_by_id(details.get('file_times') or {})
+    status = record_end(context, state, dict({**details, **result}, attempt_id=key[1], is_witnessed=True))
+    record_outputs(context, state, key[0], times, status)
+    note_contents(context, state.id, details.get('contents') or ())
+    if details.get('accounting'):
+        record_accounts(context, state, [dict(details['accounting'], job_id=key[0], attempt_id=key[1])])
+    return True
+
+
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
 # MODELS says what a request's body may hold. An answer of an official operation has the keys of its model:
@@ -11837,6 +11972,10 @@ MODELS = {
     'JobUserDataRelationshipModel': 'consumer_job_id:int consumer_job_name:str producer_job_id:int '
         'producer_job_name:str user_data_id:int! user_data_name:str! workflow_id:int!',
     'JobsModel': 'jobs:[@JobModel]!',
+    'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
+        'torc_py:@JournaledDetails',
+    'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
+        'contents:[content] accounting:?RunnerAccount job_name:str database_id:str',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'ListJobIdsResponse': 'count:int! job_ids:[int]!',
     'ListMissingUserDataResponse': 'user_data:[int]!',
@@ -11852,6 +11991,8 @@ MODELS = {
     'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
+    'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]!',
+    'ReplayResponse': 'accepted:[attempt]! known:int! rejected:[@RunnerError]!',
     'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
         'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
@@ -11876,7 +12017,8 @@ MODELS = {
         'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
-    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
+    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
+        'completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
         'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
         'held_actions:[int] turn:int submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
@@ -12409,6 +12551,7 @@ ROUTES = (
              query='limit:int labels:str'),
     route_to('POST', 'batch_complete_jobs', batch_complete_jobs, '@BatchCompleteJobsResponse',
              body='BatchCompleteJobsRequest'),
+    route_to('POST', 'replay_completions', replay_completions, '@ReplayResponse', body='ReplayRequest'),
     route_to('POST', 'runner_sync', runner_sync, '@RunnerSyncResponse', body='RunnerSyncRequest'),
 
     route_to('POST', '/jobs', create_job, '@JobModel', body='JobModel'),
@@ -22642,6 +22785,121 @@ class Journal:
         """Close it."""
         self.connection.close()
 
+# -------- journals, found and read --------
+#
+# Whatever a crash, a full disk or another program has left: what is whole is read, what is not is named, and
+# nothing is ever written into a journal or beside it. To read it, SQLite would have to roll back what a
+# killed writer had begun, or to make files beside a write-ahead log (of Torc's runners): it gets a copy.
+
+LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose writer was killed
+MAX_JOURNAL_BYTES = 2 ** 30             # of a million completions
+COPY_TRIES = 5                          # of a journal that is written meanwhile
+SQLITE_HEAD = b'SQLite format 3\0'      # https://sqlite.org/fileformat2.html, section 1.3
+
+
+def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
+    """Paths of the journals of a run below a directory, sorted; and what could not be looked at, in words.
+
+    Links are not followed: what they lead to is below the directory anyway, or somebody else's.
+    """
+    first, last = os.path.basename(journal_path('', workflow_id, run_id, '*')).split('*')
+    found, problems, waiting = [], [], [base_dir]   # type: List[str], List[str], List[str]
+    while waiting:
+        directory = waiting.pop()
+        try:
+            with os.scandir(directory) as entries:
+                kinds = [(entry, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        except OSError as error:
+            problems.append(f'{directory} cannot be searched: {error.strerror}')
+            continue
+        waiting += [entry.path for entry, is_directory in kinds if is_directory]
+        for entry, is_directory in kinds:
+            if not is_directory and entry.name.startswith(first) and entry.name.endswith(last):
+                is_file = entry.is_file(follow_symlinks=False)
+                (found if is_file else problems).append(
+                    entry.path if is_file else f'{entry.path} is not a regular file: it was passed over')
+    return sorted(found), sorted(problems)
+
+
+def read_journal(path: str) -> Tuple[List[Dict[str, Any]], str]:
+    """Entries of a journal, as far as they are whole, and what is wrong with it in words, or ''."""
+    entries, faults = [], []    # type: List[Dict[str, Any]], List[str]
+    try:
+        with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
+            rows, fault = read_rows(copy_journal(path, os.path.join(directory, 'journal.db')))
+        faults += [fault] if fault else []
+    except (OSError, sqlite3.Error) as error:
+        return [], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    for job_id, payload in rows:
+        try:
+            entry = check_model('', 'JournaledCompletion', parse_json(payload.decode('utf-8')))
+            if entry['job_id'] != job_id:
+                raise ValueError(f"it is of job {entry['job_id']}")
+            entries.append(entry)
+        except (AttributeError, ValueError, BadInput) as error:     # AttributeError: it is no text
+            faults.append(f'the row of job {job_id} is no completion: {error}')
+    more = f', and {len(faults) - 1} more such faults' if len(faults) > 1 else ''
+    return entries, f'{path}: {faults[0]}{more}' if faults else ''
+
+
+def look_at_journal(path: str) -> List[Tuple[int, ...]]:
+    """Size, time of change and inode of a journal and of what lies beside it; () for what is not there."""
+    looks = []  # type: List[Tuple[int, ...]]
+    for suffix in ('', *LEFT_BESIDE):
+        try:
+            found = os.lstat(path + suffix)
+            looks.append((found.st_size, found.st_mtime_ns, found.st_ino))
+        except FileNotFoundError:
+            looks.append(())
+    return looks
+
+
+def copy_journal(path: str, copy: str) -> str:
+    """Copy a journal with what lies beside it, all as of one moment. Path of the copy."""
+    for _ in range(COPY_TRIES):
+        before = look_at_journal(path)
+        for suffix, look in zip(('', *LEFT_BESIDE), before):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(copy + suffix)
+            if look or not suffix:
+                copy_part(path + suffix, copy + suffix)
+        if look_at_journal(path) == before:
+            break
+    return copy
+
+
+def copy_part(path: str, copy: str) -> None:
+    """Copy one file."""
+    with open(path, 'rb', opener=open_regular) as file, open(copy, 'wb') as target:
+        if os.fstat(file.fileno()).st_size > MAX_JOURNAL_BYTES:
+            raise OSError(errno.EFBIG, f'it is larger than {format_memory(MAX_JOURNAL_BYTES)}')
+        shutil.copyfileobj(file, target, 2 ** 20)
+
+
+def read_rows(copy: str) -> Tuple[List[Tuple[Any, Any]], str]:
+    """(job id, payload) of the rows of a copied journal that can be read, and what is wrong, or ''."""
+    with open(copy, 'rb') as file:
+        head = file.read(len(SQLITE_HEAD))
+    if head != SQLITE_HEAD:     # the writer of an empty one was killed before it had written anything
+        return [], 'it is no SQLite file' if head else ''
+    rows, fault = {}, ''    # type: Dict[Any, Any], str
+    with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+        connection.text_factory = bytes     # a damaged row need not be UTF-8
+        # Otherwise SQLite refuses a file that was cut off, whatever is left (lockBtree() in btree.c).
+        connection.execute('PRAGMA writable_schema = ON')
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        if (b'journaled_completions',) not in tables:
+            return [], 'it has no table journaled_completions: it is damaged, or of another program'
+        for order in ('ASC', 'DESC'):       # from both ends up to what is damaged
+            try:
+                for job_id, payload in connection.execute(
+                        f'SELECT job_id, payload FROM journaled_completions ORDER BY job_id {order}'):
+                    rows[job_id] = payload
+                break
+            except sqlite3.Error as error:
+                fault = str(error)
+    return sorted(rows.items()), fault and f'it is damaged ({fault}): {len(rows)} rows can be read'
+
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
 #
@@ -23773,6 +24031,8 @@ class ServerLink:
         self.client = client
         self.node = node            # all that this runner has
         self.num_nodes = 1
+        # With the pid: which process this is, should the server be back as an older copy of its database.
+        self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.attempts = attempts    # those that are `reported` are to be sent
         self.pace = pace
         self.call = LinkOutlets()
@@ -33085,6 +33345,101 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
 
+# -------- reconcile --------
+
+REPLAY_BYTES = 2 ** 20      # of completions in one request, so that no other waits long for the server
+
+
+class JournalFound(Row):
+    """A journal of a run, and what became of its completions."""
+    path: str
+    entries: List[Dict[str, Any]]
+    counts: Dict[str, int]      # completions: all; of these accepted, known, rejected
+
+
+def cmd_reconcile(session: Session, args: Arguments) -> int:
+    """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
+    workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
+    if not os.path.isdir(base_dir):
+        raise BadInput(printable(f'there is no directory {base_dir}: name the output directory of the '
+                                 'runners, or one above it, with --base-dir'))
+    session.workflow(workflow_id)   # refused before thousands of files are read
+    paths, problems = find_journals(base_dir, workflow_id, run_id)
+    journals = []
+    for path in paths:
+        entries, problem = read_journal(path)
+        journals.append(JournalFound(path, entries, {}))
+        problems += [problem] if problem else []
+    accepted, rejected = [], []     # type: List[Tuple[int, int]], List[Dict[str, Any]]
+    for entries in replay_pieces(journals):
+        answer = session.call('replay_completions', {'run_id': run_id, 'completions': entries},
+                              workflow_id=workflow_id)
+        accepted += map(tuple, answer['accepted'])
+        rejected += answer['rejected']
+    # The server looks for runners of its host that are dead: what they held has ended by now.
+    session.call('list_compute_nodes', workflow_id=workflow_id, is_active=True, limit=1)
+    count_brought(journals, accepted, [(row['job_id'], row['attempt_id']) for row in rejected])
+    show_reconciled(session, args, journals, [row['message'] for row in rejected], problems)
+    return 0
+
+
+def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, Any]]]:
+    """All completions in pieces for one request each, earlier attempts and ends first."""
+    entries = sorted((entry for journal in journals for entry in journal.entries), key=lambda entry: (
+        entry['result'].get('attempt_id') or 1, entry['result']['completion_time']))
+    piece, size = [], 0     # type: List[Dict[str, Any]], int
+    for entry in entries:
+        length = len(format_json(entry))
+        if length > REPLAY_BYTES:       # the end is worth more than the times of so many output files
+            entry = dict(entry, torc_py=dict(entry.get('torc_py') or {}, file_times=None, contents=None))
+        if piece and (len(piece) >= MAX_COMPLETIONS_PER_REQUEST or size + length > REPLAY_BYTES):
+            yield piece
+            piece, size = [], 0
+        piece.append(entry)
+        size += length
+    if piece:
+        yield piece
+
+
+def count_brought(journals: Sequence[JournalFound], accepted: Sequence[Tuple[int, int]],
+                  rejected: Sequence[Tuple[int, int]]) -> None:
+    """Note in journals what became of their completions; what is in several counts in the first."""
+    left = {'accepted': collections.Counter(accepted), 'rejected': collections.Counter(rejected)}
+    for journal in journals:
+        journal.counts.update(completions=len(journal.entries), accepted=0, known=0, rejected=0)
+        for entry in journal.entries:
+            key = entry['job_id'], entry['result'].get('attempt_id') or 1
+            became = next((word for word, keys in left.items() if keys[key]), 'known')
+            journal.counts[became] += 1
+            if became in left:
+                left[became][key] -= 1
+
+
+def show_reconciled(session: Session, args: Arguments, journals: Sequence[JournalFound],
+                    rejections: Sequence[str], problems: Sequence[str]) -> None:
+    """What each journal has brought, and all together; to stderr what is to be looked at."""
+    sums = {word: sum(journal.counts[word] for journal in journals)
+            for word in ('completions', 'accepted', 'rejected', 'known')}
+    value = {'files': len(journals), 'total_completions': sums.pop('completions'), **sums,
+             'journals': [{'path': journal.path, **journal.counts} for journal in journals],
+             'problems': list(problems)}
+    of_run = f"workflow_id={args['workflow_id']} run_id={args['run_id']}"
+    lines = [f"Reconciled {of_run}: {len(journals)} file(s), {value['total_completions']} completion(s) "
+             f"({sums['accepted']} accepted, {sums['rejected']} rejected)"]
+    line = '  {}: {completions} completions, {accepted} accepted, {known} known, {rejected} rejected'
+    lines += [line.format(journal.path, **journal.counts) for journal in journals]
+    session.answer(value, format_lines(lines))
+    session.report(*problems)
+    reasons = collections.Counter(rejections).most_common()
+    session.report(*(f'rejected: {count} completions: {message}'
+                     for message, count in reasons[:PROBLEMS_SHOWN]))
+    if len(reasons) > PROBLEMS_SHOWN:
+        session.report(f'... and for {len(reasons) - PROBLEMS_SHOWN} more reasons')
+    if not journals:
+        session.inform(f"no journal of {of_run} was found below {args['base_dir']}")
+    elif not sums['accepted'] and not sums['rejected']:
+        session.inform(f"nothing was new: all {sums['known']} completions were known")
+
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
 #
@@ -33918,6 +34273,11 @@ COMMANDS = (
         Argument('--job-ids', 'JOB,...', 'look only at these jobs', parse_ids, '*'), DRY_RUN,
         Argument('--no-downsize', '', 'only ask for more, never for less')),
         'workflows correct-resources 1 --dry-run'),
+    Command('workflows reconcile', cmd_reconcile,
+        'bring to the server what runners kept in their journals while it was away', (
+        NEEDED_WF, Argument('RUN', '', 'its run, as `status` shows it', at_least(0), key='run_id'),
+        Argument('--base-dir', 'DIR', 'look for journals here and in all directories below', default='.')),
+        'workflows reconcile 1 1 --base-dir torc_output'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('true|false', '', 'true: hide; false: show again', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
