@@ -27687,6 +27687,132 @@ class ClusterCase(SlurmTest, FlowTest):
         return self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
 
 
+class OrphanCase(ClusterCase):
+    """Allocations that end without a word: what `workflows sync-status` makes of them."""
+    SPEC = """
+        name: orphans
+        execution_config: {mode: MODE}
+        resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT5M}]
+        slurm_schedulers: [{name: s, account: wfacct, walltime: "00:10:00", extra: "EXTRA"}]
+        jobs:
+          - {name: "j{i}", command: "echo x >> began; until [ -e go ]; do sleep 0.2; done; echo {i} >> done",
+             parameters: {i: "1:2"}, resource_requirements: r}
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]
+    """
+
+    def begin(self, extra: str = '--no-requeue', mode: str = 'direct') -> Dict[str, Any]:
+        """Both jobs run in an allocation; its compute node."""
+        self.submit(self.SPEC.replace('EXTRA', extra).replace('MODE', mode))
+        self.wait_slurm(lambda: self.world.read('began').count('x') == 2 and self.count('running') == 2, 60,
+                        'both jobs', self.situation)
+        return self.rows('list_compute_nodes')[0]
+
+    def count(self, status: str) -> int:
+        """How many jobs have this status."""
+        return sum(row['status'] == status for row in self.rows('list_jobs'))
+
+    def sync(self, *flags: str) -> Dict[str, Any]:
+        """`workflows sync-status`."""
+        return self.assertExit(0, self.world.cli('-f', 'json', 'workflows', 'sync-status', 1, *flags)).json()
+
+    def sync_when_certain(self, key: str, deadline_s: float = 60) -> Dict[str, Any]:
+        """Once a dry run finds jobs it is done, and once more finds nothing new; nobody is asked but Slurm."""
+        before = self.wait_slurm(lambda: (lambda found: found[key] and found)(self.sync('--dry-run')),
+                                 deadline_s, key, lambda: [self.sync('--dry-run'), self.situation()])
+        self.assertEqual(2, self.count('running'))
+        found, again = self.sync(), self.sync()
+        for row in (before, found):
+            row['doubts'] = []
+        self.assertEqual(dict(before, dry_run=False), found)
+        self.assertEqual(([], 0, []), (again['allocations'], again['compute_nodes_deactivated'],
+                                       again['failed_job_details'] + again['requeued_job_details']))
+        self.assertEqual(({'complete'}, found['allocations'][0]['reason']), (
+            {row['status'] for row in self.rows('list_scheduled_compute_nodes')},
+            self.rows('list_scheduled_compute_nodes')[0]['reason']))
+        return found
+
+    def go_on(self) -> None:
+        """Another allocation brings the jobs to their end, each once."""
+        self.world.write('go', '')
+        self.assertExit(0, self.world.cli('slurm', 'schedule-nodes', 1, '-p', 1))
+        self.wait_slurm(lambda: self.count('completed') == 2, 90, 'the end of the jobs', self.situation)
+        self.assertEqual(['1', '2'], sorted(self.world.read('done').split()))
+
+
+@slow
+class OrphanTest(OrphanCase):
+    """What needs no node for itself."""
+
+    def test_an_active_allocation_that_was_canceled_tells_it_itself(self):
+        self.begin()
+        self.bed.ask('scancel', self.live_allocations()[0].id)
+        self.wait_slurm(lambda: self.count('ready') == 2, 30, 'the last words of the runner', self.situation)
+        self.wait_gone()
+        found = self.sync()
+        self.assertEqual(([], 0, {'pending': 0, 'active': 0}), (found['allocations'], found['jobs_requeued'], found['alive']))
+        row, = self.rows('list_scheduled_compute_nodes')
+        self.assertEqual(('complete', 'its last runner (compute node 1) has left'), (row['status'], row['reason']))
+
+    def test_a_pending_allocation_that_was_canceled(self):
+        self.submit(self.SPEC.replace('EXTRA', '--begin=now+1hour').replace('MODE', 'direct'))
+        self.assertEqual({'pending': 1, 'active': 0}, self.sync('--dry-run')['alive'])
+        number = self.live_allocations()[0].id
+        self.bed.ask('scancel', number)
+        before = self.wait_slurm(lambda: (lambda found: found['pending_allocations_cleaned'] and found)(self.sync('--dry-run')),
+                                 30, 'its end')
+        self.assertEqual('pending', self.rows('list_scheduled_compute_nodes')[0]['status'])
+        found, again = self.sync(), self.sync()
+        self.assertEqual((dict(before, dry_run=False), 0), (found, again['pending_allocations_cleaned']))
+        row, = self.rows('list_scheduled_compute_nodes')
+        self.assertEqual('complete', row['status'])
+        self.assertRegex(row['reason'], fr'^Slurm job {number} was canceled by a user or administrator \(CANCELLED')
+        self.assertIn(row['reason'], self.assertExit(0, self.world.cli('scheduled-compute-nodes', 'list', 1)).out)
+
+    def test_a_runner_that_was_killed_inside_its_allocation(self):
+        node = self.begin()
+        number = self.live_allocations()[0].id
+        os.kill(node['pid'], signal.SIGKILL)
+        found = self.sync_when_certain('slurm_jobs_failed')
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {number} ended with another exit code \(FAILED, exit code 0:9, at .*Z\)$')
+        self.assertEqual((0, 2), (found['jobs_requeued'], found['slurm_jobs_failed']))
+        for row in self.rows('list_results'):
+            self.assertEqual((-128, 'failed'), (row['return_code'], row['status']))
+            self.assertIn(found['allocations'][0]['reason'], row['reason'])
+
+
+@slow
+class LostNodeTest(OrphanCase):
+    """What needs nodes for itself."""
+    is_alone = True
+
+    def test_an_active_allocation_that_was_canceled_while_its_runner_could_not_say_so(self):
+        node = self.begin()
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'thaw-node', allocation.nodes)
+        self.bed.control('freeze-node', allocation.nodes)
+        self.bed.ask('scancel', allocation.id)
+        self.assertIn(f'Slurm job {allocation.id} is ending (COMPLETING)', self.sync()['doubts'])
+        os.kill(node['pid'], signal.SIGKILL)
+        self.bed.control('thaw-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued')
+        self.assertRegex(found['allocations'][0]['reason'], fr'^Slurm job {allocation.id} was canceled by a user or '
+                         r'administrator \(CANCELLED, at .*Z\)$')
+        self.assertEqual((2, 0, 1), (found['jobs_requeued'], found['slurm_jobs_failed'], found['compute_nodes_deactivated']))
+        self.go_on()
+        self.assertEqual({2}, {row['attempt_id'] for row in self.rows('list_results')})
+
+    def test_a_node_that_is_lost(self):
+        self.begin()
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'start-node', allocation.nodes)
+        self.bed.control('kill-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued', 150)
+        self.assertRegex(found['allocations'][0]['reason'], fr'^Slurm job {allocation.id} lost a node \(NODE_FAIL')
+        self.bed.control('start-node', allocation.nodes)
+        self.go_on()
+
+
 STAGED = '''
     name: staged
     compute_node_wait_for_new_jobs_seconds: 2

@@ -29727,7 +29727,7 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'Data=data:1'),
     'scheduled-compute-nodes': Noun(
         'scheduled_compute_node', 'ID=id, Scheduler ID=scheduler_id, Config ID=scheduler_config_id, '
-        'Type=scheduler_type, Status=status'),
+        'Type=scheduler_type, Status=status, +Reason=reason'),
     'compute-nodes': Noun(
         'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
         'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
