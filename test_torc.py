@@ -21753,6 +21753,155 @@ class TerminationTest(RunnerCase):
 
 # ======== 17a. Diagnosis ========
 
+GIB = 2 ** 30
+
+
+def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1,
+            name: str = 'small', code: int = 0,
+            minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1) -> Any:
+    """A job, what it asked for, and its result."""
+    needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
+    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes,
+              'status': 'failed' if code else 'completed',
+              'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
+    return torc.JobUse({'id': number, 'name': f'job{number}', 'resource_requirements_id': needs_id}, needs, result)
+
+
+class UseTest(unittest.TestCase):
+    """What jobs used is compared with what they asked for, as Torc's reports do it."""
+
+    def compared(self, **how: Any) -> Dict[str, Tuple[str, str, str]]:
+        """Resource -> asked for, peak, and by how much it is more."""
+        found = [torc.describe_comparison(item, item.over_percent > 1) for item in torc.compare_use(job_use(**how))]
+        return {item['resource_type']: (item['specified'], item['peak_used'], item['over_utilization']) for item in found}
+
+    def test_each_resource_is_compared_in_its_unit(self):
+        self.assertEqual(
+            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'),
+             'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
+            self.compared(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165))
+        self.assertEqual({'Memory': ('100.0 MB', '0.0 MB', '0.0%'), 'Runtime': ('10m 0s', '2m 5s', '0.0%')},
+                         self.compared(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60))
+
+    def test_what_was_not_measured_or_is_no_limit_is_not_compared(self):
+        self.assertEqual(['Runtime'], list(self.compared()))
+        self.assertEqual({}, self.compared(name='default', memory='1m', runtime='P0DT1M', peak=GIB, cpu=800.0))
+        self.assertEqual(['CPU'], list(self.compared(memory='much', runtime='long', peak=GIB, cpu=10.0)))
+        self.assertEqual([], list(self.compared(memory='0', runtime='PT0S', peak=GIB)))
+
+    def test_a_failure_is_put_down_to_memory_or_time_by_the_rules_of_torc(self):
+        table = '''
+            code  minutes  peak/m  flags
+            1     1        0.5     -
+            1     1        1.5     memory_exceeded
+            137   47       -       sigkill_137
+            137   47       0.5     sigkill_137
+            137   49       -       -
+            137   55       -       timeout
+            137   55       1.5     memory_exceeded timeout
+            152   1        -       timeout sigxcpu_152
+            1     54       -       -
+            1     55       -       timeout
+            1     61       -       timeout runtime
+            '''
+        for line in textwrap.dedent(table).strip().splitlines()[1:]:
+            code, minutes, peak, flags = line.split(None, 3)
+            with self.subTest(line):
+                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes),
+                                                     peak=None if peak == '-' else int(float(peak) * GIB)))
+                said = [found.get('oom_reason'), 'timeout' if found.get('likely_timeout') else None, found.get('timeout_reason'),
+                        'runtime' if found.get('likely_runtime_violation') else None]
+                self.assertEqual(flags, ' '.join(filter(None, said)) or '-')
+                self.assertEqual(bool(found.get('memory_violation')), 'oom_reason' in found)
+        self.assertTrue(torc.explain_failure(job_use(code=1, cpu=101.0))['likely_cpu_violation'])
+        self.assertEqual('+50.0%', torc.explain_failure(job_use(code=1, peak=3 * GIB // 2))['memory_over_utilization'])
+
+
+class CorrectionTest(unittest.TestCase):
+    """Requirements follow what was seen, times a multiplier."""
+
+    def planned(self, uses: Sequence[Any], sharers: Optional[Dict[int, int]] = None, attempts: Sequence[Any] = (), multiplier: float = 1.2,
+                downsizes: bool = True) -> List[str]:
+        """'up memory 1g->2g because of 1,2', a line each."""
+        results = [use.result for use in uses] + list(attempts)
+        counted = sharers or dict(collections.Counter(use.needs['id'] for use in uses))
+        plan = torc.plan_corrections(uses, results, counted, torc.Multipliers(multiplier, multiplier, multiplier), downsizes)
+        return [f"{direction[:-5]} {item.resource} {item.original}->{item.new} because of {','.join(str(use.job['id']) for use in item.uses)}"
+                for direction, items in plan for item in items]
+
+    def test_each_resource_grows_to_the_peak_and_a_margin(self):
+        for how, expected in (
+                ({'peak': int(10.5 * GIB), 'memory': '8g'}, ['up memory 8g->13g']),
+                ({'peak': 150 * 2 ** 20, 'memory': '100m'}, ['up memory 100m->180m']),
+                ({'peak': 2 ** 20, 'memory': '1000k'}, ['up memory 1000k->2m']),
+                ({'code': 137, 'minutes': 10}, ['up memory 1g->2g']),
+                ({'code': 137, 'minutes': 10, 'peak': GIB // 2, 'memory': '10g'}, ['up memory 10g->12g']),
+                ({'code': 137, 'minutes': 55}, []),
+                ({'code': 1, 'minutes': 55}, []),
+                ({'cpu': 501.4, 'cpus': 3}, ['up cpu 3->7']),
+                ({'cpu': 100.9}, []),
+                ({'cpu': 250.0, 'cpus': 3}, []),
+                ({'minutes': 165, 'runtime': 'PT2H'}, ['up runtime PT2H->PT3H18M']),
+                ({'code': 152, 'minutes': 1}, ['up runtime PT1H->PT1H12M']),
+                ({'code': 152, 'minutes': 70}, ['up runtime PT1H->PT1H24M']),
+                ({'minutes': 70, 'peak': 2 * GIB, 'cpu': 150.0}, ['up memory 1g->3g', 'up cpu 1->2', 'up runtime PT1H->PT1H24M']),
+                ({'name': 'default', 'memory': '1m', 'runtime': 'P0DT1M', 'peak': GIB, 'code': 137}, [])):
+            with self.subTest(str(how)):
+                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)], downsizes=False))
+
+    def test_shared_requirements_follow_the_job_that_needs_most(self):
+        uses = [job_use(1, peak=2 * GIB), job_use(2, peak=GIB // 2), job_use(3, peak=5 * GIB), job_use(4, needs_id=2, peak=3 * GIB)]
+        self.assertEqual(['up memory 1g->6g because of 1,3', 'up memory 1g->4g because of 4'], self.planned(uses))
+
+    def test_only_much_too_large_ones_shrink(self):
+        for how, expected in (
+                ({'memory': '10g', 'peak': GIB}, ['down memory 10g->2g']),
+                ({'memory': '2g', 'peak': GIB}, []),
+                ({'memory': '10g', 'peak': 0}, []),
+                ({'memory': '10g'}, []),
+                ({'cpus': 8, 'cpu': 300.0}, ['down cpu 8->4']),
+                ({'cpus': 2, 'cpu': 196.0}, []),
+                ({'cpus': 4, 'cpu': 310.0}, []),
+                ({'runtime': 'PT2H', 'minutes': 10}, ['down runtime PT2H->PT12M']),
+                ({'runtime': 'PT40M', 'minutes': 10}, []),
+                ({'runtime': 'PT40M', 'minutes': 0.001}, ['down runtime PT40M->PT1M']),
+                ({'memory': '10g', 'peak': GIB, 'code': 1}, [])):
+            with self.subTest(str(how)):
+                how = dict({'minutes': 50}, **how)
+                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)]))
+                self.assertEqual([], self.planned([job_use(**how)], downsizes=False))
+
+    def test_they_shrink_only_when_every_job_that_has_them_was_seen_to_do_well(self):
+        small = {'memory': '10g', 'minutes': 50}
+        both = [job_use(1, peak=GIB, **small), job_use(2, peak=2 * GIB, **small)]
+        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both))
+        self.assertEqual([], self.planned(both, {1: 3}))
+        self.assertEqual([], self.planned([both[0], job_use(2, **small)]))
+        self.assertEqual([], self.planned([both[0], job_use(2, peak=GIB, code=1, **small)]))
+        # An earlier attempt of the same run counts, and one of an earlier run does not.
+        self.assertEqual(['down memory 10g->5g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB).result]))
+        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB, run_id=0).result]))
+
+    def test_nothing_is_ever_set_below_what_was_seen_times_the_multiplier(self):
+        chance = random.Random(11)
+        for trial in range(300):
+            factor = chance.choice((1.0, 1.2, 1.5, 3.0))
+            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16),
+                            f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
+                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB),
+                            cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
+            for use in uses:
+                use.needs.update(uses[0].needs)
+            plan = torc.plan_corrections(uses, [use.result for use in uses], {1: 2}, torc.Multipliers(factor, factor, factor), True)
+            new = {item.resource: item.new for _, items in plan for item in items}
+            with self.subTest(trial):
+                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes',
+                        'peak_cpu_percent', 'exec_time_minutes')]
+                self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
+                self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
+                self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
+
+
 # ======== 17b. Regeneration ========
 
 # ======== 17c. Watching ========
@@ -22075,157 +22224,6 @@ class StyleTest(unittest.TestCase):
         self.assertGreater(torc.style_of(Terminal(), {}).width, 0)
         with unittest.mock.patch.object(torc.shutil, 'get_terminal_size', lambda: os.terminal_size((0, 0))):
             self.assertEqual(80, torc.style_of(Terminal(), {}).width)       # of `script` under cron
-
-
-# -------- what jobs used --------
-
-GIB = 2 ** 30
-
-
-def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1,
-            name: str = 'small', code: int = 0,
-            minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1) -> Any:
-    """A job, what it asked for, and its result."""
-    needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
-    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes,
-              'status': 'failed' if code else 'completed',
-              'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
-    return torc.JobUse({'id': number, 'name': f'job{number}', 'resource_requirements_id': needs_id}, needs, result)
-
-
-class UseTest(unittest.TestCase):
-    """What jobs used is compared with what they asked for, as Torc's reports do it."""
-
-    def compared(self, **how: Any) -> Dict[str, Tuple[str, str, str]]:
-        """Resource -> asked for, peak, and by how much it is more."""
-        found = [torc.describe_comparison(item, item.over_percent > 1) for item in torc.compare_use(job_use(**how))]
-        return {item['resource_type']: (item['specified'], item['peak_used'], item['over_utilization']) for item in found}
-
-    def test_each_resource_is_compared_in_its_unit(self):
-        self.assertEqual(
-            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'),
-             'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
-            self.compared(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165))
-        self.assertEqual({'Memory': ('100.0 MB', '0.0 MB', '0.0%'), 'Runtime': ('10m 0s', '2m 5s', '0.0%')},
-                         self.compared(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60))
-
-    def test_what_was_not_measured_or_is_no_limit_is_not_compared(self):
-        self.assertEqual(['Runtime'], list(self.compared()))
-        self.assertEqual({}, self.compared(name='default', memory='1m', runtime='P0DT1M', peak=GIB, cpu=800.0))
-        self.assertEqual(['CPU'], list(self.compared(memory='much', runtime='long', peak=GIB, cpu=10.0)))
-        self.assertEqual([], list(self.compared(memory='0', runtime='PT0S', peak=GIB)))
-
-    def test_a_failure_is_put_down_to_memory_or_time_by_the_rules_of_torc(self):
-        table = '''
-            code  minutes  peak/m  flags
-            1     1        0.5     -
-            1     1        1.5     memory_exceeded
-            137   47       -       sigkill_137
-            137   47       0.5     sigkill_137
-            137   49       -       -
-            137   55       -       timeout
-            137   55       1.5     memory_exceeded timeout
-            152   1        -       timeout sigxcpu_152
-            1     54       -       -
-            1     55       -       timeout
-            1     61       -       timeout runtime
-            '''
-        for line in textwrap.dedent(table).strip().splitlines()[1:]:
-            code, minutes, peak, flags = line.split(None, 3)
-            with self.subTest(line):
-                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes),
-                                                     peak=None if peak == '-' else int(float(peak) * GIB)))
-                said = [found.get('oom_reason'), 'timeout' if found.get('likely_timeout') else None, found.get('timeout_reason'),
-                        'runtime' if found.get('likely_runtime_violation') else None]
-                self.assertEqual(flags, ' '.join(filter(None, said)) or '-')
-                self.assertEqual(bool(found.get('memory_violation')), 'oom_reason' in found)
-        self.assertTrue(torc.explain_failure(job_use(code=1, cpu=101.0))['likely_cpu_violation'])
-        self.assertEqual('+50.0%', torc.explain_failure(job_use(code=1, peak=3 * GIB // 2))['memory_over_utilization'])
-
-
-class CorrectionTest(unittest.TestCase):
-    """Requirements follow what was seen, times a multiplier."""
-
-    def planned(self, uses: Sequence[Any], sharers: Optional[Dict[int, int]] = None, attempts: Sequence[Any] = (), multiplier: float = 1.2,
-                downsizes: bool = True) -> List[str]:
-        """'up memory 1g->2g because of 1,2', a line each."""
-        results = [use.result for use in uses] + list(attempts)
-        counted = sharers or dict(collections.Counter(use.needs['id'] for use in uses))
-        plan = torc.plan_corrections(uses, results, counted, torc.Multipliers(multiplier, multiplier, multiplier), downsizes)
-        return [f"{direction[:-5]} {item.resource} {item.original}->{item.new} because of {','.join(str(use.job['id']) for use in item.uses)}"
-                for direction, items in plan for item in items]
-
-    def test_each_resource_grows_to_the_peak_and_a_margin(self):
-        for how, expected in (
-                ({'peak': int(10.5 * GIB), 'memory': '8g'}, ['up memory 8g->13g']),
-                ({'peak': 150 * 2 ** 20, 'memory': '100m'}, ['up memory 100m->180m']),
-                ({'peak': 2 ** 20, 'memory': '1000k'}, ['up memory 1000k->2m']),
-                ({'code': 137, 'minutes': 10}, ['up memory 1g->2g']),
-                ({'code': 137, 'minutes': 10, 'peak': GIB // 2, 'memory': '10g'}, ['up memory 10g->12g']),
-                ({'code': 137, 'minutes': 55}, []),
-                ({'code': 1, 'minutes': 55}, []),
-                ({'cpu': 501.4, 'cpus': 3}, ['up cpu 3->7']),
-                ({'cpu': 100.9}, []),
-                ({'cpu': 250.0, 'cpus': 3}, []),
-                ({'minutes': 165, 'runtime': 'PT2H'}, ['up runtime PT2H->PT3H18M']),
-                ({'code': 152, 'minutes': 1}, ['up runtime PT1H->PT1H12M']),
-                ({'code': 152, 'minutes': 70}, ['up runtime PT1H->PT1H24M']),
-                ({'minutes': 70, 'peak': 2 * GIB, 'cpu': 150.0}, ['up memory 1g->3g', 'up cpu 1->2', 'up runtime PT1H->PT1H24M']),
-                ({'name': 'default', 'memory': '1m', 'runtime': 'P0DT1M', 'peak': GIB, 'code': 137}, [])):
-            with self.subTest(str(how)):
-                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)], downsizes=False))
-
-    def test_shared_requirements_follow_the_job_that_needs_most(self):
-        uses = [job_use(1, peak=2 * GIB), job_use(2, peak=GIB // 2), job_use(3, peak=5 * GIB), job_use(4, needs_id=2, peak=3 * GIB)]
-        self.assertEqual(['up memory 1g->6g because of 1,3', 'up memory 1g->4g because of 4'], self.planned(uses))
-
-    def test_only_much_too_large_ones_shrink(self):
-        for how, expected in (
-                ({'memory': '10g', 'peak': GIB}, ['down memory 10g->2g']),
-                ({'memory': '2g', 'peak': GIB}, []),
-                ({'memory': '10g', 'peak': 0}, []),
-                ({'memory': '10g'}, []),
-                ({'cpus': 8, 'cpu': 300.0}, ['down cpu 8->4']),
-                ({'cpus': 2, 'cpu': 196.0}, []),
-                ({'cpus': 4, 'cpu': 310.0}, []),
-                ({'runtime': 'PT2H', 'minutes': 10}, ['down runtime PT2H->PT12M']),
-                ({'runtime': 'PT40M', 'minutes': 10}, []),
-                ({'runtime': 'PT40M', 'minutes': 0.001}, ['down runtime PT40M->PT1M']),
-                ({'memory': '10g', 'peak': GIB, 'code': 1}, [])):
-            with self.subTest(str(how)):
-                how = dict({'minutes': 50}, **how)
-                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)]))
-                self.assertEqual([], self.planned([job_use(**how)], downsizes=False))
-
-    def test_they_shrink_only_when_every_job_that_has_them_was_seen_to_do_well(self):
-        small = {'memory': '10g', 'minutes': 50}
-        both = [job_use(1, peak=GIB, **small), job_use(2, peak=2 * GIB, **small)]
-        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both))
-        self.assertEqual([], self.planned(both, {1: 3}))
-        self.assertEqual([], self.planned([both[0], job_use(2, **small)]))
-        self.assertEqual([], self.planned([both[0], job_use(2, peak=GIB, code=1, **small)]))
-        # An earlier attempt of the same run counts, and one of an earlier run does not.
-        self.assertEqual(['down memory 10g->5g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB).result]))
-        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB, run_id=0).result]))
-
-    def test_nothing_is_ever_set_below_what_was_seen_times_the_multiplier(self):
-        chance = random.Random(11)
-        for trial in range(300):
-            factor = chance.choice((1.0, 1.2, 1.5, 3.0))
-            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16),
-                            f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
-                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB),
-                            cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
-            for use in uses:
-                use.needs.update(uses[0].needs)
-            plan = torc.plan_corrections(uses, [use.result for use in uses], {1: 2}, torc.Multipliers(factor, factor, factor), True)
-            new = {item.resource: item.new for _, items in plan for item in items}
-            with self.subTest(trial):
-                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes',
-                        'peak_cpu_percent', 'exec_time_minutes')]
-                self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
-                self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
-                self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
 
 
 # -------- errors in logs --------

@@ -26999,8 +26999,292 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 
 # ======== 17a. Diagnosis: what failed jobs lacked, and what they get instead ========
 #
-# Pure functions from results and resource requirements to classes of failures and corrections. Real evidence,
-# such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses from return codes and times.
+# Pure functions from results and resource requirements, as the API has them, to comparisons, classes of
+# failures and corrections. Real evidence, such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses
+# from return codes and times.
+#
+# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
+# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
+# no limit. Requirements are shared: what one job needs, all jobs that have them get, unless they are split.
+
+PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
+OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
+CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
+LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
+# What downsizing must save to be worth another requirement; as in Torc.
+LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
+TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
+
+
+class JobUse(Row):
+    """A job, its requirements, and the result that is looked at."""
+    job: Dict[str, Any]
+    needs: Dict[str, Any]
+    result: Dict[str, Any]
+    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
+
+
+class Comparison(Row):
+    """One resource of one job: what it asked for and used at most, in the same unit."""
+    use: JobUse
+    resource: str       # key of MEASURES
+    limit: float
+    used: float
+
+    @property
+    def over_percent(self) -> float:
+        """By how much of the limit more was used; 0 below it."""
+        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
+
+
+class Measure(Row):
+    """A resource as reports show it."""
+    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
+    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
+    show: Callable[[float], str]
+
+
+def report_memory(value_bytes: float) -> str:
+    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
+    megabytes = value_bytes / 1024 ** 2
+    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
+
+
+def report_duration(value_s: float) -> str:
+    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
+    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
+    if hours:
+        return f'{hours}h {minutes}m {seconds}s'
+    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
+
+
+def seconds_of(result: Dict[str, Any]) -> float:
+    """How long an attempt ran."""
+    return result['exec_time_minutes'] * 60
+
+
+MEASURES = {
+    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
+                      lambda result: result.get('peak_memory_bytes'), report_memory),
+    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
+                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
+    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
+}
+
+
+def is_placeholder(needs: Dict[str, Any]) -> bool:
+    """Whether requirements are those of jobs that name none."""
+    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
+
+
+def limit_of(resource: str, needs: Dict[str, Any]) -> float:
+    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
+    try:
+        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
+    except ValueError:
+        return 0.0
+
+
+def compare_use(use: JobUse) -> List[Comparison]:
+    """A job's resources that have a limit and were measured."""
+    found = []
+    for resource, measure in MEASURES.items():
+        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
+        if limit > 0 and used is not None:
+            found.append(Comparison(use, resource, limit, used))
+    return found
+
+
+def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
+    """A comparison as Torc's JSON has it."""
+    use, show = comparison.use, MEASURES[comparison.resource].show
+    specified = show(comparison.limit)
+    if comparison.resource == 'CPU':
+        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
+    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
+            'specified': specified, 'peak_used': show(comparison.used),
+            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
+
+
+def find_memory_violation(use: JobUse) -> str:
+    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
+
+    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
+    of the runtime counts as well.
+    """
+    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
+    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
+        return 'memory_exceeded'
+    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
+    return 'sigkill_137' if is_killed and (not seconds
+                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
+
+
+def explain_failure(use: JobUse) -> Dict[str, Any]:
+    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
+    needs, result = use.needs, use.result
+    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
+    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
+    is_timeout = result['return_code'] == TERMINATED_CODES['time']
+    oom = find_memory_violation(use)
+    found = {
+        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
+        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
+        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
+        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
+        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
+        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
+        'likely_timeout': is_timeout or 0 < TIMEOUT_SHARE * runtime_s < ran_s or None,
+        'timeout_reason': 'sigxcpu_152' if is_timeout else None,
+        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
+        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
+        'peak_cpu_percent': cpu_percent,
+        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# -------- corrections --------
+
+class Multipliers(Row):
+    """By how much more than was seen is asked for."""
+    memory: float
+    cpu: float
+    runtime: float
+
+
+class Correction(Row):
+    """One resource of requirements, as it is and as it should be."""
+    resource: str               # 'memory', 'cpu' or 'runtime'
+    uses: List[JobUse]          # the jobs because of which
+    original: Any
+    new: Any
+    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
+
+
+ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
+    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
+    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
+    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
+}
+
+
+def round_memory_up(value_bytes: float) -> str:
+    """Bytes -> the next whole g, m or k: 13g, 300m."""
+    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
+    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
+
+
+def round_runtime_up(value_s: float) -> str:
+    """Seconds -> the next whole minute: PT2H5M."""
+    return format_duration(60 * max(1, math.ceil(value_s / 60)))
+
+
+def cpus_for(percent: float, multiplier: float) -> int:
+    """CPUs that are enough for a peak."""
+    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
+
+
+def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More memory, if one of the jobs needed more than it asked for."""
+    found = [(use, find_memory_violation(use)) for use in uses]
+    over = [use for use, reason in found if reason]
+    if not over:
+        return None
+    limit = limit_of('Memory', over[0].needs)
+    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
+               default=None)
+    is_guess = any(reason == 'sigkill_137' for _, reason in found)
+    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
+    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
+
+
+def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More CPUs, if one of the jobs kept more busy than it asked for."""
+    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
+            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
+    if not over:
+        return None
+    peak = max(use.result['peak_cpu_percent'] for use in over)
+    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
+
+
+def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More time, if one of the jobs took more than it asked for, or was killed for it."""
+    over, wanted_s, peak_s = [], 0.0, 0.0
+    for use in uses:
+        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
+        is_timeout = use.result['return_code'] == TERMINATED_CODES['time'] and not use.is_stale
+        if limit_s and (is_timeout or ran_s > limit_s):
+            over.append(use)
+            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
+            peak_s = max(peak_s, ran_s)
+    if not over:
+        return None
+    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
+
+
+def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
+             multipliers: Multipliers) -> List[Correction]:
+    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
+    needs, found = uses[0].needs, []
+    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
+    percent_seen = [result.get('peak_cpu_percent') for result in seen]
+    limit = limit_of('Memory', needs)
+    if limit and all(bytes_seen):
+        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
+        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
+            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
+    limit = limit_of('CPU', needs)
+    if limit and all(percent_seen):
+        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
+        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
+            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
+    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
+    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
+    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
+        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
+    return found
+
+
+def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
+                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
+    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
+
+    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
+    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
+    """
+    groups: Dict[int, List[JobUse]] = {}
+    for use in uses:
+        groups.setdefault(use.needs['id'], []).append(use)
+    plan = []
+    for needs_id, group in sorted(groups.items()):
+        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
+              increase_runtime(group, multipliers.runtime)]
+        corrections = [correction for correction in up if correction]
+        if corrections:
+            plan.append(('upscale', corrections))
+        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
+                                                                       for use in group):
+            runs = {(use.job['id'], use.result['run_id']) for use in group}
+            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
+            corrections = decrease(group, seen, multipliers)
+            plan += [('downscale', corrections)] if corrections else []
+    return plan
+
+
+def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
+    """The corrections of one of the requirements, as Torc's JSON has them."""
+    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
+    found: Dict[str, Any] = {
+        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
+        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
+    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
+    for correction in corrections:
+        found[f'{correction.resource}_adjusted'] = True
+        values = correction.original, correction.new, correction.peak
+        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
+                     if value is not None)
+    return found
 
 
 # ======== 17b. Regeneration: allocations for the jobs that are left ========
@@ -27710,296 +27994,9 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
     return bar + line if style.is_terminal and len(bar + line) < style.width else line
 
 
-# ======== 19a. Reports: what jobs used beside what they asked for, and errors in logs ========
+# ======== 19a. Reports: errors in logs ========
 #
-# Functions from values to values: comparisons, corrections, findings in logs. They know results and
-# resource requirements as the API has them, and neither sessions nor files.
-#
-# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
-# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
-# no limit. Requirements are shared: what one job needs, all jobs that have them get.
-
-PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
-OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
-CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
-LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
-# What downsizing must save to be worth another requirement; as in Torc.
-LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
-TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
-
-
-class JobUse(Row):
-    """A job, its requirements, and the result that is looked at."""
-    job: Dict[str, Any]
-    needs: Dict[str, Any]
-    result: Dict[str, Any]
-    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
-
-
-class Comparison(Row):
-    """One resource of one job: what it asked for and used at most, in the same unit."""
-    use: JobUse
-    resource: str       # key of MEASURES
-    limit: float
-    used: float
-
-    @property
-    def over_percent(self) -> float:
-        """By how much of the limit more was used; 0 below it."""
-        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
-
-
-class Measure(Row):
-    """A resource as reports show it."""
-    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
-    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
-    show: Callable[[float], str]
-
-
-def report_memory(value_bytes: float) -> str:
-    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
-    megabytes = value_bytes / 1024 ** 2
-    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
-
-
-def report_duration(value_s: float) -> str:
-    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
-    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
-    if hours:
-        return f'{hours}h {minutes}m {seconds}s'
-    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
-
-
-def seconds_of(result: Dict[str, Any]) -> float:
-    """How long an attempt ran."""
-    return result['exec_time_minutes'] * 60
-
-
-MEASURES = {
-    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
-                      lambda result: result.get('peak_memory_bytes'), report_memory),
-    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
-                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
-    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
-}
-
-
-def is_placeholder(needs: Dict[str, Any]) -> bool:
-    """Whether requirements are those of jobs that name none."""
-    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
-
-
-def limit_of(resource: str, needs: Dict[str, Any]) -> float:
-    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
-    try:
-        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
-    except ValueError:
-        return 0.0
-
-
-def compare_use(use: JobUse) -> List[Comparison]:
-    """A job's resources that have a limit and were measured."""
-    found = []
-    for resource, measure in MEASURES.items():
-        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
-        if limit > 0 and used is not None:
-            found.append(Comparison(use, resource, limit, used))
-    return found
-
-
-def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
-    """A comparison as Torc's JSON has it."""
-    use, show = comparison.use, MEASURES[comparison.resource].show
-    specified = show(comparison.limit)
-    if comparison.resource == 'CPU':
-        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
-    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
-            'specified': specified, 'peak_used': show(comparison.used),
-            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
-
-
-def find_memory_violation(use: JobUse) -> str:
-    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
-
-    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
-    of the runtime counts as well.
-    """
-    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
-    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
-        return 'memory_exceeded'
-    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
-    return 'sigkill_137' if is_killed and (not seconds
-                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
-
-
-def explain_failure(use: JobUse) -> Dict[str, Any]:
-    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
-    needs, result = use.needs, use.result
-    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
-    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
-    is_timeout = result['return_code'] == TERMINATED_CODES['time']
-    oom = find_memory_violation(use)
-    found = {
-        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
-        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
-        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
-        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
-        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
-        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
-        'likely_timeout': is_timeout or 0 < TIMEOUT_SHARE * runtime_s < ran_s or None,
-        'timeout_reason': 'sigxcpu_152' if is_timeout else None,
-        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
-        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
-        'peak_cpu_percent': cpu_percent,
-        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-# -------- corrections --------
-
-class Multipliers(Row):
-    """By how much more than was seen is asked for."""
-    memory: float
-    cpu: float
-    runtime: float
-
-
-class Correction(Row):
-    """One resource of requirements, as it is and as it should be."""
-    resource: str               # 'memory', 'cpu' or 'runtime'
-    uses: List[JobUse]          # the jobs because of which
-    original: Any
-    new: Any
-    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
-
-
-ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
-    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
-    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
-    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
-}
-
-
-def round_memory_up(value_bytes: float) -> str:
-    """Bytes -> the next whole g, m or k: 13g, 300m."""
-    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
-    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
-
-
-def round_runtime_up(value_s: float) -> str:
-    """Seconds -> the next whole minute: PT2H5M."""
-    return format_duration(60 * max(1, math.ceil(value_s / 60)))
-
-
-def cpus_for(percent: float, multiplier: float) -> int:
-    """CPUs that are enough for a peak."""
-    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
-
-
-def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More memory, if one of the jobs needed more than it asked for."""
-    found = [(use, find_memory_violation(use)) for use in uses]
-    over = [use for use, reason in found if reason]
-    if not over:
-        return None
-    limit = limit_of('Memory', over[0].needs)
-    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
-               default=None)
-    is_guess = any(reason == 'sigkill_137' for _, reason in found)
-    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
-    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
-
-
-def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More CPUs, if one of the jobs kept more busy than it asked for."""
-    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
-            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
-    if not over:
-        return None
-    peak = max(use.result['peak_cpu_percent'] for use in over)
-    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
-
-
-def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More time, if one of the jobs took more than it asked for, or was killed for it."""
-    over, wanted_s, peak_s = [], 0.0, 0.0
-    for use in uses:
-        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
-        is_timeout = use.result['return_code'] == TERMINATED_CODES['time'] and not use.is_stale
-        if limit_s and (is_timeout or ran_s > limit_s):
-            over.append(use)
-            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
-            peak_s = max(peak_s, ran_s)
-    if not over:
-        return None
-    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
-
-
-def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
-             multipliers: Multipliers) -> List[Correction]:
-    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
-    needs, found = uses[0].needs, []
-    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
-    percent_seen = [result.get('peak_cpu_percent') for result in seen]
-    limit = limit_of('Memory', needs)
-    if limit and all(bytes_seen):
-        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
-        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
-            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
-    limit = limit_of('CPU', needs)
-    if limit and all(percent_seen):
-        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
-        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
-            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
-    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
-    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
-    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
-        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
-    return found
-
-
-def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
-                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
-    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
-
-    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
-    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
-    """
-    groups: Dict[int, List[JobUse]] = {}
-    for use in uses:
-        groups.setdefault(use.needs['id'], []).append(use)
-    plan = []
-    for needs_id, group in sorted(groups.items()):
-        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
-              increase_runtime(group, multipliers.runtime)]
-        corrections = [correction for correction in up if correction]
-        if corrections:
-            plan.append(('upscale', corrections))
-        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
-                                                                       for use in group):
-            runs = {(use.job['id'], use.result['run_id']) for use in group}
-            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
-            corrections = decrease(group, seen, multipliers)
-            plan += [('downscale', corrections)] if corrections else []
-    return plan
-
-
-def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
-    """The corrections of one of the requirements, as Torc's JSON has them."""
-    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
-    found: Dict[str, Any] = {
-        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
-        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
-    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
-    for correction in corrections:
-        found[f'{correction.resource}_adjusted'] = True
-        values = correction.original, correction.new, correction.peak
-        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
-                     if value is not None)
-    return found
-
-
-# -------- errors in logs --------
+# Functions from values to values: findings in logs, which know neither sessions nor files.
 #
 # Each line has the first class of the table that it matches. The patterns are whole messages of the
 # programs that write them (errno texts of glibc, Slurm, Python, CUDA, MPI), not words that ordinary
