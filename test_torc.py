@@ -7954,6 +7954,138 @@ class AdminSqlTest(ServiceTest):
 
 # ======== 8j. Recovery rules ========
 
+class RecoverJobsTest(ServiceTest):
+    """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd!: b\ne:')
+        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.needs_id = self.call('list_resource_requirements', workflow_id=self.workflow_id)['items'][0]['id']
+        self.drive(self.workflow_id, {'a': 'failed', 'b': 'terminated'})
+        self.store.run('UPDATE compute_node SET is_active = 0')
+
+    def recover(self, reset: str, requirements: Sequence[Tuple[str, Dict[str, Any]]] = (), run_id: int = 1, **more: Any) -> Any:
+        """The request of a recover; jobs by name."""
+        rows = [dict(fields, from_id=self.needs_id, job_ids=[self.ids[name] for name in names.split()]) for names, fields in requirements]
+        body = {'run_id': run_id, 'reset': [self.ids[name] for name in reset.split()], 'requirements': rows, 'event': {'mode': 'local'}}
+        return self.call('recover_jobs', dict(body, **more.pop('body', {})), workflow_id=self.workflow_id, **more)
+
+    def requirements(self) -> Dict[str, Tuple[str, str, str]]:
+        """What each job asks for."""
+        rows = {row['id']: (row['name'], row['memory'], row['runtime'])
+                for row in self.call('list_resource_requirements', workflow_id=self.workflow_id)['items']}
+        return {job['name']: rows[job['resource_requirements_id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+
+    def test_failed_jobs_and_what_they_held_up_run_again_in_a_new_run(self):
+        self.assertEqual({'a': 'failed', 'b': 'terminated', 'c': 'canceled', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
+        answer = self.recover('a')
+        self.assertEqual((2, 1, [self.ids['a'], self.ids['c']]), (answer['run_id'], answer['reset_count'], answer['to_run']))
+        self.assertEqual({'a': 'ready', 'b': 'terminated', 'c': 'blocked', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
+        self.assertEqual(2, self.call('get_workflow', id=self.workflow_id)['run_id'])
+        (event,) = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']
+        self.assertEqual(('recover', 2, 'tester', [self.ids['a']], 'local'),
+                         tuple(event['data'][key] for key in ('action', 'run_id', 'user', 'reset_job_ids', 'mode')))
+        self.assertWhole()
+
+    def test_requirements_are_split_for_the_jobs_that_lacked_something_and_changed_in_place_for_all(self):
+        before = self.requirements()['e']
+        answer = self.recover('a b', [('a', {'memory': '2g'}), ('b', {'runtime': 'PT2H', 'num_cpus': 3})])
+        found = self.requirements()
+        self.assertEqual(('default_run2', '2g', before[2]), found['a'])
+        self.assertEqual(('default_run2_2', before[1], 'PT2H'), found['b'])
+        self.assertEqual([before] * 3, [found[name] for name in 'cde'])
+        self.assertEqual([self.needs_id] * 2, [row['from_id'] for row in answer['requirements']])
+        self.assertNotIn(self.needs_id, [row['id'] for row in answer['requirements']])
+        self.drive(self.workflow_id, {'a': 'failed'})
+        self.store.run('UPDATE compute_node SET is_active = 0')
+        self.needs_id = self.call('get_job', job_id=self.ids['b'])['resource_requirements_id']
+        answer = self.recover('a', [('b', {'memory': '3g'})], run_id=2)       # all that have them
+        self.assertEqual(self.needs_id, answer['requirements'][0]['id'])
+        self.assertEqual(('default_run2_2', '3g', 'PT2H'), self.requirements()['b'])
+
+    def test_a_dry_run_says_the_same_and_changes_nothing(self):
+        before = self.dump()
+        planned = self.recover('a b', [('a', {'memory': '2g'})], dry_run=True)
+        self.assertUnchanged(before)
+        self.assertEqual(planned, self.recover('a b', [('a', {'memory': '2g'})]))
+
+    def test_what_cannot_be_done_is_refused_whole(self):
+        before = self.dump()
+        (other,) = [job['id'] for job in self.call('list_jobs', workflow_id=self.create('x:'))['items']]
+        before = self.dump()
+        self.assertRefused('somebody else has recovered it', 'recover_jobs', {'run_id': 7, 'reset': [], 'requirements': []}, workflow_id=self.workflow_id)
+        for reset, requirements, words in (
+                ([self.ids['e']], [], 'job e is completed'), ([other], [], 'has no job'),
+                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [self.ids['a']], 'memory': 'much'}], 'memory'),
+                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [other], 'memory': '1g'}], 'does not have resource requirements'),
+                ([self.ids['a']], [{'from_id': 999, 'job_ids': [self.ids['a']], 'memory': '1g'}], 'has no resource requirements 999')):
+            with self.subTest(words):
+                self.assertRefused(words, 'recover_jobs', {'run_id': 1, 'reset': reset, 'requirements': requirements}, workflow_id=self.workflow_id)
+                self.assertUnchanged(before)
+
+    def test_nothing_is_recovered_under_the_hands_of_runners_and_allocations(self):
+        body = {'run_id': 1, 'reset': [self.ids['a']], 'requirements': []}
+        node_id = self.node(self.workflow_id)
+        self.assertRefused('runners are at work', 'recover_jobs', body, workflow_id=self.workflow_id)
+        self.store.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
+        scheduler = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': 's', 'account': 'a', 'nodes': 1, 'walltime': '1:00'})
+        self.call('create_scheduled_compute_node', {'workflow_id': self.workflow_id, 'scheduler_id': 7, 'scheduler_config_id': scheduler['id'],
+                                                    'scheduler_type': 'slurm', 'status': 'pending'})
+        self.assertRefused('1 allocations of workflow', 'recover_jobs', body, workflow_id=self.workflow_id)
+        self.store.run("UPDATE scheduled_compute_node SET status = 'complete'")
+        self.assertEqual(2, self.call('recover_jobs', body, workflow_id=self.workflow_id)['run_id'])
+        # A second caller that had seen run 1, too, changes nothing.
+        self.assertRefused('the current one is 2', 'recover_jobs', body, workflow_id=self.workflow_id)
+
+    def test_what_changed_since_runs_again_and_undecided_failures_stay_so(self):
+        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (self.ids['b'],))
+        self.store.run("UPDATE job SET command = 'echo other' WHERE id = ?", (self.ids['e'],))
+        answer = self.recover('a')
+        self.assertEqual(['e'], [row['job_name'] for row in answer['changed']])
+        self.assertEqual({'a': 'ready', 'b': 'pending_failed', 'c': 'blocked', 'd': 'completed', 'e': 'ready'}, self.statuses(self.workflow_id))
+
+
+class ClassifyJobsTest(ServiceTest):
+    """Decisions about failures that wait for one."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
+        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.drive(self.workflow_id, {'a': 'pending_failed', 'b': 'pending_failed'})
+
+    def classify(self, *rows: Any) -> Any:
+        """Decide about jobs by name."""
+        decisions = [dict({'job_id': self.ids[name], 'action': action, 'reason': reason}, **more) for name, action, reason, more in rows]
+        return self.call('classify_jobs', {'classifications': decisions}, workflow_id=self.workflow_id)
+
+    def test_a_retry_makes_the_job_ready_with_what_it_lacked_and_a_failure_cancels_what_waits(self):
+        self.assertEqual({'a': 'pending_failed', 'b': 'pending_failed', 'c': 'blocked', 'd': 'blocked'}, self.statuses(self.workflow_id))
+        answer = self.classify(('a', 'retry', 'the network was down', {'memory': '2g'}), ('b', 'fail', 'a bug', {}))
+        self.assertEqual(([self.ids['a']], [self.ids['b']]), (answer['retried'], answer['failed']))
+        self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'blocked', 'd': 'canceled'}, self.statuses(self.workflow_id))
+        job = self.call('get_job', job_id=self.ids['a'])
+        self.assertEqual(2, job['attempt_id'])
+        self.assertEqual('2g', self.call('get_resource_requirements', row_id=job['resource_requirements_id'])['memory'])
+        self.assertIn('failed, says tester: a bug', self.call('explain_job', job_id=self.ids['b'])['reason'])
+        self.assertEqual({'a': 'completed', 'b': 'failed', 'c': 'completed', 'd': 'canceled'}, self.drive(self.workflow_id, {}))
+        events = [item['data'] for item in self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']]
+        self.assertEqual([('a', 'retry'), ('b', 'fail')], [(event['job_name'], event['decision']) for event in events])
+        self.assertWhole()
+
+    def test_only_undecided_failures_are_decided_about_and_all_or_none_of_a_request(self):
+        self.classify(('a', 'fail', 'r', {}))
+        before = self.dump()
+        for rows, words in (([('b', 'retry', 'r', {}), ('a', 'retry', 'r', {})], 'is failed: only the failure of a'),
+                            ([('b', 'maybe', 'r', {})], "'maybe'"), ([('b', 'retry', 'r', {'memory': 'much'})], 'memory')):
+            with self.subTest(words):
+                with self.assertRaises(torc.TorcError) as caught:
+                    self.classify(*rows)
+                self.assertIn(words, caught.exception.message)
+                self.assertUnchanged(before)
+
+
 # ======== 9. API ========
 
 # What the official interface has and ROUTES does not: operations, and query parameters of operations.
@@ -8152,7 +8284,7 @@ class ApiTest(ServiceTest):
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
                      'list_workflow_statuses', 'get_database', 'snapshot_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
-                     'report_submissions'}
+                     'report_submissions', 'recover_jobs', 'classify_jobs'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -8492,6 +8624,9 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
     'BatchCompleteJobsRequest': {'completions': [{'job_id': '$running', 'run_id': 1, 'status': 'failed', 'result': '$result_of_running'}]},
     'CheckChangesRequest': {'files': {'$file': 1.5}, 'dry_run': False},
     'ClaimActionRequest': {'compute_node_id': '$compute_node'},
+    'RecoverJobsRequest': {'run_id': 1, 'reset': ['$failed'], 'event': {'mode': 'local'}, 'files': {'$file': 1.5},
+                           'requirements': [{'from_id': '$resource_requirements', 'job_ids': ['$failed'], 'memory': '4g'}]},
+    'ClassifyJobsRequest': {'classifications': [{'job_id': '$undecided', 'action': 'retry', 'reason': 'r', 'memory': '2g', 'runtime': 'PT2H'}]},
     'ComputeNodeModel': {
         'workflow_id': '$workflow', 'hostname': 'h', 'pid': 7, 'start_time': '2026-01-01T00:00:00Z',
         'end_time': '2026-01-02T00:00:00Z', 'duration_seconds': 1.5,
@@ -8608,7 +8743,7 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'create_remote_workers': {'body': ['u@host:22', 'other']}, 'delete_remote_worker': {'worker': 'host'},
     'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
     'add_workflow_to_group': {'group_id': '$other_group'}, 'remove_user_from_group': {'user_name': 'mia'},
-    'list_user_groups': {'user_name': 'mia'},
+    'recover_jobs': {'dry_run': True}, 'list_user_groups': {'user_name': 'mia'},
     'check_workflow_access': {'user_name': 'mia'}, 'explain_job': {'job_id': '$failed'},
     'list_workflow_statuses': {'ids': ['$workflow', '$idle_workflow']},
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
@@ -8676,7 +8811,7 @@ class LiveTest(ServiceTest):
         add('compute_node', 'create_compute_node')
         add('event', 'create_event')
         add('done', 'create_job', name='done', priority=9, depends_on_job_ids=[], labels=[])
-        for job in ('failed', 'running', 'pending', 'ready'):
+        for job in ('failed', 'running', 'pending', 'ready', 'undecided'):
             add(job, 'create_job', {'workflow_id': '$workflow', 'name': job, 'command': 'x',
                                     'resource_requirements_id': '$resource_requirements'})
         add('blocked', 'create_job', {'workflow_id': '$workflow', 'name': 'blocked', 'command': 'x', 'depends_on_job_ids': ['$running'],
@@ -8699,6 +8834,7 @@ class LiveTest(ServiceTest):
         add('schedule', 'create_workflow_action', trigger_type='on_workflow_start', action_type='schedule_nodes', job_ids=None,
             action_config={'scheduler_id': ids['slurm_scheduler'], 'num_allocations': 1}, persistent=False)
         self.sync(ids['workflow'], ids['compute_node'], want={'strategy': 'queue', 'limit': 4})
+        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (ids['undecided'],))
         self.store.run('UPDATE job SET status = 3, compute_node_id = ? WHERE id IN (?, ?, ?, ?)',
                        (ids['compute_node'], ids['done'], ids['failed'], ids['running'], ids['pending']))
         for job in ('done', 'failed', 'running'):
@@ -21900,6 +22036,133 @@ class CorrectionTest(unittest.TestCase):
                 self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
                 self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
                 self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
+
+
+class FailureTest(unittest.TestCase):
+    """Why jobs failed: what Slurm and the runners said comes before guesses."""
+
+    def test_evidence_comes_before_guesses(self):
+        memory, timeout = (torc.STEP_OUTCOMES[kind].meaning for kind in ('memory', 'timeout'))
+        over = "stopped: the runner's time is over"
+        for how, state, reason, expected in (
+                # return code, minutes of an hour; Slurm's word; what the runner wrote
+                ({'code': 137, 'minutes': 55}, 'OUT_OF_MEMORY', '', 'memory'),
+                ({'code': 137, 'minutes': 5}, 'TIMEOUT', '', 'timeout'),
+                ({'code': 152, 'minutes': 5}, 'OUT_OF_MEMORY', '', 'memory'),
+                ({'code': 1, 'minutes': 59}, 'NODE_FAIL', '', 'lost'),
+                ({'code': 137, 'minutes': 5}, 'PREEMPTED', '', 'lost'),
+                ({'code': 137, 'minutes': 5}, 'FAILED', '', 'memory'),
+                ({'code': 137, 'minutes': 59}, '', memory, 'memory'),
+                ({'code': 1, 'minutes': 59}, '', memory + ': slurmstepd said', 'memory'),
+                ({'code': 137, 'minutes': 5}, '', timeout, 'timeout'),
+                ({'code': 99, 'minutes': 55}, '', 'killed by the kernel for lack of memory (x counts it)', 'memory'),
+                ({'code': 99, 'minutes': 1}, '', 'used 155MB of memory, and its limit was 50MB: raise', 'memory'),
+                ({'code': 152, 'minutes': 57}, '', over, 'timeout'),
+                ({'code': 42, 'minutes': 59}, '', over, 'timeout'),
+                ({'code': 152, 'minutes': 20}, '', over, 'lost'),       # it had not what it asked for
+                ({'code': 1, 'minutes': 59}, '', 'declared output files are missing: x', 'unknown'),
+                ({'code': -128, 'minutes': 0}, '', '', 'lost'),
+                ({'code': -128, 'minutes': 70}, '', 'compute node 1 (n1), which ran it, went away', 'lost'),
+                # without evidence Torc's table
+                ({'code': 137, 'minutes': 47}, '', '', 'memory'), ({'code': 137, 'minutes': 49}, '', '', 'unknown'),
+                ({'code': 137, 'minutes': 55}, '', '', 'timeout'), ({'code': 152, 'minutes': 1}, '', '', 'timeout'),
+                ({'code': 1, 'minutes': 55}, '', 'Killed', 'timeout'), ({'code': 1, 'minutes': 5}, '', 'no such file', 'unknown'),
+                ({'code': 1, 'minutes': 5, 'peak': 2 * GIB}, '', '', 'memory'),
+                ({'code': 1, 'minutes': 5, 'cpu': 300.0}, '', '', 'unknown')):
+            with self.subTest(f'{how} {state} {reason}'):
+                use = job_use(**how)
+                use.result['reason'] = reason or None
+                found = torc.classify_failure(use, state)
+                self.assertEqual(expected, found.kind)
+                self.assertTrue(found.evidence)
+                if state in torc.STEP_STATES:
+                    self.assertEqual(f'Slurm says {state} of its step', found.evidence)
+
+    def test_the_words_of_runners_are_those_that_count_as_evidence(self):
+        end = torc.ProcessEnd(*[0] * len(torc.ProcessEnd._fields))._replace(return_code=143, signal_number=15)
+        verdict = torc.judge_end(end, 'deadline', 15, 152)
+        use = job_use(code=verdict.return_code, minutes=59)
+        use.result['reason'] = verdict.message
+        self.assertEqual(('timeout', verdict.message), torc.read_evidence(use))
+        source = read_text(torc.__file__)
+        for words in ("f'used {used_mb}MB of memory, and its limit was {limit_mb}MB:", "'killed by the kernel for lack of memory '",
+                      "'declared output files are missing: "):
+            self.assertIn(words, source)
+
+    def test_what_the_accounting_measured_counts_and_too_few_cpus_only_where_they_are_asked_about(self):
+        found = torc.classify_failure(job_use(code=1), max_rss_bytes=3 * GIB)
+        self.assertEqual(('memory', 3 * GIB), (found.kind, found.use.result['peak_memory_bytes']))
+        self.assertEqual('cpu', torc.classify_failure(job_use(code=1, cpu=300.0), cpus_count=True).kind)
+
+
+class RemedyTest(unittest.TestCase):
+    """What failed jobs get, and which of them do not run again."""
+
+    def planned(self, uses: Sequence[Tuple[Any, str]], sharers: Optional[Dict[int, List[int]]] = None, kinds: str = 'memory timeout lost',
+                **rules: Any) -> Any:
+        """Remedies for (use, state of Slurm)."""
+        failures = [torc.classify_failure(use, state, None, True) for use, state in uses]
+        found = collections.defaultdict(list)       # type: Dict[int, List[int]]
+        for use, _ in uses:
+            found[use.needs['id']].append(use.job['id'])
+        return torc.plan_remedies(failures, sharers or found, torc.RemedyRules(torc.Multipliers(1.5, 1.5, 1.5), kinds.split(), **rules))
+
+    @staticmethod
+    def changes(made: Any) -> List[Tuple[List[int], Dict[str, Any], bool]]:
+        """Jobs, new values, and whether others keep theirs."""
+        return [(change.job_ids, change.fields, change.is_split) for change in made.changes]
+
+    def test_each_job_gets_what_it_lacked_and_no_more(self):
+        uses = [(job_use(1, code=137, minutes=5), ''), (job_use(2, code=137, minutes=5, peak=int(2.5 * GIB)), 'OUT_OF_MEMORY'),
+                (job_use(3, code=1, minutes=60), 'TIMEOUT'), (job_use(4, code=137, minutes=61, peak=2 * GIB), 'TIMEOUT'),
+                (job_use(5, code=-128, minutes=0), ''), (job_use(6, code=3, minutes=1), '')]
+        made = self.planned(uses, {1: list(range(1, 9))})
+        self.assertEqual([([1, 2], {'memory': '4g'}, True), ([4], {'memory': '3g', 'runtime': 'PT1H32M'}, True), ([3], {'runtime': 'PT1H30M'}, True)],
+                         self.changes(made))
+        self.assertEqual([1, 2, 3, 4, 5], [failure.job_id for failure in made.retried])
+        self.assertEqual([(6, 'failed for a reason of its own')], [(failure.job_id, why) for failure, why in made.left])
+
+    def test_requirements_change_for_all_that_share_them_where_that_is_asked_for_or_all_lacked_the_same(self):
+        uses = [(job_use(1, code=137, minutes=5), ''), (job_use(2, code=152, minutes=60), '')]
+        made = self.planned(uses, {1: [1, 2, 3]}, is_shared=True)
+        self.assertEqual([([1, 2, 3], {'memory': '2g', 'runtime': 'PT1H30M'}, False)], self.changes(made))
+        self.assertEqual([([1], {'memory': '2g'}, False)], self.changes(self.planned(uses[:1])))
+
+    def test_the_memory_multiplier_moves_no_cpus(self):
+        uses = [(job_use(1, code=137, minutes=5, cpu=350.0), '')]
+        self.assertEqual([([1], {'memory': '2g'}, False)], self.changes(self.planned(uses)))
+        self.assertEqual([([1], {'memory': '2g', 'num_cpus': 6}, False)], self.changes(self.planned(uses, cpus_change=True)))
+
+    def test_nobody_gets_more_time_than_there_is_and_who_has_it_all_does_not_run_again(self):
+        ceiling = {'ceiling_of': lambda needs: torc.Ceiling(4 * 3600, 'partition short')}
+        made = self.planned([(job_use(1, runtime='PT3H', code=152, minutes=180), '')], **ceiling)
+        self.assertEqual([([1], {'runtime': 'PT4H'}, False)], self.changes(made))
+        self.assertEqual(['job1: gets no more time than partition short gives, PT4H'], made.notes)
+        use = job_use(1, runtime='PT4H', code=152, minutes=240)
+        made = self.planned([(use, '')], **ceiling)
+        self.assertEqual(([], []), (made.changes, made.retried))
+        self.assertEqual(['job1: PT4H cannot become more, partition short gives at most PT4H'], made.notes)
+        self.assertEqual('ran out of time, and cannot get more than runtime PT4H: make it smaller, or let it go on from a checkpoint',
+                         made.left[0][1])
+        for more in ({'kinds': 'memory timeout unknown lost'}, {}):
+            use.job['supports_termination'] = not more      # it writes a checkpoint
+            made = self.planned([(use, '')], **dict(ceiling, **more))
+            self.assertEqual([1], [failure.job_id for failure in made.retried])
+
+    def test_a_job_that_was_lost_again_and_again_is_left(self):
+        uses = [(job_use(1, code=-128, minutes=0), ''), (job_use(2, code=-128, minutes=0), '')]
+        made = self.planned(uses, losses={1: torc.LOST_RETRIES, 2: torc.LOST_RETRIES - 1})
+        self.assertEqual(([2], 'was lost 3 times: it may be what brings its node down'), ([made.retried[0].job_id], made.left[0][1]))
+        self.assertEqual(2, len(self.planned(uses, losses={1: 99}, kinds='unknown lost').retried))
+
+    def test_who_asks_for_nothing_cannot_get_more_of_it(self):
+        made = self.planned([(job_use(1, name='default', memory='1m', runtime='P0DT1M', code=137), 'OUT_OF_MEMORY')])
+        self.assertEqual(([], 'ran out of memory, and asks for none: give it resource_requirements'), (made.retried, made.left[0][1]))
+
+    def test_what_was_changed_since_is_not_raised_again(self):
+        use = job_use(1, memory='8g', code=137, minutes=5)._replace(is_stale=True)
+        made = self.planned([(use, 'OUT_OF_MEMORY')])
+        self.assertEqual(([], [1]), (made.changes, [failure.job_id for failure in made.retried]))
 
 
 # ======== 17b. Regeneration ========

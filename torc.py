@@ -8353,8 +8353,11 @@ def refuse_archived(state: WorkflowState) -> None:
 
 
 def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
-                    clear_ephemeral_user_data: bool = True) -> Values:
-    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them."""
+                    clear_ephemeral_user_data: bool = True, keeps_undecided: bool = False) -> Values:
+    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them.
+
+    With `keeps_undecided` pending_failed ones stay so.
+    """
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not only_uninitialized:
@@ -8364,7 +8367,8 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
     context.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(context, workflow_id)
     if only_uninitialized:
-        uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
+        if not keeps_undecided:
+            uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     else:
         cancel_open_attempts(context, ids_of_jobs(context, workflow_id, OPEN_ATTEMPT))
@@ -11746,6 +11750,147 @@ def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIS
 # it sets gets a reason, one sentence with its evidence. A second call with the same evidence changes nothing.
 
 
+# -------- failed jobs that run again --------
+
+RECOVERABLE = (FAILED, TERMINATED, CANCELED, PENDING_FAILED)
+
+
+def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
+    """Correct requirements, reset jobs, begin a new run and initialize it, with one event for all of it.
+
+    `run_id` is the run that the caller has looked at: where it is over, somebody else was first. With `files`
+    (present file times) what changed runs again, too. Jobs whose failure is undecided stay so. A dry run
+    allows for jobs and allocations that are only to be cleaned up.
+    """
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    if body['run_id'] != state.run_id:
+        raise Refused(f"run {body['run_id']} of workflow {workflow_id} is over, the current one is "
+                      f'{state.run_id}: somebody else has recovered it, or begun it anew')
+    if not dry_run:
+        refuse_runners(context, workflow_id)
+        refuse_allocations(context, workflow_id)
+    reset, times = sorted(set(body['reset'])), times_by_id(body.get('files') or {})
+    check_recoverable(context, workflow_id, reset, (*RECOVERABLE, *ACTIVE) if dry_run else RECOVERABLE)
+    check_owned(context, 'file', workflow_id, times)
+    with context.savepoint(keeps=not dry_run):
+        suffix = f'run{state.run_id + 1}'
+        changed = [correct_requirements(context, workflow_id, row, suffix) for row in body['requirements']]
+        reasons = find_outdated(context, workflow_id, times, {})
+        store_file_times(context, workflow_id, times)
+        uninitialize(context, [*reset, *reasons])
+        begin_run(context, workflow_id)
+        initialize_jobs(context, workflow_id, only_uninitialized=True, keeps_undecided=True)
+        run_id = state.run_id + 1
+        record_event(context, workflow_id, dict(body.get('event') or {}, **{
+            'category': 'recovery', 'action': 'recover', 'run_id': run_id, 'user': context.caller,
+            'reset_job_ids': reset, 'requirements': changed, 'workflow_id': workflow_id,
+            'message': f'Recovered workflow {workflow_id}: {len(reset)} jobs run again, as run {run_id}'}))
+        to_run = ids_of_jobs(context, workflow_id, f'status IN ({READY}, {BLOCKED}) ORDER BY id')
+    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', list(reasons)))
+    return {'workflow_id': workflow_id, 'run_id': run_id, 'reset_count': len(reset), 'to_run': to_run,
+            'requirements': changed, 'changed': [
+                {'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
+                for job_id, reason in sorted(reasons.items())]}
+
+
+def refuse_allocations(context: Context, workflow_id: int) -> None:
+    """Refuse while allocations wait or run: their runners would begin at once, and perhaps in the midst."""
+    count = context.value('SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? '
+                          "AND status IN ('pending', 'active')", (workflow_id,))
+    if count:
+        raise Refused(f'{count} allocations of workflow {workflow_id} wait or run: wait for their end, or '
+                      f'cancel it first (torc.py cancel {workflow_id})')
+
+
+def check_recoverable(context: Context, workflow_id: int, job_ids: Ids, statuses: Sequence[int]) -> None:
+    """Refuse jobs of other workflows, and those that did not end badly."""
+    check_owned(context, 'job', workflow_id, job_ids)
+    wrong = [(name, status) for name, status in rows_by_ids(context, 'SELECT name, status FROM job WHERE id '
+                                                            'IN', job_ids) if status not in statuses]
+    if wrong:
+        raise Refused(f'job {wrong[0][0]} is {STATUS_NAMES[wrong[0][1]]}: only failed, terminated, canceled '
+                      'and pending_failed ones are recovered')
+
+
+def correct_requirements(context: Context, workflow_id: int, row: Values, suffix: str) -> Values:
+    """Change requirements for some of the jobs that have them: in place if these are all, else in a copy."""
+    from_id, job_ids = row['from_id'], sorted(set(row['job_ids']))
+    check_owned(context, 'resource_requirements', workflow_id, [from_id])
+    fields = {key: row[key] for key in ('memory', 'runtime', 'num_cpus') if row.get(key) is not None}
+    kinds = context.ids('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ?',
+                        (workflow_id, from_id))
+    holders = [held[0] for held in rows_by_ids(context, 'SELECT id FROM job WHERE kind_id IN', kinds)]
+    strangers = sorted(set(job_ids) - set(holders))
+    if strangers:
+        raise Refused(f'job {strangers[0]} does not have resource requirements {from_id}')
+    if len(job_ids) == len(holders):
+        update_requirements(context, 'resource_requirements', from_id, fields)
+        return dict(fields, from_id=from_id, id=from_id, job_ids=job_ids)
+    current = get_row(context, 'resource_requirements', from_id)
+    values = {key: current[key] for key in ('num_cpus', 'num_gpus', 'num_nodes', 'memory', 'runtime')}
+    name = unused_name(context, workflow_id, f"{current['name']}_{suffix}")
+    new_id = create_requirements(context, 'resource_requirements', dict(
+        values, **fields, workflow_id=workflow_id, name=name))['id']
+    for kind in (get_row(context, 'job_kind', kind_id) for kind_id in kinds):
+        new_kind = find_job_class(context, workflow_id, (new_id, kind['priority'], kind.get('scheduler_id'),
+                                                         kind.get('labels')))
+        run_by_ids(context, f"UPDATE job SET kind_id = {new_kind} WHERE kind_id = {kind['id']} AND id IN",
+                   job_ids)
+    return dict(fields, from_id=from_id, id=new_id, job_ids=job_ids)
+
+
+def unused_name(context: Context, workflow_id: int, name: str) -> str:
+    """A name for resource requirements that none have: this one, or with a number."""
+    taken = set(context.ids('SELECT name FROM resource_requirements WHERE workflow_id = ?', (workflow_id,)))
+    numbered = (f'{name}_{number}' for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
+
+
+def classify_jobs(context: Context, workflow_id: int, body: Values) -> Values:
+    """Decide about failures that wait for a decision: another attempt, perhaps with more, or failed."""
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    retried, failed = [], []    # type: List[int], List[int]
+    for row in body['classifications']:
+        check_owned(context, 'job', workflow_id, [row['job_id']])
+        job = job_state(context, row['job_id'])
+        if job.status != PENDING_FAILED:
+            raise Refused(f'job {job.id} ({job.name}) is {STATUS_NAMES[job.status]}: only the failure of a '
+                          'pending_failed one is to be decided')
+        if row['action'] not in ('retry', 'fail'):
+            raise Refused(f"action is {printable(row['action'])!r}: retry or fail", field='action')
+        (retried if row['action'] == 'retry' else failed).append(job.id)
+        decide_about(context, state, job, row)
+    note_if_complete(context, workflow_id)
+    return {'workflow_id': workflow_id, 'retried': retried, 'failed': failed}
+
+
+def decide_about(context: Context, state: WorkflowState, job: JobState, row: Values) -> None:
+    """Carry out one decision about a pending_failed job, and keep its reason."""
+    known = context.one('SELECT id, return_code, reason FROM result WHERE job_id = ? AND is_current = 1',
+                        (job.id,)) or (0, 1, None)
+    is_retry = row['action'] == 'retry'
+    decision = f"{'to be retried' if is_retry else 'failed'}, says {context.caller}: {row['reason']}"
+    if is_retry:
+        if state.is_canceled:
+            raise Refused(f'workflow {state.id} is canceled: its jobs are not retried')
+        needs = get_row(context, 'job_view', job.id)['resource_requirements_id']
+        if row.get('memory') or row.get('runtime'):
+            correct_requirements(context, state.id, dict(row, from_id=needs, job_ids=[job.id]),
+                                 f'job{job.id}')
+        context.run(f'UPDATE result SET status = {FAILED} WHERE id = ?', (known[0],))
+        begin_next_attempt(context, state, job)
+    else:
+        decide_failure(context, state, job, {'status': 'failed', 'return_code': known[1]})
+    reason = '; '.join(filter(None, (known[2], decision)))[:MAX_REASON_CHARACTERS]
+    context.run('UPDATE result SET reason = ? WHERE id = ?', (reason, known[0]))
+    record_event(context, state.id, {
+        'category': 'recovery', 'action': 'classify', 'job_id': job.id, 'job_name': job.name,
+        'decision': row['action'], 'reason': row['reason'], 'user': context.caller, 'run_id': state.run_id,
+        'message': f'Job {job.name}: {decision}'})
+
+
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
 # MODELS says what a request's body may hold. An answer of an official operation has the keys of its model:
@@ -11779,6 +11924,10 @@ MODELS = {
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
     'CheckChangesResponse': 'changed:[@ChangedJob]! downstream_jobs:[@ChangedJob]!',
     'ClaimActionRequest': 'compute_node_id:int',
+    'Classification': 'job_id:int! action:str! reason:str! memory:str runtime:str',
+    'ClassifyJobsRequest': 'classifications:[@Classification]!',
+    'ClassifyJobsResponse': 'failed:[int]! retried:[int]! workflow_id:int!',
+    'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:int runtime:str',
     'ClaimActionResponse': 'action_id:int! success:bool',
     'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
     'ClaimNextJobsResponse': 'jobs:[@JobModel]',
@@ -11849,6 +11998,10 @@ MODELS = {
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] '
         'persistent:bool',
     'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
+    'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:object '
+        'files:{float?}',
+    'RecoverJobsResponse': 'changed:[@ChangedJob]! requirements:[@CorrectedRequirements]! reset_count:int! '
+        'run_id:int! to_run:[int]! workflow_id:int!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
     'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
@@ -12477,6 +12630,10 @@ ROUTES = (
     route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
              body='SubmissionReport'),
 
+    route_to('POST', 'recover_jobs', recover_jobs, '@RecoverJobsResponse', body='RecoverJobsRequest',
+             query='dry_run:bool'),
+    route_to('POST', 'classify_jobs', classify_jobs, '@ClassifyJobsResponse', body='ClassifyJobsRequest'),
+
     route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
     route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
     route_to('GET', 'actions/pending', get_pending_actions, '[@WorkflowActionModel]',
@@ -12544,7 +12701,7 @@ TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 't
 # Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
 # tells of them or their jobs, and the start of another.
 ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
-                           'reset_job_status', 'reset_status', 'status'))
+                           'recover_jobs', 'reset_job_status', 'reset_status', 'status'))
 
 
 def is_about_runners(path: str) -> bool:
@@ -12554,7 +12711,8 @@ def is_about_runners(path: str) -> bool:
 
 def body_limit(path: str) -> int:
     """How many bytes the body of a request to this path may have."""
-    return MAX_BULK_BODY_BYTES if path in BULK_PATHS or path.endswith('/apply_spec') else MAX_BODY_BYTES
+    is_bulk = path in BULK_PATHS or path.endswith(('/apply_spec', '/recover_jobs'))
+    return MAX_BULK_BODY_BYTES if is_bulk else MAX_BODY_BYTES
 
 
 @functools.lru_cache(maxsize=None)
@@ -27022,6 +27180,7 @@ class JobUse(Row):
     needs: Dict[str, Any]
     result: Dict[str, Any]
     is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
+    cause: str = ''             # name of one of FAILURE_CLASSES, where evidence says so; '': to be guessed
 
 
 class Comparison(Row):
@@ -27115,9 +27274,18 @@ def find_memory_violation(use: JobUse) -> str:
     limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
     if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
         return 'memory_exceeded'
+    if use.cause:
+        return 'out_of_memory' if use.cause == 'memory' and limit and not use.is_stale else ''
     is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
     return 'sigkill_137' if is_killed and (not seconds
                                            or seconds_of(use.result) < OOM_SHARE * seconds) else ''
+
+
+def has_timed_out(use: JobUse) -> bool:
+    """Whether a job was ended for its time, by evidence or by its return code."""
+    if use.cause:
+        return use.cause == 'timeout'
+    return use.result['return_code'] == TERMINATED_CODES['time']
 
 
 def explain_failure(use: JobUse) -> Dict[str, Any]:
@@ -27125,8 +27293,8 @@ def explain_failure(use: JobUse) -> Dict[str, Any]:
     needs, result = use.needs, use.result
     peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
     runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
-    is_timeout = result['return_code'] == TERMINATED_CODES['time']
-    oom = find_memory_violation(use)
+    is_timeout, oom = has_timed_out(use), find_memory_violation(use)
+    is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < ran_s
     found = {
         'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
         'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
@@ -27134,8 +27302,8 @@ def explain_failure(use: JobUse) -> Dict[str, Any]:
         'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
         'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
         'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
-        'likely_timeout': is_timeout or 0 < TIMEOUT_SHARE * runtime_s < ran_s or None,
-        'timeout_reason': 'sigxcpu_152' if is_timeout else None,
+        'likely_timeout': is_timeout or is_guess or None,
+        'timeout_reason': 'sigxcpu_152' if is_timeout and not use.cause else None,
         'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
         'likely_runtime_violation': 0 < runtime_s < ran_s or None,
         'peak_cpu_percent': cpu_percent,
@@ -27166,6 +27334,7 @@ ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak
     'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
     'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
 }
+REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
 
 
 def round_memory_up(value_bytes: float) -> str:
@@ -27193,7 +27362,7 @@ def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Corre
     limit = limit_of('Memory', over[0].needs)
     peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
                default=None)
-    is_guess = any(reason == 'sigkill_137' for _, reason in found)
+    is_guess = any(reason != 'memory_exceeded' for _, reason in found if reason)
     wanted = max(limit if is_guess else 0, peak or 0) * multiplier
     return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
 
@@ -27213,7 +27382,7 @@ def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Corr
     over, wanted_s, peak_s = [], 0.0, 0.0
     for use in uses:
         limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
-        is_timeout = use.result['return_code'] == TERMINATED_CODES['time'] and not use.is_stale
+        is_timeout = has_timed_out(use) and not use.is_stale
         if limit_s and (is_timeout or ran_s > limit_s):
             over.append(use)
             wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
@@ -27285,6 +27454,219 @@ def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Di
         found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
                      if value is not None)
     return found
+
+
+# -------- why jobs failed, and what may help --------
+
+LOST_RETRIES = 3        # a job that was lost so often, in all runs, is not run again by itself
+# The runner gives a job so much less than it asked for when the end of an allocation cuts it off: claims are
+# generous (8c), and what is left after the headroom is rounded down to a minute.
+CUT_OFF_S = CLAIM_GRACE_S + 120
+
+
+class FailureClass(Row):
+    """A kind of failure."""
+    meaning: str        # of a job
+    resource: str       # of ADJUSTMENT_KEYS that it lacked; '': none
+    is_retried: bool    # without being asked
+    count_key: str      # under which recover's JSON counts what is retried; those of Torc first
+
+
+FAILURE_CLASSES = {
+    'memory':  FailureClass('ran out of memory',                  'memory',  True,  'oom_fixed'),
+    'timeout': FailureClass('ran out of time',                    'runtime', True,  'timeout_fixed'),
+    'unknown': FailureClass('failed for a reason of its own',     '',        False, 'unknown_retried'),
+    'lost':    FailureClass('was lost with its runner or node',   '',        True,  'lost_retried'),
+    'cpu':     FailureClass('used more CPUs than it asked for',   'cpu',     False, 'cpu_retried'),
+}
+# What our runners write as the reason of an end, at its beginning: evidence of what it is.
+REASON_SIGNS = (
+    ('memory', re.escape(STEP_OUTCOMES['memory'].meaning) + r'|used \d+MB of memory, and its limit was '
+               r'|killed by the kernel for lack of memory '),
+    ('timeout', re.escape(STEP_OUTCOMES['timeout'].meaning)),
+    ('deadline', r"stopped: the runner's time is over"),
+    ('unknown', 'declared output files are missing: |' + re.escape(STEP_OUTCOMES['canceled'].meaning)),
+)
+STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'node': 'lost', 'preempted': 'lost'}
+
+
+class Failure(Row):
+    """A job that did not complete, and why."""
+    use: JobUse         # with its cause, where there is evidence
+    kind: str           # of FAILURE_CLASSES
+    evidence: str       # one sentence
+
+    @property
+    def job_id(self) -> int:
+        """The job."""
+        return self.use.job['id']
+
+
+def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
+    """(cause, sentence) from Slurm's state of its step, or what its runner wrote; ('', '') without any."""
+    result, reason = use.result, use.result.get('reason') or ''
+    cause = STEP_CAUSES.get(STEP_STATES.get(state, ''), '')
+    if cause:
+        return cause, f'Slurm says {state} of its step'
+    sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+    if sign == 'deadline':
+        # Cut off long before it had the time that it asked for, it needs no more of it.
+        is_early = seconds_of(result) + CUT_OFF_S < TIMEOUT_SHARE * limit_of('Runtime', use.needs)
+        sign = 'lost' if is_early else 'timeout'
+    if not sign and result['return_code'] == ORPHAN_RETURN_CODE:
+        return 'lost', reason or 'its runner went away'
+    return sign, reason if sign else ''
+
+
+def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] = None,
+                     cpus_count: bool = False) -> Failure:
+    """Why a job failed: by evidence, else by Torc's table of flags.
+
+    `state`: Slurm's word for the end of its step, where sacct was asked. `max_rss_bytes`: what the accounting
+    measured. `cpus_count`: too few CPUs are taken for a cause, too.
+    """
+    peak = max(use.result.get('peak_memory_bytes') or 0, max_rss_bytes or 0)
+    if peak:
+        use = use._replace(result=dict(use.result, peak_memory_bytes=peak))
+    cause, evidence = read_evidence(use, state)
+    use = use._replace(cause=cause)
+    if cause:
+        return Failure(use, cause, evidence)
+    found = explain_failure(use)
+    seen = f"return code {found['return_code']} after {report_duration(seconds_of(use.result))}"
+    if found.get('memory_violation'):
+        why = f"{found['peak_memory_formatted']} used, {found['configured_memory']} asked for" \
+            if found['oom_reason'] == 'memory_exceeded' else 'as when it is killed for memory'
+        return Failure(use, 'memory', f'{seen}: {why}')
+    if found.get('likely_timeout'):
+        return Failure(use, 'timeout', f"{seen}: {found.get('runtime_utilization', 'all')} of its runtime")
+    if cpus_count and found.get('likely_cpu_violation'):
+        why = f"{found['peak_cpu_percent']:.0f}% CPU used, {found['configured_cpus']} CPUs asked for"
+        return Failure(use, 'cpu', f'{seen}: {why}')
+    return Failure(use, 'unknown', use.result.get('reason') or seen)
+
+
+class Ceiling(Row):
+    """The longest time that a job can get."""
+    seconds: float
+    where: str          # what gives it: 'partition long', 'the walltime that was given'
+
+
+class Remedy(Row):
+    """New values for the requirements of some jobs."""
+    needs: Dict[str, Any]
+    job_ids: List[int]              # that get them
+    corrections: List[Correction]
+    is_split: bool                  # other jobs keep what they have
+
+    @property
+    def fields(self) -> Dict[str, Any]:
+        """The fields of the requirements that change."""
+        return {REQUIREMENT_FIELDS[item.resource]: item.new for item in self.corrections}
+
+
+class Remedies(Row):
+    """What is done about failures."""
+    changes: List[Remedy]
+    retried: List[Failure]
+    left: List[Tuple[Failure, str]]     # not run again, with the reason
+    notes: List[str]
+
+
+class RemedyRules(Row):
+    """What is asked for."""
+    multipliers: Multipliers
+    kinds: Sequence[str]                # of FAILURE_CLASSES that are retried
+    is_shared: bool = False             # requirements change for all jobs that have them
+    cpus_change: bool = False
+    ceiling_of: Callable[[Dict[str, Any]], Optional[Ceiling]] = lambda needs: None
+    losses: Dict[int, int] = {}         # job -> how often it was lost, where that is more than once
+
+
+def plan_remedies(failures: Sequence[Failure], sharers: Dict[int, List[int]],
+                  rules: RemedyRules) -> Remedies:
+    """Which jobs run again, and with what. `sharers`: requirements -> all jobs that have them."""
+    made = Remedies([], [], [], [])
+    groups = collections.defaultdict(list)      # type: Dict[Any, List[Failure]]
+    for failure in sorted(failures, key=lambda failure: failure.job_id):
+        reason = why_left(failure, rules)
+        if reason:
+            made.left.append((failure, reason))
+            continue
+        key = lacking(failure.use, rules)
+        groups[failure.use.needs['id'], () if rules.is_shared else key].append(failure)
+    for (needs_id, _), group in sorted(groups.items()):
+        corrections = correct_group(group, rules, made)
+        if corrections:
+            ids = sharers[needs_id] if rules.is_shared else [failure.job_id for failure in group]
+            made.changes.append(Remedy(group[0].use.needs, ids, corrections,
+                                       len(ids) < len(sharers[needs_id])))
+    made.retried.sort(key=lambda failure: failure.job_id)
+    return made
+
+
+def why_left(failure: Failure, rules: RemedyRules) -> str:
+    """Why a job is not run again, before its requirements are looked at; '' if it is."""
+    if failure.kind not in rules.kinds:
+        return FAILURE_CLASSES[failure.kind].meaning
+    losses = rules.losses.get(failure.job_id, 0)
+    if failure.kind == 'lost' and losses >= LOST_RETRIES and 'unknown' not in rules.kinds:
+        return f'was lost {losses} times: it may be what brings its node down'
+    return ''
+
+
+def lacking(use: JobUse, rules: RemedyRules) -> Tuple[str, ...]:
+    """The resources of which a job needs more."""
+    return tuple(item.resource for item in increase_all([use], rules))
+
+
+def increase_all(uses: Sequence[JobUse], rules: RemedyRules) -> List[Correction]:
+    """More of everything that one of these jobs lacked."""
+    multipliers = rules.multipliers
+    found = [increase_memory(uses, multipliers.memory),
+             increase_cpus(uses, multipliers.cpu) if rules.cpus_change else None,
+             increase_runtime(uses, multipliers.runtime)]
+    return [item for item in found if item]
+
+
+def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) -> List[Correction]:
+    """The corrections for jobs with the same requirements; adds the jobs to those that run again, or not."""
+    needs, corrections = group[0].use.needs, []
+    ceiling = rules.ceiling_of(needs)
+    for item in increase_all([failure.use for failure in group], rules):
+        if item.resource == 'runtime' and ceiling and parse_duration(item.new) > ceiling.seconds:
+            item = item._replace(new=format_duration(60 * int(ceiling.seconds // 60)))
+            names = first_of([use.job['name'] for use in item.uses])
+            if ceiling.seconds <= limit_of('Runtime', needs):
+                made.notes.append(f"{names}: {item.original} cannot become more, {ceiling.where} gives at "
+                                  f'most {item.new}')
+                continue
+            made.notes.append(f'{names}: gets no more time than {ceiling.where} gives, {item.new}')
+        corrections.append(item)
+    helped = {(item.resource, use.job['id']) for item in corrections for use in item.uses}
+    for failure in group:
+        lacked = FAILURE_CLASSES[failure.kind].resource
+        if not lacked or (lacked, failure.job_id) in helped or failure.use.is_stale \
+                or 'unknown' in rules.kinds or failure.use.job.get('supports_termination'):
+            made.retried.append(failure)
+        else:
+            made.left.append((failure, why_not_helped(failure, lacked, needs)))
+    return corrections
+
+
+def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
+    """Why a job that lacked a resource gets no more of it."""
+    meaning, field = FAILURE_CLASSES[failure.kind].meaning, REQUIREMENT_FIELDS[lacked]
+    if is_placeholder(needs):
+        return f'{meaning}, and asks for none: give it resource_requirements'
+    return f'{meaning}, and cannot get more than {field} {needs[field]}: make it smaller, or let it go on ' \
+           'from a checkpoint'
+
+
+def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
+    """A change of requirements as Torc's JSON has adjustments, and for which jobs."""
+    return dict(describe_adjustment('upscale', remedy.corrections), split=remedy.is_split,
+                changed_job_ids=remedy.job_ids)
 
 
 # ======== 17b. Regeneration: allocations for the jobs that are left ========
@@ -30659,7 +31041,6 @@ def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, Fi
 
 COMPARISON_COLUMNS = ('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share')
 CORRECTION_WORDS = {'memory': 'Memory', 'cpu': 'CPUs', 'runtime': 'Runtime'}
-REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
 
 
 def list_requirements(session: Session, workflow_id: int) -> Dict[int, Dict[str, Any]]:
