@@ -24652,8 +24652,8 @@ FAKE_QUEUE = {
 }
 
 
-class SubmitTest(CommandTest):
-    """submit, schedule-nodes and cancel, on a scripted Slurm."""
+class SubmitCase(CommandTest):
+    """A scripted Slurm, whose queue is files."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -24674,6 +24674,10 @@ class SubmitTest(CommandTest):
         """Let a program do something first; nothing: as usual."""
         with open(self.fakes.path(name), 'w') as file:
             file.write(text)
+
+
+class SubmitTest(SubmitCase):
+    """submit, schedule-nodes and cancel, on a scripted Slurm."""
 
     def test_a_file_is_created_initialized_and_submitted(self):
         env = {'SBATCH_ACCOUNT': 'x', 'SLURM_JOB_ID': '5', 'CUDA_VISIBLE_DEVICES': '1', 'TORC_PASSWORD': 'secret'}
@@ -25169,6 +25173,90 @@ class SlurmGenerateTest(WorldTest):
                         self.assertExit(0, self.world.main('create', '--dry-run', written))
                         made += 1
         self.assertGreaterEqual(made, 30)
+
+
+REGENERATED = """
+name: w
+resource_requirements:
+  - {name: small, num_cpus: 4, memory: 8g, runtime: PT30M}
+  - {name: gpu, num_cpus: 16, memory: 64g, num_gpus: 1, runtime: PT2H}
+jobs:
+  - {name: "a{i}", command: c, parameters: {i: "1:30"}, resource_requirements: small, scheduler: s}
+  - {name: b, command: c, resource_requirements: gpu, scheduler: s}
+  - {name: c, command: c, depends_on: [a1, b], resource_requirements: small, scheduler: s}
+slurm_schedulers: [{name: s, account: acct, gres: "gpu:1", walltime: "03:00:00"}]
+actions:
+  - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}
+  - {trigger_type: on_jobs_ready, jobs: [c], action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 1}
+  - {trigger_type: on_workflow_complete, action_type: run_commands, commands: [echo]}
+"""
+
+
+class RegenerateTest(SubmitCase):
+    """slurm regenerate, on a scripted Slurm."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', REGENERATED)
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+
+    def regenerate(self, *argv: Any, code: int = 0) -> Dict[str, Any]:
+        """Its JSON."""
+        return self.assertExit(code, self.world.main('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'kestrel', *argv)).json()
+
+    def actions(self) -> List[Tuple[Any, ...]]:
+        """Trigger, scheduler, whether it was taken, whether it is ephemeral."""
+        return [(item['trigger_type'], item['action_config'].get('scheduler_id'), item['executed'], item['is_recovery'])
+                for item in self.json('workflows list-actions 1')['actions']]
+
+    def test_without_submit_the_next_submit_submits_exactly_these(self):
+        made = self.regenerate()
+        wanted = next(case['stdout'] for case in read_shared('torc/cli_json.json') if case['command'] == 'slurm regenerate WF2')
+        self.assertEqual(list(wanted), list(made)[:len(wanted)])
+        self.assertEqual(list(wanted['schedulers_created'][0]), list(made['schedulers_created'][0]))
+        stamp = made['schedulers_created'][0]['name'][-15:]
+        self.assertRegex(stamp, r'^20\d{6}_\d{6}$')
+        self.assertEqual(
+            [(2, f'small_regen_{stamp}', 'acct', 'short', '00:45:00', 1, 2, 30, False),
+             (3, f'gpu_regen_{stamp}', 'acct', 'gpu-h100s', '03:00:00', 1, 1, 1, False),
+             (4, f'small_deferred_regen_{stamp}', 'acct', 'short', '00:45:00', 1, 1, 1, True)],
+            [tuple(row.values()) for row in made['schedulers_created']])
+        self.assertEqual((32, 4, 0, 1, [], False, [], 2), tuple(made[key] for key in made if key not in ('workflow_id', 'schedulers_created')))
+        old = [('on_workflow_start', 1, True, False), ('on_jobs_ready', 1, True, False), ('on_workflow_complete', None, False, False)]
+        self.assertEqual(old + [('on_workflow_start', 2, False, True), ('on_workflow_start', 3, False, True),
+                                ('on_jobs_ready', 4, False, True)], self.actions())
+        jobs = {job['name']: job['scheduler_id'] for job in self.json('jobs list 1')['items']}
+        self.assertEqual((2, 3, 4), (jobs['a30'], jobs['b'], jobs['c']))
+        self.assertEqual([], self.fakes.calls())
+        self.assertEqual('Submitted 3 allocations of workflow 1: 100, 101, 102\n', self.text('submit 1'))
+        self.assertEqual(old + [('on_workflow_start', 2, True, True), ('on_workflow_start', 3, True, True),
+                                ('on_jobs_ready', 4, False, True)], self.actions())
+
+    def test_submit_submits_what_is_due_and_a_second_call_doubles_nothing(self):
+        made = self.regenerate('--submit')
+        self.assertEqual((4, 3, 1, True, [100, 101, 102]), tuple(made[key] for key in (
+            'total_allocations', 'allocations_submitted', 'allocations_deferred', 'submitted', 'slurm_job_ids')))
+        again = self.regenerate('--submit')
+        self.assertEqual((1, 0, 1, []), tuple(again[key] for key in (
+            'total_allocations', 'allocations_submitted', 'allocations_deferred', 'slurm_job_ids')))
+        self.assertEqual(['3 allocations that are queued or running are counted: what they will do is not planned again'], again['warnings'])
+        self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], self.records())
+        self.assertEqual(1, [executed for _, _, executed, _ in self.actions()[3:]].count(False))
+
+    def test_a_dry_run_changes_nothing(self):
+        with self.world.inside(), contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
+            before = list(connection.iterdump())
+        made = self.regenerate('--dry-run', '--submit')
+        wanted = next(case['stdout'] for case in read_shared('torc/cli_json.json') if case['command'] == 'slurm regenerate WF2 --dry-run')
+        self.assertEqual(list(wanted), list(made))
+        self.assertEqual(list(wanted['planned_schedulers'][0]), list(made['planned_schedulers'][0]))
+        self.assertEqual((True, 32, 'kestrel', 4, True), tuple(made[key] for key in (
+            'dry_run', 'pending_jobs', 'profile_name', 'total_allocations', 'would_submit')))
+        text = self.text('slurm regenerate 1 --profile kestrel --dry-run')
+        self.assertIn('32 jobs of workflow 1 are left\n', text)
+        self.assertRegex(text, r'  small_deferred_regen_\d+_\d+: 1 jobs, 1 x 1 node of short for 00:45:00, when its jobs are ready\nNothing was changed')
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
+            self.assertEqual(before, list(connection.iterdump()))
 
 
 class SubmitPlannedTest(WorldTest):

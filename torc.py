@@ -11749,6 +11749,94 @@ def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIS
 # sacct(1), journals of runners), and each verb takes it in whole or not at all, in one transaction. Whatever
 # it sets gets a reason, one sentence with its evidence. A second call with the same evidence changes nothing.
 
+# -------- allocations for the jobs that are left --------
+
+def get_demand(context: Context, workflow_id: int) -> Values:
+    """What new allocations are planned from, as of one moment.
+
+    That is the dependency graph with the state and class of each job, the classes, and the allocations that
+    are queued or run.
+    """
+    state, graph = workflow_state(context, workflow_id), get_dependency_graph(context, workflow_id)
+    jobs = context.rows('SELECT status, kind_id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
+    columns = ('id', 'scheduler_id', 'has_labels', 'requirements_id', 'name', 'num_cpus', 'memory_bytes',
+               'num_gpus', 'num_nodes', 'runtime_s')
+    kinds = context.rows(
+        'SELECT kind.id, kind.scheduler_id, kind.labels IS NOT NULL, needs.id, needs.'
+        f"{', needs.'.join(columns[4:])} FROM job_kind kind "
+        'JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
+        'WHERE kind.workflow_id = ? ORDER BY kind.id', (workflow_id,))
+    return dict(graph, run_id=state.run_id, newest_scheduler_id=newest_scheduler(context, workflow_id),
+                statuses=[STATUS_NAMES[status] for status, _ in jobs], kind_ids=[row[1] for row in jobs],
+                kinds=[dict(zip(columns, row), has_labels=bool(row[2])) for row in kinds],
+                allocations=describe_allocations(context, workflow_id,
+                                                 describe_runners(context, workflow_id)))
+
+
+def newest_scheduler(context: Context, workflow_id: int) -> int:
+    """The highest id of a workflow's Slurm schedulers; 0 if it has none."""
+    return context.value('SELECT ifnull(max(id), 0) FROM slurm_scheduler WHERE workflow_id = ?',
+                         (workflow_id,))
+
+
+def store_allocations(context: Context, workflow_id: int, body: Values) -> Values:
+    """Store planned schedulers, bind jobs to them, and make the actions that submit their allocations.
+
+    Actions that would submit others for the same jobs are taken. With a `submission`, a SubmissionRequest,
+    the allocations that are due are handed out at once, as by take_submissions. Conflict if the workflow has
+    other schedulers, or another run, than those that were known when the plan was made.
+    """
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    known = state.run_id, newest_scheduler(context, workflow_id)
+    if (body['run_id'], body['newest_scheduler_id']) != known:
+        raise Conflict(f'workflow {workflow_id} was begun anew, or got other schedulers, while these were '
+                       'planned: nothing was changed; see what it has now, and repeat the command')
+    taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
+    scheduler_ids, due = [], []     # type: List[int], List[Values]
+    for planned in body['schedulers']:
+        values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
+        scheduler = create_row(context, 'slurm_scheduler', values)
+        scheduler_ids.append(scheduler['id'])
+        bind_jobs(context, workflow_id, planned['job_ids'], scheduler['id'] if planned['is_bound'] else None)
+        for stage in planned['stages']:
+            gates = stage.get('job_ids')
+            action = create_workflow_action(context, workflow_id, {
+                'trigger_type': 'on_jobs_ready' if gates else 'on_workflow_start', 'job_ids': gates,
+                'action_type': 'schedule_nodes', 'is_recovery': True, 'action_config': {
+                    'scheduler_type': 'slurm', 'scheduler_id': scheduler['id'],
+                    'num_allocations': stage['num_allocations']}})
+            due += [] if gates else [{'action_id': action['id']}]
+    record_event(context, workflow_id, {
+        'category': 'scheduler', 'action': 'regenerate', 'scheduler_ids': scheduler_ids,
+        'message': f'{len(scheduler_ids)} schedulers were planned for the jobs that are left; {taken} '
+                   'actions that would submit allocations for them, too, were taken'})
+    answer = {'allocations': [], 'submitters': [], 'idle_actions': []}  # type: Values
+    if body.get('submission'):
+        answer = take_submissions(context, workflow_id, dict(body['submission'], actions=due))
+    return dict(answer, scheduler_ids=scheduler_ids, taken=taken)
+
+
+def take_for_good(context: Context, workflow_id: int, action_id: int) -> int:
+    """Take an action that is not to be carried out before the next initialize; 1 if nobody had it."""
+    return context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = NULL, '
+                       'is_reported = 1 WHERE id = ? AND workflow_id = ? AND executed = 0',
+                       (context.time, action_id, workflow_id))
+
+
+def bind_jobs(context: Context, workflow_id: int, job_ids: Ids, scheduler_id: Optional[int]) -> None:
+    """Bind jobs to a Slurm scheduler, or to none."""
+    check_owned(context, 'job', workflow_id, job_ids)
+    members = collections.defaultdict(list)     # type: Dict[int, List[int]]
+    for job_id, kind_id in rows_by_ids(context, 'SELECT id, kind_id FROM job WHERE id IN', job_ids):
+        members[kind_id].append(job_id)
+    for kind_id, bound in members.items():
+        requirements, priority, labels = context.one(
+            'SELECT resource_requirements_id, priority, labels FROM job_kind WHERE id = ?', (kind_id,))
+        parts = requirements, priority, scheduler_id, json.loads(labels) if labels else None
+        run_by_ids(context, f'UPDATE job SET kind_id = {int(find_job_class(context, workflow_id, parts))} '
+                            'WHERE id IN', bound)
+
 
 # -------- failed jobs that run again --------
 
@@ -11948,6 +12036,11 @@ MODELS = {
     'DeleteCountResponse': 'count:int!',
     'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
     'DeletedUserData': 'deleted_count:int! message:str!',
+    'DemandKind': 'id:int! scheduler_id:int has_labels:bool! requirements_id:int! name:str! num_cpus:int! '
+        'memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
+    'DemandResponse': 'allocations:[@WaitingAllocation]! job_ids:[int]! job_names:[str]! kind_ids:[int]! '
+        'kinds:[@DemandKind]! newest_scheduler_id:int! run_id:int! set_numbers:[int]! sets:[[int]]! '
+        'statuses:[@JobStatus]!',
     'DependencyGraph': 'job_ids:[int]! job_names:[str]! set_numbers:[int]! sets:[[int]]!',
     'DynamicJobsConfig': 'max_iterations:int',
     'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
@@ -12059,6 +12152,12 @@ MODELS = {
         'name:name! priority:int resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
+    'StoreAllocationsRequest': 'newest_scheduler_id:int! run_id:int! schedulers:[@StoredScheduler]! '
+        'submission:@SubmissionRequest taken:[int]!',
+    'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
+        'submitters:[str]! taken:int!',
+    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! stages:[@StoredStage]!',
+    'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
     'ScheduledAction': 'action_id:int! count:ordinal',
     'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
@@ -12629,6 +12728,9 @@ ROUTES = (
     route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
     route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
              body='SubmissionReport'),
+    route_to('GET', 'demand', get_demand, '@DemandResponse'),
+    route_to('POST', 'store_allocations', store_allocations, '@StoreAllocationsResponse',
+             body='StoreAllocationsRequest'),
 
     route_to('POST', 'recover_jobs', recover_jobs, '@RecoverJobsResponse', body='RecoverJobsRequest',
              query='dry_run:bool'),
@@ -27673,6 +27775,216 @@ def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
 #
 # Pure functions from the jobs that are left to a graph for the planner (14b), and from its plan to what the
 # server stores in one transaction.
+#
+# A job counts as waiting for another as long as that is not done, whoever runs it. Jobs without labels that
+# are not in a runner's hands are planned for, less what allocations that are queued, or that still run, will
+# do for them; what waits for nothing is due at once, the rest when its gates are ready.
+
+LEFT_STATUSES = tuple(STATUS_NAMES[code] for code in (UNINITIALIZED, BLOCKED, READY))
+DONE_STATUSES = tuple(row.name for row in STATUSES if row.is_done)
+
+
+class RegenerateOptions(Row):
+    """What `slurm regenerate` is asked for. Jobs are known by their ids."""
+    account: Optional[str] = None
+    profile: Optional[str] = None
+    partition: Optional[str] = None     # no other one
+    walltime: Optional[int] = None      # seconds, in place of what is worked out
+    group_by: str = 'resource-requirements'     # of GROUPINGS
+    walltime_strategy: str = WALLTIME_STRATEGIES[0]
+    walltime_multiplier: float = DEFAULT_WALLTIME_MULTIPLIER
+    single_allocation: bool = False
+    include_job_ids: Sequence[int] = ()     # as if they were left, too
+    only_job_ids: Sequence[int] = ()        # of those that are left; empty: all
+    overrides: Any = ()                     # job -> fields of its requirements, as they will be; () is none
+    submits: bool = False
+    is_dry_run: bool = False
+    is_cleaned: bool = False        # queued and running allocations are known to be in the queue
+    settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
+
+    def for_plan(self, suffix: str) -> PlanOptions:
+        """The same for the planner, with what the names of the schedulers end in."""
+        return PlanOptions(self.group_by, self.walltime_strategy, self.walltime_multiplier,
+                           self.single_allocation, self.walltime, suffix)
+
+
+class Demand(Row):
+    """The jobs that are not done, by their indexes in the graph."""
+    graph: JobGraph             # those with a class are planned for
+    classes: List[ResourceClass]
+    job_ids: List[int]
+    bound_to: List[Optional[int]]       # schedulers
+    num_left: int               # nobody has begun them
+    others: List[int]           # of these not planned for, although allocations might run them
+    run_id: int
+    newest_scheduler_id: int
+
+
+def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
+    """The Demand of a workflow from what get_demand() answers. BadInput for jobs that it does not have."""
+    included, only = set(options.include_job_ids), set(options.only_job_ids)
+    overrides = dict(options.overrides)
+    unknown = sorted((included | only).difference(found['job_ids']))
+    if unknown:
+        raise BadInput(f'the workflow has no job {first_of(unknown)}')
+    rows = [index for index, (job_id, status) in enumerate(zip(found['job_ids'], found['statuses']))
+            if status not in DONE_STATUSES or job_id in included]
+    places = {found['job_ids'][row]: index for index, row in enumerate(rows)}
+    kinds, numbers = {kind['id']: kind for kind in found['kinds']}, {}  # type: Any, Dict[Tuple, int]
+    classes, class_numbers, others, num_left = [], [], [], 0    # type: Any, Any, List[int], int
+    for index, row in enumerate(rows):
+        job_id, kind, number = found['job_ids'][row], kinds[found['kind_ids'][row]], None
+        is_left = found['statuses'][row] in LEFT_STATUSES or job_id in included
+        num_left += is_left and (job_id in only or not only)
+        if is_left and not kind['has_labels']:
+            if job_id in only or not only:
+                changed = overrides.get(job_id, {})
+                key = kind['requirements_id'], *sorted(changed.items())
+                number = numbers.setdefault(key, len(classes))
+                classes += [override_class(kind, changed)] if number == len(classes) else []
+            else:
+                others.append(index)
+        class_numbers.append(number)
+    sets = [[places[job_id] for job_id in members if job_id in places] for members in found['sets']]
+    graph = JobGraph([found['job_names'][row] for row in rows], class_numbers,
+                     [found['set_numbers'][row] for row in rows], sets)
+    bound_to = [kinds[found['kind_ids'][row]]['scheduler_id'] for row in rows]
+    return Demand(graph, classes, list(places), bound_to, num_left, others, found['run_id'],
+                  found['newest_scheduler_id'])
+
+
+def override_class(kind: Dict[str, Any], changed: Dict[str, Any]) -> ResourceClass:
+    """What jobs of a class need, with the changes that are to come: fields of resource requirements."""
+    parsers = {'memory': ('memory_bytes', parse_memory), 'runtime': ('runtime_s', parse_duration)}
+    values = dict(kind)
+    for name, value in changed.items():
+        key, parse = parsers.get(name, (name, int))
+        values[key] = parse(value)
+    return ResourceClass(*(values[name] for name in ResourceClass._fields))
+
+
+class RenewedStage(Row):
+    """Allocations of a scheduler that are submitted together."""
+    gate_ids: List[int]         # when these jobs are ready; empty: at once
+    num_allocations: int
+
+
+class Renewal(Row):
+    """A planned scheduler, as far as its allocations are needed."""
+    made: PlannedScheduler
+    jobs: List[int]             # those that are bound to it
+    stages: List[RenewedStage]
+
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of all stages."""
+        return sum(stage.num_allocations for stage in self.stages)
+
+    @property
+    def num_due(self) -> int:
+        """Those that wait for nothing."""
+        return sum(stage.num_allocations for stage in self.stages if not stage.gate_ids)
+
+
+def share_left(row: Dict[str, Any], runtime_s: int) -> float:
+    """What part of its jobs an allocation has yet to begin, when they take so long: 1 is all."""
+    if row['status'] == 'pending' or row.get('remaining_seconds') is None or not runtime_s:
+        return 1.0
+    try:
+        rounds = parse_walltime(row['walltime']) // runtime_s
+    except ValueError:
+        rounds = 1
+    # Those that run now have taken a round.
+    left = row['remaining_seconds'] // runtime_s - (row['num_jobs'] > 0)
+    return min(1.0, max(0, left) / max(1, rounds))
+
+
+class Supply:
+    """Allocations that are queued or run, until they are taken into account."""
+
+    def __init__(self, demand: Demand, allocations: Sequence[Dict[str, Any]]) -> None:
+        self.demand = demand
+        self.num_counted = 0
+        # Where jobs that are not planned for share a scheduler with the others, they need its allocations.
+        others = {demand.bound_to[job] for job in demand.others}
+        self.rows = collections.defaultdict(list)   # type: Dict[int, List[Dict[str, Any]]]
+        for row in allocations:
+            if row['scheduler_config_id'] not in others:
+                self.rows[row['scheduler_config_id']].append(row)
+
+    def take(self, stage: Stage, runtime_s: int) -> float:
+        """How many of the allocations of a stage others replace; they do so once."""
+        taken = 0.0
+        bound = list(dict.fromkeys(self.demand.bound_to[job] for job in stage.jobs))
+        for scheduler_id in list(self.rows) if None in bound else bound:
+            rows = self.rows[scheduler_id]
+            while rows and taken < stage.num_allocations:
+                share = share_left(rows.pop(0), runtime_s)
+                taken += share
+                self.num_counted += share > 0
+        return min(taken, stage.num_allocations)
+
+
+def renew(demand: Demand, plan: AllocationPlan, supply: Supply) -> List[Renewal]:
+    """What is needed of a plan beside the supply."""
+    graph, renewals = demand.graph, []
+    for made in plan.schedulers:
+        runtime_s = max(demand.classes[number].runtime_s for number in made.class_numbers)
+        jobs, stages = [], []   # type: List[int], List[RenewedStage]
+        for stage in made.stages:
+            is_due = not any(graph.sets[graph.set_numbers[gate]] for gate in stage.gates)
+            taken = supply.take(stage, runtime_s) if is_due else 0.0
+            count = math.ceil(stage.num_allocations - taken - 1e-9)
+            if count:
+                jobs += stage.jobs[int(len(stage.jobs) * taken / stage.num_allocations):]
+                gates = [] if is_due else [demand.job_ids[gate] for gate in stage.gates]
+                stages.append(RenewedStage(gates, count))
+        if stages:
+            renewals.append(Renewal(made, sorted(jobs), stages))
+    return renewals
+
+
+def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict[str, Any]]) -> List[int]:
+    """The actions that would submit allocations, too, but those that jobs need that are not planned for."""
+    misfits = {number for number, _ in plan.problems}
+    numbers = demand.graph.class_numbers
+    others = demand.others + [job for job, number in enumerate(numbers) if number in misfits]
+    ids, bound = {demand.job_ids[job] for job in others}, {demand.bound_to[job] for job in others}
+    replaced = {demand.bound_to[job] for made in plan.schedulers for job in made.jobs}
+
+    def is_needed(action: Dict[str, Any]) -> bool:
+        scheduler_id, gates = action['action_config'].get('scheduler_id'), action.get('job_ids') or ()
+        return bool(ids.intersection(gates)) or scheduler_id in bound \
+            or None in bound and not gates and scheduler_id not in replaced
+    return [action['id'] for action in actions if action['action_type'] == 'schedule_nodes'
+            and not action['executed'] and not is_needed(action)]
+
+
+def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
+                   taken: Sequence[int]) -> Dict[str, Any]:
+    """What the server is to store: a StoreAllocationsRequest."""
+    return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id, 'taken': list(taken),
+            'schedulers': [
+                {'scheduler': block, 'is_bound': renewal.made.is_bound,
+                 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
+                 'stages': [{'job_ids': stage.gate_ids, 'num_allocations': stage.num_allocations}
+                            for stage in renewal.stages]}
+                for block, renewal in zip(blocks, renewals)]}
+
+
+def regeneration_rows(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
+                      scheduler_ids: Sequence[int]) -> List[Dict[str, Any]]:
+    """The schedulers as JSON shows them: those that were stored have ids."""
+    rows = []
+    for index, (renewal, block) in enumerate(zip(renewals, blocks)):
+        keys = ('name', 'account', 'partition', 'walltime') + (() if scheduler_ids else ('mem',)) + ('nodes',)
+        row = {'id': scheduler_ids[index]} if scheduler_ids else {}     # type: Dict[str, Any]
+        row.update({key: block[key] for key in keys}, num_allocations=renewal.num_allocations,
+                   job_count=len(renewal.jobs))
+        if not scheduler_ids:
+            row['job_names'] = [demand.graph.names[job] for job in renewal.jobs]
+        rows.append(dict(row, has_dependencies=renewal.made.has_dependencies))
+    return rows
 
 
 # ======== 17c. Watching: what is to be done about a workflow, poll after poll ========
@@ -31361,13 +31673,7 @@ def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOp
     profile = find_profile(args['profile'], config)
     defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
     account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
-    partitions = profile.partitions
-    if args.get('partition'):
-        partitions = [partition for partition in partitions if partition.name == args['partition']]
-        if not partitions:
-            names = dict.fromkeys(partition.name for partition in profile.partitions)
-            raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
-                           f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
+    partitions = chosen_partitions(profile, args.get('partition'))
     chosen = GenerateOptions(options, account, replaces, has_actions, bool(args['skip_checks']),
                              args['max_instances'] or MAX_INSTANCES)
     try:
@@ -31378,6 +31684,16 @@ def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOp
     for warning in made.warnings[:PROBLEMS_SHOWN]:
         session.report(f'warning: {placed(warning, path)}')
     return made, profile, account, document
+
+
+def chosen_partitions(profile: Profile, name: Optional[str]) -> Sequence[Partition]:
+    """The partitions of a cluster, or the one of a name."""
+    found = [partition for partition in profile.partitions if name in (None, partition.name)]
+    if not found:
+        names = dict.fromkeys(partition.name for partition in profile.partitions)
+        raise BadInput(f"{profile.name} has no partition '{shorten(name)}'{did_you_mean(name, names)}; "
+                       f"it has {', '.join(names)}")
+    return found
 
 
 def format_generated(made: GeneratedSpec, profile: Profile) -> str:
@@ -32184,14 +32500,22 @@ class Submitted(Row):
     message: str                # why that is
     idle: List[int]             # actions that had nothing left to do
     submitters: List[str]       # others, who are at it
+    answer: Dict[str, Any]      # of the server, which handed them out
 
 
-def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any]) -> Submitted:
-    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left."""
+def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any],
+                       plan: Optional[Dict[str, Any]] = None) -> Submitted:
+    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left.
+
+    With a plan, a StoreAllocationsRequest, that is stored first, and what is due of it is handed out.
+    """
     submitter = format_json(describe_process())
     wanted = sum(row.get('count') or 1 for row in request.get('actions') or ()) + (request.get('count') or 0)
+    stages = [stage for row in plan['schedulers'] for stage in row['stages']] if plan else []
+    wanted += sum(stage['num_allocations'] for stage in stages)
     request = dict(request, submitter=submitter, lease_s=SUBMISSION_LEASE_S + SLURM_QUERY_S * wanted)
-    answer = session.call('take_submissions', request, workflow_id=workflow['id'])
+    op = 'store_allocations' if plan else 'take_submissions'
+    answer = session.call(op, dict(plan, submission=request) if plan else request, workflow_id=workflow['id'])
     ended = [text for text in answer['submitters'] if has_ended(text)]
     if ended:   # killed: nobody else brings their allocations to Slurm
         more = {'submitter': submitter, 'lease_s': request['lease_s'], 'settings': {}, 'ended': ended}
@@ -32208,7 +32532,7 @@ def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict
         start_submissions(session, work, submissions)
     numbers, refusals = drive_submitter(session, workflow, work, submitter)
     return Submitted(numbers, refusals, [item.id for item in work.lost], work.message, answer['idle_actions'],
-                     answer['submitters'])
+                     answer['submitters'], answer)
 
 
 def has_ended(submitter: str) -> bool:
@@ -32281,8 +32605,8 @@ def remove_script(item: Optional[Underway]) -> None:
             os.unlink(item.script)
 
 
-def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
-    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+def report_troubles(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> None:
+    """Say what was not submitted. Refused if nothing was, in Slurm's words."""
     number = workflow['id']
     if outcome.submitters:
         session.report(f'{len(outcome.submitters)} other submitters of workflow {number} are at work')
@@ -32295,7 +32619,12 @@ def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submit
     for message in sorted(set(outcome.refusals)):
         count = outcome.refusals.count(message)
         session.report(f'torc: {count} allocations of workflow {number} were not submitted: {message}')
-    count = len(outcome.numbers)
+
+
+def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
+    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+    report_troubles(session, workflow, outcome)
+    number, count = workflow['id'], len(outcome.numbers)
     text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
         f'Submitted no allocation of workflow {number}'
     if not count and not outcome.lost:
@@ -33064,6 +33393,198 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
 
+# -------- slurm regenerate --------
+
+class Regeneration(Row):
+    """Allocations that are planned for what is left."""
+    demand: Demand
+    renewals: List[Renewal]
+    blocks: List[Dict[str, Any]]    # the schedulers, as they are stored
+    taken: List[int]                # actions
+    warnings: List[str]
+
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of all schedulers."""
+        return sum(renewal.num_allocations for renewal in self.renewals)
+
+
+def regenerate_workflow(session: Session, workflow: Dict[str, Any],
+                        options: RegenerateOptions) -> Dict[str, Any]:
+    """Plan allocations for the jobs that are left, store them, and submit those that are due; Torc's JSON.
+
+    A dry run changes nothing. What a killed command has stored is submitted, not planned again. BadInput if
+    nothing can be planned, Refused if Slurm takes none of the allocations, each in words for the user.
+    """
+    number, settings = workflow['id'], options.settings or default_settings()
+    found = session.call('get_demand', workflow_id=number)
+    demand, config = read_demand(found, options), hpc_config(session)
+    if not demand.num_left:
+        return regeneration_value(number, demand, options, [])
+    profile = find_profile(options.profile, config)
+    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
+    account = find_account(options.account or (schedulers or [{}])[0].get('account'),
+                           workflow.get('slurm_defaults') or {}, profile, config)
+    plan = functools.partial(plan_regeneration, session, workflow, options, profile, account,
+                             find_gone(found['allocations'], options))
+    planned = plan(found)
+    for block in planned.blocks:
+        check_scheduler(workflow, dict(block, id=0), settings)
+    if options.is_dry_run:
+        rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks, ())
+        return {'dry_run': True, 'workflow_id': number, 'pending_jobs': demand.num_left,
+                'profile_name': profile.name, 'profile_display_name': profile.display_name,
+                'planned_schedulers': rows, 'total_allocations': planned.num_allocations,
+                'would_submit': options.submits, 'warnings': planned.warnings}
+    if options.submits or 'uninitialized' in found['statuses']:
+        begin_workflow(session, workflow, settings['output_dir'], False)
+        planned = plan(session.call('get_demand', workflow_id=number))
+    return perform_regeneration(session, workflow, options, planned, settings)
+
+
+def default_settings() -> Dict[str, Any]:
+    """SUBMISSION_SETTINGS without options on the command line."""
+    names = ('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs')
+    return submission_settings(dict(dict.fromkeys(names), output_dir=DEFAULT_OUTPUT_DIR))
+
+
+def find_gone(allocations: Sequence[Dict[str, Any]], options: RegenerateOptions) -> Tuple[Set[int], str]:
+    """Slurm jobs of a workflow that do nothing more for it, by one squeue; and why that is unknown, or ''."""
+    numbers = {row['slurm_job_id'] for row in allocations if row['slurm_job_id']}
+    if options.is_cleaned or not numbers:
+        return set(), ''
+    if not has_slurm_program('squeue'):
+        return set(), f'there is no {slurm_program("squeue")} on this machine'
+    reply = ask_slurm(find_own_jobs_argv())
+    if reply.code:
+        return set(), f'squeue failed: {explain_reply(reply)}'
+    alive = {job.id for job in parse_own_jobs(reply.out)
+             if job.state != 'COMPLETING' and not (job.state and SLURM_STATES[job.state].is_ended)}
+    return numbers - alive, ''
+
+
+def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
+                      profile: Profile, account: str, gone: Tuple[Set[int], str],
+                      found: Dict[str, Any]) -> Regeneration:
+    """New schedulers for what get_demand() answers."""
+    demand = read_demand(found, options)
+    partitions = chosen_partitions(profile, options.partition)
+    if options.walltime:
+        partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
+    suffix = time.strftime('regen_%Y%m%d_%H%M%S', time.gmtime())
+    made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(suffix))
+    problems = [f"resource_requirements '{shorten(demand.classes[number].name)}' fits no partition of "
+                f'{profile.name}: {reason}' for number, reason in made.problems]
+    if problems and not made.schedulers:
+        raise BadInput(problems[0])
+    supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
+    renewals = renew(demand, made, supply)
+    warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
+    warnings += [f'{row.made.name}: a walltime of {format_walltime(row.made.walltime_s)} is longer than the '
+                 f'{format_walltime(row.made.partition.max_walltime_secs)} of {row.made.partition.name}'
+                 for row in renewals if row.made.walltime_s > row.made.partition.max_walltime_secs]
+    warnings += supply_warnings(session, workflow, supply, found, gone)
+    actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+    taken = actions_to_take(demand, made, actions) if renewals else []
+    blocks = [scheduler_block(renewal.made, account) for renewal in renewals]
+    return Regeneration(demand, renewals, blocks, taken, warnings)
+
+
+def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
+                    gone: Tuple[Set[int], str]) -> Iterator[str]:
+    """What the user is told of allocations that are there already."""
+    if supply.num_counted:
+        yield (f'{supply.num_counted} allocations that are queued or running are counted: what they will do '
+               'is not planned again')
+    if gone[1] and found['allocations']:
+        yield (f'{gone[1]}: all {len(found["allocations"])} allocations that were not reported as ended are '
+               'taken to be in the queue')
+    lost = [row for row in found['allocations'] if row['slurm_job_id'] in gone[0]]
+    held = sum(row['num_jobs'] for row in lost)
+    if held:
+        sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
+        yield (f'{held} jobs count as running in {len(lost)} allocations that have ended: they are not '
+               f'planned for; first: {sync}')
+
+
+def perform_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
+                         planned: Regeneration, settings: Dict[str, Any]) -> Dict[str, Any]:
+    """Store what was planned, and submit what is due."""
+    number, outcome = workflow['id'], None      # type: int, Optional[Submitted]
+    stored = stored_plan_of(planned.demand, planned.renewals, planned.blocks, planned.taken) \
+        if planned.renewals else None
+    if options.submits:
+        outcome = submit_allocations(session, workflow, {'settings': settings}, stored)
+        report_troubles(session, workflow, outcome)
+        answer = outcome.answer
+    else:
+        answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
+    rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks,
+                             answer.get('scheduler_ids') or ())
+    value = regeneration_value(number, planned.demand, options, rows)
+    value.update(total_allocations=planned.num_allocations,
+                 allocations_submitted=len(outcome.numbers) if outcome else 0,
+                 allocations_deferred=sum(renewal.num_allocations - renewal.num_due
+                                          for renewal in planned.renewals),
+                 warnings=planned.warnings, actions_taken=answer.get('taken', 0),
+                 slurm_job_ids=outcome.numbers if outcome else [])
+    return value
+
+
+def regeneration_value(workflow_id: int, demand: Demand, options: RegenerateOptions,
+                       rows: List[Dict[str, Any]]) -> Dict[str, Any]:
+    """Torc's JSON, with our additions at the end, as long as nothing is stored or submitted."""
+    value = {'workflow_id': workflow_id, 'pending_jobs': demand.num_left}
+    if options.is_dry_run:
+        return dict(dict(value, dry_run=True), planned_schedulers=rows, total_allocations=0,
+                    would_submit=options.submits, warnings=[])
+    return dict(value, schedulers_created=rows, total_allocations=0, allocations_submitted=0,
+                allocations_deferred=0, warnings=[], submitted=options.submits, slurm_job_ids=[],
+                actions_taken=0)
+
+
+def cmd_regenerate(session: Session, args: Arguments) -> int:
+    """Plan allocations for the jobs of a workflow that are left, and submit them if so wanted."""
+    if args['submit'] and not args['dry_run']:
+        refuse_without_sbatch()
+    workflow = session.workflow(choose_workflow(session, args))
+    options = RegenerateOptions(
+        args['account'], args['profile'], args['partition'], args['walltime'], args['group_by'],
+        args['walltime_strategy'], args['walltime_multiplier'], bool(args['single_allocation']),
+        args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
+        settings=submission_settings(args))
+    value = regenerate_workflow(session, workflow, options)
+    for warning in value['warnings']:
+        session.report(f'warning: {warning}')
+    session.answer(value, format_regenerated(value, command_line(session, 'submit', workflow['id'])))
+    due = value['total_allocations'] - value.get('allocations_deferred', 0)
+    return 1 if options.submits and value.get('allocations_submitted', due) < due else 0
+
+
+def format_regenerated(value: Dict[str, Any], submit: str) -> str:
+    """What was planned, or done, for people. `submit`: the command that submits it later."""
+    number, is_dry_run = value['workflow_id'], value.get('dry_run')
+    rows = value['planned_schedulers' if is_dry_run else 'schedulers_created']
+    if not value['pending_jobs']:
+        return f'Workflow {number} has no job left that needs an allocation\n'
+    lines = [f"{value['pending_jobs']} jobs of workflow {number} are left"
+             + ('' if rows else ': no further allocation is needed')]
+    for row in rows:
+        nodes = f"{row['nodes']} nodes" if row['nodes'] > 1 else '1 node'
+        lines.append(f"  {row['name']}: {row['job_count']} jobs, {row['num_allocations']} x {nodes} of "
+                     f"{row['partition']} for {row['walltime']}"
+                     + (', when its jobs are ready' if row['has_dependencies'] else ''))
+    due = value['total_allocations'] - value.get('allocations_deferred', 0)
+    if is_dry_run:
+        lines += ['Nothing was changed']
+    elif value['slurm_job_ids']:
+        lines.append(f"Submitted {value['allocations_submitted']} allocations of workflow {number}: "
+                     + first_of(value['slurm_job_ids']))
+    elif due and not value['submitted']:
+        lines.append(f'{due} allocations are due; submit them with: {submit}')
+    return format_lines(lines)
+
+
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
 #
@@ -33416,6 +33937,11 @@ def parse_id(text: str) -> int:
     if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
         raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
     return int(text)
+
+
+def parse_ids(text: str) -> List[int]:
+    """'3,5' -> [3, 5]."""
+    return [parse_id(word.strip()) for word in text.split(',')]
 
 
 def parse_factor(text: str) -> float:
@@ -34099,6 +34625,16 @@ COMMANDS = (
         Argument('--overwrite', '', 'replace the schedulers and allocating actions that it has'),
         Argument('--dry-run', '', 'only show the schedulers and actions'), *PLAN_OPTIONS),
         'slurm generate --account acct --profile kestrel examples/resources.yaml'),
+    Command('slurm regenerate', cmd_regenerate,
+        'plan allocations for the jobs of a workflow that are left, instead of those of its actions', (
+        ASKED_WF, ACCOUNT._replace(meaning='account to charge (default: that of its first scheduler)'),
+        PROFILE, Argument('--partition', 'NAME', 'only of this partition'),
+        Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_time_span),
+        Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
+        PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:3],
+        Argument('--include-job-ids', 'ID,...', 'plan for these jobs, too, whatever their state', parse_ids),
+        Argument('--submit', '', 'submit what waits for no other job at once'), *ALLOCATION_OPTIONS, DRY_RUN),
+        'slurm regenerate 1 --account acct --profile kestrel --dry-run'),
     Command('slurm plan-allocations', cmd_plan_allocations,
         'recommend how many allocations of how many nodes a workflow file should ask for now', (
         *PLANNED_SPEC, Argument('-p --partition', 'NAME', 'only of this partition'),
