@@ -29793,6 +29793,76 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     return int(word)
 
 
+def parse_number(text: str) -> int:
+    """A whole number."""
+    if not re.match(r'-?[0-9]{1,18}\Z', text):
+        raise ValueError(f'{text!r} is not a whole number')
+    return int(text)
+
+
+def parse_id(text: str) -> int:
+    """An id: a whole number from 1."""
+    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
+        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
+    return int(text)
+
+
+def parse_ids(text: str) -> List[int]:
+    """'3,5' -> [3, 5]."""
+    return [parse_id(word.strip()) for word in text.split(',')]
+
+
+def parse_factor(text: str) -> float:
+    """A multiplier of what was seen: 1 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= 1000:
+        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
+    return value
+
+
+def parse_time_span(text: str) -> int:
+    """A walltime as sbatch takes it, or as people write it -> seconds."""
+    return parse_walltime(normalize_walltime(text))
+
+
+def parse_percent(text: str) -> float:
+    """Percent, without the sign."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_INTEGER:
+        raise ValueError(f'{text!r} is not a number of percent, such as 5')
+    return value
+
+
+def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
+    """A parser of values with commas between them."""
+    return lambda text: list(map(parse, text.split(',')))
+
+
+def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
+    """A parser of numbers that are not below `least`."""
+    def read(text: str) -> Any:
+        value = parse(text)
+        if value < least:
+            raise ValueError(f'{text} is less than {least:g}')
+        return value
+    return read
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser of one of several words."""
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
+        return text
+    return read
+
+
 def command_line(session: Session, *words: Any) -> str:
     """A command for the user to type, that finds the same server or database as this one."""
     options = ['--standalone'] if session.options['standalone'] else []
@@ -33923,76 +33993,6 @@ class Command(Row):
 def key_of(argument: Argument) -> str:
     """The key under which a command finds an argument."""
     return argument.key or argument.names.split()[-1].lstrip('-').replace('-', '_').lower()
-
-
-def parse_number(text: str) -> int:
-    """A whole number."""
-    if not re.match(r'-?[0-9]{1,18}\Z', text):
-        raise ValueError(f'{text!r} is not a whole number')
-    return int(text)
-
-
-def parse_id(text: str) -> int:
-    """An id: a whole number from 1."""
-    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
-        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
-    return int(text)
-
-
-def parse_ids(text: str) -> List[int]:
-    """'3,5' -> [3, 5]."""
-    return [parse_id(word.strip()) for word in text.split(',')]
-
-
-def parse_factor(text: str) -> float:
-    """A multiplier of what was seen: 1 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1 <= value <= 1000:
-        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
-    return value
-
-
-def parse_time_span(text: str) -> int:
-    """A walltime as sbatch takes it, or as people write it -> seconds."""
-    return parse_walltime(normalize_walltime(text))
-
-
-def parse_percent(text: str) -> float:
-    """Percent, without the sign."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f'{text!r} is not a number of percent, such as 5')
-    return value
-
-
-def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
-    """A parser of values with commas between them."""
-    return lambda text: list(map(parse, text.split(',')))
-
-
-def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
-    """A parser of numbers that are not below `least`."""
-    def read(text: str) -> Any:
-        value = parse(text)
-        if value < least:
-            raise ValueError(f'{text} is less than {least:g}')
-        return value
-    return read
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A parser of one of several words."""
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
-        return text
-    return read
 
 
 def parse_truth(text: str) -> bool:
