@@ -23222,6 +23222,8 @@ RECORDED = (
     ('workflows check-resources WF', 'workflows check-resources 1'),
     ('workflows check-resources WF --all --include-failed', 'workflows check-resources 1 --all --include-failed'),
     ('workflows correct-resources WF --dry-run', 'workflows correct-resources 1 --dry-run'),
+    ('recover WF --dry-run', 'recover 1 --dry-run'),
+    ('recover WF --dry-run --retry-unknown', 'recover 1 --dry-run --retry-unknown'),
     ('events list WF', 'events list 1'),
     ('job-dependencies job-job WF', 'job-dependencies job-job 1'),
     ('job-dependencies job-file WF', 'job-dependencies job-file 1'),
@@ -25888,6 +25890,196 @@ class SyncStatusTest(CommandTest):
         self.assertEqual([], fakes.calls())
 
 # ======== 20g. Recover ========
+
+RECOVERED = """
+    name: recovered
+    execution_config: {mode: direct}
+    resource_requirements: [{name: small, num_cpus: 1, memory: 40m, runtime: PT10M}]
+    jobs:
+      - {name: oom, command: "python3 -c 'import time; x = bytearray(100 * 2 ** 20); time.sleep(0.6)'", resource_requirements: small}
+      - {name: good, command: "true", resource_requirements: small}
+      - {name: bad, command: "test -e fixed || { echo no such luck >&2; exit 3; }", resource_requirements: small}
+      - {name: after, command: "true", depends_on: [oom], resource_requirements: small}
+      - {name: late, command: "true", depends_on: [bad], resource_requirements: small}
+    """
+
+
+class RecoverCase(CommandTest):
+    """A workflow whose jobs have ended as an SQL statement says."""
+
+    def ended(self, spec: str, ends: Dict[str, Tuple[int, str, float, Optional[str]]]) -> None:
+        """Make a workflow, and let its jobs have ended: name -> return code, status, minutes, reason; all others are canceled."""
+        self.make(spec)
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute('UPDATE job SET status = 7')
+            for name, (code, status, minutes, reason) in ends.items():
+                job_id, = database.execute('SELECT id FROM job WHERE name = ?', (name,)).fetchone()
+                status_code = torc.STATUS_CODES[status]
+                database.execute('UPDATE job SET status = ? WHERE id = ?', (status_code, job_id))
+                database.execute('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, '
+                                 "status, reason) VALUES (1, ?, 1, 1, ?, ?, '2026-01-01T00:00:00Z', ?, ?)", (job_id, code, minutes, status_code, reason))
+            database.execute('UPDATE dep_set SET pending = 0')
+
+    def statuses(self) -> Dict[str, str]:
+        """Status of each job."""
+        return {job['name']: job['status'] for job in self.json('jobs list 1')['items']}
+
+    def needs(self) -> Dict[str, Tuple[str, str]]:
+        """Memory and runtime of each job."""
+        return {row['job_name']: (row['memory'], row['runtime']) for row in self.json('jobs list-resource-requirements 1')}
+
+    def typed(self, lines: str, *argv: Any) -> Tuple[int, str]:
+        """A command on a terminal, at which these lines are typed one after the other; its exit code, and what was shown."""
+        ours, theirs = os.openpty()
+        process = subprocess.Popen([*World.command(argv)], cwd=self.world.directory, stdin=theirs, stdout=theirs, stderr=theirs,
+                                   env=dict(self.world.environment, COLUMNS='200'), start_new_session=True)
+        os.close(theirs)
+        said = b''
+        with contextlib.closing(open(ours, 'r+b', buffering=0)):
+            os.write(ours, lines.encode())
+            with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
+                while True:
+                    said += os.read(ours, 10000)
+        return process.wait(20), said.decode()
+
+
+class RecoverTest(RecoverCase):
+    """Failed jobs run again with what they lacked."""
+
+    SPEC = """
+        name: r
+        resource_requirements: [{name: small, num_cpus: 1, memory: 1g, runtime: PT1H}]
+        jobs:
+          - {name: oom, command: "true", resource_requirements: small}
+          - {name: slow, command: "true", resource_requirements: small}
+          - {name: bad, command: "true", resource_requirements: small}
+          - {name: gone, command: "true", resource_requirements: small}
+          - {name: good, command: "true", resource_requirements: small}
+          - {name: after, command: "true", depends_on: [oom], resource_requirements: small}
+          - {name: late, command: "true", depends_on: [bad], resource_requirements: small}
+        """
+    ENDS = {'oom': (137, 'failed', 5.0, None), 'slow': (152, 'terminated', 60.0, None), 'bad': (3, 'failed', 1.0, 'no such luck'),
+            'gone': (-128, 'failed', 2.0, 'compute node 1 (n1), which ran it, went away'), 'good': (0, 'completed', 1.0, None)}
+
+    def test_each_class_of_failure_gets_its_cure_and_the_rest_stays(self):
+        self.ended(self.SPEC, self.ENDS)
+        before = self.needs()
+        planned = self.json('recover 1 --dry-run')
+        self.assertEqual((before, 'failed'), (self.needs(), self.statuses()['oom']))
+        done = self.json('recover 1')
+        self.assertEqual(dict(planned, dry_run=False), done)
+        result = done['result']
+        self.assertEqual((1, 1, 0, 1, 1, [1, 2, 4]), tuple(result[key] for key in (
+            'oom_fixed', 'timeout_fixed', 'unknown_retried', 'other_failures', 'lost_retried', 'jobs_to_retry')))
+        self.assertEqual(('local', 2, 4, 'torc.py run 1'), tuple(done[key] for key in ('mode', 'run_id', 'jobs_to_run', 'next_command')))
+        self.assertEqual({'oom': 'ready', 'slow': 'ready', 'bad': 'failed', 'gone': 'ready', 'good': 'completed', 'after': 'blocked',
+                          'late': 'canceled'}, self.statuses())
+        self.assertEqual(dict(before, oom=('2g', 'PT1H'), slow=('1g', 'PT1H30M')), self.needs())
+        self.assertEqual([('bad', 'failed for a reason of its own')], [(row['job_name'], row['reason']) for row in result['not_retried']])
+        self.assertExit(1, self.world.cli('run', 1))
+        self.assertEqual(['bad', 'late'], sorted(name for name, status in self.statuses().items() if status != 'completed'))
+        outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1), 'nothing to retry: 1 job failed for a reason of its own.')
+        self.assertEqual((1, False), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
+
+    def test_options_choose_the_multipliers_the_sharing_and_what_is_unknown(self):
+        self.ended(self.SPEC, self.ENDS)
+        for options, retried, changes in (
+                ('--memory-multiplier 3', [1, 2, 4], {(1,): '3g', (2,): None}), ('--shared', [1, 2, 4], {tuple(range(1, 8)): '2g'}),
+                ('--retry-unknown', [1, 2, 3, 4], {(1,): '2g', (2,): None}), ('--recovery-hook true', [1, 2, 3, 4], {(1,): '2g', (2,): None})):
+            with self.subTest(options):
+                result = self.json('recover 1 --dry-run ' + options)['result']
+                self.assertEqual(retried, result['jobs_to_retry'])
+                self.assertEqual(changes, {tuple(row['changed_job_ids']): row.get('new_memory') for row in result['adjustments']})
+        self.assertIn("'0.5' is not a multiplier", self.assertExit(2, self.world.main('recover', 1, '--memory-multiplier', '0.5')).err)
+
+    def test_a_hook_goes_first_and_may_veto(self):
+        self.ended(self.SPEC, self.ENDS)
+        before = self.statuses()
+        self.assertExit(4, self.world.main('recover', 1, '--recovery-hook', 'false'), "the recovery hook 'false' ended with return code 1")
+        self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', '"'), '--recovery-hook')
+        self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', './none'), './none cannot be started')
+        self.assertEqual(before, self.statuses())
+        os.chmod(self.world.write('my hook.sh', '#!/bin/sh\necho "$@ $TORC_WORKFLOW_ID $TORC_RUN_ID $TORC_API_URL" > told\n'), 0o755)
+        self.assertExit(0, self.world.main('recover', 1, '--recovery-hook', "'my hook.sh' -x 'two words'"))
+        self.assertRegex(self.world.read('told'), r'^-x two words 1 1 1 http://127\.0\.0\.1:\d+/torc-service/v1\n$')
+        self.assertEqual('ready', self.statuses()['bad'])
+
+    def test_nothing_is_recovered_that_has_not_begun_or_is_at_work_or_is_well(self):
+        self.make(self.SPEC)
+        outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1, '--dry-run'), 'Cannot recover: workflow is not complete;')
+        self.assertEqual((1, True), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed')
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        self.assertExit(0, self.world.main('cancel', 1, '--no-prompts'))
+        self.assertExit(4, self.world.main('recover', 1), '7 were canceled, which `run --retry-failed` takes up')
+
+    def test_undecided_failures_are_named_and_an_agent_of_the_user_may_decide(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, 'no such luck'), 'slow': (3, 'pending_failed', 1.0, None),
+                               'oom': (137, 'failed', 5.0, None), 'good': (0, 'completed', 1.0, None)})
+        outcome = self.assertExit(0, self.world.main('recover', 1, '--dry-run'), 'retry or fail each: torc.py jobs classify 2 retry --reason TEXT')
+        self.assertIn('2 failed jobs wait for a decision: 2 (slow), 3 (bad)', outcome.err)
+        self.assertExit(2, self.world.main('recover', 1, '--ai-recovery'), '--ai-recovery needs --ai-agent PROGRAM')
+        agent = f"""#!/bin/sh
+            printf '%s' "$2" > prompt
+            exec {sys.executable} {shlex.quote(stub_path())} jobs classify 3 retry --reason 'it may work' --memory 5g
+            """
+        os.chmod(self.world.write('agent', agent.replace('\n            ', '\n')), 0o755)
+        self.assertExit(0, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'agent --ask'))
+        self.assertIn('3 bad: return code 3, no such luck; command: true', self.world.read('prompt'))
+        statuses = self.statuses()
+        self.assertEqual(('ready', 'pending_failed', 'ready'), (statuses['bad'], statuses['slow'], statuses['oom']))
+        self.assertEqual('5g', self.needs()['bad'][0])
+
+    def test_classify_decides_about_one_job(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None)})
+        self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail', '--reason', 'x', '--memory', '1g'), 'go with retry')
+        self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail'), '--reason')
+        self.assertEqual({'workflow_id': 1, 'retried': [], 'failed': [3]}, self.json('jobs classify 3 fail --reason "a bug"'))
+        self.assertIn('a bug', self.text('explain 1') + self.text('status 1'))
+        self.assertExit(4, self.world.main('jobs', 'classify', 3, 'retry', '--reason', 'x'), 'is failed: only the failure')
+
+    def test_on_a_terminal_each_class_is_asked_about(self):
+        self.ended(self.SPEC, self.ENDS)
+        code, said = self.typed('a\n4\ns\nr\nmaybe\ns\n\n', 'recover', 1)
+        self.assertEqual(0, code, said)
+        for words in ('1 job ran out of memory:', 'r: run again with 1.5 times as much, a: adjust the multiplier, s: skip [r]', 'Multiplier [1.5]:',
+                      '1 job ran out of time:', '1 job failed for a reason of its own:', 'r: run again, s: skip [s]', "'maybe' is none of r, s",
+                      'To run again: oom, bad', 'slow does not run again: ran out of time', 'Recover workflow 1 so? (y/N)', 'Cancelled'):
+            self.assertIn(words, said)
+        self.assertEqual('failed', self.statuses()['oom'])
+        code, said = self.typed('a\n4\ns\nr\ns\ny\n', 'recover', 1)
+        self.assertEqual((0, True), (code, 'go on with: torc.py run 1' in said), said)
+        self.assertEqual(('4g', 'PT1H'), self.needs()['oom'])
+        self.assertEqual({'oom': 'ready', 'bad': 'ready', 'slow': 'terminated', 'gone': 'failed'},
+                         {name: self.statuses()[name] for name in ('oom', 'bad', 'slow', 'gone')})
+
+    @slow
+    def test_a_job_killed_for_its_memory_completes_after_a_recover(self):
+        self.world.write('w.yaml', RECOVERED)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        found = self.json('recover 1')
+        self.assertEqual(['used', 'no such luck'], [row['evidence'][:len(wanted)] for row, wanted in zip(
+            found['diagnosis']['resource_violations'], ('used', 'no such luck'))])
+        self.assertExit(1, self.world.cli('run', 1))
+        self.assertEqual({'oom': 'completed', 'good': 'completed', 'bad': 'failed', 'after': 'completed', 'late': 'canceled'}, self.statuses())
+        self.world.write('fixed', '')
+        self.assertExit(0, self.world.main('recover', 1, '--retry-unknown'))
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+
+    @slow
+    def test_a_job_that_was_ended_with_its_runner_gets_more_time_only_if_it_had_its_own(self):
+        self.world.write('w.yaml', 'name: w\ncompute_node_min_time_for_new_jobs_seconds: 1\nexecution_config: {sigterm_lead_seconds: 0, sigkill_headroom_seconds: 1}\n'
+                         'resource_requirements: [{name: s, runtime: PT1S}, {name: l, runtime: PT1H}]\njobs: [{name: short, command: '
+                         'sleep 60, resource_requirements: s}, {name: long, command: sleep 60, resource_requirements: l}]\n')
+        self.assertExit(1, self.world.cli('run', 'w.yaml', '--max-parallel-jobs', '2', '--time-limit', '3s'))
+        result = self.json('recover 1')
+        kinds = {row['job_name']: row['failure_class'] for row in result['diagnosis']['resource_violations']}
+        self.assertEqual({'short': 'timeout', 'long': 'lost'}, kinds, result)
+        self.assertEqual(([1, 2], 'PT1H'), (result['result']['jobs_to_retry'], self.needs()['long'][1]))
+
 
 # ======== 20h. Watch ========
 
