@@ -8368,8 +8368,11 @@ def refuse_archived(state: WorkflowState) -> None:
 
 
 def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
-                    clear_ephemeral_user_data: bool = True) -> Values:
-    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them."""
+                    clear_ephemeral_user_data: bool = True, keeps_undecided: bool = False) -> Values:
+    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them.
+
+    With `keeps_undecided` pending_failed ones stay so.
+    """
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not only_uninitialized:
@@ -8379,7 +8382,8 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
     context.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(context, workflow_id)
     if only_uninitialized:
-        uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
+        if not keeps_undecided:
+            uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     else:
         cancel_open_attempts(context, ids_of_jobs(context, workflow_id, OPEN_ATTEMPT))
@@ -12026,6 +12030,147 @@ def replay_completion(context: Context, state: WorkflowState, key: List[int], en
     return True
 
 
+# -------- failed jobs that run again --------
+
+RECOVERABLE = (FAILED, TERMINATED, CANCELED, PENDING_FAILED)
+
+
+def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
+    """Correct requirements, reset jobs, begin a new run and initialize it, with one event for all of it.
+
+    `run_id` is the run that the caller has looked at: where it is over, somebody else was first. With `files`
+    (present file times) what changed runs again, too. Jobs whose failure is undecided stay so. A dry run
+    allows for jobs and allocations that are only to be cleaned up.
+    """
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    if body['run_id'] != state.run_id:
+        raise Refused(f"run {body['run_id']} of workflow {workflow_id} is over, the current one is "
+                      f'{state.run_id}: somebody else has recovered it, or begun it anew')
+    if not dry_run:
+        refuse_runners(context, workflow_id)
+        refuse_allocations(context, workflow_id)
+    reset, times = sorted(set(body['reset'])), times_by_id(body.get('files') or {})
+    check_recoverable(context, workflow_id, reset, (*RECOVERABLE, *ACTIVE) if dry_run else RECOVERABLE)
+    check_owned(context, 'file', workflow_id, times)
+    with context.savepoint(keeps=not dry_run):
+        suffix = f'run{state.run_id + 1}'
+        changed = [correct_requirements(context, workflow_id, row, suffix) for row in body['requirements']]
+        reasons = find_outdated(context, workflow_id, times, {})
+        store_file_times(context, workflow_id, times)
+        uninitialize(context, [*reset, *reasons])
+        begin_run(context, workflow_id)
+        initialize_jobs(context, workflow_id, only_uninitialized=True, keeps_undecided=True)
+        run_id = state.run_id + 1
+        record_event(context, workflow_id, dict(body.get('event') or {}, **{
+            'category': 'recovery', 'action': 'recover', 'run_id': run_id, 'user': context.caller,
+            'reset_job_ids': reset, 'requirements': changed, 'workflow_id': workflow_id,
+            'message': f'Recovered workflow {workflow_id}: {len(reset)} jobs run again, as run {run_id}'}))
+        to_run = ids_of_jobs(context, workflow_id, f'status IN ({READY}, {BLOCKED}) ORDER BY id')
+    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', list(reasons)))
+    return {'workflow_id': workflow_id, 'run_id': run_id, 'reset_count': len(reset), 'to_run': to_run,
+            'requirements': changed, 'changed': [
+                {'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
+                for job_id, reason in sorted(reasons.items())]}
+
+
+def refuse_allocations(context: Context, workflow_id: int) -> None:
+    """Refuse while allocations wait or run: their runners would begin at once, and perhaps in the midst."""
+    count = context.value('SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? '
+                          "AND status IN ('pending', 'active')", (workflow_id,))
+    if count:
+        raise Refused(f'{count} allocations of workflow {workflow_id} wait or run: wait for their end, or '
+                      f'cancel it first (torc.py cancel {workflow_id})')
+
+
+def check_recoverable(context: Context, workflow_id: int, job_ids: Ids, statuses: Sequence[int]) -> None:
+    """Refuse jobs of other workflows, and those that did not end badly."""
+    check_owned(context, 'job', workflow_id, job_ids)
+    wrong = [(name, status) for name, status in rows_by_ids(context, 'SELECT name, status FROM job WHERE id '
+                                                            'IN', job_ids) if status not in statuses]
+    if wrong:
+        raise Refused(f'job {wrong[0][0]} is {STATUS_NAMES[wrong[0][1]]}: only failed, terminated, canceled '
+                      'and pending_failed ones are recovered')
+
+
+def correct_requirements(context: Context, workflow_id: int, row: Values, suffix: str) -> Values:
+    """Change requirements for some of the jobs that have them: in place if these are all, else in a copy."""
+    from_id, job_ids = row['from_id'], sorted(set(row['job_ids']))
+    check_owned(context, 'resource_requirements', workflow_id, [from_id])
+    fields = {key: row[key] for key in ('memory', 'runtime', 'num_cpus') if row.get(key) is not None}
+    kinds = context.ids('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ?',
+                        (workflow_id, from_id))
+    holders = [held[0] for held in rows_by_ids(context, 'SELECT id FROM job WHERE kind_id IN', kinds)]
+    strangers = sorted(set(job_ids) - set(holders))
+    if strangers:
+        raise Refused(f'job {strangers[0]} does not have resource requirements {from_id}')
+    if len(job_ids) == len(holders):
+        update_requirements(context, 'resource_requirements', from_id, fields)
+        return dict(fields, from_id=from_id, id=from_id, job_ids=job_ids)
+    current = get_row(context, 'resource_requirements', from_id)
+    values = {key: current[key] for key in ('num_cpus', 'num_gpus', 'num_nodes', 'memory', 'runtime')}
+    name = unused_name(context, workflow_id, f"{current['name']}_{suffix}")
+    new_id = create_requirements(context, 'resource_requirements', dict(
+        values, **fields, workflow_id=workflow_id, name=name))['id']
+    for kind in (get_row(context, 'job_kind', kind_id) for kind_id in kinds):
+        new_kind = find_job_class(context, workflow_id, (new_id, kind['priority'], kind.get('scheduler_id'),
+                                                         kind.get('labels')))
+        run_by_ids(context, f"UPDATE job SET kind_id = {new_kind} WHERE kind_id = {kind['id']} AND id IN",
+                   job_ids)
+    return dict(fields, from_id=from_id, id=new_id, job_ids=job_ids)
+
+
+def unused_name(context: Context, workflow_id: int, name: str) -> str:
+    """A name for resource requirements that none have: this one, or with a number."""
+    taken = set(context.ids('SELECT name FROM resource_requirements WHERE workflow_id = ?', (workflow_id,)))
+    numbered = (f'{name}_{number}' for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
+
+
+def classify_jobs(context: Context, workflow_id: int, body: Values) -> Values:
+    """Decide about failures that wait for a decision: another attempt, perhaps with more, or failed."""
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    retried, failed = [], []    # type: List[int], List[int]
+    for row in body['classifications']:
+        check_owned(context, 'job', workflow_id, [row['job_id']])
+        job = job_state(context, row['job_id'])
+        if job.status != PENDING_FAILED:
+            raise Refused(f'job {job.id} ({job.name}) is {STATUS_NAMES[job.status]}: only the failure of a '
+                          'pending_failed one is to be decided')
+        if row['action'] not in ('retry', 'fail'):
+            raise Refused(f"action is {printable(row['action'])!r}: retry or fail", field='action')
+        (retried if row['action'] == 'retry' else failed).append(job.id)
+        decide_about(context, state, job, row)
+    note_if_complete(context, workflow_id)
+    return {'workflow_id': workflow_id, 'retried': retried, 'failed': failed}
+
+
+def decide_about(context: Context, state: WorkflowState, job: JobState, row: Values) -> None:
+    """Carry out one decision about a pending_failed job, and keep its reason."""
+    known = context.one('SELECT id, return_code, reason FROM result WHERE job_id = ? AND is_current = 1',
+                        (job.id,)) or (0, 1, None)
+    is_retry = row['action'] == 'retry'
+    decision = f"{'to be retried' if is_retry else 'failed'}, says {context.caller}: {row['reason']}"
+    if is_retry:
+        if state.is_canceled:
+            raise Refused(f'workflow {state.id} is canceled: its jobs are not retried')
+        needs = get_row(context, 'job_view', job.id)['resource_requirements_id']
+        if row.get('memory') or row.get('runtime'):
+            correct_requirements(context, state.id, dict(row, from_id=needs, job_ids=[job.id]),
+                                 f'job{job.id}')
+        context.run(f'UPDATE result SET status = {FAILED} WHERE id = ?', (known[0],))
+        begin_next_attempt(context, state, job)
+    else:
+        decide_failure(context, state, job, {'status': 'failed', 'return_code': known[1]})
+    reason = '; '.join(filter(None, (known[2], decision)))[:MAX_REASON_CHARACTERS]
+    context.run('UPDATE result SET reason = ? WHERE id = ?', (reason, known[0]))
+    record_event(context, state.id, {
+        'category': 'recovery', 'action': 'classify', 'job_id': job.id, 'job_name': job.name,
+        'decision': row['action'], 'reason': row['reason'], 'user': context.caller, 'run_id': state.run_id,
+        'message': f'Job {job.name}: {decision}'})
+
+
 # -------- allocations that are gone --------
 
 # For so long after the end of a Slurm job its processes may have been at work (KillWait is 30 s as a rule,
@@ -12209,6 +12354,10 @@ MODELS = {
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
     'CheckChangesResponse': 'changed:[@ChangedJob]! downstream_jobs:[@ChangedJob]!',
     'ClaimActionRequest': 'compute_node_id:int',
+    'Classification': 'job_id:int! action:str! reason:str! memory:str runtime:str',
+    'ClassifyJobsRequest': 'classifications:[@Classification]!',
+    'ClassifyJobsResponse': 'failed:[int]! retried:[int]! workflow_id:int!',
+    'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:int runtime:str',
     'ClaimActionResponse': 'action_id:int! success:bool',
     'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
     'ClaimNextJobsResponse': 'jobs:[@JobModel]',
@@ -12288,6 +12437,10 @@ MODELS = {
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] '
         'persistent:bool',
     'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
+    'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:object '
+        'files:{float?}',
+    'RecoverJobsResponse': 'changed:[@ChangedJob]! requirements:[@CorrectedRequirements]! reset_count:int! '
+        'run_id:int! to_run:[int]! workflow_id:int!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
     'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]!',
@@ -12938,11 +13091,14 @@ ROUTES = (
     route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
     route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
              body='SubmissionReport'),
-    route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
-    route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
     route_to('GET', 'demand', get_demand, '@DemandResponse'),
     route_to('POST', 'store_allocations', store_allocations, '@StoreAllocationsResponse',
              body='StoreAllocationsRequest'),
+    route_to('POST', 'recover_jobs', recover_jobs, '@RecoverJobsResponse', body='RecoverJobsRequest',
+             query='dry_run:bool'),
+    route_to('POST', 'classify_jobs', classify_jobs, '@ClassifyJobsResponse', body='ClassifyJobsRequest'),
+    route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
+    route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
 
     route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
     route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
@@ -13011,7 +13167,7 @@ TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 't
 # Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
 # tells of them or their jobs, and the start of another.
 ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
-                           'reset_job_status', 'reset_status', 'status'))
+                           'recover_jobs', 'reset_job_status', 'reset_status', 'status'))
 
 
 def is_about_runners(path: str) -> bool:
@@ -13021,7 +13177,8 @@ def is_about_runners(path: str) -> bool:
 
 def body_limit(path: str) -> int:
     """How many bytes the body of a request to this path may have."""
-    return MAX_BULK_BODY_BYTES if path in BULK_PATHS or path.endswith('/apply_spec') else MAX_BODY_BYTES
+    is_bulk = path in BULK_PATHS or path.endswith(('/apply_spec', '/recover_jobs'))
+    return MAX_BULK_BODY_BYTES if is_bulk else MAX_BODY_BYTES
 
 
 @functools.lru_cache(maxsize=None)
@@ -28125,8 +28282,516 @@ def find_dead_nodes(nodes: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
 
 # ======== 17a. Diagnosis: what failed jobs lacked, and what they get instead ========
 #
-# Pure functions from results and resource requirements to classes of failures and corrections. Real evidence,
-# such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses from return codes and times.
+# Pure functions from results and resource requirements, as the API has them, to comparisons, classes of
+# failures and corrections. Real evidence, such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses
+# from return codes and times.
+#
+# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
+# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
+# no limit. Requirements are shared: what one job needs, all jobs that have them get, unless they are split.
+
+PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
+OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
+CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
+LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
+# What downsizing must save to be worth another requirement; as in Torc.
+LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
+TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
+
+
+class JobUse(Row):
+    """A job, its requirements, and the result that is looked at."""
+    job: Dict[str, Any]
+    needs: Dict[str, Any]
+    result: Dict[str, Any]
+    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
+    cause: str = ''             # name of one of FAILURE_CLASSES, where evidence says so; '': to be guessed
+
+
+class Comparison(Row):
+    """One resource of one job: what it asked for and used at most, in the same unit."""
+    use: JobUse
+    resource: str       # key of MEASURES
+    limit: float
+    used: float
+
+    @property
+    def over_percent(self) -> float:
+        """By how much of the limit more was used; 0 below it."""
+        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
+
+
+class Measure(Row):
+    """A resource as reports show it."""
+    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
+    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
+    show: Callable[[float], str]
+
+
+def report_memory(value_bytes: float) -> str:
+    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
+    megabytes = value_bytes / 1024 ** 2
+    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
+
+
+def report_duration(value_s: float) -> str:
+    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
+    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
+    if hours:
+        return f'{hours}h {minutes}m {seconds}s'
+    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
+
+
+def seconds_of(result: Dict[str, Any]) -> float:
+    """How long an attempt ran."""
+    return result['exec_time_minutes'] * 60
+
+
+MEASURES = {
+    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
+                      lambda result: result.get('peak_memory_bytes'), report_memory),
+    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
+                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
+    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
+}
+
+
+def is_placeholder(needs: Dict[str, Any]) -> bool:
+    """Whether requirements are those of jobs that name none."""
+    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
+
+
+def limit_of(resource: str, needs: Dict[str, Any]) -> float:
+    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
+    try:
+        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
+    except ValueError:
+        return 0.0
+
+
+def compare_use(use: JobUse) -> List[Comparison]:
+    """A job's resources that have a limit and were measured."""
+    found = []
+    for resource, measure in MEASURES.items():
+        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
+        if limit > 0 and used is not None:
+            found.append(Comparison(use, resource, limit, used))
+    return found
+
+
+def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
+    """A comparison as Torc's JSON has it."""
+    use, show = comparison.use, MEASURES[comparison.resource].show
+    specified = show(comparison.limit)
+    if comparison.resource == 'CPU':
+        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
+    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
+            'specified': specified, 'peak_used': show(comparison.used),
+            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
+
+
+def find_memory_violation(use: JobUse) -> str:
+    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
+
+    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
+    of the runtime counts as well.
+    """
+    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
+    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
+        return 'memory_exceeded'
+    if use.cause:
+        return 'out_of_memory' if use.cause == 'memory' and limit and not use.is_stale else ''
+    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
+    return 'sigkill_137' if is_killed and (not seconds
+                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
+
+
+def has_timed_out(use: JobUse) -> bool:
+    """Whether a job was ended for its time, by evidence or by its return code."""
+    if use.cause:
+        return use.cause == 'timeout'
+    return use.result['return_code'] == TERMINATED_CODES['time']
+
+
+def explain_failure(use: JobUse) -> Dict[str, Any]:
+    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
+    needs, result = use.needs, use.result
+    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
+    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
+    is_timeout, oom = has_timed_out(use), find_memory_violation(use)
+    is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < ran_s
+    found = {
+        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
+        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
+        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
+        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
+        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
+        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
+        'likely_timeout': is_timeout or is_guess or None,
+        'timeout_reason': 'sigxcpu_152' if is_timeout and not use.cause else None,
+        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
+        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
+        'peak_cpu_percent': cpu_percent,
+        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# -------- corrections --------
+
+class Multipliers(Row):
+    """By how much more than was seen is asked for."""
+    memory: float
+    cpu: float
+    runtime: float
+
+
+class Correction(Row):
+    """One resource of requirements, as it is and as it should be."""
+    resource: str               # 'memory', 'cpu' or 'runtime'
+    uses: List[JobUse]          # the jobs because of which
+    original: Any
+    new: Any
+    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
+
+
+ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
+    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
+    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
+    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
+}
+REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
+
+
+def round_memory_up(value_bytes: float) -> str:
+    """Bytes -> the next whole g, m or k: 13g, 300m."""
+    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
+    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
+
+
+def round_runtime_up(value_s: float) -> str:
+    """Seconds -> the next whole minute: PT2H5M."""
+    return format_duration(60 * max(1, math.ceil(value_s / 60)))
+
+
+def cpus_for(percent: float, multiplier: float) -> int:
+    """CPUs that are enough for a peak."""
+    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
+
+
+def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More memory, if one of the jobs needed more than it asked for."""
+    found = [(use, find_memory_violation(use)) for use in uses]
+    over = [use for use, reason in found if reason]
+    if not over:
+        return None
+    limit = limit_of('Memory', over[0].needs)
+    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
+               default=None)
+    is_guess = any(reason != 'memory_exceeded' for _, reason in found if reason)
+    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
+    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
+
+
+def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More CPUs, if one of the jobs kept more busy than it asked for."""
+    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
+            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
+    if not over:
+        return None
+    peak = max(use.result['peak_cpu_percent'] for use in over)
+    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
+
+
+def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More time, if one of the jobs took more than it asked for, or was killed for it."""
+    over, wanted_s, peak_s = [], 0.0, 0.0
+    for use in uses:
+        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
+        is_timeout = has_timed_out(use) and not use.is_stale
+        if limit_s and (is_timeout or ran_s > limit_s):
+            over.append(use)
+            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
+            peak_s = max(peak_s, ran_s)
+    if not over:
+        return None
+    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
+
+
+def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
+             multipliers: Multipliers) -> List[Correction]:
+    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
+    needs, found = uses[0].needs, []
+    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
+    percent_seen = [result.get('peak_cpu_percent') for result in seen]
+    limit = limit_of('Memory', needs)
+    if limit and all(bytes_seen):
+        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
+        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
+            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
+    limit = limit_of('CPU', needs)
+    if limit and all(percent_seen):
+        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
+        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
+            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
+    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
+    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
+    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
+        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
+    return found
+
+
+def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
+                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
+    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
+
+    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
+    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
+    """
+    groups: Dict[int, List[JobUse]] = {}
+    for use in uses:
+        groups.setdefault(use.needs['id'], []).append(use)
+    plan = []
+    for needs_id, group in sorted(groups.items()):
+        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
+              increase_runtime(group, multipliers.runtime)]
+        corrections = [correction for correction in up if correction]
+        if corrections:
+            plan.append(('upscale', corrections))
+        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
+                                                                       for use in group):
+            runs = {(use.job['id'], use.result['run_id']) for use in group}
+            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
+            corrections = decrease(group, seen, multipliers)
+            plan += [('downscale', corrections)] if corrections else []
+    return plan
+
+
+def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
+    """The corrections of one of the requirements, as Torc's JSON has them."""
+    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
+    found: Dict[str, Any] = {
+        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
+        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
+    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
+    for correction in corrections:
+        found[f'{correction.resource}_adjusted'] = True
+        values = correction.original, correction.new, correction.peak
+        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
+                     if value is not None)
+    return found
+
+
+# -------- why jobs failed, and what may help --------
+
+LOST_RETRIES = 3        # a job that was lost so often, in all runs, is not run again by itself
+# The runner gives a job so much less than it asked for when the end of an allocation cuts it off: claims are
+# generous (8c), and what is left after the headroom is rounded down to a minute.
+CUT_OFF_S = CLAIM_GRACE_S + 120
+
+
+class FailureClass(Row):
+    """A kind of failure."""
+    meaning: str        # of a job
+    resource: str       # of ADJUSTMENT_KEYS that it lacked; '': none
+    is_retried: bool    # without being asked
+    count_key: str      # under which recover's JSON counts what is retried; those of Torc first
+
+
+FAILURE_CLASSES = {
+    'memory':  FailureClass('ran out of memory',                  'memory',  True,  'oom_fixed'),
+    'timeout': FailureClass('ran out of time',                    'runtime', True,  'timeout_fixed'),
+    'unknown': FailureClass('failed for a reason of its own',     '',        False, 'unknown_retried'),
+    'lost':    FailureClass('was lost with its runner or node',   '',        True,  'lost_retried'),
+    'cpu':     FailureClass('used more CPUs than it asked for',   'cpu',     False, 'cpu_retried'),
+}
+# What our runners write as the reason of an end, at its beginning: evidence of what it is.
+REASON_SIGNS = (
+    ('memory', re.escape(STEP_OUTCOMES['memory'].meaning) + r'|used \d+MB of memory, and its limit was '
+               r'|killed by the kernel for lack of memory '),
+    ('timeout', re.escape(STEP_OUTCOMES['timeout'].meaning)),
+    ('deadline', r"stopped: the runner's time is over"),
+    ('unknown', 'declared output files are missing: |' + re.escape(STEP_OUTCOMES['canceled'].meaning)),
+)
+STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'node': 'lost', 'preempted': 'lost'}
+
+
+class Failure(Row):
+    """A job that did not complete, and why."""
+    use: JobUse         # with its cause, where there is evidence
+    kind: str           # of FAILURE_CLASSES
+    evidence: str       # one sentence
+
+    @property
+    def job_id(self) -> int:
+        """The job."""
+        return self.use.job['id']
+
+
+def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
+    """(cause, sentence) from Slurm's state of its step, or what its runner wrote; ('', '') without any."""
+    result, reason = use.result, use.result.get('reason') or ''
+    cause = STEP_CAUSES.get(STEP_STATES.get(state, ''), '')
+    if cause:
+        return cause, f'Slurm says {state} of its step'
+    sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+    if sign == 'deadline':
+        # Cut off long before it had the time that it asked for, it needs no more of it.
+        is_early = seconds_of(result) + CUT_OFF_S < TIMEOUT_SHARE * limit_of('Runtime', use.needs)
+        sign = 'lost' if is_early else 'timeout'
+    if not sign and result['return_code'] == ORPHAN_RETURN_CODE:
+        return 'lost', reason or 'its runner went away'
+    return sign, reason if sign else ''
+
+
+def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] = None,
+                     cpus_count: bool = False) -> Failure:
+    """Why a job failed: by evidence, else by Torc's table of flags.
+
+    `state`: Slurm's word for the end of its step, where sacct was asked. `max_rss_bytes`: what the accounting
+    measured. `cpus_count`: too few CPUs are taken for a cause, too.
+    """
+    peak = max(use.result.get('peak_memory_bytes') or 0, max_rss_bytes or 0)
+    if peak:
+        use = use._replace(result=dict(use.result, peak_memory_bytes=peak))
+    cause, evidence = read_evidence(use, state)
+    use = use._replace(cause=cause)
+    if cause:
+        return Failure(use, cause, evidence)
+    found = explain_failure(use)
+    seen = f"return code {found['return_code']} after {report_duration(seconds_of(use.result))}"
+    if found.get('memory_violation'):
+        why = f"{found['peak_memory_formatted']} used, {found['configured_memory']} asked for" \
+            if found['oom_reason'] == 'memory_exceeded' else 'as when it is killed for memory'
+        return Failure(use, 'memory', f'{seen}: {why}')
+    if found.get('likely_timeout'):
+        return Failure(use, 'timeout', f"{seen}: {found.get('runtime_utilization', 'all')} of its runtime")
+    if cpus_count and found.get('likely_cpu_violation'):
+        why = f"{found['peak_cpu_percent']:.0f}% CPU used, {found['configured_cpus']} CPUs asked for"
+        return Failure(use, 'cpu', f'{seen}: {why}')
+    return Failure(use, 'unknown', use.result.get('reason') or seen)
+
+
+class Ceiling(Row):
+    """The longest time that a job can get."""
+    seconds: float
+    where: str          # what gives it: 'partition long', 'the walltime that was given'
+
+
+class Remedy(Row):
+    """New values for the requirements of some jobs."""
+    needs: Dict[str, Any]
+    job_ids: List[int]              # that get them
+    corrections: List[Correction]
+    is_split: bool                  # other jobs keep what they have
+
+    @property
+    def fields(self) -> Dict[str, Any]:
+        """The fields of the requirements that change."""
+        return {REQUIREMENT_FIELDS[item.resource]: item.new for item in self.corrections}
+
+
+class Remedies(Row):
+    """What is done about failures."""
+    changes: List[Remedy]
+    retried: List[Failure]
+    left: List[Tuple[Failure, str]]     # not run again, with the reason
+    notes: List[str]
+
+
+class RemedyRules(Row):
+    """What is asked for."""
+    multipliers: Multipliers
+    kinds: Sequence[str]                # of FAILURE_CLASSES that are retried
+    is_shared: bool = False             # requirements change for all jobs that have them
+    cpus_change: bool = False
+    ceiling_of: Callable[[Dict[str, Any]], Optional[Ceiling]] = lambda needs: None
+    losses: Dict[int, int] = {}         # job -> how often it was lost, where that is more than once
+
+
+def plan_remedies(failures: Sequence[Failure], sharers: Dict[int, List[int]],
+                  rules: RemedyRules) -> Remedies:
+    """Which jobs run again, and with what. `sharers`: requirements -> all jobs that have them."""
+    made = Remedies([], [], [], [])
+    groups = collections.defaultdict(list)      # type: Dict[Any, List[Failure]]
+    for failure in sorted(failures, key=lambda failure: failure.job_id):
+        reason = why_left(failure, rules)
+        if reason:
+            made.left.append((failure, reason))
+            continue
+        key = lacking(failure.use, rules)
+        groups[failure.use.needs['id'], () if rules.is_shared else key].append(failure)
+    for (needs_id, _), group in sorted(groups.items()):
+        corrections = correct_group(group, rules, made)
+        if corrections:
+            ids = sharers[needs_id] if rules.is_shared else [failure.job_id for failure in group]
+            made.changes.append(Remedy(group[0].use.needs, ids, corrections,
+                                       len(ids) < len(sharers[needs_id])))
+    made.retried.sort(key=lambda failure: failure.job_id)
+    return made
+
+
+def why_left(failure: Failure, rules: RemedyRules) -> str:
+    """Why a job is not run again, before its requirements are looked at; '' if it is."""
+    if failure.kind not in rules.kinds:
+        return FAILURE_CLASSES[failure.kind].meaning
+    losses = rules.losses.get(failure.job_id, 0)
+    if failure.kind == 'lost' and losses >= LOST_RETRIES and 'unknown' not in rules.kinds:
+        return f'was lost {losses} times: it may be what brings its node down'
+    return ''
+
+
+def lacking(use: JobUse, rules: RemedyRules) -> Tuple[str, ...]:
+    """The resources of which a job needs more."""
+    return tuple(item.resource for item in increase_all([use], rules))
+
+
+def increase_all(uses: Sequence[JobUse], rules: RemedyRules) -> List[Correction]:
+    """More of everything that one of these jobs lacked."""
+    multipliers = rules.multipliers
+    found = [increase_memory(uses, multipliers.memory),
+             increase_cpus(uses, multipliers.cpu) if rules.cpus_change else None,
+             increase_runtime(uses, multipliers.runtime)]
+    return [item for item in found if item]
+
+
+def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) -> List[Correction]:
+    """The corrections for jobs with the same requirements; adds the jobs to those that run again, or not."""
+    needs, corrections = group[0].use.needs, []
+    ceiling = rules.ceiling_of(needs)
+    for item in increase_all([failure.use for failure in group], rules):
+        if item.resource == 'runtime' and ceiling and parse_duration(item.new) > ceiling.seconds:
+            item = item._replace(new=format_duration(60 * int(ceiling.seconds // 60)))
+            names = first_of([use.job['name'] for use in item.uses])
+            if ceiling.seconds <= limit_of('Runtime', needs):
+                made.notes.append(f"{names}: {item.original} cannot become more, {ceiling.where} gives at "
+                                  f'most {item.new}')
+                continue
+            made.notes.append(f'{names}: gets no more time than {ceiling.where} gives, {item.new}')
+        corrections.append(item)
+    helped = {(item.resource, use.job['id']) for item in corrections for use in item.uses}
+    for failure in group:
+        lacked = FAILURE_CLASSES[failure.kind].resource
+        if not lacked or (lacked, failure.job_id) in helped or failure.use.is_stale \
+                or 'unknown' in rules.kinds or failure.use.job.get('supports_termination'):
+            made.retried.append(failure)
+        else:
+            made.left.append((failure, why_not_helped(failure, lacked, needs)))
+    return corrections
+
+
+def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
+    """Why a job that lacked a resource gets no more of it."""
+    meaning, field = FAILURE_CLASSES[failure.kind].meaning, REQUIREMENT_FIELDS[lacked]
+    if is_placeholder(needs):
+        return f'{meaning}, and asks for none: give it resource_requirements'
+    return f'{meaning}, and cannot get more than {field} {needs[field]}: make it smaller, or let it go on ' \
+           'from a checkpoint'
+
+
+def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
+    """A change of requirements as Torc's JSON has adjustments, and for which jobs."""
+    return dict(describe_adjustment('upscale', remedy.corrections), split=remedy.is_split,
+                changed_job_ids=remedy.job_ids)
 
 
 # ======== 17b. Regeneration: allocations for the jobs that are left ========
@@ -29046,296 +29711,9 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
     return bar + line if style.is_terminal and len(bar + line) < style.width else line
 
 
-# ======== 19a. Reports: what jobs used beside what they asked for, and errors in logs ========
+# ======== 19a. Reports: errors in logs ========
 #
-# Functions from values to values: comparisons, corrections, findings in logs. They know results and
-# resource requirements as the API has them, and neither sessions nor files.
-#
-# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
-# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
-# no limit. Requirements are shared: what one job needs, all jobs that have them get.
-
-PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
-OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
-CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
-LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
-# What downsizing must save to be worth another requirement; as in Torc.
-LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
-TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
-
-
-class JobUse(Row):
-    """A job, its requirements, and the result that is looked at."""
-    job: Dict[str, Any]
-    needs: Dict[str, Any]
-    result: Dict[str, Any]
-    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
-
-
-class Comparison(Row):
-    """One resource of one job: what it asked for and used at most, in the same unit."""
-    use: JobUse
-    resource: str       # key of MEASURES
-    limit: float
-    used: float
-
-    @property
-    def over_percent(self) -> float:
-        """By how much of the limit more was used; 0 below it."""
-        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
-
-
-class Measure(Row):
-    """A resource as reports show it."""
-    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
-    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
-    show: Callable[[float], str]
-
-
-def report_memory(value_bytes: float) -> str:
-    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
-    megabytes = value_bytes / 1024 ** 2
-    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
-
-
-def report_duration(value_s: float) -> str:
-    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
-    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
-    if hours:
-        return f'{hours}h {minutes}m {seconds}s'
-    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
-
-
-def seconds_of(result: Dict[str, Any]) -> float:
-    """How long an attempt ran."""
-    return result['exec_time_minutes'] * 60
-
-
-MEASURES = {
-    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
-                      lambda result: result.get('peak_memory_bytes'), report_memory),
-    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
-                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
-    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
-}
-
-
-def is_placeholder(needs: Dict[str, Any]) -> bool:
-    """Whether requirements are those of jobs that name none."""
-    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
-
-
-def limit_of(resource: str, needs: Dict[str, Any]) -> float:
-    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
-    try:
-        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
-    except ValueError:
-        return 0.0
-
-
-def compare_use(use: JobUse) -> List[Comparison]:
-    """A job's resources that have a limit and were measured."""
-    found = []
-    for resource, measure in MEASURES.items():
-        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
-        if limit > 0 and used is not None:
-            found.append(Comparison(use, resource, limit, used))
-    return found
-
-
-def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
-    """A comparison as Torc's JSON has it."""
-    use, show = comparison.use, MEASURES[comparison.resource].show
-    specified = show(comparison.limit)
-    if comparison.resource == 'CPU':
-        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
-    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
-            'specified': specified, 'peak_used': show(comparison.used),
-            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
-
-
-def find_memory_violation(use: JobUse) -> str:
-    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
-
-    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
-    of the runtime counts as well.
-    """
-    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
-    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
-        return 'memory_exceeded'
-    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
-    return 'sigkill_137' if is_killed and (not seconds
-                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
-
-
-def explain_failure(use: JobUse) -> Dict[str, Any]:
-    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
-    needs, result = use.needs, use.result
-    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
-    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
-    is_timeout = result['return_code'] == TERMINATED_CODES['time']
-    oom = find_memory_violation(use)
-    found = {
-        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
-        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
-        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
-        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
-        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
-        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
-        'likely_timeout': is_timeout or 0 < TIMEOUT_SHARE * runtime_s < ran_s or None,
-        'timeout_reason': 'sigxcpu_152' if is_timeout else None,
-        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
-        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
-        'peak_cpu_percent': cpu_percent,
-        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-# -------- corrections --------
-
-class Multipliers(Row):
-    """By how much more than was seen is asked for."""
-    memory: float
-    cpu: float
-    runtime: float
-
-
-class Correction(Row):
-    """One resource of requirements, as it is and as it should be."""
-    resource: str               # 'memory', 'cpu' or 'runtime'
-    uses: List[JobUse]          # the jobs because of which
-    original: Any
-    new: Any
-    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
-
-
-ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
-    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
-    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
-    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
-}
-
-
-def round_memory_up(value_bytes: float) -> str:
-    """Bytes -> the next whole g, m or k: 13g, 300m."""
-    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
-    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
-
-
-def round_runtime_up(value_s: float) -> str:
-    """Seconds -> the next whole minute: PT2H5M."""
-    return format_duration(60 * max(1, math.ceil(value_s / 60)))
-
-
-def cpus_for(percent: float, multiplier: float) -> int:
-    """CPUs that are enough for a peak."""
-    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
-
-
-def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More memory, if one of the jobs needed more than it asked for."""
-    found = [(use, find_memory_violation(use)) for use in uses]
-    over = [use for use, reason in found if reason]
-    if not over:
-        return None
-    limit = limit_of('Memory', over[0].needs)
-    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
-               default=None)
-    is_guess = any(reason == 'sigkill_137' for _, reason in found)
-    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
-    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
-
-
-def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More CPUs, if one of the jobs kept more busy than it asked for."""
-    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
-            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
-    if not over:
-        return None
-    peak = max(use.result['peak_cpu_percent'] for use in over)
-    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
-
-
-def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More time, if one of the jobs took more than it asked for, or was killed for it."""
-    over, wanted_s, peak_s = [], 0.0, 0.0
-    for use in uses:
-        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
-        is_timeout = use.result['return_code'] == TERMINATED_CODES['time'] and not use.is_stale
-        if limit_s and (is_timeout or ran_s > limit_s):
-            over.append(use)
-            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
-            peak_s = max(peak_s, ran_s)
-    if not over:
-        return None
-    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
-
-
-def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
-             multipliers: Multipliers) -> List[Correction]:
-    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
-    needs, found = uses[0].needs, []
-    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
-    percent_seen = [result.get('peak_cpu_percent') for result in seen]
-    limit = limit_of('Memory', needs)
-    if limit and all(bytes_seen):
-        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
-        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
-            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
-    limit = limit_of('CPU', needs)
-    if limit and all(percent_seen):
-        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
-        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
-            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
-    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
-    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
-    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
-        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
-    return found
-
-
-def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
-                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
-    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
-
-    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
-    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
-    """
-    groups: Dict[int, List[JobUse]] = {}
-    for use in uses:
-        groups.setdefault(use.needs['id'], []).append(use)
-    plan = []
-    for needs_id, group in sorted(groups.items()):
-        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
-              increase_runtime(group, multipliers.runtime)]
-        corrections = [correction for correction in up if correction]
-        if corrections:
-            plan.append(('upscale', corrections))
-        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
-                                                                       for use in group):
-            runs = {(use.job['id'], use.result['run_id']) for use in group}
-            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
-            corrections = decrease(group, seen, multipliers)
-            plan += [('downscale', corrections)] if corrections else []
-    return plan
-
-
-def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
-    """The corrections of one of the requirements, as Torc's JSON has them."""
-    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
-    found: Dict[str, Any] = {
-        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
-        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
-    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
-    for correction in corrections:
-        found[f'{correction.resource}_adjusted'] = True
-        values = correction.original, correction.new, correction.peak
-        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
-                     if value is not None)
-    return found
-
-
-# -------- errors in logs --------
+# Functions from values to values: findings in logs, which know neither sessions nor files.
 #
 # Each line has the first class of the table that it matches. The patterns are whole messages of the
 # programs that write them (errno texts of glibc, Slurm, Python, CUDA, MPI), not words that ordinary
@@ -30436,6 +30814,76 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     if word not in {str(item['id']) for item in own}:
         raise BadInput(printable(f'{word!r} is not one of these ids'))
     return int(word)
+
+
+def parse_number(text: str) -> int:
+    """A whole number."""
+    if not re.match(r'-?[0-9]{1,18}\Z', text):
+        raise ValueError(f'{text!r} is not a whole number')
+    return int(text)
+
+
+def parse_id(text: str) -> int:
+    """An id: a whole number from 1."""
+    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
+        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
+    return int(text)
+
+
+def parse_ids(text: str) -> List[int]:
+    """'3,5' -> [3, 5]."""
+    return [parse_id(word.strip()) for word in text.split(',')]
+
+
+def parse_factor(text: str) -> float:
+    """A multiplier of what was seen: 1 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= 1000:
+        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
+    return value
+
+
+def parse_time_span(text: str) -> int:
+    """A walltime as sbatch takes it, or as people write it -> seconds."""
+    return parse_walltime(normalize_walltime(text))
+
+
+def parse_percent(text: str) -> float:
+    """Percent, without the sign."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_INTEGER:
+        raise ValueError(f'{text!r} is not a number of percent, such as 5')
+    return value
+
+
+def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
+    """A parser of values with commas between them."""
+    return lambda text: list(map(parse, text.split(',')))
+
+
+def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
+    """A parser of numbers that are not below `least`."""
+    def read(text: str) -> Any:
+        value = parse(text)
+        if value < least:
+            raise ValueError(f'{text} is less than {least:g}')
+        return value
+    return read
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser of one of several words."""
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
+        return text
+    return read
 
 
 def command_line(session: Session, *words: Any) -> str:
@@ -31998,7 +32446,6 @@ def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, Fi
 
 COMPARISON_COLUMNS = ('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share')
 CORRECTION_WORDS = {'memory': 'Memory', 'cpu': 'CPUs', 'runtime': 'Runtime'}
-REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
 
 
 def list_requirements(session: Session, workflow_id: int) -> Dict[int, Dict[str, Any]]:
@@ -34390,11 +34837,737 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
     return format_lines(lines)
 
 
+# -------- decisions about failures --------
+
+def cmd_classify(session: Session, args: Arguments) -> int:
+    """Decide about the failure of a pending_failed job."""
+    if args['action'] == 'fail' and (args['memory'] or args['runtime']):
+        raise BadInput('--memory and --runtime go with retry')
+    job = session.job(args['job_id'])
+    decision = {key: value for key, value in args.items() if value is not None}
+    found = session.call('classify_jobs', {'classifications': [decision]}, workflow_id=job['workflow_id'])
+    run = command_line(session, 'run', job['workflow_id'])
+    text = f"Job {job['name']} is to be run again: a runner takes it (or: {run})\n" if found['retried'] else \
+        f"Job {job['name']} has failed\n"
+    session.answer(found, text)
+    return 0
+
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
 #
 # Order: orphans, preconditions, diagnosis, choice, hook; then one request changes everything, and new
 # allocations are submitted. Killed anywhere, a second call finishes it.
+#
+# `watch` calls the same without questions. Requirements that jobs share are copied for those that lacked
+# something, so that the others stay as they are; a job that already has all the time that there is, is left.
+
+RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
+RECOVER_ROWS_SHOWN = 500        # of a class of failures
+AGENT_WORDS = {'claude': ['--print'], 'gh': ['copilot', 'suggest']}     # of programs that take a prompt
+AGENT_LIMIT_S = 3600.0
+FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
+
+
+class RecoverOptions(Row):
+    """What `recover` is asked for."""
+    output_dir: str = DEFAULT_OUTPUT_DIR
+    memory_multiplier: float = 1.5
+    runtime_multiplier: float = 1.5
+    cpu_multiplier: Optional[float] = None      # None: CPUs stay as they are
+    retry_unknown: bool = False
+    recovery_hook: Optional[str] = None
+    is_dry_run: bool = False
+    is_shared: bool = False         # requirements change for all jobs that share them
+    account: Optional[str] = None
+    profile: Optional[str] = None
+    partition: Optional[str] = None
+    walltime: Optional[int] = None  # of new allocations, seconds
+    ai_recovery: bool = False
+    ai_agent: Optional[str] = None  # command of a program that takes a prompt as its last word
+    settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
+
+    @property
+    def kinds(self) -> List[str]:
+        """The classes of failures that are retried."""
+        takes_all = self.retry_unknown or bool(self.recovery_hook)
+        asked = {'unknown': takes_all, 'cpu': takes_all or self.cpu_multiplier is not None}
+        return [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
+
+
+class SchedulerChoice(Row):
+    """Allocations of a scheduler that is there, in place of planned ones."""
+    scheduler: Dict[str, Any]
+    count: int
+    walltime: Optional[int] = None      # seconds; other than the scheduler's: of a copy of it
+    is_per_node: bool = False           # one worker on each node
+
+
+class Recovery:
+    """One call of recover: what it finds, what it is going to do, and what it has done."""
+
+    def __init__(self, session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> None:
+        self.session = session
+        self.workflow = workflow
+        self.options = options
+        self.multipliers = Multipliers(options.memory_multiplier, options.cpu_multiplier or 1.0,
+                                       options.runtime_multiplier)
+        self.kinds = options.kinds
+        self.cpus_change = options.cpu_multiplier is not None
+        self.mode = 'local'                     # slurm, remote, local
+        self.cleaned: Dict[str, Any] = {}       # see clean_up_allocations
+        self.jobs: List[Dict[str, Any]] = []
+        self.uses: List[JobUse] = []            # of all that ended
+        self.failures: List[Failure] = []
+        self.num_left = 0                       # jobs that wait, with nobody to run them
+        self.is_resumed = False                 # an earlier call was killed before it submitted
+        self.choice: Optional[SchedulerChoice] = None
+        self.remedies = Remedies([], [], [], [])
+        self.preview: Dict[str, Any] = {}       # what the server would do, or has done
+        self.slurm_plan: Optional[Dict[str, Any]] = None
+        self.submitted: Optional[Dict[str, Any]] = None
+        self._partitions: Optional[List[Partition]] = None
+
+    @property
+    def workflow_id(self) -> int:
+        """The workflow."""
+        return self.workflow['id']
+
+    # -------- what there is --------
+
+    def look(self) -> None:
+        """Clean up, check the preconditions, and find out why jobs failed. Refused if there is no use."""
+        self.session.client.need_server()       # it ends the jobs of runners that were killed
+        self.clean_up()
+        self.decide_undecided()
+        self.workflow = self.session.workflow(self.workflow_id)
+        status = self.session.call('get_workflow_status', workflow_id=self.workflow_id)
+        self.mode = self.find_mode()
+        self.refuse_at_work(status)
+        self.jobs = self.session.items('list_jobs', workflow_id=self.workflow_id)
+        self.diagnose()
+        counts = status['jobs_by_status']
+        self.num_left = counts['ready'] + counts['blocked'] + self.cleaned.get('jobs_requeued', 0)
+        if not self.failures:
+            self.refuse_without_failures(counts)
+
+    def clean_up(self) -> None:
+        """Set right what dead allocations and runners left; what fails here is only told."""
+        try:
+            self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
+        except (Refused, BadInput) as error:
+            self.session.report(f'warning: {error.message}')
+        for doubt in self.cleaned.get('doubts', ()):
+            self.session.report(printable_line(f'warning: {doubt}'))
+
+    def decide_undecided(self) -> None:
+        """Let an agent classify failures that wait for a decision, or tell how it is done."""
+        jobs = self.session.items('list_jobs', workflow_id=self.workflow_id, status='pending_failed')
+        if jobs and self.options.ai_recovery and not self.options.is_dry_run:
+            run_agent(self.session, self.workflow, self.options, jobs)
+            jobs = self.session.items('list_jobs', workflow_id=self.workflow_id, status='pending_failed')
+        if jobs:
+            names = first_of([f"{job['id']} ({job['name']})" for job in jobs], CANDIDATES_SHOWN)
+            decide = command_line(self.session, 'jobs', 'classify', jobs[0]['id'], 'retry', '--reason',
+                                  'TEXT')
+            self.session.report(printable_line(f'{len(jobs)} failed jobs wait for a decision: {names}'),
+                                f'retry or fail each: {decide}')
+
+    def find_mode(self) -> str:
+        """How the workflow runs: where it had allocations it gets new ones."""
+        workflow_id = self.workflow_id
+        if self.session.items('list_scheduled_compute_nodes', 1, workflow_id=workflow_id):
+            return 'slurm'
+        workers = self.session.call('list_remote_workers', workflow_id=workflow_id)
+        return 'remote' if workers else 'local'
+
+    def refuse_at_work(self, status: Dict[str, Any]) -> None:
+        """Refuse while anybody works on the workflow, or will."""
+        counts, alive = status['jobs_by_status'], self.cleaned.get('alive')
+        pending, active = status['pending_scheduled_nodes'], status['active_scheduled_nodes']
+        if alive is not None:       # a dry run has cleaned nothing
+            pending, active = alive['pending'], alive['active']
+        gone = self.options.is_dry_run and bool(self.cleaned.get('compute_nodes_deactivated'))
+        nodes = 0 if gone and not active else status['active_compute_nodes']
+        jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
+        if pending and self.was_killed():
+            pending -= len([row for row in self.session.items(
+                'list_scheduled_compute_nodes', workflow_id=self.workflow_id, status='pending')
+                if not row['scheduler_id']])
+        found = [f'{number} {words}' for number, words in (
+            (nodes, 'compute nodes at work'), (active, 'allocations active'),
+            (pending, 'allocations pending'), (jobs, 'jobs running')) if number > 0]
+        if found:
+            raise Refused(f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs "
+                          f"to finish or use '{command_line(self.session, 'cancel', self.workflow_id)}'")
+
+    def was_killed(self) -> bool:
+        """Whether an earlier call has begun this run, and was killed before it had submitted anything."""
+        events = self.session.items('list_events', workflow_id=self.workflow_id, category='recovery')
+        done = {event['data'].get('action') for event in events
+                if event['data'].get('run_id') == self.workflow.get('run_id')}
+        return 'recover' in done and 'recover_submitted' not in done
+
+    def refuse_without_failures(self, counts: Dict[str, int]) -> None:
+        """Nothing failed: go on only where jobs are left that had been begun."""
+        results = self.session.items('list_results', 1, workflow_id=self.workflow_id, all_runs=True)
+        if counts['uninitialized'] or self.num_left and not results:
+            raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
+                          f"'{command_line(self.session, 'cancel', self.workflow_id)}' (it has not begun: "
+                          f"'{command_line(self.session, 'run', self.workflow_id)}', or `submit`, starts it)")
+        if not self.num_left:
+            told = [f'{counts[key]} {words}' for key, words in (
+                ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled, which '
+                 '`run --retry-failed` takes up, and recover does not')) if counts[key]]
+            raise Refused('; '.join(['Cannot recover: no job failed', *told]))
+        self.is_resumed = True
+
+    def diagnose(self) -> None:
+        """Find out why jobs failed: by what Slurm and the runners said, else by Torc's table."""
+        session, number = self.session, self.workflow_id
+        needs = list_requirements(session, number)
+        newest = {item['job_id']: item for item in session.items('list_results', workflow_id=number,
+                                                                 sort_by='id')}
+        lost = {item['job_id']: item.get('reason') or '' for item in self.cleaned.get(
+            'failed_job_details', ())} if self.options.is_dry_run else {}
+        uses = []
+        for job in self.jobs:
+            if job['id'] in lost:
+                newest[job['id']] = lost_result(job, lost[job['id']])
+            elif job['status'] in RECOVERED_STATUSES:
+                newest.setdefault(job['id'], lost_result(job, ''))
+            if job['id'] in newest and job.get('resource_requirements_id') in needs:
+                uses.append(JobUse(job, needs[job['resource_requirements_id']], newest[job['id']]))
+        self.uses = [use for use in mark_stale(session, number, uses)
+                     if use.result['status'] in ('completed', *RECOVERED_STATUSES)]
+        failed = [use for use in self.uses if use.job['id'] in lost
+                  or use.job['status'] in RECOVERED_STATUSES]
+        if not failed:
+            return
+        sizes = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('max_rss_bytes')
+                 for item in session.items('list_slurm_stats', workflow_id=number)}
+        states = self.ask_states([use for use in failed if not read_evidence(use)[0]])
+        for use in failed:
+            key = use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)
+            self.failures.append(classify_failure(use, states.get(key, ''), sizes.get(key), True))
+
+    def ask_states(self, uses: Sequence[JobUse]) -> Dict[Tuple[int, int, int], str]:
+        """What sacct says of the steps of attempts of which nobody has said how they ended."""
+        job_ids = list_allocations(self.session, self.workflow_id) if uses and self.mode == 'slurm' else []
+        if not job_ids or not has_slurm_program('sacct'):
+            return {}
+        try:
+            accounts = ask_accounts(self.session, self.workflow_id, job_ids)
+        except Refused as error:
+            self.session.report(f'warning: {error.message}')
+            return {}
+        states = {account.name: parse_slurm_state(account.state) for account in accounts if account.step}
+        keys = [(use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)) for use in uses]
+        named = {key: f'wf{self.workflow_id}_j{key[0]}_r{key[1]}_a{key[2]}' for key in keys}
+        return {key: states[name] for key, name in named.items() if states.get(name)}
+
+    # -------- what is to be done --------
+
+    def plan(self) -> None:
+        """Work out all that is to be done, and let all that can fail do so before anything changes."""
+        self.remedies = plan_remedies(self.failures, self.sharers(), self.rules())
+        if self.mode == 'slurm' and not self.options.is_dry_run:
+            refuse_without_sbatch()
+        if not self.remedies.retried and not self.num_left:
+            if not self.options.is_dry_run:
+                self.refuse_nothing()
+            return
+        if not self.is_resumed:
+            self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
+                                             dry_run=True)
+        if self.mode != 'slurm':
+            return
+        if self.choice is not None:
+            check_scheduler(self.workflow, self.chosen_scheduler(), self.settings())
+            return
+        self.refuse_misfits()
+        overrides = {number: change.fields for change in self.remedies.changes for number in change.job_ids}
+        self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
+            include_job_ids=self.preview.get('to_run', ()), overrides=overrides, is_dry_run=True))
+
+    def sharers(self) -> Dict[int, List[int]]:
+        """Requirements -> the jobs that have them."""
+        found = collections.defaultdict(list)   # type: Dict[int, List[int]]
+        for job in self.jobs:
+            found[job.get('resource_requirements_id') or 0].append(job['id'])
+        return found
+
+    def rules(self) -> RemedyRules:
+        """What may be done about the failures."""
+        losses = collections.Counter()      # type: collections.Counter[int]
+        if any(failure.kind == 'lost' for failure in self.failures):
+            losses.update(item['job_id'] for item in self.session.items(
+                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True))
+        return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
+                           self.find_ceiling(), losses)
+
+    def find_ceiling(self) -> Callable[[Dict[str, Any]], Optional[Ceiling]]:
+        """How much time jobs can get: of the allocations to come, END_S before their end."""
+        walltime = self.options.walltime
+        if self.mode != 'slurm' or not any(lacking(failure.use, RemedyRules(self.multipliers, self.kinds))
+                                           for failure in self.failures):
+            return lambda needs: None
+        if self.choice is not None:
+            walltime = parse_walltime(self.chosen_scheduler()['walltime'])
+        if walltime is not None:
+            return lambda needs: Ceiling(walltime - END_S, 'the walltime of the allocations')
+        return functools.partial(longest_partition, self.partitions())
+
+    def partitions(self) -> List[Partition]:
+        """Where new allocations may be."""
+        if self._partitions is None:
+            self._partitions = chosen_partitions(chosen_profile(self.session, self.options.profile),
+                                                 self.options.partition)
+        return self._partitions
+
+    def refuse_misfits(self) -> None:
+        """Refuse corrections that no partition can satisfy: nothing is changed for some of the jobs only."""
+        for change in self.remedies.changes:
+            kind = read_resource_class(dict(change.needs, **change.fields))
+            if not fitting_partitions(self.partitions(), kind):
+                names = first_of([use.job['name'] for item in change.corrections for use in item.uses])
+                raise BadInput(printable_line(
+                    f'{names} would fit no partition: {explain_misfit(self.partitions(), kind)}; give a '
+                    'smaller multiplier, or make the jobs smaller'))
+
+    def refuse_nothing(self) -> None:
+        """Nothing is retried: say why, and what would."""
+        reasons = collections.Counter(reason for _, reason in self.remedies.left)
+        told = '; '.join(f"{count} {'job' if count == 1 else 'jobs'} {reason}"
+                         for reason, count in reasons.most_common(CANDIDATES_SHOWN))
+        raise Refused(printable_line(f'nothing to retry: {told}. --retry-unknown runs them again all the '
+                                     'same; canceled jobs are not recovered automatically'))
+
+    def request(self) -> Dict[str, Any]:
+        """Body of recover_jobs."""
+        options = self.options
+        event = {'mode': self.mode, 'memory_multiplier': options.memory_multiplier,
+                 'runtime_multiplier': options.runtime_multiplier, 'counts': self.count_retried(),
+                 'scheduler': None if self.choice is None else {
+                     'scheduler_id': self.choice.scheduler['id'], 'num_allocations': self.choice.count}}
+        changes = [dict(change.fields, from_id=change.needs['id'], job_ids=change.job_ids)
+                   for change in self.remedies.changes]
+        return {'run_id': self.workflow.get('run_id') or 0,
+                'reset': [failure.job_id for failure in self.remedies.retried], 'requirements': changes,
+                'event': event, 'files': file_times(self.session.client, self.workflow)}
+
+    def settings(self) -> Dict[str, Any]:
+        """How allocations are submitted."""
+        unset = dict.fromkeys(('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs'))
+        per_node = self.choice is not None and self.choice.is_per_node
+        return self.options.settings or submission_settings(dict(
+            unset, output_dir=self.options.output_dir, start_one_worker_per_node=per_node))
+
+    def regenerate_options(self) -> RegenerateOptions:
+        """What new allocations are planned and submitted with."""
+        options = self.options
+        return RegenerateOptions(account=options.account, profile=options.profile, walltime=options.walltime,
+                                 partition=options.partition, is_cleaned=True, settings=self.settings())
+
+    def chosen_scheduler(self) -> Dict[str, Any]:
+        """The chosen scheduler, or the copy that is going to be made of it."""
+        assert self.choice is not None
+        scheduler, walltime = self.choice.scheduler, self.choice.walltime
+        if walltime is None:
+            return scheduler
+        name = f"{scheduler.get('name') or 'scheduler'}_recovery"
+        return dict(scheduler, name=name, walltime=format_walltime(walltime))
+
+    # -------- doing it --------
+
+    def carry_out(self) -> None:
+        """The hook, which may veto; then the change; then the allocations."""
+        unknown = [failure for failure in self.remedies.retried if failure.kind == 'unknown']
+        if self.options.recovery_hook and unknown:
+            run_hook(self.session, self.workflow, self.options.recovery_hook)
+        if not self.is_resumed:
+            self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
+            self.workflow = self.session.workflow(self.workflow_id)
+        if self.mode == 'slurm':
+            self.submit()
+
+    def submit(self) -> None:
+        """Submit allocations for what is left, and note that it was done."""
+        os.makedirs(self.settings()['output_dir'], exist_ok=True)
+        if self.choice is None:
+            self.submitted = regenerate_workflow(self.session, self.workflow,
+                                                 self.regenerate_options()._replace(submits=True))
+        else:
+            self.submitted = self.submit_chosen()
+        self.session.call('create_event', {'workflow_id': self.workflow_id, 'data': {
+            'category': 'recovery', 'action': 'recover_submitted', 'run_id': self.workflow.get('run_id'),
+            'message': f'Submitted allocations of workflow {self.workflow_id}'}})
+
+    def submit_chosen(self) -> Dict[str, Any]:
+        """Submit allocations of the chosen scheduler, or of a copy with another walltime."""
+        assert self.choice is not None
+        scheduler = self.chosen_scheduler()
+        if self.choice.walltime is not None:
+            body = {key: value for key, value in scheduler.items() if key != 'id'}
+            scheduler = self.session.call('create_slurm_scheduler', body)
+        due = [action['id'] for action in due_schedules(self.session, self.workflow_id)]
+        disable_schedules(self.session, self.workflow, due)
+        outcome = submit_allocations(self.session, self.workflow, {
+            'settings': self.settings(), 'scheduler_config_id': scheduler['id'], 'count': self.choice.count})
+        if outcome.refusals and not outcome.numbers:
+            raise Refused(f'no allocation of workflow {self.workflow_id} was submitted: '
+                          f'{outcome.refusals[0]}')
+        return {'allocations_submitted': len(outcome.numbers), 'slurm_job_ids': outcome.numbers,
+                'warnings': outcome.refusals, 'scheduler_id': scheduler['id']}
+
+    # -------- telling it --------
+
+    def count_retried(self) -> Dict[str, int]:
+        """Jobs that run again, by the keys of Torc's JSON."""
+        counts = collections.Counter(failure.kind for failure in self.remedies.retried)
+        return {row.count_key: counts[kind] for kind, row in FAILURE_CLASSES.items()}
+
+    def describe(self) -> Dict[str, Any]:
+        """The answer of `recover`: Torc's keys, and ours behind them."""
+        counts, options = self.count_retried(), self.options
+        result = {key: counts.pop(key) for key in ('oom_fixed', 'timeout_fixed', 'unknown_retried')}
+        result['other_failures'] = sum(failure.kind in ('unknown', 'cpu') for failure in self.failures)
+        result['jobs_to_retry'] = [failure.job_id for failure in self.remedies.retried]
+        if self.remedies.changes:
+            result['adjustments'] = list(map(describe_remedy, self.remedies.changes))
+        if self.slurm_plan is not None and options.is_dry_run:
+            result['slurm_dry_run'] = self.slurm_plan
+        result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, not_retried=[
+            {'job_id': failure.job_id, 'job_name': failure.use.job['name'], 'failure_class': failure.kind,
+             'reason': reason} for failure, reason in self.remedies.left])
+        if self.submitted is not None:
+            result['slurm'] = self.submitted
+        answer_keys = ('workflow_id', 'dry_run')
+        answer = {'workflow_id': self.workflow_id, 'dry_run': options.is_dry_run,
+                  'memory_multiplier': self.multipliers.memory,
+                  'runtime_multiplier': self.multipliers.runtime,
+                  'result': result, 'diagnosis': self.describe_diagnosis(), 'mode': self.mode,
+                  'run_id': self.preview.get('run_id', self.workflow.get('run_id')), 'orphans': {
+                      key: value for key, value in self.cleaned.items() if key not in answer_keys},
+                  'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
+        if self.mode != 'slurm':
+            answer['next_command'] = self.next_command()
+        return answer
+
+    def describe_diagnosis(self) -> Dict[str, Any]:
+        """What jobs used and asked for, as `workflows check-resources` has it, and why they failed."""
+        found = [item for use in self.uses for item in compare_use(use)]
+        over = sorted((item for item in found if item.over_percent > 1),
+                      key=lambda item: -item.used / item.limit)
+        failures = [dict(explain_failure(failure.use), failure_class=failure.kind, evidence=failure.evidence)
+                    for failure in self.failures]
+        return {'workflow_id': self.workflow_id, 'total_results': len(self.uses),
+                'over_utilization_count': len(over),
+                'violations': [describe_comparison(item, True) for item in over],
+                'resource_violations_count': len(failures), 'resource_violations': failures}
+
+    def next_command(self) -> str:
+        """The command that goes on with a workflow without allocations."""
+        words = ['remote', 'run'] if self.mode == 'remote' else ['run']
+        return command_line(self.session, *words, self.workflow_id)
+
+
+def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
+    """The result that a job would get which nobody runs, or of one that has none."""
+    return {'job_id': job['id'], 'run_id': 0, 'attempt_id': job.get('attempt_id', 1), 'status': 'failed',
+            'return_code': ORPHAN_RETURN_CODE, 'exec_time_minutes': 0.0, 'reason': reason or None,
+            'completion_time': format_time(time.time())}
+
+
+def longest_partition(partitions: Sequence[Partition], needs: Dict[str, Any]) -> Optional[Ceiling]:
+    """The most time that a partition gives which can run such a job; special ones only without others."""
+    kind = read_resource_class(dict(needs, runtime='PT1S'))
+    fitting = fitting_partitions(partitions, kind)
+    fitting = [partition for partition in fitting if partition.is_auto_routed] or fitting
+    best = max(fitting, key=lambda partition: partition.max_walltime_secs, default=None)
+    return best and Ceiling(best.max_walltime_secs - END_S, f'partition {best.name}')
+
+
+def recover_workflow(session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> Dict[str, Any]:
+    """Let failed jobs run again with what they lacked, without questions: the JSON of `recover`.
+
+    Refused where nothing can be recovered, or somebody is at work.
+    """
+    recovery = Recovery(session, workflow, options)
+    recovery.look()
+    recovery.plan()
+    if not options.is_dry_run:
+        recovery.carry_out()
+    return recovery.describe()
+
+
+# -------- programs of the user --------
+
+def user_environment(session: Session, workflow: Dict[str, Any]) -> Dict[str, str]:
+    """What a hook or agent finds in its environment, beside ours."""
+    client = session.client
+    made = dict(os.environ, TORC_WORKFLOW_ID=str(workflow['id']), TORC_API_URL=client.url,
+                TORC_RUN_ID=str(workflow.get('run_id') or 0))
+    if client.token_file:
+        made['TORC_TOKEN_FILE'] = os.path.abspath(client.token_file)
+    return made
+
+
+def split_command(text: str, option: str) -> List[str]:
+    """Words of a command, as a shell would split them; of a file in this directory its path."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadInput(printable(f'{option} {text!r}: {error}')) from None
+    if not words:
+        raise BadInput(f'{option} is empty')
+    if os.sep not in words[0] and os.path.isfile(words[0]):
+        words[0] = os.path.join('.', words[0])
+    return words
+
+
+def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
+                limit_s: Optional[float] = None) -> int:
+    """Run a program of the user to its end, its output on our stderr; its return code."""
+    environment = user_environment(session, workflow)
+    try:
+        target = session.err.fileno()
+    except (OSError, ValueError, AttributeError):   # no file: in a test
+        target = subprocess.PIPE
+    try:
+        process = subprocess.Popen(list(words), env=environment, stdin=subprocess.DEVNULL, stdout=target,
+                                   stderr=subprocess.STDOUT)
+    except (OSError, ValueError) as error:
+        cause = getattr(error, 'strerror', None) or error
+        raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
+    with process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
+        except BaseException:
+            process.kill()
+            raise
+    if said:
+        session.report_message(said.decode('utf-8', 'replace').rstrip('\n'))
+    return process.returncode
+
+
+def run_hook(session: Session, workflow: Dict[str, Any], hook: str) -> None:
+    """Run the recovery hook, the workflow's id as its last word. Refused if it fails: nothing changes."""
+    words = [*split_command(hook, '--recovery-hook'), str(workflow['id'])]
+    code = run_program(session, words, workflow, '--recovery-hook')
+    if code:
+        raise Refused(printable_line(f"the recovery hook '{hook}' ended with return code {code}: nothing was "
+                                     'changed'))
+
+
+PROMPT = """Failed jobs of the workflow {workflow} wait for a decision: run again, or failed for good.
+For each of the jobs below look at what it wrote and decide whether another attempt may succeed (a network
+that was down, a busy file system, too little memory or time) or cannot (a bug, a wrong input). Then run for
+each job one of these commands:
+    {classify} JOB_ID retry --reason TEXT [--memory SIZE] [--runtime DURATION]
+    {classify} JOB_ID fail --reason TEXT
+What a job wrote is shown by: {logs} JOB_ID
+Jobs:
+{jobs}
+"""
+
+
+def run_agent(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
+              jobs: Sequence[Dict[str, Any]]) -> None:
+    """Let the program of the user's choice decide about failures; what it leaves stays undecided."""
+    if not options.ai_agent:
+        raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
+    words = split_command(options.ai_agent, '--ai-agent')
+    words += AGENT_WORDS.get(os.path.basename(words[0]), []) if len(words) == 1 else []
+    code = run_program(session, [*words, format_prompt(session, workflow, options, jobs)], workflow,
+                       '--ai-agent', AGENT_LIMIT_S)
+    if code:
+        session.report(printable_line(f'warning: {words[0]} ended with return code {code}'))
+
+
+def format_prompt(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
+                  jobs: Sequence[Dict[str, Any]]) -> str:
+    """What an agent is asked: the jobs, and the commands to decide with."""
+    results = {item['job_id']: item for item in session.items('list_results', workflow_id=workflow['id'])}
+    lines = []
+    for job in jobs[:RECOVER_ROWS_SHOWN]:
+        result = results.get(job['id'], {})
+        lines.append(f"    {job['id']} {job['name']}: return code {result.get('return_code')}, "
+                     f"{result.get('reason') or 'no message'}; command: {cut(job['command'], 300)}")
+    return printable_message(PROMPT.format(
+        workflow=f"{workflow['id']} ({workflow['name']})", classify=command_line(session, 'jobs', 'classify'),
+        logs=command_line(session, 'logs', '-o', options.output_dir, workflow['id']), jobs='\n'.join(lines)))
+
+
+# -------- questions --------
+
+def ask_value(session: Session, question: str, parse: Callable[[str], Any], default: Any = None) -> Any:
+    """A value, asked for until it can be read; Enter, or the end of the input, is the default."""
+    while True:
+        word = session.ask(question)
+        if not word:
+            return default
+        try:
+            return parse(word)
+        except ValueError as error:
+            session.report(printable_line(str(error)))
+
+
+def ask_recovery(recovery: Recovery) -> None:
+    """On a terminal: for each class of failures what is done about it, and where what is left runs."""
+    session, kinds = recovery.session, []
+    for kind, row in FAILURE_CLASSES.items():
+        failures = [failure for failure in recovery.failures if failure.kind == kind]
+        if not failures:
+            continue
+        style = style_of(session.err, os.environ)
+        session.report('', describe_class(kind, failures), *format_failures(failures, style).splitlines())
+        if ask_about_class(recovery, kind):
+            kinds.append(kind)
+    recovery.kinds = kinds
+    recovery.cpus_change = recovery.cpus_change or 'cpu' in kinds
+    if recovery.mode == 'slurm':
+        ask_allocations(recovery)
+
+
+def describe_class(kind: str, failures: Sequence[Failure]) -> str:
+    """How many jobs failed in this way."""
+    return f"{len(failures)} {'job' if len(failures) == 1 else 'jobs'} {FAILURE_CLASSES[kind].meaning}:"
+
+
+def ask_about_class(recovery: Recovery, kind: str) -> bool:
+    """Whether the jobs of a class run again; their multiplier may be changed."""
+    session, field = recovery.session, FAILURE_CLASSES[kind].resource
+    has_multiplier = field in ('memory', 'runtime')
+    default, words = 'r' if kind in recovery.kinds else 's', ['r', 'a', 's'] if has_multiplier else ['r', 's']
+    factor = f' with {getattr(recovery.multipliers, field):g} times as much' if has_multiplier else ''
+    adjust = ', a: adjust the multiplier' if has_multiplier else ''
+    word = ask_value(session, f'r: run again{factor}{adjust}, s: skip [{default}] ', one_of(*words), default)
+    if word == 'a':
+        current = getattr(recovery.multipliers, field)
+        value = ask_value(session, f'Multiplier [{current:g}]: ', parse_factor, current)
+        recovery.multipliers = recovery.multipliers._replace(**{field: value})
+    return word != 's'
+
+
+def ask_allocations(recovery: Recovery) -> None:
+    """Where the jobs run: in allocations that are planned for them, or of a scheduler that is there."""
+    session, options = recovery.session, recovery.options
+    schedulers = {str(row['id']): row for row in session.items('list_slurm_schedulers',
+                                                               workflow_id=recovery.workflow_id)}
+    for number, row in schedulers.items():
+        session.report(printable_line(f"  {number}: {row.get('name')}, {row['nodes']} nodes for "
+                                      f"{row['walltime']}, partition {row.get('partition') or 'default'}"))
+    word = ask_value(session, 'Enter: plan new allocations; or the id of a scheduler: ',
+                     one_of(*schedulers, 'a'), 'a')
+    if word == 'a':
+        partition = ask_value(session, f"Partition [{options.partition or 'chosen for the jobs'}]: ", str,
+                              options.partition)
+        shown = format_walltime(options.walltime) if options.walltime else 'planned'
+        walltime = ask_value(session, f'Walltime [{shown}]: ', parse_time_span, options.walltime)
+        recovery.options = options._replace(partition=partition, walltime=walltime)
+        return
+    scheduler, walltime = schedulers[word], None
+    wanted = ask_value(session, f"Walltime [{scheduler['walltime']}]: ", parse_time_span)
+    if wanted and format_walltime(wanted) != scheduler['walltime']:
+        if session.agrees(f"Make a copy {scheduler.get('name')}_recovery with {format_walltime(wanted)}?"):
+            walltime = wanted
+    count = ask_value(session, 'Allocations [1]: ', at_least(1), 1)
+    is_direct = (recovery.workflow.get('execution_config') or {}).get('mode') == 'direct'
+    is_per_node = scheduler['nodes'] > 1 and is_direct and session.agrees('One worker on each node?')
+    recovery.choice = SchedulerChoice(scheduler, count, walltime, is_per_node)
+
+
+# -------- the command --------
+
+def cmd_recover(session: Session, args: Arguments) -> int:
+    """Let failed jobs run again with what they lacked."""
+    workflow_id = choose_workflow(session, args)
+    names = set(RecoverOptions._fields) & set(args)
+    options = RecoverOptions(**{name: args[name] for name in names}, is_dry_run=bool(args['dry_run']))
+    try:
+        recovery = Recovery(session, session.workflow(workflow_id), options)
+        recovery.look()
+        is_asking = session.is_interactive and session.format != 'json'
+        if is_asking:
+            ask_recovery(recovery)
+        recovery.plan()
+        if is_asking and not options.is_dry_run:
+            session.report('', *format_plan(recovery, style_of(session.err, os.environ)).splitlines())
+            if not session.agrees(f'Recover workflow {workflow_id} so?'):
+                return 0
+        if not options.is_dry_run:
+            recovery.carry_out()
+    except TorcError as error:
+        error.details = dict(error.details, workflow_id=workflow_id, dry_run=options.is_dry_run)
+        raise
+    answer = recovery.describe()
+    session.answer(answer, format_recovery(session, recovery, answer))
+    return 0
+
+
+def format_failures(failures: Sequence[Failure], style: Style) -> str:
+    """Jobs of one class, for people."""
+    rows = []
+    for failure in failures[:RECOVER_ROWS_SHOWN]:
+        needs, found = failure.use.needs, explain_failure(failure.use)
+        rows.append((failure.job_id, failure.use.job['name'], found['return_code'],
+                     report_duration(seconds_of(failure.use.result)), needs['memory'],
+                     found.get('peak_memory_formatted', '-'), needs['runtime'], failure.evidence))
+    text = format_table(FAILURE_COLUMNS, rows, style)
+    more = len(failures) - len(rows)
+    return text + (f'and {more} more\n' if more else '')
+
+
+def format_remedies(remedies: Remedies, style: Style) -> str:
+    """What is to be changed and run again, and what is not, for people."""
+    rows = [(change.needs['name'], len(change.job_ids), 'only these' if change.is_split else 'all',
+             CORRECTION_WORDS[item.resource], item.original, item.new, show_peak(item))
+            for change in remedies.changes for item in change.corrections]
+    titles = ('Requirements', 'Jobs', 'For', 'Resource', 'Old', 'New', 'Peak')
+    text = format_table(titles, rows, style) if rows else ''
+    names = first_of([failure.use.job['name'] for failure in remedies.retried], CANDIDATES_SHOWN)
+    lines = [f'To run again: {names}'] if remedies.retried else []
+    lines += [f"{failure.use.job['name']} does not run again: {reason}"
+              for failure, reason in remedies.left[:RECOVER_ROWS_SHOWN]]
+    return text + format_lines(map(printable_line, [*lines, *remedies.notes]))
+
+
+def format_plan(recovery: Recovery, style: Style) -> str:
+    """What is going to be done, for people."""
+    lines = []
+    if recovery.num_left:
+        lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
+    if recovery.choice is not None:
+        scheduler = recovery.chosen_scheduler()
+        lines.append(f"{recovery.choice.count} allocations of scheduler {scheduler.get('name')} for "
+                     f"{scheduler['walltime']}")
+    for row in (recovery.slurm_plan or {}).get('planned_schedulers', ()):
+        lines.append(f"{row['name']}: {row['job_count']} jobs, {row['num_allocations']} x {row['nodes']} "
+                     f"nodes of {row['partition']} for {row['walltime']}")
+    lines += [f'warning: {text}' for text in (recovery.slurm_plan or {}).get('warnings', ())]
+    return format_remedies(recovery.remedies, style) + format_lines(map(printable_line, lines))
+
+
+def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any]) -> str:
+    """The answer of recover for people."""
+    text, style = '', style_of(session.out, os.environ)
+    for kind in FAILURE_CLASSES:
+        failures = [failure for failure in recovery.failures if failure.kind == kind]
+        if failures:
+            text += f'{describe_class(kind, failures)}\n{format_failures(failures, style)}'
+    text += format_plan(recovery, style)
+    run = f"Run {answer['run_id']} of workflow {recovery.workflow_id}"
+    if answer['dry_run']:
+        end = 'Nothing was changed: this is a dry run'
+    elif recovery.submitted is not None:
+        number = recovery.submitted.get('allocations_submitted', 0)
+        end = f"{run}: submitted {number} allocations for {answer['jobs_to_run']} jobs"
+    else:
+        end = f"{run}: {answer['jobs_to_run']} jobs are to run; go on with: {answer['next_command']}"
+    return text + format_lines([end])
 
 
 # ======== 20h. Watch: a workflow under supervision until it is complete ========
@@ -34730,76 +35903,6 @@ def key_of(argument: Argument) -> str:
     return argument.key or argument.names.split()[-1].lstrip('-').replace('-', '_').lower()
 
 
-def parse_number(text: str) -> int:
-    """A whole number."""
-    if not re.match(r'-?[0-9]{1,18}\Z', text):
-        raise ValueError(f'{text!r} is not a whole number')
-    return int(text)
-
-
-def parse_id(text: str) -> int:
-    """An id: a whole number from 1."""
-    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
-        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
-    return int(text)
-
-
-def parse_ids(text: str) -> List[int]:
-    """'3,5' -> [3, 5]."""
-    return [parse_id(word.strip()) for word in text.split(',')]
-
-
-def parse_factor(text: str) -> float:
-    """A multiplier of what was seen: 1 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1 <= value <= 1000:
-        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
-    return value
-
-
-def parse_time_span(text: str) -> int:
-    """A walltime as sbatch takes it, or as people write it -> seconds."""
-    return parse_walltime(normalize_walltime(text))
-
-
-def parse_percent(text: str) -> float:
-    """Percent, without the sign."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f'{text!r} is not a number of percent, such as 5')
-    return value
-
-
-def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
-    """A parser of values with commas between them."""
-    return lambda text: list(map(parse, text.split(',')))
-
-
-def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
-    """A parser of numbers that are not below `least`."""
-    def read(text: str) -> Any:
-        value = parse(text)
-        if value < least:
-            raise ValueError(f'{text} is less than {least:g}')
-        return value
-    return read
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A parser of one of several words."""
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
-        return text
-    return read
-
-
 def parse_truth(text: str) -> bool:
     """true, yes, 1 or false, no, 0."""
     word = text.lower()
@@ -34940,6 +36043,23 @@ PLAN_OPTIONS = (
     Argument('--skip-checks', '', 'leave out jobs that fit no partition'),
     SPEC_OPTIONS[1],
 )
+# Of recover, and of watch, which calls it.
+RECOVER_OPTIONS = (
+    OUTPUT_DIR,
+    Argument('--memory-multiplier', 'N', 'of the memory that was not enough', parse_factor, default=1.5),
+    Argument('--runtime-multiplier', 'N', 'of the runtime that was not enough', parse_factor, default=1.5),
+    Argument('--cpu-multiplier', 'N', 'of the CPUs that jobs kept busy, where they were more than asked for '
+             '(default: CPUs stay as they are)', parse_factor),
+    Argument('--shared', '', 'change requirements for all jobs that share them, not only for those that '
+             'failed', key='is_shared'),
+    Argument('--retry-unknown', '', 'run again what failed for a reason of its own, too'),
+    Argument('--recovery-hook', 'CMD', 'run this first, with the id of the workflow as its last word; if it '
+             'fails nothing is changed; implies --retry-unknown'),
+    Argument('--ai-recovery', '', 'let --ai-agent decide about pending_failed jobs'),
+    Argument('--ai-agent', 'CMD', 'a program that takes a prompt as its last word (there is no default)'),
+    Argument('--partition', 'NAME', 'of new allocations'),
+    Argument('--walltime', 'TIME', 'of new allocations, such as 04:00:00', parse_time_span),
+)
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
 PASSWORD = Argument('-p --password', 'PW', 'the password; without it you are asked, or stdin is read')
@@ -35061,6 +36181,11 @@ COMMANDS = (
         Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
         *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+    Command('recover', cmd_recover, 'run failed jobs again with what they lacked, in new allocations', (
+        ASKED_WF, *RECOVER_OPTIONS,
+        Argument('--account', 'NAME', 'account to charge for new allocations'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'), DRY_RUN),
+        'recover 1 --dry-run'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
@@ -35241,6 +36366,14 @@ COMMANDS = (
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
         'workflows archive true 1'),
 
+    Command('jobs classify', cmd_classify, 'decide about the failure of a pending_failed job', (
+        Argument('JOB', '', 'id of the job', parse_id, key='job_id'),
+        Argument('retry|fail', '', 'retry: another attempt; fail: it has failed', one_of('retry', 'fail'),
+                 key='action'),
+        Argument('--reason', 'TEXT', 'why', count='!'),
+        Argument('--memory', 'MEMORY', 'with retry: its memory from now on', normalize_memory),
+        Argument('--runtime', 'DURATION', 'with retry: its runtime from now on', normalize_duration)),
+        "jobs classify 7 retry --reason 'the licence server was down' --runtime 2h"),
     Command('jobs create', cmd_create, 'add a job to a workflow', (
         ASKED_WF, THE_NAME, Argument('-c --command', 'CMD', 'what it runs', count='!'),
         Argument('-r --resource-requirements-id', 'ID', 'what it needs', parse_id),
@@ -35700,7 +36833,7 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 # Commands whose errors Torc 1.0 prints as JSON on stdout, too.
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
-               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status')
+               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 
 
