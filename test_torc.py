@@ -7954,6 +7954,138 @@ class AdminSqlTest(ServiceTest):
 
 # ======== 8j. Recovery rules ========
 
+class RecoverJobsTest(ServiceTest):
+    """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd!: b\ne:')
+        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.needs_id = self.call('list_resource_requirements', workflow_id=self.workflow_id)['items'][0]['id']
+        self.drive(self.workflow_id, {'a': 'failed', 'b': 'terminated'})
+        self.store.run('UPDATE compute_node SET is_active = 0')
+
+    def recover(self, reset: str, requirements: Sequence[Tuple[str, Dict[str, Any]]] = (), run_id: int = 1, **more: Any) -> Any:
+        """The request of a recover; jobs by name."""
+        rows = [dict(fields, from_id=self.needs_id, job_ids=[self.ids[name] for name in names.split()]) for names, fields in requirements]
+        body = {'run_id': run_id, 'reset': [self.ids[name] for name in reset.split()], 'requirements': rows, 'event': {'mode': 'local'}}
+        return self.call('recover_jobs', dict(body, **more.pop('body', {})), workflow_id=self.workflow_id, **more)
+
+    def requirements(self) -> Dict[str, Tuple[str, str, str]]:
+        """What each job asks for."""
+        rows = {row['id']: (row['name'], row['memory'], row['runtime'])
+                for row in self.call('list_resource_requirements', workflow_id=self.workflow_id)['items']}
+        return {job['name']: rows[job['resource_requirements_id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+
+    def test_failed_jobs_and_what_they_held_up_run_again_in_a_new_run(self):
+        self.assertEqual({'a': 'failed', 'b': 'terminated', 'c': 'canceled', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
+        answer = self.recover('a')
+        self.assertEqual((2, 1, [self.ids['a'], self.ids['c']]), (answer['run_id'], answer['reset_count'], answer['to_run']))
+        self.assertEqual({'a': 'ready', 'b': 'terminated', 'c': 'blocked', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
+        self.assertEqual(2, self.call('get_workflow', id=self.workflow_id)['run_id'])
+        (event,) = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']
+        self.assertEqual(('recover', 2, 'tester', [self.ids['a']], 'local'),
+                         tuple(event['data'][key] for key in ('action', 'run_id', 'user', 'reset_job_ids', 'mode')))
+        self.assertWhole()
+
+    def test_requirements_are_split_for_the_jobs_that_lacked_something_and_changed_in_place_for_all(self):
+        before = self.requirements()['e']
+        answer = self.recover('a b', [('a', {'memory': '2g'}), ('b', {'runtime': 'PT2H', 'num_cpus': 3})])
+        found = self.requirements()
+        self.assertEqual(('default_run2', '2g', before[2]), found['a'])
+        self.assertEqual(('default_run2_2', before[1], 'PT2H'), found['b'])
+        self.assertEqual([before] * 3, [found[name] for name in 'cde'])
+        self.assertEqual([self.needs_id] * 2, [row['from_id'] for row in answer['requirements']])
+        self.assertNotIn(self.needs_id, [row['id'] for row in answer['requirements']])
+        self.drive(self.workflow_id, {'a': 'failed'})
+        self.store.run('UPDATE compute_node SET is_active = 0')
+        self.needs_id = self.call('get_job', job_id=self.ids['b'])['resource_requirements_id']
+        answer = self.recover('a', [('b', {'memory': '3g'})], run_id=2)       # all that have them
+        self.assertEqual(self.needs_id, answer['requirements'][0]['id'])
+        self.assertEqual(('default_run2_2', '3g', 'PT2H'), self.requirements()['b'])
+
+    def test_a_dry_run_says_the_same_and_changes_nothing(self):
+        before = self.dump()
+        planned = self.recover('a b', [('a', {'memory': '2g'})], dry_run=True)
+        self.assertUnchanged(before)
+        self.assertEqual(planned, self.recover('a b', [('a', {'memory': '2g'})]))
+
+    def test_what_cannot_be_done_is_refused_whole(self):
+        before = self.dump()
+        (other,) = [job['id'] for job in self.call('list_jobs', workflow_id=self.create('x:'))['items']]
+        before = self.dump()
+        self.assertRefused('somebody else has recovered it', 'recover_jobs', {'run_id': 7, 'reset': [], 'requirements': []}, workflow_id=self.workflow_id)
+        for reset, requirements, words in (
+                ([self.ids['e']], [], 'job e is completed'), ([other], [], 'has no job'),
+                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [self.ids['a']], 'memory': 'much'}], 'memory'),
+                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [other], 'memory': '1g'}], 'does not have resource requirements'),
+                ([self.ids['a']], [{'from_id': 999, 'job_ids': [self.ids['a']], 'memory': '1g'}], 'has no resource requirements 999')):
+            with self.subTest(words):
+                self.assertRefused(words, 'recover_jobs', {'run_id': 1, 'reset': reset, 'requirements': requirements}, workflow_id=self.workflow_id)
+                self.assertUnchanged(before)
+
+    def test_nothing_is_recovered_under_the_hands_of_runners_and_allocations(self):
+        body = {'run_id': 1, 'reset': [self.ids['a']], 'requirements': []}
+        node_id = self.node(self.workflow_id)
+        self.assertRefused('runners are at work', 'recover_jobs', body, workflow_id=self.workflow_id)
+        self.store.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
+        scheduler = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': 's', 'account': 'a', 'nodes': 1, 'walltime': '1:00'})
+        self.call('create_scheduled_compute_node', {'workflow_id': self.workflow_id, 'scheduler_id': 7, 'scheduler_config_id': scheduler['id'],
+                                                    'scheduler_type': 'slurm', 'status': 'pending'})
+        self.assertRefused('1 allocations of workflow', 'recover_jobs', body, workflow_id=self.workflow_id)
+        self.store.run("UPDATE scheduled_compute_node SET status = 'complete'")
+        self.assertEqual(2, self.call('recover_jobs', body, workflow_id=self.workflow_id)['run_id'])
+        # A second caller that had seen run 1, too, changes nothing.
+        self.assertRefused('the current one is 2', 'recover_jobs', body, workflow_id=self.workflow_id)
+
+    def test_what_changed_since_runs_again_and_undecided_failures_stay_so(self):
+        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (self.ids['b'],))
+        self.store.run("UPDATE job SET command = 'echo other' WHERE id = ?", (self.ids['e'],))
+        answer = self.recover('a')
+        self.assertEqual(['e'], [row['job_name'] for row in answer['changed']])
+        self.assertEqual({'a': 'ready', 'b': 'pending_failed', 'c': 'blocked', 'd': 'completed', 'e': 'ready'}, self.statuses(self.workflow_id))
+
+
+class ClassifyJobsTest(ServiceTest):
+    """Decisions about failures that wait for one."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
+        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.drive(self.workflow_id, {'a': 'pending_failed', 'b': 'pending_failed'})
+
+    def classify(self, *rows: Any) -> Any:
+        """Decide about jobs by name."""
+        decisions = [dict({'job_id': self.ids[name], 'action': action, 'reason': reason}, **more) for name, action, reason, more in rows]
+        return self.call('classify_jobs', {'classifications': decisions}, workflow_id=self.workflow_id)
+
+    def test_a_retry_makes_the_job_ready_with_what_it_lacked_and_a_failure_cancels_what_waits(self):
+        self.assertEqual({'a': 'pending_failed', 'b': 'pending_failed', 'c': 'blocked', 'd': 'blocked'}, self.statuses(self.workflow_id))
+        answer = self.classify(('a', 'retry', 'the network was down', {'memory': '2g'}), ('b', 'fail', 'a bug', {}))
+        self.assertEqual(([self.ids['a']], [self.ids['b']]), (answer['retried'], answer['failed']))
+        self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'blocked', 'd': 'canceled'}, self.statuses(self.workflow_id))
+        job = self.call('get_job', job_id=self.ids['a'])
+        self.assertEqual(2, job['attempt_id'])
+        self.assertEqual('2g', self.call('get_resource_requirements', row_id=job['resource_requirements_id'])['memory'])
+        self.assertIn('failed, says tester: a bug', self.call('explain_job', job_id=self.ids['b'])['reason'])
+        self.assertEqual({'a': 'completed', 'b': 'failed', 'c': 'completed', 'd': 'canceled'}, self.drive(self.workflow_id, {}))
+        events = [item['data'] for item in self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']]
+        self.assertEqual([('a', 'retry'), ('b', 'fail')], [(event['job_name'], event['decision']) for event in events])
+        self.assertWhole()
+
+    def test_only_undecided_failures_are_decided_about_and_all_or_none_of_a_request(self):
+        self.classify(('a', 'fail', 'r', {}))
+        before = self.dump()
+        for rows, words in (([('b', 'retry', 'r', {}), ('a', 'retry', 'r', {})], 'is failed: only the failure of a'),
+                            ([('b', 'maybe', 'r', {})], "'maybe'"), ([('b', 'retry', 'r', {'memory': 'much'})], 'memory')):
+            with self.subTest(words):
+                with self.assertRaises(torc.TorcError) as caught:
+                    self.classify(*rows)
+                self.assertIn(words, caught.exception.message)
+                self.assertUnchanged(before)
+
+
 class WatchRecordTest(ServiceTest):
     """Who watches a workflow: one at a time; what was counted outlives them."""
 
@@ -8280,7 +8412,8 @@ class ApiTest(ServiceTest):
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
                      'list_workflow_statuses', 'get_database', 'snapshot_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
-                     'report_submissions', 'watch_workflow', 'list_unplanned_jobs'}
+                     'report_submissions', 'recover_jobs', 'classify_jobs',
+                     'watch_workflow', 'list_unplanned_jobs'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -8620,6 +8753,9 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
     'BatchCompleteJobsRequest': {'completions': [{'job_id': '$running', 'run_id': 1, 'status': 'failed', 'result': '$result_of_running'}]},
     'CheckChangesRequest': {'files': {'$file': 1.5}, 'dry_run': False},
     'ClaimActionRequest': {'compute_node_id': '$compute_node'},
+    'RecoverJobsRequest': {'run_id': 1, 'reset': ['$failed'], 'event': {'mode': 'local'}, 'files': {'$file': 1.5},
+                           'requirements': [{'from_id': '$resource_requirements', 'job_ids': ['$failed'], 'memory': '4g'}]},
+    'ClassifyJobsRequest': {'classifications': [{'job_id': '$undecided', 'action': 'retry', 'reason': 'r', 'memory': '2g', 'runtime': 'PT2H'}]},
     'ComputeNodeModel': {
         'workflow_id': '$workflow', 'hostname': 'h', 'pid': 7, 'start_time': '2026-01-01T00:00:00Z',
         'end_time': '2026-01-02T00:00:00Z', 'duration_seconds': 1.5,
@@ -8738,7 +8874,7 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'create_remote_workers': {'body': ['u@host:22', 'other']}, 'delete_remote_worker': {'worker': 'host'},
     'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
     'add_workflow_to_group': {'group_id': '$other_group'}, 'remove_user_from_group': {'user_name': 'mia'},
-    'list_user_groups': {'user_name': 'mia'},
+    'recover_jobs': {'dry_run': True}, 'list_user_groups': {'user_name': 'mia'},
     'check_workflow_access': {'user_name': 'mia'}, 'explain_job': {'job_id': '$failed'},
     'list_workflow_statuses': {'ids': ['$workflow', '$idle_workflow']},
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
@@ -8806,7 +8942,7 @@ class LiveTest(ServiceTest):
         add('compute_node', 'create_compute_node')
         add('event', 'create_event')
         add('done', 'create_job', name='done', priority=9, depends_on_job_ids=[], labels=[])
-        for job in ('failed', 'running', 'pending', 'ready'):
+        for job in ('failed', 'running', 'pending', 'ready', 'undecided'):
             add(job, 'create_job', {'workflow_id': '$workflow', 'name': job, 'command': 'x',
                                     'resource_requirements_id': '$resource_requirements'})
         add('blocked', 'create_job', {'workflow_id': '$workflow', 'name': 'blocked', 'command': 'x', 'depends_on_job_ids': ['$running'],
@@ -8829,6 +8965,7 @@ class LiveTest(ServiceTest):
         add('schedule', 'create_workflow_action', trigger_type='on_workflow_start', action_type='schedule_nodes', job_ids=None,
             action_config={'scheduler_id': ids['slurm_scheduler'], 'num_allocations': 1}, persistent=False)
         self.sync(ids['workflow'], ids['compute_node'], want={'strategy': 'queue', 'limit': 4})
+        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (ids['undecided'],))
         self.store.run('UPDATE job SET status = 3, compute_node_id = ? WHERE id IN (?, ?, ?, ?)',
                        (ids['compute_node'], ids['done'], ids['failed'], ids['running'], ids['pending']))
         for job in ('done', 'failed', 'running'):
@@ -21883,6 +22020,282 @@ class TerminationTest(RunnerCase):
 
 # ======== 17a. Diagnosis ========
 
+GIB = 2 ** 30
+
+
+def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1,
+            name: str = 'small', code: int = 0,
+            minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1) -> Any:
+    """A job, what it asked for, and its result."""
+    needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
+    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes,
+              'status': 'failed' if code else 'completed',
+              'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
+    return torc.JobUse({'id': number, 'name': f'job{number}', 'resource_requirements_id': needs_id}, needs, result)
+
+
+class UseTest(unittest.TestCase):
+    """What jobs used is compared with what they asked for, as Torc's reports do it."""
+
+    def compared(self, **how: Any) -> Dict[str, Tuple[str, str, str]]:
+        """Resource -> asked for, peak, and by how much it is more."""
+        found = [torc.describe_comparison(item, item.over_percent > 1) for item in torc.compare_use(job_use(**how))]
+        return {item['resource_type']: (item['specified'], item['peak_used'], item['over_utilization']) for item in found}
+
+    def test_each_resource_is_compared_in_its_unit(self):
+        self.assertEqual(
+            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'),
+             'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
+            self.compared(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165))
+        self.assertEqual({'Memory': ('100.0 MB', '0.0 MB', '0.0%'), 'Runtime': ('10m 0s', '2m 5s', '0.0%')},
+                         self.compared(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60))
+
+    def test_what_was_not_measured_or_is_no_limit_is_not_compared(self):
+        self.assertEqual(['Runtime'], list(self.compared()))
+        self.assertEqual({}, self.compared(name='default', memory='1m', runtime='P0DT1M', peak=GIB, cpu=800.0))
+        self.assertEqual(['CPU'], list(self.compared(memory='much', runtime='long', peak=GIB, cpu=10.0)))
+        self.assertEqual([], list(self.compared(memory='0', runtime='PT0S', peak=GIB)))
+
+    def test_a_failure_is_put_down_to_memory_or_time_by_the_rules_of_torc(self):
+        table = '''
+            code  minutes  peak/m  flags
+            1     1        0.5     -
+            1     1        1.5     memory_exceeded
+            137   47       -       sigkill_137
+            137   47       0.5     sigkill_137
+            137   49       -       -
+            137   55       -       timeout
+            137   55       1.5     memory_exceeded timeout
+            152   1        -       timeout sigxcpu_152
+            1     54       -       -
+            1     55       -       timeout
+            1     61       -       timeout runtime
+            '''
+        for line in textwrap.dedent(table).strip().splitlines()[1:]:
+            code, minutes, peak, flags = line.split(None, 3)
+            with self.subTest(line):
+                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes),
+                                                     peak=None if peak == '-' else int(float(peak) * GIB)))
+                said = [found.get('oom_reason'), 'timeout' if found.get('likely_timeout') else None, found.get('timeout_reason'),
+                        'runtime' if found.get('likely_runtime_violation') else None]
+                self.assertEqual(flags, ' '.join(filter(None, said)) or '-')
+                self.assertEqual(bool(found.get('memory_violation')), 'oom_reason' in found)
+        self.assertTrue(torc.explain_failure(job_use(code=1, cpu=101.0))['likely_cpu_violation'])
+        self.assertEqual('+50.0%', torc.explain_failure(job_use(code=1, peak=3 * GIB // 2))['memory_over_utilization'])
+
+
+class CorrectionTest(unittest.TestCase):
+    """Requirements follow what was seen, times a multiplier."""
+
+    def planned(self, uses: Sequence[Any], sharers: Optional[Dict[int, int]] = None, attempts: Sequence[Any] = (), multiplier: float = 1.2,
+                downsizes: bool = True) -> List[str]:
+        """'up memory 1g->2g because of 1,2', a line each."""
+        results = [use.result for use in uses] + list(attempts)
+        counted = sharers or dict(collections.Counter(use.needs['id'] for use in uses))
+        plan = torc.plan_corrections(uses, results, counted, torc.Multipliers(multiplier, multiplier, multiplier), downsizes)
+        return [f"{direction[:-5]} {item.resource} {item.original}->{item.new} because of {','.join(str(use.job['id']) for use in item.uses)}"
+                for direction, items in plan for item in items]
+
+    def test_each_resource_grows_to_the_peak_and_a_margin(self):
+        for how, expected in (
+                ({'peak': int(10.5 * GIB), 'memory': '8g'}, ['up memory 8g->13g']),
+                ({'peak': 150 * 2 ** 20, 'memory': '100m'}, ['up memory 100m->180m']),
+                ({'peak': 2 ** 20, 'memory': '1000k'}, ['up memory 1000k->2m']),
+                ({'code': 137, 'minutes': 10}, ['up memory 1g->2g']),
+                ({'code': 137, 'minutes': 10, 'peak': GIB // 2, 'memory': '10g'}, ['up memory 10g->12g']),
+                ({'code': 137, 'minutes': 55}, []),
+                ({'code': 1, 'minutes': 55}, []),
+                ({'cpu': 501.4, 'cpus': 3}, ['up cpu 3->7']),
+                ({'cpu': 100.9}, []),
+                ({'cpu': 250.0, 'cpus': 3}, []),
+                ({'minutes': 165, 'runtime': 'PT2H'}, ['up runtime PT2H->PT3H18M']),
+                ({'code': 152, 'minutes': 1}, ['up runtime PT1H->PT1H12M']),
+                ({'code': 152, 'minutes': 70}, ['up runtime PT1H->PT1H24M']),
+                ({'minutes': 70, 'peak': 2 * GIB, 'cpu': 150.0}, ['up memory 1g->3g', 'up cpu 1->2', 'up runtime PT1H->PT1H24M']),
+                ({'name': 'default', 'memory': '1m', 'runtime': 'P0DT1M', 'peak': GIB, 'code': 137}, [])):
+            with self.subTest(str(how)):
+                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)], downsizes=False))
+
+    def test_shared_requirements_follow_the_job_that_needs_most(self):
+        uses = [job_use(1, peak=2 * GIB), job_use(2, peak=GIB // 2), job_use(3, peak=5 * GIB), job_use(4, needs_id=2, peak=3 * GIB)]
+        self.assertEqual(['up memory 1g->6g because of 1,3', 'up memory 1g->4g because of 4'], self.planned(uses))
+
+    def test_only_much_too_large_ones_shrink(self):
+        for how, expected in (
+                ({'memory': '10g', 'peak': GIB}, ['down memory 10g->2g']),
+                ({'memory': '2g', 'peak': GIB}, []),
+                ({'memory': '10g', 'peak': 0}, []),
+                ({'memory': '10g'}, []),
+                ({'cpus': 8, 'cpu': 300.0}, ['down cpu 8->4']),
+                ({'cpus': 2, 'cpu': 196.0}, []),
+                ({'cpus': 4, 'cpu': 310.0}, []),
+                ({'runtime': 'PT2H', 'minutes': 10}, ['down runtime PT2H->PT12M']),
+                ({'runtime': 'PT40M', 'minutes': 10}, []),
+                ({'runtime': 'PT40M', 'minutes': 0.001}, ['down runtime PT40M->PT1M']),
+                ({'memory': '10g', 'peak': GIB, 'code': 1}, [])):
+            with self.subTest(str(how)):
+                how = dict({'minutes': 50}, **how)
+                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)]))
+                self.assertEqual([], self.planned([job_use(**how)], downsizes=False))
+
+    def test_they_shrink_only_when_every_job_that_has_them_was_seen_to_do_well(self):
+        small = {'memory': '10g', 'minutes': 50}
+        both = [job_use(1, peak=GIB, **small), job_use(2, peak=2 * GIB, **small)]
+        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both))
+        self.assertEqual([], self.planned(both, {1: 3}))
+        self.assertEqual([], self.planned([both[0], job_use(2, **small)]))
+        self.assertEqual([], self.planned([both[0], job_use(2, peak=GIB, code=1, **small)]))
+        # An earlier attempt of the same run counts, and one of an earlier run does not.
+        self.assertEqual(['down memory 10g->5g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB).result]))
+        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB, run_id=0).result]))
+
+    def test_nothing_is_ever_set_below_what_was_seen_times_the_multiplier(self):
+        chance = random.Random(11)
+        for trial in range(300):
+            factor = chance.choice((1.0, 1.2, 1.5, 3.0))
+            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16),
+                            f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
+                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB),
+                            cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
+            for use in uses:
+                use.needs.update(uses[0].needs)
+            plan = torc.plan_corrections(uses, [use.result for use in uses], {1: 2}, torc.Multipliers(factor, factor, factor), True)
+            new = {item.resource: item.new for _, items in plan for item in items}
+            with self.subTest(trial):
+                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes',
+                        'peak_cpu_percent', 'exec_time_minutes')]
+                self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
+                self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
+                self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
+
+
+class FailureTest(unittest.TestCase):
+    """Why jobs failed: what Slurm and the runners said comes before guesses."""
+
+    def test_evidence_comes_before_guesses(self):
+        memory, timeout = (torc.STEP_OUTCOMES[kind].meaning for kind in ('memory', 'timeout'))
+        over = "stopped: the runner's time is over"
+        for how, state, reason, expected in (
+                # return code, minutes of an hour; Slurm's word; what the runner wrote
+                ({'code': 137, 'minutes': 55}, 'OUT_OF_MEMORY', '', 'memory'),
+                ({'code': 137, 'minutes': 5}, 'TIMEOUT', '', 'timeout'),
+                ({'code': 152, 'minutes': 5}, 'OUT_OF_MEMORY', '', 'memory'),
+                ({'code': 1, 'minutes': 59}, 'NODE_FAIL', '', 'lost'),
+                ({'code': 137, 'minutes': 5}, 'PREEMPTED', '', 'lost'),
+                ({'code': 137, 'minutes': 5}, 'FAILED', '', 'memory'),
+                ({'code': 137, 'minutes': 59}, '', memory, 'memory'),
+                ({'code': 1, 'minutes': 59}, '', memory + ': slurmstepd said', 'memory'),
+                ({'code': 137, 'minutes': 5}, '', timeout, 'timeout'),
+                ({'code': 99, 'minutes': 55}, '', 'killed by the kernel for lack of memory (x counts it)', 'memory'),
+                ({'code': 99, 'minutes': 1}, '', 'used 155MB of memory, and its limit was 50MB: raise', 'memory'),
+                ({'code': 152, 'minutes': 57}, '', over, 'timeout'),
+                ({'code': 42, 'minutes': 59}, '', over, 'timeout'),
+                ({'code': 152, 'minutes': 20}, '', over, 'lost'),       # it had not what it asked for
+                ({'code': 1, 'minutes': 59}, '', 'declared output files are missing: x', 'unknown'),
+                ({'code': -128, 'minutes': 0}, '', '', 'lost'),
+                ({'code': -128, 'minutes': 70}, '', 'compute node 1 (n1), which ran it, went away', 'lost'),
+                # without evidence Torc's table
+                ({'code': 137, 'minutes': 47}, '', '', 'memory'), ({'code': 137, 'minutes': 49}, '', '', 'unknown'),
+                ({'code': 137, 'minutes': 55}, '', '', 'timeout'), ({'code': 152, 'minutes': 1}, '', '', 'timeout'),
+                ({'code': 1, 'minutes': 55}, '', 'Killed', 'timeout'), ({'code': 1, 'minutes': 5}, '', 'no such file', 'unknown'),
+                ({'code': 1, 'minutes': 5, 'peak': 2 * GIB}, '', '', 'memory'),
+                ({'code': 1, 'minutes': 5, 'cpu': 300.0}, '', '', 'unknown')):
+            with self.subTest(f'{how} {state} {reason}'):
+                use = job_use(**how)
+                use.result['reason'] = reason or None
+                found = torc.classify_failure(use, state)
+                self.assertEqual(expected, found.kind)
+                self.assertTrue(found.evidence)
+                if state in torc.STEP_STATES:
+                    self.assertEqual(f'Slurm says {state} of its step', found.evidence)
+
+    def test_the_words_of_runners_are_those_that_count_as_evidence(self):
+        end = torc.ProcessEnd(*[0] * len(torc.ProcessEnd._fields))._replace(return_code=143, signal_number=15)
+        verdict = torc.judge_end(end, 'deadline', 15, 152)
+        use = job_use(code=verdict.return_code, minutes=59)
+        use.result['reason'] = verdict.message
+        self.assertEqual(('timeout', verdict.message), torc.read_evidence(use))
+        source = read_text(torc.__file__)
+        for words in ("f'used {used_mb}MB of memory, and its limit was {limit_mb}MB:", "'killed by the kernel for lack of memory '",
+                      "'declared output files are missing: "):
+            self.assertIn(words, source)
+
+    def test_what_the_accounting_measured_counts_and_too_few_cpus_only_where_they_are_asked_about(self):
+        found = torc.classify_failure(job_use(code=1), max_rss_bytes=3 * GIB)
+        self.assertEqual(('memory', 3 * GIB), (found.kind, found.use.result['peak_memory_bytes']))
+        self.assertEqual('cpu', torc.classify_failure(job_use(code=1, cpu=300.0), cpus_count=True).kind)
+
+
+class RemedyTest(unittest.TestCase):
+    """What failed jobs get, and which of them do not run again."""
+
+    def planned(self, uses: Sequence[Tuple[Any, str]], sharers: Optional[Dict[int, List[int]]] = None, kinds: str = 'memory timeout lost',
+                **rules: Any) -> Any:
+        """Remedies for (use, state of Slurm)."""
+        failures = [torc.classify_failure(use, state, None, True) for use, state in uses]
+        found = collections.defaultdict(list)       # type: Dict[int, List[int]]
+        for use, _ in uses:
+            found[use.needs['id']].append(use.job['id'])
+        return torc.plan_remedies(failures, sharers or found, torc.RemedyRules(torc.Multipliers(1.5, 1.5, 1.5), kinds.split(), **rules))
+
+    @staticmethod
+    def changes(made: Any) -> List[Tuple[List[int], Dict[str, Any], bool]]:
+        """Jobs, new values, and whether others keep theirs."""
+        return [(change.job_ids, change.fields, change.is_split) for change in made.changes]
+
+    def test_each_job_gets_what_it_lacked_and_no_more(self):
+        uses = [(job_use(1, code=137, minutes=5), ''), (job_use(2, code=137, minutes=5, peak=int(2.5 * GIB)), 'OUT_OF_MEMORY'),
+                (job_use(3, code=1, minutes=60), 'TIMEOUT'), (job_use(4, code=137, minutes=61, peak=2 * GIB), 'TIMEOUT'),
+                (job_use(5, code=-128, minutes=0), ''), (job_use(6, code=3, minutes=1), '')]
+        made = self.planned(uses, {1: list(range(1, 9))})
+        self.assertEqual([([1, 2], {'memory': '4g'}, True), ([4], {'memory': '3g', 'runtime': 'PT1H32M'}, True), ([3], {'runtime': 'PT1H30M'}, True)],
+                         self.changes(made))
+        self.assertEqual([1, 2, 3, 4, 5], [failure.job_id for failure in made.retried])
+        self.assertEqual([(6, 'failed for a reason of its own')], [(failure.job_id, why) for failure, why in made.left])
+
+    def test_requirements_change_for_all_that_share_them_where_that_is_asked_for_or_all_lacked_the_same(self):
+        uses = [(job_use(1, code=137, minutes=5), ''), (job_use(2, code=152, minutes=60), '')]
+        made = self.planned(uses, {1: [1, 2, 3]}, is_shared=True)
+        self.assertEqual([([1, 2, 3], {'memory': '2g', 'runtime': 'PT1H30M'}, False)], self.changes(made))
+        self.assertEqual([([1], {'memory': '2g'}, False)], self.changes(self.planned(uses[:1])))
+
+    def test_the_memory_multiplier_moves_no_cpus(self):
+        uses = [(job_use(1, code=137, minutes=5, cpu=350.0), '')]
+        self.assertEqual([([1], {'memory': '2g'}, False)], self.changes(self.planned(uses)))
+        self.assertEqual([([1], {'memory': '2g', 'num_cpus': 6}, False)], self.changes(self.planned(uses, cpus_change=True)))
+
+    def test_nobody_gets_more_time_than_there_is_and_who_has_it_all_does_not_run_again(self):
+        ceiling = {'ceiling_of': lambda needs: torc.Ceiling(4 * 3600, 'partition short')}
+        made = self.planned([(job_use(1, runtime='PT3H', code=152, minutes=180), '')], **ceiling)
+        self.assertEqual([([1], {'runtime': 'PT4H'}, False)], self.changes(made))
+        self.assertEqual(['job1: gets no more time than partition short gives, PT4H'], made.notes)
+        use = job_use(1, runtime='PT4H', code=152, minutes=240)
+        made = self.planned([(use, '')], **ceiling)
+        self.assertEqual(([], []), (made.changes, made.retried))
+        self.assertEqual(['job1: PT4H cannot become more, partition short gives at most PT4H'], made.notes)
+        self.assertEqual('ran out of time, and cannot get more than runtime PT4H: make it smaller, or let it go on from a checkpoint',
+                         made.left[0][1])
+        for more in ({'kinds': 'memory timeout unknown lost'}, {}):
+            use.job['supports_termination'] = not more      # it writes a checkpoint
+            made = self.planned([(use, '')], **dict(ceiling, **more))
+            self.assertEqual([1], [failure.job_id for failure in made.retried])
+
+    def test_a_job_that_was_lost_again_and_again_is_left(self):
+        uses = [(job_use(1, code=-128, minutes=0), ''), (job_use(2, code=-128, minutes=0), '')]
+        made = self.planned(uses, losses={1: torc.LOST_RETRIES, 2: torc.LOST_RETRIES - 1})
+        self.assertEqual(([2], 'was lost 3 times: it may be what brings its node down'), ([made.retried[0].job_id], made.left[0][1]))
+        self.assertEqual(2, len(self.planned(uses, losses={1: 99}, kinds='unknown lost').retried))
+
+    def test_who_asks_for_nothing_cannot_get_more_of_it(self):
+        made = self.planned([(job_use(1, name='default', memory='1m', runtime='P0DT1M', code=137), 'OUT_OF_MEMORY')])
+        self.assertEqual(([], 'ran out of memory, and asks for none: give it resource_requirements'), (made.retried, made.left[0][1]))
+
+    def test_what_was_changed_since_is_not_raised_again(self):
+        use = job_use(1, memory='8g', code=137, minutes=5)._replace(is_stale=True)
+        made = self.planned([(use, 'OUT_OF_MEMORY')])
+        self.assertEqual(([], [1]), (made.changes, [failure.job_id for failure in made.retried]))
+
+
 # ======== 17b. Regeneration ========
 
 # ======== 17c. Watching ========
@@ -22369,157 +22782,6 @@ class StyleTest(unittest.TestCase):
         self.assertGreater(torc.style_of(Terminal(), {}).width, 0)
         with unittest.mock.patch.object(torc.shutil, 'get_terminal_size', lambda: os.terminal_size((0, 0))):
             self.assertEqual(80, torc.style_of(Terminal(), {}).width)       # of `script` under cron
-
-
-# -------- what jobs used --------
-
-GIB = 2 ** 30
-
-
-def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1,
-            name: str = 'small', code: int = 0,
-            minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1) -> Any:
-    """A job, what it asked for, and its result."""
-    needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
-    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes,
-              'status': 'failed' if code else 'completed',
-              'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
-    return torc.JobUse({'id': number, 'name': f'job{number}', 'resource_requirements_id': needs_id}, needs, result)
-
-
-class UseTest(unittest.TestCase):
-    """What jobs used is compared with what they asked for, as Torc's reports do it."""
-
-    def compared(self, **how: Any) -> Dict[str, Tuple[str, str, str]]:
-        """Resource -> asked for, peak, and by how much it is more."""
-        found = [torc.describe_comparison(item, item.over_percent > 1) for item in torc.compare_use(job_use(**how))]
-        return {item['resource_type']: (item['specified'], item['peak_used'], item['over_utilization']) for item in found}
-
-    def test_each_resource_is_compared_in_its_unit(self):
-        self.assertEqual(
-            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'),
-             'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
-            self.compared(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165))
-        self.assertEqual({'Memory': ('100.0 MB', '0.0 MB', '0.0%'), 'Runtime': ('10m 0s', '2m 5s', '0.0%')},
-                         self.compared(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60))
-
-    def test_what_was_not_measured_or_is_no_limit_is_not_compared(self):
-        self.assertEqual(['Runtime'], list(self.compared()))
-        self.assertEqual({}, self.compared(name='default', memory='1m', runtime='P0DT1M', peak=GIB, cpu=800.0))
-        self.assertEqual(['CPU'], list(self.compared(memory='much', runtime='long', peak=GIB, cpu=10.0)))
-        self.assertEqual([], list(self.compared(memory='0', runtime='PT0S', peak=GIB)))
-
-    def test_a_failure_is_put_down_to_memory_or_time_by_the_rules_of_torc(self):
-        table = '''
-            code  minutes  peak/m  flags
-            1     1        0.5     -
-            1     1        1.5     memory_exceeded
-            137   47       -       sigkill_137
-            137   47       0.5     sigkill_137
-            137   49       -       -
-            137   55       -       timeout
-            137   55       1.5     memory_exceeded timeout
-            152   1        -       timeout sigxcpu_152
-            1     54       -       -
-            1     55       -       timeout
-            1     61       -       timeout runtime
-            '''
-        for line in textwrap.dedent(table).strip().splitlines()[1:]:
-            code, minutes, peak, flags = line.split(None, 3)
-            with self.subTest(line):
-                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes),
-                                                     peak=None if peak == '-' else int(float(peak) * GIB)))
-                said = [found.get('oom_reason'), 'timeout' if found.get('likely_timeout') else None, found.get('timeout_reason'),
-                        'runtime' if found.get('likely_runtime_violation') else None]
-                self.assertEqual(flags, ' '.join(filter(None, said)) or '-')
-                self.assertEqual(bool(found.get('memory_violation')), 'oom_reason' in found)
-        self.assertTrue(torc.explain_failure(job_use(code=1, cpu=101.0))['likely_cpu_violation'])
-        self.assertEqual('+50.0%', torc.explain_failure(job_use(code=1, peak=3 * GIB // 2))['memory_over_utilization'])
-
-
-class CorrectionTest(unittest.TestCase):
-    """Requirements follow what was seen, times a multiplier."""
-
-    def planned(self, uses: Sequence[Any], sharers: Optional[Dict[int, int]] = None, attempts: Sequence[Any] = (), multiplier: float = 1.2,
-                downsizes: bool = True) -> List[str]:
-        """'up memory 1g->2g because of 1,2', a line each."""
-        results = [use.result for use in uses] + list(attempts)
-        counted = sharers or dict(collections.Counter(use.needs['id'] for use in uses))
-        plan = torc.plan_corrections(uses, results, counted, torc.Multipliers(multiplier, multiplier, multiplier), downsizes)
-        return [f"{direction[:-5]} {item.resource} {item.original}->{item.new} because of {','.join(str(use.job['id']) for use in item.uses)}"
-                for direction, items in plan for item in items]
-
-    def test_each_resource_grows_to_the_peak_and_a_margin(self):
-        for how, expected in (
-                ({'peak': int(10.5 * GIB), 'memory': '8g'}, ['up memory 8g->13g']),
-                ({'peak': 150 * 2 ** 20, 'memory': '100m'}, ['up memory 100m->180m']),
-                ({'peak': 2 ** 20, 'memory': '1000k'}, ['up memory 1000k->2m']),
-                ({'code': 137, 'minutes': 10}, ['up memory 1g->2g']),
-                ({'code': 137, 'minutes': 10, 'peak': GIB // 2, 'memory': '10g'}, ['up memory 10g->12g']),
-                ({'code': 137, 'minutes': 55}, []),
-                ({'code': 1, 'minutes': 55}, []),
-                ({'cpu': 501.4, 'cpus': 3}, ['up cpu 3->7']),
-                ({'cpu': 100.9}, []),
-                ({'cpu': 250.0, 'cpus': 3}, []),
-                ({'minutes': 165, 'runtime': 'PT2H'}, ['up runtime PT2H->PT3H18M']),
-                ({'code': 152, 'minutes': 1}, ['up runtime PT1H->PT1H12M']),
-                ({'code': 152, 'minutes': 70}, ['up runtime PT1H->PT1H24M']),
-                ({'minutes': 70, 'peak': 2 * GIB, 'cpu': 150.0}, ['up memory 1g->3g', 'up cpu 1->2', 'up runtime PT1H->PT1H24M']),
-                ({'name': 'default', 'memory': '1m', 'runtime': 'P0DT1M', 'peak': GIB, 'code': 137}, [])):
-            with self.subTest(str(how)):
-                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)], downsizes=False))
-
-    def test_shared_requirements_follow_the_job_that_needs_most(self):
-        uses = [job_use(1, peak=2 * GIB), job_use(2, peak=GIB // 2), job_use(3, peak=5 * GIB), job_use(4, needs_id=2, peak=3 * GIB)]
-        self.assertEqual(['up memory 1g->6g because of 1,3', 'up memory 1g->4g because of 4'], self.planned(uses))
-
-    def test_only_much_too_large_ones_shrink(self):
-        for how, expected in (
-                ({'memory': '10g', 'peak': GIB}, ['down memory 10g->2g']),
-                ({'memory': '2g', 'peak': GIB}, []),
-                ({'memory': '10g', 'peak': 0}, []),
-                ({'memory': '10g'}, []),
-                ({'cpus': 8, 'cpu': 300.0}, ['down cpu 8->4']),
-                ({'cpus': 2, 'cpu': 196.0}, []),
-                ({'cpus': 4, 'cpu': 310.0}, []),
-                ({'runtime': 'PT2H', 'minutes': 10}, ['down runtime PT2H->PT12M']),
-                ({'runtime': 'PT40M', 'minutes': 10}, []),
-                ({'runtime': 'PT40M', 'minutes': 0.001}, ['down runtime PT40M->PT1M']),
-                ({'memory': '10g', 'peak': GIB, 'code': 1}, [])):
-            with self.subTest(str(how)):
-                how = dict({'minutes': 50}, **how)
-                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)]))
-                self.assertEqual([], self.planned([job_use(**how)], downsizes=False))
-
-    def test_they_shrink_only_when_every_job_that_has_them_was_seen_to_do_well(self):
-        small = {'memory': '10g', 'minutes': 50}
-        both = [job_use(1, peak=GIB, **small), job_use(2, peak=2 * GIB, **small)]
-        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both))
-        self.assertEqual([], self.planned(both, {1: 3}))
-        self.assertEqual([], self.planned([both[0], job_use(2, **small)]))
-        self.assertEqual([], self.planned([both[0], job_use(2, peak=GIB, code=1, **small)]))
-        # An earlier attempt of the same run counts, and one of an earlier run does not.
-        self.assertEqual(['down memory 10g->5g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB).result]))
-        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB, run_id=0).result]))
-
-    def test_nothing_is_ever_set_below_what_was_seen_times_the_multiplier(self):
-        chance = random.Random(11)
-        for trial in range(300):
-            factor = chance.choice((1.0, 1.2, 1.5, 3.0))
-            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16),
-                            f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
-                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB),
-                            cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
-            for use in uses:
-                use.needs.update(uses[0].needs)
-            plan = torc.plan_corrections(uses, [use.result for use in uses], {1: 2}, torc.Multipliers(factor, factor, factor), True)
-            new = {item.resource: item.new for _, items in plan for item in items}
-            with self.subTest(trial):
-                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes',
-                        'peak_cpu_percent', 'exec_time_minutes')]
-                self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
-                self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
-                self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
 
 
 # -------- errors in logs --------
@@ -24685,8 +24947,8 @@ FAKE_QUEUE = {
 }
 
 
-class SubmitTest(CommandTest):
-    """submit, schedule-nodes and cancel, on a scripted Slurm."""
+class SubmitCase(CommandTest):
+    """A scripted Slurm, whose queue is files."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -24707,6 +24969,10 @@ class SubmitTest(CommandTest):
         """Let a program do something first; nothing: as usual."""
         with open(self.fakes.path(name), 'w') as file:
             file.write(text)
+
+
+class SubmitTest(SubmitCase):
+    """submit, schedule-nodes and cancel, on a scripted Slurm."""
 
     def test_a_file_is_created_initialized_and_submitted(self):
         env = {'SBATCH_ACCOUNT': 'x', 'SLURM_JOB_ID': '5', 'CUDA_VISIBLE_DEVICES': '1', 'TORC_PASSWORD': 'secret'}
@@ -25202,6 +25468,90 @@ class SlurmGenerateTest(WorldTest):
                         self.assertExit(0, self.world.main('create', '--dry-run', written))
                         made += 1
         self.assertGreaterEqual(made, 30)
+
+
+REGENERATED = """
+name: w
+resource_requirements:
+  - {name: small, num_cpus: 4, memory: 8g, runtime: PT30M}
+  - {name: gpu, num_cpus: 16, memory: 64g, num_gpus: 1, runtime: PT2H}
+jobs:
+  - {name: "a{i}", command: c, parameters: {i: "1:30"}, resource_requirements: small, scheduler: s}
+  - {name: b, command: c, resource_requirements: gpu, scheduler: s}
+  - {name: c, command: c, depends_on: [a1, b], resource_requirements: small, scheduler: s}
+slurm_schedulers: [{name: s, account: acct, gres: "gpu:1", walltime: "03:00:00"}]
+actions:
+  - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}
+  - {trigger_type: on_jobs_ready, jobs: [c], action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 1}
+  - {trigger_type: on_workflow_complete, action_type: run_commands, commands: [echo]}
+"""
+
+
+class RegenerateTest(SubmitCase):
+    """slurm regenerate, on a scripted Slurm."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', REGENERATED)
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+
+    def regenerate(self, *argv: Any, code: int = 0) -> Dict[str, Any]:
+        """Its JSON."""
+        return self.assertExit(code, self.world.main('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'kestrel', *argv)).json()
+
+    def actions(self) -> List[Tuple[Any, ...]]:
+        """Trigger, scheduler, whether it was taken, whether it is ephemeral."""
+        return [(item['trigger_type'], item['action_config'].get('scheduler_id'), item['executed'], item['is_recovery'])
+                for item in self.json('workflows list-actions 1')['actions']]
+
+    def test_without_submit_the_next_submit_submits_exactly_these(self):
+        made = self.regenerate()
+        wanted = next(case['stdout'] for case in read_shared('torc/cli_json.json') if case['command'] == 'slurm regenerate WF2')
+        self.assertEqual(list(wanted), list(made)[:len(wanted)])
+        self.assertEqual(list(wanted['schedulers_created'][0]), list(made['schedulers_created'][0]))
+        stamp = made['schedulers_created'][0]['name'][-15:]
+        self.assertRegex(stamp, r'^20\d{6}_\d{6}$')
+        self.assertEqual(
+            [(2, f'small_regen_{stamp}', 'acct', 'short', '00:45:00', 1, 2, 30, False),
+             (3, f'gpu_regen_{stamp}', 'acct', 'gpu-h100s', '03:00:00', 1, 1, 1, False),
+             (4, f'small_deferred_regen_{stamp}', 'acct', 'short', '00:45:00', 1, 1, 1, True)],
+            [tuple(row.values()) for row in made['schedulers_created']])
+        self.assertEqual((32, 4, 0, 1, [], False, [], 2), tuple(made[key] for key in made if key not in ('workflow_id', 'schedulers_created')))
+        old = [('on_workflow_start', 1, True, False), ('on_jobs_ready', 1, True, False), ('on_workflow_complete', None, False, False)]
+        self.assertEqual(old + [('on_workflow_start', 2, False, True), ('on_workflow_start', 3, False, True),
+                                ('on_jobs_ready', 4, False, True)], self.actions())
+        jobs = {job['name']: job['scheduler_id'] for job in self.json('jobs list 1')['items']}
+        self.assertEqual((2, 3, 4), (jobs['a30'], jobs['b'], jobs['c']))
+        self.assertEqual([], self.fakes.calls())
+        self.assertEqual('Submitted 3 allocations of workflow 1: 100, 101, 102\n', self.text('submit 1'))
+        self.assertEqual(old + [('on_workflow_start', 2, True, True), ('on_workflow_start', 3, True, True),
+                                ('on_jobs_ready', 4, False, True)], self.actions())
+
+    def test_submit_submits_what_is_due_and_a_second_call_doubles_nothing(self):
+        made = self.regenerate('--submit')
+        self.assertEqual((4, 3, 1, True, [100, 101, 102]), tuple(made[key] for key in (
+            'total_allocations', 'allocations_submitted', 'allocations_deferred', 'submitted', 'slurm_job_ids')))
+        again = self.regenerate('--submit')
+        self.assertEqual((1, 0, 1, []), tuple(again[key] for key in (
+            'total_allocations', 'allocations_submitted', 'allocations_deferred', 'slurm_job_ids')))
+        self.assertEqual(['3 allocations that are queued or running are counted: what they will do is not planned again'], again['warnings'])
+        self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], self.records())
+        self.assertEqual(1, [executed for _, _, executed, _ in self.actions()[3:]].count(False))
+
+    def test_a_dry_run_changes_nothing(self):
+        with self.world.inside(), contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
+            before = list(connection.iterdump())
+        made = self.regenerate('--dry-run', '--submit')
+        wanted = next(case['stdout'] for case in read_shared('torc/cli_json.json') if case['command'] == 'slurm regenerate WF2 --dry-run')
+        self.assertEqual(list(wanted), list(made))
+        self.assertEqual(list(wanted['planned_schedulers'][0]), list(made['planned_schedulers'][0]))
+        self.assertEqual((True, 32, 'kestrel', 4, True), tuple(made[key] for key in (
+            'dry_run', 'pending_jobs', 'profile_name', 'total_allocations', 'would_submit')))
+        text = self.text('slurm regenerate 1 --profile kestrel --dry-run')
+        self.assertIn('32 jobs of workflow 1 are left\n', text)
+        self.assertRegex(text, r'  small_deferred_regen_\d+_\d+: 1 jobs, 1 x 1 node of short for 00:45:00, when its jobs are ready\nNothing was changed')
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
+            self.assertEqual(before, list(connection.iterdump()))
 
 
 class SubmitPlannedTest(WorldTest):

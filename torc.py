@@ -8355,8 +8355,11 @@ def refuse_archived(state: WorkflowState) -> None:
 
 
 def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
-                    clear_ephemeral_user_data: bool = True) -> Values:
-    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them."""
+                    clear_ephemeral_user_data: bool = True, keeps_undecided: bool = False) -> Values:
+    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them.
+
+    With `keeps_undecided` pending_failed ones stay so.
+    """
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not only_uninitialized:
@@ -8366,7 +8369,8 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
     context.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(context, workflow_id)
     if only_uninitialized:
-        uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
+        if not keeps_undecided:
+            uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     else:
         cancel_open_attempts(context, ids_of_jobs(context, workflow_id, OPEN_ATTEMPT))
@@ -11747,6 +11751,236 @@ def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIS
 # sacct(1), journals of runners), and each verb takes it in whole or not at all, in one transaction. Whatever
 # it sets gets a reason, one sentence with its evidence. A second call with the same evidence changes nothing.
 
+# -------- allocations for the jobs that are left --------
+
+def get_demand(context: Context, workflow_id: int) -> Values:
+    """What new allocations are planned from, as of one moment.
+
+    That is the dependency graph with the state and class of each job, the classes, and the allocations that
+    are queued or run.
+    """
+    state, graph = workflow_state(context, workflow_id), get_dependency_graph(context, workflow_id)
+    jobs = context.rows('SELECT status, kind_id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
+    columns = ('id', 'scheduler_id', 'has_labels', 'requirements_id', 'name', 'num_cpus', 'memory_bytes',
+               'num_gpus', 'num_nodes', 'runtime_s')
+    kinds = context.rows(
+        'SELECT kind.id, kind.scheduler_id, kind.labels IS NOT NULL, needs.id, needs.'
+        f"{', needs.'.join(columns[4:])} FROM job_kind kind "
+        'JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
+        'WHERE kind.workflow_id = ? ORDER BY kind.id', (workflow_id,))
+    return dict(graph, run_id=state.run_id, newest_scheduler_id=newest_scheduler(context, workflow_id),
+                statuses=[STATUS_NAMES[status] for status, _ in jobs], kind_ids=[row[1] for row in jobs],
+                kinds=[dict(zip(columns, row), has_labels=bool(row[2])) for row in kinds],
+                allocations=describe_allocations(context, workflow_id,
+                                                 describe_runners(context, workflow_id)))
+
+
+def newest_scheduler(context: Context, workflow_id: int) -> int:
+    """The highest id of a workflow's Slurm schedulers; 0 if it has none."""
+    return context.value('SELECT ifnull(max(id), 0) FROM slurm_scheduler WHERE workflow_id = ?',
+                         (workflow_id,))
+
+
+def store_allocations(context: Context, workflow_id: int, body: Values) -> Values:
+    """Store planned schedulers, bind jobs to them, and make the actions that submit their allocations.
+
+    Actions that would submit others for the same jobs are taken. With a `submission`, a SubmissionRequest,
+    the allocations that are due are handed out at once, as by take_submissions. Conflict if the workflow has
+    other schedulers, or another run, than those that were known when the plan was made.
+    """
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    known = state.run_id, newest_scheduler(context, workflow_id)
+    if (body['run_id'], body['newest_scheduler_id']) != known:
+        raise Conflict(f'workflow {workflow_id} was begun anew, or got other schedulers, while these were '
+                       'planned: nothing was changed; see what it has now, and repeat the command')
+    taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
+    scheduler_ids, due = [], []     # type: List[int], List[Values]
+    for planned in body['schedulers']:
+        values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
+        scheduler = create_row(context, 'slurm_scheduler', values)
+        scheduler_ids.append(scheduler['id'])
+        bind_jobs(context, workflow_id, planned['job_ids'], scheduler['id'] if planned['is_bound'] else None)
+        for stage in planned['stages']:
+            gates = stage.get('job_ids')
+            action = create_workflow_action(context, workflow_id, {
+                'trigger_type': 'on_jobs_ready' if gates else 'on_workflow_start', 'job_ids': gates,
+                'action_type': 'schedule_nodes', 'is_recovery': True, 'action_config': {
+                    'scheduler_type': 'slurm', 'scheduler_id': scheduler['id'],
+                    'num_allocations': stage['num_allocations']}})
+            due += [] if gates else [{'action_id': action['id']}]
+    record_event(context, workflow_id, {
+        'category': 'scheduler', 'action': 'regenerate', 'scheduler_ids': scheduler_ids,
+        'message': f'{len(scheduler_ids)} schedulers were planned for the jobs that are left; {taken} '
+                   'actions that would submit allocations for them, too, were taken'})
+    answer = {'allocations': [], 'submitters': [], 'idle_actions': []}  # type: Values
+    if body.get('submission'):
+        answer = take_submissions(context, workflow_id, dict(body['submission'], actions=due))
+    return dict(answer, scheduler_ids=scheduler_ids, taken=taken)
+
+
+def take_for_good(context: Context, workflow_id: int, action_id: int) -> int:
+    """Take an action that is not to be carried out before the next initialize; 1 if nobody had it."""
+    return context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = NULL, '
+                       'is_reported = 1 WHERE id = ? AND workflow_id = ? AND executed = 0',
+                       (context.time, action_id, workflow_id))
+
+
+def bind_jobs(context: Context, workflow_id: int, job_ids: Ids, scheduler_id: Optional[int]) -> None:
+    """Bind jobs to a Slurm scheduler, or to none."""
+    check_owned(context, 'job', workflow_id, job_ids)
+    members = collections.defaultdict(list)     # type: Dict[int, List[int]]
+    for job_id, kind_id in rows_by_ids(context, 'SELECT id, kind_id FROM job WHERE id IN', job_ids):
+        members[kind_id].append(job_id)
+    for kind_id, bound in members.items():
+        requirements, priority, labels = context.one(
+            'SELECT resource_requirements_id, priority, labels FROM job_kind WHERE id = ?', (kind_id,))
+        parts = requirements, priority, scheduler_id, json.loads(labels) if labels else None
+        run_by_ids(context, f'UPDATE job SET kind_id = {int(find_job_class(context, workflow_id, parts))} '
+                            'WHERE id IN', bound)
+
+
+# -------- failed jobs that run again --------
+
+RECOVERABLE = (FAILED, TERMINATED, CANCELED, PENDING_FAILED)
+
+
+def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
+    """Correct requirements, reset jobs, begin a new run and initialize it, with one event for all of it.
+
+    `run_id` is the run that the caller has looked at: where it is over, somebody else was first. With `files`
+    (present file times) what changed runs again, too. Jobs whose failure is undecided stay so. A dry run
+    allows for jobs and allocations that are only to be cleaned up.
+    """
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    if body['run_id'] != state.run_id:
+        raise Refused(f"run {body['run_id']} of workflow {workflow_id} is over, the current one is "
+                      f'{state.run_id}: somebody else has recovered it, or begun it anew')
+    if not dry_run:
+        refuse_runners(context, workflow_id)
+        refuse_allocations(context, workflow_id)
+    reset, times = sorted(set(body['reset'])), times_by_id(body.get('files') or {})
+    check_recoverable(context, workflow_id, reset, (*RECOVERABLE, *ACTIVE) if dry_run else RECOVERABLE)
+    check_owned(context, 'file', workflow_id, times)
+    with context.savepoint(keeps=not dry_run):
+        suffix = f'run{state.run_id + 1}'
+        changed = [correct_requirements(context, workflow_id, row, suffix) for row in body['requirements']]
+        reasons = find_outdated(context, workflow_id, times, {})
+        store_file_times(context, workflow_id, times)
+        uninitialize(context, [*reset, *reasons])
+        begin_run(context, workflow_id)
+        initialize_jobs(context, workflow_id, only_uninitialized=True, keeps_undecided=True)
+        run_id = state.run_id + 1
+        record_event(context, workflow_id, dict(body.get('event') or {}, **{
+            'category': 'recovery', 'action': 'recover', 'run_id': run_id, 'user': context.caller,
+            'reset_job_ids': reset, 'requirements': changed, 'workflow_id': workflow_id,
+            'message': f'Recovered workflow {workflow_id}: {len(reset)} jobs run again, as run {run_id}'}))
+        to_run = ids_of_jobs(context, workflow_id, f'status IN ({READY}, {BLOCKED}) ORDER BY id')
+    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', list(reasons)))
+    return {'workflow_id': workflow_id, 'run_id': run_id, 'reset_count': len(reset), 'to_run': to_run,
+            'requirements': changed, 'changed': [
+                {'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
+                for job_id, reason in sorted(reasons.items())]}
+
+
+def refuse_allocations(context: Context, workflow_id: int) -> None:
+    """Refuse while allocations wait or run: their runners would begin at once, and perhaps in the midst."""
+    count = context.value('SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? '
+                          "AND status IN ('pending', 'active')", (workflow_id,))
+    if count:
+        raise Refused(f'{count} allocations of workflow {workflow_id} wait or run: wait for their end, or '
+                      f'cancel it first (torc.py cancel {workflow_id})')
+
+
+def check_recoverable(context: Context, workflow_id: int, job_ids: Ids, statuses: Sequence[int]) -> None:
+    """Refuse jobs of other workflows, and those that did not end badly."""
+    check_owned(context, 'job', workflow_id, job_ids)
+    wrong = [(name, status) for name, status in rows_by_ids(context, 'SELECT name, status FROM job WHERE id '
+                                                            'IN', job_ids) if status not in statuses]
+    if wrong:
+        raise Refused(f'job {wrong[0][0]} is {STATUS_NAMES[wrong[0][1]]}: only failed, terminated, canceled '
+                      'and pending_failed ones are recovered')
+
+
+def correct_requirements(context: Context, workflow_id: int, row: Values, suffix: str) -> Values:
+    """Change requirements for some of the jobs that have them: in place if these are all, else in a copy."""
+    from_id, job_ids = row['from_id'], sorted(set(row['job_ids']))
+    check_owned(context, 'resource_requirements', workflow_id, [from_id])
+    fields = {key: row[key] for key in ('memory', 'runtime', 'num_cpus') if row.get(key) is not None}
+    kinds = context.ids('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ?',
+                        (workflow_id, from_id))
+    holders = [held[0] for held in rows_by_ids(context, 'SELECT id FROM job WHERE kind_id IN', kinds)]
+    strangers = sorted(set(job_ids) - set(holders))
+    if strangers:
+        raise Refused(f'job {strangers[0]} does not have resource requirements {from_id}')
+    if len(job_ids) == len(holders):
+        update_requirements(context, 'resource_requirements', from_id, fields)
+        return dict(fields, from_id=from_id, id=from_id, job_ids=job_ids)
+    current = get_row(context, 'resource_requirements', from_id)
+    values = {key: current[key] for key in ('num_cpus', 'num_gpus', 'num_nodes', 'memory', 'runtime')}
+    name = unused_name(context, workflow_id, f"{current['name']}_{suffix}")
+    new_id = create_requirements(context, 'resource_requirements', dict(
+        values, **fields, workflow_id=workflow_id, name=name))['id']
+    for kind in (get_row(context, 'job_kind', kind_id) for kind_id in kinds):
+        new_kind = find_job_class(context, workflow_id, (new_id, kind['priority'], kind.get('scheduler_id'),
+                                                         kind.get('labels')))
+        run_by_ids(context, f"UPDATE job SET kind_id = {new_kind} WHERE kind_id = {kind['id']} AND id IN",
+                   job_ids)
+    return dict(fields, from_id=from_id, id=new_id, job_ids=job_ids)
+
+
+def unused_name(context: Context, workflow_id: int, name: str) -> str:
+    """A name for resource requirements that none have: this one, or with a number."""
+    taken = set(context.ids('SELECT name FROM resource_requirements WHERE workflow_id = ?', (workflow_id,)))
+    numbered = (f'{name}_{number}' for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
+
+
+def classify_jobs(context: Context, workflow_id: int, body: Values) -> Values:
+    """Decide about failures that wait for a decision: another attempt, perhaps with more, or failed."""
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    retried, failed = [], []    # type: List[int], List[int]
+    for row in body['classifications']:
+        check_owned(context, 'job', workflow_id, [row['job_id']])
+        job = job_state(context, row['job_id'])
+        if job.status != PENDING_FAILED:
+            raise Refused(f'job {job.id} ({job.name}) is {STATUS_NAMES[job.status]}: only the failure of a '
+                          'pending_failed one is to be decided')
+        if row['action'] not in ('retry', 'fail'):
+            raise Refused(f"action is {printable(row['action'])!r}: retry or fail", field='action')
+        (retried if row['action'] == 'retry' else failed).append(job.id)
+        decide_about(context, state, job, row)
+    note_if_complete(context, workflow_id)
+    return {'workflow_id': workflow_id, 'retried': retried, 'failed': failed}
+
+
+def decide_about(context: Context, state: WorkflowState, job: JobState, row: Values) -> None:
+    """Carry out one decision about a pending_failed job, and keep its reason."""
+    known = context.one('SELECT id, return_code, reason FROM result WHERE job_id = ? AND is_current = 1',
+                        (job.id,)) or (0, 1, None)
+    is_retry = row['action'] == 'retry'
+    decision = f"{'to be retried' if is_retry else 'failed'}, says {context.caller}: {row['reason']}"
+    if is_retry:
+        if state.is_canceled:
+            raise Refused(f'workflow {state.id} is canceled: its jobs are not retried')
+        needs = get_row(context, 'job_view', job.id)['resource_requirements_id']
+        if row.get('memory') or row.get('runtime'):
+            correct_requirements(context, state.id, dict(row, from_id=needs, job_ids=[job.id]),
+                                 f'job{job.id}')
+        context.run(f'UPDATE result SET status = {FAILED} WHERE id = ?', (known[0],))
+        begin_next_attempt(context, state, job)
+    else:
+        decide_failure(context, state, job, {'status': 'failed', 'return_code': known[1]})
+    reason = '; '.join(filter(None, (known[2], decision)))[:MAX_REASON_CHARACTERS]
+    context.run('UPDATE result SET reason = ? WHERE id = ?', (reason, known[0]))
+    record_event(context, state.id, {
+        'category': 'recovery', 'action': 'classify', 'job_id': job.id, 'job_name': job.name,
+        'decision': row['action'], 'reason': row['reason'], 'user': context.caller, 'run_id': state.run_id,
+        'message': f'Job {job.name}: {decision}'})
+
+
 # -------- who watches a workflow --------
 #
 # One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
@@ -11846,6 +12080,10 @@ MODELS = {
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
     'CheckChangesResponse': 'changed:[@ChangedJob]! downstream_jobs:[@ChangedJob]!',
     'ClaimActionRequest': 'compute_node_id:int',
+    'Classification': 'job_id:int! action:str! reason:str! memory:str runtime:str',
+    'ClassifyJobsRequest': 'classifications:[@Classification]!',
+    'ClassifyJobsResponse': 'failed:[int]! retried:[int]! workflow_id:int!',
+    'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:int runtime:str',
     'ClaimActionResponse': 'action_id:int! success:bool',
     'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
     'ClaimNextJobsResponse': 'jobs:[@JobModel]',
@@ -11866,6 +12104,11 @@ MODELS = {
     'DeleteCountResponse': 'count:int!',
     'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
     'DeletedUserData': 'deleted_count:int! message:str!',
+    'DemandKind': 'id:int! scheduler_id:int has_labels:bool! requirements_id:int! name:str! num_cpus:int! '
+        'memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
+    'DemandResponse': 'allocations:[@WaitingAllocation]! job_ids:[int]! job_names:[str]! kind_ids:[int]! '
+        'kinds:[@DemandKind]! newest_scheduler_id:int! run_id:int! set_numbers:[int]! sets:[[int]]! '
+        'statuses:[@JobStatus]!',
     'DependencyGraph': 'job_ids:[int]! job_names:[str]! set_numbers:[int]! sets:[[int]]!',
     'DynamicJobsConfig': 'max_iterations:int',
     'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
@@ -11916,6 +12159,10 @@ MODELS = {
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] '
         'persistent:bool',
     'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
+    'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:object '
+        'files:{float?}',
+    'RecoverJobsResponse': 'changed:[@ChangedJob]! requirements:[@CorrectedRequirements]! reset_count:int! '
+        'run_id:int! to_run:[int]! workflow_id:int!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
     'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
@@ -11973,6 +12220,12 @@ MODELS = {
         'name:name! priority:int resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
+    'StoreAllocationsRequest': 'newest_scheduler_id:int! run_id:int! schedulers:[@StoredScheduler]! '
+        'submission:@SubmissionRequest taken:[int]!',
+    'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
+        'submitters:[str]! taken:int!',
+    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! stages:[@StoredStage]!',
+    'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
     'ScheduledAction': 'action_id:int! count:ordinal',
     'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
@@ -12548,6 +12801,13 @@ ROUTES = (
     route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
     route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
              body='SubmissionReport'),
+    route_to('GET', 'demand', get_demand, '@DemandResponse'),
+    route_to('POST', 'store_allocations', store_allocations, '@StoreAllocationsResponse',
+             body='StoreAllocationsRequest'),
+
+    route_to('POST', 'recover_jobs', recover_jobs, '@RecoverJobsResponse', body='RecoverJobsRequest',
+             query='dry_run:bool'),
+    route_to('POST', 'classify_jobs', classify_jobs, '@ClassifyJobsResponse', body='ClassifyJobsRequest'),
 
     route_to('POST', 'watch', watch_workflow, '@WatchResponse', body='WatchRequest'),
     route_to('GET', 'unplanned_jobs', list_unplanned_jobs, '@ListJobIdsResponse'),
@@ -12619,7 +12879,7 @@ TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 't
 # Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
 # tells of them or their jobs, and the start of another.
 ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
-                           'reset_job_status', 'reset_status', 'status', 'watch'))
+                           'recover_jobs', 'reset_job_status', 'reset_status', 'status', 'watch'))
 
 
 def is_about_runners(path: str) -> bool:
@@ -12629,7 +12889,8 @@ def is_about_runners(path: str) -> bool:
 
 def body_limit(path: str) -> int:
     """How many bytes the body of a request to this path may have."""
-    return MAX_BULK_BODY_BYTES if path in BULK_PATHS or path.endswith('/apply_spec') else MAX_BODY_BYTES
+    is_bulk = path in BULK_PATHS or path.endswith(('/apply_spec', '/recover_jobs'))
+    return MAX_BULK_BODY_BYTES if is_bulk else MAX_BODY_BYTES
 
 
 @functools.lru_cache(maxsize=None)
@@ -27074,14 +27335,732 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 
 # ======== 17a. Diagnosis: what failed jobs lacked, and what they get instead ========
 #
-# Pure functions from results and resource requirements to classes of failures and corrections. Real evidence,
-# such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses from return codes and times.
+# Pure functions from results and resource requirements, as the API has them, to comparisons, classes of
+# failures and corrections. Real evidence, such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses
+# from return codes and times.
+#
+# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
+# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
+# no limit. Requirements are shared: what one job needs, all jobs that have them get, unless they are split.
+
+PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
+OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
+CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
+LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
+# What downsizing must save to be worth another requirement; as in Torc.
+LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
+TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
+
+
+class JobUse(Row):
+    """A job, its requirements, and the result that is looked at."""
+    job: Dict[str, Any]
+    needs: Dict[str, Any]
+    result: Dict[str, Any]
+    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
+    cause: str = ''             # name of one of FAILURE_CLASSES, where evidence says so; '': to be guessed
+
+
+class Comparison(Row):
+    """One resource of one job: what it asked for and used at most, in the same unit."""
+    use: JobUse
+    resource: str       # key of MEASURES
+    limit: float
+    used: float
+
+    @property
+    def over_percent(self) -> float:
+        """By how much of the limit more was used; 0 below it."""
+        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
+
+
+class Measure(Row):
+    """A resource as reports show it."""
+    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
+    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
+    show: Callable[[float], str]
+
+
+def report_memory(value_bytes: float) -> str:
+    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
+    megabytes = value_bytes / 1024 ** 2
+    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
+
+
+def report_duration(value_s: float) -> str:
+    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
+    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
+    if hours:
+        return f'{hours}h {minutes}m {seconds}s'
+    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
+
+
+def seconds_of(result: Dict[str, Any]) -> float:
+    """How long an attempt ran."""
+    return result['exec_time_minutes'] * 60
+
+
+MEASURES = {
+    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
+                      lambda result: result.get('peak_memory_bytes'), report_memory),
+    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
+                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
+    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
+}
+
+
+def is_placeholder(needs: Dict[str, Any]) -> bool:
+    """Whether requirements are those of jobs that name none."""
+    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
+
+
+def limit_of(resource: str, needs: Dict[str, Any]) -> float:
+    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
+    try:
+        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
+    except ValueError:
+        return 0.0
+
+
+def compare_use(use: JobUse) -> List[Comparison]:
+    """A job's resources that have a limit and were measured."""
+    found = []
+    for resource, measure in MEASURES.items():
+        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
+        if limit > 0 and used is not None:
+            found.append(Comparison(use, resource, limit, used))
+    return found
+
+
+def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
+    """A comparison as Torc's JSON has it."""
+    use, show = comparison.use, MEASURES[comparison.resource].show
+    specified = show(comparison.limit)
+    if comparison.resource == 'CPU':
+        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
+    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
+            'specified': specified, 'peak_used': show(comparison.used),
+            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
+
+
+def find_memory_violation(use: JobUse) -> str:
+    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
+
+    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
+    of the runtime counts as well.
+    """
+    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
+    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
+        return 'memory_exceeded'
+    if use.cause:
+        return 'out_of_memory' if use.cause == 'memory' and limit and not use.is_stale else ''
+    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
+    return 'sigkill_137' if is_killed and (not seconds
+                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
+
+
+def has_timed_out(use: JobUse) -> bool:
+    """Whether a job was ended for its time, by evidence or by its return code."""
+    if use.cause:
+        return use.cause == 'timeout'
+    return use.result['return_code'] == TERMINATED_CODES['time']
+
+
+def explain_failure(use: JobUse) -> Dict[str, Any]:
+    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
+    needs, result = use.needs, use.result
+    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
+    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
+    is_timeout, oom = has_timed_out(use), find_memory_violation(use)
+    is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < ran_s
+    found = {
+        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
+        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
+        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
+        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
+        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
+        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
+        'likely_timeout': is_timeout or is_guess or None,
+        'timeout_reason': 'sigxcpu_152' if is_timeout and not use.cause else None,
+        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
+        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
+        'peak_cpu_percent': cpu_percent,
+        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# -------- corrections --------
+
+class Multipliers(Row):
+    """By how much more than was seen is asked for."""
+    memory: float
+    cpu: float
+    runtime: float
+
+
+class Correction(Row):
+    """One resource of requirements, as it is and as it should be."""
+    resource: str               # 'memory', 'cpu' or 'runtime'
+    uses: List[JobUse]          # the jobs because of which
+    original: Any
+    new: Any
+    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
+
+
+ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
+    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
+    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
+    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
+}
+REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
+
+
+def round_memory_up(value_bytes: float) -> str:
+    """Bytes -> the next whole g, m or k: 13g, 300m."""
+    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
+    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
+
+
+def round_runtime_up(value_s: float) -> str:
+    """Seconds -> the next whole minute: PT2H5M."""
+    return format_duration(60 * max(1, math.ceil(value_s / 60)))
+
+
+def cpus_for(percent: float, multiplier: float) -> int:
+    """CPUs that are enough for a peak."""
+    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
+
+
+def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More memory, if one of the jobs needed more than it asked for."""
+    found = [(use, find_memory_violation(use)) for use in uses]
+    over = [use for use, reason in found if reason]
+    if not over:
+        return None
+    limit = limit_of('Memory', over[0].needs)
+    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
+               default=None)
+    is_guess = any(reason != 'memory_exceeded' for _, reason in found if reason)
+    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
+    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
+
+
+def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More CPUs, if one of the jobs kept more busy than it asked for."""
+    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
+            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
+    if not over:
+        return None
+    peak = max(use.result['peak_cpu_percent'] for use in over)
+    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
+
+
+def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More time, if one of the jobs took more than it asked for, or was killed for it."""
+    over, wanted_s, peak_s = [], 0.0, 0.0
+    for use in uses:
+        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
+        is_timeout = has_timed_out(use) and not use.is_stale
+        if limit_s and (is_timeout or ran_s > limit_s):
+            over.append(use)
+            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
+            peak_s = max(peak_s, ran_s)
+    if not over:
+        return None
+    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
+
+
+def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
+             multipliers: Multipliers) -> List[Correction]:
+    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
+    needs, found = uses[0].needs, []
+    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
+    percent_seen = [result.get('peak_cpu_percent') for result in seen]
+    limit = limit_of('Memory', needs)
+    if limit and all(bytes_seen):
+        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
+        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
+            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
+    limit = limit_of('CPU', needs)
+    if limit and all(percent_seen):
+        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
+        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
+            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
+    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
+    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
+    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
+        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
+    return found
+
+
+def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
+                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
+    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
+
+    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
+    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
+    """
+    groups: Dict[int, List[JobUse]] = {}
+    for use in uses:
+        groups.setdefault(use.needs['id'], []).append(use)
+    plan = []
+    for needs_id, group in sorted(groups.items()):
+        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
+              increase_runtime(group, multipliers.runtime)]
+        corrections = [correction for correction in up if correction]
+        if corrections:
+            plan.append(('upscale', corrections))
+        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
+                                                                       for use in group):
+            runs = {(use.job['id'], use.result['run_id']) for use in group}
+            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
+            corrections = decrease(group, seen, multipliers)
+            plan += [('downscale', corrections)] if corrections else []
+    return plan
+
+
+def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
+    """The corrections of one of the requirements, as Torc's JSON has them."""
+    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
+    found: Dict[str, Any] = {
+        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
+        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
+    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
+    for correction in corrections:
+        found[f'{correction.resource}_adjusted'] = True
+        values = correction.original, correction.new, correction.peak
+        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
+                     if value is not None)
+    return found
+
+
+# -------- why jobs failed, and what may help --------
+
+LOST_RETRIES = 3        # a job that was lost so often, in all runs, is not run again by itself
+# The runner gives a job so much less than it asked for when the end of an allocation cuts it off: claims are
+# generous (8c), and what is left after the headroom is rounded down to a minute.
+CUT_OFF_S = CLAIM_GRACE_S + 120
+
+
+class FailureClass(Row):
+    """A kind of failure."""
+    meaning: str        # of a job
+    resource: str       # of ADJUSTMENT_KEYS that it lacked; '': none
+    is_retried: bool    # without being asked
+    count_key: str      # under which recover's JSON counts what is retried; those of Torc first
+
+
+FAILURE_CLASSES = {
+    'memory':  FailureClass('ran out of memory',                  'memory',  True,  'oom_fixed'),
+    'timeout': FailureClass('ran out of time',                    'runtime', True,  'timeout_fixed'),
+    'unknown': FailureClass('failed for a reason of its own',     '',        False, 'unknown_retried'),
+    'lost':    FailureClass('was lost with its runner or node',   '',        True,  'lost_retried'),
+    'cpu':     FailureClass('used more CPUs than it asked for',   'cpu',     False, 'cpu_retried'),
+}
+# What our runners write as the reason of an end, at its beginning: evidence of what it is.
+REASON_SIGNS = (
+    ('memory', re.escape(STEP_OUTCOMES['memory'].meaning) + r'|used \d+MB of memory, and its limit was '
+               r'|killed by the kernel for lack of memory '),
+    ('timeout', re.escape(STEP_OUTCOMES['timeout'].meaning)),
+    ('deadline', r"stopped: the runner's time is over"),
+    ('unknown', 'declared output files are missing: |' + re.escape(STEP_OUTCOMES['canceled'].meaning)),
+)
+STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'node': 'lost', 'preempted': 'lost'}
+
+
+class Failure(Row):
+    """A job that did not complete, and why."""
+    use: JobUse         # with its cause, where there is evidence
+    kind: str           # of FAILURE_CLASSES
+    evidence: str       # one sentence
+
+    @property
+    def job_id(self) -> int:
+        """The job."""
+        return self.use.job['id']
+
+
+def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
+    """(cause, sentence) from Slurm's state of its step, or what its runner wrote; ('', '') without any."""
+    result, reason = use.result, use.result.get('reason') or ''
+    cause = STEP_CAUSES.get(STEP_STATES.get(state, ''), '')
+    if cause:
+        return cause, f'Slurm says {state} of its step'
+    sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+    if sign == 'deadline':
+        # Cut off long before it had the time that it asked for, it needs no more of it.
+        is_early = seconds_of(result) + CUT_OFF_S < TIMEOUT_SHARE * limit_of('Runtime', use.needs)
+        sign = 'lost' if is_early else 'timeout'
+    if not sign and result['return_code'] == ORPHAN_RETURN_CODE:
+        return 'lost', reason or 'its runner went away'
+    return sign, reason if sign else ''
+
+
+def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] = None,
+                     cpus_count: bool = False) -> Failure:
+    """Why a job failed: by evidence, else by Torc's table of flags.
+
+    `state`: Slurm's word for the end of its step, where sacct was asked. `max_rss_bytes`: what the accounting
+    measured. `cpus_count`: too few CPUs are taken for a cause, too.
+    """
+    peak = max(use.result.get('peak_memory_bytes') or 0, max_rss_bytes or 0)
+    if peak:
+        use = use._replace(result=dict(use.result, peak_memory_bytes=peak))
+    cause, evidence = read_evidence(use, state)
+    use = use._replace(cause=cause)
+    if cause:
+        return Failure(use, cause, evidence)
+    found = explain_failure(use)
+    seen = f"return code {found['return_code']} after {report_duration(seconds_of(use.result))}"
+    if found.get('memory_violation'):
+        why = f"{found['peak_memory_formatted']} used, {found['configured_memory']} asked for" \
+            if found['oom_reason'] == 'memory_exceeded' else 'as when it is killed for memory'
+        return Failure(use, 'memory', f'{seen}: {why}')
+    if found.get('likely_timeout'):
+        return Failure(use, 'timeout', f"{seen}: {found.get('runtime_utilization', 'all')} of its runtime")
+    if cpus_count and found.get('likely_cpu_violation'):
+        why = f"{found['peak_cpu_percent']:.0f}% CPU used, {found['configured_cpus']} CPUs asked for"
+        return Failure(use, 'cpu', f'{seen}: {why}')
+    return Failure(use, 'unknown', use.result.get('reason') or seen)
+
+
+class Ceiling(Row):
+    """The longest time that a job can get."""
+    seconds: float
+    where: str          # what gives it: 'partition long', 'the walltime that was given'
+
+
+class Remedy(Row):
+    """New values for the requirements of some jobs."""
+    needs: Dict[str, Any]
+    job_ids: List[int]              # that get them
+    corrections: List[Correction]
+    is_split: bool                  # other jobs keep what they have
+
+    @property
+    def fields(self) -> Dict[str, Any]:
+        """The fields of the requirements that change."""
+        return {REQUIREMENT_FIELDS[item.resource]: item.new for item in self.corrections}
+
+
+class Remedies(Row):
+    """What is done about failures."""
+    changes: List[Remedy]
+    retried: List[Failure]
+    left: List[Tuple[Failure, str]]     # not run again, with the reason
+    notes: List[str]
+
+
+class RemedyRules(Row):
+    """What is asked for."""
+    multipliers: Multipliers
+    kinds: Sequence[str]                # of FAILURE_CLASSES that are retried
+    is_shared: bool = False             # requirements change for all jobs that have them
+    cpus_change: bool = False
+    ceiling_of: Callable[[Dict[str, Any]], Optional[Ceiling]] = lambda needs: None
+    losses: Dict[int, int] = {}         # job -> how often it was lost, where that is more than once
+
+
+def plan_remedies(failures: Sequence[Failure], sharers: Dict[int, List[int]],
+                  rules: RemedyRules) -> Remedies:
+    """Which jobs run again, and with what. `sharers`: requirements -> all jobs that have them."""
+    made = Remedies([], [], [], [])
+    groups = collections.defaultdict(list)      # type: Dict[Any, List[Failure]]
+    for failure in sorted(failures, key=lambda failure: failure.job_id):
+        reason = why_left(failure, rules)
+        if reason:
+            made.left.append((failure, reason))
+            continue
+        key = lacking(failure.use, rules)
+        groups[failure.use.needs['id'], () if rules.is_shared else key].append(failure)
+    for (needs_id, _), group in sorted(groups.items()):
+        corrections = correct_group(group, rules, made)
+        if corrections:
+            ids = sharers[needs_id] if rules.is_shared else [failure.job_id for failure in group]
+            made.changes.append(Remedy(group[0].use.needs, ids, corrections,
+                                       len(ids) < len(sharers[needs_id])))
+    made.retried.sort(key=lambda failure: failure.job_id)
+    return made
+
+
+def why_left(failure: Failure, rules: RemedyRules) -> str:
+    """Why a job is not run again, before its requirements are looked at; '' if it is."""
+    if failure.kind not in rules.kinds:
+        return FAILURE_CLASSES[failure.kind].meaning
+    losses = rules.losses.get(failure.job_id, 0)
+    if failure.kind == 'lost' and losses >= LOST_RETRIES and 'unknown' not in rules.kinds:
+        return f'was lost {losses} times: it may be what brings its node down'
+    return ''
+
+
+def lacking(use: JobUse, rules: RemedyRules) -> Tuple[str, ...]:
+    """The resources of which a job needs more."""
+    return tuple(item.resource for item in increase_all([use], rules))
+
+
+def increase_all(uses: Sequence[JobUse], rules: RemedyRules) -> List[Correction]:
+    """More of everything that one of these jobs lacked."""
+    multipliers = rules.multipliers
+    found = [increase_memory(uses, multipliers.memory),
+             increase_cpus(uses, multipliers.cpu) if rules.cpus_change else None,
+             increase_runtime(uses, multipliers.runtime)]
+    return [item for item in found if item]
+
+
+def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) -> List[Correction]:
+    """The corrections for jobs with the same requirements; adds the jobs to those that run again, or not."""
+    needs, corrections = group[0].use.needs, []
+    ceiling = rules.ceiling_of(needs)
+    for item in increase_all([failure.use for failure in group], rules):
+        if item.resource == 'runtime' and ceiling and parse_duration(item.new) > ceiling.seconds:
+            item = item._replace(new=format_duration(60 * int(ceiling.seconds // 60)))
+            names = first_of([use.job['name'] for use in item.uses])
+            if ceiling.seconds <= limit_of('Runtime', needs):
+                made.notes.append(f"{names}: {item.original} cannot become more, {ceiling.where} gives at "
+                                  f'most {item.new}')
+                continue
+            made.notes.append(f'{names}: gets no more time than {ceiling.where} gives, {item.new}')
+        corrections.append(item)
+    helped = {(item.resource, use.job['id']) for item in corrections for use in item.uses}
+    for failure in group:
+        lacked = FAILURE_CLASSES[failure.kind].resource
+        if not lacked or (lacked, failure.job_id) in helped or failure.use.is_stale \
+                or 'unknown' in rules.kinds or failure.use.job.get('supports_termination'):
+            made.retried.append(failure)
+        else:
+            made.left.append((failure, why_not_helped(failure, lacked, needs)))
+    return corrections
+
+
+def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
+    """Why a job that lacked a resource gets no more of it."""
+    meaning, field = FAILURE_CLASSES[failure.kind].meaning, REQUIREMENT_FIELDS[lacked]
+    if is_placeholder(needs):
+        return f'{meaning}, and asks for none: give it resource_requirements'
+    return f'{meaning}, and cannot get more than {field} {needs[field]}: make it smaller, or let it go on ' \
+           'from a checkpoint'
+
+
+def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
+    """A change of requirements as Torc's JSON has adjustments, and for which jobs."""
+    return dict(describe_adjustment('upscale', remedy.corrections), split=remedy.is_split,
+                changed_job_ids=remedy.job_ids)
 
 
 # ======== 17b. Regeneration: allocations for the jobs that are left ========
 #
 # Pure functions from the jobs that are left to a graph for the planner (14b), and from its plan to what the
 # server stores in one transaction.
+#
+# A job counts as waiting for another as long as that is not done, whoever runs it. Jobs without labels that
+# are not in a runner's hands are planned for, less what allocations that are queued, or that still run, will
+# do for them; what waits for nothing is due at once, the rest when its gates are ready.
+
+LEFT_STATUSES = tuple(STATUS_NAMES[code] for code in (UNINITIALIZED, BLOCKED, READY))
+DONE_STATUSES = tuple(row.name for row in STATUSES if row.is_done)
+
+
+class RegenerateOptions(Row):
+    """What `slurm regenerate` is asked for. Jobs are known by their ids."""
+    account: Optional[str] = None
+    profile: Optional[str] = None
+    partition: Optional[str] = None     # no other one
+    walltime: Optional[int] = None      # seconds, in place of what is worked out
+    group_by: str = 'resource-requirements'     # of GROUPINGS
+    walltime_strategy: str = WALLTIME_STRATEGIES[0]
+    walltime_multiplier: float = DEFAULT_WALLTIME_MULTIPLIER
+    single_allocation: bool = False
+    include_job_ids: Sequence[int] = ()     # as if they were left, too
+    only_job_ids: Sequence[int] = ()        # of those that are left; empty: all
+    overrides: Any = ()                     # job -> fields of its requirements, as they will be; () is none
+    submits: bool = False
+    is_dry_run: bool = False
+    is_cleaned: bool = False        # queued and running allocations are known to be in the queue
+    settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
+
+    def for_plan(self, suffix: str) -> PlanOptions:
+        """The same for the planner, with what the names of the schedulers end in."""
+        return PlanOptions(self.group_by, self.walltime_strategy, self.walltime_multiplier,
+                           self.single_allocation, self.walltime, suffix)
+
+
+class Demand(Row):
+    """The jobs that are not done, by their indexes in the graph."""
+    graph: JobGraph             # those with a class are planned for
+    classes: List[ResourceClass]
+    job_ids: List[int]
+    bound_to: List[Optional[int]]       # schedulers
+    num_left: int               # nobody has begun them
+    others: List[int]           # of these not planned for, although allocations might run them
+    run_id: int
+    newest_scheduler_id: int
+
+
+def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
+    """The Demand of a workflow from what get_demand() answers. BadInput for jobs that it does not have."""
+    included, only = set(options.include_job_ids), set(options.only_job_ids)
+    overrides = dict(options.overrides)
+    unknown = sorted((included | only).difference(found['job_ids']))
+    if unknown:
+        raise BadInput(f'the workflow has no job {first_of(unknown)}')
+    rows = [index for index, (job_id, status) in enumerate(zip(found['job_ids'], found['statuses']))
+            if status not in DONE_STATUSES or job_id in included]
+    places = {found['job_ids'][row]: index for index, row in enumerate(rows)}
+    kinds, numbers = {kind['id']: kind for kind in found['kinds']}, {}  # type: Any, Dict[Tuple, int]
+    classes, class_numbers, others, num_left = [], [], [], 0    # type: Any, Any, List[int], int
+    for index, row in enumerate(rows):
+        job_id, kind, number = found['job_ids'][row], kinds[found['kind_ids'][row]], None
+        is_left = found['statuses'][row] in LEFT_STATUSES or job_id in included
+        num_left += is_left and (job_id in only or not only)
+        if is_left and not kind['has_labels']:
+            if job_id in only or not only:
+                changed = overrides.get(job_id, {})
+                key = kind['requirements_id'], *sorted(changed.items())
+                number = numbers.setdefault(key, len(classes))
+                classes += [override_class(kind, changed)] if number == len(classes) else []
+            else:
+                others.append(index)
+        class_numbers.append(number)
+    sets = [[places[job_id] for job_id in members if job_id in places] for members in found['sets']]
+    graph = JobGraph([found['job_names'][row] for row in rows], class_numbers,
+                     [found['set_numbers'][row] for row in rows], sets)
+    bound_to = [kinds[found['kind_ids'][row]]['scheduler_id'] for row in rows]
+    return Demand(graph, classes, list(places), bound_to, num_left, others, found['run_id'],
+                  found['newest_scheduler_id'])
+
+
+def override_class(kind: Dict[str, Any], changed: Dict[str, Any]) -> ResourceClass:
+    """What jobs of a class need, with the changes that are to come: fields of resource requirements."""
+    parsers = {'memory': ('memory_bytes', parse_memory), 'runtime': ('runtime_s', parse_duration)}
+    values = dict(kind)
+    for name, value in changed.items():
+        key, parse = parsers.get(name, (name, int))
+        values[key] = parse(value)
+    return ResourceClass(*(values[name] for name in ResourceClass._fields))
+
+
+class RenewedStage(Row):
+    """Allocations of a scheduler that are submitted together."""
+    gate_ids: List[int]         # when these jobs are ready; empty: at once
+    num_allocations: int
+
+
+class Renewal(Row):
+    """A planned scheduler, as far as its allocations are needed."""
+    made: PlannedScheduler
+    jobs: List[int]             # those that are bound to it
+    stages: List[RenewedStage]
+
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of all stages."""
+        return sum(stage.num_allocations for stage in self.stages)
+
+    @property
+    def num_due(self) -> int:
+        """Those that wait for nothing."""
+        return sum(stage.num_allocations for stage in self.stages if not stage.gate_ids)
+
+
+def share_left(row: Dict[str, Any], runtime_s: int) -> float:
+    """What part of its jobs an allocation has yet to begin, when they take so long: 1 is all."""
+    if row['status'] == 'pending' or row.get('remaining_seconds') is None or not runtime_s:
+        return 1.0
+    try:
+        rounds = parse_walltime(row['walltime']) // runtime_s
+    except ValueError:
+        rounds = 1
+    # Those that run now have taken a round.
+    left = row['remaining_seconds'] // runtime_s - (row['num_jobs'] > 0)
+    return min(1.0, max(0, left) / max(1, rounds))
+
+
+class Supply:
+    """Allocations that are queued or run, until they are taken into account."""
+
+    def __init__(self, demand: Demand, allocations: Sequence[Dict[str, Any]]) -> None:
+        self.demand = demand
+        self.num_counted = 0
+        # Where jobs that are not planned for share a scheduler with the others, they need its allocations.
+        others = {demand.bound_to[job] for job in demand.others}
+        self.rows = collections.defaultdict(list)   # type: Dict[int, List[Dict[str, Any]]]
+        for row in allocations:
+            if row['scheduler_config_id'] not in others:
+                self.rows[row['scheduler_config_id']].append(row)
+
+    def take(self, stage: Stage, runtime_s: int) -> float:
+        """How many of the allocations of a stage others replace; they do so once."""
+        taken = 0.0
+        bound = list(dict.fromkeys(self.demand.bound_to[job] for job in stage.jobs))
+        for scheduler_id in list(self.rows) if None in bound else bound:
+            rows = self.rows[scheduler_id]
+            while rows and taken < stage.num_allocations:
+                share = share_left(rows.pop(0), runtime_s)
+                taken += share
+                self.num_counted += share > 0
+        return min(taken, stage.num_allocations)
+
+
+def renew(demand: Demand, plan: AllocationPlan, supply: Supply) -> List[Renewal]:
+    """What is needed of a plan beside the supply."""
+    graph, renewals = demand.graph, []
+    for made in plan.schedulers:
+        runtime_s = max(demand.classes[number].runtime_s for number in made.class_numbers)
+        jobs, stages = [], []   # type: List[int], List[RenewedStage]
+        for stage in made.stages:
+            is_due = not any(graph.sets[graph.set_numbers[gate]] for gate in stage.gates)
+            taken = supply.take(stage, runtime_s) if is_due else 0.0
+            count = math.ceil(stage.num_allocations - taken - 1e-9)
+            if count:
+                jobs += stage.jobs[int(len(stage.jobs) * taken / stage.num_allocations):]
+                gates = [] if is_due else [demand.job_ids[gate] for gate in stage.gates]
+                stages.append(RenewedStage(gates, count))
+        if stages:
+            renewals.append(Renewal(made, sorted(jobs), stages))
+    return renewals
+
+
+def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict[str, Any]]) -> List[int]:
+    """The actions that would submit allocations, too, but those that jobs need that are not planned for."""
+    misfits = {number for number, _ in plan.problems}
+    numbers = demand.graph.class_numbers
+    others = demand.others + [job for job, number in enumerate(numbers) if number in misfits]
+    ids, bound = {demand.job_ids[job] for job in others}, {demand.bound_to[job] for job in others}
+    replaced = {demand.bound_to[job] for made in plan.schedulers for job in made.jobs}
+
+    def is_needed(action: Dict[str, Any]) -> bool:
+        scheduler_id, gates = action['action_config'].get('scheduler_id'), action.get('job_ids') or ()
+        return bool(ids.intersection(gates)) or scheduler_id in bound \
+            or None in bound and not gates and scheduler_id not in replaced
+    return [action['id'] for action in actions if action['action_type'] == 'schedule_nodes'
+            and not action['executed'] and not is_needed(action)]
+
+
+def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
+                   taken: Sequence[int]) -> Dict[str, Any]:
+    """What the server is to store: a StoreAllocationsRequest."""
+    return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id, 'taken': list(taken),
+            'schedulers': [
+                {'scheduler': block, 'is_bound': renewal.made.is_bound,
+                 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
+                 'stages': [{'job_ids': stage.gate_ids, 'num_allocations': stage.num_allocations}
+                            for stage in renewal.stages]}
+                for block, renewal in zip(blocks, renewals)]}
+
+
+def regeneration_rows(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
+                      scheduler_ids: Sequence[int]) -> List[Dict[str, Any]]:
+    """The schedulers as JSON shows them: those that were stored have ids."""
+    rows = []
+    for index, (renewal, block) in enumerate(zip(renewals, blocks)):
+        keys = ('name', 'account', 'partition', 'walltime') + (() if scheduler_ids else ('mem',)) + ('nodes',)
+        row = {'id': scheduler_ids[index]} if scheduler_ids else {}     # type: Dict[str, Any]
+        row.update({key: block[key] for key in keys}, num_allocations=renewal.num_allocations,
+                   job_count=len(renewal.jobs))
+        if not scheduler_ids:
+            row['job_names'] = [demand.graph.names[job] for job in renewal.jobs]
+        rows.append(dict(row, has_dependencies=renewal.made.has_dependencies))
+    return rows
 
 
 # ======== 17c. Watching: what is to be done about a workflow, poll after poll ========
@@ -27948,296 +28927,9 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
     return bar + line if style.is_terminal and len(bar + line) < style.width else line
 
 
-# ======== 19a. Reports: what jobs used beside what they asked for, and errors in logs ========
+# ======== 19a. Reports: errors in logs ========
 #
-# Functions from values to values: comparisons, corrections, findings in logs. They know results and
-# resource requirements as the API has them, and neither sessions nor files.
-#
-# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
-# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
-# no limit. Requirements are shared: what one job needs, all jobs that have them get.
-
-PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
-OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
-CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
-LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
-# What downsizing must save to be worth another requirement; as in Torc.
-LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
-TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
-
-
-class JobUse(Row):
-    """A job, its requirements, and the result that is looked at."""
-    job: Dict[str, Any]
-    needs: Dict[str, Any]
-    result: Dict[str, Any]
-    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
-
-
-class Comparison(Row):
-    """One resource of one job: what it asked for and used at most, in the same unit."""
-    use: JobUse
-    resource: str       # key of MEASURES
-    limit: float
-    used: float
-
-    @property
-    def over_percent(self) -> float:
-        """By how much of the limit more was used; 0 below it."""
-        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
-
-
-class Measure(Row):
-    """A resource as reports show it."""
-    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
-    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
-    show: Callable[[float], str]
-
-
-def report_memory(value_bytes: float) -> str:
-    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
-    megabytes = value_bytes / 1024 ** 2
-    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
-
-
-def report_duration(value_s: float) -> str:
-    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
-    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
-    if hours:
-        return f'{hours}h {minutes}m {seconds}s'
-    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
-
-
-def seconds_of(result: Dict[str, Any]) -> float:
-    """How long an attempt ran."""
-    return result['exec_time_minutes'] * 60
-
-
-MEASURES = {
-    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
-                      lambda result: result.get('peak_memory_bytes'), report_memory),
-    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
-                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
-    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
-}
-
-
-def is_placeholder(needs: Dict[str, Any]) -> bool:
-    """Whether requirements are those of jobs that name none."""
-    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
-
-
-def limit_of(resource: str, needs: Dict[str, Any]) -> float:
-    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
-    try:
-        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
-    except ValueError:
-        return 0.0
-
-
-def compare_use(use: JobUse) -> List[Comparison]:
-    """A job's resources that have a limit and were measured."""
-    found = []
-    for resource, measure in MEASURES.items():
-        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
-        if limit > 0 and used is not None:
-            found.append(Comparison(use, resource, limit, used))
-    return found
-
-
-def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
-    """A comparison as Torc's JSON has it."""
-    use, show = comparison.use, MEASURES[comparison.resource].show
-    specified = show(comparison.limit)
-    if comparison.resource == 'CPU':
-        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
-    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
-            'specified': specified, 'peak_used': show(comparison.used),
-            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
-
-
-def find_memory_violation(use: JobUse) -> str:
-    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
-
-    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
-    of the runtime counts as well.
-    """
-    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
-    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
-        return 'memory_exceeded'
-    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
-    return 'sigkill_137' if is_killed and (not seconds
-                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
-
-
-def explain_failure(use: JobUse) -> Dict[str, Any]:
-    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
-    needs, result = use.needs, use.result
-    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
-    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
-    is_timeout = result['return_code'] == TERMINATED_CODES['time']
-    oom = find_memory_violation(use)
-    found = {
-        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
-        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
-        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
-        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
-        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
-        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
-        'likely_timeout': is_timeout or 0 < TIMEOUT_SHARE * runtime_s < ran_s or None,
-        'timeout_reason': 'sigxcpu_152' if is_timeout else None,
-        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
-        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
-        'peak_cpu_percent': cpu_percent,
-        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-# -------- corrections --------
-
-class Multipliers(Row):
-    """By how much more than was seen is asked for."""
-    memory: float
-    cpu: float
-    runtime: float
-
-
-class Correction(Row):
-    """One resource of requirements, as it is and as it should be."""
-    resource: str               # 'memory', 'cpu' or 'runtime'
-    uses: List[JobUse]          # the jobs because of which
-    original: Any
-    new: Any
-    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
-
-
-ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
-    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
-    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
-    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
-}
-
-
-def round_memory_up(value_bytes: float) -> str:
-    """Bytes -> the next whole g, m or k: 13g, 300m."""
-    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
-    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
-
-
-def round_runtime_up(value_s: float) -> str:
-    """Seconds -> the next whole minute: PT2H5M."""
-    return format_duration(60 * max(1, math.ceil(value_s / 60)))
-
-
-def cpus_for(percent: float, multiplier: float) -> int:
-    """CPUs that are enough for a peak."""
-    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
-
-
-def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More memory, if one of the jobs needed more than it asked for."""
-    found = [(use, find_memory_violation(use)) for use in uses]
-    over = [use for use, reason in found if reason]
-    if not over:
-        return None
-    limit = limit_of('Memory', over[0].needs)
-    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
-               default=None)
-    is_guess = any(reason == 'sigkill_137' for _, reason in found)
-    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
-    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
-
-
-def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More CPUs, if one of the jobs kept more busy than it asked for."""
-    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
-            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
-    if not over:
-        return None
-    peak = max(use.result['peak_cpu_percent'] for use in over)
-    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
-
-
-def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More time, if one of the jobs took more than it asked for, or was killed for it."""
-    over, wanted_s, peak_s = [], 0.0, 0.0
-    for use in uses:
-        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
-        is_timeout = use.result['return_code'] == TERMINATED_CODES['time'] and not use.is_stale
-        if limit_s and (is_timeout or ran_s > limit_s):
-            over.append(use)
-            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
-            peak_s = max(peak_s, ran_s)
-    if not over:
-        return None
-    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
-
-
-def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
-             multipliers: Multipliers) -> List[Correction]:
-    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
-    needs, found = uses[0].needs, []
-    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
-    percent_seen = [result.get('peak_cpu_percent') for result in seen]
-    limit = limit_of('Memory', needs)
-    if limit and all(bytes_seen):
-        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
-        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
-            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
-    limit = limit_of('CPU', needs)
-    if limit and all(percent_seen):
-        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
-        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
-            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
-    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
-    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
-    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
-        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
-    return found
-
-
-def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
-                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
-    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
-
-    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
-    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
-    """
-    groups: Dict[int, List[JobUse]] = {}
-    for use in uses:
-        groups.setdefault(use.needs['id'], []).append(use)
-    plan = []
-    for needs_id, group in sorted(groups.items()):
-        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
-              increase_runtime(group, multipliers.runtime)]
-        corrections = [correction for correction in up if correction]
-        if corrections:
-            plan.append(('upscale', corrections))
-        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
-                                                                       for use in group):
-            runs = {(use.job['id'], use.result['run_id']) for use in group}
-            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
-            corrections = decrease(group, seen, multipliers)
-            plan += [('downscale', corrections)] if corrections else []
-    return plan
-
-
-def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
-    """The corrections of one of the requirements, as Torc's JSON has them."""
-    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
-    found: Dict[str, Any] = {
-        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
-        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
-    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
-    for correction in corrections:
-        found[f'{correction.resource}_adjusted'] = True
-        values = correction.original, correction.new, correction.peak
-        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
-                     if value is not None)
-    return found
-
-
-# -------- errors in logs --------
+# Functions from values to values: findings in logs, which know neither sessions nor files.
 #
 # Each line has the first class of the table that it matches. The patterns are whole messages of the
 # programs that write them (errno texts of glibc, Slurm, Python, CUDA, MPI), not words that ordinary
@@ -29338,6 +30030,76 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     if word not in {str(item['id']) for item in own}:
         raise BadInput(printable(f'{word!r} is not one of these ids'))
     return int(word)
+
+
+def parse_number(text: str) -> int:
+    """A whole number."""
+    if not re.match(r'-?[0-9]{1,18}\Z', text):
+        raise ValueError(f'{text!r} is not a whole number')
+    return int(text)
+
+
+def parse_id(text: str) -> int:
+    """An id: a whole number from 1."""
+    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
+        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
+    return int(text)
+
+
+def parse_ids(text: str) -> List[int]:
+    """'3,5' -> [3, 5]."""
+    return [parse_id(word.strip()) for word in text.split(',')]
+
+
+def parse_factor(text: str) -> float:
+    """A multiplier of what was seen: 1 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= 1000:
+        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
+    return value
+
+
+def parse_time_span(text: str) -> int:
+    """A walltime as sbatch takes it, or as people write it -> seconds."""
+    return parse_walltime(normalize_walltime(text))
+
+
+def parse_percent(text: str) -> float:
+    """Percent, without the sign."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_INTEGER:
+        raise ValueError(f'{text!r} is not a number of percent, such as 5')
+    return value
+
+
+def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
+    """A parser of values with commas between them."""
+    return lambda text: list(map(parse, text.split(',')))
+
+
+def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
+    """A parser of numbers that are not below `least`."""
+    def read(text: str) -> Any:
+        value = parse(text)
+        if value < least:
+            raise ValueError(f'{text} is less than {least:g}')
+        return value
+    return read
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser of one of several words."""
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
+        return text
+    return read
 
 
 def command_line(session: Session, *words: Any) -> str:
@@ -30900,7 +31662,6 @@ def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, Fi
 
 COMPARISON_COLUMNS = ('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share')
 CORRECTION_WORDS = {'memory': 'Memory', 'cpu': 'CPUs', 'runtime': 'Runtime'}
-REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
 
 
 def list_requirements(session: Session, workflow_id: int) -> Dict[int, Dict[str, Any]]:
@@ -31221,13 +31982,7 @@ def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOp
     profile = find_profile(args['profile'], config)
     defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
     account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
-    partitions = profile.partitions
-    if args.get('partition'):
-        partitions = [partition for partition in partitions if partition.name == args['partition']]
-        if not partitions:
-            names = dict.fromkeys(partition.name for partition in profile.partitions)
-            raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
-                           f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
+    partitions = chosen_partitions(profile, args.get('partition'))
     chosen = GenerateOptions(options, account, replaces, has_actions, bool(args['skip_checks']),
                              args['max_instances'] or MAX_INSTANCES)
     try:
@@ -31238,6 +31993,16 @@ def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOp
     for warning in made.warnings[:PROBLEMS_SHOWN]:
         session.report(f'warning: {placed(warning, path)}')
     return made, profile, account, document
+
+
+def chosen_partitions(profile: Profile, name: Optional[str]) -> Sequence[Partition]:
+    """The partitions of a cluster, or the one of a name."""
+    found = [partition for partition in profile.partitions if name in (None, partition.name)]
+    if not found:
+        names = dict.fromkeys(partition.name for partition in profile.partitions)
+        raise BadInput(f"{profile.name} has no partition '{shorten(name)}'{did_you_mean(name, names)}; "
+                       f"it has {', '.join(names)}")
+    return found
 
 
 def format_generated(made: GeneratedSpec, profile: Profile) -> str:
@@ -32044,14 +32809,22 @@ class Submitted(Row):
     message: str                # why that is
     idle: List[int]             # actions that had nothing left to do
     submitters: List[str]       # others, who are at it
+    answer: Dict[str, Any]      # of the server, which handed them out
 
 
-def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any]) -> Submitted:
-    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left."""
+def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any],
+                       plan: Optional[Dict[str, Any]] = None) -> Submitted:
+    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left.
+
+    With a plan, a StoreAllocationsRequest, that is stored first, and what is due of it is handed out.
+    """
     submitter = format_json(describe_process())
     wanted = sum(row.get('count') or 1 for row in request.get('actions') or ()) + (request.get('count') or 0)
+    stages = [stage for row in plan['schedulers'] for stage in row['stages']] if plan else []
+    wanted += sum(stage['num_allocations'] for stage in stages)
     request = dict(request, submitter=submitter, lease_s=SUBMISSION_LEASE_S + SLURM_QUERY_S * wanted)
-    answer = session.call('take_submissions', request, workflow_id=workflow['id'])
+    op = 'store_allocations' if plan else 'take_submissions'
+    answer = session.call(op, dict(plan, submission=request) if plan else request, workflow_id=workflow['id'])
     ended = [text for text in answer['submitters'] if has_ended(text)]
     if ended:   # killed: nobody else brings their allocations to Slurm
         more = {'submitter': submitter, 'lease_s': request['lease_s'], 'settings': {}, 'ended': ended}
@@ -32068,7 +32841,7 @@ def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict
         start_submissions(session, work, submissions)
     numbers, refusals = drive_submitter(session, workflow, work, submitter)
     return Submitted(numbers, refusals, [item.id for item in work.lost], work.message, answer['idle_actions'],
-                     answer['submitters'])
+                     answer['submitters'], answer)
 
 
 def has_ended(submitter: str) -> bool:
@@ -32141,8 +32914,8 @@ def remove_script(item: Optional[Underway]) -> None:
             os.unlink(item.script)
 
 
-def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
-    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+def report_troubles(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> None:
+    """Say what was not submitted. Refused if nothing was, in Slurm's words."""
     number = workflow['id']
     if outcome.submitters:
         session.report(f'{len(outcome.submitters)} other submitters of workflow {number} are at work')
@@ -32155,7 +32928,12 @@ def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submit
     for message in sorted(set(outcome.refusals)):
         count = outcome.refusals.count(message)
         session.report(f'torc: {count} allocations of workflow {number} were not submitted: {message}')
-    count = len(outcome.numbers)
+
+
+def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
+    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+    report_troubles(session, workflow, outcome)
+    number, count = workflow['id'], len(outcome.numbers)
     text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
         f'Submitted no allocation of workflow {number}'
     if not count and not outcome.lost:
@@ -32924,6 +33702,198 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
 
+# -------- slurm regenerate --------
+
+class Regeneration(Row):
+    """Allocations that are planned for what is left."""
+    demand: Demand
+    renewals: List[Renewal]
+    blocks: List[Dict[str, Any]]    # the schedulers, as they are stored
+    taken: List[int]                # actions
+    warnings: List[str]
+
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of all schedulers."""
+        return sum(renewal.num_allocations for renewal in self.renewals)
+
+
+def regenerate_workflow(session: Session, workflow: Dict[str, Any],
+                        options: RegenerateOptions) -> Dict[str, Any]:
+    """Plan allocations for the jobs that are left, store them, and submit those that are due; Torc's JSON.
+
+    A dry run changes nothing. What a killed command has stored is submitted, not planned again. BadInput if
+    nothing can be planned, Refused if Slurm takes none of the allocations, each in words for the user.
+    """
+    number, settings = workflow['id'], options.settings or default_settings()
+    found = session.call('get_demand', workflow_id=number)
+    demand, config = read_demand(found, options), hpc_config(session)
+    if not demand.num_left:
+        return regeneration_value(number, demand, options, [])
+    profile = find_profile(options.profile, config)
+    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
+    account = find_account(options.account or (schedulers or [{}])[0].get('account'),
+                           workflow.get('slurm_defaults') or {}, profile, config)
+    plan = functools.partial(plan_regeneration, session, workflow, options, profile, account,
+                             find_gone(found['allocations'], options))
+    planned = plan(found)
+    for block in planned.blocks:
+        check_scheduler(workflow, dict(block, id=0), settings)
+    if options.is_dry_run:
+        rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks, ())
+        return {'dry_run': True, 'workflow_id': number, 'pending_jobs': demand.num_left,
+                'profile_name': profile.name, 'profile_display_name': profile.display_name,
+                'planned_schedulers': rows, 'total_allocations': planned.num_allocations,
+                'would_submit': options.submits, 'warnings': planned.warnings}
+    if options.submits or 'uninitialized' in found['statuses']:
+        begin_workflow(session, workflow, settings['output_dir'], False)
+        planned = plan(session.call('get_demand', workflow_id=number))
+    return perform_regeneration(session, workflow, options, planned, settings)
+
+
+def default_settings() -> Dict[str, Any]:
+    """SUBMISSION_SETTINGS without options on the command line."""
+    names = ('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs')
+    return submission_settings(dict(dict.fromkeys(names), output_dir=DEFAULT_OUTPUT_DIR))
+
+
+def find_gone(allocations: Sequence[Dict[str, Any]], options: RegenerateOptions) -> Tuple[Set[int], str]:
+    """Slurm jobs of a workflow that do nothing more for it, by one squeue; and why that is unknown, or ''."""
+    numbers = {row['slurm_job_id'] for row in allocations if row['slurm_job_id']}
+    if options.is_cleaned or not numbers:
+        return set(), ''
+    if not has_slurm_program('squeue'):
+        return set(), f'there is no {slurm_program("squeue")} on this machine'
+    reply = ask_slurm(find_own_jobs_argv())
+    if reply.code:
+        return set(), f'squeue failed: {explain_reply(reply)}'
+    alive = {job.id for job in parse_own_jobs(reply.out)
+             if job.state != 'COMPLETING' and not (job.state and SLURM_STATES[job.state].is_ended)}
+    return numbers - alive, ''
+
+
+def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
+                      profile: Profile, account: str, gone: Tuple[Set[int], str],
+                      found: Dict[str, Any]) -> Regeneration:
+    """New schedulers for what get_demand() answers."""
+    demand = read_demand(found, options)
+    partitions = chosen_partitions(profile, options.partition)
+    if options.walltime:
+        partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
+    suffix = time.strftime('regen_%Y%m%d_%H%M%S', time.gmtime())
+    made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(suffix))
+    problems = [f"resource_requirements '{shorten(demand.classes[number].name)}' fits no partition of "
+                f'{profile.name}: {reason}' for number, reason in made.problems]
+    if problems and not made.schedulers:
+        raise BadInput(problems[0])
+    supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
+    renewals = renew(demand, made, supply)
+    warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
+    warnings += [f'{row.made.name}: a walltime of {format_walltime(row.made.walltime_s)} is longer than the '
+                 f'{format_walltime(row.made.partition.max_walltime_secs)} of {row.made.partition.name}'
+                 for row in renewals if row.made.walltime_s > row.made.partition.max_walltime_secs]
+    warnings += supply_warnings(session, workflow, supply, found, gone)
+    actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+    taken = actions_to_take(demand, made, actions) if renewals else []
+    blocks = [scheduler_block(renewal.made, account) for renewal in renewals]
+    return Regeneration(demand, renewals, blocks, taken, warnings)
+
+
+def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
+                    gone: Tuple[Set[int], str]) -> Iterator[str]:
+    """What the user is told of allocations that are there already."""
+    if supply.num_counted:
+        yield (f'{supply.num_counted} allocations that are queued or running are counted: what they will do '
+               'is not planned again')
+    if gone[1] and found['allocations']:
+        yield (f'{gone[1]}: all {len(found["allocations"])} allocations that were not reported as ended are '
+               'taken to be in the queue')
+    lost = [row for row in found['allocations'] if row['slurm_job_id'] in gone[0]]
+    held = sum(row['num_jobs'] for row in lost)
+    if held:
+        sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
+        yield (f'{held} jobs count as running in {len(lost)} allocations that have ended: they are not '
+               f'planned for; first: {sync}')
+
+
+def perform_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
+                         planned: Regeneration, settings: Dict[str, Any]) -> Dict[str, Any]:
+    """Store what was planned, and submit what is due."""
+    number, outcome = workflow['id'], None      # type: int, Optional[Submitted]
+    stored = stored_plan_of(planned.demand, planned.renewals, planned.blocks, planned.taken) \
+        if planned.renewals else None
+    if options.submits:
+        outcome = submit_allocations(session, workflow, {'settings': settings}, stored)
+        report_troubles(session, workflow, outcome)
+        answer = outcome.answer
+    else:
+        answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
+    rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks,
+                             answer.get('scheduler_ids') or ())
+    value = regeneration_value(number, planned.demand, options, rows)
+    value.update(total_allocations=planned.num_allocations,
+                 allocations_submitted=len(outcome.numbers) if outcome else 0,
+                 allocations_deferred=sum(renewal.num_allocations - renewal.num_due
+                                          for renewal in planned.renewals),
+                 warnings=planned.warnings, actions_taken=answer.get('taken', 0),
+                 slurm_job_ids=outcome.numbers if outcome else [])
+    return value
+
+
+def regeneration_value(workflow_id: int, demand: Demand, options: RegenerateOptions,
+                       rows: List[Dict[str, Any]]) -> Dict[str, Any]:
+    """Torc's JSON, with our additions at the end, as long as nothing is stored or submitted."""
+    value = {'workflow_id': workflow_id, 'pending_jobs': demand.num_left}
+    if options.is_dry_run:
+        return dict(dict(value, dry_run=True), planned_schedulers=rows, total_allocations=0,
+                    would_submit=options.submits, warnings=[])
+    return dict(value, schedulers_created=rows, total_allocations=0, allocations_submitted=0,
+                allocations_deferred=0, warnings=[], submitted=options.submits, slurm_job_ids=[],
+                actions_taken=0)
+
+
+def cmd_regenerate(session: Session, args: Arguments) -> int:
+    """Plan allocations for the jobs of a workflow that are left, and submit them if so wanted."""
+    if args['submit'] and not args['dry_run']:
+        refuse_without_sbatch()
+    workflow = session.workflow(choose_workflow(session, args))
+    options = RegenerateOptions(
+        args['account'], args['profile'], args['partition'], args['walltime'], args['group_by'],
+        args['walltime_strategy'], args['walltime_multiplier'], bool(args['single_allocation']),
+        args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
+        settings=submission_settings(args))
+    value = regenerate_workflow(session, workflow, options)
+    for warning in value['warnings']:
+        session.report(f'warning: {warning}')
+    session.answer(value, format_regenerated(value, command_line(session, 'submit', workflow['id'])))
+    due = value['total_allocations'] - value.get('allocations_deferred', 0)
+    return 1 if options.submits and value.get('allocations_submitted', due) < due else 0
+
+
+def format_regenerated(value: Dict[str, Any], submit: str) -> str:
+    """What was planned, or done, for people. `submit`: the command that submits it later."""
+    number, is_dry_run = value['workflow_id'], value.get('dry_run')
+    rows = value['planned_schedulers' if is_dry_run else 'schedulers_created']
+    if not value['pending_jobs']:
+        return f'Workflow {number} has no job left that needs an allocation\n'
+    lines = [f"{value['pending_jobs']} jobs of workflow {number} are left"
+             + ('' if rows else ': no further allocation is needed')]
+    for row in rows:
+        nodes = f"{row['nodes']} nodes" if row['nodes'] > 1 else '1 node'
+        lines.append(f"  {row['name']}: {row['job_count']} jobs, {row['num_allocations']} x {nodes} of "
+                     f"{row['partition']} for {row['walltime']}"
+                     + (', when its jobs are ready' if row['has_dependencies'] else ''))
+    due = value['total_allocations'] - value.get('allocations_deferred', 0)
+    if is_dry_run:
+        lines += ['Nothing was changed']
+    elif value['slurm_job_ids']:
+        lines.append(f"Submitted {value['allocations_submitted']} allocations of workflow {number}: "
+                     + first_of(value['slurm_job_ids']))
+    elif due and not value['submitted']:
+        lines.append(f'{due} allocations are due; submit them with: {submit}')
+    return format_lines(lines)
+
+
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
 #
@@ -33262,71 +34232,6 @@ class Command(Row):
 def key_of(argument: Argument) -> str:
     """The key under which a command finds an argument."""
     return argument.key or argument.names.split()[-1].lstrip('-').replace('-', '_').lower()
-
-
-def parse_number(text: str) -> int:
-    """A whole number."""
-    if not re.match(r'-?[0-9]{1,18}\Z', text):
-        raise ValueError(f'{text!r} is not a whole number')
-    return int(text)
-
-
-def parse_id(text: str) -> int:
-    """An id: a whole number from 1."""
-    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
-        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
-    return int(text)
-
-
-def parse_factor(text: str) -> float:
-    """A multiplier of what was seen: 1 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1 <= value <= 1000:
-        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
-    return value
-
-
-def parse_time_span(text: str) -> int:
-    """A walltime as sbatch takes it, or as people write it -> seconds."""
-    return parse_walltime(normalize_walltime(text))
-
-
-def parse_percent(text: str) -> float:
-    """Percent, without the sign."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f'{text!r} is not a number of percent, such as 5')
-    return value
-
-
-def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
-    """A parser of values with commas between them."""
-    return lambda text: list(map(parse, text.split(',')))
-
-
-def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
-    """A parser of numbers that are not below `least`."""
-    def read(text: str) -> Any:
-        value = parse(text)
-        if value < least:
-            raise ValueError(f'{text} is less than {least:g}')
-        return value
-    return read
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A parser of one of several words."""
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
-        return text
-    return read
 
 
 def parse_truth(text: str) -> bool:
@@ -33959,6 +34864,16 @@ COMMANDS = (
         Argument('--overwrite', '', 'replace the schedulers and allocating actions that it has'),
         Argument('--dry-run', '', 'only show the schedulers and actions'), *PLAN_OPTIONS),
         'slurm generate --account acct --profile kestrel examples/resources.yaml'),
+    Command('slurm regenerate', cmd_regenerate,
+        'plan allocations for the jobs of a workflow that are left, instead of those of its actions', (
+        ASKED_WF, ACCOUNT._replace(meaning='account to charge (default: that of its first scheduler)'),
+        PROFILE, Argument('--partition', 'NAME', 'only of this partition'),
+        Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_time_span),
+        Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
+        PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:3],
+        Argument('--include-job-ids', 'ID,...', 'plan for these jobs, too, whatever their state', parse_ids),
+        Argument('--submit', '', 'submit what waits for no other job at once'), *ALLOCATION_OPTIONS, DRY_RUN),
+        'slurm regenerate 1 --account acct --profile kestrel --dry-run'),
     Command('slurm plan-allocations', cmd_plan_allocations,
         'recommend how many allocations of how many nodes a workflow file should ask for now', (
         *PLANNED_SPEC, Argument('-p --partition', 'NAME', 'only of this partition'),
