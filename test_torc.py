@@ -7954,6 +7954,195 @@ class AdminSqlTest(ServiceTest):
 
 # ======== 8j. Recovery rules ========
 
+class SyncTest(ServiceTest):
+    """sync_allocations: what it makes of what Slurm, and processes, say."""
+    NODE_FAIL = {'slurm_job_id': 17, 'reason': 'Slurm job 17 lost a node (NODE_FAIL)', 'is_interrupted': True}
+    TIMEOUT = {'slurm_job_id': 17, 'reason': 'Slurm job 17 reached its time limit (TIMEOUT)', 'ended_s': 5.0}
+    QUEUED = {'slurm_job_id': 17, 'reason': 'Slurm has put job 17 into the queue again', 'is_queued': True, 'is_interrupted': True}
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
+        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1,
+                                                                 'walltime': '01:00:00'})['id']
+
+    def record(self, slurm_job_id: int, status: str = 'pending') -> int:
+        """A record of an allocation."""
+        return self.call('create_scheduled_compute_node', {
+            'workflow_id': self.workflow_id, 'scheduler_id': slurm_job_id, 'scheduler_config_id': self.scheduler_id,
+            'scheduler_type': 'slurm', 'status': status})['id']
+
+    def begin(self, started: Sequence[str] = ('a', 'b'), **more: Any) -> int:
+        """A runner in Slurm job 17 claims all ready jobs, and starts some; its node."""
+        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
+        node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, **more)
+        jobs = self.claim(self.workflow_id, node_id)
+        self.sync(self.workflow_id, node_id, started=[[jobs[name]['id'], jobs[name]['attempt_id'], '2023-11-14T22:13:20Z']
+                                                      for name in started])
+        return node_id
+
+    def tell(self, *seen: Dict[str, Any], **more: Any) -> Any:
+        """Evidence comes; a dry run before says the same and changes nothing, and once more there is nothing left to do."""
+        body = dict({'allocations': list(seen)}, **more)
+        before, leases = self.dump(), dict(self.service.leases)
+        preview = self.call('sync_allocations', dict(body, is_dry_run=True), workflow_id=self.workflow_id)
+        self.assertUnchanged(before)
+        self.assertEqual(leases, self.service.leases)
+        found = self.call('sync_allocations', body, workflow_id=self.workflow_id)
+        self.assertEqual(preview, found)
+        after = self.dump()
+        again = self.call('sync_allocations', body, workflow_id=self.workflow_id)
+        self.assertUnchanged(after)
+        self.assertEqual(([], [], []), (again['allocations'], again['failed_job_details'], again['requeued_job_details']))
+        self.assertWhole()
+        return found
+
+    def states(self) -> str:
+        """Statuses of all jobs and allocations, in order."""
+        rows = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
+        return ' '.join([*self.statuses(self.workflow_id).values(), *(row['status'] for row in rows)])
+
+    def test_jobs_of_an_interrupted_allocation_are_ready_without_an_attempt_spent_and_others_have_failed(self):
+        for seen, states, counts in (
+                (self.NODE_FAIL, 'ready ready blocked blocked complete', (0, 2)),
+                (self.QUEUED,    'ready ready blocked blocked pending', (0, 2)),
+                (self.TIMEOUT,   'failed ready canceled blocked complete', (1, 1))):
+            with self.subTest(seen['reason']), self.undone():
+                record_id = self.record(17)
+                node_id = self.begin(['a'])
+                self.clock += 31
+                found = self.tell(seen)
+                self.assertEqual((states, counts), (self.states(), (found['slurm_jobs_failed'], found['jobs_requeued'])))
+                self.assertEqual((1, 0), (found['compute_nodes_deactivated'], found['running_jobs_failed']))
+                self.assertFalse(self.call('get_compute_node', id=node_id)['is_active'])
+                details = found['failed_job_details'] + found['requeued_job_details']
+                self.assertEqual([(name, seen['reason'], 17) for name in 'ab'],
+                                 [(row['job_name'], row['reason'], row['slurm_job_id']) for row in details])
+                record = self.call('get_scheduled_compute_node', id=record_id)
+                self.assertEqual(seen['reason'], record['reason'])
+                events = [row['data'].get('message', '') for row in self.call('list_events', workflow_id=self.workflow_id)['items']]
+                self.assertIn(f"Allocation {record_id} (Slurm job 17) is {record['status']}: {seen['reason']}", events)
+                results = self.call('list_results', workflow_id=self.workflow_id)['items']
+                self.assertEqual({-128}, {row['return_code'] for row in results})
+                self.assertTrue(all(seen['reason'] in row['reason'] for row in results), results)
+                claimed = self.claim(self.workflow_id, self.node(self.workflow_id))
+                self.assertEqual({(2, 1)}, {(job['attempt_id'], job['interruptions']) for job in claimed.values()})
+
+    def test_a_pending_allocation_that_is_gone_is_complete(self):
+        self.record(17)
+        self.record(18)
+        found = self.tell(dict(self.TIMEOUT, reason='Slurm job 17 was canceled'))
+        self.assertEqual(('ready ready blocked blocked complete pending', 1), (self.states(), found['pending_allocations_cleaned']))
+
+    def test_a_runner_that_has_reported_since_is_left_alone_until_it_is_silent(self):
+        for seen, passed_s, is_left in (        # the lease is 60 s
+                (self.NODE_FAIL, 29, True), (self.NODE_FAIL, 31, False),
+                (self.QUEUED, 29, True), (self.QUEUED, 31, False),
+                (dict(self.TIMEOUT, ended_s=59.0), 0, False),       # its last words, and clocks
+                (dict(self.TIMEOUT, ended_s=95.0), 30, True),
+                (dict(self.TIMEOUT, ended_s=95.0), 36, False),
+                (dict(self.TIMEOUT, ended_s=9000.0), 59, True), (dict(self.TIMEOUT, ended_s=9000.0), 60, False)):
+            with self.subTest(seen, passed_s=passed_s), self.undone():
+                self.record(17)
+                self.begin()
+                self.clock += passed_s
+                found = self.tell(seen)
+                self.assertEqual(is_left, bool(found['doubts']), found)
+                self.assertEqual(not is_left, bool(found['compute_nodes_deactivated']))
+                if is_left:
+                    self.assertEqual('running running blocked blocked active', self.states())
+                    self.assertRegex(found['doubts'][0], re.escape(seen['reason']) + r', but compute node \d+ has reported '
+                                     fr'{passed_s} s ago: left alone until it has been silent for (30|60) s')
+
+    def test_a_server_that_has_just_begun_believes_slurm(self):
+        self.record(17)
+        self.begin()
+        self.service.leases, self.service.heard = {}, {}
+        self.assertEqual(2, self.tell(self.NODE_FAIL)['jobs_requeued'])
+
+    def test_jobs_that_were_taken_for_lost_before_are_ready_after_all_once_it_is_known_that_they_were_interrupted(self):
+        self.record(17)
+        self.begin()
+        self.clock += 61
+        with self.service.transaction():
+            torc.release_lost_nodes(self.context, lambda *runner: None)
+        self.assertEqual('failed failed canceled canceled active', self.states())
+        found = self.tell(self.NODE_FAIL)
+        self.assertEqual(('ready ready blocked blocked complete', 2, 0),
+                         (self.states(), found['jobs_requeued'], found['compute_nodes_deactivated']))
+        claimed = self.claim(self.workflow_id, self.node(self.workflow_id))
+        self.assertEqual([(2, 1)] * 2, [(job['attempt_id'], job['interruptions']) for job in claimed.values()])
+
+    def test_what_has_failed_of_itself_stays_failed(self):
+        self.record(17)
+        node_id = self.begin()
+        job = {'id': self.call('list_jobs', workflow_id=self.workflow_id)['items'][0]['id'], 'attempt_id': 1}
+        self.sync(self.workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
+        self.clock += 31
+        self.assertEqual(['b'], [row['job_name'] for row in self.tell(self.NODE_FAIL)['requeued_job_details']])
+        self.assertEqual('failed ready canceled blocked complete', self.states())
+
+    def set(self, sql: str) -> None:
+        """Change the database as another client would have left it."""
+        with self.store.transaction():
+            self.store.execute(sql)
+
+    def test_running_jobs_that_no_active_node_holds_have_failed(self):
+        with self.undone():
+            self.begin()
+            self.set("UPDATE job SET compute_node_id = NULL WHERE name = 'a'")
+            self.assertEqual(0, self.tell()['running_jobs_failed'])       # the other node may run it
+            self.set(f"UPDATE job SET status = {torc.READY}, compute_node_id = NULL WHERE name = 'b'")
+            self.set('UPDATE compute_node SET is_active = 0')
+            found = self.tell()
+            self.assertEqual(('failed ready canceled blocked', 1), (self.states(), found['running_jobs_failed']))
+            self.assertEqual('no active compute node runs it', found['failed_job_details'][0]['reason'])
+        self.begin()
+        self.set('UPDATE compute_node SET is_active = 0')
+        self.node(self.workflow_id, pid=2)
+        self.assertEqual(2, self.tell()['running_jobs_failed'])
+
+    def test_dead_processes_and_leases_that_are_over_are_taken_in(self):
+        node_id = self.node(self.workflow_id)
+        jobs = self.claim(self.workflow_id, node_id)
+        self.sync(self.workflow_id, node_id, started=[[job['id'], 1, '2023-11-14T22:13:20Z'] for job in jobs.values()])
+        with self.undone():
+            found = self.tell(dead_nodes=[{'compute_node_id': node_id, 'reason': 'its process is gone'}])
+            self.assertEqual((2, 0, 1), (found['running_jobs_failed'], found['slurm_jobs_failed'], found['compute_nodes_deactivated']))
+            result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
+            self.assertEqual(f'compute node {node_id} (h), which ran it, went away: its process is gone', result['reason'])
+        self.service.leases[node_id] = self.clock + 60      # undone() keeps the database only
+        self.assertEqual(0, self.tell()['running_jobs_failed'])
+        self.clock += 61
+        self.assertIn('nothing was heard of it for 60 s, its lease', self.tell()['failed_job_details'][0]['reason'])
+
+    def test_the_survey_names_allocations_and_slurm_jobs_of_nodes_without_a_record(self):
+        record_id = self.record(0)
+        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
+        node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, identity='x/1/2')
+        found = self.call('survey_allocations', workflow_id=self.workflow_id)
+        self.assertEqual([(record_id, 0, 'pending', None), (0, 17, 'active', None)],
+                         [(row['id'], row['slurm_job_id'], row['status'], row['age_s']) for row in found['allocations']])
+        self.assertEqual(([{'compute_node_id': node_id, 'hostname': 'h', 'pid': 1, 'identity': 'x/1/2'}], 'u'),
+                         (found['nodes'], found['user']))
+
+    def test_reasons_stand_wherever_an_allocation_ends(self):
+        record_id = self.record(17)
+        node_id = self.begin()
+        self.call('update_compute_node', {'is_active': False}, id=node_id)
+        record = self.call('get_scheduled_compute_node', id=record_id)
+        self.assertEqual(('complete', f'its last runner (compute node {node_id}) has left'), (record['status'], record['reason']))
+        other_id = self.record(18)
+        for body, reason in (({'status': 'canceled', 'reason': 'enough'}, 'enough'), ({'status': 'canceled'}, 'enough'),
+                             ({'status': 'pending'}, None)):
+            self.call('update_scheduled_compute_node', body, id=other_id)
+            self.assertEqual(reason, self.call('get_scheduled_compute_node', id=other_id).get('reason'))
+        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
+        self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id), ('allocation_pending', other_id)],
+                         [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
+        self.assertEqual(f'Allocation {other_id} (Slurm job 18) is canceled: enough', events[1]['message'])
+
+
 class RecoverJobsTest(ServiceTest):
     """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
 
@@ -8413,7 +8602,8 @@ class ApiTest(ServiceTest):
                      'list_workflow_statuses', 'get_database', 'snapshot_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
                      'report_submissions', 'recover_jobs', 'classify_jobs',
-                     'watch_workflow', 'list_unplanned_jobs'}
+                     'watch_workflow', 'list_unplanned_jobs',
+                     'survey_allocations', 'sync_allocations'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -9515,6 +9705,7 @@ OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, Non
     'FileModel.identifier': (None, 'string'),                   # of RO-Crate; Torc 1.0's server knows it
     'JobModel.schedule_compute_nodes': ('ComputeNodeSchedule', 'any'),      # kept as it came; nobody reads it
     'ResultModel.reason': (None, 'string'),                     # of a failure, for people
+    'ScheduledComputeNodesModel.reason': (None, 'string'),      # what has become of an allocation
     'UserGroupMembershipModel.role': ('string!', 'GroupRole!'),             # there are two
     'WorkflowModel.spec_path': (None, 'string'),                # finds the workflow of an edited file again
 }
@@ -22018,6 +22209,113 @@ class TerminationTest(RunnerCase):
 
 # ======== 17. Recovery ========
 
+class LookTest(unittest.TestCase):
+    """What squeue and sacct mean for allocations."""
+    # Status of the record, what squeue lists -> what it is taken for. sacct: state and exit code -> reason.
+    QUEUE = textwrap.dedent("""
+        pending  PENDING        alive pending
+        pending  CONFIGURING    alive pending
+        pending  RUNNING        alive active
+        active   RUNNING        alive active
+        active   SUSPENDED      alive active, left alone: Slurm job 17 is suspended (SUSPENDED)
+        active   STOPPED        alive active, left alone: Slurm job 17 was stopped (SIGSTOP) (STOPPED)
+        active   COMPLETING     left alone: Slurm job 17 is ending (COMPLETING)
+        active   REQUEUED       alive pending, left alone: Slurm job 17 was put back into the queue (REQUEUED)
+        active   PENDING        alive pending, requeued
+        active   REQUEUE_HOLD   alive pending, requeued
+        active   SPECIAL_EXIT   alive pending, requeued
+        active   CONFIGURING    alive pending
+        active   CANCELLED      gone
+        pending  CANCELLED      gone
+        active   NODE_FAIL      gone
+        active   OUT_OF_MEMORY  gone
+        active   -              gone
+        pending  -              gone
+        active   WHATEVER       left alone: Slurm job 17 is in a state that is not known here: WHATEVER
+        """).strip()
+    ENDS = textwrap.dedent("""
+        NODE_FAIL|0:0      interrupted  lost a node (NODE_FAIL, at 2023-11-14T22:13:20.000Z)
+        PREEMPTED|0:0      interrupted  was preempted by a job of higher priority (PREEMPTED, at 2023-11-14T22:13:20.000Z)
+        BOOT_FAIL|0:0      interrupted  could not boot its nodes (BOOT_FAIL, at 2023-11-14T22:13:20.000Z)
+        CANCELLED by 0|0:0 interrupted  was canceled by a user or administrator (CANCELLED, at 2023-11-14T22:13:20.000Z)
+        TIMEOUT|0:0        failed       reached its time limit (TIMEOUT, at 2023-11-14T22:13:20.000Z)
+        DEADLINE|0:0       failed       reached its deadline (DEADLINE, at 2023-11-14T22:13:20.000Z)
+        OUT_OF_MEMORY|0:125 failed      was killed for lack of memory (OUT_OF_MEMORY, exit code 0:125, at 2023-11-14T22:13:20.000Z)
+        FAILED|0:9         failed       ended with another exit code (FAILED, exit code 0:9, at 2023-11-14T22:13:20.000Z)
+        FAILED|3:0         failed       ended with another exit code (FAILED, exit code 3:0, at 2023-11-14T22:13:20.000Z); its runner had no server, and may have a journal: workflows reconcile
+        COMPLETED|0:0      failed       ended with exit code 0 (COMPLETED, at 2023-11-14T22:13:20.000Z)
+        """).strip()
+
+    @staticmethod
+    def row(status: str = 'active', **more: Any) -> Dict[str, Any]:
+        """A row of the survey."""
+        return dict({'id': 3, 'slurm_job_id': 17, 'status': status, 'cluster': '', 'age_s': None}, **more)
+
+    def look(self, row: Dict[str, Any], out: str = '', code: int = 0, err: str = '') -> Any:
+        """What is made of one squeue, which lists other jobs, too."""
+        return torc.look_at_allocations([row], torc.Reply(code, 'Welcome!\n170|RUNNING|N/A\n' + out, err))
+
+    def judge(self, account: str, row: Optional[Dict[str, Any]] = None, code: int = 0, user: str = torc.user_name(), out: str = '') -> Any:
+        """An allocation that is gone, after one sacct; UID is this user's id."""
+        seen = self.look(row or self.row(), out)
+        account = account.replace('UID', str(os.getuid()))
+        torc.judge_ends(seen, torc.Reply(code, account, 'sacct: error: down' if code else ''), user)
+        return seen
+
+    def test_states(self):
+        for line in self.QUEUE.splitlines():
+            status, state, wanted = line.split(None, 2)
+            with self.subTest(line):
+                seen = self.look(self.row(status), '' if state == '-' else f'17|{state}|1700000000\n')
+                found = [f'alive {name}' for name, rows in seen.alive.items() if rows]
+                found += ['requeued'] * len(seen.requeued) + ['gone'] * len(seen.gone)
+                self.assertEqual(wanted, ', '.join(found + [f'left alone: {doubt}' for doubt in seen.doubts]))
+
+    def test_ends(self):
+        for line in self.ENDS.splitlines():
+            account, kind, wanted = re.split('  +| (?=interrupted|failed)', line, 2)
+            with self.subTest(line):
+                seen = self.judge('17|{}|1700000000|UID|me\n'.format(account))
+                row, = torc.evidence_of(seen, 1700000090.0)
+                self.assertEqual((f'Slurm job 17 {wanted.strip()}', kind == 'interrupted'), (row['reason'], row['is_interrupted']))
+                self.assertEqual(None if account.startswith('NODE') else 90.0, row.get('ended_s'))
+
+    def test_what_is_not_certain_is_left_alone_with_the_reason(self):
+        for row, reply, doubt in (
+                (self.row(), (1, 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)'),
+                 'Slurm job 17 may be anything: squeue failed: slurm_load_jobs error: Unable to contact slurm controller (connect failure)'),
+                (self.row(), (torc.REPLY_TIMED_OUT, 'squeue: no answer within 60 s'),
+                 'Slurm job 17 may be anything: squeue failed: squeue: no answer within 60 s'),
+                (self.row('pending', slurm_job_id=0), (0, ''), 'allocation 3 has not been submitted yet, as far as is known'),
+                (self.row(cluster='other'), (0, ''), 'Slurm job 17 is on cluster other, which squeue does not show here')):
+            seen = self.look(row, '', *reply)
+            self.assertEqual(([doubt], {}, {'pending': 0, 'active': 0}), (seen.doubts, seen.gone, seen.num_alive))
+        me = torc.user_name()
+        for row, account, user, doubt in (
+                (self.row(), '17|RUNNING|0:0|Unknown|UID|me', me, 'squeue does not list Slurm job 17, but for sacct it runs (RUNNING)'),
+                (self.row(), '17|PENDING|0:0|Unknown|UID|me', me,
+                 'squeue does not list Slurm job 17, but for sacct it waits in the queue (PENDING)'),
+                (self.row(), '17|CANCELLED by 5|0:0|1700000000|99999|ann', me,
+                 f"Slurm job 17 is ann's (user id 99999), and you are {os.getuid()}"),
+                (self.row(), '', 'ann', f'Slurm job 17 may be one of ann, whose workflow it is: you are {me}'),
+                (self.row(age_s=3.0), '', me, 'Slurm job 17 was submitted 3 s ago, and may not be listed yet')):
+            seen = self.judge(account, row, 0, user)
+            self.assertEqual(([doubt], {}), (seen.doubts, seen.gone))
+
+    def test_without_an_account_squeue_alone_counts(self):
+        self.assertEqual(['Slurm lists job 17 no longer, and sacct does not know it'],
+                         [row['reason'] for row in torc.evidence_of(self.judge(''), 0.0)])
+        row, = torc.evidence_of(self.judge('', code=1), 0.0)
+        self.assertEqual(('Slurm lists job 17 no longer, and sacct cannot be asked: sacct: error: down', False, None),
+                         (row['reason'], row['is_interrupted'], row.get('ended_s')))
+        for account in ('', '17|RUNNING|0:0|Unknown|UID|me'):       # the accounting is late
+            row, = torc.evidence_of(self.judge(account, out='17|CANCELLED|1700000000\n'), 1700000060.0)
+            self.assertEqual((True, 60.0), (row['is_interrupted'], row['ended_s']))
+
+    def test_a_site_where_the_clocks_differ_has_no_end_in_the_future(self):
+        row, = torc.evidence_of(self.judge('17|TIMEOUT|0:0|1700000900|UID|me'), 1700000000.0)
+        self.assertEqual(0.0, row['ended_s'])
+
 # ======== 17a. Diagnosis ========
 
 GIB = 2 ** 30
@@ -23194,6 +23492,7 @@ RECORDED = (
     ('workflows list', 'workflows list'),
     ('workflows list --all-users', 'workflows list --all-users'),
     ('workflows is-complete WF (done)', 'workflows is-complete 1'),
+    ('workflows sync-status WF --dry-run', 'workflows sync-status 1 --dry-run'),
     ('workflows execution-plan WF', 'workflows execution-plan 1'),
     ('workflows execution-plan SPEC', 'workflows execution-plan w.yaml'),
     ('workflows list-actions WF', 'workflows list-actions 1'),
@@ -25758,6 +26057,131 @@ class LivePlanTest(SlurmTest):
 
 
 # ======== 20f. Recovery commands ========
+
+class SyncStatusTest(CommandTest):
+    """`workflows sync-status`, on a scripted Slurm."""
+    SPEC = """
+        name: w
+        slurm_schedulers: [{name: cpu, account: a, walltime: "01:00:00"}]
+        jobs: [{name: first, command: "true"}, {name: second, command: "true"}, {name: last, command: "true", depends_on: [first]}]
+    """
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.make(self.SPEC)
+        self.text('workflows init 1 --no-prompts')
+
+    def allocate(self, slurm_job_id: int, status: str = 'pending') -> int:
+        """A record of an allocation."""
+        with self.world.connect() as client:
+            return client.call('create_scheduled_compute_node', {
+                'workflow_id': 1, 'scheduler_id': slurm_job_id, 'scheduler_config_id': 1, 'status': status,
+                'scheduler_type': 'slurm'})['id']
+
+    def begin(self, slurm_job_id: Optional[int], **more: Any) -> None:
+        """A runner that was killed: it has started both jobs."""
+        kind = {'scheduler': {'slurm_job_id': slurm_job_id}} if slurm_job_id else {}
+        with self.world.connect() as client:
+            node = client.call('create_compute_node', dict({
+                'workflow_id': 1, 'hostname': 'node1', 'pid': 1, 'start_time': torc.format_time(time.time()), 'num_cpus': 4,
+                'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm', 'is_active': True,
+                'lease_s': 600.0}, **kind, **more))
+            body = {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0, 'want': {'strategy': 'queue', 'limit': 9}}
+            jobs = client.call('runner_sync', body, workflow_id=1)['jobs']
+            started = [[job['id'], 1, torc.format_time(time.time())] for job in jobs]
+            client.call('runner_sync', {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0, 'started': started}, workflow_id=1)
+
+    def slurm(self, queue: str = '', accounts: str = '') -> FakeSlurm:
+        """What squeue and sacct say."""
+        return self.world.fake_slurm(squeue=f"printf '{queue}'", sacct=f"printf '{accounts}'")
+
+    def states(self) -> Dict[str, str]:
+        """The statuses of jobs."""
+        return {job['name']: job['status'] for job in self.json('jobs list 1')['items']}
+
+    def test_a_workflow_without_allocations_asks_nobody(self):
+        fakes = self.slurm()
+        found = self.json('workflows sync-status 1')
+        self.assertEqual((0, 0, 0, 0, [], {'pending': 0, 'active': 0}), tuple(found[key] for key in (
+            'slurm_jobs_failed', 'pending_allocations_cleaned', 'running_jobs_failed', 'compute_nodes_deactivated', 'doubts', 'alive')))
+        self.assertEqual('Allocations of workflow 1: 0 active, 0 pending; nothing was lost\n', self.text('workflows sync-status 1'))
+        self.assertEqual([], fakes.calls())
+
+    def test_one_squeue_and_one_sacct_are_asked_for_all_and_a_dry_run_says_what_is_done_then(self):
+        now, uid = int(time.time()), os.getuid()
+        fakes = self.slurm(r'71|CANCELLED|%d\n72|RUNNING|%d\n' % (now - 9, now + 900),
+                           r'71|CANCELLED by 0|0:0|%d|%d|me\n73|TIMEOUT|0:0|%d|%d|me\n' % (now - 9, uid, now - 99, uid))
+        for slurm_job_id in (71, 72, 73, 0):
+            self.allocate(slurm_job_id)
+        self.begin(71)
+        text = self.text('workflows sync-status 1 --dry-run')
+        self.assertEqual({'first': 'running', 'second': 'running', 'last': 'blocked'}, self.states())
+        done = text.replace('would be ', '')
+        said = f'Slurm job 71 was canceled by a user or administrator (CANCELLED, at {torc.format_time(now - 9)})'
+        for line in (f'allocation 1 complete: {said}', f'job 1 (first) ready again: {said}', f'job 2 (second) ready again: {said}',
+                     f'allocation 3 complete: Slurm job 73 reached its time limit (TIMEOUT, at {torc.format_time(now - 99)})',
+                     '1 compute nodes inactive', 'left alone: allocation 4 has not been submitted yet, as far as is known',
+                     'Allocations of workflow 1: 1 active, 0 pending'):
+            self.assertIn(line + '\n', done)
+        self.assertEqual(2, len(fakes.calls()))
+        preview = self.json('workflows sync-status 1 --dry-run')
+        found = self.json('workflows sync-status 1')
+        self.assertEqual(dict(preview, dry_run=False), found)
+        self.assertEqual((2, 1, [1, 3]), (found['jobs_requeued'], found['pending_allocations_cleaned'],
+                                          [row['scheduled_compute_node_id'] for row in found['allocations']]))
+        self.assertEqual(['71,73'] * 3, [call.argv[call.argv.index('-j') + 1] for call in fakes.calls('sacct')])
+        self.assertNotIn('-j', fakes.calls('squeue')[0].argv)
+        self.assertEqual({'first': 'ready', 'second': 'ready', 'last': 'blocked'}, self.states())
+        again = self.text('workflows sync-status 1')
+        self.assertEqual('left alone: allocation 4 has not been submitted yet, as far as is known\n'
+                         'Allocations of workflow 1: 1 active, 0 pending\n', again)
+        self.assertEqual(3, len(fakes.calls('sacct')))
+
+    def test_a_squeue_that_fails_or_lies_changes_nothing(self):
+        self.allocate(71)
+        self.begin(71)
+        fakes = self.slurm()
+        for queue, accounts, doubt in (
+                ('echo "Unable to contact slurm controller" >&2; exit 1', 'exit 1', 'squeue failed: Unable to contact slurm controller'),
+                ('exit 0', 'echo "71|RUNNING|0:0|Unknown||"', 'squeue does not list Slurm job 71, but for sacct it runs'),
+                ('echo "71|COMPLETING|Unknown"', 'exit 1', 'Slurm job 71 is ending (COMPLETING)')):
+            with self.subTest(doubt):
+                fakes.write('squeue', queue)
+                fakes.write('sacct', accounts)
+                found = self.json('workflows sync-status 1')
+                self.assertEqual((0, 0), (found['jobs_requeued'], found['slurm_jobs_failed']), found)
+                self.assertIn(doubt, str(found['doubts']))
+        self.assertEqual('running', self.states()['first'])
+        self.world.environment['TORC_FAKE_SQUEUE'] = '/no/squeue'
+        self.assertIn('/no/squeue', str(self.json('workflows sync-status 1')['doubts']))
+
+    def test_what_an_allocation_of_which_nothing_more_is_known_ran_has_failed(self):
+        self.slurm()
+        self.allocate(71)
+        self.begin(71)
+        found = self.json('workflows sync-status 1')
+        if found['doubts']:     # an embedded server that lives on has heard of the runner
+            self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', 'UPDATE compute_node SET lease_s = 0'))
+            found = self.json('workflows sync-status 1')
+        self.assertEqual((2, 'Slurm lists job 71 no longer, and sacct does not know it'),
+                         (found['slurm_jobs_failed'], found['failed_job_details'][0]['reason']))
+        self.assertEqual({'first': 'failed', 'second': 'failed', 'last': 'canceled'}, self.states())
+
+    def test_a_runner_of_this_host_whose_process_is_gone_is_found(self):
+        fakes = self.slurm()
+        process = subprocess.Popen(['sleep', '100'])
+        identity = f'{torc.read_boot_id()}/{torc.read_process_start_ticks(process.pid)}/{torc.read_pid_namespace()}'
+        self.begin(None, hostname=socket.gethostname(), pid=process.pid, identity=identity)
+        self.assertEqual(0, self.json('workflows sync-status 1')['running_jobs_failed'])
+        process.kill()
+        process.wait()
+        with self.world.connect() as client:        # the server finds it, too, every few seconds
+            nodes = client.call('survey_allocations', workflow_id=1)['nodes']
+            seen = torc.find_dead_nodes(nodes)
+        found = self.json('workflows sync-status 1')
+        self.assertEqual(len(seen), found['compute_nodes_deactivated'])
+        self.assertEqual('failed', self.states()['first'])
+        self.assertEqual([], fakes.calls())
 
 # ======== 20g. Recover ========
 

@@ -6589,6 +6589,7 @@ class Service:
         self.allows_sql = self.allows_sql_writes = True     # ad-hoc SQL, and such that changes something
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
         self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
+        self.heard = {}                     # type: Dict[int, float]  # node -> when it last renewed its lease
         self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
         self.wants = {}                     # type: Dict[int, Values]  # node -> its last request for work
         # Ids of the workflows whose updates are wanted; anything with `in`.
@@ -9383,7 +9384,19 @@ def assume_interrupted(context: Context, state: WorkflowState, job: JobState, re
 
 def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
                  node_id: Optional[int], start_time: Optional[str] = None) -> Optional[JobState]:
-    """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may run."""
+    """An attempt is back: it runs. None if it ended otherwise than was assumed, or a later one may run."""
+    job = undo_assumed_end(context, state, job, attempt_id, node_id, start_time)
+    if job is not None:
+        record_event(context, state.id, {
+            'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
+            'run_id': state.run_id, 'attempt_id': attempt_id, 'compute_node_id': job.compute_node_id,
+            'message': f'Job {job.name}: attempt {attempt_id}, lost with its compute node, is back with it'})
+    return job
+
+
+def undo_assumed_end(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
+                     node_id: Optional[int], start_time: Optional[str] = None) -> Optional[JobState]:
+    """Let an attempt run whose end was only assumed. None if it ended otherwise, or a later one may run."""
     is_last = job.status == FAILED if attempt_id == job.attempt_id else \
         job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
     row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? '
@@ -9398,10 +9411,6 @@ def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_
     if not state.is_canceled:
         wait_again(context, [job.id])
     expect_completion(context, state.id)
-    record_event(context, state.id, {
-        'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
-        'run_id': state.run_id, 'attempt_id': attempt_id, 'compute_node_id': node_id,
-        'message': f'Job {job.name}: attempt {attempt_id}, lost with its compute node, is back with it'})
     return job_state(context, job.id)
 
 
@@ -10007,7 +10016,8 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
             if found is None or found[0] == 'canceled' or found[1] not in (0, number):
                 surplus.append(number)
                 continue
-            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
+            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '',
+                            submitted_at=context.now())
             context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, submission = ?, '
                         'submitter = NULL WHERE id = ?', (number, format_json(settings), row['id']))
         elif found and found[1] == 0 and found[4] == body['submitter']:
@@ -10127,7 +10137,8 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
                          (workflow_id, slurm_job_id, scheduler.get('scheduler_id')))
     if record is None:
         return {'scheduler': dict(scheduler, scheduler_id=None)}
-    context.update('scheduled_compute_node', record[0], {'scheduler_id': slurm_job_id, 'status': 'active'})
+    context.update('scheduled_compute_node', record[0], {'scheduler_id': slurm_job_id, 'status': 'active',
+                                                         'reason': None})
     return {'scheduler': dict(scheduler, scheduler_id=record[0]), 'scheduler_config_id': record[1]}
 
 
@@ -10155,9 +10166,32 @@ def leave_allocation(context: Context, node: Values) -> None:
     scheduler, workflow_id = known_scheduler(node), node['workflow_id']
     slurm_job_id = scheduler.get('slurm_job_id')
     if slurm_job_id and not active_nodes_of(context, workflow_id, slurm_job_id):
-        context.run("UPDATE scheduled_compute_node SET status = 'complete' WHERE workflow_id = ? "
-                    "AND scheduler_type = 'slurm' AND scheduler_id = ? AND status = 'active'",
-                    (workflow_id, slurm_job_id))
+        for record in records_of(context, workflow_id, slurm_job_id):
+            if record['status'] == 'active':
+                set_allocation_status(context, record, 'complete',
+                                      f"its last runner (compute node {node['id']}) has left")
+
+
+def records_of(context: Context, workflow_id: int, slurm_job_id: int) -> List[Values]:
+    """The records of a Slurm job that is not known to be over: one, as a rule."""
+    return context.select('scheduled_compute_node', "WHERE workflow_id = ? AND scheduler_type = 'slurm' "
+                          "AND scheduler_id = ? AND status IN ('pending', 'active')",
+                          (workflow_id, slurm_job_id))
+
+
+def set_allocation_status(context: Context, record: Values, status: str, reason: str) -> None:
+    """An allocation is in another status now, for a reason: one sentence with its evidence."""
+    context.update('scheduled_compute_node', record['id'], {'status': status, 'reason': reason})
+    note_allocation_status(context, record, status, reason)
+
+
+def note_allocation_status(context: Context, record: Values, status: str, reason: str) -> None:
+    """Keep it among the workflow's events."""
+    named = f"Slurm job {record['scheduler_id']}" if record['scheduler_id'] > 0 else 'not submitted'
+    record_event(context, record['workflow_id'], {
+        'category': 'scheduler', 'event_type': f'allocation_{status}',
+        'scheduled_compute_node_id': record['id'], 'slurm_job_id': record['scheduler_id'],
+        'message': f"Allocation {record['id']} ({named}) is {status}: {reason}"})
 
 
 NODE_EVENTS = {     # type of the event -> what it says of the node
@@ -10173,10 +10207,10 @@ def announce_node(context: Context, event_type: str, node_id: int) -> Values:
     return node
 
 
-def end_node(context: Context, node_id: int) -> None:
-    """An active node has ended without saying so: report it, and release what it held."""
+def end_node(context: Context, node_id: int, why: str = '') -> None:
+    """An active node has ended without saying so: report it, and release what it held. See release_node."""
     announce_node(context, 'compute_node_stopped', node_id)
-    release_node(context, node_id)
+    release_node(context, node_id, why)
 
 
 def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
@@ -10219,35 +10253,45 @@ def delete_compute_nodes(context: Context, workflow_id: int) -> Values:
     return {'count': len(nodes)}
 
 
-def release_node(context: Context, node_id: int) -> None:
-    """Release what a lost node held: claims are ready, running jobs failed, unreported actions due."""
+def release_node(context: Context, node_id: int, why: str = '') -> None:
+    """Release what a lost node held: claims are ready, running jobs failed, unreported actions due.
+
+    `why` it is lost, with the evidence, goes to the reasons of their results.
+    """
     workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.leases.pop(node_id, None)
+    context.service.heard.pop(node_id, None)
     context.service.turns.pop(node_id, None)
     context.service.wants.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
-    state = workflow_state(context, workflow_id)
+    state, why = workflow_state(context, workflow_id), f': {why}' if why else ''
     for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
                               (node_id,)):
         # It may have started, and the report been lost: what runs from now on is another attempt.
         job = job_state(context, job_id)
-        reason = f'compute node {node_id} ({host}), which had claimed it, went away'
+        reason = f'compute node {node_id} ({host}), which had claimed it, went away{why}'
         assume_interrupted(context, state, job, reason)
         begin_next_attempt(context, state, job)
-    for job_id, start_time in context.rows('SELECT id, start_time FROM job WHERE compute_node_id = ? '
-                                           f'AND status = {RUNNING}', (node_id,)):
-        spent_s = context.now() - parse_time(start_time) if start_time else 0.0
-        record_end(context, state, {
-            'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
-            'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time,
-            'reason': f'compute node {node_id} ({host}), which ran it, went away'})
+    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}',
+                              (node_id,)):
+        reason = f'compute node {node_id} ({host}), which ran it, went away{why}'
+        assume_failed(context, state, job_id, reason)
         record_event(context, workflow_id, {
             'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
-            'message': f'Job {job_id} was running on node {node_id}, which went away'}, 'warning')
+            'message': f'Job {job_id} was running on node {node_id}, which went away{why}'}, 'warning')
     note_if_complete(context, workflow_id)
+
+
+def assume_failed(context: Context, state: WorkflowState, job_id: int, reason: str) -> None:
+    """A running job has lost its runner: how it ended is not known."""
+    start_time = context.value('SELECT start_time FROM job WHERE id = ?', (job_id,))
+    spent_s = context.now() - parse_time(start_time) if start_time else 0.0
+    record_end(context, state, {
+        'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
+        'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
 
 
 def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
@@ -10350,6 +10394,7 @@ def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optio
         raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one',
                       gone=True)
     if lease_s is not None:
+        context.service.heard[node_id] = context.service.clock()
         context.service.leases[node_id] = context.service.clock() + lease_s
         if row[1] != lease_s:
             context.run('UPDATE compute_node SET lease_s = ? WHERE id = ?', (lease_s, node_id))
@@ -11084,6 +11129,17 @@ def update_row(context: Context, resource: str, row_id: int, body: Values) -> Va
         context.update(resource, row_id, values)
     except sqlite3.IntegrityError as error:
         raise explain_integrity_error(error, resource, values) from None
+    return read_row(context, resource, row_id)
+
+
+def update_scheduled_compute_node(context: Context, resource: str, row_id: int, body: Values) -> Values:
+    """Change the record of an allocation; another status than before is an event, and has its own reason."""
+    before = read_row(context, resource, row_id)
+    record = update_row(context, resource, row_id, body)
+    if record['status'] != before['status']:
+        reason = body.get('reason')
+        context.update(resource, row_id, {'reason': reason})
+        note_allocation_status(context, record, record['status'], reason or 'a client has said so')
     return read_row(context, resource, row_id)
 
 
@@ -12047,6 +12103,156 @@ def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
 
 
 
+# -------- allocations that are gone --------
+
+# For so long after the end of a Slurm job its processes may have been at work (KillWait is 30 s as a rule,
+# slurm.conf(5)), and the clocks of the caller and of Slurm's controller may differ.
+END_MARGIN_S = 60.0
+UNHELD = (f'workflow_id = ? AND status = {RUNNING} AND CASE (SELECT is_active FROM compute_node WHERE '
+          'id = job.compute_node_id) WHEN 1 THEN 0 WHEN 0 THEN 1 ELSE NOT EXISTS '
+          '(SELECT 1 FROM compute_node node WHERE node.workflow_id = job.workflow_id AND is_active = 1) END')
+
+
+def survey_allocations(context: Context, workflow_id: int) -> Values:
+    """What there is to ask Slurm about: pending and active allocations, and Slurm jobs of active nodes.
+
+    Also the processes of the active nodes that have a lease.
+    """
+    rows = context.rows(
+        "SELECT id, scheduler_id, status, submission FROM scheduled_compute_node WHERE workflow_id = ? "
+        "AND scheduler_type = 'slurm' AND status IN ('pending', 'active') ORDER BY id", (workflow_id,))
+    allocations = []
+    for record_id, slurm_job_id, status, text in rows:
+        settings = json.loads(text) if text else {}
+        submitted_at = settings.get('submitted_at')
+        allocations.append({'id': record_id, 'slurm_job_id': slurm_job_id, 'status': status,
+                            'cluster': settings.get('cluster') or '',
+                            'age_s': submitted_at and max(0.0, context.now() - submitted_at)})
+    known = {row['slurm_job_id'] for row in allocations}
+    nodes = context.rows('SELECT id, hostname, pid, identity FROM compute_node WHERE workflow_id = ? '
+                         'AND is_active = 1 AND lease_s IS NOT NULL ORDER BY id', (workflow_id,))
+    active = slurm_jobs_of_nodes(context, workflow_id)
+    others = {int(active[row[0]]) for row in nodes if active.get(row[0], '').isdigit()} - known
+    allocations += [{'id': 0, 'slurm_job_id': number, 'status': 'active', 'cluster': '', 'age_s': None}
+                    for number in sorted(others)]
+    return {'allocations': allocations, 'user': context.value('SELECT user FROM workflow WHERE id = ?',
+                                                              (workflow_id,)),
+            'nodes': [dict(zip(('compute_node_id', 'hostname', 'pid', 'identity'), row)) for row in nodes]}
+
+
+def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values:
+    """Take in which allocations are gone, or were put back into the queue, and which runners are dead.
+
+    Then running jobs that no active node holds have failed. `is_dry_run`: only tell what would be done.
+    """
+    state, service = workflow_state(context, workflow_id), context.service
+    before = [(known, dict(known)) for known in (service.leases, service.heard, service.turns, service.wants)]
+    found = {'slurm_jobs_failed': 0, 'pending_allocations_cleaned': 0, 'running_jobs_failed': 0,
+             'compute_nodes_deactivated': 0, 'failed_job_details': [], 'jobs_requeued': 0,
+             'requeued_job_details': [], 'allocations': [], 'doubts': []}   # type: Values
+    is_dry_run = bool(body.get('is_dry_run'))
+    with context.savepoint(keeps=not is_dry_run):
+        for seen in body['allocations']:
+            sync_allocation(context, state, seen, found)
+        dead = {row['compute_node_id']: row['reason'] for row in body.get('dead_nodes') or ()}
+        for node_id, lease_s in context.rows('SELECT id, lease_s FROM compute_node WHERE workflow_id = ? '
+                                             'AND is_active = 1 AND lease_s IS NOT NULL', (workflow_id,)):
+            if service.clock() > service.leases.get(node_id, math.inf):
+                dead.setdefault(node_id, f'nothing was heard of it for {lease_s:.0f} s, its lease')
+            if node_id in dead:
+                take_node(context, node_id, {'reason': dead[node_id]}, found)
+        for job_id, name in context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id',
+                                         (workflow_id,)):
+            reason = 'no active compute node runs it'
+            assume_failed(context, state, job_id, reason)
+            note_lost_job(found, 'running_jobs_failed', (job_id, name), {'reason': reason})
+        note_if_complete(context, workflow_id)
+    if is_dry_run:
+        for known, values in before:
+            known.clear()
+            known.update(values)
+    return found
+
+
+def sync_allocation(context: Context, state: WorkflowState, seen: Values, found: Values) -> None:
+    """Take in what Slurm says of one of its jobs, unless a runner in it has contradicted that."""
+    slurm_job_id = seen['slurm_job_id']
+    nodes = [node_id for node_id, _ in active_nodes_of(context, state.id, slurm_job_id)]
+    doubts = list(filter(None, (doubt_end(context, node_id, seen) for node_id in nodes)))
+    if doubts:
+        found['doubts'].append(f"{seen['reason']}, but {doubts[0]}")
+        return
+    for node_id in nodes:
+        take_node(context, node_id, seen, found)
+    status = 'pending' if seen.get('is_queued') else 'complete'
+    for record in records_of(context, state.id, slurm_job_id):
+        if record['status'] == status:
+            continue
+        if seen.get('is_interrupted'):
+            requeue_assumed(context, state, seen, found)
+        found['pending_allocations_cleaned'] += record['status'] == 'pending'
+        set_allocation_status(context, record, status, seen['reason'])
+        found['allocations'].append({
+            'scheduled_compute_node_id': record['id'], 'slurm_job_id': slurm_job_id, 'status': status,
+            'previous_status': record['status'], 'reason': seen['reason']})
+
+
+def doubt_end(context: Context, node_id: int, seen: Values) -> str:
+    """Why the runner of a node may live although its Slurm job is said to be over; '' if nothing says so.
+
+    A node that was cut off from Slurm runs on what Slurm starts again elsewhere. Times that have gone by are
+    compared, each by one clock. A server that has just begun has heard of nobody: then Slurm's word counts.
+    """
+    heard_at = context.service.heard.get(node_id)
+    lease_s = context.value('SELECT lease_s FROM compute_node WHERE id = ?', (node_id,))
+    if heard_at is None or lease_s is None:
+        return ''
+    silent_s, ended_s = context.service.clock() - heard_at, seen.get('ended_s')
+    # without an end: longer than a living runner ever pauses
+    limit_s = lease_s / 2 if ended_s is None else ended_s - END_MARGIN_S
+    if silent_s >= min(limit_s, lease_s):
+        return ''
+    return (f'compute node {node_id} has reported {silent_s:.0f} s ago: left alone until it has been silent '
+            f'for {lease_s if ended_s is not None else lease_s / 2:.0f} s')
+
+
+def take_node(context: Context, node_id: int, seen: Values, found: Values) -> None:
+    """An active node is gone: its jobs have failed, or are ready again if it was only interrupted."""
+    jobs = context.rows('SELECT id, name, status FROM job WHERE compute_node_id = ? '
+                        f'AND status IN ({PENDING}, {RUNNING}) ORDER BY id', (node_id,))
+    if seen.get('is_interrupted'):
+        interrupt_jobs(context, node_id, seen['reason'])
+    end_node(context, node_id, seen['reason'])
+    found['compute_nodes_deactivated'] += 1
+    failed = 'slurm_jobs_failed' if 'slurm_job_id' in seen else 'running_jobs_failed'
+    for *job, status in jobs:
+        is_failed = status == RUNNING and not seen.get('is_interrupted')
+        note_lost_job(found, failed if is_failed else 'jobs_requeued', job, seen)
+
+
+def note_lost_job(found: Values, count: str, job: Cells, seen: Values) -> None:
+    """Count a job that was lost, and tell which."""
+    details = found['requeued_job_details' if count == 'jobs_requeued' else 'failed_job_details']
+    details.append({'job_id': job[0], 'job_name': job[1], 'reason': seen['reason'],
+                    'slurm_job_id': seen.get('slurm_job_id')})
+    found[count] += 1
+
+
+def requeue_assumed(context: Context, state: WorkflowState, seen: Values, found: Values) -> None:
+    """Jobs whose leases ended before it was known that their allocation was interrupted: ready after all."""
+    number = str(seen['slurm_job_id'])
+    nodes = [node_id for node_id, slurm_job in slurm_jobs_of_nodes(context, state.id).items()
+             if slurm_job == number]
+    lost = (f'SELECT job_id, attempt_id FROM result WHERE run_id = {state.run_id} AND {ASSUMED} '
+            f'AND status = {FAILED} AND compute_node_id IN')
+    for job_id, attempt_id in rows_by_ids(context, lost, nodes):
+        job = undo_assumed_end(context, state, job_state(context, job_id), attempt_id, None)
+        if job is not None:
+            assume_interrupted(context, state, job, seen['reason'])
+            begin_next_attempt(context, state, job)
+            note_lost_job(found, 'jobs_requeued', (job.id, job.name), seen)
+
+
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
 # MODELS says what a request's body may hold. An answer of an official operation has the keys of its model:
@@ -12204,7 +12410,7 @@ MODELS = {
     'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str '
         'scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
-        'status:str! workflow_id:int!',
+        'status:str! workflow_id:int! reason:str',
     'SecondsSpan': 'count:int! max_seconds:int! median_seconds:int! min_seconds:int!',
     'SetFileTimesRequest': 'files:{float?}! contents:[content]',
     'SetFileTimesResponse': 'count:int!',
@@ -12236,6 +12442,18 @@ MODELS = {
     'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
         'scheduler_config_id:int count:ordinal ended:[str]',
     'SubmissionResponse': 'allocations:[@SubmissionModel]! submitters:[str]! idle_actions:[int]!',
+    'SurveyedAllocation': 'id:int! slurm_job_id:int! status:str! cluster:str! age_s:float',
+    'SurveyedNode': 'compute_node_id:int! hostname:str! pid:int! identity:str',
+    'SurveyResponse': 'allocations:[@SurveyedAllocation]! nodes:[@SurveyedNode]! user:str!',
+    'SeenAllocation': 'slurm_job_id:int! reason:str! is_queued:bool is_interrupted:bool ended_s:float',
+    'DeadNode': 'compute_node_id:int! reason:str!',
+    'LostJob': 'job_id:int! job_name:str! reason:str! slurm_job_id:int',
+    'SyncedAllocation': 'scheduled_compute_node_id:int! slurm_job_id:int! status:str! previous_status:str! '
+        'reason:str!',
+    'SyncRequest': 'allocations:[@SeenAllocation]! dead_nodes:[@DeadNode] is_dry_run:bool',
+    'SyncResponse': 'slurm_jobs_failed:int! pending_allocations_cleaned:int! running_jobs_failed:int! '
+        'compute_nodes_deactivated:int! failed_job_details:[@LostJob]! jobs_requeued:int! '
+        'requeued_job_details:[@LostJob]! allocations:[@SyncedAllocation]! doubts:[str]!',
     'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int '
         'status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
@@ -12797,10 +13015,13 @@ ROUTES = (
     *usual_routes('slurm_scheduler', 'slurm_schedulers'),
     *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
-                  'scheduler_id:int scheduler_config_id:int status:str'),
+                  'scheduler_id:int scheduler_config_id:int status:str',
+                  update={'verb': update_scheduled_compute_node}),
     route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
     route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
              body='SubmissionReport'),
+    route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
+    route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
     route_to('GET', 'demand', get_demand, '@DemandResponse'),
     route_to('POST', 'store_allocations', store_allocations, '@StoreAllocationsResponse',
              body='StoreAllocationsRequest'),
@@ -22184,8 +22405,9 @@ def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], Lis
         lines = [line for line in reply.err.splitlines() if line.strip()]
         if reply.code and not (lines and all(ENDED_JOB.search(line) for line in lines)):
             return [], [f'scancel: {explain_reply(reply)}']
+    end = {'status': 'canceled', 'reason': f'{user_name()} has canceled the workflow'}
     for row in rows:
-        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+        client.call('update_scheduled_compute_node', end, id=row['id'])
     return numbers, []
 
 
@@ -26923,7 +27145,9 @@ def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]],
         context.say(f'scancel: {explain_reply(reply)}', 'warning')
         return
     for row in chosen:
-        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+        client.call('update_scheduled_compute_node', {
+            'status': 'canceled', 'reason': 'no job was left for it when the last runner of Slurm job '
+            f'{context.allocation.job_id} left'}, id=row['id'])
     if chosen:
         message = f'canceled {len(chosen)} queued allocations: nothing is left for them to do'
         context.say(message)
@@ -27331,6 +27555,162 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 #
 # Evidence is gathered here, by few calls of Slurm's programs for all allocations at once, and judged by the
 # server (8j). What is doubtful is left alone, and named.
+
+SEEN_FORMAT = '%i|%T|%e'            # of squeue: id, state, end
+END_FORMAT = 'JobID,State,ExitCode,End,UID,User'
+# The allocation was ended, not the jobs in it: they may run again as they are. One that has used up its time
+# or memory (TIMEOUT, DEADLINE, OUT_OF_MEMORY), or whose runner was killed (FAILED), is not among them: what
+# ran in it may be the cause, and would run for ever if that spent no attempt.
+INTERRUPTED_STATES = frozenset(('NODE_FAIL', 'PREEMPTED', 'BOOT_FAIL', 'CANCELLED', 'LAUNCH_FAILED',
+                                'RECONFIG_FAIL', 'REVOKED'))
+# Slurm is about to do something with it: whatever that will be, it is too early to judge.
+PASSING_STATES = frozenset(('COMPLETING', 'REQUEUED', 'REQUEUE_FED', 'RESIZING', 'SIGNALING', 'STAGE_OUT',
+                            'STOPPED', 'SUSPENDED'))
+NEW_ALLOCATION_S = 120.0            # so long squeue and sacct may not know what sbatch has just submitted
+DRAINED_EXIT = '3:0'                # exit code of a runner without a server, as sacct prints it
+
+
+class AllocationsSeen:
+    """What one squeue says of a workflow's allocations (rows of survey_allocations)."""
+
+    def __init__(self) -> None:
+        self.alive = {'pending': [], 'active': []}      # type: Dict[str, List[Dict[str, Any]]]
+        self.requeued = []          # type: List[Dict[str, Any]]  # active ones that wait in the queue again
+        self.gone = {}              # type: Dict[int, SlurmEnd]  # by Slurm job
+        self.doubts = []            # type: List[str]  # what is left alone, and why
+
+    @property
+    def num_alive(self) -> Dict[str, int]:
+        """How many wait, and how many have nodes."""
+        return {name: len(rows) for name, rows in self.alive.items()}
+
+
+class SlurmEnd(Row):
+    """How a Slurm job ended, as far as that is known."""
+    row: Dict[str, Any]             # of survey_allocations
+    state: str = ''                 # of SLURM_STATES; '': not known
+    ended_at: Optional[float] = None
+    exit_code: str = ''             # as sacct prints it: code and signal
+    problem: str = ''               # why no more is known
+
+
+def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> AllocationsSeen:
+    """Which allocations are alive, which are gone, and which are neither for certain.
+
+    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue.
+    """
+    seen = AllocationsSeen()
+    listed = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 3)}
+    for row in rows:
+        number, doubt = row['slurm_job_id'], ''
+        name, end = listed.get(str(number), ('', ''))
+        state = SLURM_STATES.get(parse_slurm_state(name))
+        if number <= 0:
+            doubt = f"allocation {row['id']} has not been submitted yet, as far as is known"
+        elif reply.code:
+            doubt = f'Slurm job {number} may be anything: squeue failed: {explain_reply(reply)}'
+        elif str(number) not in listed:
+            if row.get('cluster'):
+                doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
+            else:
+                seen.gone[number] = SlurmEnd(row)
+        elif state is None:
+            doubt = f'Slurm job {number} is in a state that is not known here: {printable(name)}'
+        elif state.is_ended:
+            seen.gone[number] = SlurmEnd(row, parse_slurm_state(name), parse_slurm_instant(end))
+        else:
+            take_alive(seen, row, parse_slurm_state(name), state)
+        seen.doubts += [doubt] if doubt else []
+    return seen
+
+
+def take_alive(seen: AllocationsSeen, row: Dict[str, Any], name: str, state: SlurmState) -> None:
+    """Take in an allocation that is in the queue, or has nodes."""
+    if name in PASSING_STATES:
+        seen.doubts.append(f"Slurm job {row['slurm_job_id']} {state.meaning} ({name})")
+    if name != 'COMPLETING':
+        seen.alive['pending' if state.is_pending else 'active'].append(row)
+    if row['status'] == 'active' and state.is_pending and not state.is_live and name not in PASSING_STATES:
+        seen.requeued.append(row)
+
+
+def seen_argv() -> List[str]:
+    """squeue for all of the user's jobs, also those that have ended a short time ago (MinJobAge)."""
+    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', SEEN_FORMAT)
+
+
+def ends_argv(numbers: Iterable[int], since: float) -> List[str]:
+    """sacct for the last runs of jobs, but not of those that had these numbers before."""
+    start = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))
+    return slurm_argv('sacct', '-X', '-n', '-P', '-S', start, '-j', ','.join(map(str, numbers)),
+                      '--format', END_FORMAT)
+
+
+def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
+    """Add to those that are gone what sacct says of their ends; it may also say that they are not gone.
+
+    `owner`: whose the workflow is.
+    """
+    records = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 6)} if reply.code == 0 else {}
+    problem = f'sacct cannot be asked: {explain_reply(reply)}' if reply.code else 'sacct does not know it'
+    for number, end in list(seen.gone.items()):
+        name, exit_code, ended, uid, user = records.get(str(number), ('', '', '', '', ''))
+        state, doubt = SLURM_STATES.get(parse_slurm_state(name)), ''
+        if state is not None and state.is_ended:
+            seen.gone[number] = end._replace(
+                state=parse_slurm_state(name), exit_code=exit_code,
+                ended_at=parse_slurm_instant(ended) or end.ended_at)
+        elif end.state:
+            pass        # the accounting is late
+        elif state is not None:
+            doubt = f'squeue does not list Slurm job {number}, but for sacct it {state.meaning} ({name})'
+        elif (end.row.get('age_s') or math.inf) < NEW_ALLOCATION_S:
+            age = f"{end.row['age_s']:.0f} s"
+            doubt = f'Slurm job {number} was submitted {age} ago, and may not be listed yet'
+        elif user_name() != owner:
+            doubt = f'Slurm job {number} may be one of {owner}, whose workflow it is: you are {user_name()}'
+        else:
+            seen.gone[number] = end._replace(problem=problem)
+        if uid.isdigit() and int(uid) != os.getuid():      # --me goes by it, too
+            doubt = f"Slurm job {number} is {user}'s (user id {uid}), and you are {os.getuid()}"
+        if doubt:
+            seen.gone.pop(number)
+            seen.doubts.append(doubt)
+
+
+def describe_slurm_end(number: int, end: SlurmEnd) -> str:
+    """One sentence, with the evidence."""
+    if not end.state:
+        return f'Slurm lists job {number} no longer, and {end.problem}'
+    said = [end.state] + ([f'exit code {end.exit_code}'] if end.exit_code not in ('', '0:0') else [])
+    said += [f'at {format_time(end.ended_at)}'] if end.ended_at else []
+    text = f"Slurm job {number} {SLURM_STATES[end.state].meaning} ({', '.join(said)})"
+    if (end.state, end.exit_code) == ('FAILED', DRAINED_EXIT):
+        text += '; its runner had no server, and may have a journal: workflows reconcile'
+    return text
+
+
+def evidence_of(seen: AllocationsSeen, now: float) -> List[Dict[str, Any]]:
+    """What the server is told: `allocations` of sync_allocations. `now` is in seconds since the epoch."""
+    found = []
+    for number, end in seen.gone.items():
+        row = {'slurm_job_id': number, 'reason': describe_slurm_end(number, end),
+               'is_interrupted': end.state in INTERRUPTED_STATES}
+        # a node that has failed Slurm may be at work all the same, cut off from it: its end says nothing
+        if end.ended_at is not None and end.state != 'NODE_FAIL':
+            row['ended_s'] = max(0.0, now - end.ended_at)
+        found.append(row)
+    return found + [{'slurm_job_id': row['slurm_job_id'], 'is_queued': True, 'is_interrupted': True,
+                     'reason': f"Slurm has put job {row['slurm_job_id']} into the queue again"}
+                    for row in seen.requeued]
+
+
+def find_dead_nodes(nodes: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Of the nodes of a survey those whose runners were processes of this host, and are no more."""
+    return [{'compute_node_id': node['compute_node_id'],
+             'reason': f"its process {node['pid']} on {node['hostname']} does not exist any more"}
+            for node in nodes
+            if node_lives(node['hostname'], node['pid'], node.get('identity') or '') is False]
 
 
 # ======== 17a. Diagnosis: what failed jobs lacked, and what they get instead ========
@@ -33702,6 +34082,56 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
 
+# -------- sync-status --------
+
+LOST_SHOWN = 10     # jobs named for people
+
+
+def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
+    """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
+
+    At most one squeue, and one sacct if any is gone; none of them without an allocation.
+    """
+    survey = session.call('survey_allocations', workflow_id=workflow_id)
+    seen = AllocationsSeen()
+    if survey['allocations']:
+        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()))
+    if seen.gone:
+        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
+        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
+    body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
+            'is_dry_run': is_dry_run}
+    found = session.call('sync_allocations', body, workflow_id=workflow_id)
+    return dict(found, doubts=seen.doubts + found['doubts'], alive=seen.num_alive, dry_run=is_dry_run,
+                workflow_id=workflow_id)
+
+
+def cmd_sync_status(session: Session, args: Arguments) -> int:
+    """Find allocations that are gone, and jobs that nobody runs, and set them right."""
+    found = clean_up_allocations(session, choose_workflow(session, args), bool(args['dry_run']))
+    session.answer(found, format_synced(found))
+    return 0
+
+
+def format_synced(found: Dict[str, Any]) -> str:
+    """What `sync-status` has done, or would do, for people."""
+    would, lines = 'would be ' if found['dry_run'] else '', []
+    for row in found['allocations']:
+        lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
+    for key, word in (('requeued_job_details', 'ready again'), ('failed_job_details', 'failed')):
+        rows = found[key]
+        lines += [f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
+                  for row in rows[:LOST_SHOWN]]
+        lines += [f'{len(rows) - LOST_SHOWN} more jobs {would}{word}'] if len(rows) > LOST_SHOWN else []
+    count = found['compute_nodes_deactivated']
+    lines += [f"{count} compute nodes {would}inactive"] if count else []
+    lines += [f'left alone: {doubt}' for doubt in found['doubts']]
+    alive = found['alive']
+    lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
+                 f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
+    return format_lines(lines)
+
+
 # -------- slurm regenerate --------
 
 class Regeneration(Row):
@@ -34655,6 +35085,9 @@ COMMANDS = (
         Argument('--job-ids', 'JOB,...', 'look only at these jobs', parse_ids, '*'), DRY_RUN,
         Argument('--no-downsize', '', 'only ask for more, never for less')),
         'workflows correct-resources 1 --dry-run'),
+    Command('workflows sync-status', cmd_sync_status,
+        'find allocations that are gone and jobs that nobody runs, and set them right',
+        (ASKED_WF, DRY_RUN), 'workflows sync-status 1 --dry-run'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('true|false', '', 'true: hide; false: show again', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
