@@ -3125,7 +3125,7 @@ class StoreTest(unittest.TestCase):
     # What MIGRATIONS add, as SCHEMA has it.
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
                      r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',
-                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*',
+                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*\n    watcher .*',
                      r'\nCREATE INDEX job_by_name .*',
                      r',\n    failure           TEXT .*')
 
@@ -8642,6 +8642,135 @@ class SyncTest(ServiceTest):
                          [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
         self.assertEqual(f'Allocation {other_id} (Slurm job 18) is canceled: enough', events[1]['message'])
 
+
+class WatchRecordTest(ServiceTest):
+    """Who watches a workflow: one at a time; what was counted outlives them."""
+
+    def watch(self, name: str = 'a', **more: Any) -> Dict[str, Any]:
+        """Ask as a process of this name."""
+        body = dict({'process': {'host': name, 'pid': 1}, 'lease_s': 60.0}, **more)
+        return self.call('watch_workflow', body, workflow_id=self.workflow_id)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('x:\ny: x')
+
+    def rerun(self) -> None:
+        """What a recovery does: a new run."""
+        self.store.run('UPDATE workflow SET run_id = run_id + 1')
+
+    def test_a_second_one_is_refused_while_the_first_renews_and_takes_over_when_its_time_is_over(self):
+        first = self.watch('a')
+        self.assertEqual((True, 0, False, False, 1), tuple(first[key] for key in (
+            'granted', 'recoveries', 'is_begun', 'is_recovered', 'run_id')))
+        self.assertEqual(2, first['status']['total_jobs'])
+        for _ in range(3):
+            self.clock += 50
+            found = self.watch('b')
+            self.assertEqual((False, {'host': 'a', 'pid': 1}), (found['granted'], found['process']))
+            self.assertTrue(self.watch('a')['granted'])
+        self.clock += 61
+        self.assertTrue(self.watch('b')['granted'])
+        self.assertFalse(self.watch('a')['granted'])
+
+    def test_one_that_is_known_to_have_ended_or_has_left_is_taken_over_at_once(self):
+        self.watch('a')
+        self.assertFalse(self.watch('b', ended={'host': 'c', 'pid': 1})['granted'])
+        self.assertTrue(self.watch('b', ended={'host': 'a', 'pid': 1})['granted'])
+        self.assertTrue(self.watch('b', leaves=True)['granted'])
+        self.assertTrue(self.watch('c')['granted'])
+
+    def test_recoveries_are_counted_once_a_run_and_until_somebody_else_begins_a_run(self):
+        def counted(**more: Any) -> Tuple[int, bool, bool]:
+            found = self.watch(**more)
+            return found['recoveries'], found['is_begun'], found['is_recovered']
+        self.assertEqual((1, True, False), counted(recovers=True))
+        self.assertEqual((1, True, False), counted(recovers=True))      # killed, and begun again
+        self.rerun()
+        self.assertEqual((1, False, True), counted(name='b', ended={'host': 'a', 'pid': 1}))
+        self.assertEqual((2, True, False), counted(name='b', recovers=True))
+        self.rerun()
+        self.assertEqual((2, False, True), counted(name='b', leaves=True))
+        self.assertEqual((2, False, True), counted())
+        self.rerun()        # by somebody else
+        self.assertEqual((0, False, False), counted())
+
+    def test_what_was_scheduled_and_when_it_began_is_kept_until_all_is_over(self):
+        began = self.watch()['began_at']
+        self.clock += 10
+        found = self.watch(schedules=True)
+        self.assertEqual((began, began + 10), (found['began_at'], found['scheduled_at']))
+        self.clock += 10
+        self.watch(leaves=True)
+        found = self.watch('b')
+        self.assertEqual((began, began + 10), (found['began_at'], found['scheduled_at']))
+        self.assertEqual(began + 20, found['now'])
+        self.watch('b', leaves=True, is_over=True)
+        found = self.watch('c')
+        self.assertEqual((began + 20, None), (found['began_at'], found['scheduled_at']))
+        self.assertNotIn('watcher', self.call('get_workflow', id=self.workflow_id))
+
+
+class UnplannedJobsTest(ServiceTest):
+    """Which ready jobs no allocation was planned for, or is there for."""
+    HEAD, make, allocate = WaitingTest.HEAD, WaitingTest.make, WaitingTest.allocate
+    SCHEDULER = {'name': 's', 'nodes': 1, 'walltime': '01:00:00', 'mem': '2G'}
+
+    def unplanned(self, workflow_id: int) -> List[str]:
+        """Their names."""
+        found = self.call('list_unplanned_jobs', workflow_id=workflow_id)
+        self.assertEqual(len(found['job_ids']), found['count'])
+        names = {job['id']: job['name'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+        return [names[job_id] for job_id in found['job_ids']]
+
+    def retried(self, *names: str) -> None:
+        """Let jobs be those of a retry."""
+        for name in names:
+            self.store.run("UPDATE job SET origin = 'retry' WHERE name = ?", (name,))
+
+    def test_what_fits_a_queued_allocation_is_planned_and_what_fits_none_is_not(self):
+        workflow_id = self.make(self.HEAD + """
+            small     1  1g  -  1  PT1M  -  -  -
+            retried   1  1g  -  1  PT1M  -  -  -
+            large     1  9g  -  1  PT1M  -  -  -
+            labelled  1  9g  -  1  PT1M  x  -  -
+            blocked   1  9g  -  1  PT1M  -  -  small
+        """, [self.SCHEDULER])
+        self.retried('retried')
+        # There is nothing at all.
+        self.assertEqual(['small', 'retried', 'large'], self.unplanned(workflow_id))
+        self.allocate(workflow_id, 1)
+        self.assertEqual(['large'], self.unplanned(workflow_id))
+
+    def test_of_jobs_for_which_only_runners_at_work_are_left_those_of_retries_are_unplanned(self):
+        workflow_id = self.make(self.HEAD + """
+            busy     1  1g  -  1  PT1M  -  -  -
+            first    1  1g  -  1  PT1M  -  -  -
+            retried  1  1g  -  1  PT1M  -  -  -
+        """, [self.SCHEDULER])
+        self.retried('retried')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id, 1)
+        self.assertEqual(['retried'], self.unplanned(workflow_id))
+        self.allocate(workflow_id, 1)
+        self.assertEqual([], self.unplanned(workflow_id))
+
+    def test_what_an_action_to_come_is_for_is_planned(self):
+        config = {'scheduler_id': 1, 'scheduler_type': 'slurm', 'num_allocations': 1}
+        workflow_id = self.make(self.HEAD + """
+            gated  1  1g  -  1  PT1M  -  -  -
+            other  1  1g  -  1  PT1M  -  -  -
+            later  1  1g  -  1  PT1M  -  -  other
+        """, [self.SCHEDULER])
+        ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+        self.call('create_workflow_action', {
+            'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
+            'action_config': config, 'job_ids': [ids['gated'], ids['later']]}, workflow_id=workflow_id)
+        self.assertEqual(['other'], self.unplanned(workflow_id))
+        self.call('claim_action', {}, workflow_id=workflow_id, action_id=1)
+        self.assertEqual(['gated', 'other'], self.unplanned(workflow_id))
+
+
 # ======== 9. API ========
 
 # What the official interface has and ROUTES does not: operations, and query parameters of operations.
@@ -8841,7 +8970,7 @@ class ApiTest(ServiceTest):
                      'list_workflow_statuses', 'get_database', 'snapshot_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
                      'report_submissions', 'get_demand', 'store_allocations', 'recover_jobs', 'classify_jobs',
-                     'replay_completions', 'survey_allocations', 'sync_allocations'}
+                     'watch_workflow', 'list_unplanned_jobs', 'replay_completions', 'survey_allocations', 'sync_allocations'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -9228,6 +9357,8 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
                            'file_id': '$file', 'metadata': {'a': [1, None]}},
     'SubmissionRequest': {'submitter': 'me', 'lease_s': 60.0, 'settings': {'output_dir': '/o'}, 'scheduler_config_id': '$slurm_scheduler', 'count': 1,
                           'actions': [{'action_id': '$schedule', 'count': 1}], 'ended': ['nobody']},
+    'WatchRequest': {'process': {'host': 'h', 'pid': 1}, 'lease_s': 60.0, 'ended': {'host': 'h'},
+                     'recovers': True, 'schedules': True, 'leaves': False, 'is_over': False},
     'SubmissionReport': {'submitter': 'me', 'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}]},
     'RunnerSyncRequest': {
         'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0,
@@ -23418,6 +23549,170 @@ class RemedyTest(unittest.TestCase):
 # ======== 17b. Regeneration ========
 
 # ======== 17c. Watching ========
+
+def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
+    """What a server says: '2 ready, 1 failed'; '1 nodes, 1 active, 1 pending'."""
+    def numbers(text: str) -> Dict[str, int]:
+        return {word.split()[1]: int(word.split()[0]) for word in text.split(', ') if word}
+    found, at_work = dict(dict.fromkeys(torc.STATUS_CODES, 0), **numbers(counts)), numbers(workers)
+    status = {
+        'jobs_by_status': found, 'total_jobs': sum(found.values()),
+        'is_canceled': more.pop('is_canceled', False), 'active_compute_nodes': at_work.get('nodes', 0),
+        'active_scheduled_nodes': at_work.get('active', 0),
+        'pending_scheduled_nodes': at_work.get('pending', 0), 'unserved_ready_labels': more.pop('labels', {})}
+    return dict({'status': status, 'now': 10000.0, 'began_at': 10000.0, 'scheduled_at': None, 'recoveries': 0,
+                 'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'run_id': 1}, **more)
+
+
+class WatcherTest(unittest.TestCase):
+    """What is decided, on a clock that only the test moves."""
+
+    def step(self, watcher: Any, now: float, *said: Any, **more: Any) -> Tuple[str, str, int]:
+        """The first step of a poll: name, reason, exit code."""
+        watcher.begin_poll()
+        return tuple(watcher.next_step(now, watched(*said, **more)))
+
+    def test_what_follows_from_what_is_seen_after_slurm_was_asked(self):
+        rules = {
+            'plain': {}, 'recover': {'recovers': True}, 'agent': {'asks_agent': True},
+            'once': {'is_once': True}, 'schedule': {'schedules': True}, 'keep': {'is_persistent': True},
+            'twice': {'recovers': True, 'max_retries': 2}}
+        table = rows_of("""
+            counts                       workers    rules     more            step      exit  reason
+            3 completed                  -          plain     -               end       0     complete: 3
+            2 completed, 1 disabled      -          recover   -               end       0     complete
+            3 completed                  1 nodes    plain     -               wait      0     all jobs have
+            3 completed                  1 pending  recover   -               wait      0     all jobs have
+            1 failed, 2 completed        1 active   recover   -               wait      0     all jobs have
+            1 failed, 2 completed        -          plain     -               end       1     --recover
+            1 failed, 2 canceled         -          recover   -               recover   0     recovery 1
+            1 terminated                 -          twice     done=1          recover   0     recovery 2
+            1 terminated                 -          twice     done=2          end       1     after 2
+            1 terminated                 -          twice     done=2,begun=1  recover   0     recovery 2
+            1 terminated                 -          recover   done=99         recover   0     recovery 100
+            3 canceled                   -          recover   canceled=1      end       1     was canceled
+            2 ready                      1 pending  recover   canceled=1      end       1     was canceled
+            1 pending_failed, 1 failed   -          recover   -               end       1     jobs classify
+            1 pending_failed, 2 blocked  -          plain     -               end       1     jobs classify
+            1 pending_failed, 2 blocked  -          agent     -               recover   0     recovery 1
+            1 pending_failed, 2 ready    1 active   plain     -               wait      0     -
+            2 ready, 1 running           1 nodes    plain     -               wait      0     -
+            2 ready, 1 running           -          plain     -               wait      0     -
+            2 ready                      1 pending  schedule  -               wait      0     -
+            2 ready                      -          schedule  -               schedule  0     2 jobs are
+            2 ready, 1 failed            -          schedule  -               schedule  0     2 jobs are
+            2 ready                      -          schedule  scheduler=0     wait      0     left: 2 ready
+            2 blocked                    -          schedule  -               wait      0     left: 2 block
+            2 ready                      -          recover   -               wait      0     nobody is
+            2 ready                      -          recover   ours=1          schedule  0     2 jobs are
+            2 ready                      -          plain     ours=1          wait      0     nobody is
+            2 ready                      -          once      -               end       1     nobody is
+            2 ready                      -          keep      -               wait      0     nobody is
+            3 uninitialized              -          once      -               end       1     3 uninitialized
+        """)
+        keys = {'done': 'recoveries', 'begun': 'is_begun', 'ours': 'is_recovered',
+                'scheduler': 'has_scheduler', 'canceled': 'is_canceled'}
+        for row in table:
+            with self.subTest(**row):
+                pairs = [pair.split('=') for pair in filter(None, row['more'].split(','))]
+                watcher = torc.Watcher(torc.WatchRules(**rules[row['rules']]))
+                watcher.on_look(1000.0, [])
+                name, reason, code = self.step(watcher, 1001.0, row['counts'], row['workers'],
+                                               **{keys[key]: int(value) for key, value in pairs})
+                self.assertEqual((row['step'], int(row['exit'])), (name, code))
+                self.assertIn(row['reason'], reason)
+                self.assertIn(name, torc.WATCH_STEPS)
+
+    def test_after_two_polls_a_persistent_watch_still_waits(self):
+        watcher = torc.Watcher(torc.WatchRules(is_persistent=True))
+        for second in range(5):
+            self.assertEqual('wait', self.step(watcher, float(second), '2 ready')[0])
+
+    def test_slurm_is_asked_once_a_minute_at_most_and_only_if_there_is_something_to_ask_for(self):
+        watcher, looks = torc.Watcher(torc.WatchRules()), []
+        for second in range(600):
+            if self.step(watcher, float(second), '1 ready', '1 pending')[0] == 'look':
+                looks.append(second)
+                watcher.on_look(float(second), [])
+        self.assertEqual(list(range(0, 600, 60)), looks)
+        for said in (('1 ready', ''), ('1 running', '1 nodes'), ('1 failed', '')):
+            self.assertNotEqual('look', self.step(watcher, 1000.0, *said)[0], said)
+        self.assertEqual('look', self.step(watcher, 1000.0, '1 running', '')[0])     # whose runner is gone
+
+    def test_what_slurm_leaves_open_is_a_reason_to_wait_and_no_evidence(self):
+        watcher = torc.Watcher(torc.WatchRules(recovers=True, schedules=True))
+        watcher.on_look(0.0, ['squeue failed: Socket timed out'])
+        for second in range(1, 60):
+            self.assertEqual(('wait', 'squeue failed: Socket timed out', 0),
+                             self.step(watcher, float(second), '2 ready', '1 active'))
+
+    def test_a_workflow_that_stands_still_is_given_up_when_two_polls_have_seen_that(self):
+        watcher = torc.Watcher(torc.WatchRules())
+        self.assertEqual('wait', self.step(watcher, 0.0, '1 blocked')[0])
+        self.assertEqual('wait', self.step(watcher, 1.0, '1 ready', '1 nodes')[0])
+        self.assertEqual('wait', self.step(watcher, 2.0, '1 ready', labels={'gpu': 1})[0])
+        name, reason, code = self.step(watcher, 3.0, '1 ready', labels={'gpu': 1})
+        self.assertEqual(('end', 1), (name, code))
+        self.assertEqual('nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu',
+                         reason)
+
+    def test_labelled_jobs_get_no_allocation(self):
+        watcher = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True))
+        self.assertEqual('wait', self.step(watcher, 0.0, '2 ready', labels={'gpu': 2})[0])
+        self.assertEqual('schedule', self.step(watcher, 0.0, '3 ready', labels={'gpu': 2})[0])
+
+    def test_jobs_without_a_plan_get_allocations_when_they_are_many_or_have_waited_for_long(self):
+        rules = torc.WatchRules(schedules=True)
+        cases = ((1799, 9, {}, 'wait'), (1800, 9, {}, 'schedule'), (1800, 5, {}, 'schedule'),
+                 (1800, 4, {}, 'wait'), (7199, 1, {}, 'wait'), (7200, 1, {}, 'schedule'),
+                 (7200, 0, {}, 'wait'),
+                 (7200, 9, {'scheduled_at': 9000.0}, 'wait'), (7200, 9, {'scheduled_at': 8200.0}, 'schedule'))
+        for age_s, number, more, wanted in cases:
+            with self.subTest(age_s=age_s, number=number, more=more):
+                watcher = torc.Watcher(rules)
+                watcher.on_look(0.0, [])
+                said = watched('9 ready', '1 active', began_at=10000.0 - age_s, **more)
+                step = watcher.next_step(1.0, said)
+                if step.name == 'count':
+                    watcher.on_count(range(number))
+                    step = watcher.next_step(1.0, said)
+                self.assertEqual(wanted, step.name)
+        never = torc.Watcher(rules._replace(stranded_s=0))
+        never.on_look(0.0, [])
+        never.on_count([1])
+        self.assertEqual('wait', never.next_step(1.0, watched('9 ready', '1 active', began_at=0.0)).name)
+        plain = torc.Watcher(torc.WatchRules())
+        plain.on_look(0.0, [])
+        self.assertEqual('wait', plain.next_step(1.0, watched('9 ready', '1 active', began_at=0.0)).name)
+
+    def test_allocations_that_could_not_be_submitted_are_tried_again_at_growing_intervals(self):
+        watcher, now, pauses = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True)), 0.0, []
+        for _ in range(8):
+            self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
+            watcher.on_schedule(now, 'sbatch: no')
+            self.assertEqual(('wait', 'no allocations: sbatch: no', 0),
+                             self.step(watcher, now + 1, '2 ready'))
+            pauses.append(watcher.retry_at - now)
+            now = watcher.retry_at
+        self.assertEqual([60.0, 120.0, 240.0, 480.0, 960.0, 1800.0, 1800.0, 1800.0], pauses)
+        watcher.on_schedule(now, '')
+        self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
+
+    def test_a_workflow_that_gets_no_allocations_is_given_up_after_the_sixth_failure_in_a_row(self):
+        watcher = torc.Watcher(torc.WatchRules(schedules=True))
+        for number in range(torc.SCHEDULE_FAILURES):
+            self.assertEqual('schedule', self.step(watcher, watcher.retry_at, '2 ready')[0], number)
+            watcher.on_schedule(max(0.0, watcher.retry_at), 'sbatch: no')
+        self.assertEqual(('end', 'no allocations: sbatch: no', 1), self.step(watcher, 1.0, '2 ready'))
+
+    def test_a_recovery_that_was_refused_is_not_tried_again_in_the_same_run(self):
+        watcher = torc.Watcher(torc.WatchRules(recovers=True))
+        self.assertEqual('recover', self.step(watcher, 0.0, '1 failed')[0])
+        watcher.on_recover(1, 'the hook said no')
+        self.assertEqual(('end', 'what failed is not run again: the hook said no', 1),
+                         self.step(watcher, 0.0, '1 failed'))
+        self.assertEqual('recover', self.step(watcher, 0.0, '1 failed', run_id=2)[0])
+
 
 # ======== 19. Rendering ========
 #

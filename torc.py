@@ -5324,7 +5324,8 @@ CREATE TABLE workflow (
     is_canceled             BOOL INTEGER NOT NULL DEFAULT 0,
     is_archived             BOOL INTEGER NOT NULL DEFAULT 0,
     is_run_zero             BOOL INTEGER NOT NULL DEFAULT 0, -- run 1 began without a reset: 0 means it too
-    spec_path               TEXT                        -- the workflow file that it was made from, absolute
+    spec_path               TEXT,                       -- the workflow file that it was made from, absolute
+    watcher                 JSON TEXT                   -- who watches it, until, and what was counted
 );
 CREATE INDEX workflow_by_name ON workflow (name);
 CREATE INDEX workflow_by_user ON workflow (user);
@@ -5757,6 +5758,7 @@ ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
 """,
     10: """
 ALTER TABLE scheduled_compute_node ADD COLUMN reason TEXT;
+ALTER TABLE workflow ADD COLUMN watcher JSON TEXT;
 """,
 }
 
@@ -5890,7 +5892,7 @@ ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the fre
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
                              'is_system', 'is_run_zero', 'is_declared', 'submission', 'made_for', 'submitter',
-                             'submitter_until'])
+                             'submitter_until', 'watcher'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -12171,6 +12173,72 @@ def decide_about(context: Context, state: WorkflowState, job: JobState, row: Val
         'message': f'Job {job.name}: {decision}'})
 
 
+# -------- who watches a workflow --------
+#
+# One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
+# has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
+# run that somebody else has begun begins the count anew.
+
+def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
+    """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
+
+    Another one does until it leaves, its `lease_s` is over, or the caller knows that it has ended (`ended`).
+    """
+    state, now = workflow_state(context, workflow_id), context.now()
+    watcher = json.loads(context.value('SELECT watcher FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
+    holder = watcher.get('process')
+    if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
+        return {'granted': False, 'process': holder, 'until': watcher['until']}
+    runs = watcher.get('recovered_runs', [])
+    runs = [] if runs and state.run_id > runs[-1] + 1 else runs
+    if body.get('recovers') and state.run_id not in runs:
+        runs = runs + [state.run_id]
+    watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
+               'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
+               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
+    context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
+                (None if body.get('is_over') else format_json(watcher), workflow_id))
+    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
+    return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
+            'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
+            'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
+            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
+            'status': get_workflow_status(context, workflow_id)}
+
+
+UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
+    'lacks': '', 'no_runner': '', 'busy': 'AND origin IS NOT NULL', 'late': 'AND origin IS NOT NULL'}
+
+
+def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
+    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come.
+
+    Those of retries and spawns are among them if only runners at work could take them, which were planned
+    without them. What an allocation in the queue can take is planned.
+    """
+    runners = describe_runners(context, workflow_id)
+    places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
+    to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
+                           "AND action_type = 'schedule_nodes' AND executed = 0 AND failure IS NULL "
+                           f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
+    configs = [json.loads(config) for _, config in to_come]
+    schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
+    gated = set(context.ids('SELECT job_id FROM action_job WHERE action_id IN '
+                            f'{sql_list(action_id for action_id, _ in to_come)}'))
+    soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
+    found = []  # type: List[int]
+    for kind in (Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))):
+        is_planned = any(not find_lacks(kind, place.offer, place.by) for place in soon)
+        code = '' if is_planned else explain_kind(kind, places)[0]
+        if kind.labels or kind.scheduler_id in schedulers or code not in UNPLANNED_REASONS:
+            continue
+        job_ids = context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} '
+                              f'{UNPLANNED_REASONS[code]} ORDER BY id', (kind.id,))
+        found += [job_id for job_id in job_ids if job_id not in gated]
+    return {'job_ids': sorted(found), 'count': len(found)}
+
+
+
 # -------- allocations that are gone --------
 
 # For so long after the end of a Slurm job its processes may have been at work (KillWait is 30 s as a rule,
@@ -12550,6 +12618,11 @@ MODELS = {
     'WaitingRunner': 'compute_node_id:int! compute_node_type:str! hostname:str! '
         'labels:[str]! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int! num_nodes:int! '
         'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
+    'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
+        'schedules:bool',
+    'WatchResponse': 'began_at:float granted:bool! has_scheduler:bool is_begun:bool is_recovered:bool '
+        'now:float process:any recoveries:int run_id:int scheduled_at:float status:@WorkflowStatusResponse '
+        'until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
@@ -13099,6 +13172,8 @@ ROUTES = (
     route_to('POST', 'classify_jobs', classify_jobs, '@ClassifyJobsResponse', body='ClassifyJobsRequest'),
     route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
     route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
+    route_to('POST', 'watch', watch_workflow, '@WatchResponse', body='WatchRequest'),
+    route_to('GET', 'unplanned_jobs', list_unplanned_jobs, '@ListJobIdsResponse'),
 
     route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
     route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
@@ -13167,7 +13242,7 @@ TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 't
 # Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
 # tells of them or their jobs, and the start of another.
 ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
-                           'recover_jobs', 'reset_job_status', 'reset_status', 'status'))
+                           'recover_jobs', 'reset_job_status', 'reset_status', 'status', 'watch'))
 
 
 def is_about_runners(path: str) -> bool:
@@ -29014,6 +29089,169 @@ def regeneration_rows(demand: Demand, renewals: Sequence[Renewal], blocks: Seque
 #
 # The rules by which `watch` decides, apart from the calls that it takes: a state that is fed with what was
 # seen, and says what to do next.
+#
+# Each poll begins with what the server says (watch_workflow), and goes on with steps until one is `wait` or
+# `end`; after each the server is asked again. What Slurm does not say clearly is not evidence: nothing
+# follows from it.
+
+WATCH_STEPS = {
+    'wait':     'nothing is to be done until the next poll',
+    'look':     'ask Slurm which allocations are there, and clean up after those that are gone',
+    'count':    'ask the server for jobs that nothing is planned for',
+    'schedule': 'plan and submit allocations: for all jobs that are left, or those that were counted',
+    'recover':  'run what failed again, with what it lacked',
+    'end':      'there is nothing left to watch'}
+SLURM_LOOK_S = 60.0         # Slurm is not asked more often, however often the server is
+STANDSTILL_POLLS = 2        # so many polls in a row must see nobody at work, for one may be about to begin
+SCHEDULE_RETRY_S = 60.0     # after the first failure; twice as long after each further one, up to
+SCHEDULE_RETRY_MOST_S = 1800.0
+SCHEDULE_FAILURES = 6       # in a row, after which a workflow that stands still is given up
+
+
+class WatchRules(Row):
+    """What the options of `watch` ask for."""
+    recovers: bool = False
+    max_retries: Optional[int] = None       # recoveries; None: any number
+    asks_agent: bool = False                # to decide on jobs that are pending_failed
+    is_persistent: bool = False
+    is_once: bool = False                   # there is no next poll
+    schedules: bool = False
+    threshold: int = 5                      # unplanned jobs that are worth an allocation
+    cooldown_s: float = 1800.0              # between two times
+    stranded_s: float = 7200.0              # ... after which one job is enough; 0: never
+
+
+class WatchStep(Row):
+    """What is to be done now."""
+    name: str               # of WATCH_STEPS
+    reason: str = ''        # for people
+    exit: int = 0           # of an end
+
+
+class Watcher:
+    """Decides what is to be done about a workflow. Times are given, monotonic; nothing is called."""
+
+    def __init__(self, rules: WatchRules) -> None:
+        self.rules = rules
+        self.looked_at = -math.inf      # when Slurm was last asked
+        self.doubts = []                # type: List[str]  # what it left open then
+        self.still_polls = 0            # in a row that saw nobody at work
+        self.unplanned = None           # type: Optional[List[int]]  # jobs, in this poll; None: not asked
+        self.num_failures = 0           # of `schedule`, in a row, and
+        self.failure = ''               # ... the last one
+        self.retry_at = -math.inf       # `schedule` is left alone until then
+        self.refusal = None             # type: Optional[Tuple[int, str]]  # run and reason: no recovery
+
+    def begin_poll(self) -> None:
+        """A poll begins."""
+        self.unplanned = None
+        self.still_polls += 1
+
+    def next_step(self, now: float, seen: Dict[str, Any]) -> WatchStep:
+        """What to do, by the server's answer (WatchResponse)."""
+        status = seen['status']
+        counts, num_allocations = status['jobs_by_status'], scheduled_nodes(status)
+        is_active = any(counts[STATUS_NAMES[code]] for code in ACTIVE)
+        has_workers = bool(num_allocations or status['active_compute_nodes'])
+        if status['is_canceled']:
+            return WatchStep('end', 'the workflow was canceled', 1)
+        if (num_allocations or is_active and not has_workers) and now - self.looked_at >= SLURM_LOOK_S:
+            return WatchStep('look')
+        if has_workers or is_active:
+            self.still_polls = 0
+        if has_workers and is_over(counts):
+            return WatchStep('wait', 'all jobs have ended; runners and allocations are about to')
+        if is_over(counts):
+            return self.judge(seen, counts)
+        if has_workers or is_active:
+            return self.look_for_unplanned(now, seen, counts)
+        return self.judge_standstill(now, seen, counts)
+
+    def judge(self, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+        """All jobs have ended, and nobody is at work."""
+        is_undecided = counts['pending_failed'] > 0
+        if not has_failed(counts):
+            number = seen['status']['total_jobs']
+            return WatchStep('end', f'the workflow is complete: {number} jobs ended well')
+        if is_undecided and not self.rules.asks_agent:
+            return WatchStep('end', 'failed jobs wait for a decision: see `jobs classify`', 1)
+        if not self.rules.recovers and not is_undecided:
+            return WatchStep('end', 'jobs failed, and --recover was not given', 1)
+        if self.refusal is not None and self.refusal[0] == seen['run_id']:
+            return WatchStep('end', f'what failed is not run again: {self.refusal[1]}', 1)
+        is_used_up = self.rules.max_retries is not None and seen['recoveries'] >= self.rules.max_retries
+        if is_used_up and not seen['is_begun']:     # one that was killed is finished
+            return WatchStep('end', f"jobs failed again after {seen['recoveries']} recoveries "
+                             '(--max-retries)', 1)
+        return WatchStep('recover', f'jobs failed: recovery {seen["recoveries"] + (not seen["is_begun"])}')
+
+    def look_for_unplanned(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+        """Jobs are left, and so are runners or allocations: is any job not among what these are for?"""
+        since_s = seen['now'] - (seen['began_at'] if seen['scheduled_at'] is None else seen['scheduled_at'])
+        is_due = self.rules.schedules and since_s >= self.rules.cooldown_s and now >= self.retry_at
+        if not is_due or not counts['ready']:
+            return WatchStep('wait', '; '.join(self.doubts))
+        if self.unplanned is None:
+            return WatchStep('count')
+        number, is_stranded = len(self.unplanned), 0 < self.rules.stranded_s <= since_s
+        if number < self.rules.threshold and not (number and is_stranded):
+            return WatchStep('wait', '; '.join(self.doubts))
+        return WatchStep('schedule', f'{number} ready jobs are in no plan')
+
+    def judge_standstill(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+        """Jobs are left, and nobody is at work."""
+        unserved = seen['status'].get('unserved_ready_labels') or {}
+        number = counts['ready'] - sum(unserved.values())
+        is_ours = self.rules.recovers and seen['is_recovered']
+        if number > 0 and (self.rules.schedules or is_ours) and seen['has_scheduler']:
+            is_given_up = self.num_failures >= SCHEDULE_FAILURES and not self.rules.is_persistent
+            if now >= self.retry_at and not is_given_up:
+                return WatchStep('schedule', f'{number} jobs are ready, and there is no allocation')
+            if not (is_given_up or self.rules.is_once):
+                return WatchStep('wait', f'no allocations: {self.failure}')
+            return WatchStep('end', f'no allocations: {self.failure}', 1)
+        labels = ''.join(f'; {count} are for runners with label {name}' for name, count in unserved.items())
+        reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
+        if self.rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not self.rules.is_once:
+            return WatchStep('wait', reason)
+        return WatchStep('end', reason, 1)
+
+    # -------- what came of a step --------
+
+    def on_look(self, now: float, doubts: Sequence[str]) -> None:
+        """Slurm was asked."""
+        self.looked_at, self.doubts = now, list(doubts)
+
+    def on_count(self, job_ids: Sequence[int]) -> None:
+        """The server was asked for jobs without a plan."""
+        self.unplanned = list(job_ids)
+
+    def on_schedule(self, now: float, failure: str) -> None:
+        """Allocations were submitted, or why not."""
+        self.num_failures = self.num_failures + 1 if failure else 0
+        pause_s = min(SCHEDULE_RETRY_S * 2 ** (self.num_failures - 1), SCHEDULE_RETRY_MOST_S)
+        self.failure, self.retry_at = failure, now + pause_s if failure else -math.inf
+
+    def on_recover(self, run_id: int, refusal: str) -> None:
+        """What failed in a run was reset, or why not."""
+        self.refusal = run_id, refusal or 'nothing came of it'
+
+
+def scheduled_nodes(status: Dict[str, Any]) -> int:
+    """Allocations that wait or are at work, by a workflow's status."""
+    return status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+
+
+def is_over(counts: Dict[str, int]) -> bool:
+    """Whether no job is left that might run by itself: what is blocked then waits for a decision."""
+    left = [row.name for row in STATUSES if not row.is_done and counts[row.name]]
+    return not left or 'pending_failed' in left and set(left) <= {'pending_failed', 'blocked'}
+
+
+def describe_left(counts: Dict[str, int]) -> str:
+    """'2 blocked, 1 ready': the jobs that are not done."""
+    return ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES
+                     if not row.is_done and counts[row.name])
 
 
 # ======== 19. Rendering: values -> text for people and programs ========
@@ -34644,6 +34882,7 @@ def format_synced(found: Dict[str, Any]) -> str:
     lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
                  f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
     return format_lines(lines)
+
 
 # -------- slurm regenerate --------
 
