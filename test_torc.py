@@ -12871,6 +12871,164 @@ class MemoryDatabaseTest(WorldTest):
         self.assertEqual(tempfile.gettempdir(), os.path.dirname(path))
 
 
+class TravelTest(WorldTest):
+    """`serve` in allocations of Slurm: it moves with them, and its clients find it again."""
+    PERIOD_S = 0.3      # of the lease
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.database = self.world.path('my.db')
+        self.path = self.database + '.connection'
+        self.outside = dict(self.world.environment)
+
+    def serve_in(self, job: int, host: str, *flags: Any) -> Background:
+        """A server in an allocation, on a network file system that all hosts have; it answers."""
+        words = [sys.executable, '-B', '-c', OTHER_HOST, os.path.dirname(stub_path()), host, self.PERIOD_S]
+        words += ['serve', '--db', self.database, *flags]
+        stem = os.path.join(self.world.root, 'logs', f'{job} {host}')
+        process = Background([os.fsencode(str(word)) for word in words], self.world.directory,
+                             dict(self.outside, SLURM_JOB_ID=str(job), SLURMD_NODENAME=host), stem)
+        self.world.started.append(process)
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in process.out, 20, 'the server', [process])
+        return process
+
+    def content(self) -> Dict[str, Any]:
+        """What the connection file says."""
+        return torc.read_server_file(self.path)
+
+    def end(self, server: Background, number: int = signal.SIGTERM) -> Outcome:
+        """End a server with a signal."""
+        server.send(number)
+        return self.assertExit(0, server.finish(20))
+
+    def client(self, **how: Any) -> Any:
+        """A client of the database, on this host."""
+        client = torc.Client(database=self.database, **how)
+        self.addCleanup(client.close)
+        return client
+
+    def test_it_listens_where_other_nodes_reach_it_unless_options_say_otherwise(self) -> None:
+        node = {'SLURM_JOB_ID': '1', 'SLURMD_NODENAME': 'n'}
+        usual = '127.0.0.1', torc.DEFAULT_PORT, False
+        for words, environment, expected in (
+                ([], {}, usual),
+                ([], {'SLURM_JOB_ID': '1'}, usual),     # a shell of salloc(1), on a login node
+                ([], node, ('0.0.0.0', 0, True)),
+                (['--no-auth'], node, ('127.0.0.1', 0, True)),
+                (['--host', 'n-ib', '--port', '99'], node, ('n-ib', 99, True)),
+                (['-d', ':memory:'], node, usual)):
+            with self.subTest(words, environment=environment), \
+                    unittest.mock.patch.dict(os.environ, environment):
+                parsed = torc.parse_command_line(['serve', *words])
+                session = torc.Session(parsed.options, io.StringIO(), io.StringIO(), io.StringIO())
+                session.command = parsed.command
+                options = torc.server_options(session, parsed.args)
+                self.assertEqual(expected, (options.host, options.port, options.travels))
+
+    def test_its_connection_file_names_every_way_to_it_and_the_allocation(self) -> None:
+        self.end(self.serve_in(17, 'node1'), signal.SIGINT)
+        self.assertIsNone(self.content())
+        self.serve_in(18, 'node1')
+        found = self.content()
+        self.assertEqual(('18', 'node1'), (found['allocation'], torc.parse_url(found['url']).host))
+        hosts = {torc.parse_url(url).host for url in found['candidates']}
+        self.assertLessEqual({'node1', *torc.own_addresses()}, hosts)
+
+    def test_clients_wait_while_it_moves_and_find_it_in_the_next_allocation_by_themselves(self) -> None:
+        first = self.serve_in(17, 'node1')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        self.end(first)
+        found = self.content()
+        self.assertTrue(found['moved_at'], found)
+        with self.assertRaisesRegex(torc.Unreachable, 'ended at 20.* with its allocation, Slurm job 17 on host '
+                                    'node1, and goes on in the next one .`squeue --me`.') as caught:
+            client.reconnect(0.0)
+        self.assertTrue(caught.exception.passes)
+        self.assertEqual((0, False), (client.servers_started, os.path.exists(self.database + '.lease')))
+        second = self.serve_in(18, 'node2')
+        self.assertNotEqual(found['url'], self.content()['url'])
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertNotIn('to see whether it is renewed', second.err)
+        self.end(second)
+
+    def test_while_it_moves_no_runner_starts_a_server_in_its_way_and_questions_are_answered(self) -> None:
+        self.end(self.serve_in(17, 'node1'))
+        with unittest.mock.patch.object(torc, 'LOCAL_FILESYSTEMS', frozenset()):
+            runner = self.client()
+            runner.will_need_server = True
+            self.assertRaisesRegex(torc.Unreachable, 'goes on in the next one', runner.open)
+        outcome = self.assertExit(3, self.world.cli('workflows', 'list'), 'its allocation, Slurm job 17 on host')
+        self.assertIn(f"rm {shlex.quote(torc.registration_files()[0])} {shlex.quote(self.path)}", outcome.err)
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'No workflows found')
+        self.assertExit(3, self.world.cli('workflows', 'list'))     # ... by which nothing was forgotten
+        self.assertTrue(self.content()['moved_at'])
+
+    def test_one_registration_leads_to_it_wherever_it_is(self) -> None:
+        for job, host in ((17, 'node1'), (18, 'node2'), (19, 'node1')):
+            server = self.serve_in(job, host)
+            found = list(torc.list_registrations().values())
+            self.assertEqual([str(job)], [row['allocation'] for row in found])
+            self.assertExit(0, self.world.cli('ping'))
+            self.end(server)
+        self.assertEqual(1, len(torc.registration_files()))
+
+    def test_after_a_kill_the_next_one_watches_the_lease_and_takes_it_over(self) -> None:
+        first = self.serve_in(17, 'node1')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        first.kill()
+        self.assertRaises(torc.Unreachable, client.reconnect, 0.0)
+        second = self.serve_in(18, 'node2')
+        self.assertIn('to see whether it is renewed', second.err)
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertEqual(0, client.servers_started)
+
+    def test_a_killed_one_of_this_host_is_not_replaced_by_a_runner_either(self) -> None:
+        first = self.serve_in(17, socket.gethostname())
+        first.kill()
+        self.assertRaisesRegex(torc.Unreachable, 'was killed in its allocation, Slurm job 17',
+                               self.client(needs_server=True).open)
+        self.assertExit(3, self.world.cli('workflows', 'list'), 'was killed in its allocation')
+
+    def test_further_signals_do_not_cut_its_end_short(self) -> None:
+        server = self.serve_in(17, 'node1', '--in-memory')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        for _ in range(200):
+            if server.has_ended():
+                break
+            server.send(signal.SIGTERM)
+        self.assertExit(0, server.finish(20))
+        self.assertFalse(os.path.exists(self.database + '.memory'))
+        self.assertEqual([('kept',)], ask_sqlite(self.database, 'SELECT name FROM workflow'))
+
+    def test_in_an_allocation_it_waits_for_who_still_has_the_database(self) -> None:
+        holder = torc.hold_database(self.database)
+        server = self.world.start('serve', '--db', 'my.db')
+        self.assertExit(4, server.finish(20), 'in use by another')
+        self.world.environment.update(SLURM_JOB_ID='17', SLURMD_NODENAME='node1')
+        server = self.world.start('serve', '--db', 'my.db')
+        self.world.wait(lambda: 'Waiting for up to 180 s for its end' in server.err, 20, 'the notice', [server])
+        holder.close()
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in server.out, 20, 'the server', [server])
+        self.assertEqual(1, server.err.count('Waiting for'))
+
+    def test_a_job_that_was_told_its_former_address_finds_it(self) -> None:
+        first = self.serve_in(17, 'node1')
+        url, token_file = self.content()['url'].replace('node1', '127.0.0.1'), self.database + '.token'
+        client = torc.Client.connect(url, token_file=token_file)
+        self.addCleanup(client.close)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        self.end(first)
+        self.assertRaises(torc.Unreachable, client.reconnect, 0.0)
+        self.serve_in(18, 'node2')
+        client = torc.Client.connect(url, token_file=token_file)
+        self.addCleanup(client.close)
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertEqual(self.content()['url'].partition(':')[0], client.url.partition(':')[0])
+
+
 class EmbeddedTest(WorldTest):
     """Servers that are forked by the first who needs one."""
 

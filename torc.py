@@ -12924,6 +12924,10 @@ def describe_interface() -> Dict[str, Any]:
 # locks cannot be trusted), torc.db.memory (where a server has it in memory), and torc.db.log (of a server in
 # the background). An embedded server is forked by the first client that needs one and leaves when its last
 # connection has closed. Which process serves is decided by the database's lock and nothing else.
+#
+# A server in an allocation of Slurm travels: the next allocation goes on with the same database, on another
+# host. When Slurm ends it (SIGTERM; SIGINT ends it for good) its connection files stay, and say that it has
+# moved. Until the next one is there its clients wait, and no runner starts a server that would be in its way.
 
 IN_MEMORY = ':memory:'              # for a database: one that lasts as long as its server
 DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
@@ -13099,7 +13103,26 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
 def read_living_server(path: str) -> Optional[Dict[str, Any]]:
     """The same. None also if the server is known to have ended."""
     found = read_server_file(path)
-    return None if found is None or process_lives(found) is False else found
+    return None if found is None or is_server_over(found) else found
+
+
+def is_server_over(server: Dict[str, Any]) -> bool:
+    """Whether a server is known to have ended, by what its connection file says."""
+    return bool(server.get('moved_at')) or process_lives(server) is False
+
+
+def is_between_allocations(server: Dict[str, Any]) -> bool:
+    """Whether a server has ended that goes on in the next allocation: nobody else is to take its database."""
+    return bool(server.get('travels')) and is_server_over(server)
+
+
+def explain_server_end(server: Dict[str, Any]) -> str:
+    """How a server has ended, and what that means."""
+    if not server.get('travels'):
+        return 'was killed, or the machine was restarted'
+    how = f"ended at {server['moved_at']} with" if server.get('moved_at') else 'was killed in'
+    return (f"{how} its allocation, Slurm job {server.get('allocation')} on host {server.get('host')}, and "
+            'goes on in the next one (`squeue --me`)')
 
 
 # -------- registered servers --------
@@ -13143,7 +13166,8 @@ def register_server(server: Dict[str, Any]) -> str:
     try:
         make_private_directory(os.path.dirname(path))
         write_atomically(path, format_json(server).encode())
-        if is_network_path(server['database']):     # another host may have served it before
+        # Another host may have served it before.
+        if server.get('travels') or is_network_path(server['database']):
             for other, old in list_registrations().items():
                 if other != path and old['database'] == server['database']:
                     os.unlink(other)
@@ -13153,17 +13177,24 @@ def register_server(server: Dict[str, Any]) -> str:
     return path
 
 
-def unregister_server(path: str, server: Dict[str, Any]) -> None:
-    """Remove a connection file, if it is still this server's."""
+def unregister_server(path: str, server: Dict[str, Any], goes_on: bool = False) -> None:
+    """Remove a connection file, if it is still this server's; or say in it that another one is to come."""
     with contextlib.suppress(OSError, Denied):      # it was removed already
-        if (read_server_file(path) or {}).get('server_id') == server['server_id']:
+        if (read_server_file(path) or {}).get('server_id') != server['server_id']:
+            return
+        if goes_on:
+            write_atomically(path, format_json(dict(server, moved_at=format_time(time.time()))).encode())
+        else:
             os.unlink(path)
 
 
 def forget_server(database: str) -> None:
     """Remove the registration of a killed server. Callers have the database, so that no server has."""
-    with contextlib.suppress(OSError):      # there is none; or it stays, where the home is read-only
-        os.unlink(registration_path(database))
+    path = registration_path(database)
+    with contextlib.suppress(OSError, Denied):      # there is none; or it stays, where the home is read-only
+        if is_between_allocations(read_server_file(path) or {}):
+            return
+        os.unlink(path)
         log.warning('the server of %s was killed earlier and is no longer registered: '
                     'commands find this database only with --db', database)
 
@@ -15736,6 +15767,7 @@ class Server:
         self.has_grown = False                  # by a large request or answer, or many rows
         self.changed_rows = 0                   # of the store, when that was last looked at
         self.is_leaving = False
+        self.ended_by = 0                       # the signal; 0: none has come
         # unless there are connections then
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
@@ -15792,16 +15824,9 @@ class Server:
     def signals(self) -> Iterator[None]:
         """While the block runs, SIGTERM, SIGINT and SIGHUP stop the server. In the main thread only."""
         before = signal.set_wakeup_fd(self.wake_writer.fileno())
-        numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
-        numbers += self.signal_calls
-        # handlers do nothing: the wakeup descriptor gets the number
-        handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
-        handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
         try:
             yield
         finally:
-            for number, handler in handlers:
-                signal.signal(number, handler)
             signal.set_wakeup_fd(before)
 
     def close(self) -> None:
@@ -15921,7 +15946,7 @@ class Server:
                 self.put_off.append(self.signal_calls[number])
             elif number in STOP_NUMBERS:    # others are those of a program that runs us inside
                 log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
-                self.is_leaving = True
+                self.is_leaving, self.ended_by = True, number
         self.logins.on_verdicts()
         self.long.on_wake()
         while self.long.has_store and self.put_off:
@@ -16110,6 +16135,8 @@ class Server:
 # files written that lead clients to it, and all of that undone in the opposite order at every end.
 
 START_DEADLINE_S = 30.0             # for an embedded server to answer
+HOLDER_PATIENCE_S = 180.0           # of a server in an allocation, with who still has its database
+HOLDER_PAUSE_S = 0.5
 MAX_LOG_BYTES = 10 * 2 ** 20        # of torc-server.log; LOGS_KEPT of them
 LOGS_KEPT = 5
 MAX_EMBEDDED_LOG_BYTES = 2 ** 20    # of an embedded server's log, of which there is one
@@ -16125,6 +16152,7 @@ class ServerOptions(Row):
     new_token: bool = False
     takes_over: bool = False        # the lease of a server that is gone for certain
     is_embedded: bool = False
+    travels: bool = False           # it lives in an allocation, and goes on in the next one
     watches_lease: bool = True      # of another host, and takes it over when it is not renewed
     allows_sql: bool = True         # of administrators
     allows_sql_writes: bool = True
@@ -16146,12 +16174,27 @@ class ServerOptions(Row):
         return self.needs_token or bool(self.auth_file)
 
 
+@contextlib.contextmanager
+def ignoring_signals(numbers: Sequence[int]) -> Iterator[None]:
+    """While the block runs, these signals do nothing but wake the server, and SIGPIPE is an error."""
+    # Slurm sends SIGTERM more than once to a job that it ends (--signal, scancel, time limit): a second one
+    # must not cut the last snapshot short.
+    handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
+    handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
+    try:
+        yield
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
 def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
     """Serve a database until a signal. `announce` gets lines for stdout, first when the server answers."""
     raise_descriptor_limit()
     users = Users(options.auth_file, options.known_s) if options.auth_file else None
     tls = open_tls(options.tls_certificate, options.tls_key) if options.tls_certificate else None
-    with contextlib.ExitStack() as stack:
+    numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
+    with contextlib.ExitStack() as ignoring, contextlib.ExitStack() as stack:
         if options.database == IN_MEMORY:
             directory = make_memory_directory(0)
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -16176,12 +16219,15 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
             server.signal_calls[signal.SIGUSR1] = store.snapshots.ask
         elif options.snapshot:
             server.signal_calls[signal.SIGUSR1] = functools.partial(keep_snapshot, store, options, announce)
+        # Until the very end, when the database has been given back.
+        ignoring.enter_context(ignoring_signals([*numbers, *server.signal_calls]))
         stack.enter_context(server.signals())
         scheme = 'http' if tls is None else 'https'
         hosts = [f'[{name}]' if ':' in name else name for name in candidates]
         urls = [f'{scheme}://{name}:{port}{API_PREFIX}' for name in hosts]
         # Only now: who finds the file may connect at once, and is answered by the first turns of the loop.
-        stack.enter_context(connection_file(options, urls, server.id))
+        stack.enter_context(connection_file(options, urls, server.id,
+                                            lambda: options.travels and server.ended_by == signal.SIGTERM))
         if options.pid_file:
             stack.enter_context(pid_file(options.pid_file))
         log.info('serving %s at %s, for %s', options.database, ' '.join(urls),
@@ -16217,12 +16263,32 @@ def last_change(database: str) -> float:
     return max(times)
 
 
+def await_database(options: ServerOptions) -> Store:
+    """The database to serve. In an allocation its former holder may need a while to be gone: it is awaited.
+
+    The file server of NFS version 4 keeps the locks of a host that has died for as long as its lease, mostly
+    90 s (RFC 8881, 8.3); and a runner may have started a server of its own meanwhile.
+    """
+    deadline, is_logged = time.monotonic() + (HOLDER_PATIENCE_S if options.travels else 0.0), False
+    while True:
+        try:
+            return hold_database(options.database, options.takes_over, lease_wait_s(options),
+                                 options.snapshot_interval_s is not None)
+        except Conflict as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_logged:
+                is_logged = True
+                log.warning('%s. Waiting for up to %g s for its end', error.message, HOLDER_PATIENCE_S)
+        time.sleep(HOLDER_PAUSE_S)
+
+
 def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
                          announce: Callable[[str], Any]) -> Store:
     """The database to serve, until the stack ends."""
     in_memory = options.snapshot_interval_s is not None
     changed_at = last_change(options.database)      # before it is opened, which may change it
-    store = hold_database(options.database, options.takes_over, lease_wait_s(options), in_memory)
+    store = await_database(options)
     if store.lease is not None:
         stack.callback(store.lease.release)
     if in_memory:
@@ -16301,8 +16367,12 @@ def own_addresses() -> List[str]:
 
 
 @contextlib.contextmanager
-def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> Iterator[None]:
-    """While the block runs, the files that lead clients to the server of a database."""
+def connection_file(options: ServerOptions, urls: List[str], server_id: str,
+                    goes_on: Callable[[], bool] = bool) -> Iterator[None]:
+    """While the block runs, the files that lead clients to the server of a database.
+
+    They stay where goes_on() says at the end that another server is to come, and say so to clients.
+    """
     database = os.path.abspath(options.database)
     path = database + '.connection'
     content = dict(
@@ -16310,6 +16380,8 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> 
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
         in_memory=options.snapshot_interval_s is not None,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
+    if options.travels:
+        content.update(travels=True, allocation=os.environ['SLURM_JOB_ID'])
     paths = [path, '' if options.is_embedded else register_server(content)]
     try:
         try:
@@ -16320,7 +16392,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> 
         yield
     finally:
         for path in filter(None, paths):
-            unregister_server(path, content)
+            unregister_server(path, content, goes_on())
 
 
 @contextlib.contextmanager
@@ -17021,7 +17093,7 @@ def find_database() -> Tuple[str, str]:
     if found is not None and found.get('server_id') not in [old.get('server_id') for old in servers.values()]:
         servers[legacy] = found
     for path, server in list(servers.items()):
-        if process_lives(server) is False and is_deleted(server['database']):
+        if is_server_over(server) and is_deleted(server['database']):
             log.warning('the server of %s was killed and the database deleted: it is no longer registered',
                         server['database'])
             with contextlib.suppress(OSError):      # a read-only home
@@ -17032,17 +17104,18 @@ def find_database() -> Tuple[str, str]:
         raise BadInput('several servers are registered: choose one with --url URL, TORC_API_URL or --db FILE'
                        f', or the database of this directory with -s:{described}')
     for path, server in servers.items():
-        if process_lives(server) is False:
-            raise absent(explain_dead_server(path, server, 'was killed, or the machine was restarted'))
+        if is_server_over(server):
+            raise absent(explain_dead_server(path, server, explain_server_end(server)))
         return server['database'], path
     return os.path.abspath(EMBEDDED_DATABASE), ''
 
 
 def describe_server(path: str, server: Dict[str, Any]) -> str:
     """A line on a registered server."""
-    lives = process_lives(server)
-    state = f' (killed; to remove it: rm {shlex.quote(path)})' if lives is False else ''
-    state = f" (on host {server.get('host')})" if lives is None else state
+    state = f" (on host {server.get('host')})" if process_lives(server) is None else ''
+    if is_server_over(server):
+        how = 'between two allocations' if is_between_allocations(server) else 'killed'
+        state = f' ({how}; to remove it: rm {shlex.quote(path)})'
     return f"\n    {server['url']}  {server['database']}{state}"
 
 
@@ -17050,11 +17123,12 @@ def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
     """Why a registered server cannot be used, and the ways out."""
     database = shlex.quote(server['database'])
     memory = ' --in-memory' if server.get('in_memory') else ''
+    paths = dict.fromkeys([path, server['database'] + '.connection' if server.get('travels') else path])
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
             f'  to start it again:                  torc.py serve -d {database}{memory}\n'
             f'  to use its database without it:     --db {database}\n'
             f'  to use that of this directory:      -s\n'
-            f'  to forget the server:               rm {shlex.quote(path)}')
+            f"  to forget the server:               rm {' '.join(map(shlex.quote, paths))}")
 
 
 def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
@@ -17106,6 +17180,7 @@ class Connector:
         self.token_file = token_file            # path of the token's file, or ''
         self.tls = tls or TlsSettings()
         self.needs_server = needs_server        # fork an embedded server rather than open the database
+        self.will_need_server = False           # ... later: take no database that a server comes back to
         self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
         self.in_memory = False                  # the embedded server in use has its database in memory
         self.server_file = ''                   # registration of the lasting server; '': none
@@ -17226,15 +17301,14 @@ class Connector:
     def open(self) -> None:
         """One try to find what reconnect() wants."""
         if self.named_url:
-            connection = self.open_connection([self.named_url])
-            connection.show(self.credentials)
-            if self.token_file:
-                server = find_server_file(self.named_url, self.token_file)
-                is_its = server.get('token_file') == self.token_file
-                connection = self.ask_proof(connection, server if is_its else {})
-            self._connection = connection
+            try:
+                self._connection = self.open_named()
+            except Unreachable:
+                self._connection = self.open_moved()
+                if self._connection is None:
+                    raise
             return
-        found = read_living_server(self.server_file or self.database + '.connection')
+        found = self.find_server()
         unreachable = None      # type: Optional[Unreachable]  # of a server that may live on another host
         if found is not None:
             was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
@@ -17265,6 +17339,47 @@ class Connector:
             if unreachable is not None:     # it holds the database
                 raise unreachable from None
             raise
+
+    def open_named(self) -> HttpConnection:
+        """Connect to the server that was named."""
+        connection = self.open_connection([self.named_url])
+        connection.show(self.credentials)
+        if not self.token_file:
+            return connection
+        server = find_server_file(self.named_url, self.token_file)
+        is_its = server.get('token_file') == self.token_file
+        return self.ask_proof(connection, server if is_its else {})
+
+    def open_moved(self) -> Optional[HttpConnection]:
+        """Connect to the server that was named where it is now, in another allocation; None if it is not.
+
+        A job has been told an address at its start; the file beside that of the token knows the new one.
+        """
+        if not self.token_file.endswith('.token'):
+            return None
+        found = read_server_file(self.token_file[:-len('.token')] + '.connection')
+        if found is None or not found.get('travels') or is_server_over(found):
+            return None
+        if found.get('token_file') != self.token_file:
+            return None
+        self.tls = self.tls._replace(fingerprint=found.get('fingerprint') or '')
+        return self.open_proven(found)
+
+    def find_server(self) -> Optional[Dict[str, Any]]:
+        """What the connection file says of a server that may be there; None if there is none.
+
+        Unreachable while it is between two allocations: another server would be in its way. Who asks only
+        once for a database by its name takes it meanwhile.
+        """
+        path = self.server_file or self.database + '.connection'
+        found = read_server_file(path)
+        if found is None or not is_server_over(found):
+            return found
+        is_awaited = self.needs_server or self.will_need_server or self.server_file or self.is_lasting
+        if is_between_allocations(found) and is_awaited:
+            self.is_lasting = True
+            raise absent(explain_dead_server(path, found, explain_server_end(found)))
+        return None
 
     def take_database(self, is_lost: bool) -> None:
         """Open the embedded database, or start a server for it. Conflict if another process has it.
@@ -28860,6 +28975,7 @@ TASK_PAUSE_S = 1.0          # longest between looks at a task
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
+RUNNER_COMMANDS = ('run', 'exec', 'slurm-job-runner')
 MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new')     # they make a database where there is none
 
 Arguments = Dict[str, Any]
@@ -28895,6 +29011,7 @@ class Session:
             client = Client.find(self.options['url'] or '', self.database or '', '', tls, self.credentials)
             if is_reading:
                 client.check_exists()
+            client.will_need_server = self.command.name in RUNNER_COMMANDS
             client.reconnect()
             self._client = client
             self._client.snapshot_interval_s = interval_s
@@ -32871,8 +32988,11 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
     if not re.match(r'[1-9][0-9]{0,5}\Z', kept):
         raise BadInput(printable(f'TORC_SERVER_SNAPSHOT_KEEP={kept}: write how many copies are kept, from 1'))
     database = served_database(session, args)
+    travels = in_slurm_job() and database != IN_MEMORY
+    host, port = '0.0.0.0' if travels and not args['no_auth'] else '127.0.0.1', 0 if travels else DEFAULT_PORT
     return ServerOptions(
-        database=database, host=args['host'], port=args['port'], needs_token=not args['no_auth'],
+        database=database, host=args['host'] or host, port=port if args['port'] is None else args['port'],
+        travels=travels, needs_token=not args['no_auth'],
         new_token=bool(args['new_token']), takes_over=bool(args['takeover']),
         tls_certificate=absolute(certificate), tls_key=absolute(key),
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
@@ -33396,10 +33516,10 @@ COMMANDS = (
         f'plot-resources {DEFAULT_OUTPUT_DIR}/resource_utilization/resource_metrics_wf1_r1.db -o plots'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as in torc-server', parse_server_verb, '?', key='word'),
-        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)',
-                 default='127.0.0.1'),
-        Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT})', at_least(0),
-                 default=DEFAULT_PORT),
+        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1; in an allocation of '
+                 'Slurm 0.0.0.0: all of its node)'),
+        Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT}; in an allocation 0)',
+                 at_least(0)),
         Argument('-d --database --db', 'FILE',
                  "database (default: DATABASE_URL, else torc/torc.db in the user's state directory); "
                  ":memory: for one that ends with the server"),
