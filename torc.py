@@ -24019,6 +24019,8 @@ class ServerLink:
             self.change('online')
             elapsed = format_elapsed(time.monotonic() - self.silent_since)
             self.context.say(f'the server answers again after {elapsed}')
+            if self.context.variables:      # its address may be another one now, for jobs that ask it
+                self.context.variables['TORC_API_URL'] = self.client.url
 
     def on_no_answer(self, error: TorcError) -> None:
         """Children go on; wake a server of our own that has died; ask again until the window is over."""
