@@ -8967,7 +8967,7 @@ class ApiTest(ServiceTest):
         additions = {'create_workflow_from_spec', 'apply_spec', 'runner_sync', 'check_changes',
                      'set_file_times', 'stream_workflow_events', 'stream_api_events',
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
-                     'list_workflow_statuses', 'get_database', 'snapshot_database',
+                     'list_workflow_statuses', 'get_database', 'snapshot_database', 'backup_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
                      'report_submissions', 'get_demand', 'store_allocations', 'recover_jobs', 'classify_jobs',
                      'watch_workflow', 'list_unplanned_jobs', 'replay_completions', 'survey_allocations', 'sync_allocations'}
@@ -9930,6 +9930,7 @@ class MatrixTest(ServiceTest):
     # Operations about no workflow, or with rules of their own; all others are for everybody who has access to the workflow.
     WHO = {
         'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'get_database': ALL, 'snapshot_database': ALL,
+        'backup_database': {'server owner'},
         'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'},
         'create_workflow_from_spec': ALL - {'anonymous'},
         'create_access_group': OWNERS, 'list_access_groups': OWNERS, 'delete_access_group': OWNERS, 'reload_auth': OWNERS,
@@ -13516,7 +13517,7 @@ class MemoryDatabaseTest(WorldTest):
             self.end(number)
             self.assertEqual(total, self.count())
             self.assertFalse(os.path.exists(directory))
-            self.assertEqual({'my.db', 'my.db.token', 'looked at'}, set(os.listdir(self.world.directory)))
+            self.assertEqual({'my.db', 'my.db.previous', 'my.db.token', 'looked at'}, set(os.listdir(self.world.directory)))
         self.assertEqual(0o600, os.stat(self.database).st_mode & 0o777)
 
     def test_a_server_that_has_lost_its_lease_leaves_the_files_of_the_next_one_alone(self) -> None:
@@ -13618,6 +13619,50 @@ class MemoryDatabaseTest(WorldTest):
         os.unlink(shlex.split(outcome.err.rpartition(': rm ')[2])[0])
         self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'))
 
+    def spoil(self, path: str) -> None:
+        """Overwrite a page of a database, of which SQLite's header says nothing."""
+        with open(path, 'r+b') as file:
+            file.seek(4096)
+            file.write(b'x' * 4096)
+
+    def test_a_damaged_snapshot_is_replaced_by_the_one_before_it_only_when_that_is_wanted(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        self.assertEqual(2, self.count())
+        for path in (self.database, self.database + '.previous'):
+            self.assertEqual((0o600, 1), (os.stat(path).st_mode & 0o777, os.stat(path).st_nlink))
+        self.spoil(self.database)
+        outcome = self.world.cli('serve', '-d', 'my.db', '-p', 0, '--in-memory')
+        self.assertExit(4, outcome, f'the snapshot {self.database} is damaged (', 'the one before it, of 20',
+                        'is whole: --from-snapshot')
+        self.world.serve('-d', 'my.db', '--in-memory', '--from-snapshot')
+        self.assertRegex(self.world.server.err, r'was damaged \(.* and is .*my.db.damaged now; changes after 20')
+        self.end()
+        self.assertEqual(1, self.count())
+
+    def test_a_snapshot_that_was_interrupted_between_link_and_rename_is_no_obstacle(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        os.unlink(self.database + '.previous')
+        os.link(self.database, self.database + '.previous')
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.end()
+        self.assertEqual(1, self.count())
+
+    def test_an_allocation_goes_on_with_the_snapshot_if_it_was_told_so_in_advance(self) -> None:
+        directory = os.path.dirname(self.leave_behind(host='node7'))
+        self.addCleanup(shutil.rmtree, directory)
+        outcome = self.world.cli('serve', '-d', 'my.db', '-p', 0, '--in-memory')
+        self.assertExit(4, outcome, 'by `torc.py serve --from-snapshot` or: rm ')
+        self.world.serve('-d', 'my.db', '--in-memory', '--from-snapshot')
+        self.assertRegex(self.world.server.err, 'was in memory, which was lost with its server: changes after 20')
+        self.end()
+
     def test_what_a_server_that_was_killed_with_its_container_had_in_memory_is_gone_on_with(self) -> None:
         directory = os.path.dirname(self.leave_behind(pid_namespace=1))
         outcome = self.world.cli('--db', 'my.db', 'events', 'list', 1)
@@ -13717,6 +13762,280 @@ class MemoryDatabaseTest(WorldTest):
             path = torc.make_memory_directory(0)
         self.addCleanup(os.rmdir, path)
         self.assertEqual(tempfile.gettempdir(), os.path.dirname(path))
+
+
+class BackupTest(WorldTest):
+    """`serve --backup`."""
+
+    def names(self, path: str) -> List[str]:
+        """Names of the workflows in a copy, which is whole."""
+        self.assertEqual([('ok',)], ask_sqlite(path, 'PRAGMA integrity_check'))
+        return [name for name, in ask_sqlite(path, 'SELECT name FROM workflow ORDER BY id')]
+
+    def back_up(self, *words: Any) -> Outcome:
+        """Copy to copy.db."""
+        return self.assertExit(0, self.world.cli('serve', '--backup', 'copy.db', *words))
+
+    def create(self, name: str) -> None:
+        """A workflow on the server."""
+        with self.world.connect() as client:
+            client.create_workflow({'name': name, 'user': 'me'})
+
+    def test_it_is_a_whole_private_copy_through_the_server_or_without_one(self) -> None:
+        for flags in ((), ('--in-memory',)):
+            with self.subTest(flags):
+                self.world.serve('-d', 'my.db', *flags)
+                self.create('one')
+                outcome = self.back_up()
+                self.assertIn(f"Copied {self.world.path('my.db')} to {self.world.path('copy.db')} (", outcome.out)
+                self.assertEqual('one', self.names(self.world.path('copy.db'))[-1])
+                self.create('two')      # it goes on
+                self.world.server.send(signal.SIGTERM)
+                self.assertExit(0, self.world.server.finish(20))
+                value = self.assertExit(0, self.world.cli('-f', 'json', 'serve', '-d', 'my.db', '--backup', 'copy.db')).json()
+                copy = self.world.path('copy.db')
+                self.assertEqual({'database': self.world.path('my.db'), 'backup': copy}, value)
+                self.assertEqual(['one', 'two'], self.names(copy)[-2:])
+                self.assertEqual(0o600, os.stat(copy).st_mode & 0o777)
+        self.assertEqual([], glob.glob(glob.escape(self.world.directory) + '/*.new'))
+        with self.world.connect(database=copy) as client:
+            self.assertEqual(['one', 'two'], [row['name'] for row in client.list_workflows()['items']][-2:])
+
+    def test_copies_taken_under_load_are_each_a_state_that_was_there(self) -> None:
+        self.world.serve('-d', 'my.db')
+        is_over, told = threading.Event(), []
+
+        def write() -> None:
+            with contextlib.closing(client):
+                while not is_over.is_set():
+                    told.append(client.create_workflow({'name': str(len(told)), 'user': 'me'})['id'])
+        client = self.world.connect()
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for _ in range(5):
+                before = len(told)
+                self.back_up()
+                found = self.names(self.world.path('copy.db'))
+                self.assertEqual([str(number) for number in range(len(found))], found)
+                self.assertLessEqual(before, len(found))
+        finally:
+            is_over.set()
+            writer.join()
+        self.assertGreater(len(told), before)
+
+    def test_what_is_no_earlier_copy_is_not_replaced(self) -> None:
+        self.world.serve('-d', 'my.db')
+        self.world.write('notes.txt', 'mine')
+        os.symlink('my.db', self.world.path('link.db'))
+        os.mkdir(self.world.path('directory'))
+        torc.Store(self.world.path('left.db')).close()
+        self.world.write('left.db-wal', '')
+        other = torc.Store(self.world.path('other.db'))
+        self.addCleanup(other.close)
+        before = self.world.read('my.db.token')
+        for name, text in (('my.db', 'belongs to the database itself'), ('link.db', 'belongs to the database itself'),
+                           ('my.db.token', 'belongs to the database itself'), ('my.db-wal', 'belongs to'),
+                           ('notes.txt', 'is no database, and would be lost'), ('directory', 'Is a directory'),
+                           ('other.db', 'in use'), ('left.db', 'left.db-wal is beside it')):
+            with self.subTest(name):
+                outcome = self.world.cli('serve', '--backup', name)
+                self.assertIn(outcome.code, (2, 4), str(outcome))
+                self.assertIn(text, outcome.err)
+        self.assertExit(2, self.world.cli('serve', '--backup', 'no/such/copy.db'), 'there is no directory')
+        self.assertEqual((before, 'mine'), (self.world.read('my.db.token'), self.world.read('notes.txt')))
+        self.world.server.send(signal.SIGTERM)
+        self.assertExit(0, self.world.server.finish(20))
+        self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '--backup', 'my.db'), 'belongs to the database itself')
+        self.assertExit(4, self.world.cli('serve', '-d', 'none.db', '--backup', 'copy.db'), 'there is no server and no')
+
+    def test_a_damaged_copy_does_not_replace_a_whole_one(self) -> None:
+        store = torc.Store(self.world.path('my.db'))
+        self.addCleanup(store.close)
+        path = self.world.path('copy.db')
+        store.freeze()
+        torc.write_backup(store, path)
+        before = os.stat(path)
+        copy = torc.copy_descriptor
+
+        def copy_badly(descriptor: int, target: str, *more: Any) -> None:
+            copy(descriptor, target, *more)
+            os.truncate(target, 8192)
+        with unittest.mock.patch.object(torc, 'copy_descriptor', copy_badly):
+            self.assertRaisesRegex(torc.Refused, 'is damaged .* stays as it was', torc.write_backup, store, path)
+        found = os.stat(path)
+        self.assertEqual((before.st_ino, before.st_mtime_ns), (found.st_ino, found.st_mtime_ns))
+        self.assertEqual(['copy.db', 'my.db', 'my.db-wal'], sorted(os.listdir(self.world.directory)))
+
+    def test_the_end_of_a_server_does_not_wait_for_a_backup(self) -> None:
+        silenced(self)
+        store = torc.Store(self.world.path('my.db'))
+        self.addCleanup(store.close)
+        writer = torc.CopyWriter(store)
+        backup = writer.ask_backup(self.world.path('copy.db'))
+        writer.is_ending = True
+        writer.act(0.0)
+        writer.close()
+        self.assertEqual((True, 'the server ended meanwhile'), (backup.is_done, backup.error))
+        self.assertEqual(['my.db', 'my.db-wal'], sorted(os.listdir(self.world.directory)))
+
+
+class TravelTest(WorldTest):
+    """`serve` in allocations of Slurm: it moves with them, and its clients find it again."""
+    PERIOD_S = 0.3      # of the lease
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.database = self.world.path('my.db')
+        self.path = self.database + '.connection'
+        self.outside = dict(self.world.environment)
+
+    def serve_in(self, job: int, host: str, *flags: Any) -> Background:
+        """A server in an allocation, on a network file system that all hosts have; it answers."""
+        words = [sys.executable, '-B', '-c', OTHER_HOST, os.path.dirname(stub_path()), host, self.PERIOD_S]
+        words += ['serve', '--db', self.database, *flags]
+        stem = os.path.join(self.world.root, 'logs', f'{job} {host}')
+        process = Background([os.fsencode(str(word)) for word in words], self.world.directory,
+                             dict(self.outside, SLURM_JOB_ID=str(job), SLURMD_NODENAME=host), stem)
+        self.world.started.append(process)
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in process.out, 20, 'the server', [process])
+        return process
+
+    def content(self) -> Dict[str, Any]:
+        """What the connection file says."""
+        return torc.read_server_file(self.path)
+
+    def end(self, server: Background, number: int = signal.SIGTERM) -> Outcome:
+        """End a server with a signal."""
+        server.send(number)
+        return self.assertExit(0, server.finish(20))
+
+    def client(self, **how: Any) -> Any:
+        """A client of the database, on this host."""
+        client = torc.Client(database=self.database, **how)
+        self.addCleanup(client.close)
+        return client
+
+    def test_it_listens_where_other_nodes_reach_it_unless_options_say_otherwise(self) -> None:
+        node = {'SLURM_JOB_ID': '1', 'SLURMD_NODENAME': 'n'}
+        usual = '127.0.0.1', torc.DEFAULT_PORT, False
+        for words, environment, expected in (
+                ([], {}, usual),
+                ([], {'SLURM_JOB_ID': '1'}, usual),     # a shell of salloc(1), on a login node
+                ([], node, ('0.0.0.0', 0, True)),
+                (['--no-auth'], node, ('127.0.0.1', 0, True)),
+                (['--host', 'n-ib', '--port', '99'], node, ('n-ib', 99, True)),
+                (['-d', ':memory:'], node, usual)):
+            with self.subTest(words, environment=environment), \
+                    unittest.mock.patch.dict(os.environ, environment):
+                parsed = torc.parse_command_line(['serve', *words])
+                session = torc.Session(parsed.options, io.StringIO(), io.StringIO(), io.StringIO())
+                session.command = parsed.command
+                options = torc.server_options(session, parsed.args)
+                self.assertEqual(expected, (options.host, options.port, options.travels))
+
+    def test_its_connection_file_names_every_way_to_it_and_the_allocation(self) -> None:
+        self.end(self.serve_in(17, 'node1'), signal.SIGINT)
+        self.assertIsNone(self.content())
+        self.serve_in(18, 'node1')
+        found = self.content()
+        self.assertEqual(('18', 'node1'), (found['allocation'], torc.parse_url(found['url']).host))
+        hosts = {torc.parse_url(url).host for url in found['candidates']}
+        self.assertLessEqual({'node1', *torc.own_addresses()}, hosts)
+
+    def test_clients_wait_while_it_moves_and_find_it_in_the_next_allocation_by_themselves(self) -> None:
+        first = self.serve_in(17, 'node1')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        self.end(first)
+        found = self.content()
+        self.assertTrue(found['moved_at'], found)
+        with self.assertRaisesRegex(torc.Unreachable, 'ended at 20.* with its allocation, Slurm job 17 on host '
+                                    'node1, and goes on in the next one .`squeue --me`.') as caught:
+            client.reconnect(0.0)
+        self.assertTrue(caught.exception.passes)
+        self.assertEqual((0, False), (client.servers_started, os.path.exists(self.database + '.lease')))
+        second = self.serve_in(18, 'node2')
+        self.assertNotEqual(found['url'], self.content()['url'])
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertNotIn('to see whether it is renewed', second.err)
+        self.end(second)
+
+    def test_while_it_moves_no_runner_starts_a_server_in_its_way_and_questions_are_answered(self) -> None:
+        self.end(self.serve_in(17, 'node1'))
+        with unittest.mock.patch.object(torc, 'LOCAL_FILESYSTEMS', frozenset()):
+            runner = self.client()
+            runner.will_need_server = True
+            self.assertRaisesRegex(torc.Unreachable, 'goes on in the next one', runner.open)
+        outcome = self.assertExit(3, self.world.cli('workflows', 'list'), 'its allocation, Slurm job 17 on host')
+        self.assertIn(f"rm {shlex.quote(torc.registration_files()[0])} {shlex.quote(self.path)}", outcome.err)
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'No workflows found')
+        self.assertExit(3, self.world.cli('workflows', 'list'))     # ... by which nothing was forgotten
+        self.assertTrue(self.content()['moved_at'])
+
+    def test_one_registration_leads_to_it_wherever_it_is(self) -> None:
+        for job, host in ((17, 'node1'), (18, 'node2'), (19, 'node1')):
+            server = self.serve_in(job, host)
+            found = list(torc.list_registrations().values())
+            self.assertEqual([str(job)], [row['allocation'] for row in found])
+            self.assertExit(0, self.world.cli('ping'))
+            self.end(server)
+        self.assertEqual(1, len(torc.registration_files()))
+
+    def test_after_a_kill_the_next_one_watches_the_lease_and_takes_it_over(self) -> None:
+        first = self.serve_in(17, 'node1')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        first.kill()
+        self.assertRaises(torc.Unreachable, client.reconnect, 0.0)
+        second = self.serve_in(18, 'node2')
+        self.assertIn('to see whether it is renewed', second.err)
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertEqual(0, client.servers_started)
+
+    def test_a_killed_one_of_this_host_is_not_replaced_by_a_runner_either(self) -> None:
+        first = self.serve_in(17, socket.gethostname())
+        first.kill()
+        self.assertRaisesRegex(torc.Unreachable, 'was killed in its allocation, Slurm job 17',
+                               self.client(needs_server=True).open)
+        self.assertExit(3, self.world.cli('workflows', 'list'), 'was killed in its allocation')
+
+    def test_further_signals_do_not_cut_its_end_short(self) -> None:
+        server = self.serve_in(17, 'node1', '--in-memory')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        for _ in range(200):
+            if server.has_ended():
+                break
+            server.send(signal.SIGTERM)
+        self.assertExit(0, server.finish(20))
+        self.assertFalse(os.path.exists(self.database + '.memory'))
+        self.assertEqual([('kept',)], ask_sqlite(self.database, 'SELECT name FROM workflow'))
+
+    def test_in_an_allocation_it_waits_for_who_still_has_the_database(self) -> None:
+        holder = torc.hold_database(self.database)
+        server = self.world.start('serve', '--db', 'my.db')
+        self.assertExit(4, server.finish(20), 'in use by another')
+        self.world.environment.update(SLURM_JOB_ID='17', SLURMD_NODENAME='node1')
+        server = self.world.start('serve', '--db', 'my.db')
+        self.world.wait(lambda: 'Waiting for up to 180 s for its end' in server.err, 20, 'the notice', [server])
+        holder.close()
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in server.out, 20, 'the server', [server])
+        self.assertEqual(1, server.err.count('Waiting for'))
+
+    def test_a_job_that_was_told_its_former_address_finds_it(self) -> None:
+        first = self.serve_in(17, 'node1')
+        url, token_file = self.content()['url'].replace('node1', '127.0.0.1'), self.database + '.token'
+        client = torc.Client.connect(url, token_file=token_file)
+        self.addCleanup(client.close)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        self.end(first)
+        self.assertRaises(torc.Unreachable, client.reconnect, 0.0)
+        self.serve_in(18, 'node2')
+        client = torc.Client.connect(url, token_file=token_file)
+        self.addCleanup(client.close)
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertEqual(self.content()['url'].partition(':')[0], client.url.partition(':')[0])
 
 
 class EmbeddedTest(WorldTest):
@@ -32975,7 +33294,7 @@ BORDERS = {
     'LongRequests.carry_out': 'what a thread meets is raised in the loop',
     'run_reader': 'the last line of a forked process: nothing of its parent may run below it',
     'Server.work': 'a bug costs one look at the clock',
-    'SnapshotWriter.work': 'a bug costs one snapshot; finish() reports it',
+    'CopyWriter.work': 'a bug costs one snapshot; finish() reports it',
     'Users.work': 'a bug costs one look at a password, not all later ones',
     'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
     'main': 'a bug becomes a traceback and exit 70',

@@ -6039,7 +6039,8 @@ class Store(Statements):
         """Open or create the database file. BadInput if it is something else, Conflict if it is in use."""
         self.path = path
         self.file_path = os.path.abspath(path)  # of the database file; another one if `path` is in memory
-        self.snapshots = None               # type: Any  # the SnapshotWriter of a database in memory
+        self.copies = None                  # type: Any  # the CopyWriter of a database that is served
+        self.snapshots = None               # type: Any  # the same as a SnapshotWriter, if it is in memory
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
         self._is_spoilt = False             # ... because something else has written to the files
@@ -6500,6 +6501,42 @@ def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
     return TorcError(f'the database {path} cannot be used: {text}', http=503)
 
 
+def refuse_used_database(path: str) -> None:
+    """Conflict if a process has locked a database, which is none that this process has open."""
+    url = f'file:{urllib.parse.quote(os.path.abspath(path))}?mode=rw'
+    try:
+        with contextlib.closing(sqlite3.connect(url, 0.0, uri=True, isolation_level=None)) as connection:
+            connection.execute('PRAGMA locking_mode = EXCLUSIVE')
+            connection.execute('BEGIN IMMEDIATE')
+            connection.execute('ROLLBACK')
+    except sqlite3.Error as error:
+        if 'locked' in str(error) or 'busy' in str(error):
+            raise Conflict(f'{path} is a database in use: give another file') from None
+        # a damaged one is in nobody's use
+
+
+def find_damage(path: str, check: Callable[[], Any] = bool) -> str:
+    """What is wrong with a database file that nobody uses; '' if it is whole. `check` may raise."""
+    url = f'file:{urllib.parse.quote(os.path.abspath(path))}?mode=ro&immutable=1'
+    try:
+        with contextlib.closing(sqlite3.connect(url, uri=True, check_same_thread=False)) as connection:
+            connection.set_progress_handler(functools.partial(is_refused, check), 100000)
+            found = connection.execute('PRAGMA quick_check(1)').fetchone()[0]
+    except sqlite3.Error as error:
+        check()
+        found = str(error)
+    return '' if found == 'ok' else ' '.join(found.replace('*** in database main ***', '').split())
+
+
+def is_refused(check: Callable[[], Any]) -> bool:
+    """Whether a check raises. SQLite would ignore an exception."""
+    try:
+        check()
+    except TorcError:
+        return True
+    return False
+
+
 def keep_copy(connection: sqlite3.Connection, path: str) -> None:
     """Copy a database through its connection: reading the file itself would drop our locks on it."""
     os.close(open_new_private(path, os.O_WRONLY | os.O_TRUNC))
@@ -6634,6 +6671,7 @@ class Context(Statements):
         super().__init__(store.connection, store.now, store.known_columns)
         self.caller = caller                # who asks, for events and new workflows
         self.is_admin = is_admin            # ... and may use what is for administrators
+        self.is_owner = is_admin            # has shown the token, or opened the file
         self.state = None                   # type: Any  # WorkflowState at first, if the request names one
         # What is to be stored if the verb fails.
         self.on_failure = None              # type: Optional[Callable[[], Any]]
@@ -11541,6 +11579,28 @@ def snapshot_database(context: Context) -> Values:
     return dict({'error': snapshots.error} if snapshots.error else {}, changes=changes, saved=snapshots.saved)
 
 
+def backup_database(context: Context, body: Values) -> Values:
+    """Copy the database to a file on the server's host; with `id`, see how far that is."""
+    # An administrator who has not shown the token is another user, who could write to any file of ours.
+    if not context.is_owner:
+        raise Denied('only the owner of the server, with its token, can have its database copied to a file')
+    copies = context.store.copies
+    if copies is None:
+        raise Refused('this database is not served: copy it with `torc.py serve --backup FILE`')
+    if body.get('id') is None:
+        return format_backup(copies.ask_backup(body['path']))
+    found = next((backup for backup in copies.backups if backup.id == body['id']), None)
+    if found is None:
+        raise NotFound(f"there is no backup {body['id']}")
+    return format_backup(found)
+
+
+def format_backup(backup: Any) -> Values:
+    """A backup as it is told."""
+    return dict({'error': backup.error} if backup.error else {}, id=backup.id, path=backup.path,
+                is_done=backup.is_done)
+
+
 # -------- streams --------
 
 class Subscription(Row):
@@ -12441,6 +12501,8 @@ MODELS = {
     'CreateJobsResponse': 'jobs:[@JobModel]',
     'CreateUserDataListResponse': 'user_data:[@UserDataModel]',
     'CreatedWorkflow': 'workflow_id:int! workflow_name:str! job_count:int!',
+    'DatabaseBackupModel': 'path:str! id:int',
+    'DatabaseBackupResponse': 'id:int! path:str! is_done:bool! error:str',
     'DatabaseResponse': 'id:str! path:str! host:str!',
     'DatabaseSnapshotResponse': 'changes:int! saved:int! error:str',
     'DeleteCountResponse': 'count:int!',
@@ -13040,6 +13102,8 @@ ROUTES = (
     route_to('GET', OPENAPI_PATH, get_openapi, 'object'),
     route_to('GET', '/database', get_database, '@DatabaseResponse'),
     route_to('POST', '/database/snapshot', snapshot_database, '@DatabaseSnapshotResponse'),
+    route_to('POST', '/database/backup', backup_database, '@DatabaseBackupResponse',
+             body='DatabaseBackupModel'),
 
     route_to('POST', '/workflows', create_workflow, '@WorkflowModel', body='WorkflowModel'),
     route_to('POST', '/workflows/from_spec', create_workflow_from_spec, '@CreatedWorkflow', body='PlanModel'),
@@ -13230,8 +13294,8 @@ BULK_PATHS = frozenset(API_PREFIX + path for path in (
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
 # Operations that are not about one workflow: their verbs decide who may. All others need access to theirs.
 OPEN_OPERATIONS = frozenset((
-    'ping', 'get_version', 'get_openapi', 'get_database', 'snapshot_database', 'list_workflows',
-    'list_workflow_statuses',
+    'ping', 'get_version', 'get_openapi', 'get_database', 'snapshot_database', 'backup_database',
+    'list_workflows', 'list_workflow_statuses',
     'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
     'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth'))
@@ -13623,11 +13687,18 @@ def describe_interface() -> Dict[str, Any]:
 # locks cannot be trusted), torc.db.memory (where a server has it in memory), and torc.db.log (of a server in
 # the background). An embedded server is forked by the first client that needs one and leaves when its last
 # connection has closed. Which process serves is decided by the database's lock and nothing else.
+#
+# A server in an allocation of Slurm travels: the next allocation goes on with the same database, on another
+# host. When Slurm ends it (SIGTERM; SIGINT ends it for good) its connection files stay, and say that it has
+# moved. Until the next one is there its clients wait, and no runner starts a server that would be in its way.
 
 IN_MEMORY = ':memory:'              # for a database: one that lasts as long as its server
 DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
 MEMORY_RESERVE_BYTES = 32 * 2 ** 20     # that must be free in memory beside twice the size of the database
 COPY_BYTES = 2 ** 20                # read and written at once
+DATABASE_MAGIC = b'SQLite format 3\0'     # at its beginning (sqlite.org/fileformat2.html, section 1.3)
+STATE_ENDS = ('', '-wal', '-shm', '-journal', '.new', '.previous', '.token', '.connection', '.lease',
+              '.memory', '.log', '.loss')
 
 
 def state_directory() -> str:
@@ -13798,7 +13869,26 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
 def read_living_server(path: str) -> Optional[Dict[str, Any]]:
     """The same. None also if the server is known to have ended."""
     found = read_server_file(path)
-    return None if found is None or process_lives(found) is False else found
+    return None if found is None or is_server_over(found) else found
+
+
+def is_server_over(server: Dict[str, Any]) -> bool:
+    """Whether a server is known to have ended, by what its connection file says."""
+    return bool(server.get('moved_at')) or process_lives(server) is False
+
+
+def is_between_allocations(server: Dict[str, Any]) -> bool:
+    """Whether a server has ended that goes on in the next allocation: nobody else is to take its database."""
+    return bool(server.get('travels')) and is_server_over(server)
+
+
+def explain_server_end(server: Dict[str, Any]) -> str:
+    """How a server has ended, and what that means."""
+    if not server.get('travels'):
+        return 'was killed, or the machine was restarted'
+    how = f"ended at {server['moved_at']} with" if server.get('moved_at') else 'was killed in'
+    return (f"{how} its allocation, Slurm job {server.get('allocation')} on host {server.get('host')}, and "
+            'goes on in the next one (`squeue --me`)')
 
 
 # -------- registered servers --------
@@ -13842,7 +13932,8 @@ def register_server(server: Dict[str, Any]) -> str:
     try:
         make_private_directory(os.path.dirname(path))
         write_atomically(path, format_json(server).encode())
-        if is_network_path(server['database']):     # another host may have served it before
+        # Another host may have served it before.
+        if server.get('travels') or is_network_path(server['database']):
             for other, old in list_registrations().items():
                 if other != path and old['database'] == server['database']:
                     os.unlink(other)
@@ -13852,17 +13943,24 @@ def register_server(server: Dict[str, Any]) -> str:
     return path
 
 
-def unregister_server(path: str, server: Dict[str, Any]) -> None:
-    """Remove a connection file, if it is still this server's."""
+def unregister_server(path: str, server: Dict[str, Any], goes_on: bool = False) -> None:
+    """Remove a connection file, if it is still this server's; or say in it that another one is to come."""
     with contextlib.suppress(OSError, Denied):      # it was removed already
-        if (read_server_file(path) or {}).get('server_id') == server['server_id']:
+        if (read_server_file(path) or {}).get('server_id') != server['server_id']:
+            return
+        if goes_on:
+            write_atomically(path, format_json(dict(server, moved_at=format_time(time.time()))).encode())
+        else:
             os.unlink(path)
 
 
 def forget_server(database: str) -> None:
     """Remove the registration of a killed server. Callers have the database, so that no server has."""
-    with contextlib.suppress(OSError):      # there is none; or it stays, where the home is read-only
-        os.unlink(registration_path(database))
+    path = registration_path(database)
+    with contextlib.suppress(OSError, Denied):      # there is none; or it stays, where the home is read-only
+        if is_between_allocations(read_server_file(path) or {}):
+            return
+        os.unlink(path)
         log.warning('the server of %s was killed earlier and is no longer registered: '
                     'commands find this database only with --db', database)
 
@@ -13997,10 +14095,12 @@ class Lease:
 
 
 def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
-                  in_memory: bool = False) -> Store:
+                  in_memory: bool = False, from_snapshot: bool = False) -> Store:
     """Open a database as its only process, or put it in memory. Conflict if another process has it.
 
-    Callers release the lease of the store, if it has one, when they have closed it.
+    `from_snapshot`: where its newest state was in the memory of another host, or its newest snapshot is
+    damaged, go on with what there is. Callers release the lease of the store, if it has one, when they have
+    closed it.
     """
     prepare_database_directory(database)
     lease = None
@@ -14011,7 +14111,11 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
             stack.callback(lease.release)
-        store = open_in_memory(database, takes_over) if in_memory else open_on_disk(database, takes_over)
+        drop_second_name(database)
+        if in_memory:
+            restore_snapshot(database, from_snapshot)
+        takes_older = takes_over or from_snapshot
+        store = open_in_memory(database, takes_older) if in_memory else open_on_disk(database, takes_older)
         store.lease = lease
         stack.callback(store.close)
         with store.transaction():
@@ -14032,6 +14136,29 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
 # Snapshots do not hold up the loop: a checkpoint makes the main file whole, and while a thread copies it no
 # other checkpoint runs, so that all changes go to the write-ahead log (sqlite.org/wal.html). SQLite's backup
 # interface would need Python 3.7, and VACUUM INTO SQLite 3.27 and the loop.
+
+def restore_snapshot(database: str, from_snapshot: bool) -> None:
+    """Put the snapshot before the newest one in its place if that is damaged. Refused unless that is wanted.
+
+    No server has its lock; a plain one that is at work on the file has not left an older one beside it.
+    """
+    previous = database + '.previous'
+    if not os.path.exists(previous) or not os.path.exists(database) or os.path.exists(database + '-wal'):
+        return
+    damage = find_damage(database)
+    if not damage or find_damage(previous):     # if both are, opening it says what is wrong
+        return
+    saved_at = format_time(os.stat(previous).st_mtime)
+    if not from_snapshot:
+        raise Refused(f'the snapshot {database} is damaged ({damage}); the one before it, of {saved_at}, is '
+                      'whole: --from-snapshot continues with that, without the changes after it')
+    refuse_used_database(database)
+    aside = free_name(database + '.damaged')
+    os.rename(database, aside)
+    os.rename(previous, database)
+    log.warning('the snapshot %s was damaged (%s) and is %s now; changes after %s, when the one before it '
+                'was written, are lost', database, damage, aside, saved_at)
+
 
 def read_memory_file(database: str, takes_over: bool) -> str:
     """Path of the live file that a killed server of a database has left, or ''. Callers have its lock.
@@ -14058,7 +14185,7 @@ def read_memory_file(database: str, takes_over: bool) -> str:
     if lives is None and is_lost and not takes_over:
         raise Refused(f'the newest state of {database} is in the memory of host {found["host"]}: use it '
                       f'there first; or, if that host was restarted, continue with the snapshot of {saved_at}'
-                      f': rm {shlex.quote(path)}')
+                      f', by `torc.py serve --from-snapshot` or: rm {shlex.quote(path)}')
     if is_lost:
         log.warning('%s was in memory, which was lost with its server: changes after %s are lost',
                     database, saved_at)
@@ -14118,95 +14245,243 @@ def make_memory_directory(size_bytes: int) -> str:
                    f'{format_memory(size_bytes)}')
 
 
-def copy_descriptor(descriptor: int, path: str) -> None:
-    """Copy a whole file to a private one, on disk at the end."""
+def copy_descriptor(descriptor: int, path: str, check: Callable[[], Any] = bool) -> None:
+    """Copy a whole file to a private one, on disk at the end. `check` may raise, so that it ends."""
     with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as target:
         offset = 0
         for piece in iter(lambda: os.pread(descriptor, COPY_BYTES, offset), b''):
+            check()
             target.write(piece)
             offset += len(piece)
         target.flush()
         os.fsync(target.fileno())
 
 
-def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool) -> None:
-    """Replace a database file with a copy of a frozen main file, after a last check that may raise."""
+def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool,
+                     keeps_old: bool = False) -> None:
+    """Replace a database file with a copy of a frozen main file, after a last check that may raise.
+
+    With `keeps_old` the file before is DATABASE.previous from then on.
+    """
     copy_descriptor(descriptor, database + '.new')
     check()
+    if keeps_old:
+        previous = database + '.previous'
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(previous)
+        with contextlib.suppress(OSError):      # some file systems have no links: then there is none
+            os.link(database, previous)
     os.replace(database + '.new', database)
+    sync_directory(os.path.dirname(database))
 
 
-class SnapshotWriter:
-    """Writes snapshots of a database in memory to its file: at an interval, and when asked to.
+def sync_directory(path: str) -> None:
+    """See that a rename is on disk, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def drop_second_name(database: str) -> None:
+    """Remove what a process left that was killed between two steps of replace_database()."""
+    previous = database + '.previous'
+    with contextlib.suppress(OSError):
+        if os.path.samefile(database, previous):
+            os.unlink(previous)
+
+
+class Backup:
+    """A copy of a database that somebody has asked for."""
+
+    def __init__(self, number: int, path: str) -> None:
+        self.id = number
+        self.path = path        # from the root
+        self.is_done = False
+        self.error = ''         # why there is none
+
+    def finish(self, failure: Optional[Exception]) -> None:
+        """It was written, or could not be."""
+        self.is_done = True
+        if failure is None:
+            log.info('the database was copied to %s', self.path)
+        else:
+            self.error = str(failure)
+            log.error('the database could not be copied to %s: %s', self.path, failure)
+
+
+def write_backup(store: Store, path: str, check: Callable[[], Any] = bool) -> None:
+    """Copy the frozen main file of a store to a file, which is replaced as a whole when the copy is whole.
+
+    `check` may raise, so that the copying ends. OSError, sqlite3.Error, or a TorcError.
+    """
+    refuse_backup_target(store, path)
+    temporary = f'{path}.{secrets.token_hex(4)}.new'
+    try:
+        copy_descriptor(store.main_file(), temporary, check)
+        damage = find_damage(temporary, check)
+        if damage:
+            raise Refused(f'the database {store.path} is damaged ({damage}): {path} stays as it was')
+        refuse_backup_target(store, path)       # it may have been taken into use meanwhile
+        os.replace(temporary, path)
+        sync_directory(os.path.dirname(path))
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def refuse_backup_target(store: Store, path: str) -> None:
+    """Refused or Conflict if a backup would replace something else than an earlier one."""
+    refuse_special_file(path)
+    own = [name + end for name in (store.path, store.file_path) for end in STATE_ENDS]
+    if os.path.realpath(path) in map(os.path.realpath, own) or os.path.exists(path) and any(
+            os.path.exists(name) and os.path.samefile(name, path) for name in own):
+        raise Refused(f'{path} belongs to the database itself: give another file')
+    others = [path + end for end in ('-wal', '-journal', '.memory', '.lease') if os.path.exists(path + end)]
+    if others:
+        raise Conflict(f'{path} is a database in use, or was left by a process that was killed: {others[0]} '
+                       'is beside it; give another file')
+    if os.path.exists(path) and os.path.getsize(path):
+        with open(path, 'rb') as file:
+            if file.read(len(DATABASE_MAGIC)) != DATABASE_MAGIC:
+                raise Refused(f'{path} is no database, and would be lost: give another file')
+        refuse_used_database(path)
+
+
+class CopyWriter:
+    """Writes copies of a database that is in use, one at a time, each in a thread.
 
     Everything but work() runs in the server's thread, between transactions.
     """
+    BACKUPS_KEPT = 100      # that are asked about later
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.backups = collections.deque(maxlen=self.BACKUPS_KEPT)      # type: Any
+        self.ids = itertools.count(1)
+        self.is_ending = False
+        self.thread = None          # type: Optional[threading.Thread]
+        self.failure = None         # type: Optional[Exception]  # of the thread
+        self.is_over = False        # the thread has done its work
+        self.on_end = lambda failure: None  # type: Callable[[Optional[Exception]], Any]  # ... is told here
+        self.wake = lambda: None    # type: Callable[[], Any]  # called in the thread then
+        store.main_file()           # open from now on: the file may be removed (logind.conf(5), RemoveIPC)
+
+    def ask_backup(self, path: str) -> Backup:
+        """Copy the database to a file as soon as possible."""
+        if not os.path.isabs(path):
+            raise BadInput(f'{printable(path)} is not a path from the root')
+        backup = Backup(next(self.ids), path)
+        if len([other for other in self.backups if not other.is_done]) >= self.BACKUPS_KEPT // 2:
+            raise Conflict('too many backups are waiting')
+        self.backups.append(backup)
+        return backup
+
+    def next_backup(self) -> Optional[Backup]:
+        """The backup that has waited longest."""
+        return next((backup for backup in self.backups if not backup.is_done), None)
+
+    def next_at(self) -> float:
+        """When to act; inf while there is nothing to do, or the thread is going to wake us."""
+        if self.is_over:
+            return -math.inf
+        return math.inf if self.thread is not None or self.next_backup() is None else -math.inf
+
+    def act(self, now: float) -> None:
+        """Do what is due."""
+        if self.is_over:
+            self.finish()
+        backup = self.next_backup()
+        if self.thread is None and backup is not None:
+            self.start(functools.partial(write_backup, self.store, backup.path, self.check), backup.finish)
+
+    def check(self) -> None:
+        """Raise if a backup is not to be finished."""
+        if self.is_ending:
+            raise Refused('the server ended meanwhile')
+
+    def start(self, write: Callable[[], Any], on_end: Callable[[Optional[Exception]], Any]) -> None:
+        """Have a thread write a copy; on_end gets its failure, or None."""
+        try:
+            is_frozen = self.store.freeze()
+        except sqlite3.Error as error:
+            return on_end(error)
+        self.on_end = on_end
+        self.thread = threading.Thread(target=self.work, args=(write,), name='snapshot', daemon=True)
+        self.thread.start()
+        if not is_frozen:
+            self.finish()
+
+    def work(self, write: Callable[[], Any]) -> None:
+        """The thread."""
+        try:
+            write()
+        except Exception as error:      # border: reported by finish(), and tried again later
+            self.failure = error
+        self.is_over = True
+        self.wake()
+
+    def finish(self) -> None:
+        """Wait for the copy that is being written, if there is one."""
+        if self.thread is None:
+            return
+        self.thread.join()
+        self.store.thaw()
+        failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
+        self.on_end(failure)
+
+    def close(self) -> None:
+        """End what is being written: a backup is not worth that the database is given back late."""
+        self.is_ending = True
+        self.finish()
+
+
+class SnapshotWriter(CopyWriter):
+    """Writes snapshots of a database in memory to its file, too: at an interval, and when asked to."""
 
     def __init__(self, store: Store, interval_s: float, announce: Callable[[str], Any]) -> None:
-        self.store = store
+        super().__init__(store)
         self.interval_s = interval_s
         self.announce = announce    # gets a line for each snapshot
         self.due_at = time.monotonic() + interval_s
         self.saved = -1             # Store.changes that the file holds
         self.saving = -1            # ... and the snapshot that is being written
         self.error = ''             # why the last one failed
-        self.thread = None          # type: Optional[threading.Thread]
-        self.failure = None         # type: Optional[Exception]  # of the thread
-        self.is_over = False        # the thread has done its work
-        self.wake = lambda: None    # type: Callable[[], Any]  # called in the thread then
-        store.main_file()           # open from now on: the file may be removed (logind.conf(5), RemoveIPC)
 
     def ask(self) -> None:
         """Write a snapshot as soon as possible."""
         self.due_at = -math.inf
 
-    def next_at(self) -> float:
-        """When to act; inf while nothing has changed, or the thread is going to wake us."""
-        if self.is_over:
-            return -math.inf
+    def next_snapshot_at(self) -> float:
+        """When the next one is due; inf while nothing has changed."""
         is_idle = self.due_at > -math.inf and self.saved == self.store.changes
         return math.inf if self.thread is not None or is_idle else self.due_at
 
+    def next_at(self) -> float:
+        """The same, or when to see to backups."""
+        return min(super().next_at(), self.next_snapshot_at())
+
     def act(self, now: float) -> None:
         """Do what is due."""
-        if self.is_over:
-            self.finish()
-        if self.next_at() <= now:
+        super().act(now)
+        if self.next_snapshot_at() <= now:
             self.begin()
 
     def begin(self) -> None:
         """Begin a snapshot."""
         self.due_at = time.monotonic() + self.interval_s
-        try:
-            is_frozen = self.store.freeze()
-        except sqlite3.Error as error:
-            return self.report(error)
         self.saving = self.store.changes
-        self.thread = threading.Thread(target=self.work, name='snapshot', daemon=True)
-        self.thread.start()
-        if not is_frozen:
-            self.finish()
-
-    def work(self) -> None:
-        """The thread."""
-        try:
-            self.write()
-        except Exception as error:      # border: reported by finish(), and tried again later
-            self.failure = error
-        self.is_over = True
-        self.wake()
+        self.start(self.write, self.on_snapshot)
 
     def write(self) -> None:
         """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
-        replace_database(self.store.main_file(), self.store.file_path, lambda: self.store.check_lease(True))
+        path = self.store.file_path
+        replace_database(self.store.main_file(), path, lambda: self.store.check_lease(True), keeps_old=True)
 
-    def finish(self) -> None:
-        """Wait for the snapshot that is being written, if there is one."""
-        if self.thread is None:
-            return
-        self.thread.join()
-        self.store.thaw()
-        failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
+    def on_snapshot(self, failure: Optional[Exception]) -> None:
+        """A snapshot was written, or could not be."""
         self.report(failure)
         if failure is None:
             self.saved = self.saving
@@ -14222,8 +14497,8 @@ class SnapshotWriter:
 
     def close(self) -> None:
         """Write the last snapshot. If that fails the live file stays, for the next process."""
+        super().close()
         try:
-            self.finish()
             self.store.check_lease(True)    # if another process has the database, its files are not ours
             if self.saved < self.store.changes:
                 self.store.freeze()
@@ -16442,6 +16717,7 @@ class Server:
         self.has_grown = False                  # by a large request or answer, or many rows
         self.changed_rows = 0                   # of the store, when that was last looked at
         self.is_leaving = False
+        self.ended_by = 0                       # the signal; 0: none has come
         # unless there are connections then
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
@@ -16499,16 +16775,9 @@ class Server:
     def signals(self) -> Iterator[None]:
         """While the block runs, SIGTERM, SIGINT and SIGHUP stop the server. In the main thread only."""
         before = signal.set_wakeup_fd(self.wake_writer.fileno())
-        numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
-        numbers += self.signal_calls
-        # handlers do nothing: the wakeup descriptor gets the number
-        handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
-        handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
         try:
             yield
         finally:
-            for number, handler in handlers:
-                signal.signal(number, handler)
             signal.set_wakeup_fd(before)
 
     def close(self) -> None:
@@ -16586,8 +16855,8 @@ class Server:
         if self.long.has_store:
             yield self.tick_at, self.on_tick
             yield self.streams.keep_alive_at, self.streams.keep_alive
-            if self.store.snapshots is not None:
-                yield self.store.snapshots.next_at(), self.store.snapshots.act
+            if self.store.copies is not None:
+                yield self.store.copies.next_at(), self.store.copies.act
 
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
@@ -16637,7 +16906,7 @@ class Server:
                 self.put_off.append(self.signal_calls[number])
             elif number in STOP_NUMBERS:    # others are those of a program that runs us inside
                 log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
-                self.is_leaving = True
+                self.is_leaving, self.ended_by = True, number
         self.logins.on_verdicts()
         self.long.on_wake()
         while self.long.has_store and self.put_off:
@@ -16826,6 +17095,8 @@ class Server:
 # files written that lead clients to it, and all of that undone in the opposite order at every end.
 
 START_DEADLINE_S = 30.0             # for an embedded server to answer
+HOLDER_PATIENCE_S = 180.0           # of a server in an allocation, with who still has its database
+HOLDER_PAUSE_S = 0.5
 MAX_LOG_BYTES = 10 * 2 ** 20        # of torc-server.log; LOGS_KEPT of them
 LOGS_KEPT = 5
 MAX_EMBEDDED_LOG_BYTES = 2 ** 20    # of an embedded server's log, of which there is one
@@ -16840,7 +17111,9 @@ class ServerOptions(Row):
     needs_token: bool = True
     new_token: bool = False
     takes_over: bool = False        # the lease of a server that is gone for certain
+    from_snapshot: bool = False     # go on without what was lost in memory
     is_embedded: bool = False
+    travels: bool = False           # it lives in an allocation, and goes on in the next one
     watches_lease: bool = True      # of another host, and takes it over when it is not renewed
     allows_sql: bool = True         # of administrators
     allows_sql_writes: bool = True
@@ -16862,12 +17135,27 @@ class ServerOptions(Row):
         return self.needs_token or bool(self.auth_file)
 
 
+@contextlib.contextmanager
+def ignoring_signals(numbers: Sequence[int]) -> Iterator[None]:
+    """While the block runs, these signals do nothing but wake the server, and SIGPIPE is an error."""
+    # Slurm sends SIGTERM more than once to a job that it ends (--signal, scancel, time limit): a second one
+    # must not cut the last snapshot short.
+    handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
+    handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
+    try:
+        yield
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
 def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
     """Serve a database until a signal. `announce` gets lines for stdout, first when the server answers."""
     raise_descriptor_limit()
     users = Users(options.auth_file, options.known_s) if options.auth_file else None
     tls = open_tls(options.tls_certificate, options.tls_key) if options.tls_certificate else None
-    with contextlib.ExitStack() as stack:
+    numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
+    with contextlib.ExitStack() as ignoring, contextlib.ExitStack() as stack:
         if options.database == IN_MEMORY:
             directory = make_memory_directory(0)
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -16887,17 +17175,20 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         service.allows_sql, service.allows_sql_writes = options.allows_sql, options.allows_sql_writes
         service.enforces_access = options.enforces_access
         stack.callback(server.close)
+        store.copies.wake = server.wake
         if store.snapshots is not None:
-            store.snapshots.wake = server.wake
             server.signal_calls[signal.SIGUSR1] = store.snapshots.ask
         elif options.snapshot:
             server.signal_calls[signal.SIGUSR1] = functools.partial(keep_snapshot, store, options, announce)
+        # Until the very end, when the database has been given back.
+        ignoring.enter_context(ignoring_signals([*numbers, *server.signal_calls]))
         stack.enter_context(server.signals())
         scheme = 'http' if tls is None else 'https'
         hosts = [f'[{name}]' if ':' in name else name for name in candidates]
         urls = [f'{scheme}://{name}:{port}{API_PREFIX}' for name in hosts]
         # Only now: who finds the file may connect at once, and is answered by the first turns of the loop.
-        stack.enter_context(connection_file(options, urls, server.id))
+        stack.enter_context(connection_file(options, urls, server.id,
+                                            lambda: options.travels and server.ended_by == signal.SIGTERM))
         if options.pid_file:
             stack.enter_context(pid_file(options.pid_file))
         log.info('serving %s at %s, for %s', options.database, ' '.join(urls),
@@ -16933,21 +17224,43 @@ def last_change(database: str) -> float:
     return max(times)
 
 
+def await_database(options: ServerOptions) -> Store:
+    """The database to serve. In an allocation its former holder may need a while to be gone: it is awaited.
+
+    The file server of NFS version 4 keeps the locks of a host that has died for as long as its lease, mostly
+    90 s (RFC 8881, 8.3); and a runner may have started a server of its own meanwhile.
+    """
+    deadline, is_logged = time.monotonic() + (HOLDER_PATIENCE_S if options.travels else 0.0), False
+    while True:
+        try:
+            return hold_database(options.database, options.takes_over, lease_wait_s(options),
+                                 options.snapshot_interval_s is not None, options.from_snapshot)
+        except Conflict as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_logged:
+                is_logged = True
+                log.warning('%s. Waiting for up to %g s for its end', error.message, HOLDER_PATIENCE_S)
+        time.sleep(HOLDER_PAUSE_S)
+
+
 def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
                          announce: Callable[[str], Any]) -> Store:
     """The database to serve, until the stack ends."""
     in_memory = options.snapshot_interval_s is not None
     changed_at = last_change(options.database)      # before it is opened, which may change it
-    store = hold_database(options.database, options.takes_over, lease_wait_s(options), in_memory)
+    store = await_database(options)
     if store.lease is not None:
         stack.callback(store.lease.release)
     if in_memory:
         stack.callback(remove_memory_directory, store)
     stack.callback(store.close)
     if in_memory:       # its file may be older than its last change
-        store.snapshots = SnapshotWriter(store, options.snapshot_interval_s, announce)
+        store.copies = store.snapshots = SnapshotWriter(store, options.snapshot_interval_s, announce)
         stack.callback(store.snapshots.close)
         return store
+    store.copies = CopyWriter(store)
+    stack.callback(store.copies.close)
     count = store.value('SELECT count(*) FROM compute_node WHERE is_active = 1 AND lease_s IS NOT NULL')
     if count:
         log.info('this database was last changed at %s and not served since: the leases of %d compute nodes '
@@ -17017,8 +17330,12 @@ def own_addresses() -> List[str]:
 
 
 @contextlib.contextmanager
-def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> Iterator[None]:
-    """While the block runs, the files that lead clients to the server of a database."""
+def connection_file(options: ServerOptions, urls: List[str], server_id: str,
+                    goes_on: Callable[[], bool] = bool) -> Iterator[None]:
+    """While the block runs, the files that lead clients to the server of a database.
+
+    They stay where goes_on() says at the end that another server is to come, and say so to clients.
+    """
     database = os.path.abspath(options.database)
     path = database + '.connection'
     content = dict(
@@ -17026,6 +17343,8 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> 
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
         in_memory=options.snapshot_interval_s is not None,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
+    if options.travels:
+        content.update(travels=True, allocation=os.environ['SLURM_JOB_ID'])
     paths = [path, '' if options.is_embedded else register_server(content)]
     try:
         try:
@@ -17036,7 +17355,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> 
         yield
     finally:
         for path in filter(None, paths):
-            unregister_server(path, content)
+            unregister_server(path, content, goes_on())
 
 
 @contextlib.contextmanager
@@ -17737,7 +18056,7 @@ def find_database() -> Tuple[str, str]:
     if found is not None and found.get('server_id') not in [old.get('server_id') for old in servers.values()]:
         servers[legacy] = found
     for path, server in list(servers.items()):
-        if process_lives(server) is False and is_deleted(server['database']):
+        if is_server_over(server) and is_deleted(server['database']):
             log.warning('the server of %s was killed and the database deleted: it is no longer registered',
                         server['database'])
             with contextlib.suppress(OSError):      # a read-only home
@@ -17748,17 +18067,18 @@ def find_database() -> Tuple[str, str]:
         raise BadInput('several servers are registered: choose one with --url URL, TORC_API_URL or --db FILE'
                        f', or the database of this directory with -s:{described}')
     for path, server in servers.items():
-        if process_lives(server) is False:
-            raise absent(explain_dead_server(path, server, 'was killed, or the machine was restarted'))
+        if is_server_over(server):
+            raise absent(explain_dead_server(path, server, explain_server_end(server)))
         return server['database'], path
     return os.path.abspath(EMBEDDED_DATABASE), ''
 
 
 def describe_server(path: str, server: Dict[str, Any]) -> str:
     """A line on a registered server."""
-    lives = process_lives(server)
-    state = f' (killed; to remove it: rm {shlex.quote(path)})' if lives is False else ''
-    state = f" (on host {server.get('host')})" if lives is None else state
+    state = f" (on host {server.get('host')})" if process_lives(server) is None else ''
+    if is_server_over(server):
+        how = 'between two allocations' if is_between_allocations(server) else 'killed'
+        state = f' ({how}; to remove it: rm {shlex.quote(path)})'
     return f"\n    {server['url']}  {server['database']}{state}"
 
 
@@ -17766,11 +18086,12 @@ def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
     """Why a registered server cannot be used, and the ways out."""
     database = shlex.quote(server['database'])
     memory = ' --in-memory' if server.get('in_memory') else ''
+    paths = dict.fromkeys([path, server['database'] + '.connection' if server.get('travels') else path])
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
             f'  to start it again:                  torc.py serve -d {database}{memory}\n'
             f'  to use its database without it:     --db {database}\n'
             f'  to use that of this directory:      -s\n'
-            f'  to forget the server:               rm {shlex.quote(path)}')
+            f"  to forget the server:               rm {' '.join(map(shlex.quote, paths))}")
 
 
 def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
@@ -17822,6 +18143,7 @@ class Connector:
         self.token_file = token_file            # path of the token's file, or ''
         self.tls = tls or TlsSettings()
         self.needs_server = needs_server        # fork an embedded server rather than open the database
+        self.will_need_server = False           # ... later: take no database that a server comes back to
         self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
         self.in_memory = False                  # the embedded server in use has its database in memory
         self.server_file = ''                   # registration of the lasting server; '': none
@@ -17906,6 +18228,17 @@ class Connector:
             if service.store.lease is not None:
                 service.store.lease.release()
 
+    def copy_to(self, path: str) -> None:
+        """Copy the database of a direct client to a file."""
+        store = self._service.store
+        try:
+            store.freeze()
+            write_backup(store, path)
+        except OSError as error:
+            raise BadInput(f'cannot write {path}: {error.strerror}; give another file') from None
+        except sqlite3.Error as error:
+            raise explain_database_error(error, store.path) from None
+
     def need_server(self) -> None:
         """From now on through a server: a direct client hands its database to an embedded one."""
         if self.database and not self.needs_server:
@@ -17942,15 +18275,14 @@ class Connector:
     def open(self) -> None:
         """One try to find what reconnect() wants."""
         if self.named_url:
-            connection = self.open_connection([self.named_url])
-            connection.show(self.credentials)
-            if self.token_file:
-                server = find_server_file(self.named_url, self.token_file)
-                is_its = server.get('token_file') == self.token_file
-                connection = self.ask_proof(connection, server if is_its else {})
-            self._connection = connection
+            try:
+                self._connection = self.open_named()
+            except Unreachable:
+                self._connection = self.open_moved()
+                if self._connection is None:
+                    raise
             return
-        found = read_living_server(self.server_file or self.database + '.connection')
+        found = self.find_server()
         unreachable = None      # type: Optional[Unreachable]  # of a server that may live on another host
         if found is not None:
             was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
@@ -17981,6 +18313,47 @@ class Connector:
             if unreachable is not None:     # it holds the database
                 raise unreachable from None
             raise
+
+    def open_named(self) -> HttpConnection:
+        """Connect to the server that was named."""
+        connection = self.open_connection([self.named_url])
+        connection.show(self.credentials)
+        if not self.token_file:
+            return connection
+        server = find_server_file(self.named_url, self.token_file)
+        is_its = server.get('token_file') == self.token_file
+        return self.ask_proof(connection, server if is_its else {})
+
+    def open_moved(self) -> Optional[HttpConnection]:
+        """Connect to the server that was named where it is now, in another allocation; None if it is not.
+
+        A job has been told an address at its start; the file beside that of the token knows the new one.
+        """
+        if not self.token_file.endswith('.token'):
+            return None
+        found = read_server_file(self.token_file[:-len('.token')] + '.connection')
+        if found is None or not found.get('travels') or is_server_over(found):
+            return None
+        if found.get('token_file') != self.token_file:
+            return None
+        self.tls = self.tls._replace(fingerprint=found.get('fingerprint') or '')
+        return self.open_proven(found)
+
+    def find_server(self) -> Optional[Dict[str, Any]]:
+        """What the connection file says of a server that may be there; None if there is none.
+
+        Unreachable while it is between two allocations: another server would be in its way. Who asks only
+        once for a database by its name takes it meanwhile.
+        """
+        path = self.server_file or self.database + '.connection'
+        found = read_server_file(path)
+        if found is None or not is_server_over(found):
+            return found
+        is_awaited = self.needs_server or self.will_need_server or self.server_file or self.is_lasting
+        if is_between_allocations(found) and is_awaited:
+            self.is_lasting = True
+            raise absent(explain_dead_server(path, found, explain_server_end(found)))
+        return None
 
     def take_database(self, is_lost: bool) -> None:
         """Open the embedded database, or start a server for it. Conflict if another process has it.
@@ -24892,6 +25265,8 @@ class ServerLink:
             self.change('online')
             elapsed = format_elapsed(time.monotonic() - self.silent_since)
             self.context.say(f'the server answers again after {elapsed}')
+            if self.context.variables:      # its address may be another one now, for jobs that ask it
+                self.context.variables['TORC_API_URL'] = self.client.url
 
     def on_no_answer(self, error: TorcError) -> None:
         """Children go on; wake a server of our own that has died; ask again until the window is over."""
@@ -30812,6 +31187,7 @@ TASK_PAUSE_S = 1.0          # longest between looks at a task
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
+RUNNER_COMMANDS = ('run', 'exec', 'slurm-job-runner')
 MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new')     # they make a database where there is none
 
 Arguments = Dict[str, Any]
@@ -30847,6 +31223,7 @@ class Session:
             client = Client.find(self.options['url'] or '', self.database or '', '', tls, self.credentials)
             if is_reading:
                 client.check_exists()
+            client.will_need_server = self.command.name in RUNNER_COMMANDS
             client.reconnect()
             self._client = client
             self._client.snapshot_interval_s = interval_s
@@ -35946,7 +36323,9 @@ def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
 # -------- serving --------
 
 def cmd_serve(session: Session, args: Arguments) -> int:
-    """Serve a database until a signal."""
+    """Serve a database until a signal; or have it copied."""
+    if args['backup'] is not None:
+        return back_up(session, args)
     if args['require_auth'] and args['no_auth']:
         raise BadInput('--require-auth and --no-auth contradict each other')
     options = server_options(session, args)
@@ -35977,6 +36356,37 @@ def cmd_serve(session: Session, args: Arguments) -> int:
     return 0
 
 
+BACKUP_POLL_S = 0.05
+
+
+def back_up(session: Session, args: Arguments) -> int:
+    """Copy a database to a file: through its server, or, if it has none, directly."""
+    path = absolute(args['backup'])
+    if not path:
+        raise BadInput('--backup takes the path of a file')
+    if not os.path.isdir(os.path.dirname(path)):
+        raise BadInput(f'there is no directory {os.path.dirname(path)} for the backup')
+    named = args['db'] or session.options['db'] or os.environ.get('DATABASE_URL')
+    database = '' if session.options['url'] or not named else served_database(session, args)
+    client = Client.find(session.options['url'] or '', '' if database == IN_MEMORY else database)
+    client.check_exists()
+    with contextlib.closing(client):
+        client.reconnect()
+        if client.is_direct:
+            client.copy_to(path)
+        else:
+            backup = client.call('backup_database', {'path': path})
+            while not backup['is_done']:
+                time.sleep(BACKUP_POLL_S)
+                backup = client.call('backup_database', {'path': path, 'id': backup['id']})
+            if backup.get('error'):
+                raise Refused(backup['error'])
+        value = {'database': client.database or client.named_url, 'backup': path}
+    text = f"Copied {value['database']} to {path} ({format_memory(os.path.getsize(path))})"
+    session.answer(value, format_lines([text]))
+    return 0
+
+
 def server_options(session: Session, args: Arguments) -> ServerOptions:
     """How to serve, from the command line and the environment."""
     certificate, key = (args[name] or os.environ.get('TORC_' + name.upper(), '')
@@ -35987,9 +36397,13 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
     if not re.match(r'[1-9][0-9]{0,5}\Z', kept):
         raise BadInput(printable(f'TORC_SERVER_SNAPSHOT_KEEP={kept}: write how many copies are kept, from 1'))
     database = served_database(session, args)
+    travels = in_slurm_job() and database != IN_MEMORY
+    host, port = '0.0.0.0' if travels and not args['no_auth'] else '127.0.0.1', 0 if travels else DEFAULT_PORT
     return ServerOptions(
-        database=database, host=args['host'], port=args['port'], needs_token=not args['no_auth'],
+        database=database, host=args['host'] or host, port=port if args['port'] is None else args['port'],
+        travels=travels, needs_token=not args['no_auth'],
         new_token=bool(args['new_token']), takes_over=bool(args['takeover']),
+        from_snapshot=bool(args['from_snapshot']),
         tls_certificate=absolute(certificate), tls_key=absolute(key),
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
         snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH')) or snapshot_path(database),
@@ -36476,16 +36890,19 @@ COMMANDS = (
         f'plot-resources {DEFAULT_OUTPUT_DIR}/resource_utilization/resource_metrics_wf1_r1.db -o plots'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as in torc-server', parse_server_verb, '?', key='word'),
-        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)',
-                 default='127.0.0.1'),
-        Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT})', at_least(0),
-                 default=DEFAULT_PORT),
+        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1; in an allocation of '
+                 'Slurm 0.0.0.0: all of its node)'),
+        Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT}; in an allocation 0)',
+                 at_least(0)),
         Argument('-d --database --db', 'FILE',
                  "database (default: DATABASE_URL, else torc/torc.db in the user's state directory); "
                  ":memory: for one that ends with the server"),
         Argument('--no-auth', '', 'accept requests without token or password; on 127.0.0.1 only'),
         Argument('--new-token', '', 'replace the token of this database'),
         Argument('--takeover', '', 'take over the lease of a server that is known to be gone'),
+        Argument('--from-snapshot', '', 'with a database that was in memory: where its newest state was '
+                 'lost, go on with the newest snapshot that is whole'),
+        Argument('--backup', 'FILE', 'only copy the database to FILE, while its server, if any, works'),
         Argument('--disable-admin-sql', '', 'refuse `admin sql`'),
         Argument('--disable-admin-sql-writes', '', 'refuse `admin sql --write`'),
         Argument('--auth-file', 'FILE', 'accept the users of this password file, as well as the token'),
