@@ -7158,6 +7158,21 @@ def expect_completion(context: Context, workflow_id: int) -> None:
 IS_GATED = f"trigger_type IN {JOB_TRIGGERS}"      # a tuple of texts is written as in SQL
 
 
+def has_work(context: Context, action: Values) -> bool:
+    """Whether a job is left that allocations of an action could run.
+
+    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
+    that is bound to none.
+    """
+    undone = f"workflow_id = {int(action['workflow_id'])} AND status IN {sql_list(NOT_DONE)}"
+    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
+    other = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL)'
+    if action['trigger_type'] == 'on_jobs_ready':
+        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
+    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
+                       (action['action_config'].get('scheduler_id'),)) is not None
+
+
 def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
     """At an initialize: recovery actions go, the others are to be executed again, counted anew from the jobs.
 
@@ -9926,21 +9941,6 @@ def execute_schedule(context: Context, action: Values, settings: Values, count: 
     context.run('UPDATE scheduled_compute_node SET made_for = NULL WHERE made_for = ?', (action['id'],))
     return insert_allocations(context, action['workflow_id'], config['scheduler_id'], {**settings, **own},
                               count, action['id'])
-
-
-def has_work(context: Context, action: Values) -> bool:
-    """Whether a job is left that allocations of an action could run.
-
-    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
-    that is bound to none.
-    """
-    undone = f"workflow_id = {int(action['workflow_id'])} AND status IN {sql_list(NOT_DONE)}"
-    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
-    other = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL)'
-    if action['trigger_type'] == 'on_jobs_ready':
-        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
-    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
-                       (action['action_config'].get('scheduler_id'),)) is not None
 
 
 def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, settings: Values, count: int,
