@@ -4176,6 +4176,124 @@ class ActionTest(ServiceTest):
             self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
 
 
+class RearmTest(ServiceTest):
+    """What becomes of actions when work begins again. Jobs: `done` has completed; `bad` failed, which canceled `last`."""
+    # x: carried out, -: not; then the trigger count. Recovery actions are deleted by every initialize.
+    CELLS = """
+        action                                before  initialize  reinitialize  reset  reset jobs  reset jobs, reinitialize
+        run_commands on_workflow_start        x1      -1          x1            x1     x1          x1
+        run_commands on_worker_start          x1      -1          -1            x1     x1          -1
+        run_commands on_worker_complete       x1      -1          -1            x1     x1          -1
+        run_commands on_workflow_complete     x1      -0          x1            x1     x0          -0
+        run_commands on_jobs_ready done       x1      -1          x1            x1     x1          x1
+        run_commands on_jobs_ready bad        x1      -0          x1            x1     x1          -1
+        run_commands on_jobs_ready last       x1      -0          x1            x1     x1          -0
+        run_commands on_jobs_complete done    x1      -0          x1            x1     x1          x1
+        run_commands on_jobs_complete bad     x1      -0          x1            x1     x1          -0
+        run_commands on_jobs_complete all     x3      -0          x3            x3     x3          -1
+        schedule_nodes on_workflow_start      x1      -1          x1            x1     x1          -1
+        schedule_nodes on_worker_start        x1      -1          x1            x1     x1          -1
+        schedule_nodes on_worker_complete     x1      -1          x1            x1     x1          -1
+        schedule_nodes on_workflow_complete   x1      -0          x1            x1     x0          -0
+        schedule_nodes on_jobs_ready done     x1      -1          x1            x1     x1          x1
+        schedule_nodes on_jobs_ready bad      x1      -0          x1            x1     x1          -1
+        schedule_nodes on_jobs_ready last     x1      -0          x1            x1     x1          -0
+        schedule_nodes on_jobs_complete done  x1      -0          x1            x1     x1          -1
+        schedule_nodes on_jobs_complete bad   x1      -0          x1            x1     x1          -0
+        schedule_nodes on_jobs_complete all   x3      -0          x3            x3     x3          -1"""
+
+    def setUp(self) -> None:
+        super().setUp()
+        header, *rows = (re.split('  +', line.strip()) for line in self.CELLS.strip().splitlines())
+        self.expected = {column: {row[0]: row[place] for row in rows} for place, column in enumerate(header) if place}
+        self.workflow_id = self.create('done:\nbad: done\nlast: bad')
+        self.scheduler_id = self.scheduler('s')
+        self.jobs = {job['name']: [job['id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.jobs['all'] = sum(self.jobs.values(), [])
+        self.names = {self.add(name, persistent=persistent, is_recovery=is_recovery): (name, persistent, is_recovery)
+                      for name in self.expected['before'] for persistent, is_recovery in itertools.product((False, True), repeat=2)}
+        self.drive(self.workflow_id, {'bad': 'failed'})
+        self.node_id = self.node(self.workflow_id)
+        self.sync(self.workflow_id, self.node_id)       # it is complete
+
+    def scheduler(self, name: str) -> int:
+        return self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': name, 'account': 'x', 'nodes': 1,
+                                                    'walltime': '01:00:00'})['id']
+
+    def add(self, name: str, **more: Any) -> int:
+        """An action by its name in the table."""
+        kind, trigger, *gate = name.split()
+        config = {'commands': ['x']} if kind == 'run_commands' else {'scheduler_id': self.scheduler_id}
+        body = {'workflow_id': self.workflow_id, 'trigger_type': trigger, 'action_type': kind, 'action_config': config,
+                **({'job_ids': self.jobs[gate[0]]} if gate else {})}
+        return self.call('create_workflow_action', dict(body, **more), workflow_id=self.workflow_id)['id']
+
+    def carry_out(self) -> None:
+        for action_id in self.names:
+            self.call('claim_action', {'compute_node_id': self.node_id}, workflow_id=self.workflow_id, action_id=action_id)
+
+    def found(self) -> Dict[Tuple[str, bool, bool], str]:
+        """What the actions are like, as the table says it."""
+        takers = set(self.store.ids('SELECT action_id FROM action_execution'))
+        return {self.names[action['id']]: 'x-'[not (action['id'] in takers if action['persistent'] else action['executed'])]
+                + str(action['trigger_count']) for action in self.call('get_workflow_actions', id=self.workflow_id)}
+
+    def operate(self, words: str) -> None:
+        if 'reset jobs' in words:
+            self.call('reset_workflow_status', id=self.workflow_id)
+            self.call('reset_job_status', id=self.workflow_id, failed_only=True)
+        elif 'reset' in words:
+            self.call('reset_workflow_status', id=self.workflow_id)
+        if 'initialize' in words:
+            self.call('initialize_jobs', id=self.workflow_id, only_uninitialized='reinitialize' in words)
+
+    def test_every_kind_of_action_is_armed_again_as_the_table_says(self):
+        self.carry_out()
+        for words, cells in self.expected.items():
+            with self.subTest(words), self.undone():
+                self.operate(words)
+                self.assertEqual({key: cells[key[0]] for key in self.names.values() if not (key[2] and 'initialize' in words)},
+                                 self.found())
+
+    def test_an_action_that_was_never_carried_out_stays_due_or_waiting(self):
+        for words, cells in self.expected.items():
+            with self.subTest(words), self.undone():
+                self.operate(words)
+                wanted = {key: '-' + cells[key[0]][1:] for key in self.names.values() if not (key[2] and 'initialize' in words)}
+                self.assertEqual(wanted, self.found())
+
+
+    def test_allocations_come_again_for_jobs_whose_recovery_is_over(self):
+        mine = self.add('schedule_nodes on_workflow_start')
+        body = {'submitter': 'me', 'lease_s': 60.0, 'settings': {}, 'actions': [{'action_id': mine}]}
+        for job_id in self.jobs['all']:
+            self.call('update_job', {'scheduler_id': self.scheduler('s_regen')}, id=job_id)
+        self.operate('reset jobs, reinitialize')
+        allocation, = self.call('take_submissions', body, workflow_id=self.workflow_id)['allocations']
+        self.call('update_scheduled_compute_node', {'status': 'complete'}, id=allocation['id'])
+        self.drive(self.workflow_id, {'bad': 'failed'})
+        self.operate('reset jobs, reinitialize')    # a scheduler that has an action of its own needs no other's
+        for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']:
+            self.scheduler_id = job['scheduler_id']
+            self.add('schedule_nodes on_workflow_start')
+        self.assertEqual([mine], self.call('take_submissions', body, workflow_id=self.workflow_id)['idle_actions'])
+
+    def test_what_a_job_that_never_got_ready_gates_does_not_wait_for_ever(self):
+        for by_hand in (False, True):
+            workflow_id = self.create('a:\nb: a')
+            first, last = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
+            self.call('create_workflow_action', {
+                'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands',
+                'action_config': {'commands': ['x']}, 'job_ids': [first, last]}, workflow_id=workflow_id)
+            with self.subTest(by_hand=by_hand):
+                self.assertEqual([], self.call('get_pending_actions', id=workflow_id))
+                if by_hand:
+                    self.call('manage_status_change', id=last, status='disabled', run_id=1)
+                else:
+                    self.drive(workflow_id, {'a': 'failed'})
+                self.assertEqual(1, len(self.call('get_pending_actions', id=workflow_id)))
+
+
 class GraphTest(ServiceTest):
     """What jobs wait for, as sets that are told once."""
 

@@ -7172,7 +7172,7 @@ def release_sets(context: Context, workflow_id: int, set_ids: Ids) -> List[Tuple
     run_by_ids(context, f'UPDATE job SET status = {READY} WHERE id IN', ready)
     run_by_ids(context, f'UPDATE job SET status = {CANCELED} WHERE id IN', canceled)
     announce_canceled(context, workflow_id, canceled)
-    count_trigger(context, workflow_id, 'on_jobs_ready', ready)
+    count_trigger(context, workflow_id, 'on_jobs_ready', ready + canceled)     # no action waits for ever
     return [(job_id, CANCELED) for job_id in canceled]
 
 
@@ -7213,24 +7213,59 @@ def expect_completion(context: Context, workflow_id: int) -> None:
 IS_GATED = f"trigger_type IN {JOB_TRIGGERS}"      # a tuple of texts is written as in SQL
 
 
+def has_work(context: Context, action: Values) -> bool:
+    """Whether a job is left that allocations of an action could run.
+
+    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
+    that is bound to none, or to one that no action submits (any more, after a recovery).
+    """
+    workflow_id = int(action['workflow_id'])
+    undone = f'workflow_id = {workflow_id} AND status IN {sql_list(NOT_DONE)}'
+    mine = action['action_config'].get('scheduler_id')
+    if action['trigger_type'] == 'on_jobs_ready':
+        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
+    else:
+        found = context.select('workflow_action', "WHERE workflow_id = ? AND action_type = 'schedule_nodes'",
+                               (workflow_id,))
+        submitted = {each['action_config'].get('scheduler_id') or 0 for each in found}
+        other = ('kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL '
+                 f'OR scheduler_id NOT IN {sql_list(submitted)})')
+    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
+    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
+                       (mine,)) is not None
+
+
 def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
     """At an initialize: recovery actions go, the others are to be executed again, counted anew from the jobs.
 
-    In a partial run what has been done stays done: on_workflow_start, job triggers whose jobs have all
-    finished, and on_workflow_complete if there is nothing to run.
+    In a partial run what has been done stays done.
     """
     context.run('DELETE FROM workflow_action WHERE workflow_id = ? AND is_recovery = 1', (workflow_id,))
     recount_actions(context, workflow_id, '1')
-    kept = '0'
-    if is_partial:
-        kept = (f"trigger_type = 'on_workflow_start' OR {IS_GATED} AND NOT EXISTS "
-                '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
-                f'WHERE action_id = workflow_action.id AND status NOT IN {sql_list(FINISHED)})')
-        kept += " OR trigger_type = 'on_workflow_complete'" if is_complete(context, workflow_id) else ''
+    kept = find_kept_actions(context, workflow_id) if is_partial else []
+    again = f'workflow_id = ? AND id NOT IN {sql_list(kept)}'
     context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
-                f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
+                f'is_reported = 0, failure = NULL WHERE {again}', (workflow_id,))
     context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action '
-                'WHERE workflow_id = ? AND executed = 0)', (workflow_id,))
+                f'WHERE {again})', (workflow_id,))
+
+
+def find_kept_actions(context: Context, workflow_id: int) -> List[int]:
+    """The actions that a partial run does not repeat.
+
+    Of commands, those of on_workflow_start, of jobs that have all finished, and, if there is nothing to run,
+    of on_workflow_complete. Of allocations, those that no job is left for.
+    """
+    done = (f"trigger_type = 'on_workflow_start' OR {IS_GATED} AND NOT EXISTS "
+            '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
+            f'WHERE action_id = workflow_action.id AND status NOT IN {sql_list(FINISHED)})')
+    if is_complete(context, workflow_id):
+        done += " OR trigger_type = 'on_workflow_complete'"
+    commands = context.ids("SELECT id FROM workflow_action WHERE workflow_id = ? "
+                           f"AND action_type = 'run_commands' AND ({done})", (workflow_id,))
+    schedules = context.select('workflow_action', "WHERE workflow_id = ? AND action_type = 'schedule_nodes'",
+                               (workflow_id,))
+    return commands + [action['id'] for action in schedules if not has_work(context, action)]
 
 
 def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
@@ -9403,8 +9438,8 @@ def reverse_or_settle(context: Context, job: JobState, code: int) -> None:
     recount_sets(context, job.workflow_id)
     sets = context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job.id,))
     settle(context, job.workflow_id, release_sets(context, job.workflow_id, sets))
-    if STATUSES[code].is_finished:
-        count_trigger(context, job.workflow_id, 'on_jobs_complete', [job.id])
+    for trigger in JOB_TRIGGERS if STATUSES[code].is_finished else ():
+        count_trigger(context, job.workflow_id, trigger, [job.id])
 
 
 def return_claims(context: Context, job_ids: Ids) -> None:
@@ -10043,21 +10078,6 @@ def execute_schedule(context: Context, action: Values, settings: Values, count: 
     context.run('UPDATE scheduled_compute_node SET made_for = NULL WHERE made_for = ?', (action['id'],))
     return insert_allocations(context, action['workflow_id'], config['scheduler_id'], {**settings, **own},
                               count, action['id'])
-
-
-def has_work(context: Context, action: Values) -> bool:
-    """Whether a job is left that allocations of an action could run.
-
-    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
-    that is bound to none.
-    """
-    undone = f"workflow_id = {int(action['workflow_id'])} AND status IN {sql_list(NOT_DONE)}"
-    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
-    other = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL)'
-    if action['trigger_type'] == 'on_jobs_ready':
-        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
-    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
-                       (action['action_config'].get('scheduler_id'),)) is not None
 
 
 def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, settings: Values, count: int,
