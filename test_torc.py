@@ -17249,6 +17249,19 @@ class HpcConfigTest(WorldTest):
                                     'client.slurm.strict_scheduler_match must be true or false, not 7'):
             torc.read_config({'XDG_CONFIG_HOME': self.world.path('xdg')})
 
+    def test_what_runners_do_without_a_server_may_be_configured_and_the_command_line_wins(self):
+        config = self.read('client: {offline: {enabled: false, drain_ping_interval_secs: 7}}')
+        self.assertEqual((False, 7), (config.drains, config.ping_interval_s))
+        given = {'no_offline_drain': False, 'drain_ping_interval_secs': None}
+        self.assertEqual({'drains': False, 'ping_interval_s': 7}, torc.offline_options(given, config))
+        given = {'no_offline_drain': True, 'drain_ping_interval_secs': 2.0}
+        self.assertEqual({'drains': False, 'ping_interval_s': 2.0}, torc.offline_options(given, torc.HpcConfig()))
+        self.assertEqual((True, 120), torc.HpcConfig()[-2:])
+        for text, wrong in (('{enabled: 1}', 'enabled must be true or false, not 1'),
+                            ('{drain_ping_interval_secs: 0}', 'drain_ping_interval_secs must be at least 1, not 0')):
+            with self.assertRaisesRegex(torc.BadInput, f'client.offline.{wrong}'):
+                self.read(f'client: {{offline: {text}}}')
+
     def test_the_users_own_are_known_and_replace_those_built_in(self):
         config = self.read(self.CONFIG)
         known = {profile.name: profile for profile in torc.known_profiles(config)}
@@ -32519,6 +32532,16 @@ class OfflineDrainFlowTest(FlowTest):
         self.world.wait(lambda: 'the server answers again' in runner.err, 20, 'the answer', [runner])
         self.world.write('go2', '')
         self.assertExit(0, runner.finish(), '3 completed')
+
+    @slow
+    def test_what_a_runner_has_kept_outlives_its_kill(self):
+        runner, _ = self.lose_server()
+        self.world.write('go1', '')
+        self.world.wait(lambda: 'what ends while the server is away is kept in' in runner.err, 20, 'the journal', [runner])
+        runner.kill()
+        path, = glob.glob(glob.escape(self.world.path('torc_output')) + '/offline_journal/*.db')
+        (status, left_at), = ask_sqlite(path, 'SELECT status, left_at FROM journaled_completions, torc_py_runner')
+        self.assertEqual((5, None), (status, left_at))
 
     @slow
     def test_without_the_drain_the_runner_stops_its_jobs_and_leaves(self):

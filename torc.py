@@ -27819,7 +27819,10 @@ def select_kernel_log(text: str, since: float) -> str:
 # the wait, which a child's exit, a signal or an answer ends at once, and a request, which has a deadline.
 #
 # The runner leaves for one reason: the workflow is over, its time is over, a signal, or idleness. From then
-# on it claims nothing, waits for what it has, reports, and takes itself off the list of nodes.
+# on it claims nothing, waits for what it has, reports, and takes itself off the list of nodes. While the
+# server is away for too long (16b) it leaves as soon as nothing runs here and all ends are in its journal: it
+# then runs no more actions, stays on that list until its lease is over, and its error (exit 3) says how the
+# journal is brought in. Signals and the end of its time stop jobs as ever.
 #
 # A new part is a class with `due` and `act`, and a line in Runner.parts: its place in the turn.
 
