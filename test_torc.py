@@ -23421,6 +23421,21 @@ class OfflineDrainTest(RunnerCase):
         self.run_offline(end_time=time.time() + 3.5)
         self.assertEqual({1: ('terminated', 152)}, self.ends())
 
+    def test_at_the_end_of_the_nodes_time_the_window_is_over_too(self):
+        self.create(self.UNTIL.format(1), execution_config={'sigterm_lead_seconds': 1, 'sigkill_headroom_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        began = time.monotonic()
+        self.run_offline(end_time=time.time() + 3.5)
+        self.assertEqual(({1: ('terminated', 152)}, True), (self.ends(), time.monotonic() - began < 15))
+
+    def test_the_user_is_told_what_goes_on(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+        self.is_away, self.asked = lambda: self.has('ran1'), lambda: self.go(1)
+        path = self.run_offline().details['journal']
+        self.assertEqual(['no answer from the server, trying again: nobody there',
+                          'no job is started until the server is back, which is asked every 0.2 s; what runs goes on',
+                          f'what ends while the server is away is kept in {path}'], self.progress.messages)
+
     def test_a_memory_limit_holds_without_a_server(self):
         hog = f"{self.UNTIL.format(1)}; exec {shlex.quote(sys.executable)} -c 'x = bytearray(200 << 20); import time; time.sleep(60)'"
         self.create({'command': hog, 'resource_requirements': 'r'},

@@ -25324,6 +25324,9 @@ class ServerLink:
             self.context.log.write('Server unreachable past the retry window: entering offline-drain mode.',
                                    'warning', running=self.attempts.count(*STARTED),
                                    unreported=self.attempts.count('reported'))
+            if self.call.has_children() and self.context.options.drains:
+                self.context.say('no job is started until the server is back, which is asked every '
+                                 f'{self.ping_interval_s:g} s; what runs goes on', 'warning')
 
     @property
     def is_quiet(self) -> bool:
@@ -25333,7 +25336,7 @@ class ServerLink:
     @property
     def has_asked(self) -> bool:
         """Whether the server was asked in vain since the last job ended, or there is no time for it."""
-        return self.pending is None and (self.sent_at > self.pace.ended_at or time.monotonic() >= self.end)
+        return time.monotonic() >= self.end or self.pending is None and self.sent_at > self.pace.ended_at
 
     def exempt_server(self) -> None:
         """A server that was started through us has become our child, but it is no job's."""
