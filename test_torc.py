@@ -23337,9 +23337,10 @@ class OfflineDrainTest(RunnerCase):
     def test_when_all_have_ended_without_it_the_runner_leaves_with_their_ends_on_disk(self):
         self.create(self.UNTIL.format(1), {'command': self.UNTIL.format(2) + '; exit 3'}, 'touch ran3', **self.NO_WINDOW,
                     actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['touch action']}])
-        self.is_away = lambda: self.has('ran1', 'ran2')
-        self.asked = lambda: self.go(1, 2)
-        error = self.run_offline()
+        self.is_away = lambda: self.has('ran1', 'ran2') and (self.go(1, 2) or True)
+        began = time.monotonic()
+        error = self.run_offline(ping_interval_s=torc.DEFAULT_PING_INTERVAL_S)
+        self.assertLess(time.monotonic() - began, torc.MAX_WAIT_S - 5, 'nothing woke it')
         path, = glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')
         self.assertEqual((path, self.world.path('out'), 1), tuple(error.details[key] for key in ('journal', 'base_dir', 'run_id')))
         self.assertEqual(f'nobody there\n2 jobs that ended meanwhile are kept in {path}', error.message)

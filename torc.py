@@ -24954,7 +24954,10 @@ class Pace:
 
     def lease_s(self) -> float:
         """Duration of the lease to request: two of the longest waits and answers."""
-        return 2 * max(self.backoff_s, self.options.poll_interval_s, RETRY_MAX_S) + 2 * ANSWER_DEADLINE_S
+        longest_s = max(self.backoff_s, self.options.poll_interval_s, RETRY_MAX_S)
+        # After its own absence the server adds MAX_RETRY_PAUSE_S, the usual ping interval.
+        more_s = max(0.0, self.options.ping_interval_s - MAX_RETRY_PAUSE_S)
+        return 2 * (longest_s + ANSWER_DEADLINE_S) + more_s
 
 
 class LinkOutlets:
@@ -28354,7 +28357,7 @@ class Runner:
     def wait(self) -> None:
         """Until a part is due, a child ends, a signal or an answer comes."""
         due = min(part.due() for part in self.parts)
-        wait_s = max(0.0, min(due - time.monotonic(), MAX_WAIT_S))
+        wait_s = 0.0 if self.has_drained else max(0.0, min(due - time.monotonic(), MAX_WAIT_S))
         for number in self.wakeup.wait(wait_s, self.link.pending):
             if number != signal.SIGCHLD:
                 self.shutdown.on_signal(number)
@@ -28412,9 +28415,10 @@ class Runner:
     @property
     def has_drained(self) -> bool:
         """Whether the server is away for too long and nothing is left to wait for: the drained exit."""
+        if not (self.link.is_quiet and self.link.has_asked):
+            return False
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
-        is_waiting = is_asking or self.attempts.by_state['ended']
-        return bool(self.link.is_quiet and self.link.has_asked and not is_waiting and self.drain.is_settled)
+        return not (is_asking or self.attempts.by_state['ended']) and self.drain.is_settled
 
     @property
     def has_slurm_work(self) -> bool:
