@@ -25963,6 +25963,32 @@ class ReconcileTest(WorldTest):
         self.assertEqual([(1, 1, 0), (2, 1, 0), (3, 1, 0)], sorted((row['job_id'], row['attempt_id'], row['return_code']) for row in found))
 
     @slow
+    def test_what_ran_while_the_server_was_away_is_brought_by_the_command_that_its_runner_named(self):
+        jobs = [{'name': 'a', 'command': 'while test ! -e go; do sleep 0.1; done'}, {'name': 'b', 'command': 'true', 'depends_on': ['a']}]
+        self.world.write('w.json', json.dumps({'name': 'w', 'compute_node_wait_for_healthy_database_minutes': 0, 'jobs': jobs}))
+        self.world.serve('--db', 'torc.db')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+        runner = self.world.start('--url', self.world.url, 'run', 1, '--poll-interval', '0.2')
+        listing = ('--url', self.world.url, '-f', 'json', 'jobs', 'list', 1)
+        self.world.wait(lambda: self.world.main(*listing, '-s', 'running').json()['items'], 30, 'the job', [runner])
+        self.world.server.process.kill()
+        self.world.server.process.wait()
+        self.world.write('go', '')
+        self.assertEqual(3, self.world.wait(lambda: runner.process.poll(), 60, 'the end of the runner'), runner.err)
+        self.assertIn('workflows reconcile 1 1', runner.err)
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.assertEqual([('a', 'failed'), ('b', 'canceled')], [(row['name'], row['status']) for row in self.world.main(*listing).json()['items']],
+                         'its runner is known to be dead')
+        said = self.assertExit(0, self.world.cli('--url', self.world.url, '-f', 'json', 'workflows', 'reconcile', 1, 1)).json()
+        self.assertEqual((1, 1, 0, []), tuple(said[key] for key in ('files', 'accepted', 'rejected', 'problems')))
+        self.assertEqual([('a', 'completed'), ('b', 'ready')], [(row['name'], row['status']) for row in self.world.main(*listing).json()['items']])
+        nodes = self.world.main('--url', self.world.url, '-f', 'json', 'compute-nodes', 'list', 1).json()['items']
+        self.assertEqual([False], [node['is_active'] for node in nodes])
+        self.assertExit(0, self.world.cli('--url', self.world.url, 'run', 1))
+
+    @slow
     def test_a_server_that_is_killed_meanwhile_loses_nothing(self):
         self.world.environment['TORC_TEST_SETUP'] = 'torc.MAX_COMPLETIONS_PER_REQUEST = 20'
         self.world.serve('--db', 'torc.db')
