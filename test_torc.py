@@ -8314,6 +8314,18 @@ class ReplayTest(ServiceTest):
         entry['result'].update(id=None, attempt_id=None)
         self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
 
+    def test_the_node_of_a_runner_that_has_left_is_released_and_of_no_other(self):
+        runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        node_id = self.node(self.workflow_id, **runner)
+        body = {'run_id': 1, 'completions': [self.entry()]}
+        for left, released in (({'pid': 8}, []), ({'hostname': 'h'}, []), ({'identity': 'boot/2'}, []), ({'compute_node_id': 99}, []),
+                               ({}, [node_id]), ({}, [])):
+            answer = self.call('replay_completions', dict(body, left=[dict({'compute_node_id': node_id, **runner}, **left)]),
+                               workflow_id=self.workflow_id)
+            self.assertEqual(released, answer['released'], left)
+        active = self.call('list_compute_nodes', workflow_id=self.workflow_id, is_active=True)['items']
+        self.assertEqual([self.node_id], [node['id'] for node in active], 'the one that has not left lives')
+
     # -------- a server that is back as an older copy of its database --------
 
     def test_an_end_of_what_the_copy_does_not_know_to_run_counts(self):
@@ -18458,7 +18470,7 @@ class JournalReaderTest(WorldTest):
     def read(self, path: str) -> Tuple[List[int], str]:
         """Jobs of the entries of a journal, and its problem; nothing was changed by that."""
         before = self.snapshot(path)
-        entries, problem = torc.read_journal(path)
+        entries, problem, _ = torc.read_journal(path)
         self.assertEqual(before, self.snapshot(path))
         return [entry['job_id'] for entry in entries], problem
 
@@ -18498,9 +18510,9 @@ class JournalReaderTest(WorldTest):
         self.assertEqual(1, len(problems))
         self.assertTrue(problems[0].startswith(deep) and problems[0].endswith('cannot be searched: File name too long'), problems)
         os.unlink(hidden)
-        self.assertEqual(([], f'{hidden} cannot be read: No such file or directory'), torc.read_journal(hidden))
+        self.assertEqual(([], f'{hidden} cannot be read: No such file or directory', []), torc.read_journal(hidden))
         os.mkfifo(hidden)
-        self.assertEqual(([], f'{hidden} cannot be read: Is not a regular file'), torc.read_journal(hidden))
+        self.assertEqual(([], f'{hidden} cannot be read: Is not a regular file', []), torc.read_journal(hidden))
         self.assertIn('is not a regular file', torc.find_journals(self.world.path('out'), 1, 1)[1][0])
 
     def test_closed_directories_and_files_are_named(self):
@@ -18513,7 +18525,7 @@ class JournalReaderTest(WorldTest):
         def look() -> None:
             answers = torc.find_journals(self.world.directory, 1, 1), torc.read_journal(path)
             os._exit(0 if answers == (([path], [f'{closed} cannot be searched: Permission denied']),
-                                      ([], f'{path} cannot be read: Permission denied')) else 1)
+                                      ([], f'{path} cannot be read: Permission denied', [])) else 1)
         self.assertEqual(0, end_child(run_as(look)))
 
     def test_ten_thousand_files_are_searched_quickly(self):
@@ -18592,7 +18604,7 @@ class JournalReaderTest(WorldTest):
                 data[start:start + 1] = bytes([chance.randrange(256)])
             with open(path, 'wb') as file:
                 file.write(data)
-            found, problem = torc.read_journal(path)
+            found, problem, _ = torc.read_journal(path)
             for entry in found:
                 self.assertIsInstance(entry['result']['return_code'], int)
             self.assertTrue(problem or not data or len(found) == 40, (len(data), len(found)))
@@ -27586,6 +27598,23 @@ class ReconcileTest(WorldTest):
         job = self.world.main('-f', 'json', 'jobs', 'get', 1).json()
         self.assertEqual(('ready', 2), (job['status'], job['attempt_id']))
         self.assertEqual(1, self.reconcile()['known'])
+
+    def test_the_node_of_a_runner_elsewhere_that_has_left_is_settled(self):
+        self.create()
+        client = self.world.connect()
+        runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        node_id = client.call('create_compute_node', dict(
+            runner, workflow_id=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0, num_gpus=0, num_nodes=1,
+            compute_node_type='local', is_active=True, lease_s=60.0))['id']
+        client.close()
+        for left_at, is_active in ((None, True), (1767225600, False)):
+            journal = torc.Journal(torc.journal_path(self.world.path('torc_output'), 1, 1, 'far'))
+            journal.keep([journal_entry(1, compute_node_id=node_id)], (node_id, *runner.values(), left_at))
+            journal.close()
+            self.reconcile()
+            nodes = self.world.main('-f', 'json', 'compute-nodes', 'list', 1).json()['items']
+            self.assertEqual([is_active], [node['is_active'] for node in nodes])
+        self.assertEqual({'completed': 1, 'ready': 4, 'blocked': 1}, self.counts())
 
     def test_requests_carry_what_a_server_takes_and_earlier_attempts_come_first(self):
         self.set_constant('REPLAY_BYTES', 1500)
