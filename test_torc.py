@@ -8314,6 +8314,18 @@ class ReplayTest(ServiceTest):
         entry['result'].update(id=None, attempt_id=None)
         self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
 
+    def test_the_node_of_a_runner_that_has_left_is_released_and_of_no_other(self):
+        runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        node_id = self.node(self.workflow_id, **runner)
+        body = {'run_id': 1, 'completions': [self.entry()]}
+        for left, released in (({'pid': 8}, []), ({'hostname': 'h'}, []), ({'identity': 'boot/2'}, []), ({'compute_node_id': 99}, []),
+                               ({}, [node_id]), ({}, [])):
+            answer = self.call('replay_completions', dict(body, left=[dict({'compute_node_id': node_id, **runner}, **left)]),
+                               workflow_id=self.workflow_id)
+            self.assertEqual(released, answer['released'], left)
+        active = self.call('list_compute_nodes', workflow_id=self.workflow_id, is_active=True)['items']
+        self.assertEqual([self.node_id], [node['id'] for node in active], 'the one that has not left lives')
+
     # -------- a server that is back as an older copy of its database --------
 
     def test_an_end_of_what_the_copy_does_not_know_to_run_counts(self):
@@ -18471,7 +18483,7 @@ class JournalReaderTest(WorldTest):
     def read(self, path: str) -> Tuple[List[int], str]:
         """Jobs of the entries of a journal, and its problem; nothing was changed by that."""
         before = self.snapshot(path)
-        entries, problem = torc.read_journal(path)
+        entries, problem, _ = torc.read_journal(path)
         self.assertEqual(before, self.snapshot(path))
         return [entry['job_id'] for entry in entries], problem
 
@@ -18511,9 +18523,9 @@ class JournalReaderTest(WorldTest):
         self.assertEqual(1, len(problems))
         self.assertTrue(problems[0].startswith(deep) and problems[0].endswith('cannot be searched: File name too long'), problems)
         os.unlink(hidden)
-        self.assertEqual(([], f'{hidden} cannot be read: No such file or directory'), torc.read_journal(hidden))
+        self.assertEqual(([], f'{hidden} cannot be read: No such file or directory', []), torc.read_journal(hidden))
         os.mkfifo(hidden)
-        self.assertEqual(([], f'{hidden} cannot be read: Is not a regular file'), torc.read_journal(hidden))
+        self.assertEqual(([], f'{hidden} cannot be read: Is not a regular file', []), torc.read_journal(hidden))
         self.assertIn('is not a regular file', torc.find_journals(self.world.path('out'), 1, 1)[1][0])
 
     def test_closed_directories_and_files_are_named(self):
@@ -18526,7 +18538,7 @@ class JournalReaderTest(WorldTest):
         def look() -> None:
             answers = torc.find_journals(self.world.directory, 1, 1), torc.read_journal(path)
             os._exit(0 if answers == (([path], [f'{closed} cannot be searched: Permission denied']),
-                                      ([], f'{path} cannot be read: Permission denied')) else 1)
+                                      ([], f'{path} cannot be read: Permission denied', [])) else 1)
         self.assertEqual(0, end_child(run_as(look)))
 
     def test_ten_thousand_files_are_searched_quickly(self):
@@ -18605,7 +18617,7 @@ class JournalReaderTest(WorldTest):
                 data[start:start + 1] = bytes([chance.randrange(256)])
             with open(path, 'wb') as file:
                 file.write(data)
-            found, problem = torc.read_journal(path)
+            found, problem, _ = torc.read_journal(path)
             for entry in found:
                 self.assertIsInstance(entry['result']['return_code'], int)
             self.assertTrue(problem or not data or len(found) == 40, (len(data), len(found)))
@@ -27615,6 +27627,23 @@ class ReconcileTest(WorldTest):
         self.assertEqual(('ready', 2), (job['status'], job['attempt_id']))
         self.assertEqual(1, self.reconcile()['known'])
 
+    def test_the_node_of_a_runner_elsewhere_that_has_left_is_settled(self):
+        self.create()
+        client = self.world.connect()
+        runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        node_id = client.call('create_compute_node', dict(
+            runner, workflow_id=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0, num_gpus=0, num_nodes=1,
+            compute_node_type='local', is_active=True, lease_s=60.0))['id']
+        client.close()
+        for left_at, is_active in ((None, True), (1767225600, False)):
+            journal = torc.Journal(torc.journal_path(self.world.path('torc_output'), 1, 1, 'far'))
+            journal.keep([journal_entry(1, compute_node_id=node_id)], (node_id, *runner.values(), left_at))
+            journal.close()
+            self.reconcile()
+            nodes = self.world.main('-f', 'json', 'compute-nodes', 'list', 1).json()['items']
+            self.assertEqual([is_active], [node['is_active'] for node in nodes])
+        self.assertEqual({'completed': 1, 'ready': 4, 'blocked': 1}, self.counts())
+
     def test_requests_carry_what_a_server_takes_and_earlier_attempts_come_first(self):
         self.set_constant('REPLAY_BYTES', 1500)
         entries = [journal_entry(number, attempt_id=1 + number % 2) for number in range(1, 8)]
@@ -27678,6 +27707,32 @@ class ReconcileTest(WorldTest):
         self.assertEqual(['x\n'] * 3, [self.world.read(name) for name in 'abc'], 'each ran once')
         found = self.world.main('--url', self.world.url, '-f', 'json', 'results', 'list', 1, '--all-runs').json()['items']
         self.assertEqual([(1, 1, 0), (2, 1, 0), (3, 1, 0)], sorted((row['job_id'], row['attempt_id'], row['return_code']) for row in found))
+
+    @slow
+    def test_what_ran_while_the_server_was_away_is_brought_by_the_command_that_its_runner_named(self):
+        jobs = [{'name': 'a', 'command': 'while test ! -e go; do sleep 0.1; done'}, {'name': 'b', 'command': 'true', 'depends_on': ['a']}]
+        self.world.write('w.json', json.dumps({'name': 'w', 'compute_node_wait_for_healthy_database_minutes': 0, 'jobs': jobs}))
+        self.world.serve('--db', 'torc.db')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+        runner = self.world.start('--url', self.world.url, 'run', 1, '--poll-interval', '0.2')
+        listing = ('--url', self.world.url, '-f', 'json', 'jobs', 'list', 1)
+        self.world.wait(lambda: self.world.main(*listing, '-s', 'running').json()['items'], 30, 'the job', [runner])
+        self.world.server.process.kill()
+        self.world.server.process.wait()
+        self.world.write('go', '')
+        self.assertEqual(3, self.world.wait(lambda: runner.process.poll(), 60, 'the end of the runner'), runner.err)
+        self.assertIn('workflows reconcile 1 1', runner.err)
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.assertEqual([('a', 'failed'), ('b', 'canceled')], [(row['name'], row['status']) for row in self.world.main(*listing).json()['items']],
+                         'its runner is known to be dead')
+        said = self.assertExit(0, self.world.cli('--url', self.world.url, '-f', 'json', 'workflows', 'reconcile', 1, 1)).json()
+        self.assertEqual((1, 1, 0, []), tuple(said[key] for key in ('files', 'accepted', 'rejected', 'problems')))
+        self.assertEqual([('a', 'completed'), ('b', 'ready')], [(row['name'], row['status']) for row in self.world.main(*listing).json()['items']])
+        nodes = self.world.main('--url', self.world.url, '-f', 'json', 'compute-nodes', 'list', 1).json()['items']
+        self.assertEqual([False], [node['is_active'] for node in nodes])
+        self.assertExit(0, self.world.cli('--url', self.world.url, 'run', 1))
 
     @slow
     def test_a_server_that_is_killed_meanwhile_loses_nothing(self):

@@ -12057,7 +12057,8 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
     """Take in completions from the journals of runners: each is accepted, known, or rejected with a reason.
 
     What follows from one is what would have followed had it come in time. It counts also for a job that was
-    taken for lost, as long as no later attempt has begun.
+    taken for lost, as long as no later attempt has begun. `left`: runners that have left since; their nodes
+    are released.
     """
     accepted, rejected = [], []     # type: List[List[int]], List[Values]
     database_id = context.value('SELECT id FROM identity')
@@ -12076,8 +12077,21 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
         record_event(context, workflow_id, {
             'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
             'message': f'{len(accepted)} completions were taken in from journals of runners'})
+    released = [node_id for node_id in map(functools.partial(find_left, context), body.get('left') or ())
+                if node_id]
+    for node_id in released:
+        end_node(context, node_id)
+        leave_allocation(context, get_row(context, 'compute_node', node_id))
     return {'accepted': accepted, 'known': len(body['completions']) - len(accepted) - len(rejected),
-            'rejected': rejected}
+            'rejected': rejected, 'released': released}
+
+
+def find_left(context: Context, runner: Values) -> Optional[int]:
+    """The active compute node of a runner that has left, if it is that very process."""
+    return context.value('SELECT id FROM compute_node WHERE id = ? AND workflow_id = ? AND is_active = 1 '
+                         'AND hostname = ? AND pid = ? AND identity = ?',
+                         (runner['compute_node_id'], context.state.id, runner['hostname'], runner['pid'],
+                          runner['identity']))
 
 
 def check_journaled(context: Context, entry: Values, run_id: int, database_id: str) -> None:
@@ -12593,8 +12607,8 @@ MODELS = {
         'run_id:int! to_run:[int]! workflow_id:int!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
-    'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]!',
-    'ReplayResponse': 'accepted:[attempt]! known:int! rejected:[@RunnerError]!',
+    'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]! left:[@RunnerLeft]',
+    'ReplayResponse': 'accepted:[attempt]! known:int! rejected:[@RunnerError]! released:[int]!',
     'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
         'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
@@ -12619,6 +12633,7 @@ MODELS = {
         'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
+    'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
         'completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
@@ -23735,6 +23750,7 @@ class Journal:
         """Close it."""
         self.connection.close()
 
+
 # -------- journals, found and read --------
 #
 # Whatever a crash, a full disk or another program has left: what is whole is read, what is not is named, and
@@ -23771,15 +23787,24 @@ def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[st
     return sorted(found), sorted(problems)
 
 
-def read_journal(path: str) -> Tuple[List[Dict[str, Any]], str]:
-    """Entries of a journal, as far as they are whole, and what is wrong with it in words, or ''."""
+class JournalContent(Row):
+    """What a journal holds, as far as it is whole."""
+    entries: List[Dict[str, Any]]   # of JournaledCompletion
+    problem: str                    # what is wrong with it, in words; or ''
+    left: List[Dict[str, Any]] = []     # of RunnerLeft: the runners that have said that they leave
+
+
+def read_journal(path: str) -> JournalContent:
+    """Read a journal without changing anything."""
     entries, faults = [], []    # type: List[Dict[str, Any]], List[str]
     try:
         with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
-            rows, fault = read_rows(copy_journal(path, os.path.join(directory, 'journal.db')))
+            copy = copy_journal(path, os.path.join(directory, 'journal.db'))
+            rows, fault = read_rows(copy)
+            left = read_left(copy) if rows else []
         faults += [fault] if fault else []
     except (OSError, sqlite3.Error) as error:
-        return [], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        return JournalContent([], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
     for job_id, payload in rows:
         try:
             entry = check_model('', 'JournaledCompletion', parse_json(payload.decode('utf-8')))
@@ -23789,7 +23814,19 @@ def read_journal(path: str) -> Tuple[List[Dict[str, Any]], str]:
         except (AttributeError, ValueError, BadInput) as error:     # AttributeError: it is no text
             faults.append(f'the row of job {job_id} is no completion: {error}')
     more = f', and {len(faults) - 1} more such faults' if len(faults) > 1 else ''
-    return entries, f'{path}: {faults[0]}{more}' if faults else ''
+    return JournalContent(entries, f'{path}: {faults[0]}{more}' if faults else '', left)
+
+
+def read_left(copy: str) -> List[Dict[str, Any]]:
+    """The runners that have left without their server, from a copied journal; Torc's do not say it."""
+    names = ('compute_node_id', 'hostname', 'pid', 'identity')
+    try:
+        with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+            rows = connection.execute('SELECT compute_node_id, hostname, pid, identity FROM torc_py_runner '
+                                      'WHERE left_at IS NOT NULL')
+            return [check_model('', 'RunnerLeft', dict(zip(names, row))) for row in rows]
+    except (sqlite3.Error, BadInput):   # no such table, or damage, which was named: their leases end
+        return []
 
 
 def look_at_journal(path: str) -> List[Tuple[int, ...]]:
@@ -24981,8 +25018,6 @@ class ServerLink:
         self.client = client
         self.node = node            # all that this runner has
         self.num_nodes = 1
-        # With the pid: which process this is, should the server be back as an older copy of its database.
-        self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.attempts = attempts    # those that are `reported` are to be sent
         self.pace = pace
         self.call = LinkOutlets()
@@ -35164,19 +35199,21 @@ def cmd_reconcile(session: Session, args: Arguments) -> int:
                                  'runners, or one above it, with --base-dir'))
     session.workflow(workflow_id)   # refused before thousands of files are read
     paths, problems = find_journals(base_dir, workflow_id, run_id)
-    journals = []
+    journals, left = [], []     # type: List[JournalFound], List[Dict[str, Any]]
     for path in paths:
-        entries, problem = read_journal(path)
+        entries, problem, leavers = read_journal(path)
         journals.append(JournalFound(path, entries, {}))
         problems += [problem] if problem else []
+        left += leavers
     accepted, rejected = [], []     # type: List[Tuple[int, int]], List[Dict[str, Any]]
     for entries in replay_pieces(journals):
         answer = session.call('replay_completions', {'run_id': run_id, 'completions': entries},
                               workflow_id=workflow_id)
         accepted += map(tuple, answer['accepted'])
         rejected += answer['rejected']
-    # The server looks for runners of its host that are dead: what they held has ended by now.
-    session.call('list_compute_nodes', workflow_id=workflow_id, is_active=True, limit=1)
+    for piece in chunks(left):      # whatever they held has ended by now
+        session.call('replay_completions', {'run_id': run_id, 'completions': [], 'left': piece},
+                     workflow_id=workflow_id)
     count_brought(journals, accepted, [(row['job_id'], row['attempt_id']) for row in rejected])
     show_reconciled(session, args, journals, [row['message'] for row in rejected], problems)
     return 0
