@@ -24612,6 +24612,7 @@ class ExplainTest(CommandTest):
         self.assertEqual(('no_runner', 2, True), (found['ready'][0]['code'], found['ready'][0]['count'],
                                                   found['allocations'][0]['has_ended']))
         self.assertIn('Submit another allocation: torc.py slurm schedule-nodes 1', found['next_steps'])
+        self.assertIn('Set right what an allocation has left: torc.py workflows sync-status 1', found['next_steps'])
         self.allocate(72)       # within the same minute
         found = self.json('explain 1')
         self.assertEqual([True, False], [row['has_ended'] for row in found['allocations']])
@@ -25487,10 +25488,23 @@ class SyncStatusTest(CommandTest):
         self.assertEqual(['71,73'] * 3, [call.argv[call.argv.index('-j') + 1] for call in fakes.calls('sacct')])
         self.assertNotIn('-j', fakes.calls('squeue')[0].argv)
         self.assertEqual({'first': 'ready', 'second': 'ready', 'last': 'blocked'}, self.states())
+        self.check_reasons(said)
         again = self.text('workflows sync-status 1')
         self.assertEqual('left alone: allocation 4 has not been submitted yet, as far as is known\n'
                          'Allocations of workflow 1: 1 active, 0 pending\n', again)
         self.assertEqual(3, len(fakes.calls('sacct')))
+
+    def check_reasons(self, said: str) -> None:
+        """Two jobs run again since their allocation, which is the first, has ended as is said."""
+        text = self.text('status 1')
+        self.assertIn(f'  o first: runs again, like 1 more: {said}\n', text)
+        self.assertIn(f'  - allocation 1 is complete: {said}\n', text)
+        self.assertIn(f'allocation 1 is complete: {said}\n', self.text('explain 1'))
+        self.assertIn(said, self.text('scheduled-compute-nodes list 1'))
+        self.assertEqual([said, None], [row.get('reason') for row in self.json('scheduled-compute-nodes list 1')['items']][:2])
+        self.assertEqual([said, said, None], [job.get('reason') for job in self.json('jobs list 1')['items']])
+        self.assertNotIn('return_code', self.json('jobs list 1')['items'][0])
+        self.assertTrue(self.json('jobs get 1')['reason'].endswith(f'; its last attempt was interrupted: {said}'))
 
     def test_a_squeue_that_fails_or_lies_changes_nothing(self):
         self.allocate(71)
