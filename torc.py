@@ -28655,10 +28655,11 @@ class SlurmEnd(Row):
     problem: str = ''               # why no more is known
 
 
-def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> AllocationsSeen:
+def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: str = '') -> AllocationsSeen:
     """Which allocations are alive, which are gone, and which are neither for certain.
 
-    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue.
+    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue of this
+    `cluster` ('': not known).
     """
     seen = AllocationsSeen()
     listed = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 3)}
@@ -28668,13 +28669,12 @@ def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> Allocat
         state = SLURM_STATES.get(parse_slurm_state(name))
         if number <= 0:
             doubt = f"allocation {row['id']} has not been submitted yet, as far as is known"
+        elif row.get('cluster') and row['cluster'] != cluster:      # a number here may be another job's
+            doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
         elif reply.code:
             doubt = f'Slurm job {number} may be anything: squeue failed: {explain_reply(reply)}'
         elif str(number) not in listed:
-            if row.get('cluster'):
-                doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
-            else:
-                seen.gone[number] = SlurmEnd(row)
+            seen.gone[number] = SlurmEnd(row)
         elif state is None:
             doubt = f'Slurm job {number} is in a state that is not known here: {printable(name)}'
         elif state.is_ended:
@@ -28693,6 +28693,13 @@ def take_alive(seen: AllocationsSeen, row: Dict[str, Any], name: str, state: Slu
         seen.alive['pending' if state.is_pending else 'active'].append(row)
     if row['status'] == 'active' and state.is_pending and not state.is_live and name not in PASSING_STATES:
         seen.requeued.append(row)
+
+
+def ask_cluster_name() -> str:
+    """The cluster that Slurm's programs speak of here; '' if they do not say it."""
+    said = ask_slurm(slurm_argv('scontrol', 'show', 'config')).out
+    match = re.search(r'^ClusterName\s*=\s*(\S+)', said, re.MULTILINE)
+    return match.group(1) if match else ''
 
 
 def seen_argv() -> List[str]:
@@ -35277,7 +35284,8 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
     survey = session.call('survey_allocations', workflow_id=workflow_id)
     seen = AllocationsSeen()
     if survey['allocations']:
-        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()))
+        cluster = ask_cluster_name() if any(row['cluster'] for row in survey['allocations']) else ''
+        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()), cluster)
     if seen.gone:
         since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
         judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
