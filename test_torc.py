@@ -8588,18 +8588,21 @@ class SyncTest(ServiceTest):
     """sync_allocations: what it makes of what Slurm, and processes, say."""
     NODE_FAIL = {'slurm_job_id': 17, 'reason': 'Slurm job 17 lost a node (NODE_FAIL)', 'is_interrupted': True}
     TIMEOUT = {'slurm_job_id': 17, 'reason': 'Slurm job 17 reached its time limit (TIMEOUT)', 'ended_s': 5.0}
-    QUEUED = {'slurm_job_id': 17, 'reason': 'Slurm has put job 17 into the queue again', 'is_queued': True, 'is_interrupted': True}
+    QUEUED = {'slurm_job_id': 17, 'reason': 'Slurm has put job 17 into the queue again', 'is_queued': True,
+              'is_interrupted': True}
 
     def setUp(self) -> None:
         super().setUp()
         self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
-        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1,
+        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id,
+                                                                 'account': 'x', 'nodes': 1,
                                                                  'walltime': '01:00:00'})['id']
 
     def record(self, slurm_job_id: int, status: str = 'pending') -> int:
         """A record of an allocation."""
         return self.call('create_scheduled_compute_node', {
-            'workflow_id': self.workflow_id, 'scheduler_id': slurm_job_id, 'scheduler_config_id': self.scheduler_id,
+            'workflow_id': self.workflow_id, 'scheduler_id': slurm_job_id,
+            'scheduler_config_id': self.scheduler_id,
             'scheduler_type': 'slurm', 'status': status})['id']
 
     def begin(self, started: Sequence[str] = ('a', 'b'), **more: Any) -> int:
@@ -8607,12 +8610,13 @@ class SyncTest(ServiceTest):
         scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
         node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, **more)
         jobs = self.claim(self.workflow_id, node_id)
-        self.sync(self.workflow_id, node_id, started=[[jobs[name]['id'], jobs[name]['attempt_id'], '2023-11-14T22:13:20Z']
+        self.sync(self.workflow_id, node_id, started=[[jobs[name]['id'], jobs[name]['attempt_id'],
+                                                       '2023-11-14T22:13:20Z']
                                                       for name in started])
         return node_id
 
     def tell(self, *seen: Dict[str, Any], **more: Any) -> Any:
-        """Evidence comes; a dry run before says the same and changes nothing, and once more there is nothing left to do."""
+        """Evidence comes. A dry run before says the same, and changes nothing; once more nothing is new."""
         body = dict({'allocations': list(seen)}, **more)
         before, leases = self.dump(), dict(self.service.leases)
         preview = self.call('sync_allocations', dict(body, is_dry_run=True), workflow_id=self.workflow_id)
@@ -8623,7 +8627,8 @@ class SyncTest(ServiceTest):
         after = self.dump()
         again = self.call('sync_allocations', body, workflow_id=self.workflow_id)
         self.assertUnchanged(after)
-        self.assertEqual(([], [], []), (again['allocations'], again['failed_job_details'], again['requeued_job_details']))
+        self.assertEqual(([], [], []), (again['allocations'], again['failed_job_details'],
+                                        again['requeued_job_details']))
         self.assertWhole()
         return found
 
@@ -8632,7 +8637,7 @@ class SyncTest(ServiceTest):
         rows = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
         return ' '.join([*self.statuses(self.workflow_id).values(), *(row['status'] for row in rows)])
 
-    def test_jobs_of_an_interrupted_allocation_are_ready_without_an_attempt_spent_and_others_have_failed(self):
+    def test_jobs_of_an_interrupted_allocation_are_ready_without_an_attempt_spent_and_others_fail(self):
         for seen, states, counts in (
                 (self.NODE_FAIL, 'ready ready blocked blocked complete', (0, 2)),
                 (self.QUEUED,    'ready ready blocked blocked pending', (0, 2)),
@@ -8642,7 +8647,8 @@ class SyncTest(ServiceTest):
                 node_id = self.begin(['a'])
                 self.clock += 31
                 found = self.tell(seen)
-                self.assertEqual((states, counts), (self.states(), (found['slurm_jobs_failed'], found['jobs_requeued'])))
+                self.assertEqual((states, counts), (self.states(), (found['slurm_jobs_failed'],
+                                                                    found['jobs_requeued'])))
                 self.assertEqual((1, 0), (found['compute_nodes_deactivated'], found['running_jobs_failed']))
                 self.assertFalse(self.call('get_compute_node', id=node_id)['is_active'])
                 details = found['failed_job_details'] + found['requeued_job_details']
@@ -8650,19 +8656,22 @@ class SyncTest(ServiceTest):
                                  [(row['job_name'], row['reason'], row['slurm_job_id']) for row in details])
                 record = self.call('get_scheduled_compute_node', id=record_id)
                 self.assertEqual(seen['reason'], record['reason'])
-                events = [row['data'].get('message', '') for row in self.call('list_events', workflow_id=self.workflow_id)['items']]
-                self.assertIn(f"Allocation {record_id} (Slurm job 17) is {record['status']}: {seen['reason']}", events)
+                events = self.call('list_events', workflow_id=self.workflow_id)['items']
+                said = f"Allocation {record_id} (Slurm job 17) is {record['status']}: {seen['reason']}"
+                self.assertIn(said, [row['data'].get('message', '') for row in events])
                 results = self.call('list_results', workflow_id=self.workflow_id)['items']
                 self.assertEqual({-128}, {row['return_code'] for row in results})
                 self.assertTrue(all(seen['reason'] in row['reason'] for row in results), results)
                 claimed = self.claim(self.workflow_id, self.node(self.workflow_id))
-                self.assertEqual({(2, 1)}, {(job['attempt_id'], job['interruptions']) for job in claimed.values()})
+                self.assertEqual([(2, 1)] * len(claimed), [
+                    (job['attempt_id'], job['interruptions']) for job in claimed.values()])
 
     def test_a_pending_allocation_that_is_gone_is_complete(self):
         self.record(17)
         self.record(18)
         found = self.tell(dict(self.TIMEOUT, reason='Slurm job 17 was canceled'))
-        self.assertEqual(('ready ready blocked blocked complete pending', 1), (self.states(), found['pending_allocations_cleaned']))
+        self.assertEqual('ready ready blocked blocked complete pending', self.states())
+        self.assertEqual(1, found['pending_allocations_cleaned'])
 
     def test_a_runner_that_has_reported_since_is_left_alone_until_it_is_silent(self):
         for seen, passed_s, is_left in (        # the lease is 60 s
@@ -8671,7 +8680,8 @@ class SyncTest(ServiceTest):
                 (dict(self.TIMEOUT, ended_s=59.0), 0, False),       # its last words, and clocks
                 (dict(self.TIMEOUT, ended_s=95.0), 30, True),
                 (dict(self.TIMEOUT, ended_s=95.0), 36, False),
-                (dict(self.TIMEOUT, ended_s=9000.0), 59, True), (dict(self.TIMEOUT, ended_s=9000.0), 60, False)):
+                (dict(self.TIMEOUT, ended_s=9000.0), 59, True),
+                (dict(self.TIMEOUT, ended_s=9000.0), 60, False)):
             with self.subTest(seen, passed_s=passed_s), self.undone():
                 self.record(17)
                 self.begin()
@@ -8681,7 +8691,8 @@ class SyncTest(ServiceTest):
                 self.assertEqual(not is_left, bool(found['compute_nodes_deactivated']))
                 if is_left:
                     self.assertEqual('running running blocked blocked active', self.states())
-                    self.assertRegex(found['doubts'][0], re.escape(seen['reason']) + r', but compute node \d+ has reported '
+                    self.assertRegex(found['doubts'][0],
+                                     re.escape(seen['reason']) + r', but compute node \d+ has reported '
                                      fr'{passed_s} s ago: left alone until it has been silent for (30|60) s')
 
     def test_a_server_that_has_just_begun_believes_slurm(self):
@@ -8690,7 +8701,7 @@ class SyncTest(ServiceTest):
         self.service.leases, self.service.heard = {}, {}
         self.assertEqual(2, self.tell(self.NODE_FAIL)['jobs_requeued'])
 
-    def test_jobs_that_were_taken_for_lost_before_are_ready_after_all_once_it_is_known_that_they_were_interrupted(self):
+    def test_jobs_that_were_taken_for_lost_before_are_ready_once_their_interruption_is_known(self):
         self.record(17)
         self.begin()
         self.clock += 61
@@ -8701,7 +8712,8 @@ class SyncTest(ServiceTest):
         self.assertEqual(('ready ready blocked blocked complete', 2, 0),
                          (self.states(), found['jobs_requeued'], found['compute_nodes_deactivated']))
         claimed = self.claim(self.workflow_id, self.node(self.workflow_id))
-        self.assertEqual([(2, 1)] * 2, [(job['attempt_id'], job['interruptions']) for job in claimed.values()])
+        self.assertEqual([(2, 1)] * 2, [
+            (job['attempt_id'], job['interruptions']) for job in claimed.values()])
 
     def test_what_has_failed_of_itself_stays_failed(self):
         self.record(17)
@@ -8709,7 +8721,8 @@ class SyncTest(ServiceTest):
         job = {'id': self.call('list_jobs', workflow_id=self.workflow_id)['items'][0]['id'], 'attempt_id': 1}
         self.sync(self.workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
         self.clock += 31
-        self.assertEqual(['b'], [row['job_name'] for row in self.tell(self.NODE_FAIL)['requeued_job_details']])
+        self.assertEqual(['b'],
+                         [row['job_name'] for row in self.tell(self.NODE_FAIL)['requeued_job_details']])
         self.assertEqual('failed ready canceled blocked complete', self.states())
 
     def set(self, sql: str) -> None:
@@ -8725,7 +8738,8 @@ class SyncTest(ServiceTest):
             self.set(f"UPDATE job SET status = {torc.READY}, compute_node_id = NULL WHERE name = 'b'")
             self.set('UPDATE compute_node SET is_active = 0')
             found = self.tell()
-            self.assertEqual(('failed ready canceled blocked', 1), (self.states(), found['running_jobs_failed']))
+            self.assertEqual(('failed ready canceled blocked', 1), (self.states(),
+                                                                    found['running_jobs_failed']))
             self.assertEqual('no active compute node runs it', found['failed_job_details'][0]['reason'])
         self.begin()
         self.set('UPDATE compute_node SET is_active = 0')
@@ -8735,25 +8749,32 @@ class SyncTest(ServiceTest):
     def test_dead_processes_and_leases_that_are_over_are_taken_in(self):
         node_id = self.node(self.workflow_id)
         jobs = self.claim(self.workflow_id, node_id)
-        self.sync(self.workflow_id, node_id, started=[[job['id'], 1, '2023-11-14T22:13:20Z'] for job in jobs.values()])
+        self.sync(self.workflow_id, node_id, started=[[job['id'], 1,
+                                                       '2023-11-14T22:13:20Z'] for job in jobs.values()])
         with self.undone():
             found = self.tell(dead_nodes=[{'compute_node_id': node_id, 'reason': 'its process is gone'}])
-            self.assertEqual((2, 0, 1), (found['running_jobs_failed'], found['slurm_jobs_failed'], found['compute_nodes_deactivated']))
+            self.assertEqual((2, 0, 1), (found['running_jobs_failed'], found['slurm_jobs_failed'],
+                                         found['compute_nodes_deactivated']))
             result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
-            self.assertEqual(f'compute node {node_id} (h), which ran it, went away: its process is gone', result['reason'])
+            self.assertEqual(f'compute node {node_id} (h), which ran it, went away: its process is gone',
+                             result['reason'])
         self.service.leases[node_id] = self.clock + 60      # undone() keeps the database only
         self.assertEqual(0, self.tell()['running_jobs_failed'])
         self.clock += 61
-        self.assertIn('nothing was heard of it for 60 s, its lease', self.tell()['failed_job_details'][0]['reason'])
+        self.assertIn('nothing was heard of it for 60 s, its lease',
+                      self.tell()['failed_job_details'][0]['reason'])
 
     def test_the_survey_names_allocations_and_slurm_jobs_of_nodes_without_a_record(self):
         record_id = self.record(0)
         scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
-        node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, identity='x/1/2')
+        node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler,
+                            identity='x/1/2')
         found = self.call('survey_allocations', workflow_id=self.workflow_id)
         self.assertEqual([(record_id, 0, 'pending', None), (0, 17, 'active', None)],
-                         [(row['id'], row['slurm_job_id'], row['status'], row['age_s']) for row in found['allocations']])
-        self.assertEqual(([{'compute_node_id': node_id, 'hostname': 'h', 'pid': 1, 'identity': 'x/1/2'}], 'u'),
+                         [(row['id'], row['slurm_job_id'], row['status'],
+                           row['age_s']) for row in found['allocations']])
+        self.assertEqual(([{'compute_node_id': node_id, 'hostname': 'h', 'pid': 1, 'identity': 'x/1/2'}],
+                          'u'),
                          (found['nodes'], found['user']))
 
     def test_reasons_stand_wherever_an_allocation_ends(self):
@@ -8761,14 +8782,18 @@ class SyncTest(ServiceTest):
         node_id = self.begin()
         self.call('update_compute_node', {'is_active': False}, id=node_id)
         record = self.call('get_scheduled_compute_node', id=record_id)
-        self.assertEqual(('complete', f'its last runner (compute node {node_id}) has left'), (record['status'], record['reason']))
+        self.assertEqual(('complete', f'its last runner (compute node {node_id}) has left'),
+                         (record['status'], record['reason']))
         other_id = self.record(18)
-        for body, reason in (({'status': 'canceled', 'reason': 'enough'}, 'enough'), ({'status': 'canceled'}, 'enough'),
+        for body, reason in (({'status': 'canceled', 'reason': 'enough'}, 'enough'),
+                             ({'status': 'canceled'}, 'enough'),
                              ({'status': 'pending'}, None)):
             self.call('update_scheduled_compute_node', body, id=other_id)
             self.assertEqual(reason, self.call('get_scheduled_compute_node', id=other_id).get('reason'))
-        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
-        self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id), ('allocation_pending', other_id)],
+        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id,
+                                                   category='scheduler')['items']]
+        self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id),
+                          ('allocation_pending', other_id)],
                          [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
         self.assertEqual(f'Allocation {other_id} (Slurm job 18) is canceled: enough', events[1]['message'])
 
@@ -23693,17 +23718,18 @@ class LookTest(unittest.TestCase):
         active   WHATEVER       left alone: Slurm job 17 is in a state that is not known here: WHATEVER
         """).strip()
     ENDS = textwrap.dedent("""
-        NODE_FAIL|0:0      interrupted  lost a node (NODE_FAIL, at 2023-11-14T22:13:20.000Z)
-        PREEMPTED|0:0      interrupted  was preempted by a job of higher priority (PREEMPTED, at 2023-11-14T22:13:20.000Z)
-        BOOT_FAIL|0:0      interrupted  could not boot its nodes (BOOT_FAIL, at 2023-11-14T22:13:20.000Z)
-        CANCELLED by 0|0:0 interrupted  was canceled by a user or administrator (CANCELLED, at 2023-11-14T22:13:20.000Z)
-        TIMEOUT|0:0        failed       reached its time limit (TIMEOUT, at 2023-11-14T22:13:20.000Z)
-        DEADLINE|0:0       failed       reached its deadline (DEADLINE, at 2023-11-14T22:13:20.000Z)
-        OUT_OF_MEMORY|0:125 failed      was killed for lack of memory (OUT_OF_MEMORY, exit code 0:125, at 2023-11-14T22:13:20.000Z)
-        FAILED|0:9         failed       ended with another exit code (FAILED, exit code 0:9, at 2023-11-14T22:13:20.000Z)
-        FAILED|3:0         failed       ended with another exit code (FAILED, exit code 3:0, at 2023-11-14T22:13:20.000Z); its runner had no server, and may have a journal: workflows reconcile
-        COMPLETED|0:0      failed       ended with exit code 0 (COMPLETED, at 2023-11-14T22:13:20.000Z)
-        """).strip()
+        NODE_FAIL|0:0       interrupted  lost a node (NODE_FAIL, END)
+        PREEMPTED|0:0       interrupted  was preempted by a job of higher priority (PREEMPTED, END)
+        BOOT_FAIL|0:0       interrupted  could not boot its nodes (BOOT_FAIL, END)
+        CANCELLED by 0|0:0  interrupted  was canceled by a user or administrator (CANCELLED, END)
+        TIMEOUT|0:0         failed       reached its time limit (TIMEOUT, END)
+        DEADLINE|0:0        failed       reached its deadline (DEADLINE, END)
+        OUT_OF_MEMORY|0:125 failed       was killed for lack of memory (OUT_OF_MEMORY, exit code 0:125, END)
+        FAILED|0:9          failed       ended with another exit code (FAILED, exit code 0:9, END)
+        FAILED|3:0          failed       ended with another exit code (FAILED, exit code 3:0, END)JOURNAL
+        COMPLETED|0:0       failed       ended with exit code 0 (COMPLETED, END)
+        """).strip().replace('END)', 'at 2023-11-14T22:13:20.000Z)').replace(
+            'JOURNAL', '; its runner had no server, and may have a journal: workflows reconcile')
 
     @staticmethod
     def row(status: str = 'active', **more: Any) -> Dict[str, Any]:
@@ -23714,7 +23740,8 @@ class LookTest(unittest.TestCase):
         """What is made of one squeue, which lists other jobs, too."""
         return torc.look_at_allocations([row], torc.Reply(code, 'Welcome!\n170|RUNNING|N/A\n' + out, err))
 
-    def judge(self, account: str, row: Optional[Dict[str, Any]] = None, code: int = 0, user: str = torc.user_name(), out: str = '') -> Any:
+    def judge(self, account: str, row: Optional[Dict[str, Any]] = None, code: int = 0,
+              user: str = torc.user_name(), out: str = '') -> Any:
         """An allocation that is gone, after one sacct; UID is this user's id."""
         seen = self.look(row or self.row(), out)
         account = account.replace('UID', str(os.getuid()))
@@ -23736,36 +23763,49 @@ class LookTest(unittest.TestCase):
             with self.subTest(line):
                 seen = self.judge('17|{}|1700000000|UID|me\n'.format(account))
                 row, = torc.evidence_of(seen, 1700000090.0)
-                self.assertEqual((f'Slurm job 17 {wanted.strip()}', kind == 'interrupted'), (row['reason'], row['is_interrupted']))
+                self.assertEqual((f'Slurm job 17 {wanted.strip()}', kind == 'interrupted'),
+                                 (row['reason'], row['is_interrupted']))
                 self.assertEqual(None if account.startswith('NODE') else 90.0, row.get('ended_s'))
 
     def test_what_is_not_certain_is_left_alone_with_the_reason(self):
         for row, reply, doubt in (
-                (self.row(), (1, 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)'),
-                 'Slurm job 17 may be anything: squeue failed: slurm_load_jobs error: Unable to contact slurm controller (connect failure)'),
+                (self.row(), (1, 'slurm_load_jobs error: Unable to contact slurm controller'),
+                 'Slurm job 17 may be anything: squeue failed: slurm_load_jobs error: Unable to contact '
+                 'slurm controller'),
                 (self.row(), (torc.REPLY_TIMED_OUT, 'squeue: no answer within 60 s'),
                  'Slurm job 17 may be anything: squeue failed: squeue: no answer within 60 s'),
-                (self.row('pending', slurm_job_id=0), (0, ''), 'allocation 3 has not been submitted yet, as far as is known'),
-                (self.row(cluster='other'), (0, ''), 'Slurm job 17 is on cluster other, which squeue does not show here')):
-            seen = self.look(row, '', *reply)
-            self.assertEqual(([doubt], {}, {'pending': 0, 'active': 0}), (seen.doubts, seen.gone, seen.num_alive))
+                (self.row('pending', slurm_job_id=0), (0, ''),
+                 'allocation 3 has not been submitted yet, as far as is known'),
+                (self.row(cluster='other'), (0, '', '17|CANCELLED|1700000000\n'),
+                 'Slurm job 17 is on cluster other, which squeue does not show here')):
+            seen = self.look(row, *(reply[2:] or ('',)), *reply[:2])
+            self.assertEqual(([doubt], {}, {'pending': 0, 'active': 0}), (seen.doubts, seen.gone,
+                                                                          seen.num_alive))
         me = torc.user_name()
         for row, account, user, doubt in (
-                (self.row(), '17|RUNNING|0:0|Unknown|UID|me', me, 'squeue does not list Slurm job 17, but for sacct it runs (RUNNING)'),
+                (self.row(), '17|RUNNING|0:0|Unknown|UID|me', me,
+                 'squeue does not list Slurm job 17, but for sacct it runs (RUNNING)'),
                 (self.row(), '17|PENDING|0:0|Unknown|UID|me', me,
                  'squeue does not list Slurm job 17, but for sacct it waits in the queue (PENDING)'),
                 (self.row(), '17|CANCELLED by 5|0:0|1700000000|99999|ann', me,
                  f"Slurm job 17 is ann's (user id 99999), and you are {os.getuid()}"),
-                (self.row(), '', 'ann', f'Slurm job 17 may be one of ann, whose workflow it is: you are {me}'),
-                (self.row(age_s=3.0), '', me, 'Slurm job 17 was submitted 3 s ago, and may not be listed yet')):
+                (self.row(), '', 'ann',
+                 f'Slurm job 17 may be one of ann, whose workflow it is: you are {me}'),
+                (self.row(age_s=3.0), '', me,
+                 'Slurm job 17 was submitted 3 s ago, and may not be listed yet')):
             seen = self.judge(account, row, 0, user)
             self.assertEqual(([doubt], {}), (seen.doubts, seen.gone))
+
+    def test_the_cluster_that_slurm_speaks_of_here_is_known_by_its_name(self):
+        row, reply = self.row(cluster='c'), torc.Reply(0, '17|CANCELLED|1700000000\n', '')
+        self.assertEqual([17], list(torc.look_at_allocations([row], reply, 'c').gone))
 
     def test_without_an_account_squeue_alone_counts(self):
         self.assertEqual(['Slurm lists job 17 no longer, and sacct does not know it'],
                          [row['reason'] for row in torc.evidence_of(self.judge(''), 0.0)])
         row, = torc.evidence_of(self.judge('', code=1), 0.0)
-        self.assertEqual(('Slurm lists job 17 no longer, and sacct cannot be asked: sacct: error: down', False, None),
+        self.assertEqual(('Slurm lists job 17 no longer, and sacct cannot be asked: sacct: error: down',
+                          False, None),
                          (row['reason'], row['is_interrupted'], row.get('ended_s')))
         for account in ('', '17|RUNNING|0:0|Unknown|UID|me'):       # the accounting is late
             row, = torc.evidence_of(self.judge(account, out='17|CANCELLED|1700000000\n'), 1700000060.0)
@@ -26630,6 +26670,7 @@ class ExplainTest(CommandTest):
         self.assertEqual(('no_runner', 2, True), (found['ready'][0]['code'], found['ready'][0]['count'],
                                                   found['allocations'][0]['has_ended']))
         self.assertIn('Submit another allocation: torc.py slurm schedule-nodes 1', found['next_steps'])
+        self.assertIn('Set right what an allocation has left: torc.py workflows sync-status 1', found['next_steps'])
         self.allocate(72)       # within the same minute
         found = self.json('explain 1')
         self.assertEqual([True, False], [row['has_ended'] for row in found['allocations']])
@@ -27762,7 +27803,8 @@ class SyncStatusTest(CommandTest):
     SPEC = """
         name: w
         slurm_schedulers: [{name: cpu, account: a, walltime: "01:00:00"}]
-        jobs: [{name: first, command: "true"}, {name: second, command: "true"}, {name: last, command: "true", depends_on: [first]}]
+        jobs: [{name: first, command: "true"}, {name: second, command: "true"},
+               {name: last, command: "true", depends_on: [first]}]
     """
 
     def setUp(self) -> None:
@@ -27782,13 +27824,17 @@ class SyncStatusTest(CommandTest):
         kind = {'scheduler': {'slurm_job_id': slurm_job_id}} if slurm_job_id else {}
         with self.world.connect() as client:
             node = client.call('create_compute_node', dict({
-                'workflow_id': 1, 'hostname': 'node1', 'pid': 1, 'start_time': torc.format_time(time.time()), 'num_cpus': 4,
-                'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm', 'is_active': True,
+                'workflow_id': 1, 'hostname': 'node1', 'pid': 1, 'start_time': torc.format_time(time.time()),
+                'num_cpus': 4,
+                'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm',
+                'is_active': True,
                 'lease_s': 600.0}, **kind, **more))
-            body = {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0, 'want': {'strategy': 'queue', 'limit': 9}}
+            body = {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0,
+                    'want': {'strategy': 'queue', 'limit': 9}}
             jobs = client.call('runner_sync', body, workflow_id=1)['jobs']
             started = [[job['id'], 1, torc.format_time(time.time())] for job in jobs]
-            client.call('runner_sync', {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0, 'started': started}, workflow_id=1)
+            client.call('runner_sync', {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0,
+                                        'started': started}, workflow_id=1)
 
     def slurm(self, queue: str = '', accounts: str = '') -> FakeSlurm:
         """What squeue and sacct say."""
@@ -27802,24 +27848,30 @@ class SyncStatusTest(CommandTest):
         fakes = self.slurm()
         found = self.json('workflows sync-status 1')
         self.assertEqual((0, 0, 0, 0, [], {'pending': 0, 'active': 0}), tuple(found[key] for key in (
-            'slurm_jobs_failed', 'pending_allocations_cleaned', 'running_jobs_failed', 'compute_nodes_deactivated', 'doubts', 'alive')))
-        self.assertEqual('Allocations of workflow 1: 0 active, 0 pending; nothing was lost\n', self.text('workflows sync-status 1'))
+            'slurm_jobs_failed', 'pending_allocations_cleaned', 'running_jobs_failed',
+            'compute_nodes_deactivated', 'doubts', 'alive')))
+        self.assertEqual('Allocations of workflow 1: 0 active, 0 pending; nothing was lost\n',
+                         self.text('workflows sync-status 1'))
         self.assertEqual([], fakes.calls())
 
     def test_one_squeue_and_one_sacct_are_asked_for_all_and_a_dry_run_says_what_is_done_then(self):
         now, uid = int(time.time()), os.getuid()
         fakes = self.slurm(r'71|CANCELLED|%d\n72|RUNNING|%d\n' % (now - 9, now + 900),
-                           r'71|CANCELLED by 0|0:0|%d|%d|me\n73|TIMEOUT|0:0|%d|%d|me\n' % (now - 9, uid, now - 99, uid))
+                           r'71|CANCELLED by 0|0:0|%d|%d|me\n73|TIMEOUT|0:0|%d|%d|me\n' % (now - 9, uid,
+                                                                                           now - 99, uid))
         for slurm_job_id in (71, 72, 73, 0):
             self.allocate(slurm_job_id)
         self.begin(71)
         text = self.text('workflows sync-status 1 --dry-run')
         self.assertEqual({'first': 'running', 'second': 'running', 'last': 'blocked'}, self.states())
         done = text.replace('would be ', '')
-        said = f'Slurm job 71 was canceled by a user or administrator (CANCELLED, at {torc.format_time(now - 9)})'
-        for line in (f'allocation 1 complete: {said}', f'job 1 (first) ready again: {said}', f'job 2 (second) ready again: {said}',
-                     f'allocation 3 complete: Slurm job 73 reached its time limit (TIMEOUT, at {torc.format_time(now - 99)})',
-                     '1 compute nodes inactive', 'left alone: allocation 4 has not been submitted yet, as far as is known',
+        times = [torc.format_time(now - age_s) for age_s in (9, 99)]
+        said = f'Slurm job 71 was canceled by a user or administrator (CANCELLED, at {times[0]})'
+        for line in (f'allocation 1 complete: {said}', f'job 1 (first) ready again: {said}',
+                     f'job 2 (second) ready again: {said}',
+                     f'allocation 3 complete: Slurm job 73 reached its time limit (TIMEOUT, at {times[1]})',
+                     '1 compute nodes inactive',
+                     'left alone: allocation 4 has not been submitted yet, as far as is known',
                      'Allocations of workflow 1: 1 active, 0 pending'):
             self.assertIn(line + '\n', done)
         self.assertEqual(2, len(fakes.calls()))
@@ -27828,21 +27880,51 @@ class SyncStatusTest(CommandTest):
         self.assertEqual(dict(preview, dry_run=False), found)
         self.assertEqual((2, 1, [1, 3]), (found['jobs_requeued'], found['pending_allocations_cleaned'],
                                           [row['scheduled_compute_node_id'] for row in found['allocations']]))
-        self.assertEqual(['71,73'] * 3, [call.argv[call.argv.index('-j') + 1] for call in fakes.calls('sacct')])
+        self.assertEqual(['71,73'] * 3,
+                         [call.argv[call.argv.index('-j') + 1] for call in fakes.calls('sacct')])
         self.assertNotIn('-j', fakes.calls('squeue')[0].argv)
         self.assertEqual({'first': 'ready', 'second': 'ready', 'last': 'blocked'}, self.states())
+        self.check_reasons(said)
         again = self.text('workflows sync-status 1')
         self.assertEqual('left alone: allocation 4 has not been submitted yet, as far as is known\n'
                          'Allocations of workflow 1: 1 active, 0 pending\n', again)
         self.assertEqual(3, len(fakes.calls('sacct')))
+
+    def check_reasons(self, said: str) -> None:
+        """Two jobs run again since their allocation, which is the first, has ended as is said."""
+        text = self.text('status 1')
+        self.assertIn(f'  o first: runs again, like 1 more: {said}\n', text)
+        self.assertIn(f'  - allocation 1 is complete: {said}\n', text)
+        self.assertIn(f'allocation 1 is complete: {said}\n', self.text('explain 1'))
+        self.assertIn(said, self.text('scheduled-compute-nodes list 1'))
+        rows = self.json('scheduled-compute-nodes list 1')['items']
+        self.assertEqual([said, None], [row.get('reason') for row in rows[:2]])
+        self.assertEqual([said, said, None], [job.get('reason') for job in self.json('jobs list 1')['items']])
+        self.assertNotIn('return_code', self.json('jobs list 1')['items'][0])
+        reason = self.json('jobs get 1')['reason']
+        self.assertTrue(reason.endswith(f'; its last attempt was interrupted: {said}'), reason)
+
+    def test_a_job_of_another_cluster_is_not_looked_for_here(self):
+        fakes = self.slurm('71|CANCELLED|1700000000')
+        fakes.write('scontrol', 'echo "ClusterName             = here"')
+        self.allocate(71)
+        doubt = 'Slurm job 71 is on cluster there, which squeue does not show here'
+        for cluster, doubts in (('there', [doubt]), ('here', [])):
+            value = json.dumps({'cluster': cluster})
+            self.assertExit(0, self.world.main(
+                'admin', 'sql', '-y', '--write',
+                f"UPDATE scheduled_compute_node SET submission = '{value}' WHERE id = 1"))
+            self.assertEqual(doubts, self.json('workflows sync-status 1 --dry-run')['doubts'])
 
     def test_a_squeue_that_fails_or_lies_changes_nothing(self):
         self.allocate(71)
         self.begin(71)
         fakes = self.slurm()
         for queue, accounts, doubt in (
-                ('echo "Unable to contact slurm controller" >&2; exit 1', 'exit 1', 'squeue failed: Unable to contact slurm controller'),
-                ('exit 0', 'echo "71|RUNNING|0:0|Unknown||"', 'squeue does not list Slurm job 71, but for sacct it runs'),
+                ('echo "Unable to contact slurm controller" >&2; exit 1', 'exit 1',
+                 'squeue failed: Unable to contact slurm controller'),
+                ('exit 0', 'echo "71|RUNNING|0:0|Unknown||"',
+                 'squeue does not list Slurm job 71, but for sacct it runs'),
                 ('echo "71|COMPLETING|Unknown"', 'exit 1', 'Slurm job 71 is ending (COMPLETING)')):
             with self.subTest(doubt):
                 fakes.write('squeue', queue)
@@ -27850,6 +27932,10 @@ class SyncStatusTest(CommandTest):
                 found = self.json('workflows sync-status 1')
                 self.assertEqual((0, 0), (found['jobs_requeued'], found['slurm_jobs_failed']), found)
                 self.assertIn(doubt, str(found['doubts']))
+        fakes.write('squeue', 'exec sleep 100')
+        ask_slurm = torc.ask_slurm
+        with unittest.mock.patch.object(torc, 'ask_slurm', lambda argv: ask_slurm(argv, 0.2)):
+            self.assertIn('squeue: no answer within 0.2 s', str(self.json('workflows sync-status 1')['doubts']))
         self.assertEqual('running', self.states()['first'])
         self.world.environment['TORC_FAKE_SQUEUE'] = '/no/squeue'
         self.assertIn('/no/squeue', str(self.json('workflows sync-status 1')['doubts']))
@@ -27860,7 +27946,8 @@ class SyncStatusTest(CommandTest):
         self.begin(71)
         found = self.json('workflows sync-status 1')
         if found['doubts']:     # an embedded server that lives on has heard of the runner
-            self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', 'UPDATE compute_node SET lease_s = 0'))
+            self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write',
+                                               'UPDATE compute_node SET lease_s = 0 WHERE id = 1'))
             found = self.json('workflows sync-status 1')
         self.assertEqual((2, 'Slurm lists job 71 no longer, and sacct does not know it'),
                          (found['slurm_jobs_failed'], found['failed_job_details'][0]['reason']))
@@ -27869,7 +27956,8 @@ class SyncStatusTest(CommandTest):
     def test_a_runner_of_this_host_whose_process_is_gone_is_found(self):
         fakes = self.slurm()
         process = subprocess.Popen(['sleep', '100'])
-        identity = f'{torc.read_boot_id()}/{torc.read_process_start_ticks(process.pid)}/{torc.read_pid_namespace()}'
+        identity = '/'.join(map(str, (torc.read_boot_id(), torc.read_process_start_ticks(process.pid),
+                                      torc.read_pid_namespace())))
         self.begin(None, hostname=socket.gethostname(), pid=process.pid, identity=identity)
         self.assertEqual(0, self.json('workflows sync-status 1')['running_jobs_failed'])
         process.kill()
@@ -30231,7 +30319,8 @@ class OrphanCase(ClusterCase):
         jobs:
           - {name: "j{i}", command: "echo x >> began; until [ -e go ]; do sleep 0.2; done; echo {i} >> done",
              parameters: {i: "1:2"}, resource_requirements: r}
-        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s,
+                   scheduler_type: slurm}]
     """
 
     def begin(self, extra: str = '--no-requeue', mode: str = 'direct') -> Dict[str, Any]:
@@ -30249,10 +30338,16 @@ class OrphanCase(ClusterCase):
         """`workflows sync-status`."""
         return self.assertExit(0, self.world.cli('-f', 'json', 'workflows', 'sync-status', 1, *flags)).json()
 
+    def wait_dry_run(self, key: str, deadline_s: float) -> Dict[str, Any]:
+        """What a dry run says, as soon as it finds something."""
+        def find() -> Dict[str, Any]:
+            found = self.sync('--dry-run')
+            return found if found[key] else {}
+        return self.wait_slurm(find, deadline_s, key, lambda: [self.sync('--dry-run'), self.situation()])
+
     def sync_when_certain(self, key: str, deadline_s: float = 60) -> Dict[str, Any]:
-        """Once a dry run finds jobs it is done, and once more finds nothing new; nobody is asked but Slurm."""
-        before = self.wait_slurm(lambda: (lambda found: found[key] and found)(self.sync('--dry-run')),
-                                 deadline_s, key, lambda: [self.sync('--dry-run'), self.situation()])
+        """Once a dry run finds something it is done, and once more finds nothing new."""
+        before = self.wait_dry_run(key, deadline_s)
         self.assertEqual(2, self.count('running'))
         found, again = self.sync(), self.sync()
         for row in (before, found):
@@ -30283,24 +30378,27 @@ class OrphanTest(OrphanCase):
         self.wait_slurm(lambda: self.count('ready') == 2, 30, 'the last words of the runner', self.situation)
         self.wait_gone()
         found = self.sync()
-        self.assertEqual(([], 0, {'pending': 0, 'active': 0}), (found['allocations'], found['jobs_requeued'], found['alive']))
+        self.assertEqual(([], 0, {'pending': 0, 'active': 0}), (found['allocations'], found['jobs_requeued'],
+                                                                found['alive']))
         row, = self.rows('list_scheduled_compute_nodes')
-        self.assertEqual(('complete', 'its last runner (compute node 1) has left'), (row['status'], row['reason']))
+        self.assertEqual(('complete', 'its last runner (compute node 1) has left'), (row['status'],
+                                                                                     row['reason']))
 
     def test_a_pending_allocation_that_was_canceled(self):
         self.submit(self.SPEC.replace('EXTRA', '--begin=now+1hour').replace('MODE', 'direct'))
         self.assertEqual({'pending': 1, 'active': 0}, self.sync('--dry-run')['alive'])
         number = self.live_allocations()[0].id
         self.bed.ask('scancel', number)
-        before = self.wait_slurm(lambda: (lambda found: found['pending_allocations_cleaned'] and found)(self.sync('--dry-run')),
-                                 30, 'its end')
+        before = self.wait_dry_run('pending_allocations_cleaned', 30)
         self.assertEqual('pending', self.rows('list_scheduled_compute_nodes')[0]['status'])
         found, again = self.sync(), self.sync()
         self.assertEqual((dict(before, dry_run=False), 0), (found, again['pending_allocations_cleaned']))
         row, = self.rows('list_scheduled_compute_nodes')
         self.assertEqual('complete', row['status'])
-        self.assertRegex(row['reason'], fr'^Slurm job {number} was canceled by a user or administrator \(CANCELLED')
-        self.assertIn(row['reason'], self.assertExit(0, self.world.cli('scheduled-compute-nodes', 'list', 1)).out)
+        self.assertRegex(row['reason'],
+                         fr'^Slurm job {number} was canceled by a user or administrator \(CANCELLED')
+        self.assertIn(row['reason'], self.assertExit(0, self.world.cli('scheduled-compute-nodes', 'list',
+                                                                       1)).out)
 
     def test_a_runner_that_was_killed_inside_its_allocation(self):
         node = self.begin()
@@ -30308,7 +30406,7 @@ class OrphanTest(OrphanCase):
         os.kill(node['pid'], signal.SIGKILL)
         found = self.sync_when_certain('slurm_jobs_failed')
         self.assertRegex(found['allocations'][0]['reason'],
-                         fr'^Slurm job {number} ended with another exit code \(FAILED, exit code 0:9, at .*Z\)$')
+                         fr'^Slurm job {number} ended with another exit code \(FAILED, exit code 0:9, at')
         self.assertEqual((0, 2), (found['jobs_requeued'], found['slurm_jobs_failed']))
         for row in self.rows('list_results'):
             self.assertEqual((-128, 'failed'), (row['return_code'], row['status']))
@@ -30330,9 +30428,11 @@ class LostNodeTest(OrphanCase):
         os.kill(node['pid'], signal.SIGKILL)
         self.bed.control('thaw-node', allocation.nodes)
         found = self.sync_when_certain('jobs_requeued')
-        self.assertRegex(found['allocations'][0]['reason'], fr'^Slurm job {allocation.id} was canceled by a user or '
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {allocation.id} was canceled by a user or '
                          r'administrator \(CANCELLED, at .*Z\)$')
-        self.assertEqual((2, 0, 1), (found['jobs_requeued'], found['slurm_jobs_failed'], found['compute_nodes_deactivated']))
+        self.assertEqual((2, 0, 1), (found['jobs_requeued'], found['slurm_jobs_failed'],
+                                     found['compute_nodes_deactivated']))
         self.go_on()
         self.assertEqual({2}, {row['attempt_id'] for row in self.rows('list_results')})
 
@@ -30342,7 +30442,8 @@ class LostNodeTest(OrphanCase):
         self.addCleanup(self.bed.control, 'start-node', allocation.nodes)
         self.bed.control('kill-node', allocation.nodes)
         found = self.sync_when_certain('jobs_requeued', 150)
-        self.assertRegex(found['allocations'][0]['reason'], fr'^Slurm job {allocation.id} lost a node \(NODE_FAIL')
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {allocation.id} lost a node \(NODE_FAIL')
         self.bed.control('start-node', allocation.nodes)
         self.go_on()
 

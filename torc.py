@@ -9580,6 +9580,7 @@ ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was ca
 BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
 BROKEN_WORDS = tuple(STATUS_NAMES[code] for code in BROKEN)
 HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)  # what blocked jobs wait for in the end
+RUNNER_LEFT = 'its last runner'     # so begins the reason of an allocation that ended as it should
 IDLE_REASONS = {READY: WAIT_REASONS['no_runner'], UNINITIALIZED: WAIT_REASONS['uninitialized']}
 PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
@@ -9600,6 +9601,9 @@ def explain_job(context: Context, job_id: int) -> Values:
         reason = WAIT_REASONS['prerequisites'].format(first_of(names, FAILURES_EXPLAINED))
     else:
         reason = IDLE_REASONS.get(job.status)
+        last = context.value('SELECT reason FROM result WHERE job_id = ? AND is_current = 1 '
+                             'AND is_interrupted = 1', (job_id,)) if job.status == READY else None
+        reason = f'{reason}; its last attempt was interrupted: {last}' if last else reason
     return dict(answer, reason=reason) if reason else answer
 
 
@@ -9650,10 +9654,29 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
         'SELECT job.id, job.name, result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
         f'WHERE result.workflow_id = ? AND is_current = 1 AND result.status = {COMPLETED} '
         'AND reason IS NOT NULL LIMIT ?', (workflow_id, limit))
+    ended = context.select('scheduled_compute_node', "WHERE workflow_id = ? AND status IN ('complete', "
+                           f"'canceled') AND reason NOT LIKE '{RUNNER_LEFT}%' ORDER BY id DESC LIMIT ?",
+                           (workflow_id, limit))
     return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
             'blockers': [explain_job(context, job_id) for job_id in blockers],
-            'remarks': [{'job_id': job_id, 'job_name': name, 'status': STATUS_NAMES[COMPLETED],
-                         'reason': reason} for job_id, name, reason in remarks]}
+            'remarks': explain_interruptions(context, workflow_id, limit) + [
+                {'job_id': job_id, 'job_name': name, 'status': STATUS_NAMES[COMPLETED], 'reason': reason}
+                for job_id, name, reason in remarks], 'ended_allocations': ended}
+
+
+def explain_interruptions(context: Context, workflow_id: int, limit: int) -> List[Values]:
+    """Which jobs are to run again since what they ran in was ended, those with the same reason together."""
+    groups = context.rows(
+        'SELECT min(job.id), count(*), result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
+        'WHERE result.workflow_id = ? AND is_current = 1 AND is_interrupted = 1 '
+        f'AND job.status IN ({READY}, {BLOCKED}) GROUP BY result.reason ORDER BY 2 DESC LIMIT ?',
+        (workflow_id, limit))
+    found = []
+    for job_id, count, reason in groups:
+        job, more = job_state(context, job_id), f', like {count - 1} more' if count > 1 else ''
+        found.append({'job_id': job_id, 'job_name': job.name, 'status': STATUS_NAMES[job.status],
+                      'reason': f'runs again{more}: {reason}'})
+    return found
 
 
 def find_blockers(context: Context, workflow_id: int, limit: int) -> List[int]:
@@ -10291,7 +10314,7 @@ def leave_allocation(context: Context, node: Values) -> None:
         for record in records_of(context, workflow_id, slurm_job_id):
             if record['status'] == 'active':
                 set_allocation_status(context, record, 'complete',
-                                      f"its last runner (compute node {node['id']}) has left")
+                                      f"{RUNNER_LEFT} (compute node {node['id']}) has left")
 
 
 def records_of(context: Context, workflow_id: int, slurm_job_id: int) -> List[Values]:
@@ -12725,7 +12748,8 @@ MODELS = {
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
         'required_triggers:int trigger_count:int trigger_type:str! workflow_id:int!',
     'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! '
-        'blockers:[@JobExplanation]! remarks:[@JobExplanation]',
+        'blockers:[@JobExplanation]! remarks:[@JobExplanation] '
+        'ended_allocations:[@ScheduledComputeNodesModel]',
     'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int '
         'compute_node_ignore_workflow_completion:bool compute_node_min_time_for_new_jobs_seconds:int '
         'compute_node_wait_for_healthy_database_minutes:int compute_node_wait_for_new_jobs_seconds:int '
@@ -28674,10 +28698,11 @@ class SlurmEnd(Row):
     problem: str = ''               # why no more is known
 
 
-def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> AllocationsSeen:
+def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: str = '') -> AllocationsSeen:
     """Which allocations are alive, which are gone, and which are neither for certain.
 
-    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue.
+    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue of this
+    `cluster` ('': not known).
     """
     seen = AllocationsSeen()
     listed = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 3)}
@@ -28687,13 +28712,12 @@ def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> Allocat
         state = SLURM_STATES.get(parse_slurm_state(name))
         if number <= 0:
             doubt = f"allocation {row['id']} has not been submitted yet, as far as is known"
+        elif row.get('cluster') and row['cluster'] != cluster:      # a number here may be another job's
+            doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
         elif reply.code:
             doubt = f'Slurm job {number} may be anything: squeue failed: {explain_reply(reply)}'
         elif str(number) not in listed:
-            if row.get('cluster'):
-                doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
-            else:
-                seen.gone[number] = SlurmEnd(row)
+            seen.gone[number] = SlurmEnd(row)
         elif state is None:
             doubt = f'Slurm job {number} is in a state that is not known here: {printable(name)}'
         elif state.is_ended:
@@ -28712,6 +28736,13 @@ def take_alive(seen: AllocationsSeen, row: Dict[str, Any], name: str, state: Slu
         seen.alive['pending' if state.is_pending else 'active'].append(row)
     if row['status'] == 'active' and state.is_pending and not state.is_live and name not in PASSING_STATES:
         seen.requeued.append(row)
+
+
+def ask_cluster_name() -> str:
+    """The cluster that Slurm's programs speak of here; '' if they do not say it."""
+    said = ask_slurm(slurm_argv('scontrol', 'show', 'config')).out
+    match = re.search(r'^ClusterName\s*=\s*(\S+)', said, re.MULTILINE)
+    return match.group(1) if match else ''
 
 
 def seen_argv() -> List[str]:
@@ -29725,6 +29756,7 @@ FAILURES_SHOWN = 4          # groups of failed jobs in a status, which is to fit
 CANCELED_SHOWN = 2
 BLOCKERS_SHOWN = 3
 REMARKS_SHOWN = 2
+ENDED_SHOWN = 2             # allocations that did not end as they should
 PROGRESS_EVERY_S = 10.0     # between lines of progress where there is no terminal
 REFRESH_EVERY_S = 0.1       # between updates of the line where there is one
 VERDICTS = {    # how a workflow stands: symbol, the same in ASCII, colour
@@ -30062,6 +30094,8 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str,
         found += explain_others(why, counts, number, program)
     for job in why.get('remarks', ())[:REMARKS_SHOWN] if why else ():   # older servers have none
         found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
+    for row in (why or {}).get('ended_allocations', ())[:ENDED_SHOWN] if not status['is_complete'] else ():
+        found.append(('canceled', f"allocation {row['id']} is {row['status']}: {row['reason']}"))
     if counts['ready'] and not (is_part or status['is_canceled'] or status['active_compute_nodes']):
         # Who has allocations does not want the work of hours to be done on a login node.
         has_slurm = status.get('pending_scheduled_nodes') or status.get('active_scheduled_nodes')
@@ -30284,6 +30318,8 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
         steps.append(f'Start runners: {program} run {number}' +
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
+    if any(row.get('has_ended') for row in waiting['allocations']):
+        steps.append(f'Set right what an allocation has left: {program} workflows sync-status {number}')
     if any(row.get('has_ended') for row in waiting['allocations']) and codes:
         steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
     for row in waiting['allocations']:
@@ -31792,7 +31828,7 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'Timestamp=timestamp:1'),
     'jobs': Noun(
         'job', 'ID=id, Name=name, Status=status, +Code=return_code, Priority=priority:4, '
-        'Compute Node=compute_node_id:3, Elapsed=(elapsed):1, Command=command:2'),
+        'Compute Node=compute_node_id:3, Elapsed=(elapsed):1, Command=command:2, +Reason=reason:5'),
     'files': Noun('file', 'ID=id, Name=name, Path=path, Modified Time=st_mtime:1'),
     'user-data': Noun('user_data', 'ID=id, Name=name, Ephemeral=is_ephemeral:1, Data Preview=(preview)'),
     'resource-requirements': Noun(
@@ -31928,14 +31964,18 @@ def cmd_jobs_list(session: Session, args: Arguments) -> int:
 
 
 def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
-    """Fill in what the current results of jobs say."""
-    ended = {job['id']: job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final}
+    """Fill in what the current results of jobs say; of those that are to run again, only the reason."""
+    ended = {job['id']: job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final
+             or job['status'] in ('ready', 'blocked') and job.get('attempt_id', 1) > 1}
     queries = [{'job_id': job_id} for job_id in ended]  # type: List[Dict[str, int]]
     for query in queries if len(ended) <= OUTCOMES_ASKED else [{}]:
         for result in session.items('list_results', workflow_id=jobs[0]['workflow_id'], **query):
             if result['job_id'] in ended:
                 job = ended[result['job_id']]
-                job.update((key, result[key]) for key in ('return_code', 'exec_time_minutes'))
+                if STATUSES[STATUS_CODES[job['status']]].is_final:
+                    job.update((key, result[key]) for key in ('return_code', 'exec_time_minutes'))
+                if result.get('reason'):
+                    job['reason'] = result['reason']
 
 
 def call_on(session: Session, verb: str, number: int, body: Any = None) -> Dict[str, Any]:
@@ -35289,7 +35329,8 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
     survey = session.call('survey_allocations', workflow_id=workflow_id)
     seen = AllocationsSeen()
     if survey['allocations']:
-        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()))
+        cluster = ask_cluster_name() if any(row['cluster'] for row in survey['allocations']) else ''
+        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()), cluster)
     if seen.gone:
         since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
         judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
