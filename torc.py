@@ -364,7 +364,7 @@ ENVIRONMENT = (
              "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
     Variable('XDG_CONFIG_HOME', 'you',
              'where torc/config.yaml (.json, or .toml from Python 3.11) describes clusters, under '
-             'client.hpc; else ~/.config'),
+             'client.hpc, and what runners do without a server, under client.offline; else ~/.config'),
     Variable('NO_COLOR',                  'you',  'no colours on the terminal'),
     Variable('TORC_WORKFLOW_ID',          'torc', 'the workflow'),
     Variable('TORC_RUN_ID',               'torc', 'its run generation'),
@@ -424,6 +424,7 @@ DEFAULT_PORT = 8080
 API_PREFIX = '/torc-service/v1'
 DEFAULT_POLL_INTERVAL_S = 5.0
 DEFAULT_CLAIM_BACKOFF_MAX_S = 300.0
+DEFAULT_PING_INTERVAL_S = 120.0     # Torc's drain_ping_interval_secs
 SLURM_POLL_INTERVAL_S = 30.0        # of runners in allocations
 CLAIM_GRACE_S = 120                 # a job as long as its allocation must be taken at its start
 # Of requirements that a request makes without one, and of jobs that name none.
@@ -6587,6 +6588,7 @@ class Service:
         self.allows_sql = self.allows_sql_writes = True     # ad-hoc SQL, and such that changes something
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
         self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
+        self.heard = {}                     # type: Dict[int, float]  # node -> when it last renewed its lease
         self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
         self.wants = {}                     # type: Dict[int, Values]  # node -> its last request for work
         # Ids of the workflows whose updates are wanted; anything with `in`.
@@ -7147,6 +7149,19 @@ def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Ids
     counts = collections.Counter(action_id for action_id, _ in gates)
     context.run_many('UPDATE workflow_action SET trigger_count = trigger_count + ? WHERE id = ?',
                      ((count, action_id) for action_id, count in counts.items()))
+
+
+def uncount_trigger(context: Context, trigger: str, job_ids: Ids) -> None:
+    """Take back what count_trigger() has noted: these jobs are not ready, or have not ended, after all.
+
+    An action that was executed stays so.
+    """
+    gates = rows_by_ids(context, 'SELECT action_id, job_id FROM action_job CROSS JOIN workflow_action action '
+                                 f"ON action.id = action_id WHERE trigger_type = '{trigger}' "
+                                 'AND executed = 0 AND is_counted = 1 AND job_id IN', job_ids)
+    context.run_many('UPDATE action_job SET is_counted = 0 WHERE action_id = ? AND job_id = ?', gates)
+    context.run_many('UPDATE workflow_action SET trigger_count = trigger_count - 1 WHERE id = ?',
+                     ((action_id,) for action_id, _ in gates))
 
 
 def expect_completion(context: Context, workflow_id: int) -> None:
@@ -9169,8 +9184,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
         if job is None:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
                           f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
-    if attempt_id != job.attempt_id:
-        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    job = believe_attempt(context, state, job, attempt_id, end)
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
     if job.status not in OPEN and not was_canceled:
         raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
@@ -9251,7 +9265,8 @@ def record_unwritten_data(context: Context, state: WorkflowState, job: JobState)
 
 def is_same_end(known: Tuple[int, int], end: Values) -> bool:
     """Whether the end of an attempt, as known by return code and status, is this very one."""
-    return known[0] == end['return_code'] and known[1] in (STATUS_CODES[end['status']], CANCELED)
+    status = STATUS_CODES[end['status']]    # one that was to be decided about may have been
+    return known[0] == end['return_code'] and (known[1] in (status, CANCELED) or status == PENDING_FAILED)
 
 
 def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Values) -> str:
@@ -9377,7 +9392,19 @@ def assume_interrupted(context: Context, state: WorkflowState, job: JobState, re
 
 def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
                  node_id: Optional[int], start_time: Optional[str] = None) -> Optional[JobState]:
-    """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may run."""
+    """An attempt is back: it runs. None if it ended otherwise than was assumed, or a later one may run."""
+    job = undo_assumed_end(context, state, job, attempt_id, node_id, start_time)
+    if job is not None:
+        record_event(context, state.id, {
+            'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
+            'run_id': state.run_id, 'attempt_id': attempt_id, 'compute_node_id': job.compute_node_id,
+            'message': f'Job {job.name}: attempt {attempt_id}, lost with its compute node, is back with it'})
+    return job
+
+
+def undo_assumed_end(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
+                     node_id: Optional[int], start_time: Optional[str] = None) -> Optional[JobState]:
+    """Let an attempt run whose end was only assumed. None if it ended otherwise, or a later one may run."""
     is_last = job.status == FAILED if attempt_id == job.attempt_id else \
         job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
     row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? '
@@ -9386,16 +9413,13 @@ def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_
         return None
     node_id = node_id or row[1]
     context.run('DELETE FROM result WHERE id = ?', row[:1])
-    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, compute_node_id = ?, '
+    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, '
+                'compute_node_id = (SELECT id FROM compute_node WHERE id = ?), '     # unless it was deleted
                 "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
                 (attempt_id, start_time, node_id, attempt_id, job.id))
     if not state.is_canceled:
         wait_again(context, [job.id])
     expect_completion(context, state.id)
-    record_event(context, state.id, {
-        'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
-        'run_id': state.run_id, 'attempt_id': attempt_id, 'compute_node_id': node_id,
-        'message': f'Job {job.name}: attempt {attempt_id}, lost with its compute node, is back with it'})
     return job_state(context, job.id)
 
 
@@ -9406,15 +9430,64 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
+        uncount_trigger(context, 'on_jobs_complete', job_ids)
         rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
         sets = sorted({row[0] for row in rows})
         run_by_ids(context, RECOUNT + 'id IN', sets)
-        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN',
-                   sets)
+        ready = [row[0] for row in rows_by_ids(
+            context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
+        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
+        uncount_trigger(context, 'on_jobs_ready', ready)
         job_ids = [row[0] for row in rows_by_ids(
             context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
             f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
+
+
+# -------- attempts that this database knows nothing of --------
+#
+# A server may come back with an older copy of its database: a snapshot, after a disk was lost. Its runners,
+# and their journals, know of attempts that began after the copy was made. In a database that has forgotten
+# nothing an attempt that runs, or has ended, is either held by its node or has a result, and none is later
+# than its job's: so what is neither is believed, as long as no other node holds the job.
+
+def believe_attempt(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
+                    end: Values) -> JobState:
+    """The job, at the attempt of an end: the known one; or a later one, if that is open, or lost.
+
+    Refused for an earlier one; and also for a later one unless `is_witnessed`: by a runner, which knows.
+    """
+    node_id = end.get('compute_node_id')
+    if attempt_id == job.attempt_id:
+        return job
+    if attempt_id < job.attempt_id or not end.get('is_witnessed'):
+        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    if job.status == FAILED:
+        job = recover_lost(context, state, job, job.attempt_id, node_id) or job
+    if job.status not in OPEN:
+        raise Refused(f'job {job.id} has no attempt {attempt_id}: the last one is {job.attempt_id}, and '
+                      f'it is {STATUS_NAMES[job.status]}')
+    refuse_other_holder(context, job, node_id)
+    context.run('UPDATE job SET attempt_id = ? WHERE id = ?', (attempt_id, job.id))
+    record_event(context, state.id, {
+        'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
+        'run_id': state.run_id, 'attempt_id': attempt_id,
+        'message': f'Job {job.name}: its runner knows attempt {attempt_id}, and this database, an older copy '
+                   f'of itself, only attempt {job.attempt_id}'}, 'warning')
+    return job_state(context, job.id)
+
+
+def believe_start(context: Context, state: WorkflowState, job: JobState, start: Cells, node_id: int) -> None:
+    """A runner runs an attempt of a job that waits by the records: nobody else has it, so it is believed."""
+    job_id, attempt_id, start_time = start
+    has_result = 'SELECT 1 FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?'
+    if job.status not in (BLOCKED, READY) or attempt_id < job.attempt_id or job.has_results and context.one(
+            has_result, (job_id, state.run_id, attempt_id)):
+        return
+    job = believe_attempt(context, state, job, attempt_id, {'compute_node_id': node_id, 'is_witnessed': True})
+    note_unclaimed(context, job)
+    context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ?',
+                (start_time, node_id, job_id))
 
 
 # -------- why a job failed, or does not run --------
@@ -10033,7 +10106,8 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
             if found is None or found[0] == 'canceled' or found[1] not in (0, number):
                 surplus.append(number)
                 continue
-            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
+            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '',
+                            submitted_at=context.now())
             context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, submission = ?, '
                         'submitter = NULL WHERE id = ?', (number, format_json(settings), row['id']))
         elif found and found[1] == 0 and found[4] == body['submitter']:
@@ -10153,7 +10227,8 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
                          (workflow_id, slurm_job_id, scheduler.get('scheduler_id')))
     if record is None:
         return {'scheduler': dict(scheduler, scheduler_id=None)}
-    context.update('scheduled_compute_node', record[0], {'scheduler_id': slurm_job_id, 'status': 'active'})
+    context.update('scheduled_compute_node', record[0], {'scheduler_id': slurm_job_id, 'status': 'active',
+                                                         'reason': None})
     return {'scheduler': dict(scheduler, scheduler_id=record[0]), 'scheduler_config_id': record[1]}
 
 
@@ -10181,9 +10256,32 @@ def leave_allocation(context: Context, node: Values) -> None:
     scheduler, workflow_id = known_scheduler(node), node['workflow_id']
     slurm_job_id = scheduler.get('slurm_job_id')
     if slurm_job_id and not active_nodes_of(context, workflow_id, slurm_job_id):
-        context.run("UPDATE scheduled_compute_node SET status = 'complete' WHERE workflow_id = ? "
-                    "AND scheduler_type = 'slurm' AND scheduler_id = ? AND status = 'active'",
-                    (workflow_id, slurm_job_id))
+        for record in records_of(context, workflow_id, slurm_job_id):
+            if record['status'] == 'active':
+                set_allocation_status(context, record, 'complete',
+                                      f"its last runner (compute node {node['id']}) has left")
+
+
+def records_of(context: Context, workflow_id: int, slurm_job_id: int) -> List[Values]:
+    """The records of a Slurm job that is not known to be over: one, as a rule."""
+    return context.select('scheduled_compute_node', "WHERE workflow_id = ? AND scheduler_type = 'slurm' "
+                          "AND scheduler_id = ? AND status IN ('pending', 'active')",
+                          (workflow_id, slurm_job_id))
+
+
+def set_allocation_status(context: Context, record: Values, status: str, reason: str) -> None:
+    """An allocation is in another status now, for a reason: one sentence with its evidence."""
+    context.update('scheduled_compute_node', record['id'], {'status': status, 'reason': reason})
+    note_allocation_status(context, record, status, reason)
+
+
+def note_allocation_status(context: Context, record: Values, status: str, reason: str) -> None:
+    """Keep it among the workflow's events."""
+    named = f"Slurm job {record['scheduler_id']}" if record['scheduler_id'] > 0 else 'not submitted'
+    record_event(context, record['workflow_id'], {
+        'category': 'scheduler', 'event_type': f'allocation_{status}',
+        'scheduled_compute_node_id': record['id'], 'slurm_job_id': record['scheduler_id'],
+        'message': f"Allocation {record['id']} ({named}) is {status}: {reason}"})
 
 
 NODE_EVENTS = {     # type of the event -> what it says of the node
@@ -10199,10 +10297,10 @@ def announce_node(context: Context, event_type: str, node_id: int) -> Values:
     return node
 
 
-def end_node(context: Context, node_id: int) -> None:
-    """An active node has ended without saying so: report it, and release what it held."""
+def end_node(context: Context, node_id: int, why: str = '') -> None:
+    """An active node has ended without saying so: report it, and release what it held. See release_node."""
     announce_node(context, 'compute_node_stopped', node_id)
-    release_node(context, node_id)
+    release_node(context, node_id, why)
 
 
 def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
@@ -10245,35 +10343,45 @@ def delete_compute_nodes(context: Context, workflow_id: int) -> Values:
     return {'count': len(nodes)}
 
 
-def release_node(context: Context, node_id: int) -> None:
-    """Release what a lost node held: claims are ready, running jobs failed, unreported actions due."""
+def release_node(context: Context, node_id: int, why: str = '') -> None:
+    """Release what a lost node held: claims are ready, running jobs failed, unreported actions due.
+
+    `why` it is lost, with the evidence, goes to the reasons of their results.
+    """
     workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.leases.pop(node_id, None)
+    context.service.heard.pop(node_id, None)
     context.service.turns.pop(node_id, None)
     context.service.wants.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
-    state = workflow_state(context, workflow_id)
+    state, why = workflow_state(context, workflow_id), f': {why}' if why else ''
     for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
                               (node_id,)):
         # It may have started, and the report been lost: what runs from now on is another attempt.
         job = job_state(context, job_id)
-        reason = f'compute node {node_id} ({host}), which had claimed it, went away'
+        reason = f'compute node {node_id} ({host}), which had claimed it, went away{why}'
         assume_interrupted(context, state, job, reason)
         begin_next_attempt(context, state, job)
-    for job_id, start_time in context.rows('SELECT id, start_time FROM job WHERE compute_node_id = ? '
-                                           f'AND status = {RUNNING}', (node_id,)):
-        spent_s = context.now() - parse_time(start_time) if start_time else 0.0
-        record_end(context, state, {
-            'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
-            'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time,
-            'reason': f'compute node {node_id} ({host}), which ran it, went away'})
+    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}',
+                              (node_id,)):
+        reason = f'compute node {node_id} ({host}), which ran it, went away{why}'
+        assume_failed(context, state, job_id, reason)
         record_event(context, workflow_id, {
             'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
-            'message': f'Job {job_id} was running on node {node_id}, which went away'}, 'warning')
+            'message': f'Job {job_id} was running on node {node_id}, which went away{why}'}, 'warning')
     note_if_complete(context, workflow_id)
+
+
+def assume_failed(context: Context, state: WorkflowState, job_id: int, reason: str) -> None:
+    """A running job has lost its runner: how it ended is not known."""
+    start_time = context.value('SELECT start_time FROM job WHERE id = ?', (job_id,))
+    spent_s = context.now() - parse_time(start_time) if start_time else 0.0
+    record_end(context, state, {
+        'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
+        'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
 
 
 def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
@@ -10314,7 +10422,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     state = context.state
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
-    renew_lease(context, workflow_id, node_id, body.get('lease_s'))
+    renew_lease(context, workflow_id, node_id, body)
     refuse_obsolete(context, node_id, body.get('turn'))
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
               'revoked_actions': []}     # type: Values
@@ -10366,16 +10474,20 @@ def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
     return any(context.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
 
 
-def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
+def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) -> None:
     """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere."""
-    row = context.one('SELECT is_active, lease_s FROM compute_node WHERE id = ? AND workflow_id = ?',
-                      (node_id, workflow_id))
-    if row is None:
-        raise NotFound(f'workflow {workflow_id} has no compute node {node_id}')
+    row = context.one('SELECT is_active, lease_s, pid, identity FROM compute_node '
+                      'WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
+    lease_s, identity = body.get('lease_s'), body.get('identity')
+    is_other = row is not None and identity and (body.get('pid'), identity) != row[2:]
+    if row is None or is_other:     # in an older copy of a database ids are given once more
+        raise Refused(f'workflow {workflow_id} has no compute node {node_id}: it was deleted, or this is an '
+                      'older copy of the database; register a new one', gone=True)
     if not row[0]:
         raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one',
                       gone=True)
     if lease_s is not None:
+        context.service.heard[node_id] = context.service.clock()
         context.service.leases[node_id] = context.service.clock() + lease_s
         if row[1] != lease_s:
             context.run('UPDATE compute_node SET lease_s = ? WHERE id = ?', (lease_s, node_id))
@@ -10439,8 +10551,9 @@ def record_start(context: Context, state: WorkflowState, node_id: int, start: Ce
         return
     if (job.compute_node_id, job.attempt_id) == (node_id, attempt_id):
         mark_started(context, job_id, node_id, start_time)
-    elif job.workflow_id == state.id:
-        recover_lost(context, state, job, attempt_id, node_id, start_time)
+    elif job.workflow_id == state.id and not recover_lost(context, state, job, attempt_id, node_id,
+                                                          start_time):
+        believe_start(context, state, job, start, node_id)
 
 
 def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Values,
@@ -10449,16 +10562,23 @@ def record_reported_end(context: Context, state: WorkflowState, node_id: int, en
     try:
         check_final(end['status'])
         times = times_by_id(end.get('file_times') or {})
-        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
+        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id,
+                                                 is_witnessed=True))
     except TorcError as error:
         answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'],
                                  'message': error.message})
         return
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
-    if end.get('file_times'):
+    record_outputs(context, state, end['job_id'], times, status)
+
+
+def record_outputs(context: Context, state: WorkflowState, job_id: int, times: FileTimes,
+                   status: str) -> None:
+    """The times of the files that an attempt has left."""
+    if times:
         store_file_times(context, state.id, times)
         if status == 'completed':
-            note_job_outputs(context, state, job_state(context, end['job_id']))
+            note_job_outputs(context, state, job_state(context, job_id))
 
 
 def record_action_end(context: Context, workflow_id: int, node_id: int, result: Values) -> None:
@@ -11110,6 +11230,17 @@ def update_row(context: Context, resource: str, row_id: int, body: Values) -> Va
         context.update(resource, row_id, values)
     except sqlite3.IntegrityError as error:
         raise explain_integrity_error(error, resource, values) from None
+    return read_row(context, resource, row_id)
+
+
+def update_scheduled_compute_node(context: Context, resource: str, row_id: int, body: Values) -> Values:
+    """Change the record of an allocation; another status than before is an event, and has its own reason."""
+    before = read_row(context, resource, row_id)
+    record = update_row(context, resource, row_id, body)
+    if record['status'] != before['status']:
+        reason = body.get('reason')
+        context.update(resource, row_id, {'reason': reason})
+        note_allocation_status(context, record, record['status'], reason or 'a client has said so')
     return read_row(context, resource, row_id)
 
 
@@ -11872,6 +12003,217 @@ def bind_jobs(context: Context, workflow_id: int, job_ids: Ids, scheduler_id: Op
                             'WHERE id IN', bound)
 
 
+# -------- journals --------
+
+def replay_completions(context: Context, workflow_id: int, body: Values) -> Values:
+    """Take in completions from the journals of runners: each is accepted, known, or rejected with a reason.
+
+    What follows from one is what would have followed had it come in time. It counts also for a job that was
+    taken for lost, as long as no later attempt has begun.
+    """
+    accepted, rejected = [], []     # type: List[List[int]], List[Values]
+    database_id = context.value('SELECT id FROM identity')
+    for entry in body['completions']:
+        key = [entry['job_id'], entry['result'].get('attempt_id') or 1]     # 1: Torc's default
+        try:
+            with context.savepoint():
+                check_journaled(context, entry, body['run_id'], database_id)
+                if replay_completion(context, context.state, key, entry):
+                    accepted.append(key)
+        except TorcError as error:
+            rejected.append({'job_id': key[0], 'attempt_id': key[1], 'message': error.message})
+    if accepted:
+        backfill_results(context, context.state.run_id, [job_id for job_id, _ in accepted])
+        note_if_complete(context, workflow_id)
+        record_event(context, workflow_id, {
+            'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
+            'message': f'{len(accepted)} completions were taken in from journals of runners'})
+    return {'accepted': accepted, 'known': len(body['completions']) - len(accepted) - len(rejected),
+            'rejected': rejected}
+
+
+def check_journaled(context: Context, entry: Values, run_id: int, database_id: str) -> None:
+    """Refuse what is of another run, workflow, database or job, by all that its runner has noted."""
+    details = entry.get('torc_py') or {}
+    if details.get('database_id') not in (None, database_id):
+        raise Refused("it is of a workflow with the same id in another database, and not of this server's")
+    if entry['run_id'] != run_id:
+        raise Refused(f"it is of run {entry['run_id']}, and not of run {run_id}")
+    check_run(context.state, run_id)
+    # An older copy of a database does not know the node, or knows another one by its id.
+    check_result(context, dict(entry['result'], compute_node_id=None), job_id=entry['job_id'],
+                 workflow_id=context.state.id, status=entry['status'], run_id=entry['run_id'])
+    name, known = details.get('job_name'), job_state(context, entry['job_id']).name
+    if name not in (None, known):
+        raise Refused(printable(f"job {entry['job_id']} is {known!r} here, and {name!r} in the journal"))
+
+
+def replay_completion(context: Context, state: WorkflowState, key: List[int], entry: Values) -> bool:
+    """Take in one completion with its details. False if it is known."""
+    details, result = entry.get('torc_py') or {}, entry['result']
+    known = context.one('SELECT return_code, status FROM result WHERE job_id = ? AND run_id = ? '
+                        'AND attempt_id = ?', (key[0], state.run_id, key[1]))
+    if known and is_same_end(known, result):
+        return False
+    times = times_by_id(details.get('file_times') or {})
+    status = record_end(context, state, dict({**details, **result}, attempt_id=key[1], is_witnessed=True))
+    record_outputs(context, state, key[0], times, status)
+    note_contents(context, state.id, details.get('contents') or ())
+    if details.get('accounting'):
+        record_accounts(context, state, [dict(details['accounting'], job_id=key[0], attempt_id=key[1])])
+    return True
+
+
+# -------- allocations that are gone --------
+
+# For so long after the end of a Slurm job its processes may have been at work (KillWait is 30 s as a rule,
+# slurm.conf(5)), and the clocks of the caller and of Slurm's controller may differ.
+END_MARGIN_S = 60.0
+UNHELD = (f'workflow_id = ? AND status = {RUNNING} AND CASE (SELECT is_active FROM compute_node WHERE '
+          'id = job.compute_node_id) WHEN 1 THEN 0 WHEN 0 THEN 1 ELSE NOT EXISTS '
+          '(SELECT 1 FROM compute_node node WHERE node.workflow_id = job.workflow_id AND is_active = 1) END')
+
+
+def survey_allocations(context: Context, workflow_id: int) -> Values:
+    """What there is to ask Slurm about: pending and active allocations, and Slurm jobs of active nodes.
+
+    Also the processes of the active nodes that have a lease.
+    """
+    rows = context.rows(
+        "SELECT id, scheduler_id, status, submission FROM scheduled_compute_node WHERE workflow_id = ? "
+        "AND scheduler_type = 'slurm' AND status IN ('pending', 'active') ORDER BY id", (workflow_id,))
+    allocations = []
+    for record_id, slurm_job_id, status, text in rows:
+        settings = json.loads(text) if text else {}
+        submitted_at = settings.get('submitted_at')
+        allocations.append({'id': record_id, 'slurm_job_id': slurm_job_id, 'status': status,
+                            'cluster': settings.get('cluster') or '',
+                            'age_s': submitted_at and max(0.0, context.now() - submitted_at)})
+    known = {row['slurm_job_id'] for row in allocations}
+    nodes = context.rows('SELECT id, hostname, pid, identity FROM compute_node WHERE workflow_id = ? '
+                         'AND is_active = 1 AND lease_s IS NOT NULL ORDER BY id', (workflow_id,))
+    active = slurm_jobs_of_nodes(context, workflow_id)
+    others = {int(active[row[0]]) for row in nodes if active.get(row[0], '').isdigit()} - known
+    allocations += [{'id': 0, 'slurm_job_id': number, 'status': 'active', 'cluster': '', 'age_s': None}
+                    for number in sorted(others)]
+    return {'allocations': allocations, 'user': context.value('SELECT user FROM workflow WHERE id = ?',
+                                                              (workflow_id,)),
+            'nodes': [dict(zip(('compute_node_id', 'hostname', 'pid', 'identity'), row)) for row in nodes]}
+
+
+def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values:
+    """Take in which allocations are gone, or were put back into the queue, and which runners are dead.
+
+    Then running jobs that no active node holds have failed. `is_dry_run`: only tell what would be done.
+    """
+    state, service = workflow_state(context, workflow_id), context.service
+    before = [(known, dict(known)) for known in (service.leases, service.heard, service.turns, service.wants)]
+    found = {'slurm_jobs_failed': 0, 'pending_allocations_cleaned': 0, 'running_jobs_failed': 0,
+             'compute_nodes_deactivated': 0, 'failed_job_details': [], 'jobs_requeued': 0,
+             'requeued_job_details': [], 'allocations': [], 'doubts': []}   # type: Values
+    is_dry_run = bool(body.get('is_dry_run'))
+    with context.savepoint(keeps=not is_dry_run):
+        for seen in body['allocations']:
+            sync_allocation(context, state, seen, found)
+        dead = {row['compute_node_id']: row['reason'] for row in body.get('dead_nodes') or ()}
+        for node_id, lease_s in context.rows('SELECT id, lease_s FROM compute_node WHERE workflow_id = ? '
+                                             'AND is_active = 1 AND lease_s IS NOT NULL', (workflow_id,)):
+            if service.clock() > service.leases.get(node_id, math.inf):
+                dead.setdefault(node_id, f'nothing was heard of it for {lease_s:.0f} s, its lease')
+            if node_id in dead:
+                take_node(context, node_id, {'reason': dead[node_id]}, found)
+        for job_id, name in context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id',
+                                         (workflow_id,)):
+            reason = 'no active compute node runs it'
+            assume_failed(context, state, job_id, reason)
+            note_lost_job(found, 'running_jobs_failed', (job_id, name), {'reason': reason})
+        note_if_complete(context, workflow_id)
+    if is_dry_run:
+        for known, values in before:
+            known.clear()
+            known.update(values)
+    return found
+
+
+def sync_allocation(context: Context, state: WorkflowState, seen: Values, found: Values) -> None:
+    """Take in what Slurm says of one of its jobs, unless a runner in it has contradicted that."""
+    slurm_job_id = seen['slurm_job_id']
+    nodes = [node_id for node_id, _ in active_nodes_of(context, state.id, slurm_job_id)]
+    doubts = list(filter(None, (doubt_end(context, node_id, seen) for node_id in nodes)))
+    if doubts:
+        found['doubts'].append(f"{seen['reason']}, but {doubts[0]}")
+        return
+    for node_id in nodes:
+        take_node(context, node_id, seen, found)
+    status = 'pending' if seen.get('is_queued') else 'complete'
+    for record in records_of(context, state.id, slurm_job_id):
+        if record['status'] == status:
+            continue
+        if seen.get('is_interrupted'):
+            requeue_assumed(context, state, seen, found)
+        found['pending_allocations_cleaned'] += record['status'] == 'pending'
+        set_allocation_status(context, record, status, seen['reason'])
+        found['allocations'].append({
+            'scheduled_compute_node_id': record['id'], 'slurm_job_id': slurm_job_id, 'status': status,
+            'previous_status': record['status'], 'reason': seen['reason']})
+
+
+def doubt_end(context: Context, node_id: int, seen: Values) -> str:
+    """Why the runner of a node may live although its Slurm job is said to be over; '' if nothing says so.
+
+    A node that was cut off from Slurm runs on what Slurm starts again elsewhere. Times that have gone by are
+    compared, each by one clock. A server that has just begun has heard of nobody: then Slurm's word counts.
+    """
+    heard_at = context.service.heard.get(node_id)
+    lease_s = context.value('SELECT lease_s FROM compute_node WHERE id = ?', (node_id,))
+    if heard_at is None or lease_s is None:
+        return ''
+    silent_s, ended_s = context.service.clock() - heard_at, seen.get('ended_s')
+    # without an end: longer than a living runner ever pauses
+    limit_s = lease_s / 2 if ended_s is None else ended_s - END_MARGIN_S
+    if silent_s >= min(limit_s, lease_s):
+        return ''
+    return (f'compute node {node_id} has reported {silent_s:.0f} s ago: left alone until it has been silent '
+            f'for {lease_s if ended_s is not None else lease_s / 2:.0f} s')
+
+
+def take_node(context: Context, node_id: int, seen: Values, found: Values) -> None:
+    """An active node is gone: its jobs have failed, or are ready again if it was only interrupted."""
+    jobs = context.rows('SELECT id, name, status FROM job WHERE compute_node_id = ? '
+                        f'AND status IN ({PENDING}, {RUNNING}) ORDER BY id', (node_id,))
+    if seen.get('is_interrupted'):
+        interrupt_jobs(context, node_id, seen['reason'])
+    end_node(context, node_id, seen['reason'])
+    found['compute_nodes_deactivated'] += 1
+    failed = 'slurm_jobs_failed' if 'slurm_job_id' in seen else 'running_jobs_failed'
+    for *job, status in jobs:
+        is_failed = status == RUNNING and not seen.get('is_interrupted')
+        note_lost_job(found, failed if is_failed else 'jobs_requeued', job, seen)
+
+
+def note_lost_job(found: Values, count: str, job: Cells, seen: Values) -> None:
+    """Count a job that was lost, and tell which."""
+    details = found['requeued_job_details' if count == 'jobs_requeued' else 'failed_job_details']
+    details.append({'job_id': job[0], 'job_name': job[1], 'reason': seen['reason'],
+                    'slurm_job_id': seen.get('slurm_job_id')})
+    found[count] += 1
+
+
+def requeue_assumed(context: Context, state: WorkflowState, seen: Values, found: Values) -> None:
+    """Jobs whose leases ended before it was known that their allocation was interrupted: ready after all."""
+    number = str(seen['slurm_job_id'])
+    nodes = [node_id for node_id, slurm_job in slurm_jobs_of_nodes(context, state.id).items()
+             if slurm_job == number]
+    lost = (f'SELECT job_id, attempt_id FROM result WHERE run_id = {state.run_id} AND {ASSUMED} '
+            f'AND status = {FAILED} AND compute_node_id IN')
+    for job_id, attempt_id in rows_by_ids(context, lost, nodes):
+        job = undo_assumed_end(context, state, job_state(context, job_id), attempt_id, None)
+        if job is not None:
+            assume_interrupted(context, state, job, seen['reason'])
+            begin_next_attempt(context, state, job)
+            note_lost_job(found, 'jobs_requeued', (job.id, job.name), seen)
+
+
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
 # MODELS says what a request's body may hold. An answer of an official operation has the keys of its model:
@@ -11967,6 +12309,10 @@ MODELS = {
     'JobUserDataRelationshipModel': 'consumer_job_id:int consumer_job_name:str producer_job_id:int '
         'producer_job_name:str user_data_id:int! user_data_name:str! workflow_id:int!',
     'JobsModel': 'jobs:[@JobModel]!',
+    'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
+        'torc_py:@JournaledDetails',
+    'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
+        'contents:[content] accounting:?RunnerAccount job_name:str database_id:str',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'ListJobIdsResponse': 'count:int! job_ids:[int]!',
     'ListMissingUserDataResponse': 'user_data:[int]!',
@@ -11982,6 +12328,8 @@ MODELS = {
     'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
+    'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]!',
+    'ReplayResponse': 'accepted:[attempt]! known:int! rejected:[@RunnerError]!',
     'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
         'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
@@ -12006,7 +12354,8 @@ MODELS = {
         'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
-    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
+    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
+        'completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
         'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
         'held_actions:[int] turn:int submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
@@ -12021,7 +12370,7 @@ MODELS = {
     'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str '
         'scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
-        'status:str! workflow_id:int!',
+        'status:str! workflow_id:int! reason:str',
     'SecondsSpan': 'count:int! max_seconds:int! median_seconds:int! min_seconds:int!',
     'SetFileTimesRequest': 'files:{float?}! contents:[content]',
     'SetFileTimesResponse': 'count:int!',
@@ -12054,6 +12403,18 @@ MODELS = {
     'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
         'scheduler_config_id:int count:ordinal ended:[str]',
     'SubmissionResponse': 'allocations:[@SubmissionModel]! submitters:[str]! idle_actions:[int]!',
+    'SurveyedAllocation': 'id:int! slurm_job_id:int! status:str! cluster:str! age_s:float',
+    'SurveyedNode': 'compute_node_id:int! hostname:str! pid:int! identity:str',
+    'SurveyResponse': 'allocations:[@SurveyedAllocation]! nodes:[@SurveyedNode]! user:str!',
+    'SeenAllocation': 'slurm_job_id:int! reason:str! is_queued:bool is_interrupted:bool ended_s:float',
+    'DeadNode': 'compute_node_id:int! reason:str!',
+    'LostJob': 'job_id:int! job_name:str! reason:str! slurm_job_id:int',
+    'SyncedAllocation': 'scheduled_compute_node_id:int! slurm_job_id:int! status:str! previous_status:str! '
+        'reason:str!',
+    'SyncRequest': 'allocations:[@SeenAllocation]! dead_nodes:[@DeadNode] is_dry_run:bool',
+    'SyncResponse': 'slurm_jobs_failed:int! pending_allocations_cleaned:int! running_jobs_failed:int! '
+        'compute_nodes_deactivated:int! failed_job_details:[@LostJob]! jobs_requeued:int! '
+        'requeued_job_details:[@LostJob]! allocations:[@SyncedAllocation]! doubts:[str]!',
     'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int '
         'status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
@@ -12546,6 +12907,7 @@ ROUTES = (
              query='limit:int labels:str'),
     route_to('POST', 'batch_complete_jobs', batch_complete_jobs, '@BatchCompleteJobsResponse',
              body='BatchCompleteJobsRequest'),
+    route_to('POST', 'replay_completions', replay_completions, '@ReplayResponse', body='ReplayRequest'),
     route_to('POST', 'runner_sync', runner_sync, '@RunnerSyncResponse', body='RunnerSyncRequest'),
 
     route_to('POST', '/jobs', create_job, '@JobModel', body='JobModel'),
@@ -12610,10 +12972,13 @@ ROUTES = (
     *usual_routes('slurm_scheduler', 'slurm_schedulers'),
     *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
-                  'scheduler_id:int scheduler_config_id:int status:str'),
+                  'scheduler_id:int scheduler_config_id:int status:str',
+                  update={'verb': update_scheduled_compute_node}),
     route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
     route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
              body='SubmissionReport'),
+    route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
+    route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
     route_to('GET', 'demand', get_demand, '@DemandResponse'),
     route_to('POST', 'store_allocations', store_allocations, '@StoreAllocationsResponse',
              body='StoreAllocationsRequest'),
@@ -14067,6 +14432,7 @@ def read_fingerprint(path: str) -> str:
 #     for.
 #   * An error of a connection closes that connection, and nothing else.
 
+BUSY_S = 0.1                        # a server that did not listen for longer allows clients as much more
 CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
 DRAIN_S = 2.0                       # to read on after a refusal: a close would destroy it (RFC 9112, 9.6)
 RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
@@ -14345,6 +14711,12 @@ class Connections:
         """Read again after a pause."""
         connection.state, connection.deadline = READING, math.inf
         self.watch(connection, selectors.EVENT_READ)
+
+    def extend_deadlines(self, more_s: float) -> None:
+        """Allow all clients more time: nobody listened to them."""
+        for connection in self.timed:
+            connection.deadline += more_s
+        self.sweep_at += more_s
 
     def on_clock(self, now: float) -> None:
         """Act on the deadlines that have passed, and listen again when it is time."""
@@ -15881,6 +16253,7 @@ class Server:
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
         self.clocks = read_clocks()             # when this turn began
+        self.listened_at = time.monotonic()
         self.wake_reader, self.wake_writer = socket.socketpair()
         self.selector = selectors.DefaultSelector()
         for sock in (listener, self.wake_reader, self.wake_writer):
@@ -15963,7 +16336,9 @@ class Server:
     def turn(self) -> None:
         """Wait for something, read it, answer what is complete."""
         wait_s = self.wait_s()
+        self.make_up_time()
         ready = self.selector.select(wait_s)
+        self.listened_at = time.monotonic()
         self.look_at_clocks(math.inf if wait_s is None else wait_s)
         self.traffic.begin_turn()
         for key, mask in ready:
@@ -15974,6 +16349,7 @@ class Server:
         self.long.begin()
         if self.complete or self.backlog:
             self.answer_complete()
+        self.make_up_time()
         self.on_clock(time.monotonic())
         if self.long.has_store and (self.service.updates or self.streams.feeds.changed):
             self.streams.feeds.add_updates(self.service.take_updates())     # committed since the last time
@@ -15984,6 +16360,12 @@ class Server:
         if self.has_grown and not any(connection.unsent for connection in self.connections.all):
             self.has_grown = False
             give_memory_back()
+
+    def make_up_time(self) -> None:
+        """What clients have sent while this server was busy with others is not late."""
+        busy_s, self.listened_at = time.monotonic() - self.listened_at, time.monotonic()
+        if busy_s > BUSY_S:
+            self.connections.extend_deadlines(busy_s)
 
     def look_at_clocks(self, planned_s: float) -> None:
         """Renew all leases if no runner could reach us: this process or machine was stopped or busy.
@@ -20464,6 +20846,15 @@ class HpcConfig(Row):
     accounts: Dict[str, str] = {}       # by profile; '' for all
     notes: Sequence[str] = ()           # files that could not be read here
     is_strict: bool = False             # runners in allocations take no jobs of other schedulers
+    drains: bool = True                 # jobs go on while the server is away
+    ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests to it then
+
+
+CLIENT_SETTINGS = {     # fields of HpcConfig -> where they stand, and how they are read
+    'is_strict': ('client.slurm.strict_scheduler_match', read_bool),
+    'drains': ('client.offline.enabled', read_bool),
+    'ping_interval_s': ('client.offline.drain_ping_interval_secs', functools.partial(read_integer, least=1)),
+}
 
 
 def config_files(environment: Any = os.environ) -> List[str]:
@@ -20476,8 +20867,8 @@ def config_files(environment: Any = os.environ) -> List[str]:
 
 
 def read_config(environment: Any = os.environ) -> HpcConfig:
-    """Clusters and accounts that the user's configuration files name."""
-    profiles, accounts, notes, is_strict = {}, {}, [], False
+    """Clusters and accounts that the user's configuration files name, and how runners are to work."""
+    profiles, accounts, notes, settings = {}, {}, [], {}
     for path in config_files(environment):
         if path.endswith('.toml') and tomllib is None:
             other = os.path.join(environment.get('XDG_CONFIG_HOME') or '~/.config', 'torc', 'config.yaml')
@@ -20486,25 +20877,30 @@ def read_config(environment: Any = os.environ) -> HpcConfig:
         try:
             with open(path, 'rb') as file:
                 value = read_document(file.read(), path).value
-            found, strict = read_hpc_config(value), read_strict_match(value)
+            found = read_hpc_config(value)
+            settings.update(read_client_settings(value))
         except OSError as error:
             raise BadInput(f'cannot read {path}: {error.strerror}') from None
         except ValueError as error:
             raise BadInput(f'{path}: {error}') from None
         profiles.update(found.profiles)
         accounts.update(found.accounts)
-        is_strict = is_strict if strict is None else strict
-    return HpcConfig(profiles, accounts, notes, is_strict)
+    return HpcConfig(profiles, accounts, notes, **settings)
 
 
-def read_strict_match(value: Any) -> Optional[bool]:
-    """client.slurm.strict_scheduler_match of one file; None if it does not say. ValueErrors name the key."""
-    for key in ('client', 'slurm', 'strict_scheduler_match'):
-        value = value.get(key) if isinstance(value, dict) else None
-    if value not in (None, True, False):
-        raise ValueError('client.slurm.strict_scheduler_match must be true or false, '
-                         f'not {show_value(value)}')
-    return value
+def read_client_settings(value: Any) -> Dict[str, Any]:
+    """What one file says of CLIENT_SETTINGS. ValueErrors name the key."""
+    settings = {}
+    for field, (path, read) in CLIENT_SETTINGS.items():
+        found = value
+        for key in path.split('.'):
+            found = found.get(key) if isinstance(found, dict) else None
+        try:
+            if found is not None:
+                settings[field] = read(found)
+        except ValueError as error:
+            raise ValueError(f'{path} {error}') from None
+    return settings
 
 
 def read_hpc_config(value: Any) -> HpcConfig:
@@ -22002,8 +22398,9 @@ def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], Lis
         lines = [line for line in reply.err.splitlines() if line.strip()]
         if reply.code and not (lines and all(ENDED_JOB.search(line) for line in lines)):
             return [], [f'scancel: {explain_reply(reply)}']
+    end = {'status': 'canceled', 'reason': f'{user_name()} has canceled the workflow'}
     for row in rows:
-        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+        client.call('update_scheduled_compute_node', end, id=row['id'])
     return numbers, []
 
 
@@ -22646,6 +23043,238 @@ class StepUsage:
 # A journal has one writer, a runner, and Torc's table, so that either program reads the other's. It may lie
 # on a network file system: no write-ahead log, synchronous=FULL, and every end is committed before it counts
 # as kept. Nothing here deletes a journal or a row of it.
+#
+# A row is keyed by its job, as in Torc, so that a later attempt replaces an earlier one. Its payload is an
+# entry of the body of batch_complete_jobs; what that has no place for stands beside it, under 'torc_py'.
+
+JOURNAL_DIRECTORY = 'offline_journal'   # in the output directory
+JOURNAL_SCHEMA = """CREATE TABLE IF NOT EXISTS journaled_completions (
+    job_id       INTEGER PRIMARY KEY,
+    run_id       INTEGER NOT NULL,
+    status       INTEGER NOT NULL,
+    payload      TEXT NOT NULL,         -- JSON
+    journaled_at INTEGER NOT NULL       -- seconds since the epoch
+)"""
+JOURNAL_BUSY_S = 5.0        # so long a reader may hold it
+JOURNAL_FIGURES = ('attempt_id', 'return_code', 'exec_time_minutes', 'completion_time', 'peak_memory_bytes',
+                   'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')  # of a completion, in `result`
+JOURNAL_ADDITIONS = ('reason', 'retry', 'max_retries', 'interrupted', 'file_times',     # ... under 'torc_py'
+                     'accounting',      # a row of slurm_stats
+                     'job_name', 'database_id')     # ids mean something else in another database
+# Beside Torc's: the runner that writes, and when it left, having waited in vain (seconds since the epoch).
+RUNNER_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_runner (
+    compute_node_id INTEGER PRIMARY KEY,
+    hostname        TEXT,
+    pid             INTEGER,
+    identity        TEXT,
+    left_at         INTEGER
+)"""
+
+
+def journal_path(output_dir: str, workflow_id: int, run_id: int, label: str) -> str:
+    """Where a runner keeps its journal, as in Torc; `label` tells it from the other runners of the run."""
+    name = f'offline_results_wf{workflow_id}_r{run_id}_{label}.db'
+    return os.path.join(output_dir, JOURNAL_DIRECTORY, name)
+
+
+def format_journal_entry(completion: Dict[str, Any], workflow_id: int, run_id: int,
+                         node_id: int) -> Dict[str, Any]:
+    """A completion, as a turn of a runner carries it -> the payload of a row."""
+    names = {'job_id': completion['job_id'], 'status': completion['status'], 'run_id': run_id}
+    figures = {name: completion[name] for name in JOURNAL_FIGURES if name in completion}
+    more = {name: completion[name] for name in JOURNAL_ADDITIONS if completion.get(name) not in (None, False)}
+    return {**names, 'result': {**names, 'workflow_id': workflow_id, 'compute_node_id': node_id, **figures},
+            'torc_py': more}
+
+
+def parse_journal_entry(entry: Any) -> Dict[str, Any]:
+    """The payload of a row, also of Torc's -> its completion with run_id, workflow_id and compute_node_id.
+
+    ValueError if it is none.
+    """
+    result = entry.get('result') if isinstance(entry, dict) else None
+    more = entry.get('torc_py') or {} if isinstance(entry, dict) else {}
+    if not isinstance(result, dict) or not isinstance(more, dict):
+        raise ValueError('no completion')
+    for name in ('job_id', 'status', 'run_id'):
+        if result.get(name) is None or result[name] != entry.get(name):
+            raise ValueError(f'{name} of the completion and of its result differ, or are missing')
+    kept = {name: more[name] for name in JOURNAL_ADDITIONS if name in more}
+    return {'retry': False, **{name: value for name, value in result.items() if value is not None}, **kept}
+
+
+def new_journal_path(path: str) -> str:
+    """Make an empty journal for its user alone, under a path that no other runner uses. OSError, or Denied.
+
+    A log of SQLite's that a removed one has left counts as its journal: it would be applied to the new one.
+    """
+    make_private_directory(os.path.dirname(path))
+    stem, suffix = os.path.splitext(path)
+    names = itertools.chain([path], (f'{stem}_{number}{suffix}' for number in itertools.count(2)))
+    for name in names:
+        with contextlib.suppress(FileExistsError):
+            if not os.path.lexists(name + '-journal'):
+                os.close(os.open(name, NEW_FILE, 0o600))
+                return name
+    raise AssertionError('the numbers have no end')
+
+
+class Journal:
+    """The journal of one runner, while it is written. Errors are sqlite3.Errors, OSErrors, or Denied."""
+
+    def __init__(self, path: str) -> None:
+        """Open it; what is missing is made, for its user alone."""
+        make_private_directory(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, NEW_FILE, 0o600))
+        self.path = path
+        self.connection = sqlite3.connect(path, JOURNAL_BUSY_S, isolation_level=None)
+        try:
+            # FULL: on disk before it counts. TRUNCATE, since the end of a transaction that removes its
+            # log (DELETE) is on disk only with the directory, which FULL does not wait for.
+            for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
+                self.connection.execute(f'PRAGMA {name} = {value}')
+            for statement in (JOURNAL_SCHEMA, RUNNER_SCHEMA):
+                self.connection.execute(statement)
+        except BaseException:
+            self.connection.close()
+            raise
+
+    def keep(self, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = ()) -> None:
+        """Keep entries, all or none: they are on disk when this returns. `runner`: a row of RUNNER_SCHEMA."""
+        now = int(time.time())
+        rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
+                for entry in entries]
+        self.connection.execute('BEGIN IMMEDIATE')
+        try:
+            self.connection.executemany('INSERT OR REPLACE INTO journaled_completions VALUES (?, ?, ?, ?, ?)',
+                                        rows)
+            if runner:
+                self.connection.execute('INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)', runner)
+            self.connection.execute('COMMIT')
+        except BaseException:
+            if self.connection.in_transaction:      # SQLite has not ended it by itself, as on a full disk
+                self.connection.execute('ROLLBACK')
+            raise
+
+    def close(self) -> None:
+        """Close it."""
+        self.connection.close()
+
+# -------- journals, found and read --------
+#
+# Whatever a crash, a full disk or another program has left: what is whole is read, what is not is named, and
+# nothing is ever written into a journal or beside it. To read it, SQLite would have to roll back what a
+# killed writer had begun, or to make files beside a write-ahead log (of Torc's runners): it gets a copy.
+
+LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose writer was killed
+MAX_JOURNAL_BYTES = 2 ** 30             # of a million completions
+COPY_TRIES = 5                          # of a journal that is written meanwhile
+SQLITE_HEAD = b'SQLite format 3\0'      # https://sqlite.org/fileformat2.html, section 1.3
+
+
+def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
+    """Paths of the journals of a run below a directory, sorted; and what could not be looked at, in words.
+
+    Links are not followed: what they lead to is below the directory anyway, or somebody else's.
+    """
+    first, last = os.path.basename(journal_path('', workflow_id, run_id, '*')).split('*')
+    found, problems, waiting = [], [], [base_dir]   # type: List[str], List[str], List[str]
+    while waiting:
+        directory = waiting.pop()
+        try:
+            with os.scandir(directory) as entries:
+                kinds = [(entry, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        except OSError as error:
+            problems.append(f'{directory} cannot be searched: {error.strerror}')
+            continue
+        waiting += [entry.path for entry, is_directory in kinds if is_directory]
+        for entry, is_directory in kinds:
+            if not is_directory and entry.name.startswith(first) and entry.name.endswith(last):
+                is_file = entry.is_file(follow_symlinks=False)
+                (found if is_file else problems).append(
+                    entry.path if is_file else f'{entry.path} is not a regular file: it was passed over')
+    return sorted(found), sorted(problems)
+
+
+def read_journal(path: str) -> Tuple[List[Dict[str, Any]], str]:
+    """Entries of a journal, as far as they are whole, and what is wrong with it in words, or ''."""
+    entries, faults = [], []    # type: List[Dict[str, Any]], List[str]
+    try:
+        with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
+            rows, fault = read_rows(copy_journal(path, os.path.join(directory, 'journal.db')))
+        faults += [fault] if fault else []
+    except (OSError, sqlite3.Error) as error:
+        return [], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    for job_id, payload in rows:
+        try:
+            entry = check_model('', 'JournaledCompletion', parse_json(payload.decode('utf-8')))
+            if entry['job_id'] != job_id:
+                raise ValueError(f"it is of job {entry['job_id']}")
+            entries.append(entry)
+        except (AttributeError, ValueError, BadInput) as error:     # AttributeError: it is no text
+            faults.append(f'the row of job {job_id} is no completion: {error}')
+    more = f', and {len(faults) - 1} more such faults' if len(faults) > 1 else ''
+    return entries, f'{path}: {faults[0]}{more}' if faults else ''
+
+
+def look_at_journal(path: str) -> List[Tuple[int, ...]]:
+    """Size, time of change and inode of a journal and of what lies beside it; () for what is not there."""
+    looks = []  # type: List[Tuple[int, ...]]
+    for suffix in ('', *LEFT_BESIDE):
+        try:
+            found = os.lstat(path + suffix)
+            looks.append((found.st_size, found.st_mtime_ns, found.st_ino))
+        except FileNotFoundError:
+            looks.append(())
+    return looks
+
+
+def copy_journal(path: str, copy: str) -> str:
+    """Copy a journal with what lies beside it, all as of one moment. Path of the copy."""
+    for _ in range(COPY_TRIES):
+        before = look_at_journal(path)
+        for suffix, look in zip(('', *LEFT_BESIDE), before):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(copy + suffix)
+            if look or not suffix:
+                copy_part(path + suffix, copy + suffix)
+        if look_at_journal(path) == before:
+            break
+    return copy
+
+
+def copy_part(path: str, copy: str) -> None:
+    """Copy one file."""
+    with open(path, 'rb', opener=open_regular) as file, open(copy, 'wb') as target:
+        if os.fstat(file.fileno()).st_size > MAX_JOURNAL_BYTES:
+            raise OSError(errno.EFBIG, f'it is larger than {format_memory(MAX_JOURNAL_BYTES)}')
+        shutil.copyfileobj(file, target, 2 ** 20)
+
+
+def read_rows(copy: str) -> Tuple[List[Tuple[Any, Any]], str]:
+    """(job id, payload) of the rows of a copied journal that can be read, and what is wrong, or ''."""
+    with open(copy, 'rb') as file:
+        head = file.read(len(SQLITE_HEAD))
+    if head != SQLITE_HEAD:     # the writer of an empty one was killed before it had written anything
+        return [], 'it is no SQLite file' if head else ''
+    rows, fault = {}, ''    # type: Dict[Any, Any], str
+    with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+        connection.text_factory = bytes     # a damaged row need not be UTF-8
+        # Otherwise SQLite refuses a file that was cut off, whatever is left (lockBtree() in btree.c).
+        connection.execute('PRAGMA writable_schema = ON')
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        if (b'journaled_completions',) not in tables:
+            return [], 'it has no table journaled_completions: it is damaged, or of another program'
+        for order in ('ASC', 'DESC'):       # from both ends up to what is damaged
+            try:
+                for job_id, payload in connection.execute(
+                        f'SELECT job_id, payload FROM journaled_completions ORDER BY job_id {order}'):
+                    rows[job_id] = payload
+                break
+            except sqlite3.Error as error:
+                fault = str(error)
+    return sorted(rows.items()), fault and f'it is damaged ({fault}): {len(rows)} rows can be read'
 
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
@@ -22672,6 +23301,8 @@ RECONNECT_S = 1.0           # so long at a time an unreachable server is looked 
 MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
+KEEP_S = 20.0               # so long a file system may take for entries of the journal
+KEEP_PAUSE_S = 10.0         # between tries while they can be kept nowhere
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
@@ -22700,6 +23331,8 @@ class RunnerOptions(Row):
     is_subtask: bool = False    # one of several runners that a batch script has started, one on each node
     record_id: Optional[int] = None     # of the allocation, where its script says it
     is_strict: bool = False     # no jobs of other schedulers than that of the allocation
+    drains: bool = True         # jobs go on when the server is away for too long, and are stopped otherwise
+    ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests then
 
 
 class RunOutcome(Row):
@@ -23643,11 +24276,18 @@ class RunLog:
 # * LINK_STATES says what the link knows of the server. Only the link decides what follows from a request
 #   without an answer: children go on and are reaped, and nothing is started once the lease is over.
 # * Who starts something asks for the lease: when it is over, as after a suspension, others may have our jobs.
+#
+# When the server has been silent for the window (compute_node_wait_for_healthy_database_minutes, anew in each
+# outage) the link is offline: the page's offline drain. There is no lease then, so that nothing is claimed or
+# started, be it a job, a command of an action or a recovery script, and the server is asked now and then.
+# Whatever is not acknowledged is held in memory as before, and goes with the first request that is answered;
+# what is due starts then. OfflineDrain keeps it in a journal, too, in case that the runner ends before: it
+# then leaves without the server as soon as nothing runs here. See also Runner.has_drained.
 
 LINK_STATES = {     # what is known of the server -> what may follow
     'online': ('silent',),              # it has answered the last request, or none was sent yet
     'silent': ('online', 'offline'),    # it has not; it is asked again, at growing intervals
-    'offline': ('online',),             # ... for longer than the window, and no child is left to wait for
+    'offline': ('online',),             # ... for longer than the window: it is asked once in a ping interval
 }
 
 
@@ -23767,6 +24407,8 @@ class ServerLink:
         self.client = client
         self.node = node            # all that this runner has
         self.num_nodes = 1
+        # With the pid: which process this is, should the server be back as an older copy of its database.
+        self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.attempts = attempts    # those that are `reported` are to be sent
         self.pace = pace
         self.call = LinkOutlets()
@@ -23783,6 +24425,8 @@ class ServerLink:
         self.state = 'online'
         self.silent_since = 0.0     # monotonic; unless online
         self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
+        self.ping_interval_s = context.options.ping_interval_s
+        self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.end = math.inf         # monotonic; then no answer is waited for
         self.error = ''
         self.retry_s = RETRY_FIRST_S
@@ -23814,8 +24458,8 @@ class ServerLink:
 
     @property
     def has_lease(self) -> bool:
-        """Whether our lease runs. If not, as after a suspension, others may have our jobs."""
-        return read_clocks().running < self.lease_ends_at
+        """Whether something may start. If not, as after a suspension, others may have our jobs."""
+        return self.state != 'offline' and read_clocks().running < self.lease_ends_at
 
     @property
     def must_ask(self) -> bool:
@@ -23872,7 +24516,8 @@ class ServerLink:
                 self.on_no_answer(error)
                 if self.state == 'offline':
                     raise
-            if set(wait(self.retry_s)) - {signal.SIGCHLD}:
+            pause_s = min(self.retry_s, self.window_ends_at - time.monotonic())
+            if set(wait(max(0.0, pause_s))) - {signal.SIGCHLD}:
                 raise KeyboardInterrupt
         self.set_online()
 
@@ -23884,8 +24529,7 @@ class ServerLink:
                 'num_nodes': self.num_nodes,
                 'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
                 'compute_node_type': 'local', 'is_active': True, 'lease_s': self.pace.lease_s(),
-                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/'
-                            f'{read_pid_namespace()}'}
+                'identity': self.identity}
         end_time = context.end_time()
         if end_time is not None:
             body['end_time'] = format_time(end_time)
@@ -23936,6 +24580,8 @@ class ServerLink:
         context.log.write('Job runner completed', workflow_id=context.workflow_id, run_id=context.run_id,
                           compute_node_id=context.node_id, had_failures=str(had_failures).lower(),
                           had_terminations=str(had_terminations).lower())
+        if self.state == 'offline':     # its lease ends by itself
+            return
         body = {'is_active': False, **figures}
         try:
             deadline_s = max(RECONNECT_S, min(ANSWER_DEADLINE_S, self.end - time.monotonic()))
@@ -23947,12 +24593,16 @@ class ServerLink:
 
     def due(self) -> float:
         """When a request is to be sent, or its answer is overdue. The loop watches for the answer itself."""
+        window_ends_at = self.window_ends_at if self.state == 'silent' else math.inf
         if self.pending is not None:
-            return self.sent_at + ANSWER_DEADLINE_S
-        return 0.0 if self.must_ask else min(self.poll_at, self.report_at)
+            return min(self.sent_at + ANSWER_DEADLINE_S, window_ends_at)
+        return 0.0 if self.must_ask else min(self.poll_at, self.report_at, window_ends_at)
 
     def act(self, now: float) -> None:
         """Send one request if it is time, and take its answer in if it is there."""
+        self.look_at_window(now)
+        if self.is_quiet and not self.has_asked and now < self.end:
+            self.poll_now()     # a last time
         if self.must_ask or self.pending is None and now >= min(self.poll_at, self.report_at):
             self.begin()
         if self.pending is not None:
@@ -23965,20 +24615,22 @@ class ServerLink:
 
         The children need us: the answer is fetched when it is there.
         """
+        self.sent_at = now = time.monotonic()
         if self.is_released and not self.register_again():
             return
-        now, context = time.monotonic(), self.context
+        context = self.context
         self.is_poll = now >= self.poll_at
         self.is_doubtful = self.is_doubtful or not self.has_lease
         want = self.call.want() if self.has_lease else None
-        self.sent_at, self.report_at = now, math.inf
+        self.report_at = math.inf
         self.asks_survey = want is not None and not self.has_survey
         body = self.updates()
         self.turn += 1
         lease_s = self.pace.lease_s()
         self.promised_until = read_clocks().running + lease_s
         body.update(
-            compute_node_id=context.node_id, run_id=context.run_id, turn=self.turn, lease_s=lease_s,
+            compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),   # others may have its id
+            run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
             submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
         if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
@@ -24016,7 +24668,7 @@ class ServerLink:
                 raise
             self.is_released, self.poll_at = True, 0.0
             return
-        self.is_doubtful, self.retry_s = False, RETRY_FIRST_S
+        self.is_doubtful, self.retry_s, was_offline = False, RETRY_FIRST_S, self.state == 'offline'
         self.lease_ends_at = self.promised_until
         for name, items in self.sent.items():
             del getattr(self, name)[:len(items)]    # what came up meanwhile stays
@@ -24025,6 +24677,8 @@ class ServerLink:
         wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children())
         if wait_s is not None:
             self.poll_at = time.monotonic() + wait_s
+        if was_offline:     # this request wanted nothing
+            self.poll_now()
         if self.attempts.by_state['reported'] or self.contents or self.accounting:  # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
 
@@ -24074,22 +24728,188 @@ class ServerLink:
             self.error = again.message
         self.exempt_server()
         now = time.monotonic()
-        self.poll_at = now + self.retry_s
+        self.poll_at = now + (self.ping_interval_s if self.state == 'offline' else self.retry_s)
         if is_new:
             reason = self.error.partition('\n')[0]      # the rest says how to do without this server
             self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
-        waited_s = now - max(self.silent_since, self.pace.ended_at)
-        is_over = waited_s >= self.window_s and not self.call.has_children()
-        if self.state == 'silent' and (is_over or now >= self.end):
+        self.look_at_window(now)
+
+    @property
+    def window_ends_at(self) -> float:
+        """When a server that is silent has been so for too long (monotonic)."""
+        return min(self.silent_since + self.window_s, self.end)
+
+    def look_at_window(self, now: float) -> None:
+        """The page's offline drain begins when the window is over, or our own time."""
+        if self.state == 'silent' and now >= self.window_ends_at:
             self.change('offline')
-            self.context.log.write('Server unreachable past the retry window', 'error',
+            self.poll_at = now + self.ping_interval_s
+            self.context.log.write('Server unreachable past the retry window: entering offline-drain mode.',
+                                   'warning', running=self.attempts.count(*STARTED),
                                    unreported=self.attempts.count('reported'))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the server is away for too long, and no child is left."""
+        return self.state == 'offline' and not self.call.has_children()
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the server was asked in vain since the last job ended, or there is no time for it."""
+        return self.pending is None and (self.sent_at > self.pace.ended_at or time.monotonic() >= self.end)
 
     def exempt_server(self) -> None:
         """A server that was started through us has become our child, but it is no job's."""
         if self.client.servers_started != self.servers_exempt:
             self.servers_exempt = self.client.servers_started
             self.call.exempt_children()
+
+
+class OfflineDrain:
+    """Keeps completions on disk while the server is away, in case that this runner ends before it is back.
+
+    A part. Each write is an errand, so that no file system holds up the loop. Where the output directory
+    cannot be written to, or does not answer, a directory of this machine is used in its place, and if that
+    fails, too, memory must do until one of them can be. Nothing else depends on it: jobs never do.
+    """
+
+    def __init__(self, context: NodeContext, link: ServerLink, launcher: Launcher) -> None:
+        self.context = context
+        self.link = link
+        self.attempts = link.attempts
+        self.begin = launcher.begin
+        self.pid = os.getpid()
+        self.path = ''              # of the journal, as soon as there is one
+        self.is_local = False       # it is not, or will not be, in the output directory
+        self.errand = None          # type: Optional[Errand]
+        self.writing = {}           # type: Dict[Attempt, Tuple[str, bool]]  # what that writes, and
+        self.kept = {}              # type: Dict[Attempt, Tuple[str, bool]]  # ... what is in the journal
+        self.failures = 0           # in a row
+        self.retry_at = -math.inf   # monotonic; nothing is written before
+        self.is_last = False        # the runner ends: whatever is not acknowledged is kept
+
+    def unkept(self) -> Dict[Attempt, Tuple[str, bool]]:
+        """Completions to be written: state, and whether its row of slurm_stats is there. Both may follow."""
+        is_away = self.is_last or self.link.state == 'offline'
+        if not (is_away or self.kept):
+            return {}
+        accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
+        found = {attempt: (attempt.state, attempt.key in accounts)
+                 for attempt in self.attempts.of('recovering', 'reported') if is_away or attempt in self.kept}
+        return {attempt: seen for attempt, seen in found.items() if self.kept.get(attempt) != seen}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all is kept that can be kept now."""
+        return self.errand is None and (time.monotonic() < self.retry_at or not self.unkept())
+
+    def due(self) -> float:
+        """The next try, or the end of the patience with the last one."""
+        if self.errand is not None:
+            return self.errand.began + KEEP_S
+        return max(0.0, self.retry_at) if self.unkept() else math.inf
+
+    def act(self, now: float) -> None:
+        """See how the last write has ended; begin the next."""
+        if self.errand is not None:
+            self.look(now)
+        if self.kept and self.link.state == 'online':
+            self.kept = {attempt: seen for attempt, seen in self.kept.items()
+                         if ATTEMPT_STATES[attempt.state].next}
+        found = self.unkept() if self.errand is None and now >= self.retry_at else {}
+        if found:
+            self.writing = found
+            self.errand = self.begin(functools.partial(self.write, self.entries(found)))
+
+    def entries(self, attempts: Iterable[Attempt]) -> List[Dict[str, Any]]:
+        """Their completions, as the journal has them."""
+        context = self.context
+        accounts = {(row['job_id'], row['attempt_id']): row for row in self.link.accounting}
+        database_id = context.output.record.get('id')
+        return [format_journal_entry(dict(attempt.completion, accounting=accounts.get(attempt.key),
+                                          job_name=attempt.name, database_id=database_id),
+                                     context.workflow_id, context.run_id, context.node_id)
+                for attempt in attempts]
+
+    def write(self, entries: Sequence[Dict[str, Any]], left_at: Optional[int] = None) -> str:
+        """In an errand: keep entries, in a new journal if there is none; its path."""
+        with contextlib.suppress(AttributeError):   # not Linux
+            # What was begun is finished though the runner is killed.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        path = self.path or self.make_journal()
+        try:
+            with contextlib.closing(Journal(path)) as journal:
+                journal.keep(entries, (self.context.node_id, socket.gethostname(), self.pid, self.link.identity,
+                                       left_at))
+        except (OSError, sqlite3.Error):
+            for name in (path, path + '-journal') if not self.path else ():     # nothing is in it
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+            raise
+        return path
+
+    def make_journal(self) -> str:
+        """Make an empty journal; its path. OSError, or Denied."""
+        context, allocation = self.context, self.context.allocation
+        label = allocation.label(context.workflow_id) if allocation else socket.gethostname()
+        names = context.workflow_id, context.run_id, label
+        if self.is_local:
+            return new_journal_path(journal_path(tempfile.mkdtemp(prefix='torc-offline-'), *names))
+        with hold_top(context.output.path) as top:
+            path = journal_path(top.path, *names)
+            make_own_directory(JOURNAL_DIRECTORY, top.descriptor, 0o700)
+            with refuse_danger(HeldDirectory(os.path.dirname(path), top.descriptor, False), False):
+                return new_journal_path(path)
+
+    def look(self, now: float) -> None:
+        """How a write has ended. One that takes too long is killed, and its end not waited for."""
+        errand = self.errand
+        is_late = not errand.look() and now >= errand.began + KEEP_S
+        if is_late:
+            errand.kill()
+        if not (is_late or errand.look()):
+            return
+        self.errand = None
+        if errand.result:
+            self.on_kept(errand.result)
+        else:
+            self.on_failure(f'no answer within {KEEP_S:g} s' if is_late else errand.error, now)
+
+    def on_kept(self, path: str) -> None:
+        """Completions are on disk."""
+        if path != self.path:
+            level = 'warning' if self.is_local else 'info'
+            self.context.say(f'what ends while the server is away is kept in {path}', level)
+        self.path, self.failures = path, 0
+        for attempt in self.writing:
+            if attempt not in self.kept:
+                self.context.log.write('Journaled completion (offline)', **self.context.names(attempt),
+                                       status=attempt.completion['status'])
+        self.kept.update(self.writing)
+
+    def on_failure(self, reason: str, now: float) -> None:
+        """Nothing was kept there: all goes to the other place, into a new journal."""
+        directory = os.path.join(self.context.output.path, JOURNAL_DIRECTORY)
+        place = self.path or ('the local temporary directory' if self.is_local else directory)
+        self.context.say_once(f'{place} cannot be written to ({printable_line(reason)})',
+                              'what ends while the server is away is kept elsewhere: ')
+        self.path, self.is_local, self.kept = '', not self.is_local, {}
+        self.failures += 1
+        if self.failures > 1:
+            self.retry_at = now + KEEP_PAUSE_S
+            self.context.say_once('results are kept in memory only, until one of these can be written to')
+
+    def close(self, limit_s: float) -> None:
+        """The runner ends: keep what is not acknowledged, for so long."""
+        give_up_at = time.monotonic() + limit_s
+        self.is_last, self.retry_at, self.failures = True, -math.inf, 0
+        self.act(time.monotonic())
+        while self.errand is not None and time.monotonic() < give_up_at:
+            self.errand.wait((give_up_at - time.monotonic()) / 2)   # the other half is for the other place
+            self.act(time.monotonic())
+        if self.path and self.errand is None and self.link.state == 'offline':
+            self.begin(functools.partial(self.write, [], int(time.time()))).wait(
+                max(0.1, give_up_at - time.monotonic()))
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
@@ -26307,19 +27127,24 @@ class Submissions:
 
     def due(self) -> float:
         """The next call. Replies, and the end of an errand, wake the loop."""
+        if self.link.state == 'offline':
+            return math.inf
         if not self.unwritten or self.errand is not None or not (self.replies is None or self.knows_site):
             return self.work.due()
         return min(self.work.due(), self.write_at)
 
     def act(self, now: float) -> None:
         """Ask what the site gives; write scripts; submit them one after the other; report."""
+        if self.errand is not None and self.errand.look():
+            self.take_scripts()
+        self.take_ends()
+        if self.link.state == 'offline':    # others may have it
+            return
         if self.unwritten and self.replies is None:
             self.replies = {}
             for index, words in enumerate(SITE_QUESTIONS):
                 on_reply = functools.partial(self.replies.__setitem__, index)
                 self.launcher.query(slurm_argv(*words), SLURM_QUERY_S, on_reply, query_variables())
-        if self.errand is not None and self.errand.look():
-            self.take_scripts()
         if self.unwritten and self.errand is None and self.knows_site and now >= self.write_at:
             self.writing = list(self.unwritten.values())
             self.errand = self.launcher.begin(functools.partial(self.write_scripts, self.writing))
@@ -26515,7 +27340,7 @@ class Shutdown:
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
-        return min(self.stop_at, math.inf if self.is_killed else self.last_at)
+        return 0.0 if self.gives_up else min(self.stop_at, math.inf if self.is_killed else self.last_at)
 
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
@@ -26525,9 +27350,19 @@ class Shutdown:
                              'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
                              'and sigkill_headroom_seconds, is over')
             self.leave('deadline', self.end - self.dispatcher.starter.kill_before_s - now)
+        if self.gives_up:
+            self.context.say('the server is away, and jobs do not go on without it (--no-offline-drain): '
+                             f'stopping {self.dispatcher.attempts.count(*STARTED)}', 'warning')
+            self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
         if now >= self.last_at and not self.is_killed:
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether jobs are to be stopped since the server is away."""
+        return self.link.state == 'offline' and not (self.context.options.drains
+                                                     or self.reason in SIGNAL_REASONS)
 
     def kill_all(self) -> None:
         """SIGKILL everything that still runs."""
@@ -26741,7 +27576,9 @@ def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]],
         context.say(f'scancel: {explain_reply(reply)}', 'warning')
         return
     for row in chosen:
-        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+        client.call('update_scheduled_compute_node', {
+            'status': 'canceled', 'reason': 'no job was left for it when the last runner of Slurm job '
+            f'{context.allocation.job_id} left'}, id=row['id'])
     if chosen:
         message = f'canceled {len(chosen)} queued allocations: nothing is left for them to do'
         context.say(message)
@@ -26843,6 +27680,7 @@ class Runner:
         self.allocation_watch.stop_at = lambda: self.shutdown.stop_at
         self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
+        self.drain = OfflineDrain(context, link, launcher)
         self.connect_link()
         self.parts = [
             launcher,
@@ -26859,6 +27697,7 @@ class Runner:
             self.submissions,
             link,
             self.dispatcher,        # again: what an answer brings starts in the same turn
+            self.drain,
             ProgressView(context, link),
         ]
 
@@ -26948,10 +27787,11 @@ class Runner:
             if self.link.answer['is_complete'] and not self.link.answer['is_canceled']:
                 self.perform('on_workflow_complete')
             self.perform('on_worker_complete')
-            while self.has_slurm_work and self.link.state != 'offline':
+            while self.has_slurm_work and not self.has_drained:
                 self.turn()
                 self.wait()
         finally:
+            self.drain.close(min(KEEP_S, max(1.0, self.shutdown.end - time.monotonic())))
             self.starter.close()
             self.launcher.kill_children()
             figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.shutdown.end - time.monotonic())))
@@ -26964,7 +27804,7 @@ class Runner:
         link, answers = self.link, self.link.num_answers
         link.triggers, self.dispatcher.may_claim = triggers, False
         link.poll_now()
-        while link.state != 'offline' and not self.shutdown.is_killed:
+        while not (self.has_drained or self.shutdown.is_killed):
             self.turn()
             self.exit_rules.look_for_cancel()
             if link.num_answers > answers and not self.actions.is_busy and not link.action_results:
@@ -26976,7 +27816,7 @@ class Runner:
         link = self.link
         link.triggers, self.dispatcher.may_claim = JOB_TRIGGERS, True
         link.poll_now()
-        while link.state != 'offline':
+        while not self.has_drained:
             self.turn()
             self.exit_rules.look()
             is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
@@ -26985,6 +27825,13 @@ class Runner:
             if self.shutdown.reason and not (is_busy or is_waiting):
                 break
             self.wait()
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether the server is away for too long and nothing is left to wait for: the drained exit."""
+        is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
+        is_waiting = is_asking or self.attempts.by_state['ended']
+        return bool(self.link.is_quiet and self.link.has_asked and not is_waiting and self.drain.is_settled)
 
     @property
     def has_slurm_work(self) -> bool:
@@ -27001,14 +27848,35 @@ class Runner:
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
         if self.link.state == 'offline':
-            lost = [attempt.name for attempt in self.attempts.of('ended', 'judged', 'recovering', 'reported')]
-            named = f" {len(lost)} ended jobs could not be reported: {', '.join(lost[:5])}." if lost else ''
-            raise Unreachable(f'{self.link.error}.{named} See {self.context.output.path}')
+            raise self.explain_drain()
         counts, answer, shutdown = self.completions.counts, self.link.answer, self.shutdown
         return RunOutcome(
             counts['completed'], counts['failed'], counts['terminated'], counts['canceled'],
             self.completions.failed_jobs, answer['is_complete'], answer['is_canceled'],
             shutdown.interrupted_by, shutdown.reason, time.monotonic() - self.began, answer['jobs_by_status'])
+
+    def explain_drain(self) -> Unreachable:
+        """The error of a runner that has left without its server: what it could not report, and where it is.
+
+        Its details, if anything is kept: `journal`, a path, and what `workflows reconcile` needs to know,
+        `run_id` and `base_dir`.
+        """
+        context, drain = self.context, self.drain
+        left = self.attempts.of('ended', 'judged', 'recovering', 'reported')
+        lost = [attempt.name for attempt in left if attempt not in drain.kept]
+        lines, where = [self.link.error], {}    # type: List[str], Dict[str, Any]
+        if lost:
+            lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
+        if len(left) > len(lost):
+            where = {'journal': drain.path, 'base_dir': os.path.dirname(os.path.dirname(drain.path)),
+                     'run_id': context.run_id}
+            lines.append(f"{len(left) - len(lost)} jobs that ended meanwhile are kept in {where['journal']}")
+        words = lines[1:] or ['nothing is left to be reported']
+        if where:
+            words.append(f'torc.py workflows reconcile {context.workflow_id} {context.run_id} --base-dir '
+                         f"{shlex.quote(where['base_dir'])}, when the server is back")
+        context.log.write(f"Offline drain complete: {'; '.join(words)}", 'warning')
+        return Unreachable('\n'.join(lines), **where)
 
 
 def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wakeup: Wakeup,
@@ -27140,15 +28008,171 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if leftovers:
             context.say(leftovers, 'warning')
         runner.run()
-        if context.allocation is not None:
+        if context.allocation is not None and runner.link.state != 'offline':
             finish_allocation(runner, client, began_at)
-    return runner.outcome()
+        return runner.outcome()
 
 
 # ======== 17. Recovery: allocations that are gone, and jobs that nobody runs ========
 #
 # Evidence is gathered here, by few calls of Slurm's programs for all allocations at once, and judged by the
 # server (8j). What is doubtful is left alone, and named.
+
+SEEN_FORMAT = '%i|%T|%e'            # of squeue: id, state, end
+END_FORMAT = 'JobID,State,ExitCode,End,UID,User'
+# The allocation was ended, not the jobs in it: they may run again as they are. One that has used up its time
+# or memory (TIMEOUT, DEADLINE, OUT_OF_MEMORY), or whose runner was killed (FAILED), is not among them: what
+# ran in it may be the cause, and would run for ever if that spent no attempt.
+INTERRUPTED_STATES = frozenset(('NODE_FAIL', 'PREEMPTED', 'BOOT_FAIL', 'CANCELLED', 'LAUNCH_FAILED',
+                                'RECONFIG_FAIL', 'REVOKED'))
+# Slurm is about to do something with it: whatever that will be, it is too early to judge.
+PASSING_STATES = frozenset(('COMPLETING', 'REQUEUED', 'REQUEUE_FED', 'RESIZING', 'SIGNALING', 'STAGE_OUT',
+                            'STOPPED', 'SUSPENDED'))
+NEW_ALLOCATION_S = 120.0            # so long squeue and sacct may not know what sbatch has just submitted
+DRAINED_EXIT = '3:0'                # exit code of a runner without a server, as sacct prints it
+
+
+class AllocationsSeen:
+    """What one squeue says of a workflow's allocations (rows of survey_allocations)."""
+
+    def __init__(self) -> None:
+        self.alive = {'pending': [], 'active': []}      # type: Dict[str, List[Dict[str, Any]]]
+        self.requeued = []          # type: List[Dict[str, Any]]  # active ones that wait in the queue again
+        self.gone = {}              # type: Dict[int, SlurmEnd]  # by Slurm job
+        self.doubts = []            # type: List[str]  # what is left alone, and why
+
+    @property
+    def num_alive(self) -> Dict[str, int]:
+        """How many wait, and how many have nodes."""
+        return {name: len(rows) for name, rows in self.alive.items()}
+
+
+class SlurmEnd(Row):
+    """How a Slurm job ended, as far as that is known."""
+    row: Dict[str, Any]             # of survey_allocations
+    state: str = ''                 # of SLURM_STATES; '': not known
+    ended_at: Optional[float] = None
+    exit_code: str = ''             # as sacct prints it: code and signal
+    problem: str = ''               # why no more is known
+
+
+def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> AllocationsSeen:
+    """Which allocations are alive, which are gone, and which are neither for certain.
+
+    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue.
+    """
+    seen = AllocationsSeen()
+    listed = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 3)}
+    for row in rows:
+        number, doubt = row['slurm_job_id'], ''
+        name, end = listed.get(str(number), ('', ''))
+        state = SLURM_STATES.get(parse_slurm_state(name))
+        if number <= 0:
+            doubt = f"allocation {row['id']} has not been submitted yet, as far as is known"
+        elif reply.code:
+            doubt = f'Slurm job {number} may be anything: squeue failed: {explain_reply(reply)}'
+        elif str(number) not in listed:
+            if row.get('cluster'):
+                doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
+            else:
+                seen.gone[number] = SlurmEnd(row)
+        elif state is None:
+            doubt = f'Slurm job {number} is in a state that is not known here: {printable(name)}'
+        elif state.is_ended:
+            seen.gone[number] = SlurmEnd(row, parse_slurm_state(name), parse_slurm_instant(end))
+        else:
+            take_alive(seen, row, parse_slurm_state(name), state)
+        seen.doubts += [doubt] if doubt else []
+    return seen
+
+
+def take_alive(seen: AllocationsSeen, row: Dict[str, Any], name: str, state: SlurmState) -> None:
+    """Take in an allocation that is in the queue, or has nodes."""
+    if name in PASSING_STATES:
+        seen.doubts.append(f"Slurm job {row['slurm_job_id']} {state.meaning} ({name})")
+    if name != 'COMPLETING':
+        seen.alive['pending' if state.is_pending else 'active'].append(row)
+    if row['status'] == 'active' and state.is_pending and not state.is_live and name not in PASSING_STATES:
+        seen.requeued.append(row)
+
+
+def seen_argv() -> List[str]:
+    """squeue for all of the user's jobs, also those that have ended a short time ago (MinJobAge)."""
+    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', SEEN_FORMAT)
+
+
+def ends_argv(numbers: Iterable[int], since: float) -> List[str]:
+    """sacct for the last runs of jobs, but not of those that had these numbers before."""
+    start = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))
+    return slurm_argv('sacct', '-X', '-n', '-P', '-S', start, '-j', ','.join(map(str, numbers)),
+                      '--format', END_FORMAT)
+
+
+def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
+    """Add to those that are gone what sacct says of their ends; it may also say that they are not gone.
+
+    `owner`: whose the workflow is.
+    """
+    records = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 6)} if reply.code == 0 else {}
+    problem = f'sacct cannot be asked: {explain_reply(reply)}' if reply.code else 'sacct does not know it'
+    for number, end in list(seen.gone.items()):
+        name, exit_code, ended, uid, user = records.get(str(number), ('', '', '', '', ''))
+        state, doubt = SLURM_STATES.get(parse_slurm_state(name)), ''
+        if state is not None and state.is_ended:
+            seen.gone[number] = end._replace(
+                state=parse_slurm_state(name), exit_code=exit_code,
+                ended_at=parse_slurm_instant(ended) or end.ended_at)
+        elif end.state:
+            pass        # the accounting is late
+        elif state is not None:
+            doubt = f'squeue does not list Slurm job {number}, but for sacct it {state.meaning} ({name})'
+        elif (end.row.get('age_s') or math.inf) < NEW_ALLOCATION_S:
+            age = f"{end.row['age_s']:.0f} s"
+            doubt = f'Slurm job {number} was submitted {age} ago, and may not be listed yet'
+        elif user_name() != owner:
+            doubt = f'Slurm job {number} may be one of {owner}, whose workflow it is: you are {user_name()}'
+        else:
+            seen.gone[number] = end._replace(problem=problem)
+        if uid.isdigit() and int(uid) != os.getuid():      # --me goes by it, too
+            doubt = f"Slurm job {number} is {user}'s (user id {uid}), and you are {os.getuid()}"
+        if doubt:
+            seen.gone.pop(number)
+            seen.doubts.append(doubt)
+
+
+def describe_slurm_end(number: int, end: SlurmEnd) -> str:
+    """One sentence, with the evidence."""
+    if not end.state:
+        return f'Slurm lists job {number} no longer, and {end.problem}'
+    said = [end.state] + ([f'exit code {end.exit_code}'] if end.exit_code not in ('', '0:0') else [])
+    said += [f'at {format_time(end.ended_at)}'] if end.ended_at else []
+    text = f"Slurm job {number} {SLURM_STATES[end.state].meaning} ({', '.join(said)})"
+    if (end.state, end.exit_code) == ('FAILED', DRAINED_EXIT):
+        text += '; its runner had no server, and may have a journal: workflows reconcile'
+    return text
+
+
+def evidence_of(seen: AllocationsSeen, now: float) -> List[Dict[str, Any]]:
+    """What the server is told: `allocations` of sync_allocations. `now` is in seconds since the epoch."""
+    found = []
+    for number, end in seen.gone.items():
+        row = {'slurm_job_id': number, 'reason': describe_slurm_end(number, end),
+               'is_interrupted': end.state in INTERRUPTED_STATES}
+        # a node that has failed Slurm may be at work all the same, cut off from it: its end says nothing
+        if end.ended_at is not None and end.state != 'NODE_FAIL':
+            row['ended_s'] = max(0.0, now - end.ended_at)
+        found.append(row)
+    return found + [{'slurm_job_id': row['slurm_job_id'], 'is_queued': True, 'is_interrupted': True,
+                     'reason': f"Slurm has put job {row['slurm_job_id']} into the queue again"}
+                    for row in seen.requeued]
+
+
+def find_dead_nodes(nodes: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Of the nodes of a survey those whose runners were processes of this host, and are no more."""
+    return [{'compute_node_id': node['compute_node_id'],
+             'reason': f"its process {node['pid']} on {node['hostname']} does not exist any more"}
+            for node in nodes
+            if node_lives(node['hostname'], node['pid'], node.get('identity') or '') is False]
 
 
 # ======== 17a. Diagnosis: what failed jobs lacked, and what they get instead ========
@@ -29735,7 +30759,7 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'Data=data:1'),
     'scheduled-compute-nodes': Noun(
         'scheduled_compute_node', 'ID=id, Scheduler ID=scheduler_id, Config ID=scheduler_config_id, '
-        'Type=scheduler_type, Status=status'),
+        'Type=scheduler_type, Status=status, +Reason=reason'),
     'compute-nodes': Noun(
         'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
         'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
@@ -31637,7 +32661,15 @@ def runner_options(args: Arguments) -> RunnerOptions:
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
         end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
-        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'])
+        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'],
+        **offline_options(args, read_config()))
+
+
+def offline_options(args: Arguments, config: HpcConfig) -> Dict[str, Any]:
+    """What a runner does while its server is away: by the command line, else by the configuration."""
+    given_s = args['drain_ping_interval_secs']
+    return {'drains': config.drains and not args['no_offline_drain'],
+            'ping_interval_s': config.ping_interval_s if given_s is None else given_s}
 
 
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
@@ -31704,6 +32736,12 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     progress = Progress(session.err, style, session.options['quiet'])
     try:
         outcome = run_workflow(session.client, workflow['id'], options, progress)
+    except Unreachable as error:
+        if 'base_dir' in error.details:
+            hint = command_line(session, 'workflows', 'reconcile', workflow['id'], error.details['run_id'],
+                                '--base-dir', error.details['base_dir'])
+            error.message += f'\nWhen the server is back: {hint}'
+        raise
     finally:
         progress.finish()
     plot_run(session, workflow, options.output_dir)
@@ -31923,11 +32961,12 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
             'SLURM_JOB_ID', 'SLURM_NODEID', 'SLURM_TASK_PID'))]
         number = int(hashlib.sha256(' '.join(who).encode()).hexdigest()[:8], 16)
         time.sleep(number / 2 ** 32 * startup_delay_s)
+    config = read_config()
     options = RunnerOptions(
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
         max_parallel_jobs=args['max_parallel_jobs'], is_subtask=bool(args['is_subtask']),
         claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'],
-        is_strict=read_config().is_strict)
+        is_strict=config.is_strict, **offline_options(args, config))
     session.options['url' if '://' in args['server'] else 'db'] = args['server']
     await_server(session, options)
     code = run_to_end(session, Target(args['workflow_id'], False, is_allocation=True), options, True)
@@ -33104,6 +34143,150 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
 
+# -------- reconcile --------
+
+REPLAY_BYTES = 2 ** 20      # of completions in one request, so that no other waits long for the server
+
+
+class JournalFound(Row):
+    """A journal of a run, and what became of its completions."""
+    path: str
+    entries: List[Dict[str, Any]]
+    counts: Dict[str, int]      # completions: all; of these accepted, known, rejected
+
+
+def cmd_reconcile(session: Session, args: Arguments) -> int:
+    """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
+    workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
+    if not os.path.isdir(base_dir):
+        raise BadInput(printable(f'there is no directory {base_dir}: name the output directory of the '
+                                 'runners, or one above it, with --base-dir'))
+    session.workflow(workflow_id)   # refused before thousands of files are read
+    paths, problems = find_journals(base_dir, workflow_id, run_id)
+    journals = []
+    for path in paths:
+        entries, problem = read_journal(path)
+        journals.append(JournalFound(path, entries, {}))
+        problems += [problem] if problem else []
+    accepted, rejected = [], []     # type: List[Tuple[int, int]], List[Dict[str, Any]]
+    for entries in replay_pieces(journals):
+        answer = session.call('replay_completions', {'run_id': run_id, 'completions': entries},
+                              workflow_id=workflow_id)
+        accepted += map(tuple, answer['accepted'])
+        rejected += answer['rejected']
+    # The server looks for runners of its host that are dead: what they held has ended by now.
+    session.call('list_compute_nodes', workflow_id=workflow_id, is_active=True, limit=1)
+    count_brought(journals, accepted, [(row['job_id'], row['attempt_id']) for row in rejected])
+    show_reconciled(session, args, journals, [row['message'] for row in rejected], problems)
+    return 0
+
+
+def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, Any]]]:
+    """All completions in pieces for one request each, earlier attempts and ends first."""
+    entries = sorted((entry for journal in journals for entry in journal.entries), key=lambda entry: (
+        entry['result'].get('attempt_id') or 1, entry['result']['completion_time']))
+    piece, size = [], 0     # type: List[Dict[str, Any]], int
+    for entry in entries:
+        length = len(format_json(entry))
+        if length > REPLAY_BYTES:       # the end is worth more than the times of so many output files
+            entry = dict(entry, torc_py=dict(entry.get('torc_py') or {}, file_times=None, contents=None))
+        if piece and (len(piece) >= MAX_COMPLETIONS_PER_REQUEST or size + length > REPLAY_BYTES):
+            yield piece
+            piece, size = [], 0
+        piece.append(entry)
+        size += length
+    if piece:
+        yield piece
+
+
+def count_brought(journals: Sequence[JournalFound], accepted: Sequence[Tuple[int, int]],
+                  rejected: Sequence[Tuple[int, int]]) -> None:
+    """Note in journals what became of their completions; what is in several counts in the first."""
+    left = {'accepted': collections.Counter(accepted), 'rejected': collections.Counter(rejected)}
+    for journal in journals:
+        journal.counts.update(completions=len(journal.entries), accepted=0, known=0, rejected=0)
+        for entry in journal.entries:
+            key = entry['job_id'], entry['result'].get('attempt_id') or 1
+            became = next((word for word, keys in left.items() if keys[key]), 'known')
+            journal.counts[became] += 1
+            if became in left:
+                left[became][key] -= 1
+
+
+def show_reconciled(session: Session, args: Arguments, journals: Sequence[JournalFound],
+                    rejections: Sequence[str], problems: Sequence[str]) -> None:
+    """What each journal has brought, and all together; to stderr what is to be looked at."""
+    sums = {word: sum(journal.counts[word] for journal in journals)
+            for word in ('completions', 'accepted', 'rejected', 'known')}
+    value = {'files': len(journals), 'total_completions': sums.pop('completions'), **sums,
+             'journals': [{'path': journal.path, **journal.counts} for journal in journals],
+             'problems': list(problems)}
+    of_run = f"workflow_id={args['workflow_id']} run_id={args['run_id']}"
+    lines = [f"Reconciled {of_run}: {len(journals)} file(s), {value['total_completions']} completion(s) "
+             f"({sums['accepted']} accepted, {sums['rejected']} rejected)"]
+    line = '  {}: {completions} completions, {accepted} accepted, {known} known, {rejected} rejected'
+    lines += [line.format(journal.path, **journal.counts) for journal in journals]
+    session.answer(value, format_lines(lines))
+    session.report(*problems)
+    reasons = collections.Counter(rejections).most_common()
+    session.report(*(f'rejected: {count} completions: {message}'
+                     for message, count in reasons[:PROBLEMS_SHOWN]))
+    if len(reasons) > PROBLEMS_SHOWN:
+        session.report(f'... and for {len(reasons) - PROBLEMS_SHOWN} more reasons')
+    if not journals:
+        session.inform(f"no journal of {of_run} was found below {args['base_dir']}")
+    elif not sums['accepted'] and not sums['rejected']:
+        session.inform(f"nothing was new: all {sums['known']} completions were known")
+
+# -------- sync-status --------
+
+LOST_SHOWN = 10     # jobs named for people
+
+
+def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
+    """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
+
+    At most one squeue, and one sacct if any is gone; none of them without an allocation.
+    """
+    survey = session.call('survey_allocations', workflow_id=workflow_id)
+    seen = AllocationsSeen()
+    if survey['allocations']:
+        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()))
+    if seen.gone:
+        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
+        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
+    body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
+            'is_dry_run': is_dry_run}
+    found = session.call('sync_allocations', body, workflow_id=workflow_id)
+    return dict(found, doubts=seen.doubts + found['doubts'], alive=seen.num_alive, dry_run=is_dry_run,
+                workflow_id=workflow_id)
+
+
+def cmd_sync_status(session: Session, args: Arguments) -> int:
+    """Find allocations that are gone, and jobs that nobody runs, and set them right."""
+    found = clean_up_allocations(session, choose_workflow(session, args), bool(args['dry_run']))
+    session.answer(found, format_synced(found))
+    return 0
+
+
+def format_synced(found: Dict[str, Any]) -> str:
+    """What `sync-status` has done, or would do, for people."""
+    would, lines = 'would be ' if found['dry_run'] else '', []
+    for row in found['allocations']:
+        lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
+    for key, word in (('requeued_job_details', 'ready again'), ('failed_job_details', 'failed')):
+        rows = found[key]
+        lines += [f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
+                  for row in rows[:LOST_SHOWN]]
+        lines += [f'{len(rows) - LOST_SHOWN} more jobs {would}{word}'] if len(rows) > LOST_SHOWN else []
+    count = found['compute_nodes_deactivated']
+    lines += [f"{count} compute nodes {would}inactive"] if count else []
+    lines += [f'left alone: {doubt}' for doubt in found['doubts']]
+    alive = found['alive']
+    lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
+                 f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
+    return format_lines(lines)
+
 # -------- slurm regenerate --------
 
 class Regeneration(Row):
@@ -33779,6 +34962,11 @@ SPEC_OPTIONS = (
              at_least(1)),
     Argument('--no-resource-monitoring', '', 'do not measure what jobs use'),
 )
+OFFLINE_OPTIONS = (
+    Argument('--no-offline-drain', '', 'stop jobs, and leave, when the server is away for too long'),
+    Argument('--drain-ping-interval-secs', 'SECONDS', 'interval between requests to a server that is away '
+             f'for too long (default {DEFAULT_PING_INTERVAL_S:g})', at_least(1, parse_seconds)),
+)
 RUN_OPTIONS = (
     OUTPUT_DIR,
     Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
@@ -33796,6 +34984,7 @@ RUN_OPTIONS = (
     Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
     Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these', parse_labels,
              '*'),
+    *OFFLINE_OPTIONS,
 )
 ALLOCATION_OPTIONS = (
     OUTPUT_DIR._replace(names='-o --output --output-dir'),
@@ -33927,7 +35116,8 @@ COMMANDS = (
         Argument('--startup-delay-seconds', 'SECONDS', 'begin at some time within so many seconds',
                  at_least(0, parse_seconds), default=0.0),
         Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id),
-        Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node')),
+        Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node'),
+        *OFFLINE_OPTIONS),
         'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, without running it', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
@@ -34124,6 +35314,14 @@ COMMANDS = (
         Argument('--job-ids', 'JOB,...', 'look only at these jobs', parse_ids, '*'), DRY_RUN,
         Argument('--no-downsize', '', 'only ask for more, never for less')),
         'workflows correct-resources 1 --dry-run'),
+    Command('workflows reconcile', cmd_reconcile,
+        'bring to the server what runners kept in their journals while it was away', (
+        NEEDED_WF, Argument('RUN', '', 'its run, as `status` shows it', at_least(0), key='run_id'),
+        Argument('--base-dir', 'DIR', 'look for journals here and in all directories below', default='.')),
+        'workflows reconcile 1 1 --base-dir torc_output'),
+    Command('workflows sync-status', cmd_sync_status,
+        'find allocations that are gone and jobs that nobody runs, and set them right',
+        (ASKED_WF, DRY_RUN), 'workflows sync-status 1 --dry-run'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('true|false', '', 'true: hide; false: show again', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
