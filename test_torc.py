@@ -26080,6 +26080,71 @@ class SlurmSubmitTest(SlurmTest):
         self.assertExit(2, self.world.main('submit', '--account', 'x', 1), '--account and --profile plan the allocations of a workflow file')
 
 
+STAGED_AGAIN = """
+name: w
+resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M}]
+jobs:
+  - {name: "a{i}", command: "echo {i}", parameters: {i: "1:3"}, scheduler: s, resource_requirements: r}
+  - {name: "b{i}", command: "echo {i}", parameters: {i: "1:2"}, depends_on: [a1, a2, a3], scheduler: t, resource_requirements: r}
+slurm_schedulers:
+  - {name: s, account: wfacct, walltime: "00:10:00", extra: "--begin=now+1hour"}
+  - {name: t, account: wfacct, walltime: "00:10:00", extra: "--begin=now+1hour"}
+actions:
+  - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}
+  - {trigger_type: on_jobs_ready, jobs: [b1, b2], action_type: schedule_nodes, scheduler: t, scheduler_type: slurm, num_allocations: 1}
+"""
+
+
+@slow
+class SlurmRegenerateTest(SlurmTest):
+    """Allocations planned anew, and chains, on a real Slurm."""
+
+    def wait_completed(self, count: int, deadline_s: float = 300) -> None:
+        """Wait until no allocation is left, and all jobs are completed."""
+        self.wait_slurm(lambda: not self.live_allocations(), deadline_s, 'the end of the allocations',
+                        lambda: [self.allocations(), self.world.main('status', 1), self.world.main('explain', 1)])
+        counts = self.assertExit(0, self.world.main('-f', 'json', 'status', 1)).json()['jobs_by_status']
+        self.assertEqual({'completed': count}, {name: number for name, number in counts.items() if number})
+
+    def test_a_staged_workflow_whose_allocations_were_canceled_is_completed(self):
+        self.world.write('w.yaml', STAGED_AGAIN)
+        lost = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml')).json()['slurm_job_ids']
+        self.bed.ask('scancel', *lost)
+        self.wait_slurm(lambda: not self.live_allocations(), 20, 'the end of the canceled allocations')
+        made = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'slurm', '--submit', '-p', 1)).json()
+        self.assertEqual((5, 2, 1, 1, []), tuple(made[key] for key in (
+            'pending_jobs', 'total_allocations', 'allocations_submitted', 'allocations_deferred', 'warnings')))
+        again = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'slurm', '--dry-run')).json()
+        self.assertLessEqual(again['total_allocations'], 2)
+        self.wait_completed(5)
+        self.assertEqual(4, len(self.allocations()))
+
+    def test_a_chain_ends_with_its_work_and_the_links_that_are_left_are_canceled(self):
+        self.world.write('w.yaml', """
+            name: w
+            compute_node_min_time_for_new_jobs_seconds: 60
+            execution_config: {sigkill_headroom_seconds: 30}
+            resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M30S}]
+            jobs: [{name: "j{i}", command: "sleep 21", parameters: {i: "1:6"}, resource_requirements: r, scheduler: s}]
+            slurm_schedulers: [{name: s, account: wfacct, walltime: "00:03:00", serialize_allocations: true}]
+            """)
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'schedule-nodes', 1, '-m', 1, '-p', 1))
+        self.assertEqual(3, len(done.json()['slurm_job_ids']))
+        most = 0
+
+        def has_ended() -> bool:
+            nonlocal most
+            live = self.live_allocations()
+            most = max(most, sum(row.state not in ('PENDING', 'COMPLETING') for row in live))
+            return not live
+        self.wait_slurm(has_ended, 400, 'the end of the chain', lambda: [self.allocations(), self.world.main('status', 1)])
+        self.wait_completed(6)
+        self.assertEqual((1, ['CANCELLED', 'COMPLETED', 'COMPLETED']), (most, sorted(row.state for row in self.allocations())))
+        records = self.assertExit(0, self.world.main('-f', 'json', 'scheduled-compute-nodes', 'list', 1)).json()['items']
+        self.assertEqual(['complete', 'complete', 'canceled'], [row['status'] for row in records])
+
+
 @slow
 class WholeNodeSubmitTest(SlurmTest):
     """Where a site gives whole nodes and all their memory, neither is asked for."""

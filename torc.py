@@ -34317,7 +34317,7 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
     config = hpc_config(session)
     profile = find_profile(options.profile, config)
     plan = functools.partial(plan_regeneration, session, workflow, options, (profile, config),
-                             find_gone(found['allocations'], options))
+                             find_gone(session, number, options))
     planned = plan(found)
     for renewal in planned.renewals:
         check_scheduler(workflow, dict(renewal.block, id=0), settings)
@@ -34339,19 +34339,22 @@ def default_settings() -> Dict[str, Any]:
     return submission_settings(dict(dict.fromkeys(names), output_dir=DEFAULT_OUTPUT_DIR))
 
 
-def find_gone(allocations: Sequence[Dict[str, Any]], options: RegenerateOptions) -> Tuple[Set[int], str]:
+def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) -> Tuple[Set[int], str]:
     """Slurm jobs of a workflow that do nothing more for it, by one squeue; and why that is unknown, or ''."""
-    numbers = {row['slurm_job_id'] for row in allocations if row['slurm_job_id']}
-    if options.is_cleaned or not numbers:
+    rows = [] if options.is_cleaned else \
+        session.call('survey_allocations', workflow_id=workflow_id)['allocations']
+    if not any(row['slurm_job_id'] for row in rows):
         return set(), ''
     if not has_slurm_program('squeue'):
         return set(), f'there is no {slurm_program("squeue")} on this machine'
-    reply = ask_slurm(find_own_jobs_argv())
+    reply = ask_slurm(seen_argv())
     if reply.code:
         return set(), f'squeue failed: {explain_reply(reply)}'
-    alive = {job.id for job in parse_own_jobs(reply.out)
-             if job.state != 'COMPLETING' and not (job.state and SLURM_STATES[job.state].is_ended)}
-    return numbers - alive, ''
+    ending = {cells[0] for cells in read_slurm_rows(reply.out, 3)
+              if parse_slurm_state(cells[1]) == 'COMPLETING'}
+    gone = look_at_allocations(rows, reply).gone
+    return {row['slurm_job_id'] for row in rows
+            if row['slurm_job_id'] in gone or str(row['slurm_job_id']) in ending}, ''
 
 
 def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
@@ -35744,6 +35747,7 @@ the time that is left.
     torc.py explain WF                                  why nothing runs: jobs, queue, actions
     torc.py cancel WF                                   also cancels the Slurm jobs
     torc.py slurm schedule-nodes WF -n 2                two more allocations
+    torc.py slurm regenerate WF --account A --submit    new allocations for the jobs that are left
 
 The server
     Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
