@@ -3122,6 +3122,15 @@ class StoreTest(unittest.TestCase):
         with contextlib.closing(torc.Store(copy)) as store:
             self.assertEqual(['old'], store.ids('SELECT name FROM workflow'))
 
+    def test_whether_ids_belong_to_a_workflow_is_looked_up_by_id(self):
+        context = unittest.mock.Mock(rows=unittest.mock.Mock(return_value=[(2,), (3,)]))
+        torc.check_owned(context, 'job', 1, [3, 2])
+        (query, ids), _ = context.rows.call_args
+        with contextlib.closing(sqlite3.connect(':memory:')) as connection:
+            connection.executescript(torc.SCHEMA)
+            plan = str(connection.execute('EXPLAIN QUERY PLAN ' + query, ids).fetchall())
+        self.assertIn('INTEGER PRIMARY KEY', plan)
+
     # What MIGRATIONS add, as SCHEMA has it.
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
                      r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',

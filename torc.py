@@ -6816,7 +6816,8 @@ def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[in
     wanted = sorted(set(ids))
     if not wanted:
         return
-    query = f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN'
+    # The plus sign keeps SQLite from looking through all rows of the workflow for each piece of the ids.
+    query = f'SELECT id FROM {table} WHERE +workflow_id = {int(workflow_id)} AND id IN'
     owned = {row[0] for row in rows_by_ids(context, query, wanted)}     # of 100,000 jobs in 200 statements
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
