@@ -3122,6 +3122,15 @@ class StoreTest(unittest.TestCase):
         with contextlib.closing(torc.Store(copy)) as store:
             self.assertEqual(['old'], store.ids('SELECT name FROM workflow'))
 
+    def test_whether_ids_belong_to_a_workflow_is_looked_up_by_id(self):
+        context = unittest.mock.Mock(rows=unittest.mock.Mock(return_value=[(2,), (3,)]))
+        torc.check_owned(context, 'job', 1, [3, 2])
+        (query, ids), _ = context.rows.call_args
+        with contextlib.closing(sqlite3.connect(':memory:')) as connection:
+            connection.executescript(torc.SCHEMA)
+            plan = str(connection.execute('EXPLAIN QUERY PLAN ' + query, ids).fetchall())
+        self.assertIn('INTEGER PRIMARY KEY', plan)
+
     # What MIGRATIONS add, as SCHEMA has it.
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
                      r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',
@@ -17549,6 +17558,120 @@ UNREADABLE_HERE = ('multi_node_parallel_jobs_test_workflow.yaml',)      # granul
 UNREADABLE_THERE = ('timeout_auto_recovery_test_workflow.yaml',)        # a field of a scheduler that is replaced here
 
 
+def demand_of(jobs: Sequence[Tuple[Any, ...]], schedulers: Sequence[Tuple[Any, ...]] = (), **options: Any) -> Any:
+    """The answer of get_demand for jobs (name, status, needs, scheduler, prerequisites), and the Demand of it."""
+    kinds = sorted({(needs, scheduler or 0) for _, _, needs, scheduler, _ in jobs})
+    ids = {name: number for number, (name, *_) in enumerate(jobs, 1)}
+    sets = list(dict.fromkeys(waits for *_, waits in jobs))
+    chains = {number for number, is_chain in schedulers if is_chain}
+    found = {
+        'run_id': 1, 'newest_scheduler_id': 9, 'job_ids': list(ids.values()), 'job_names': list(ids),
+        'statuses': [status for _, status, *_ in jobs], 'set_numbers': [sets.index(waits) for *_, waits in jobs],
+        'sets': [[ids[name] for name in waits.split()] for waits in sets],
+        'kind_ids': [kinds.index((needs, scheduler or 0)) + 1 for _, _, needs, scheduler, _ in jobs],
+        'kinds': [{'id': number, 'scheduler_id': scheduler or None, 'has_labels': needs == 'labelled', 'in_chain': scheduler in chains,
+                   'requirements_id': 1 if needs != 'gpu' else 2, 'name': needs, 'num_cpus': 4, 'memory_bytes': 8 * GB,
+                   'num_gpus': int(needs == 'gpu'), 'num_nodes': 1, 'runtime_s': 1800} for number, (needs, scheduler) in enumerate(kinds, 1)]}
+    return torc.read_demand(found, torc.RegenerateOptions(**options))
+
+
+class RegenerationTest(unittest.TestCase):
+    """From the jobs that are left to allocations for them."""
+    PAGE = (('A', 'ready', 'default', None, ''), ('B', 'ready', 'default', None, ''), ('C', 'blocked', 'default', None, 'A'),
+            ('D', 'ready', 'gpu', None, ''))
+
+    def renewed(self, demand: Any, *allocations: Dict[str, Any], group_by: str = 'resource-requirements') -> List[Tuple[Any, ...]]:
+        """(name, jobs, allocations with their gates) of each scheduler."""
+        plan = torc.plan_allocations(demand.graph, demand.classes, KESTREL, torc.PlanOptions(group_by, suffix='regen'))
+        self.supply = torc.Supply(demand, allocations)
+        found = torc.renew(demand, plan, self.supply, 'acct')
+        names = demand.graph.names
+        return [(row.block['name'], ' '.join(names[job] for job in row.jobs),
+                 [(stage.num_allocations, ' '.join(names[demand.job_ids.index(gate)] for gate in stage.gate_ids)) for stage in row.stages])
+                for row in found]
+
+    @staticmethod
+    def allocation(scheduler: int, status: str = 'pending', left_s: Optional[int] = None, num_jobs: int = 0) -> Dict[str, Any]:
+        return {'scheduler_config_id': scheduler, 'status': status, 'remaining_seconds': left_s, 'num_jobs': num_jobs, 'walltime': '02:00:00'}
+
+    def test_the_groups_of_the_page(self):
+        demand = demand_of(self.PAGE)
+        self.assertEqual([('default_regen', 'A B', [(1, '')]), ('default_deferred_regen', 'C', [(1, 'C')]), ('gpu_regen', 'D', [(1, '')])],
+                         self.renewed(demand))
+        self.assertEqual([('short_regen', 'A B C', [(1, '')]), ('gpu-h100s_regen', 'D', [(1, '')])], self.renewed(demand, group_by='partition'))
+
+    def test_what_is_not_done_is_waited_for_whoever_has_it(self):
+        for status, is_waited_for in (('ready', True), ('pending', True), ('running', True), ('pending_failed', True), ('blocked', True),
+                                      ('uninitialized', True), ('completed', False), ('failed', False), ('canceled', False),
+                                      ('terminated', False), ('disabled', False)):
+            demand = demand_of([('A', status, 'gpu', None, ''), ('B', 'blocked', 'default', None, 'A')])
+            found = [row for row in self.renewed(demand) if row[1] == 'B']
+            name, gates = ('default_deferred_regen', 'B') if is_waited_for else ('default_regen', '')
+            self.assertEqual([(name, 'B', [(1, gates)])], found, status)
+            self.assertEqual(1 + (status in torc.LEFT_STATUSES), demand.num_left)
+
+    def test_included_jobs_count_as_left_with_the_requirements_that_they_will_have(self):
+        jobs = [('A', 'failed', 'default', None, ''), ('B', 'canceled', 'default', None, 'A'), ('C', 'ready', 'default', None, '')]
+        demand = demand_of(jobs, include_job_ids=[1, 2], overrides={1: {'memory': '16g', 'runtime': 'PT1H', 'num_cpus': 8}})
+        self.assertEqual(3, demand.num_left)
+        self.assertEqual([(8, 16 * GB, 3600), (4, 8 * GB, 1800)], [(row.num_cpus, row.memory_bytes, row.runtime_s) for row in demand.classes])
+        self.assertEqual([('A', [(1, '')]), ('B', [(1, 'B')]), ('C', [(1, '')])], [row[1:] for row in self.renewed(demand)])
+        with self.assertRaisesRegex(torc.BadInput, 'no job 4, 5'):
+            demand_of(jobs, include_job_ids=[5], only_job_ids=[4])
+
+    def test_what_queued_and_running_allocations_will_do_is_not_planned_again(self):
+        jobs = [(f'j{number:02d}', 'ready', 'default', 7, '') for number in range(78)]     # 26 fit a node: 3 allocations
+        everything = ' '.join(name for name, *_ in jobs)
+        active = functools.partial(self.allocation, 7, 'active')
+        for allocations, count, num_jobs, counted in (
+                ((), 3, 78, 0), ((self.allocation(7),), 2, 52, 1), ((self.allocation(7),) * 3, 0, 0, 3), ((self.allocation(7),) * 9, 0, 0, 3),
+                ((self.allocation(8),) * 9, 3, 78, 0),          # other jobs' allocations
+                ((active(7000, 26),), 3, 65, 1),                # two of its four rounds are left: half an allocation
+                ((active(7000, 26),) * 2, 2, 52, 2), ((active(1700, 0),), 3, 78, 0), ((active(1900, 26),), 3, 78, 0), ((active(None, 0),), 2, 52, 1)):
+            found = self.renewed(demand_of(jobs), *allocations)
+            wanted = [('default_regen', everything[(78 - num_jobs) * 4:], [(count, '')])] if count else []
+            self.assertEqual((wanted, counted), (found, self.supply.num_counted), (allocations, count))
+
+    def test_jobs_that_wait_get_allocations_of_their_own(self):
+        jobs = [('A', 'ready', 'default', 7, ''), ('B', 'blocked', 'default', 7, 'A')]
+        self.assertEqual([('default_deferred_regen', 'B', [(1, 'B')])], self.renewed(demand_of(jobs), *[self.allocation(7)] * 5))
+
+    def test_some_jobs_alone_get_allocations_beside_those_of_the_others(self):
+        jobs = [('A', 'ready', 'default', 7, ''), ('B', 'ready', 'default', 7, ''), ('C', 'ready', 'default', 8, '')]
+        demand = demand_of(jobs, only_job_ids=[1, 3])
+        self.assertEqual((2, [1]), (demand.num_left, demand.others))
+        self.assertEqual([('default_regen', 'A C', [(1, '')])], self.renewed(demand, self.allocation(7)))
+        self.assertEqual([], self.renewed(demand, self.allocation(8)))
+        plan = torc.plan_allocations(demand.graph, demand.classes, KESTREL)
+        self.assertEqual([2, 3], torc.actions_to_take(demand, plan, [
+            self.action(1, 7), self.action(2, 8), self.action(3, 9, [1]), self.action(4, 9, [2]), self.action(5, 9, [1, 2]),
+            dict(self.action(6, 8), executed=True), dict(self.action(7, 8), action_type='run_commands')]))
+
+    @staticmethod
+    def action(number: int, scheduler: int, gates: Sequence[int] = ()) -> Dict[str, Any]:
+        return {'id': number, 'action_type': 'schedule_nodes', 'executed': False, 'job_ids': list(gates),
+                'action_config': {'scheduler_id': scheduler}}
+
+    def test_actions_of_jobs_that_fit_nothing_are_left(self):
+        jobs = [('A', 'ready', 'default', 7, ''), ('G', 'ready', 'gpu', None, ''), ('L', 'ready', 'labelled', 8, '')]
+        demand = demand_of(jobs)
+        short = [partition for partition in KESTREL if partition.name == 'short']
+        plan = torc.plan_allocations(demand.graph, demand.classes, short)
+        self.assertEqual([1, 2], torc.actions_to_take(demand, plan, [
+            self.action(1, 7), self.action(2, 9, [1]), self.action(3, 9), self.action(4, 9, [2])]))     # 3: G may need them
+
+    def test_a_chain_gets_the_links_that_it_lacks(self):
+        jobs = [(f'j{number}', 'ready', 'default', 7, '') for number in range(10)] + [('after', 'blocked', 'default', 8, 'j0'),
+                                                                                     ('last', 'blocked', 'default', 8, 'after')]
+        demand = demand_of(jobs, [(7, True), (8, True)])
+        self.assertEqual([], self.renewed(demand))
+        schedulers = {7: {'name': 'c', 'walltime': '02:00:00'}, 8: {'name': 'd', 'walltime': '01:00:00'}}
+        for allocations, wanted in (((), [(7, [([], 3)]), (8, [([11], 1)])]), ([self.allocation(7)] * 2, [(7, [([], 1)]), (8, [([11], 1)])]),
+                                    ([self.allocation(7)] * 3 + [self.allocation(8)], [])):
+            found = torc.renew_chains(demand, torc.Supply(demand, allocations), schedulers)
+            self.assertEqual(wanted, [(row.chain_id, [(stage.gate_ids, stage.num_allocations) for stage in row.stages]) for row in found])
+
+
 class RecordedPlanTest(unittest.TestCase):
     """What Torc 1.0.0 plans for real workflows."""
 
@@ -27072,6 +27195,71 @@ class SlurmSubmitTest(SlurmTest):
         self.assertExit(2, self.world.main('submit', '--account', 'x', 1), '--account and --profile plan the allocations of a workflow file')
 
 
+STAGED_AGAIN = """
+name: w
+resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M}]
+jobs:
+  - {name: "a{i}", command: "echo {i}", parameters: {i: "1:3"}, scheduler: s, resource_requirements: r}
+  - {name: "b{i}", command: "echo {i}", parameters: {i: "1:2"}, depends_on: [a1, a2, a3], scheduler: t, resource_requirements: r}
+slurm_schedulers:
+  - {name: s, account: wfacct, walltime: "00:10:00", extra: "--begin=now+1hour"}
+  - {name: t, account: wfacct, walltime: "00:10:00", extra: "--begin=now+1hour"}
+actions:
+  - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}
+  - {trigger_type: on_jobs_ready, jobs: [b1, b2], action_type: schedule_nodes, scheduler: t, scheduler_type: slurm, num_allocations: 1}
+"""
+
+
+@slow
+class SlurmRegenerateTest(SlurmTest):
+    """Allocations planned anew, and chains, on a real Slurm."""
+
+    def wait_completed(self, count: int, deadline_s: float = 300) -> None:
+        """Wait until no allocation is left, and all jobs are completed."""
+        self.wait_slurm(lambda: not self.live_allocations(), deadline_s, 'the end of the allocations',
+                        lambda: [self.allocations(), self.world.main('status', 1), self.world.main('explain', 1)])
+        counts = self.assertExit(0, self.world.main('-f', 'json', 'status', 1)).json()['jobs_by_status']
+        self.assertEqual({'completed': count}, {name: number for name, number in counts.items() if number})
+
+    def test_a_staged_workflow_whose_allocations_were_canceled_is_completed(self):
+        self.world.write('w.yaml', STAGED_AGAIN)
+        lost = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml')).json()['slurm_job_ids']
+        self.bed.ask('scancel', *lost)
+        self.wait_slurm(lambda: not self.live_allocations(), 20, 'the end of the canceled allocations')
+        made = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'slurm', '--submit', '-p', 1)).json()
+        self.assertEqual((5, 2, 1, 1, []), tuple(made[key] for key in (
+            'pending_jobs', 'total_allocations', 'allocations_submitted', 'allocations_deferred', 'warnings')))
+        again = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'slurm', '--dry-run')).json()
+        self.assertLessEqual(again['total_allocations'], 2)
+        self.wait_completed(5)
+        self.assertEqual(4, len(self.allocations()))
+
+    def test_a_chain_ends_with_its_work_and_the_links_that_are_left_are_canceled(self):
+        self.world.write('w.yaml', """
+            name: w
+            compute_node_min_time_for_new_jobs_seconds: 60
+            execution_config: {sigkill_headroom_seconds: 30}
+            resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M30S}]
+            jobs: [{name: "j{i}", command: "sleep 21", parameters: {i: "1:6"}, resource_requirements: r, scheduler: s}]
+            slurm_schedulers: [{name: s, account: wfacct, walltime: "00:03:00", serialize_allocations: true}]
+            """)
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'schedule-nodes', 1, '-m', 1, '-p', 1))
+        self.assertEqual(3, len(done.json()['slurm_job_ids']))
+        most = 0
+
+        def has_ended() -> bool:
+            nonlocal most
+            live = self.live_allocations()
+            most = max(most, sum(row.state not in ('PENDING', 'COMPLETING') for row in live))
+            return not live
+        self.wait_slurm(has_ended, 400, 'the end of the chain', lambda: [self.allocations(), self.world.main('status', 1)])
+        self.wait_completed(6)
+        self.assertEqual((1, ['CANCELLED', 'COMPLETED', 'COMPLETED']), (most, sorted(row.state for row in self.allocations())))
+        records = self.assertExit(0, self.world.main('-f', 'json', 'scheduled-compute-nodes', 'list', 1)).json()['items']
+        self.assertEqual(['complete', 'complete', 'canceled'], [row['status'] for row in records])
+
+
 @slow
 class WholeNodeSubmitTest(SlurmTest):
     """Where a site gives whole nodes and all their memory, neither is asked for."""
@@ -27353,6 +27541,130 @@ class RegenerateTest(SubmitCase):
         self.assertRegex(text, r'  small_deferred_regen_\d+_\d+: 1 jobs, 1 x 1 node of short for 00:45:00, when its jobs are ready\nNothing was changed')
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
             self.assertEqual(before, list(connection.iterdump()))
+
+
+    def test_an_include_of_an_unknown_job_and_what_fits_nothing_are_refused_before_anything_changes(self):
+        for words, code, message in ((('--include-job-ids', '3,99'), 2, 'the workflow has no job 99'),
+                                     (('--include-job-ids', '3,x'), 2, "'x' is not an id"),
+                                     (('--partition', 'nope'), 2, "kestrel has no partition 'nope'"),
+                                     (('--profile', 'nope'), 2, "there is no profile 'nope'"),
+                                     (('--submit', '--account', 'a b'), 4, "account 'a b' cannot be given to sbatch")):
+            with self.subTest(words=words):
+                self.assertExit(code, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', *words), message)
+        self.assertEqual((33, [('on_workflow_start', 1, False, False)]),
+                         (32 + len(self.json('slurm list 1')['items']), self.actions()[:1]))
+        self.assertEqual(32, self.json('status 1')['jobs_by_status']['uninitialized'])
+
+    def test_jobs_that_fit_no_partition_keep_their_actions(self):
+        made = self.regenerate('--partition', 'short')
+        self.assertEqual(['short'] * 2, [row['partition'] for row in made['schedulers_created']])
+        self.assertIn("resource_requirements 'gpu' fits no partition of kestrel: num_gpus 1 is more than 0, the most of a node; "
+                      'its jobs keep what they have', made['warnings'])
+        self.assertEqual([False, False], [executed for _, _, executed, is_recovery in self.actions() if not is_recovery][:2])
+
+    def test_allocations_that_are_gone_are_planned_again(self):
+        self.regenerate('--submit')
+        for number in (100, 101):
+            os.unlink(self.fakes.path(f'job_{number}'))
+        self.fakes.write('sbatch', FAKE_QUEUE['sbatch'].replace('number=$((100 +', 'number=$((200 +'))
+        made = self.regenerate('--submit')
+        self.assertEqual((3, 2), (made['total_allocations'], made['allocations_submitted']))
+        self.assertEqual(['small', 'small'], [row['name'].partition('_')[0] for row in made['schedulers_created']])
+        self.fakes.write('squeue', 'echo "slurm_load_jobs error" >&2; exit 1')
+        made = self.regenerate('--dry-run')
+        self.assertEqual((1, True), (made['total_allocations'], any('squeue failed: slurm_load_jobs error: all 5 allocations' in text
+                                                                    for text in made['warnings'])))
+
+    def test_a_refusal_leaves_the_actions_due_for_the_next_submit(self):
+        self.hook('hook', 'echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1')
+        done = self.assertExit(4, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit'),
+                               'no allocation of workflow 1 was submitted: sbatch: error: Batch job submission failed: Invalid account')
+        self.assertEqual('', done.out)
+        self.hook('hook')
+        self.assertEqual('Submitted 3 allocations of workflow 1: 100, 101, 102\n', self.text('submit 1'))
+
+    def test_two_at_once_do_not_both_plan(self):
+        with self.world.inside():
+            client = torc.Client.find('', self.world.path('torc_output', 'torc.db'), '', torc.TlsSettings('', False), torc.Credentials('', ''))
+            self.addCleanup(client.close)
+            client.reconnect()
+            client.call('initialize_jobs', workflow_id=1)
+            found = client.call('get_demand', workflow_id=1)
+            body = {'run_id': found['run_id'], 'newest_scheduler_id': found['newest_scheduler_id'], 'taken': [1], 'schedulers': [
+                {'scheduler': {'name': 'n', 'account': 'a', 'walltime': '01:00:00', 'nodes': 1}, 'is_bound': True, 'job_ids': [1],
+                 'stages': [{'num_allocations': 2}]}]}
+            answer = client.call('store_allocations', body, workflow_id=1)
+            self.assertEqual(([2], 1, []), (answer['scheduler_ids'], answer['taken'], answer['allocations']))
+            with self.assertRaisesRegex(torc.Conflict, 'got other schedulers, while these were planned'):
+                client.call('store_allocations', body, workflow_id=1)
+
+    @slow
+    def test_killed_anywhere_a_second_call_finishes_it_and_doubles_nothing(self):
+        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 $PPID && sleep 0.1; true'
+        for name, count in (('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 2), ('hook_after', 3)):
+            with self.subTest(name=name, count=count):
+                self.doCleanups()
+                self.setUp()
+                self.hook(name, once.format(count))
+                words = ('slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')
+                self.assertEqual(-signal.SIGKILL, self.world.cli(*words).code)
+                self.hook(name)
+                with unittest.mock.patch.object(torc.Submitter, 'pause_s', 0.3):
+                    self.assertExit(0, self.world.main(*words), 'interrupted: looking into the queue in')
+                self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], sorted(self.records()))
+                due = [scheduler for _, scheduler, executed, is_recovery in self.actions() if is_recovery and not executed]
+                self.assertEqual(1, len(due), 'the allocations of the job that waits are to be submitted once')
+
+
+CHAINED = """
+name: w
+resource_requirements: [{name: r, num_cpus: 1, memory: 1g, runtime: PT4H}]
+jobs: [{name: "j{i}", command: c, parameters: {i: "1:10"}, resource_requirements: r, scheduler: s}]
+slurm_schedulers: [{name: s, account: acct, walltime: "12:00:00", serialize_allocations: true}]
+"""
+
+
+class ChainTest(SubmitCase):
+    """serialize_allocations, on a scripted Slurm."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', CHAINED)
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+
+    def test_a_chain_is_as_long_as_its_jobs_take(self):
+        for num_jobs, walltime, runtime_s, count in ((500, '12:00:00', 4 * 3600, 167), (10, '12:00:00', 4 * 3600, 4), (3, '01:00:00', 7200, 3),
+                                                     (5, '01:00:00', 0, 1), (0, '01:00:00', 60, 1), (10 ** 6, '01:00:00', 3600, 10000)):
+            self.assertEqual(count, torc.count_links(num_jobs, walltime, runtime_s))
+        self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
+        self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
+
+    def test_regenerate_adds_the_links_that_are_missing(self):
+        self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
+        os.unlink(self.fakes.path('job_101'))
+        self.fakes.write('sbatch', FAKE_QUEUE['sbatch'].replace('number=$((100 +', 'number=$((200 +'))
+        made = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')).json()
+        self.assertEqual([(1, 's', 1, 10)], [tuple(row[key] for key in ('id', 'name', 'num_allocations', 'job_count'))
+                                             for row in made['schedulers_created']])
+        self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
+
+    def test_a_dependency_in_extra_is_warned_of(self):
+        self.text('slurm update 1 --extra --dependency=afterok:1')
+        self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '-n', 2), 'warning: scheduler s: the dependency in its extra replaces')
+
+    @slow
+    def test_links_whose_replies_were_lost_are_found_by_the_name_that_they_share(self):
+        own = FAKE_QUEUE['sbatch'].replace("$(sed -n 's/^#SBATCH --comment=//p' \"$script\")", 'of the site')
+        self.fakes.write('sbatch', own)
+        self.hook('hook_after', '[ -e "$fake/job_101" ] && kill -9 $PPID; true')
+        self.assertEqual(-signal.SIGKILL, self.world.cli('slurm', 'schedule-nodes', 1).code)
+        self.hook('hook_after')
+        self.assertEqual([100, 0, 0, 0], [number for number, _ in self.records()])
+        with unittest.mock.patch.object(torc.Submitter, 'pause_s', 0.3):
+            self.world.main('submit', 1)
+            self.world.main('slurm', 'schedule-nodes', 1, '-n', 1)
+        self.assertEqual([100, 101, 102, 103, 104], sorted(number for number, _ in self.records()))
+        self.assertEqual(5, len(self.queue()))
 
 
 class SubmitPlannedTest(WorldTest):

@@ -6816,7 +6816,8 @@ def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[in
     wanted = sorted(set(ids))
     if not wanted:
         return
-    query = f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN'
+    # The plus sign keeps SQLite from looking through all rows of the workflow for each piece of the ids.
+    query = f'SELECT id FROM {table} WHERE +workflow_id = {int(workflow_id)} AND id IN'
     owned = {row[0] for row in rows_by_ids(context, query, wanted)}     # of 100,000 jobs in 200 statements
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
@@ -10038,8 +10039,8 @@ def take_submissions(context: Context, workflow_id: int, body: Values) -> Values
         made += new or []
     if body.get('scheduler_config_id') is not None:
         check_owned(context, 'slurm_scheduler', workflow_id, [body['scheduler_config_id']])
-        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings,
-                                   body.get('count') or 1, None)
+        count = body.get('count') or default_count(context, workflow_id, body['scheduler_config_id'])
+        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings, count, None)
     taken = hold_submissions(context, workflow_id, submitter, context.now() + body['lease_s'], made)
     others = context.rows('SELECT DISTINCT submitter FROM scheduled_compute_node WHERE workflow_id = ? '
                           f'AND {IS_UNSUBMITTED} AND submitter <> ?', (workflow_id, submitter))
@@ -10114,6 +10115,32 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
     return [context.insert('scheduled_compute_node', values) for _ in range(count)]
 
 
+def default_count(context: Context, workflow_id: int, scheduler_id: int) -> int:
+    """Allocations to submit of a scheduler where nobody says how many: one, or a chain for all its jobs."""
+    scheduler = get_row(context, 'slurm_scheduler', scheduler_id)
+    needs = allocation_needs(context, workflow_id, scheduler_id)
+    if not scheduler['serialize_allocations']:
+        return 1
+    return count_links(needs['num_jobs'], scheduler['walltime'], needs['runtime_s'])
+
+
+def count_links(num_jobs: int, walltime: str, runtime_s: int) -> int:
+    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end."""
+    try:
+        jobs_each = max(1, parse_walltime(walltime) // runtime_s) if runtime_s else num_jobs
+    except ValueError:      # Slurm will say so
+        jobs_each = 1
+    return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // max(1, jobs_each))))
+
+
+def chain_jobs(context: Context, workflow_id: int, scheduler: Values) -> List[int]:
+    """The Slurm jobs of a chain that are known: by their names alone they cannot be told apart."""
+    if not scheduler['serialize_allocations']:
+        return []
+    return context.ids('SELECT scheduler_id FROM scheduled_compute_node WHERE workflow_id = ? '
+                       'AND scheduler_config_id = ? AND scheduler_id > 0', (workflow_id, scheduler['id']))
+
+
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
                      made: Ids) -> List[Values]:
     """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
@@ -10128,24 +10155,30 @@ def hold_submissions(context: Context, workflow_id: int, submitter: str, until: 
     schedulers = {scheduler_id: (get_row(context, 'slurm_scheduler', scheduler_id),
                                  allocation_needs(context, workflow_id, scheduler_id))
                   for scheduler_id in {row[1] for row in rows}}
+    chains = {scheduler_id: chain_jobs(context, workflow_id, scheduler)
+              for scheduler_id, (scheduler, _) in schedulers.items()}
     return [{'id': row_id, 'scheduler': schedulers[scheduler_id][0], 'needs': schedulers[scheduler_id][1],
-             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made}
+             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made,
+             'known_jobs': chains[scheduler_id]}
             for row_id, scheduler_id, settings in rows]
 
 
 def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> Values:
     """What the largest of the jobs that are left for a scheduler needs, and how many they are."""
-    query = ('SELECT max(num_cpus), max(memory_bytes), total(count) FROM (SELECT needs.num_cpus, '
+    query = ('SELECT max(num_cpus), max(memory_bytes), total(count), max(runtime_s) FROM (SELECT '
+             'needs.num_cpus, needs.runtime_s, '
              'CASE WHEN needs.is_implicit THEN 0 ELSE needs.memory_bytes END AS memory_bytes, '
              '(SELECT count(*) FROM job WHERE kind_id = kind.id '
              f'AND status IN {sql_list(NOT_DONE)}) AS count FROM job_kind kind '
              'JOIN resource_requirements needs ON needs.id = resource_requirements_id '
              'WHERE kind.workflow_id = ? AND kind.scheduler_id {}) WHERE count > 0')
     for condition, values in (('= ?', (scheduler_id,)), ('IS NULL', ()), ('IS NOT NULL', ())):
-        num_cpus, memory_bytes, count = context.one(query.format(condition), (workflow_id, *values))
+        num_cpus, memory_bytes, count, runtime_s = context.one(query.format(condition),
+                                                               (workflow_id, *values))
         if count:
-            return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count)}
-    return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1}
+            return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count),
+                    'runtime_s': runtime_s}
+    return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1, 'runtime_s': 0}
 
 
 def report_submissions(context: Context, workflow_id: int, body: Values) -> Values:
@@ -11995,16 +12028,18 @@ def get_demand(context: Context, workflow_id: int) -> Values:
     """
     state, graph = workflow_state(context, workflow_id), get_dependency_graph(context, workflow_id)
     jobs = context.rows('SELECT status, kind_id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
-    columns = ('id', 'scheduler_id', 'has_labels', 'requirements_id', 'name', 'num_cpus', 'memory_bytes',
-               'num_gpus', 'num_nodes', 'runtime_s')
+    columns = ('id', 'scheduler_id', 'has_labels', 'in_chain', 'requirements_id', 'name', 'num_cpus',
+               'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s')
     kinds = context.rows(
-        'SELECT kind.id, kind.scheduler_id, kind.labels IS NOT NULL, needs.id, needs.'
-        f"{', needs.'.join(columns[4:])} FROM job_kind kind "
+        'SELECT kind.id, kind.scheduler_id, kind.labels IS NOT NULL, ifnull(serialize_allocations, 0), '
+        f"needs.id, needs.{', needs.'.join(columns[5:])} FROM job_kind kind "
+        'LEFT JOIN slurm_scheduler scheduler ON scheduler.id = kind.scheduler_id '
         'JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
         'WHERE kind.workflow_id = ? ORDER BY kind.id', (workflow_id,))
     return dict(graph, run_id=state.run_id, newest_scheduler_id=newest_scheduler(context, workflow_id),
                 statuses=[STATUS_NAMES[status] for status, _ in jobs], kind_ids=[row[1] for row in jobs],
-                kinds=[dict(zip(columns, row), has_labels=bool(row[2])) for row in kinds],
+                kinds=[dict(zip(columns, row), has_labels=bool(row[2]), in_chain=bool(row[3]))
+                       for row in kinds],
                 allocations=describe_allocations(context, workflow_id,
                                                  describe_runners(context, workflow_id)))
 
@@ -12031,16 +12066,20 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
     taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
     scheduler_ids, due = [], []     # type: List[int], List[Values]
     for planned in body['schedulers']:
-        values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
-        scheduler = create_row(context, 'slurm_scheduler', values)
-        scheduler_ids.append(scheduler['id'])
-        bind_jobs(context, workflow_id, planned['job_ids'], scheduler['id'] if planned['is_bound'] else None)
+        scheduler_id = planned.get('scheduler_id')
+        if scheduler_id is None:
+            values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
+            scheduler_id = create_row(context, 'slurm_scheduler', values)['id']
+            bound_to = scheduler_id if planned['is_bound'] else None
+            bind_jobs(context, workflow_id, planned['job_ids'], bound_to)
+        check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
+        scheduler_ids.append(scheduler_id)
         for stage in planned['stages']:
             gates = stage.get('job_ids')
             action = create_workflow_action(context, workflow_id, {
                 'trigger_type': 'on_jobs_ready' if gates else 'on_workflow_start', 'job_ids': gates,
                 'action_type': 'schedule_nodes', 'is_recovery': True, 'action_config': {
-                    'scheduler_type': 'slurm', 'scheduler_id': scheduler['id'],
+                    'scheduler_type': 'slurm', 'scheduler_id': scheduler_id,
                     'num_allocations': stage['num_allocations']}})
             due += [] if gates else [{'action_id': action['id']}]
     record_event(context, workflow_id, {
@@ -12565,8 +12604,8 @@ MODELS = {
     'DeleteCountResponse': 'count:int!',
     'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
     'DeletedUserData': 'deleted_count:int! message:str!',
-    'DemandKind': 'id:int! scheduler_id:int has_labels:bool! requirements_id:int! name:str! num_cpus:int! '
-        'memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
+    'DemandKind': 'id:int! scheduler_id:int has_labels:bool! in_chain:bool! requirements_id:int! name:str! '
+        'num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
     'DemandResponse': 'allocations:[@WaitingAllocation]! job_ids:[int]! job_names:[str]! kind_ids:[int]! '
         'kinds:[@DemandKind]! newest_scheduler_id:int! run_id:int! set_numbers:[int]! sets:[[int]]! '
         'statuses:[@JobStatus]!',
@@ -12693,13 +12732,14 @@ MODELS = {
         'submission:@SubmissionRequest taken:[int]!',
     'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
         'submitters:[str]! taken:int!',
-    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! stages:[@StoredStage]!',
+    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! scheduler_id:int '
+        'stages:[@StoredStage]!',
     'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
     'ScheduledAction': 'action_id:int! count:ordinal',
     'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
     'SubmissionModel': 'id:int! scheduler:@SlurmSchedulerModel! needs:object! settings:object! '
-        'database_id:str! is_new:bool!',
+        'database_id:str! is_new:bool! known_jobs:[int]!',
     'SubmissionReport': 'submitter:str! submitted:[@SubmissionEnd]!',
     'SubmissionReportResponse': 'surplus:[int]!',
     'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
@@ -22514,6 +22554,7 @@ class AllocationNeeds(Row):
     num_cpus: int = 1
     memory_bytes: int = 0
     num_jobs: int = 1
+    runtime_s: int = 0          # of the longest
 
 
 def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, site: Site, given: Set[str],
@@ -22567,6 +22608,7 @@ class Submission(Row):
     needs: AllocationNeeds
     database_id: str
     is_new: bool                # no job can name its record yet
+    known_jobs: Sequence[int] = ()      # of a chain: Slurm jobs of other records
 
 
 SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the record
@@ -22812,11 +22854,17 @@ def parse_own_jobs(text: str) -> List[OwnJob]:
             for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
 
 
-def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str) -> Optional[OwnJob]:
-    """The job of a record: by its comment, or by its name where a site has put another comment there."""
-    jobs = list(jobs)
+def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str, known: Iterable[int] = (),
+                   is_chain: bool = False) -> Optional[OwnJob]:
+    """The job of a record: by its comment, or by its name where a site has put another comment there.
+
+    `known` are jobs of other records. Those of a chain share their name, so that one that was canceled
+    before anybody knew it must not be taken for a link that is missing.
+    """
+    jobs = [job for job in jobs if job.id not in set(known)]
     found = [job for job in jobs if job.comment == tag]
-    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')]
+    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')
+                      and not (is_chain and job.state in SLURM_STATES and SLURM_STATES[job.state].is_ended)]
     return found[-1] if found else None
 
 
@@ -22868,6 +22916,7 @@ class Submitter:
         self.secrets = {}           # type: Dict[str, str]  # variables for the runners, which no script holds
         self.ends = []              # type: List[Dict[str, Any]]
         self.lost = []              # type: List[Submission]
+        self.found = set()          # type: Set[int]  # Slurm jobs
 
     def add(self, submission: Submission, script: str, now: float) -> None:
         """Submit an allocation; its script is there. What another has begun may still come into effect."""
@@ -22935,7 +22984,9 @@ class Submitter:
         """The queue, as it is: submit what is not in it."""
         self.failed_looks = 0
         for item in [item for item in self.waiting if item.needs_look]:
-            found = find_submitted(jobs, submission_tag(item.submission), submission_name(item.submission))
+            found = find_submitted(jobs, submission_tag(item.submission), job_name_of(item.submission),
+                                   self.found.union(item.submission.known_jobs),
+                                   bool(item.submission.scheduler.get('serialize_allocations')))
             if found is not None:
                 self.waiting.remove(item)
                 self.end(item, found.id, '')
@@ -22955,13 +23006,15 @@ class Submitter:
 
     def end(self, item: Underway, number: int, cluster: str) -> None:
         """It is in the queue."""
+        self.found.add(number)
         self.ends.append({'id': item.submission.id, 'slurm_job_id': number, 'cluster': cluster})
 
 
 def read_submissions(workflow: Dict[str, Any], answer: Dict[str, Any]) -> List[Submission]:
     """What the server has handed out to be submitted (`allocations` of its answer)."""
     return [Submission(row['id'], workflow, row['scheduler'], row['settings'],
-                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'])
+                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'],
+                       row.get('known_jobs') or ())
             for row in answer.get('allocations') or ()]
 
 
@@ -29345,7 +29398,8 @@ def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
 #
 # A job counts as waiting for another as long as that is not done, whoever runs it. Jobs without labels that
 # are not in a runner's hands are planned for, less what allocations that are queued, or that still run, will
-# do for them; what waits for nothing is due at once, the rest when its gates are ready.
+# do for them; what waits for nothing is due at once, the rest when its gates are ready. Jobs of a chain
+# (serialize_allocations) stay in it: it gets the links that are missing.
 
 LEFT_STATUSES = tuple(STATUS_NAMES[code] for code in (UNINITIALIZED, BLOCKED, READY))
 DONE_STATUSES = tuple(row.name for row in STATUSES if row.is_done)
@@ -29383,6 +29437,7 @@ class Demand(Row):
     bound_to: List[Optional[int]]       # schedulers
     num_left: int               # nobody has begun them
     others: List[int]           # of these not planned for, although allocations might run them
+    chains: Dict[int, List[Tuple[int, int]]]    # scheduler -> its jobs that are left, and their runtimes
     run_id: int
     newest_scheduler_id: int
 
@@ -29399,24 +29454,28 @@ def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
     places = {found['job_ids'][row]: index for index, row in enumerate(rows)}
     kinds, numbers = {kind['id']: kind for kind in found['kinds']}, {}  # type: Any, Dict[Tuple, int]
     classes, class_numbers, others, num_left = [], [], [], 0    # type: Any, Any, List[int], int
+    chains = {}     # type: Dict[int, List[Tuple[int, int]]]
     for index, row in enumerate(rows):
         job_id, kind, number = found['job_ids'][row], kinds[found['kind_ids'][row]], None
         is_left = found['statuses'][row] in LEFT_STATUSES or job_id in included
         num_left += is_left and (job_id in only or not only)
         if is_left and not kind['has_labels']:
-            if job_id in only or not only:
-                changed = overrides.get(job_id, {})
+            changed = overrides.get(job_id, {})
+            if only and job_id not in only:
+                others.append(index)
+            elif kind['in_chain']:
+                runtime_s = override_class(kind, changed).runtime_s
+                chains.setdefault(kind['scheduler_id'], []).append((index, runtime_s))
+            else:
                 key = kind['requirements_id'], *sorted(changed.items())
                 number = numbers.setdefault(key, len(classes))
                 classes += [override_class(kind, changed)] if number == len(classes) else []
-            else:
-                others.append(index)
         class_numbers.append(number)
     sets = [[places[job_id] for job_id in members if job_id in places] for members in found['sets']]
     graph = JobGraph([found['job_names'][row] for row in rows], class_numbers,
                      [found['set_numbers'][row] for row in rows], sets)
     bound_to = [kinds[found['kind_ids'][row]]['scheduler_id'] for row in rows]
-    return Demand(graph, classes, list(places), bound_to, num_left, others, found['run_id'],
+    return Demand(graph, classes, list(places), bound_to, num_left, others, chains, found['run_id'],
                   found['newest_scheduler_id'])
 
 
@@ -29437,10 +29496,13 @@ class RenewedStage(Row):
 
 
 class Renewal(Row):
-    """A planned scheduler, as far as its allocations are needed."""
-    made: PlannedScheduler
-    jobs: List[int]             # those that are bound to it
+    """A scheduler, as far as its allocations are needed."""
+    block: Dict[str, Any]       # as an entry of slurm_schedulers
+    has_dependencies: bool
+    is_bound: bool
+    jobs: List[int]             # that it is for, and is bound to
     stages: List[RenewedStage]
+    chain_id: Optional[int] = None      # it is there already
 
     @property
     def num_allocations(self) -> int:
@@ -29492,7 +29554,7 @@ class Supply:
         return min(taken, stage.num_allocations)
 
 
-def renew(demand: Demand, plan: AllocationPlan, supply: Supply) -> List[Renewal]:
+def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) -> List[Renewal]:
     """What is needed of a plan beside the supply."""
     graph, renewals = demand.graph, []
     for made in plan.schedulers:
@@ -29507,7 +29569,23 @@ def renew(demand: Demand, plan: AllocationPlan, supply: Supply) -> List[Renewal]
                 gates = [] if is_due else [demand.job_ids[gate] for gate in stage.gates]
                 stages.append(RenewedStage(gates, count))
         if stages:
-            renewals.append(Renewal(made, sorted(jobs), stages))
+            block = scheduler_block(made, account)
+            renewals.append(Renewal(block, made.has_dependencies, made.is_bound, sorted(jobs), stages))
+    return renewals
+
+
+def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str, Any]]) -> List[Renewal]:
+    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id."""
+    renewals, levels = [], find_levels(demand.graph) if demand.chains else []
+    for chain_id, members in sorted(demand.chains.items()):
+        block, jobs = schedulers[chain_id], [job for job, _ in members]
+        runtime_s, first = max(runtime_s for _, runtime_s in members), min(levels[job] for job in jobs)
+        # What is first of them waits for none of the others.
+        gates = [demand.job_ids[job] for job in jobs if levels[job] == first] if first else []
+        count = count_links(len(jobs), block['walltime'], runtime_s)
+        count = math.ceil(count - supply.take(Stage(jobs, [], count), runtime_s) - 1e-9)
+        if count:
+            renewals.append(Renewal(block, bool(first), True, jobs, [RenewedStage(gates, count)], chain_id))
     return renewals
 
 
@@ -29517,7 +29595,7 @@ def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict
     numbers = demand.graph.class_numbers
     others = demand.others + [job for job, number in enumerate(numbers) if number in misfits]
     ids, bound = {demand.job_ids[job] for job in others}, {demand.bound_to[job] for job in others}
-    replaced = {demand.bound_to[job] for made in plan.schedulers for job in made.jobs}
+    replaced = {demand.bound_to[job] for made in plan.schedulers for job in made.jobs} | set(demand.chains)
 
     def is_needed(action: Dict[str, Any]) -> bool:
         scheduler_id, gates = action['action_config'].get('scheduler_id'), action.get('job_ids') or ()
@@ -29527,30 +29605,29 @@ def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict
             and not action['executed'] and not is_needed(action)]
 
 
-def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
-                   taken: Sequence[int]) -> Dict[str, Any]:
+def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], taken: Sequence[int]) -> Dict[str, Any]:
     """What the server is to store: a StoreAllocationsRequest."""
     return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id, 'taken': list(taken),
             'schedulers': [
-                {'scheduler': block, 'is_bound': renewal.made.is_bound,
+                {'scheduler': renewal.block, 'scheduler_id': renewal.chain_id, 'is_bound': renewal.is_bound,
                  'job_ids': [demand.job_ids[job] for job in renewal.jobs],
                  'stages': [{'job_ids': stage.gate_ids, 'num_allocations': stage.num_allocations}
                             for stage in renewal.stages]}
-                for block, renewal in zip(blocks, renewals)]}
+                for renewal in renewals]}
 
 
-def regeneration_rows(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
+def regeneration_rows(demand: Demand, renewals: Sequence[Renewal],
                       scheduler_ids: Sequence[int]) -> List[Dict[str, Any]]:
     """The schedulers as JSON shows them: those that were stored have ids."""
     rows = []
-    for index, (renewal, block) in enumerate(zip(renewals, blocks)):
+    for index, renewal in enumerate(renewals):
         keys = ('name', 'account', 'partition', 'walltime') + (() if scheduler_ids else ('mem',)) + ('nodes',)
         row = {'id': scheduler_ids[index]} if scheduler_ids else {}     # type: Dict[str, Any]
-        row.update({key: block[key] for key in keys}, num_allocations=renewal.num_allocations,
+        row.update({key: renewal.block.get(key) for key in keys}, num_allocations=renewal.num_allocations,
                    job_count=len(renewal.jobs))
         if not scheduler_ids:
             row['job_names'] = [demand.graph.names[job] for job in renewal.jobs]
-        rows.append(dict(row, has_dependencies=renewal.made.has_dependencies))
+        rows.append(dict(row, has_dependencies=renewal.has_dependencies))
     return rows
 
 
@@ -34377,8 +34454,21 @@ def ask_site() -> Callable[[Optional[str]], Site]:
     return functools.partial(parse_site, partitions, config)
 
 
+def warn_of_dependencies(session: Session, submissions: Sequence[Submission]) -> None:
+    """Say which chains are none, because their schedulers have a dependency of their own: the last counts."""
+    chains = {item.scheduler['id']: item.scheduler for item in submissions
+              if item.scheduler.get('serialize_allocations')}
+    for number, scheduler in chains.items():
+        with contextlib.suppress(Refused):      # no script is made of what cannot be read
+            if {'dependency', 'd'} & options_of_extra(scheduler.get('extra') or '', ''):
+                session.report(printable(f"warning: scheduler {scheduler.get('name') or number}: the "
+                                         'dependency in its extra replaces the one of its chain (singleton): '
+                                         'its allocations may run side by side'))
+
+
 def start_submissions(session: Session, work: Submitter, submissions: List[Submission]) -> None:
     """Write the scripts of allocations, and hand them to a Submitter."""
+    warn_of_dependencies(session, submissions)
     site_of, callers = ask_site(), {}   # type: Any, Dict[str, Caller]
     for submission in submissions:
         output_dir = submission.settings['output_dir']
@@ -35373,7 +35463,6 @@ class Regeneration(Row):
     """Allocations that are planned for what is left."""
     demand: Demand
     renewals: List[Renewal]
-    blocks: List[Dict[str, Any]]    # the schedulers, as they are stored
     taken: List[int]                # actions
     warnings: List[str]
 
@@ -35392,20 +35481,18 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
     """
     number, settings = workflow['id'], options.settings or default_settings()
     found = session.call('get_demand', workflow_id=number)
-    demand, config = read_demand(found, options), hpc_config(session)
+    demand = read_demand(found, options)
     if not demand.num_left:
         return regeneration_value(number, demand, options, [])
+    config = hpc_config(session)
     profile = find_profile(options.profile, config)
-    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
-    account = find_account(options.account or (schedulers or [{}])[0].get('account'),
-                           workflow.get('slurm_defaults') or {}, profile, config)
-    plan = functools.partial(plan_regeneration, session, workflow, options, profile, account,
-                             find_gone(found['allocations'], options))
+    plan = functools.partial(plan_regeneration, session, workflow, options, (profile, config),
+                             find_gone(session, number, options))
     planned = plan(found)
-    for block in planned.blocks:
-        check_scheduler(workflow, dict(block, id=0), settings)
+    for renewal in planned.renewals:
+        check_scheduler(workflow, dict(renewal.block, id=0), settings)
     if options.is_dry_run:
-        rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks, ())
+        rows = regeneration_rows(planned.demand, planned.renewals, ())
         return {'dry_run': True, 'workflow_id': number, 'pending_jobs': demand.num_left,
                 'profile_name': profile.name, 'profile_display_name': profile.display_name,
                 'planned_schedulers': rows, 'total_allocations': planned.num_allocations,
@@ -35422,26 +35509,32 @@ def default_settings() -> Dict[str, Any]:
     return submission_settings(dict(dict.fromkeys(names), output_dir=DEFAULT_OUTPUT_DIR))
 
 
-def find_gone(allocations: Sequence[Dict[str, Any]], options: RegenerateOptions) -> Tuple[Set[int], str]:
+def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) -> Tuple[Set[int], str]:
     """Slurm jobs of a workflow that do nothing more for it, by one squeue; and why that is unknown, or ''."""
-    numbers = {row['slurm_job_id'] for row in allocations if row['slurm_job_id']}
-    if options.is_cleaned or not numbers:
+    rows = [] if options.is_cleaned else \
+        session.call('survey_allocations', workflow_id=workflow_id)['allocations']
+    if not any(row['slurm_job_id'] for row in rows):
         return set(), ''
     if not has_slurm_program('squeue'):
         return set(), f'there is no {slurm_program("squeue")} on this machine'
-    reply = ask_slurm(find_own_jobs_argv())
+    reply = ask_slurm(seen_argv())
     if reply.code:
         return set(), f'squeue failed: {explain_reply(reply)}'
-    alive = {job.id for job in parse_own_jobs(reply.out)
-             if job.state != 'COMPLETING' and not (job.state and SLURM_STATES[job.state].is_ended)}
-    return numbers - alive, ''
+    ending = {cells[0] for cells in read_slurm_rows(reply.out, 3)
+              if parse_slurm_state(cells[1]) == 'COMPLETING'}
+    gone = look_at_allocations(rows, reply).gone
+    return {row['slurm_job_id'] for row in rows
+            if row['slurm_job_id'] in gone or str(row['slurm_job_id']) in ending}, ''
 
 
 def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
-                      profile: Profile, account: str, gone: Tuple[Set[int], str],
+                      cluster: Tuple[Profile, HpcConfig], gone: Tuple[Set[int], str],
                       found: Dict[str, Any]) -> Regeneration:
-    """New schedulers for what get_demand() answers."""
-    demand = read_demand(found, options)
+    """New schedulers, and links of chains, for what get_demand() answers."""
+    demand, number, (profile, config) = read_demand(found, options), workflow['id'], cluster
+    schedulers = {row['id']: row for row in session.items('list_slurm_schedulers', workflow_id=number)}
+    account = options.account or next((row['account'] for row in schedulers.values()), None)
+    account = find_account(account, workflow.get('slurm_defaults') or {}, profile, config)
     partitions = chosen_partitions(profile, options.partition)
     if options.walltime:
         partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
@@ -35449,19 +35542,18 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(suffix))
     problems = [f"resource_requirements '{shorten(demand.classes[number].name)}' fits no partition of "
                 f'{profile.name}: {reason}' for number, reason in made.problems]
-    if problems and not made.schedulers:
+    if problems and not (made.schedulers or demand.chains):
         raise BadInput(problems[0])
     supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
-    renewals = renew(demand, made, supply)
+    renewals = renew(demand, made, supply, account) + renew_chains(demand, supply, schedulers)
     warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
-    warnings += [f'{row.made.name}: a walltime of {format_walltime(row.made.walltime_s)} is longer than the '
-                 f'{format_walltime(row.made.partition.max_walltime_secs)} of {row.made.partition.name}'
-                 for row in renewals if row.made.walltime_s > row.made.partition.max_walltime_secs]
+    warnings += [f'{row.name}: a walltime of {format_walltime(row.walltime_s)} is longer than the '
+                 f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
+                 for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
     warnings += supply_warnings(session, workflow, supply, found, gone)
-    actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+    actions = session.call('get_workflow_actions', workflow_id=number)
     taken = actions_to_take(demand, made, actions) if renewals else []
-    blocks = [scheduler_block(renewal.made, account) for renewal in renewals]
-    return Regeneration(demand, renewals, blocks, taken, warnings)
+    return Regeneration(demand, renewals, taken, warnings)
 
 
 def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
@@ -35485,16 +35577,14 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any], options: Re
                          planned: Regeneration, settings: Dict[str, Any]) -> Dict[str, Any]:
     """Store what was planned, and submit what is due."""
     number, outcome = workflow['id'], None      # type: int, Optional[Submitted]
-    stored = stored_plan_of(planned.demand, planned.renewals, planned.blocks, planned.taken) \
-        if planned.renewals else None
+    stored = stored_plan_of(planned.demand, planned.renewals, planned.taken) if planned.renewals else None
     if options.submits:
         outcome = submit_allocations(session, workflow, {'settings': settings}, stored)
         report_troubles(session, workflow, outcome)
         answer = outcome.answer
     else:
         answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
-    rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks,
-                             answer.get('scheduler_ids') or ())
+    rows = regeneration_rows(planned.demand, planned.renewals, answer.get('scheduler_ids') or ())
     value = regeneration_value(number, planned.demand, options, rows)
     value.update(total_allocations=planned.num_allocations,
                  allocations_submitted=len(outcome.numbers) if outcome else 0,
@@ -37304,7 +37394,8 @@ COMMANDS = (
     Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
     Command('slurm delete', cmd_slurm_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
     Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
-        ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many', at_least(1), default=1),
+        ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many (default: 1; of a chain what its jobs take)',
+                           at_least(1)),
         Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs'),
         Argument('--scheduler-config-id', 'ID', 'the scheduler, if the workflow has several', parse_id),
         *ALLOCATION_OPTIONS,
@@ -37552,6 +37643,7 @@ the time that is left.
     torc.py explain WF                                  why nothing runs: jobs, queue, actions
     torc.py cancel WF                                   also cancels the Slurm jobs
     torc.py slurm schedule-nodes WF -n 2                two more allocations
+    torc.py slurm regenerate WF --account A --submit    new allocations for the jobs that are left
 
 The server
     Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
