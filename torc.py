@@ -34167,7 +34167,7 @@ class Recovery:
         self.uses: List[JobUse] = []            # of all that ended
         self.failures: List[Failure] = []
         self.num_left = 0                       # jobs that wait, with nobody to run them
-        self.is_resumed = False                 # an earlier call was killed before it submitted
+        self.is_resumed = False                 # only jobs that were left run: no new run begins
         self.choice: Optional[SchedulerChoice] = None
         self.remedies = Remedies([], [], [], [])
         self.preview: Dict[str, Any] = {}       # what the server would do, or has done
@@ -34258,7 +34258,8 @@ class Recovery:
     def refuse_without_failures(self, counts: Dict[str, int]) -> None:
         """Nothing failed: go on only where jobs are left that had been begun."""
         results = self.session.items('list_results', 1, workflow_id=self.workflow_id, all_runs=True)
-        if counts['uninitialized'] or self.num_left and not results:
+        has_begun = bool(results) or self.mode == 'slurm'       # its allocations have ended before any job
+        if counts['uninitialized'] or self.num_left and not has_begun:
             raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
                           f"'{command_line(self.session, 'cancel', self.workflow_id)}' (it has not begun: "
                           f"'{command_line(self.session, 'run', self.workflow_id)}', or `submit`, starts it)")
@@ -34267,7 +34268,6 @@ class Recovery:
                 ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled, which '
                  '`run --retry-failed` takes up, and recover does not')) if counts[key]]
             raise Refused('; '.join(['Cannot recover: no job failed', *told]))
-        self.is_resumed = True
 
     def diagnose(self) -> None:
         """Find out why jobs failed: by what Slurm and the runners said, else by Torc's table."""
@@ -34324,6 +34324,7 @@ class Recovery:
             if not self.options.is_dry_run:
                 self.refuse_nothing()
             return
+        self.is_resumed = not self.remedies.retried
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
                                              dry_run=True)
@@ -34425,18 +34426,30 @@ class Recovery:
         name = f"{scheduler.get('name') or 'scheduler'}_recovery"
         return dict(scheduler, name=name, walltime=format_walltime(walltime))
 
+    @property
+    def hook_words(self) -> List[str]:
+        """The recovery hook, where there is something for it to do: the workflow's id is its last word."""
+        hook = self.options.recovery_hook
+        if not hook or not any(failure.kind == 'unknown' for failure in self.remedies.retried):
+            return []
+        return [*split_command(hook, '--recovery-hook'), str(self.workflow_id)]
+
     # -------- doing it --------
 
     def carry_out(self) -> None:
         """The hook, which may veto; then the change; then the allocations."""
-        unknown = [failure for failure in self.remedies.retried if failure.kind == 'unknown']
-        if self.options.recovery_hook and unknown:
-            run_hook(self.session, self.workflow, self.options.recovery_hook)
+        if self.hook_words:
+            run_hook(self.session, self.workflow, self.hook_words)
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
             self.workflow = self.session.workflow(self.workflow_id)
         if self.mode == 'slurm':
-            self.submit()
+            try:
+                self.submit()
+            except TorcError as error:
+                again = command_line(self.session, 'recover', self.workflow_id)
+                error.message += f' (run {self.workflow["run_id"]} has begun; submit it with: {again})'
+                raise
 
     def submit(self) -> None:
         """Submit allocations for what is left, and note that it was done."""
@@ -34499,6 +34512,8 @@ class Recovery:
                   'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
         if self.mode != 'slurm':
             answer['next_command'] = self.next_command()
+        if self.hook_words:
+            answer['recovery_hook'] = self.hook_words
         return answer
 
     def describe_diagnosis(self) -> Dict[str, Any]:
@@ -34601,13 +34616,12 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     return process.returncode
 
 
-def run_hook(session: Session, workflow: Dict[str, Any], hook: str) -> None:
-    """Run the recovery hook, the workflow's id as its last word. Refused if it fails: nothing changes."""
-    words = [*split_command(hook, '--recovery-hook'), str(workflow['id'])]
+def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
+    """Run the recovery hook. Refused if it fails: nothing changes."""
     code = run_program(session, words, workflow, '--recovery-hook')
     if code:
-        raise Refused(printable_line(f"the recovery hook '{hook}' ended with return code {code}: nothing was "
-                                     'changed'))
+        raise Refused(printable_line(f"the recovery hook '{words[0]}' ended with return code {code}: nothing "
+                                     'was changed'))
 
 
 PROMPT = """Failed jobs of the workflow {workflow} wait for a decision: run again, or failed for good.
@@ -34786,6 +34800,8 @@ def format_remedies(remedies: Remedies, style: Style) -> str:
 def format_plan(recovery: Recovery, style: Style) -> str:
     """What is going to be done, for people."""
     lines = []
+    if recovery.hook_words:
+        lines.append(f"First, the recovery hook: {' '.join(map(shlex.quote, recovery.hook_words))}")
     if recovery.num_left:
         lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
     if recovery.choice is not None:
