@@ -3125,7 +3125,7 @@ class StoreTest(unittest.TestCase):
     # What MIGRATIONS add, as SCHEMA has it.
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
                      r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',
-                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*',
+                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*\n    watcher .*',
                      r'\nCREATE INDEX job_by_name .*',
                      r',\n    failure           TEXT .*')
 
@@ -4174,6 +4174,124 @@ class ActionTest(ServiceTest):
         self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['success'])
         with self.assertRaises(torc.Conflict):
             self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
+
+
+class RearmTest(ServiceTest):
+    """What becomes of actions when work begins again. Jobs: `done` has completed; `bad` failed, which canceled `last`."""
+    # x: carried out, -: not; then the trigger count. Recovery actions are deleted by every initialize.
+    CELLS = """
+        action                                before  initialize  reinitialize  reset  reset jobs  reset jobs, reinitialize
+        run_commands on_workflow_start        x1      -1          x1            x1     x1          x1
+        run_commands on_worker_start          x1      -1          -1            x1     x1          -1
+        run_commands on_worker_complete       x1      -1          -1            x1     x1          -1
+        run_commands on_workflow_complete     x1      -0          x1            x1     x0          -0
+        run_commands on_jobs_ready done       x1      -1          x1            x1     x1          x1
+        run_commands on_jobs_ready bad        x1      -0          x1            x1     x1          -1
+        run_commands on_jobs_ready last       x1      -0          x1            x1     x1          -0
+        run_commands on_jobs_complete done    x1      -0          x1            x1     x1          x1
+        run_commands on_jobs_complete bad     x1      -0          x1            x1     x1          -0
+        run_commands on_jobs_complete all     x3      -0          x3            x3     x3          -1
+        schedule_nodes on_workflow_start      x1      -1          x1            x1     x1          -1
+        schedule_nodes on_worker_start        x1      -1          x1            x1     x1          -1
+        schedule_nodes on_worker_complete     x1      -1          x1            x1     x1          -1
+        schedule_nodes on_workflow_complete   x1      -0          x1            x1     x0          -0
+        schedule_nodes on_jobs_ready done     x1      -1          x1            x1     x1          x1
+        schedule_nodes on_jobs_ready bad      x1      -0          x1            x1     x1          -1
+        schedule_nodes on_jobs_ready last     x1      -0          x1            x1     x1          -0
+        schedule_nodes on_jobs_complete done  x1      -0          x1            x1     x1          -1
+        schedule_nodes on_jobs_complete bad   x1      -0          x1            x1     x1          -0
+        schedule_nodes on_jobs_complete all   x3      -0          x3            x3     x3          -1"""
+
+    def setUp(self) -> None:
+        super().setUp()
+        header, *rows = (re.split('  +', line.strip()) for line in self.CELLS.strip().splitlines())
+        self.expected = {column: {row[0]: row[place] for row in rows} for place, column in enumerate(header) if place}
+        self.workflow_id = self.create('done:\nbad: done\nlast: bad')
+        self.scheduler_id = self.scheduler('s')
+        self.jobs = {job['name']: [job['id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.jobs['all'] = sum(self.jobs.values(), [])
+        self.names = {self.add(name, persistent=persistent, is_recovery=is_recovery): (name, persistent, is_recovery)
+                      for name in self.expected['before'] for persistent, is_recovery in itertools.product((False, True), repeat=2)}
+        self.drive(self.workflow_id, {'bad': 'failed'})
+        self.node_id = self.node(self.workflow_id)
+        self.sync(self.workflow_id, self.node_id)       # it is complete
+
+    def scheduler(self, name: str) -> int:
+        return self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': name, 'account': 'x', 'nodes': 1,
+                                                    'walltime': '01:00:00'})['id']
+
+    def add(self, name: str, **more: Any) -> int:
+        """An action by its name in the table."""
+        kind, trigger, *gate = name.split()
+        config = {'commands': ['x']} if kind == 'run_commands' else {'scheduler_id': self.scheduler_id}
+        body = {'workflow_id': self.workflow_id, 'trigger_type': trigger, 'action_type': kind, 'action_config': config,
+                **({'job_ids': self.jobs[gate[0]]} if gate else {})}
+        return self.call('create_workflow_action', dict(body, **more), workflow_id=self.workflow_id)['id']
+
+    def carry_out(self) -> None:
+        for action_id in self.names:
+            self.call('claim_action', {'compute_node_id': self.node_id}, workflow_id=self.workflow_id, action_id=action_id)
+
+    def found(self) -> Dict[Tuple[str, bool, bool], str]:
+        """What the actions are like, as the table says it."""
+        takers = set(self.store.ids('SELECT action_id FROM action_execution'))
+        return {self.names[action['id']]: 'x-'[not (action['id'] in takers if action['persistent'] else action['executed'])]
+                + str(action['trigger_count']) for action in self.call('get_workflow_actions', id=self.workflow_id)}
+
+    def operate(self, words: str) -> None:
+        if 'reset jobs' in words:
+            self.call('reset_workflow_status', id=self.workflow_id)
+            self.call('reset_job_status', id=self.workflow_id, failed_only=True)
+        elif 'reset' in words:
+            self.call('reset_workflow_status', id=self.workflow_id)
+        if 'initialize' in words:
+            self.call('initialize_jobs', id=self.workflow_id, only_uninitialized='reinitialize' in words)
+
+    def test_every_kind_of_action_is_armed_again_as_the_table_says(self):
+        self.carry_out()
+        for words, cells in self.expected.items():
+            with self.subTest(words), self.undone():
+                self.operate(words)
+                self.assertEqual({key: cells[key[0]] for key in self.names.values() if not (key[2] and 'initialize' in words)},
+                                 self.found())
+
+    def test_an_action_that_was_never_carried_out_stays_due_or_waiting(self):
+        for words, cells in self.expected.items():
+            with self.subTest(words), self.undone():
+                self.operate(words)
+                wanted = {key: '-' + cells[key[0]][1:] for key in self.names.values() if not (key[2] and 'initialize' in words)}
+                self.assertEqual(wanted, self.found())
+
+
+    def test_allocations_come_again_for_jobs_whose_recovery_is_over(self):
+        mine = self.add('schedule_nodes on_workflow_start')
+        body = {'submitter': 'me', 'lease_s': 60.0, 'settings': {}, 'actions': [{'action_id': mine}]}
+        for job_id in self.jobs['all']:
+            self.call('update_job', {'scheduler_id': self.scheduler('s_regen')}, id=job_id)
+        self.operate('reset jobs, reinitialize')
+        allocation, = self.call('take_submissions', body, workflow_id=self.workflow_id)['allocations']
+        self.call('update_scheduled_compute_node', {'status': 'complete'}, id=allocation['id'])
+        self.drive(self.workflow_id, {'bad': 'failed'})
+        self.operate('reset jobs, reinitialize')    # a scheduler that has an action of its own needs no other's
+        for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']:
+            self.scheduler_id = job['scheduler_id']
+            self.add('schedule_nodes on_workflow_start')
+        self.assertEqual([mine], self.call('take_submissions', body, workflow_id=self.workflow_id)['idle_actions'])
+
+    def test_what_a_job_that_never_got_ready_gates_does_not_wait_for_ever(self):
+        for by_hand in (False, True):
+            workflow_id = self.create('a:\nb: a')
+            first, last = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
+            self.call('create_workflow_action', {
+                'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands',
+                'action_config': {'commands': ['x']}, 'job_ids': [first, last]}, workflow_id=workflow_id)
+            with self.subTest(by_hand=by_hand):
+                self.assertEqual([], self.call('get_pending_actions', id=workflow_id))
+                if by_hand:
+                    self.call('manage_status_change', id=last, status='disabled', run_id=1)
+                else:
+                    self.drive(workflow_id, {'a': 'failed'})
+                self.assertEqual(1, len(self.call('get_pending_actions', id=workflow_id)))
 
 
 class GraphTest(ServiceTest):
@@ -7954,6 +8072,374 @@ class AdminSqlTest(ServiceTest):
 
 # ======== 8j. Recovery rules ========
 
+
+TORC_JOURNAL = """CREATE TABLE journaled_completions (job_id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL,
+    status INTEGER NOT NULL, payload TEXT NOT NULL, journaled_at INTEGER NOT NULL)"""
+
+
+def journal_entry(job_id: int, workflow_id: int = 1, **more: Any) -> Dict[str, Any]:
+    """A row's payload as Torc's runner writes it; `more` are fields of the result, or `torc_py`."""
+    details = {'torc_py': more.pop('torc_py')} if 'torc_py' in more else {}
+    result = dict({'job_id': job_id, 'workflow_id': workflow_id, 'run_id': 1, 'attempt_id': 1, 'compute_node_id': 1, 'return_code': 0,
+                   'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:10:00.000Z', 'status': 'completed',
+                   'peak_memory_bytes': None, 'avg_memory_bytes': None, 'peak_cpu_percent': None, 'avg_cpu_percent': None}, **more)
+    return dict({key: result[key] for key in ('job_id', 'status', 'run_id')}, result=result, **details)
+
+
+def write_journal(path: str, entries: Iterable[Any], mode: str = 'WAL') -> str:
+    """A journal as Torc's runner leaves it: its table, its pragmas. An entry may be any text."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(f'PRAGMA journal_mode = {mode}')
+        connection.execute(TORC_JOURNAL)
+        connection.execute('BEGIN')
+        for number, entry in enumerate(entries, 1):
+            text = entry if isinstance(entry, (str, bytes)) else json.dumps(entry)
+            job_id, code = (entry['job_id'], torc.STATUS_CODES[entry['status']]) if isinstance(entry, dict) else (number, 5)
+            connection.execute('INSERT OR REPLACE INTO journaled_completions VALUES (?, 1, ?, ?, 1767225600)', (job_id, code, text))
+        connection.execute('COMMIT')
+    return path
+
+
+class ReplayTest(ServiceTest):
+    """Completions from journals of runners, and servers that are back as older copies of themselves."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb: a\nc: b')
+        self.node_id = self.node(self.workflow_id)
+        self.job = self.claim(self.workflow_id, self.node_id)['a']
+        self.sync(self.workflow_id, self.node_id, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+
+    def entry(self, job: Optional[Dict[str, Any]] = None, **more: Any) -> Dict[str, Any]:
+        job = job or self.job
+        return journal_entry(job['id'], self.workflow_id, **dict({'attempt_id': job['attempt_id'], 'compute_node_id': self.node_id}, **more))
+
+    def replay(self, *entries: Dict[str, Any], run_id: int = 1) -> Tuple[List[List[int]], int, List[str]]:
+        """What was accepted, how many were known, and why others were rejected."""
+        answer = self.call('replay_completions', {'run_id': run_id, 'completions': list(entries)}, workflow_id=self.workflow_id)
+        self.assertWhole()
+        return answer['accepted'], answer['known'], [row['message'] for row in answer['rejected']]
+
+    def lose(self, node_id: int = 0) -> None:
+        """The node is given up."""
+        with self.service.transaction():
+            torc.end_node(self.context, node_id or self.node_id)
+
+    def results(self) -> List[Tuple[Any, ...]]:
+        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        return [(row['job_name'], row['run_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows]
+
+    def copy(self) -> None:
+        """Keep a copy of the database; back() goes back to it."""
+        self.kept = os.path.join(self.directory, 'copy.db')
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.kept)
+        torc.keep_copy(self.store.connection, self.kept)
+
+    def back(self) -> None:
+        """A server begins with the copy."""
+        self.store.close()
+        shutil.copy(self.kept, self.store.path)
+        for suffix in ('-wal', '-shm'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.store.path + suffix)
+        self.store = FreeStore(self.store.path, lambda: self.clock)
+        self.addCleanup(self.store.close)
+        self.service = torc.Service(self.store)
+        self.service.clock = self.store.now
+
+    # -------- in time, late, again --------
+
+    def test_a_completion_counts_once_and_what_follows_from_it_follows(self):
+        key = [self.job['id'], 1]
+        self.assertEqual(([key], 0, []), self.replay(self.entry()))
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        before = self.dump()
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+        self.assertUnchanged(before)
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+    def test_one_that_is_in_a_request_twice_counts_once(self):
+        self.assertEqual(([[self.job['id'], 1]], 1, []), self.replay(self.entry(), self.entry()))
+
+    def test_what_a_runner_had_reported_itself_is_known(self):
+        self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_what_really_happened_beats_what_was_assumed_of_a_lost_job(self):
+        self.lose()
+        self.assertEqual({'a': 'failed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(self.workflow_id))
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_one_that_was_claimed_and_not_known_to_have_started_counts_too(self):
+        self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])
+        job = self.claim(self.workflow_id, self.node_id)['b']
+        self.lose()     # b is ready for attempt 2
+        self.assertEqual(([[job['id'], 1]], 0, []), self.replay(self.entry(job)))
+        self.assertEqual({'a': 'completed', 'b': 'completed', 'c': 'ready'}, self.statuses(self.workflow_id))
+        self.assertEqual(1, self.call('get_job', id=job['id'])['attempt_id'])
+
+    def test_none_counts_once_a_later_attempt_has_begun(self):
+        self.lose()
+        self.call('retry_job', id=self.job['id'], run_id=1, max_retries=3)
+        self.claim(self.workflow_id, self.node(self.workflow_id))
+        accepted, _, messages = self.replay(self.entry())
+        self.assertEqual(([], 1), (accepted, len(messages)))
+        self.assertIn('attempt 1 of job 1 is already complete, as failed with return code -128', messages[0])
+        self.assertEqual('pending', self.statuses(self.workflow_id)['a'])
+
+    def test_a_superseded_run_is_rejected_in_words(self):
+        self.call('reset_workflow_status', id=self.workflow_id, force=True)
+        self.call('initialize_jobs', id=self.workflow_id)
+        before = self.dump()
+        self.assertEqual(([], 0, ['run 1 of workflow 1 is over: the current one is 2']), self.replay(self.entry()))
+        self.assertEqual(([], 0, ['it is of run 1, and not of run 2']), self.replay(self.entry(), run_id=2))
+        self.assertUnchanged(before)
+
+    def test_another_end_of_an_attempt_is_rejected_in_words(self):
+        self.replay(self.entry())
+        self.assertEqual(([], 0, ['attempt 1 of job 1 is already complete, as completed with return code 0']),
+                         self.replay(self.entry(status='failed', return_code=3)))
+
+    def test_what_is_wrong_with_one_keeps_no_other_back(self):
+        other = self.create('x:')
+        job = self.claim(other, self.node(other))['x']
+        accepted, known, messages = self.replay(
+            journal_entry(99, self.workflow_id), journal_entry(job['id'], self.workflow_id), journal_entry(job['id'], other),
+            dict(self.entry(), run_id=1, status='failed'), self.entry(status='ready'), self.entry(torc_py={'job_name': 'z'}),
+            self.entry(torc_py={'database_id': 'another'}), self.entry(torc_py={'file_times': {'x': 1.5}}), self.entry())
+        self.assertEqual(([[self.job['id'], 1]], 0), (accepted, known))
+        self.assertEqual([
+            'job_id: workflow 1 has no job 99', 'job_id: workflow 1 has no job 4', 'workflow_id of the result is 2, and 1 in the request',
+            'status of the result is completed, and failed in the request', "a job cannot complete as 'ready'",
+            "job 1 is 'a' here, and 'z' in the journal", "it is of a workflow with the same id in another database, and not of this server's",
+            "files: 'x' is not the id of a file"], messages)
+
+    def test_a_failure_cancels_what_waits_for_it_and_says_why(self):
+        self.replay(self.entry(status='failed', return_code=3, torc_py={'reason': 'no such file'}))
+        self.assertEqual({'a': 'failed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(self.workflow_id))
+        self.assertEqual('no such file', self.call('explain_job', id=self.job['id'])['reason'])
+
+    def test_a_retry_that_was_recorded_follows_and_none_that_was_not(self):
+        for lost in (False, True):
+            with self.subTest(lost=lost), self.undone():
+                if lost:
+                    self.lose()
+                entry = self.entry(status='failed', return_code=3, torc_py={'retry': True, 'max_retries': 2})
+                self.replay(entry)
+                self.assertEqual({'a': 'ready', 'b': 'blocked', 'c': 'blocked'}, self.statuses(self.workflow_id))
+                self.assertEqual(([], 1, []), self.replay(entry))
+                node_id = self.node(self.workflow_id)
+                job = self.claim(self.workflow_id, node_id)['a']
+                self.assertEqual(2, job['attempt_id'])
+                self.replay(self.entry(job, compute_node_id=node_id, status='failed', return_code=3, torc_py={'retry': True, 'max_retries': 2}))
+                self.assertEqual('failed', self.statuses(self.workflow_id)['a'], 'two attempts were all')
+        self.replay(self.entry(status='failed', return_code=3))
+        self.assertEqual('failed', self.statuses(self.workflow_id)['a'])
+
+    def test_an_interrupted_attempt_runs_again_and_spends_no_retry(self):
+        self.replay(self.entry(status='terminated', return_code=143, torc_py={'interrupted': True}))
+        self.assertEqual('ready', self.statuses(self.workflow_id)['a'])
+        job = self.claim(self.workflow_id, self.node(self.workflow_id))['a']
+        self.assertEqual((2, 1), (job['attempt_id'], job['interruptions']))
+
+    def test_an_end_counts_after_its_node_was_deleted(self):
+        self.call('delete_compute_node', id=self.node_id)
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+    def test_one_that_was_decided_about_is_known(self):
+        entry = self.entry(status='pending_failed', return_code=3)
+        self.replay(entry)
+        self.assertEqual(([], 1, []), self.replay(entry))
+        result = dict(completion_of(self.job['id'], self.workflow_id, self.node_id), status='failed', return_code=3)
+        self.call('complete_job', result, id=self.job['id'], status='failed', run_id=1)
+        self.assertEqual(([], 1, []), self.replay(entry))
+
+    def test_file_times_and_accounting_are_taken_in(self):
+        made = self.call('create_file', {'workflow_id': self.workflow_id, 'name': 'f', 'path': 'f'})['id']
+        account = {'job_id': self.job['id'], 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 4096, 'ave_cpu_seconds': 15.0}
+        self.replay(self.entry(torc_py={'file_times': {str(made): 12.5}, 'accounting': account}))
+        self.assertEqual(12.5, self.call('get_file', id=made)['st_mtime'])
+        self.assertEqual('7', self.call('list_slurm_stats', workflow_id=self.workflow_id)['items'][0]['slurm_job_id'])
+        result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
+        self.assertEqual((4096, 50.0), (result['peak_memory_bytes'], result['avg_cpu_percent']))
+
+    def test_a_job_of_a_canceled_workflow_gets_its_result(self):
+        self.call('cancel_workflow', id=self.workflow_id)
+        self.replay(self.entry())
+        self.assertEqual([('a', 1, 1, 0, 'canceled')], self.results())
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_an_action_is_due_when_the_jobs_have_ended_after_all(self):
+        actions = [{'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': jobs,
+                    'persistent': False} for trigger, jobs in (('on_jobs_complete', [0, 1]), ('on_jobs_ready', [2]), ('on_workflow_complete', None))]
+        self.workflow_id = self.create('a:\nb: a\nc!: a', actions=actions)
+        self.node_id = self.node(self.workflow_id)
+        self.job = self.claim(self.workflow_id, self.node_id)['a']
+        self.sync(self.workflow_id, self.node_id, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+
+        def due() -> List[str]:
+            return [action['trigger_type'] for action in self.call('get_pending_actions', workflow_id=self.workflow_id)]
+        self.lose()
+        self.assertEqual(['on_jobs_complete', 'on_jobs_ready'], due())
+        with self.undone():     # it still runs
+            again = self.node(self.workflow_id)
+            self.sync(self.workflow_id, again, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+            self.assertEqual([], due())
+        self.replay(self.entry())
+        self.assertEqual(['on_jobs_ready'], due(), 'b has not run')
+        self.drive(self.workflow_id, {})
+        self.assertEqual(['on_jobs_complete', 'on_jobs_ready', 'on_workflow_complete'], due())
+
+    def test_the_last_completion_completes_the_workflow(self):
+        action = {'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+                  'job_indexes': None, 'persistent': False}
+        self.workflow_id = self.create('a:', actions=[action])
+        self.node_id = self.node(self.workflow_id)
+        job = self.claim(self.workflow_id, self.node_id)['a']
+        self.replay(self.entry(job))
+        self.assertTrue(self.call('is_workflow_complete', id=self.workflow_id)['is_complete'])
+        self.assertEqual(1, len(self.call('get_pending_actions', workflow_id=self.workflow_id)))
+        event = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items'][-1]['data']
+        self.assertEqual('1 completions were taken in from journals of runners', event['message'])
+
+    def test_what_torcs_own_runner_wrote_counts_too(self):
+        entry = self.entry()
+        self.assertNotIn('torc_py', entry)
+        entry['result'].update(id=None, attempt_id=None)
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
+
+    # -------- a server that is back as an older copy of its database --------
+
+    def test_an_end_of_what_the_copy_does_not_know_to_run_counts(self):
+        ready, claimed = 'ready', 'pending'
+        workflow_id = self.workflow_id = self.create('a:\nb: a')
+        self.copy()
+        for before in (ready, claimed):
+            with self.subTest(before):
+                self.back()
+                if before == claimed:
+                    self.claim(workflow_id, self.node(workflow_id))
+                    self.copy()
+                job = {'id': next(job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']), 'attempt_id': 1}
+                lost = self.node(workflow_id)   # which the copy does not know
+                self.back()
+                self.assertEqual(before, self.statuses(workflow_id)['a'])
+                if before == claimed:
+                    self.lose(lost - 1)     # its lease is over
+                entry = self.entry(job, compute_node_id=lost)
+                self.assertEqual(([[job['id'], 1]], 0, []), self.replay(entry))
+                self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
+                self.assertEqual(([], 1, []), self.replay(entry))
+
+    def test_ends_of_jobs_and_of_those_that_waited_for_them_count_in_any_order(self):
+        self.copy()
+        jobs = [{'id': job['id'], 'attempt_id': 1} for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
+        for order in itertools.permutations(jobs):
+            self.back()
+            for job in order:
+                self.assertEqual(([[job['id'], 1]], 0, []), self.replay(self.entry(job)))
+            self.assertEqual({'completed'}, set(self.statuses(self.workflow_id).values()))
+
+    def test_a_later_attempt_than_the_copy_knows_counts(self):
+        self.copy()
+        later = self.entry(attempt_id=3)
+        for state in ('running', 'lost', 'ready'):
+            with self.subTest(state):
+                self.back()
+                if state == 'lost':
+                    self.lose()
+                elif state == 'ready':
+                    self.call('retry_job', id=self.job['id'], run_id=1, max_retries=9)
+                self.assertEqual(([[self.job['id'], 3]], 0, []), self.replay(later))
+                self.assertEqual(([], 1, []), self.replay(later))
+                self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+                self.assertEqual(3, self.call('get_job', id=self.job['id'])['attempt_id'])
+                self.assertEqual(([], 0, ['attempt 1 of job 1 is over: the current one is 3']),
+                                 (self.replay(self.entry()) if state != 'lost' else ([], 0, ['attempt 1 of job 1 is over: the current one is 3'])))
+
+    def test_a_later_attempt_of_what_has_ended_or_runs_elsewhere_is_rejected_in_words(self):
+        other = self.entry(attempt_id=2, compute_node_id=99)
+        self.assertEqual(([], 0, [f'job 1 is held by compute node {self.node_id}']), self.replay(other))
+        self.replay(self.entry())
+        self.assertEqual(([], 0, ['job 1 has no attempt 2: the last one is 1, and it is completed']), self.replay(other))
+
+    def test_jobs_that_the_copy_has_not_are_rejected(self):
+        self.copy()
+        spawned = self.call('spawn_jobs', {'jobs': [{'name': 'more', 'command': 'x'}]}, job_id=self.job['id'])['spawned_job_ids']
+        self.back()
+        entry = self.entry({'id': spawned[0], 'attempt_id': 1})
+        self.assertEqual(([], 0, [f'job_id: workflow 1 has no job {spawned[0]}']), self.replay(entry))
+
+    def test_a_runner_goes_on_with_its_jobs_at_a_server_that_does_not_know_it(self):
+        workflow_id = self.create('a:\nb: a\nc:\nd:')
+        self.copy()
+        node_id = self.node(workflow_id, pid=7, identity='boot/1')
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, completions=[self.end(jobs['c'], 'failed', 1, retry=True)])
+        jobs.update(self.claim(workflow_id, node_id))
+        started = [[jobs[name]['id'], jobs[name]['attempt_id'], torc.format_time(self.clock)] for name in 'acd']
+        self.sync(workflow_id, node_id, started=started)
+        self.back()
+        again = {'compute_node_id': node_id, 'run_id': 1, 'lease_s': 60.0, 'pid': 7, 'identity': 'boot/1'}
+        with self.assertRaises(torc.Refused) as caught:
+            self.call('runner_sync', again, id=workflow_id)
+        self.assertTrue(caught.exception.details.get('gone'))
+        self.assertEqual(node_id, self.node(workflow_id, pid=8, identity='boot/1'), 'its id is given once more')
+        with self.assertRaises(torc.Refused) as caught:
+            self.call('runner_sync', again, id=workflow_id)
+        self.assertTrue(caught.exception.details.get('gone'))
+        answer = self.sync(workflow_id, self.node(workflow_id, pid=7, identity='boot/1'), started=started,
+                           held=[start[:2] for start in started])
+        self.assertEqual([], answer['revoked'])
+        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'running', 'd': 'running'}, self.statuses(workflow_id))
+        self.assertEqual(2, self.call('get_job', id=jobs['c']['id'])['attempt_id'])
+        self.assertWhole()
+
+    def test_what_another_has_begun_meanwhile_is_revoked(self):
+        workflow_id = self.create('a:')
+        self.copy()
+        job = self.claim(workflow_id, self.node(workflow_id))['a']
+        self.back()
+        self.claim(workflow_id, self.node(workflow_id))
+        again = self.node(workflow_id)
+        start = [job['id'], 1, torc.format_time(self.clock)]
+        self.assertEqual([start[:2]], self.sync(workflow_id, again, started=[start], held=[start[:2]])['revoked'])
+        answer = self.sync(workflow_id, again, completions=[self.end(job)])
+        self.assertIn('is held by compute node', answer['errors'][0]['message'])
+
+    # -------- a server that was away --------
+
+    def test_nobody_is_lost_before_the_lease_and_the_longest_pause_are_over_and_a_journal_counts_after_it(self):
+        self.clock += 1e6
+        self.copy()
+        self.back()     # a server that was away, and its leases with it
+        with self.service.transaction():
+            lives = lambda *runner: None
+            self.assertEqual([], torc.release_lost_nodes(self.context, lives))
+            self.clock += 60 + torc.MAX_RETRY_PAUSE_S
+            self.assertEqual([], torc.release_lost_nodes(self.context, lives))
+            self.clock += 1
+            self.assertEqual([self.node_id], torc.release_lost_nodes(self.context, lives))
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual('completed', self.statuses(self.workflow_id)['a'])
+
+    def test_a_completion_on_its_way_when_the_server_died_counts_once(self):
+        end = self.end(self.job)
+        for _ in range(2):      # the answer to the first was lost, and the server is another one now
+            self.copy()
+            self.assertEqual([[self.job['id'], 1, 'completed']], self.sync(self.workflow_id, self.node_id, completions=[end])['accepted'])
+            self.copy()
+            self.back()
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+
 class RecoverJobsTest(ServiceTest):
     """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
 
@@ -8274,6 +8760,135 @@ class SyncTest(ServiceTest):
                          [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
         self.assertEqual(f'Allocation {other_id} (Slurm job 18) is canceled: enough', events[1]['message'])
 
+
+class WatchRecordTest(ServiceTest):
+    """Who watches a workflow: one at a time; what was counted outlives them."""
+
+    def watch(self, name: str = 'a', **more: Any) -> Dict[str, Any]:
+        """Ask as a process of this name."""
+        body = dict({'process': {'host': name, 'pid': 1}, 'lease_s': 60.0}, **more)
+        return self.call('watch_workflow', body, workflow_id=self.workflow_id)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('x:\ny: x')
+
+    def rerun(self) -> None:
+        """What a recovery does: a new run."""
+        self.store.run('UPDATE workflow SET run_id = run_id + 1')
+
+    def test_a_second_one_is_refused_while_the_first_renews_and_takes_over_when_its_time_is_over(self):
+        first = self.watch('a')
+        self.assertEqual((True, 0, False, False, 1), tuple(first[key] for key in (
+            'granted', 'recoveries', 'is_begun', 'is_recovered', 'run_id')))
+        self.assertEqual(2, first['status']['total_jobs'])
+        for _ in range(3):
+            self.clock += 50
+            found = self.watch('b')
+            self.assertEqual((False, {'host': 'a', 'pid': 1}), (found['granted'], found['process']))
+            self.assertTrue(self.watch('a')['granted'])
+        self.clock += 61
+        self.assertTrue(self.watch('b')['granted'])
+        self.assertFalse(self.watch('a')['granted'])
+
+    def test_one_that_is_known_to_have_ended_or_has_left_is_taken_over_at_once(self):
+        self.watch('a')
+        self.assertFalse(self.watch('b', ended={'host': 'c', 'pid': 1})['granted'])
+        self.assertTrue(self.watch('b', ended={'host': 'a', 'pid': 1})['granted'])
+        self.assertTrue(self.watch('b', leaves=True)['granted'])
+        self.assertTrue(self.watch('c')['granted'])
+
+    def test_recoveries_are_counted_once_a_run_and_until_somebody_else_begins_a_run(self):
+        def counted(**more: Any) -> Tuple[int, bool, bool]:
+            found = self.watch(**more)
+            return found['recoveries'], found['is_begun'], found['is_recovered']
+        self.assertEqual((1, True, False), counted(recovers=True))
+        self.assertEqual((1, True, False), counted(recovers=True))      # killed, and begun again
+        self.rerun()
+        self.assertEqual((1, False, True), counted(name='b', ended={'host': 'a', 'pid': 1}))
+        self.assertEqual((2, True, False), counted(name='b', recovers=True))
+        self.rerun()
+        self.assertEqual((2, False, True), counted(name='b', leaves=True))
+        self.assertEqual((2, False, True), counted())
+        self.rerun()        # by somebody else
+        self.assertEqual((0, False, False), counted())
+
+    def test_what_was_scheduled_and_when_it_began_is_kept_until_all_is_over(self):
+        began = self.watch()['began_at']
+        self.clock += 10
+        found = self.watch(schedules=True)
+        self.assertEqual((began, began + 10), (found['began_at'], found['scheduled_at']))
+        self.clock += 10
+        self.watch(leaves=True)
+        found = self.watch('b')
+        self.assertEqual((began, began + 10), (found['began_at'], found['scheduled_at']))
+        self.assertEqual(began + 20, found['now'])
+        self.watch('b', leaves=True, is_over=True)
+        found = self.watch('c')
+        self.assertEqual((began + 20, None), (found['began_at'], found['scheduled_at']))
+        self.assertNotIn('watcher', self.call('get_workflow', id=self.workflow_id))
+
+
+class UnplannedJobsTest(ServiceTest):
+    """Which ready jobs no allocation was planned for, or is there for."""
+    HEAD, make, allocate = WaitingTest.HEAD, WaitingTest.make, WaitingTest.allocate
+    SCHEDULER = {'name': 's', 'nodes': 1, 'walltime': '01:00:00', 'mem': '2G'}
+
+    def unplanned(self, workflow_id: int) -> List[str]:
+        """Their names."""
+        found = self.call('list_unplanned_jobs', workflow_id=workflow_id)
+        self.assertEqual(len(found['job_ids']), found['count'])
+        names = {job['id']: job['name'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+        return [names[job_id] for job_id in found['job_ids']]
+
+    def retried(self, *names: str) -> None:
+        """Let jobs be those of a retry."""
+        for name in names:
+            self.store.run("UPDATE job SET origin = 'retry' WHERE name = ?", (name,))
+
+    def test_what_fits_a_queued_allocation_is_planned_and_what_fits_none_is_not(self):
+        workflow_id = self.make(self.HEAD + """
+            small     1  1g  -  1  PT1M  -  -  -
+            retried   1  1g  -  1  PT1M  -  -  -
+            large     1  9g  -  1  PT1M  -  -  -
+            labelled  1  9g  -  1  PT1M  x  -  -
+            blocked   1  9g  -  1  PT1M  -  -  small
+        """, [self.SCHEDULER])
+        self.retried('retried')
+        # There is nothing at all.
+        self.assertEqual(['small', 'retried', 'large'], self.unplanned(workflow_id))
+        self.allocate(workflow_id, 1)
+        self.assertEqual(['large'], self.unplanned(workflow_id))
+
+    def test_of_jobs_for_which_only_runners_at_work_are_left_those_of_retries_are_unplanned(self):
+        workflow_id = self.make(self.HEAD + """
+            busy     1  1g  -  1  PT1M  -  -  -
+            first    1  1g  -  1  PT1M  -  -  -
+            retried  1  1g  -  1  PT1M  -  -  -
+        """, [self.SCHEDULER])
+        self.retried('retried')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id, 1)
+        self.assertEqual(['retried'], self.unplanned(workflow_id))
+        self.allocate(workflow_id, 1)
+        self.assertEqual([], self.unplanned(workflow_id))
+
+    def test_what_an_action_to_come_is_for_is_planned(self):
+        config = {'scheduler_id': 1, 'scheduler_type': 'slurm', 'num_allocations': 1}
+        workflow_id = self.make(self.HEAD + """
+            gated  1  1g  -  1  PT1M  -  -  -
+            other  1  1g  -  1  PT1M  -  -  -
+            later  1  1g  -  1  PT1M  -  -  other
+        """, [self.SCHEDULER])
+        ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+        self.call('create_workflow_action', {
+            'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
+            'action_config': config, 'job_ids': [ids['gated'], ids['later']]}, workflow_id=workflow_id)
+        self.assertEqual(['other'], self.unplanned(workflow_id))
+        self.call('claim_action', {}, workflow_id=workflow_id, action_id=1)
+        self.assertEqual(['gated', 'other'], self.unplanned(workflow_id))
+
+
 # ======== 9. API ========
 
 # What the official interface has and ROUTES does not: operations, and query parameters of operations.
@@ -8470,10 +9085,10 @@ class ApiTest(ServiceTest):
         additions = {'create_workflow_from_spec', 'apply_spec', 'runner_sync', 'check_changes',
                      'set_file_times', 'stream_workflow_events', 'stream_api_events',
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
-                     'list_workflow_statuses', 'get_database', 'snapshot_database',
+                     'list_workflow_statuses', 'get_database', 'snapshot_database', 'backup_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
                      'report_submissions', 'get_demand', 'store_allocations', 'recover_jobs', 'classify_jobs',
-                     'survey_allocations', 'sync_allocations'}
+                     'watch_workflow', 'list_unplanned_jobs', 'replay_completions', 'survey_allocations', 'sync_allocations'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -8860,6 +9475,8 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
                            'file_id': '$file', 'metadata': {'a': [1, None]}},
     'SubmissionRequest': {'submitter': 'me', 'lease_s': 60.0, 'settings': {'output_dir': '/o'}, 'scheduler_config_id': '$slurm_scheduler', 'count': 1,
                           'actions': [{'action_id': '$schedule', 'count': 1}], 'ended': ['nobody']},
+    'WatchRequest': {'process': {'host': 'h', 'pid': 1}, 'lease_s': 60.0, 'ended': {'host': 'h'},
+                     'recovers': True, 'schedules': True, 'leaves': False, 'is_over': False},
     'SubmissionReport': {'submitter': 'me', 'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}]},
     'RunnerSyncRequest': {
         'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0,
@@ -9431,6 +10048,7 @@ class MatrixTest(ServiceTest):
     # Operations about no workflow, or with rules of their own; all others are for everybody who has access to the workflow.
     WHO = {
         'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'get_database': ALL, 'snapshot_database': ALL,
+        'backup_database': {'server owner'},
         'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'},
         'create_workflow_from_spec': ALL - {'anonymous'},
         'create_access_group': OWNERS, 'list_access_groups': OWNERS, 'delete_access_group': OWNERS, 'reload_auth': OWNERS,
@@ -12262,6 +12880,29 @@ class ServerTest(WorldTest):
             quiet.sendall(http_request())
             self.assertEqual([200], statuses(read_answers(quiet, 1)))
 
+    def test_what_arrives_while_the_server_is_busy_is_in_time(self) -> None:
+        server, begun, over = self.server.server, threading.Event(), threading.Event()
+        answer = server.answer_complete
+
+        def be_busy() -> None:
+            begun.set()
+            over.wait(10)
+            answer()
+
+        self.set_constant('CLIENT_DEADLINE_S', 0.3)
+        with self.server.connect() as late, self.server.connect() as other:
+            late.sendall(http_request()[:-2])
+            self.world.wait(lambda: any(one.received for one in list(server.connections.all)), 10, 'half of a request')
+            server.answer_complete = be_busy
+            other.sendall(http_request())
+            self.assertTrue(begun.wait(10))
+            until = max(one.deadline for one in list(server.connections.all) if one.deadline < math.inf)
+            self.world.wait(lambda: time.monotonic() > until, 10, 'the deadline')
+            late.sendall(http_request()[-2:])
+            server.answer_complete = answer
+            over.set()
+            self.assertEqual([[200], [200]], [statuses(read_answers(one, 1)) for one in (other, late)])
+
     @slow
     def test_a_reader_that_does_not_read_is_closed_and_delays_nobody(self) -> None:
         body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1000000}}).encode()
@@ -12994,7 +13635,7 @@ class MemoryDatabaseTest(WorldTest):
             self.end(number)
             self.assertEqual(total, self.count())
             self.assertFalse(os.path.exists(directory))
-            self.assertEqual({'my.db', 'my.db.token', 'looked at'}, set(os.listdir(self.world.directory)))
+            self.assertEqual({'my.db', 'my.db.previous', 'my.db.token', 'looked at'}, set(os.listdir(self.world.directory)))
         self.assertEqual(0o600, os.stat(self.database).st_mode & 0o777)
 
     def test_a_server_that_has_lost_its_lease_leaves_the_files_of_the_next_one_alone(self) -> None:
@@ -13096,6 +13737,50 @@ class MemoryDatabaseTest(WorldTest):
         os.unlink(shlex.split(outcome.err.rpartition(': rm ')[2])[0])
         self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'))
 
+    def spoil(self, path: str) -> None:
+        """Overwrite a page of a database, of which SQLite's header says nothing."""
+        with open(path, 'r+b') as file:
+            file.seek(4096)
+            file.write(b'x' * 4096)
+
+    def test_a_damaged_snapshot_is_replaced_by_the_one_before_it_only_when_that_is_wanted(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        self.assertEqual(2, self.count())
+        for path in (self.database, self.database + '.previous'):
+            self.assertEqual((0o600, 1), (os.stat(path).st_mode & 0o777, os.stat(path).st_nlink))
+        self.spoil(self.database)
+        outcome = self.world.cli('serve', '-d', 'my.db', '-p', 0, '--in-memory')
+        self.assertExit(4, outcome, f'the snapshot {self.database} is damaged (', 'the one before it, of 20',
+                        'is whole: --from-snapshot')
+        self.world.serve('-d', 'my.db', '--in-memory', '--from-snapshot')
+        self.assertRegex(self.world.server.err, r'was damaged \(.* and is .*my.db.damaged now; changes after 20')
+        self.end()
+        self.assertEqual(1, self.count())
+
+    def test_a_snapshot_that_was_interrupted_between_link_and_rename_is_no_obstacle(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        os.unlink(self.database + '.previous')
+        os.link(self.database, self.database + '.previous')
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.end()
+        self.assertEqual(1, self.count())
+
+    def test_an_allocation_goes_on_with_the_snapshot_if_it_was_told_so_in_advance(self) -> None:
+        directory = os.path.dirname(self.leave_behind(host='node7'))
+        self.addCleanup(shutil.rmtree, directory)
+        outcome = self.world.cli('serve', '-d', 'my.db', '-p', 0, '--in-memory')
+        self.assertExit(4, outcome, 'by `torc.py serve --from-snapshot` or: rm ')
+        self.world.serve('-d', 'my.db', '--in-memory', '--from-snapshot')
+        self.assertRegex(self.world.server.err, 'was in memory, which was lost with its server: changes after 20')
+        self.end()
+
     def test_what_a_server_that_was_killed_with_its_container_had_in_memory_is_gone_on_with(self) -> None:
         directory = os.path.dirname(self.leave_behind(pid_namespace=1))
         outcome = self.world.cli('--db', 'my.db', 'events', 'list', 1)
@@ -13195,6 +13880,280 @@ class MemoryDatabaseTest(WorldTest):
             path = torc.make_memory_directory(0)
         self.addCleanup(os.rmdir, path)
         self.assertEqual(tempfile.gettempdir(), os.path.dirname(path))
+
+
+class BackupTest(WorldTest):
+    """`serve --backup`."""
+
+    def names(self, path: str) -> List[str]:
+        """Names of the workflows in a copy, which is whole."""
+        self.assertEqual([('ok',)], ask_sqlite(path, 'PRAGMA integrity_check'))
+        return [name for name, in ask_sqlite(path, 'SELECT name FROM workflow ORDER BY id')]
+
+    def back_up(self, *words: Any) -> Outcome:
+        """Copy to copy.db."""
+        return self.assertExit(0, self.world.cli('serve', '--backup', 'copy.db', *words))
+
+    def create(self, name: str) -> None:
+        """A workflow on the server."""
+        with self.world.connect() as client:
+            client.create_workflow({'name': name, 'user': 'me'})
+
+    def test_it_is_a_whole_private_copy_through_the_server_or_without_one(self) -> None:
+        for flags in ((), ('--in-memory',)):
+            with self.subTest(flags):
+                self.world.serve('-d', 'my.db', *flags)
+                self.create('one')
+                outcome = self.back_up()
+                self.assertIn(f"Copied {self.world.path('my.db')} to {self.world.path('copy.db')} (", outcome.out)
+                self.assertEqual('one', self.names(self.world.path('copy.db'))[-1])
+                self.create('two')      # it goes on
+                self.world.server.send(signal.SIGTERM)
+                self.assertExit(0, self.world.server.finish(20))
+                value = self.assertExit(0, self.world.cli('-f', 'json', 'serve', '-d', 'my.db', '--backup', 'copy.db')).json()
+                copy = self.world.path('copy.db')
+                self.assertEqual({'database': self.world.path('my.db'), 'backup': copy}, value)
+                self.assertEqual(['one', 'two'], self.names(copy)[-2:])
+                self.assertEqual(0o600, os.stat(copy).st_mode & 0o777)
+        self.assertEqual([], glob.glob(glob.escape(self.world.directory) + '/*.new'))
+        with self.world.connect(database=copy) as client:
+            self.assertEqual(['one', 'two'], [row['name'] for row in client.list_workflows()['items']][-2:])
+
+    def test_copies_taken_under_load_are_each_a_state_that_was_there(self) -> None:
+        self.world.serve('-d', 'my.db')
+        is_over, told = threading.Event(), []
+
+        def write() -> None:
+            with contextlib.closing(client):
+                while not is_over.is_set():
+                    told.append(client.create_workflow({'name': str(len(told)), 'user': 'me'})['id'])
+        client = self.world.connect()
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for _ in range(5):
+                before = len(told)
+                self.back_up()
+                found = self.names(self.world.path('copy.db'))
+                self.assertEqual([str(number) for number in range(len(found))], found)
+                self.assertLessEqual(before, len(found))
+        finally:
+            is_over.set()
+            writer.join()
+        self.assertGreater(len(told), before)
+
+    def test_what_is_no_earlier_copy_is_not_replaced(self) -> None:
+        self.world.serve('-d', 'my.db')
+        self.world.write('notes.txt', 'mine')
+        os.symlink('my.db', self.world.path('link.db'))
+        os.mkdir(self.world.path('directory'))
+        torc.Store(self.world.path('left.db')).close()
+        self.world.write('left.db-wal', '')
+        other = torc.Store(self.world.path('other.db'))
+        self.addCleanup(other.close)
+        before = self.world.read('my.db.token')
+        for name, text in (('my.db', 'belongs to the database itself'), ('link.db', 'belongs to the database itself'),
+                           ('my.db.token', 'belongs to the database itself'), ('my.db-wal', 'belongs to'),
+                           ('notes.txt', 'is no database, and would be lost'), ('directory', 'Is a directory'),
+                           ('other.db', 'in use'), ('left.db', 'left.db-wal is beside it')):
+            with self.subTest(name):
+                outcome = self.world.cli('serve', '--backup', name)
+                self.assertIn(outcome.code, (2, 4), str(outcome))
+                self.assertIn(text, outcome.err)
+        self.assertExit(2, self.world.cli('serve', '--backup', 'no/such/copy.db'), 'there is no directory')
+        self.assertEqual((before, 'mine'), (self.world.read('my.db.token'), self.world.read('notes.txt')))
+        self.world.server.send(signal.SIGTERM)
+        self.assertExit(0, self.world.server.finish(20))
+        self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '--backup', 'my.db'), 'belongs to the database itself')
+        self.assertExit(4, self.world.cli('serve', '-d', 'none.db', '--backup', 'copy.db'), 'there is no server and no')
+
+    def test_a_damaged_copy_does_not_replace_a_whole_one(self) -> None:
+        store = torc.Store(self.world.path('my.db'))
+        self.addCleanup(store.close)
+        path = self.world.path('copy.db')
+        store.freeze()
+        torc.write_backup(store, path)
+        before = os.stat(path)
+        copy = torc.copy_descriptor
+
+        def copy_badly(descriptor: int, target: str, *more: Any) -> None:
+            copy(descriptor, target, *more)
+            os.truncate(target, 8192)
+        with unittest.mock.patch.object(torc, 'copy_descriptor', copy_badly):
+            self.assertRaisesRegex(torc.Refused, 'is damaged .* stays as it was', torc.write_backup, store, path)
+        found = os.stat(path)
+        self.assertEqual((before.st_ino, before.st_mtime_ns), (found.st_ino, found.st_mtime_ns))
+        self.assertEqual(['copy.db', 'my.db', 'my.db-wal'], sorted(os.listdir(self.world.directory)))
+
+    def test_the_end_of_a_server_does_not_wait_for_a_backup(self) -> None:
+        silenced(self)
+        store = torc.Store(self.world.path('my.db'))
+        self.addCleanup(store.close)
+        writer = torc.CopyWriter(store)
+        backup = writer.ask_backup(self.world.path('copy.db'))
+        writer.is_ending = True
+        writer.act(0.0)
+        writer.close()
+        self.assertEqual((True, 'the server ended meanwhile'), (backup.is_done, backup.error))
+        self.assertEqual(['my.db', 'my.db-wal'], sorted(os.listdir(self.world.directory)))
+
+
+class TravelTest(WorldTest):
+    """`serve` in allocations of Slurm: it moves with them, and its clients find it again."""
+    PERIOD_S = 0.3      # of the lease
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.database = self.world.path('my.db')
+        self.path = self.database + '.connection'
+        self.outside = dict(self.world.environment)
+
+    def serve_in(self, job: int, host: str, *flags: Any) -> Background:
+        """A server in an allocation, on a network file system that all hosts have; it answers."""
+        words = [sys.executable, '-B', '-c', OTHER_HOST, os.path.dirname(stub_path()), host, self.PERIOD_S]
+        words += ['serve', '--db', self.database, *flags]
+        stem = os.path.join(self.world.root, 'logs', f'{job} {host}')
+        process = Background([os.fsencode(str(word)) for word in words], self.world.directory,
+                             dict(self.outside, SLURM_JOB_ID=str(job), SLURMD_NODENAME=host), stem)
+        self.world.started.append(process)
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in process.out, 20, 'the server', [process])
+        return process
+
+    def content(self) -> Dict[str, Any]:
+        """What the connection file says."""
+        return torc.read_server_file(self.path)
+
+    def end(self, server: Background, number: int = signal.SIGTERM) -> Outcome:
+        """End a server with a signal."""
+        server.send(number)
+        return self.assertExit(0, server.finish(20))
+
+    def client(self, **how: Any) -> Any:
+        """A client of the database, on this host."""
+        client = torc.Client(database=self.database, **how)
+        self.addCleanup(client.close)
+        return client
+
+    def test_it_listens_where_other_nodes_reach_it_unless_options_say_otherwise(self) -> None:
+        node = {'SLURM_JOB_ID': '1', 'SLURMD_NODENAME': 'n'}
+        usual = '127.0.0.1', torc.DEFAULT_PORT, False
+        for words, environment, expected in (
+                ([], {}, usual),
+                ([], {'SLURM_JOB_ID': '1'}, usual),     # a shell of salloc(1), on a login node
+                ([], node, ('0.0.0.0', 0, True)),
+                (['--no-auth'], node, ('127.0.0.1', 0, True)),
+                (['--host', 'n-ib', '--port', '99'], node, ('n-ib', 99, True)),
+                (['-d', ':memory:'], node, usual)):
+            with self.subTest(words, environment=environment), \
+                    unittest.mock.patch.dict(os.environ, environment):
+                parsed = torc.parse_command_line(['serve', *words])
+                session = torc.Session(parsed.options, io.StringIO(), io.StringIO(), io.StringIO())
+                session.command = parsed.command
+                options = torc.server_options(session, parsed.args)
+                self.assertEqual(expected, (options.host, options.port, options.travels))
+
+    def test_its_connection_file_names_every_way_to_it_and_the_allocation(self) -> None:
+        self.end(self.serve_in(17, 'node1'), signal.SIGINT)
+        self.assertIsNone(self.content())
+        self.serve_in(18, 'node1')
+        found = self.content()
+        self.assertEqual(('18', 'node1'), (found['allocation'], torc.parse_url(found['url']).host))
+        hosts = {torc.parse_url(url).host for url in found['candidates']}
+        self.assertLessEqual({'node1', *torc.own_addresses()}, hosts)
+
+    def test_clients_wait_while_it_moves_and_find_it_in_the_next_allocation_by_themselves(self) -> None:
+        first = self.serve_in(17, 'node1')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        self.end(first)
+        found = self.content()
+        self.assertTrue(found['moved_at'], found)
+        with self.assertRaisesRegex(torc.Unreachable, 'ended at 20.* with its allocation, Slurm job 17 on host '
+                                    'node1, and goes on in the next one .`squeue --me`.') as caught:
+            client.reconnect(0.0)
+        self.assertTrue(caught.exception.passes)
+        self.assertEqual((0, False), (client.servers_started, os.path.exists(self.database + '.lease')))
+        second = self.serve_in(18, 'node2')
+        self.assertNotEqual(found['url'], self.content()['url'])
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertNotIn('to see whether it is renewed', second.err)
+        self.end(second)
+
+    def test_while_it_moves_no_runner_starts_a_server_in_its_way_and_questions_are_answered(self) -> None:
+        self.end(self.serve_in(17, 'node1'))
+        with unittest.mock.patch.object(torc, 'LOCAL_FILESYSTEMS', frozenset()):
+            runner = self.client()
+            runner.will_need_server = True
+            self.assertRaisesRegex(torc.Unreachable, 'goes on in the next one', runner.open)
+        outcome = self.assertExit(3, self.world.cli('workflows', 'list'), 'its allocation, Slurm job 17 on host')
+        self.assertIn(f"rm {shlex.quote(torc.registration_files()[0])} {shlex.quote(self.path)}", outcome.err)
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'No workflows found')
+        self.assertExit(3, self.world.cli('workflows', 'list'))     # ... by which nothing was forgotten
+        self.assertTrue(self.content()['moved_at'])
+
+    def test_one_registration_leads_to_it_wherever_it_is(self) -> None:
+        for job, host in ((17, 'node1'), (18, 'node2'), (19, 'node1')):
+            server = self.serve_in(job, host)
+            found = list(torc.list_registrations().values())
+            self.assertEqual([str(job)], [row['allocation'] for row in found])
+            self.assertExit(0, self.world.cli('ping'))
+            self.end(server)
+        self.assertEqual(1, len(torc.registration_files()))
+
+    def test_after_a_kill_the_next_one_watches_the_lease_and_takes_it_over(self) -> None:
+        first = self.serve_in(17, 'node1')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        first.kill()
+        self.assertRaises(torc.Unreachable, client.reconnect, 0.0)
+        second = self.serve_in(18, 'node2')
+        self.assertIn('to see whether it is renewed', second.err)
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertEqual(0, client.servers_started)
+
+    def test_a_killed_one_of_this_host_is_not_replaced_by_a_runner_either(self) -> None:
+        first = self.serve_in(17, socket.gethostname())
+        first.kill()
+        self.assertRaisesRegex(torc.Unreachable, 'was killed in its allocation, Slurm job 17',
+                               self.client(needs_server=True).open)
+        self.assertExit(3, self.world.cli('workflows', 'list'), 'was killed in its allocation')
+
+    def test_further_signals_do_not_cut_its_end_short(self) -> None:
+        server = self.serve_in(17, 'node1', '--in-memory')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        for _ in range(200):
+            if server.has_ended():
+                break
+            server.send(signal.SIGTERM)
+        self.assertExit(0, server.finish(20))
+        self.assertFalse(os.path.exists(self.database + '.memory'))
+        self.assertEqual([('kept',)], ask_sqlite(self.database, 'SELECT name FROM workflow'))
+
+    def test_in_an_allocation_it_waits_for_who_still_has_the_database(self) -> None:
+        holder = torc.hold_database(self.database)
+        server = self.world.start('serve', '--db', 'my.db')
+        self.assertExit(4, server.finish(20), 'in use by another')
+        self.world.environment.update(SLURM_JOB_ID='17', SLURMD_NODENAME='node1')
+        server = self.world.start('serve', '--db', 'my.db')
+        self.world.wait(lambda: 'Waiting for up to 180 s for its end' in server.err, 20, 'the notice', [server])
+        holder.close()
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in server.out, 20, 'the server', [server])
+        self.assertEqual(1, server.err.count('Waiting for'))
+
+    def test_a_job_that_was_told_its_former_address_finds_it(self) -> None:
+        first = self.serve_in(17, 'node1')
+        url, token_file = self.content()['url'].replace('node1', '127.0.0.1'), self.database + '.token'
+        client = torc.Client.connect(url, token_file=token_file)
+        self.addCleanup(client.close)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        self.end(first)
+        self.assertRaises(torc.Unreachable, client.reconnect, 0.0)
+        self.serve_in(18, 'node2')
+        client = torc.Client.connect(url, token_file=token_file)
+        self.addCleanup(client.close)
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertEqual(self.content()['url'].partition(':')[0], client.url.partition(':')[0])
 
 
 class EmbeddedTest(WorldTest):
@@ -17407,6 +18366,259 @@ class SlurmFuzzTest(unittest.TestCase):
 
 # ======== 15. Journal ========
 
+class JournalTest(WorldTest):
+    """What a runner keeps on disk, in Torc's table."""
+
+    COMPLETION = {'job_id': 7, 'attempt_id': 2, 'return_code': 3, 'status': 'failed', 'exec_time_minutes': 0.5,
+                  'completion_time': '2026-01-01T00:00:00.000Z', 'retry': True, 'max_retries': 5, 'peak_memory_bytes': 4096,
+                  'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}
+
+    def entry(self, job_id: int = 7, **more: Any) -> Dict[str, Any]:
+        """The payload of a row."""
+        return torc.format_journal_entry(dict(self.COMPLETION, job_id=job_id, **more), 42, 1, 9)
+
+    def rows(self, path: str) -> List[Tuple[Any, ...]]:
+        """All of a journal, as another program reads it."""
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            return connection.execute('SELECT job_id, run_id, status, payload FROM journaled_completions ORDER BY job_id').fetchall()
+
+    def test_an_entry_is_one_of_torcs_bulk_request_with_ours_beside_it(self):
+        self.assertEqual({
+            'job_id': 7, 'status': 'failed', 'run_id': 1,
+            'result': {'job_id': 7, 'status': 'failed', 'run_id': 1, 'workflow_id': 42, 'compute_node_id': 9, 'attempt_id': 2,
+                       'return_code': 3, 'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:00:00.000Z',
+                       'peak_memory_bytes': 4096},
+            'torc_py': {'retry': True, 'max_retries': 5, 'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}}, self.entry())
+        torc.check_value('completion', '@JobCompletionEntry', {key: self.entry()[key] for key in ('job_id', 'status', 'run_id', 'result')})
+
+    def test_entries_become_the_completions_that_they_were(self):
+        done = {key: value for key, value in self.COMPLETION.items() if key not in ('reason', 'file_times', 'max_retries')}
+        for completion in (self.COMPLETION, dict(done, status='completed', return_code=0, retry=False), dict(done, interrupted=True)):
+            with self.subTest(completion=completion):
+                entry = json.loads(torc.format_json(torc.format_journal_entry(completion, 42, 1, 9)))
+                self.assertEqual(dict(completion, run_id=1, workflow_id=42, compute_node_id=9), torc.parse_journal_entry(entry))
+        theirs = {key: value for key, value in self.entry().items() if key != 'torc_py'}
+        theirs['result']['peak_cpu_percent'] = None
+        found = torc.parse_journal_entry(theirs)
+        self.assertEqual((False, None, None), (found['retry'], found.get('reason'), found.get('peak_cpu_percent')))
+
+    def test_what_is_no_entry_is_refused(self):
+        entry = self.entry()
+        for wrong in (None, 3, [], {}, dict(entry, result=None), dict(entry, torc_py='x'), dict(entry, run_id=2),
+                      dict(entry, result=dict(entry['result'], job_id=8)), dict(entry, status=None, result=dict(entry['result'], status=None))):
+            with self.subTest(wrong=wrong):
+                self.assertRaises(ValueError, torc.parse_journal_entry, wrong)
+
+    def test_another_program_reads_what_was_kept_and_a_later_attempt_replaces_an_earlier_one(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        self.assertEqual(self.world.path('offline_journal/offline_results_wf42_r1_node1.db'), path)
+        for entries in ([self.entry(8), self.entry(7)], [self.entry(7, attempt_id=3, status='completed')]):
+            journal = torc.Journal(path)
+            journal.keep(entries)
+            found = self.rows(path)     # while its writer has it open
+            journal.close()
+        self.assertEqual([(7, 1, 5), (8, 1, 6)], [row[:3] for row in found])
+        self.assertEqual([3, 2], [json.loads(row[3])['result']['attempt_id'] for row in found])
+        self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
+
+    def test_of_entries_that_cannot_all_be_kept_none_is(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        journal = torc.Journal(path)
+        self.addCleanup(journal.close)
+        self.assertRaises(sqlite3.Error, journal.keep, [self.entry(7), self.entry([])])
+        self.assertEqual([], self.rows(path))
+        journal.keep([self.entry(9)])
+        self.assertEqual([9], [row[0] for row in self.rows(path)])
+
+    def test_it_needs_no_shared_memory_and_loses_nothing_with_the_power(self):
+        journal = torc.Journal(torc.journal_path(self.world.directory, 42, 1, 'node1'))
+        self.addCleanup(journal.close)
+        self.assertEqual(('truncate', 2), tuple(journal.connection.execute(f'PRAGMA {name}').fetchone()[0]
+                                                for name in ('journal_mode', 'synchronous')))
+
+
+class JournalReaderTest(WorldTest):
+    """Journals are found and read as far as they are whole, and never changed."""
+
+    NAME = 'offline_results_wf1_r1_{}.db'
+
+    def journal(self, label: str, entries: Iterable[Any] = (), mode: str = 'DELETE') -> str:
+        return write_journal(self.world.path('out', 'offline_journal', self.NAME.format(label)), entries, mode)
+
+    def snapshot(self, path: str) -> List[Tuple[Any, ...]]:
+        """All that lies in a journal's directory, with times and contents."""
+        folder = os.path.dirname(path)
+        found = []
+        for name in sorted(os.listdir(folder)):
+            state = os.stat(os.path.join(folder, name))
+            with open(os.path.join(folder, name), 'rb') as file:
+                found.append((name, state.st_mtime_ns, state.st_ino, file.read()))
+        return found
+
+    def read(self, path: str) -> Tuple[List[int], str]:
+        """Jobs of the entries of a journal, and its problem; nothing was changed by that."""
+        before = self.snapshot(path)
+        entries, problem = torc.read_journal(path)
+        self.assertEqual(before, self.snapshot(path))
+        return [entry['job_id'] for entry in entries], problem
+
+    def test_those_of_the_run_are_found_wherever_they_lie(self):
+        names = ('a/offline_results_wf1_r1_x.db', 'b/c d/offline_results_wf1_r1_y_2.db', "offline_results_wf1_r1_'z\n.db")
+        others = ('offline_results_wf11_r1_x.db', 'offline_results_wf1_r11_x.db', 'offline_results_wf1_r1_x.db-journal', 'x.db')
+        for name in names + others:
+            self.world.write(name, '')
+        os.mkdir(self.world.path('offline_results_wf1_r1_dir.db'))
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual((sorted(map(self.world.path, names)), []), (found, problems))
+
+    def test_loops_of_links_are_harmless_and_a_linked_journal_is_named(self):
+        path = self.journal('x')
+        os.symlink('..', self.world.path('out', 'up'))
+        os.symlink(self.world.path('out'), self.world.path('out', 'self'))
+        link = self.world.path('out', self.NAME.format('link'))
+        os.symlink(path, link)
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual(([path], [f'{link} is not a regular file: it was passed over']), (found, problems))
+        os.symlink(self.world.path('out'), self.world.path('named'))
+        self.assertEqual(1, len(torc.find_journals(self.world.path('named'), 1, 1)[0]), 'the named directory may be a link')
+
+    def test_what_cannot_be_searched_or_read_is_named_and_passed_over(self):
+        path, hidden = self.journal('x', [journal_entry(1)]), self.journal('y')
+        deep = self.world.path('deep')
+        folder = os.open(self.world.directory, os.O_RDONLY)     # deeper than a path may be long
+        self.addCleanup(os.close, folder)
+        for number in range(30):
+            name = 'deep' if not number else 'd' * 200
+            os.mkdir(name, dir_fd=folder)
+            inner = os.open(name, os.O_RDONLY, dir_fd=folder)
+            os.dup2(inner, folder)
+            os.close(inner)
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual([path, hidden], found)
+        self.assertEqual(1, len(problems))
+        self.assertTrue(problems[0].startswith(deep) and problems[0].endswith('cannot be searched: File name too long'), problems)
+        os.unlink(hidden)
+        self.assertEqual(([], f'{hidden} cannot be read: No such file or directory'), torc.read_journal(hidden))
+        os.mkfifo(hidden)
+        self.assertEqual(([], f'{hidden} cannot be read: Is not a regular file'), torc.read_journal(hidden))
+        self.assertIn('is not a regular file', torc.find_journals(self.world.path('out'), 1, 1)[1][0])
+
+    def test_closed_directories_and_files_are_named(self):
+        path, closed = self.journal('x', [journal_entry(1)]), self.world.path('closed')
+        os.mkdir(closed, 0)
+        os.chmod(path, 0o600)
+        for folder in (self.world.root, self.world.directory):
+            os.chmod(folder, 0o755)
+
+        def look() -> None:
+            answers = torc.find_journals(self.world.directory, 1, 1), torc.read_journal(path)
+            os._exit(0 if answers == (([path], [f'{closed} cannot be searched: Permission denied']),
+                                      ([], f'{path} cannot be read: Permission denied')) else 1)
+        self.assertEqual(0, end_child(run_as(look)))
+
+    def test_ten_thousand_files_are_searched_quickly(self):
+        for number in range(10000):
+            if number % 500 == 0:
+                os.mkdir(self.world.path(str(number)))
+            os.close(os.open(self.world.path(str(number - number % 500), f'f{number}'), os.O_CREAT | os.O_WRONLY))
+        path = self.journal('x')
+        began = time.process_time()
+        self.assertEqual(([path], []), torc.find_journals(self.world.directory, 1, 1))
+        self.assertLess(time.process_time() - began, 1)
+
+    def test_torcs_and_ours_are_read_whole(self):
+        for mode in ('WAL', 'DELETE', 'TRUNCATE', 'PERSIST'):
+            with self.subTest(mode):
+                path = self.journal(mode, [journal_entry(job_id) for job_id in (3, 1, 2)], mode)
+                self.assertEqual(([1, 2, 3], ''), self.read(path))
+        entry = torc.read_journal(path)[0][0]
+        self.assertEqual((1, 0), (entry['result']['attempt_id'], entry['result']['return_code']))
+
+    def test_a_write_ahead_log_that_was_left_is_read_too(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        source = write_journal(self.world.path('live', 'x.db'), [journal_entry(1)])
+        connection = sqlite3.connect(source, isolation_level=None)
+        self.addCleanup(connection.close)
+        connection.execute("INSERT INTO journaled_completions VALUES (2, 1, 5, ?, 0)", (json.dumps(journal_entry(2)),))
+        os.mkdir(self.world.path('out'))
+        for suffix in ('', '-wal'):     # as after kill -9, in a directory where nothing can be made
+            shutil.copy(source + suffix, path + suffix)
+        os.chmod(os.path.dirname(path), 0o500)
+        self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
+        self.assertEqual(([1, 2], ''), self.read(path))
+        with open(path + '-wal', 'r+b') as file:
+            file.truncate(os.fstat(file.fileno()).st_size - 1)      # torn: its last transaction was not complete
+        self.assertEqual(([1], ''), self.read(path))
+
+    def test_what_a_killed_writer_had_begun_is_rolled_back_in_a_copy(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        source = write_journal(self.world.path('live', 'x.db'), [journal_entry(job_id) for job_id in range(1, 301)], 'TRUNCATE')
+        connection = sqlite3.connect(source, isolation_level=None)
+        self.addCleanup(connection.close)
+        connection.execute('PRAGMA cache_size = 2')     # so that pages reach the file before the end
+        connection.execute('BEGIN')
+        connection.execute("UPDATE journaled_completions SET payload = 'x' || payload")
+        os.mkdir(self.world.path('out'))
+        for suffix in ('', '-journal'):
+            shutil.copy(source + suffix, path + suffix)
+        os.chmod(os.path.dirname(path), 0o500)
+        self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
+        self.assertEqual((list(range(1, 301)), ''), self.read(path))
+
+    def test_of_one_that_was_cut_off_or_damaged_the_rest_is_read(self):
+        jobs = list(range(1, 501))
+        path = self.journal('x', map(journal_entry, jobs))
+        with open(path, 'rb') as file:
+            whole = file.read()
+        for name, data, least in (('cut', whole[:len(whole) * 3 // 4], 300), ('cut in a page', whole[:-5000], 400),
+                                  ('zeroed', whole[:80 * 1024] + bytes(4096) + whole[84 * 1024:], 400), ('head', whole[:100], 0)):
+            with self.subTest(name):
+                with open(path, 'wb') as file:
+                    file.write(data)
+                found, problem = self.read(path)
+                self.assertIn(path, problem)
+                self.assertTrue(set(found) <= set(jobs) and least <= len(found) < len(jobs), (len(found), problem))
+
+    def test_no_damage_raises_or_invents_a_completion(self):
+        entries = {job_id: journal_entry(job_id, return_code=job_id) for job_id in range(1, 41)}
+        path = self.journal('x', entries.values())
+        with open(path, 'rb') as file:
+            whole = file.read()
+        chance = random.Random(13)
+        for _ in range(150):
+            data = bytearray(whole[:chance.randrange(len(whole))] if chance.random() < 0.4 else whole)
+            for _ in range(chance.randrange(1, 200) if data else 0):
+                start = chance.randrange(len(data))
+                data[start:start + 1] = bytes([chance.randrange(256)])
+            with open(path, 'wb') as file:
+                file.write(data)
+            found, problem = torc.read_journal(path)
+            for entry in found:
+                self.assertIsInstance(entry['result']['return_code'], int)
+            self.assertTrue(problem or not data or len(found) == 40, (len(data), len(found)))
+
+    def test_what_is_no_journal_is_named(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        for data, problem in ((b'', ''), (b'hello', 'it is no SQLite file'), (bytes(10000), 'it is no SQLite file')):
+            self.world.write(path, data)
+            self.assertEqual(([], problem and f'{path}: {problem}'), self.read(path))
+        os.unlink(path)
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute('CREATE TABLE things (id INTEGER)')
+        self.assertEqual(([], f'{path}: it has no table journaled_completions: it is damaged, or of another program'), self.read(path))
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute('CREATE TABLE journaled_completions (id INTEGER)')
+        self.assertIn('no such column', self.read(path)[1])
+
+    def test_rows_that_are_no_completions_are_named_and_the_others_read(self):
+        wrong = ['{', b'\xff', '[]', '{"job_id": 2}', json.dumps(journal_entry(9)), json.dumps(dict(journal_entry(7), status='odd'))]
+        path = self.journal('x', [*wrong, journal_entry(7)])
+        self.assertEqual([7], self.read(path)[0])
+        problem = self.read(path)[1]
+        self.assertIn(f'{path}: the row of job 1 is no completion: ', problem)
+        self.assertIn(f', and {len(wrong) - 1} more such faults', problem)
+
+
 # ======== 16. Runner ========
 
 class StoreClient:
@@ -18039,17 +19251,71 @@ class LinkTest(PartTest):
         self.assertEqual([2, 2, 1], [len(request['completions']) for request in self.client.requests])
         self.assertGreater(link.due(), time.monotonic() + 1)
 
-    def test_a_server_is_waited_for_as_long_as_children_run_and_then_for_the_window(self):
-        link = self.link(*[NO_ANSWER] * 9, compute_node_wait_for_healthy_database_minutes=0)
+    # The window is 1 minute, a ping 120 s: what happens at these seconds -> state, and when it asks next.
+    OUTAGE = rows_of("""
+        at     event      state     asks_at  starts
+        0      silence    silent    0.1      yes
+        30     silence    silent    30.2     yes
+        59.9   silence    silent    60.3     yes
+        60     -          offline   180      no
+        100    -          offline   180      no
+        180    silence    offline   300      no
+        300    answer     online    now      yes
+        300    answer     online    305      yes
+        400    silence    silent    400.1    yes
+        459    answer     online    469      yes
+        500    silence    silent    500.1    yes
+        560    -          offline   680      no
+        """)
+
+    def test_it_goes_offline_after_the_window_of_each_outage_and_starts_nothing_there(self):
+        with FakeClock().set() as clock:
+            link = self.link(compute_node_wait_for_healthy_database_minutes=1)
+            link.call.has_children, began = lambda: True, clock.now
+            for row in self.OUTAGE:
+                clock.now = began + float(row['at'])
+                self.client.answers = {'silence': [NO_ANSWER], 'answer': [{}], '': []}[row['event']]
+                if row['event']:
+                    link.poll_now()
+                link.lease_ends_at = clock.now + 1
+                link.act(clock.now)
+                link.lease_ends_at = clock.now + 1      # the server's word would still do
+                asks_at = 'now' if link.poll_at < clock.now else f'{link.poll_at - began:g}'
+                with self.subTest(row=row):
+                    self.assertEqual((row['state'], row['asks_at'], row['starts']),
+                                     (link.state, asks_at, 'yes' if link.has_lease else 'no'))
+
+    def test_no_answer_is_waited_for_when_nothing_runs_but_after_the_last_end_it_is_asked_once_more(self):
+        link = self.link(*[NO_ANSWER] * 3, compute_node_wait_for_healthy_database_minutes=0)
         children = [1]
         link.call.has_children = lambda: bool(children)
-        for _ in range(3):
-            link.act(max(link.due(), time.monotonic()))
-            self.assertEqual('silent', link.state)
+        link.act(time.monotonic())
+        self.assertEqual(('offline', True, False), (link.state, link.due() > time.monotonic() + 60, link.is_quiet))
         children.clear()
-        link.act(link.due())
+        self.pace.on_end()
+        self.assertEqual((True, False), (link.is_quiet, link.has_asked))
+        link.act(time.monotonic())
+        self.assertEqual((2, True, True), (len(self.client.requests), link.is_quiet, link.has_asked))
+        link.act(time.monotonic())
+        self.assertEqual(2, len(self.client.requests))
+
+    def test_offline_what_is_due_waits_and_what_has_ended_is_held_until_an_answer(self):
+        link, acted = self.link(NO_ANSWER, {}, compute_node_wait_for_healthy_database_minutes=0), []
+        reported = self.attempt('reported', 1)
+        link.call.want = lambda: {'strategy': 'queue', 'limit': 1}
+        link.call.has_children, link.call.on_answer = lambda: True, lambda answer: link.go_on()
+        link.act(time.monotonic())
         self.assertEqual('offline', link.state)
-        self.assertEqual(1, len(self.progress.messages))
+        link.under_lease(lambda: acted.append('script'))
+        self.assertRaises(torc.LeaseOver, link.check_lease)
+        self.assertEqual([], acted)
+        link.poll_now()
+        link.act(time.monotonic())
+        request = self.client.requests[-1]
+        self.assertEqual((None, [reported.completion], ['script'], 'online', 0.0),
+                         (request['want'], request['completions'], acted, link.state, link.due()))
+        link.act(time.monotonic())
+        self.assertEqual(1, self.client.requests[-1]['want']['limit'])
 
     def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
         for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
@@ -21982,6 +23248,261 @@ class Lateness:
 
 
 @slow
+class OfflineDrainTest(RunnerCase):
+    """A runner whose server is away for longer than the window, which is 0 here, with real jobs."""
+
+    UNTIL = 'touch ran{0}; until test -e go{0}; do sleep 0.01; done'
+    NO_WINDOW = {'compute_node_wait_for_healthy_database_minutes': 0}
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.is_away, self.asked = (lambda: False), (lambda: None)   # type: Callable[[], bool], Callable[[], Any]
+        self.temporary = self.world.path('tmp')
+        os.mkdir(self.temporary, 0o700)
+        saved, self.client.call = self.client.call, self.call_if_there
+        self.real_call = saved
+        self.addCleanup(setattr, tempfile, 'tempdir', tempfile.tempdir)
+        tempfile.tempdir = self.temporary
+
+    def call_if_there(self, op: str, *arguments: Any, **params: Any) -> Any:
+        """What a client does when its server may be away."""
+        if self.is_away():
+            self.asked()
+        if self.is_away():
+            raise torc.Unreachable('nobody there')
+        return self.real_call(op, *arguments, **params)
+
+    def has(self, *names: str) -> bool:
+        """Whether jobs have made all these files."""
+        return all(os.path.exists(self.world.path(name)) for name in names)
+
+    def go(self, *numbers: int) -> None:
+        """Let jobs go on."""
+        for number in numbers:
+            self.world.write(f'go{number}', '')
+
+    def run_offline(self, **options: Any) -> torc.Unreachable:
+        """The error of a runner that leaves without its server."""
+        with self.assertRaises(torc.Unreachable) as caught:
+            self.run_it(**dict({'ping_interval_s': 0.2}, **options))
+        self.is_away = lambda: False
+        return caught.exception
+
+    def entries(self, where: str = 'out') -> Dict[int, Dict[str, Any]]:
+        """Job -> payload, of all journals below a directory."""
+        found = {}      # type: Dict[int, Dict[str, Any]]
+        pattern = os.path.join(glob.escape(self.world.path(where)), '**', 'offline_results_wf1_r1_*.db')
+        for path in glob.glob(pattern, recursive=True):
+            with contextlib.closing(sqlite3.connect(path)) as connection:
+                with contextlib.suppress(sqlite3.OperationalError):     # it is just being made
+                    found.update((job_id, json.loads(text)) for job_id, text in connection.execute(
+                        'SELECT job_id, payload FROM journaled_completions'))
+        return found
+
+    def ends(self, where: str = 'out') -> Dict[int, Tuple[str, int]]:
+        """Job -> status and return code, of the journals."""
+        return {job_id: (entry['status'], entry['result']['return_code']) for job_id, entry in self.entries(where).items()}
+
+    def test_a_server_that_is_back_while_jobs_run_gets_what_ended_and_gives_new_work(self):
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), 'touch ran3', **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+        seen = []       # type: List[Any]
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                seen.append((self.ends(), self.has('ran3')))
+                self.world.write('back', '')
+                self.go(2)
+        self.asked = asked
+        outcome = self.run_it(ping_interval_s=0.2)
+        self.assertEqual([({1: ('completed', 0)}, False)], seen)
+        self.assertEqual((3, [(1, 1, 0, 'completed'), (2, 1, 0, 'completed'), (3, 1, 0, 'completed')]), (outcome.completed, self.results()))
+        for words in ('entering offline-drain mode', 'Journaled completion (offline) workflow_id=1 job_id=1 run_id=1', 'answers again'):
+            self.assertIn(words, self.log())
+
+    def test_when_all_have_ended_without_it_the_runner_leaves_with_their_ends_on_disk(self):
+        self.create(self.UNTIL.format(1), {'command': self.UNTIL.format(2) + '; exit 3'}, 'touch ran3', **self.NO_WINDOW,
+                    actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['touch action']}])
+        self.is_away = lambda: self.has('ran1', 'ran2')
+        self.asked = lambda: self.go(1, 2)
+        error = self.run_offline()
+        path, = glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')
+        self.assertEqual((path, self.world.path('out'), 1), tuple(error.details[key] for key in ('journal', 'base_dir', 'run_id')))
+        self.assertEqual(f'nobody there\n2 jobs that ended meanwhile are kept in {path}', error.message)
+        self.assertEqual({1: ('completed', 0), 2: ('failed', 3)}, self.ends())
+        self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
+        self.assertEqual((False, False), (self.has('ran3'), os.path.exists(self.world.path('out/action'))))
+        self.assertEqual([True], [node['is_active'] for node in self.client.rows('list_compute_nodes', workflow_id=1)])
+        self.assertRegex(self.log(), r'Offline drain complete: 2 jobs.*torc.py workflows reconcile 1 1 --base-dir .*out')
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            row, = connection.execute('SELECT compute_node_id, hostname, pid, left_at FROM torc_py_runner').fetchall()
+        self.assertEqual((1, socket.gethostname(), os.getpid()), row[:3])
+        self.assertLess(abs(row[3] - time.time()), 60)
+        # Torc's own bulk request takes them.
+        plain = [{key: value for key, value in entry.items() if key != 'torc_py'} for entry in self.entries().values()]
+        answer = self.client.call('batch_complete_jobs', {'completions': plain}, workflow_id=1)
+        self.assertEqual(({1, 2}, []), (set(answer['completed']), answer['errors']))
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 3, 'failed')], self.results())
+
+    def test_a_completion_whose_answer_was_lost_is_in_the_journal_too(self):
+        self.create(self.UNTIL.format(1), 'true', **self.NO_WINDOW)
+        self.is_away = lambda: self.has('gone')
+
+        def lose(number: int) -> None:      # the server has taken it in, and its answer is lost
+            if any(end['job_id'] == 2 for end in self.client.requests[-1]['completions']) and not self.has('gone'):
+                self.world.write('gone', '')
+                raise torc.Unreachable('died')
+        self.client.after = lose
+        self.asked = lambda: self.go(1)
+        self.run_offline()
+        self.assertEqual({1: ('completed', 0), 2: ('completed', 0)}, self.ends())
+
+    def test_a_retry_is_written_down_and_not_begun_nor_is_its_script(self):
+        handler = {'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': 'touch recovered', 'max_retries': 2}, {'exit_codes': [6]}]}
+        jobs = [{'command': f'{self.UNTIL.format(number)}; exit {code}', 'failure_handler': 'h'} for number, code in ((1, 5), (2, 6))]
+        self.create(*jobs, failure_handlers=[handler], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+        self.asked = lambda: self.go(1, 2)
+        self.run_offline()
+        self.assertEqual([(True, 2), (True, 3)], [(entry['torc_py']['retry'], entry['torc_py']['max_retries'])
+                                                  for _, entry in sorted(self.entries().items())])
+        self.assertFalse(self.has('recovered'))
+
+    def test_a_recovery_script_begins_when_the_server_is_back_and_its_veto_counts(self):
+        handler = {'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': 'touch recovered; exit 1'}]}
+        self.create({'command': f'{self.UNTIL.format(1)}; exit 5', 'failure_handler': 'h'}, self.UNTIL.format(2),
+                    failure_handlers=[handler], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                self.assertFalse(self.has('recovered'))
+                self.world.write('back', '')
+                self.go(2)
+        self.asked = asked
+        self.run_it(ping_interval_s=0.2)
+        self.assertEqual(([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], True), (self.results(), self.has('recovered')))
+
+    def test_a_signal_ends_jobs_as_it_does_online_and_their_ends_are_kept(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: os.kill(os.getpid(), signal.SIGTERM) if not self.has('sent') and self.world.write('sent', '') else None
+        self.run_offline()
+        entry = self.entries()[1]
+        self.assertEqual(('terminated', 128 + signal.SIGTERM, True),
+                         (entry['status'], entry['result']['return_code'], entry['torc_py']['interrupted']))
+
+    def test_what_is_unacknowledged_when_a_signal_ends_a_runner_in_the_window_is_kept(self):
+        self.create(self.UNTIL.format(1))       # the window is 20 minutes
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: os.kill(os.getpid(), signal.SIGTERM) if not self.has('sent') and self.world.write('sent', '') else None
+        with unittest.mock.patch.object(torc, 'LAST_REPORT_S', 0.3):
+            self.run_offline()
+        self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+
+    def test_the_end_of_the_nodes_time_holds_without_a_server(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1, 'sigkill_headroom_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.run_offline(end_time=time.time() + 3.5)
+        self.assertEqual({1: ('terminated', 152)}, self.ends())
+
+    def test_a_memory_limit_holds_without_a_server(self):
+        hog = f"{self.UNTIL.format(1)}; exec {shlex.quote(sys.executable)} -c 'x = bytearray(200 << 20); import time; time.sleep(60)'"
+        self.create({'command': hog, 'resource_requirements': 'r'},
+                    resource_requirements=[{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}],
+                    resource_monitor={'sample_interval_seconds': 1}, **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: self.go(1)
+        self.run_offline()
+        self.assertEqual({1: ('failed', 137)}, self.ends())
+        self.assertIn('60MB', self.entries()[1]['torc_py']['reason'])
+
+    def test_without_the_drain_jobs_are_stopped_and_their_ends_kept(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.run_offline(drains=False)
+        self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+        self.assertTrue(any('--no-offline-drain' in message for message in self.progress.messages))
+
+    def drain_elsewhere(self) -> torc.Unreachable:
+        """Two jobs end one after the other, and what ends must not be kept in the output directory."""
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends('tmp'):
+                self.go(2)
+        self.asked = asked
+        error = self.run_offline()
+        self.assertEqual(({}, {1: ('completed', 0), 2: ('completed', 0)}), (self.ends(), self.ends('tmp')))
+        self.assertTrue(error.details['base_dir'].startswith(self.temporary + '/torc-offline-'), error.details)
+        self.assertEqual(0o700, stat.S_IMODE(os.stat(error.details['base_dir']).st_mode))
+        self.assertTrue(any(error.details['journal'] in message for message in self.progress.messages))
+        return error
+
+    def test_where_the_output_directory_cannot_have_a_journal_it_goes_to_a_local_directory(self):
+        self.world.write('out/offline_journal', 'in the way')
+        self.drain_elsewhere()
+
+    def test_where_locks_fail_it_goes_to_a_local_directory(self):
+        with self.broken_journal(lambda: sqlite3.OperationalError('locking protocol')):
+            self.drain_elsewhere()
+        self.assertTrue(any('cannot be written to (locking protocol)' in message for message in self.progress.messages))
+
+    def test_a_file_system_that_does_not_answer_holds_nothing_up(self):
+        with unittest.mock.patch.object(torc, 'KEEP_S', 0.5), self.broken_journal(lambda: select.select([], [], [], 600)):
+            began = time.monotonic()
+            self.drain_elsewhere()
+        self.assertLess(time.monotonic() - began, 30)
+        self.assertTrue(any('no answer within 0.5 s' in message for message in self.progress.messages))
+
+    def test_on_a_full_disk_it_goes_to_a_local_directory(self):
+        with small_disk(self.world.path('out'), '200k'):
+            filler = self.world.path('out/filler')
+            self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+
+            def asked() -> None:
+                with contextlib.suppress(OSError), open(filler, 'wb', 0) as file:
+                    while True:
+                        file.write(bytes(4096))
+                self.go(1)
+            self.is_away, self.asked = lambda: self.has('ran1'), asked
+            self.run_offline()
+            self.assertEqual({}, self.ends())
+        self.assertEqual({1: ('completed', 0)}, self.ends('tmp'))
+
+    def test_what_can_be_kept_nowhere_stays_in_memory_and_is_reported(self):
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+
+        def asked() -> None:
+            self.go(1)
+            if any('in memory only' in message for message in self.progress.messages):
+                self.world.write('back', '')
+                self.go(2)
+        self.asked, tempfile.tempdir = asked, '/proc/nowhere'
+        with self.broken_journal(lambda: sqlite3.OperationalError('disk I/O error')):
+            self.assertEqual(2, self.run_it(ping_interval_s=0.2).completed)
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
+
+    @contextlib.contextmanager
+    def broken_journal(self, happens: Callable[[], Any]) -> Iterator[None]:
+        """What happens in place of writing to the output directory; the writer is a fork of us."""
+        real = torc.Journal.keep
+
+        def keep(journal: Any, *arguments: Any) -> None:
+            if journal.path.startswith(self.world.path('out')):
+                error = happens()
+                if isinstance(error, Exception):
+                    raise error
+            real(journal, *arguments)
+        with unittest.mock.patch.object(torc.Journal, 'keep', keep):
+            yield
+
+
 class TerminationTest(RunnerCase):
     """When and how a runner stops its jobs, and what that means for them."""
 
@@ -22465,6 +23986,170 @@ class RemedyTest(unittest.TestCase):
 # ======== 17b. Regeneration ========
 
 # ======== 17c. Watching ========
+
+def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
+    """What a server says: '2 ready, 1 failed'; '1 nodes, 1 active, 1 pending'."""
+    def numbers(text: str) -> Dict[str, int]:
+        return {word.split()[1]: int(word.split()[0]) for word in text.split(', ') if word}
+    found, at_work = dict(dict.fromkeys(torc.STATUS_CODES, 0), **numbers(counts)), numbers(workers)
+    status = {
+        'jobs_by_status': found, 'total_jobs': sum(found.values()),
+        'is_canceled': more.pop('is_canceled', False), 'active_compute_nodes': at_work.get('nodes', 0),
+        'active_scheduled_nodes': at_work.get('active', 0),
+        'pending_scheduled_nodes': at_work.get('pending', 0), 'unserved_ready_labels': more.pop('labels', {})}
+    return dict({'status': status, 'now': 10000.0, 'began_at': 10000.0, 'scheduled_at': None, 'recoveries': 0,
+                 'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'run_id': 1}, **more)
+
+
+class WatcherTest(unittest.TestCase):
+    """What is decided, on a clock that only the test moves."""
+
+    def step(self, watcher: Any, now: float, *said: Any, **more: Any) -> Tuple[str, str, int]:
+        """The first step of a poll: name, reason, exit code."""
+        watcher.begin_poll()
+        return tuple(watcher.next_step(now, watched(*said, **more)))
+
+    def test_what_follows_from_what_is_seen_after_slurm_was_asked(self):
+        rules = {
+            'plain': {}, 'recover': {'recovers': True}, 'agent': {'asks_agent': True},
+            'once': {'is_once': True}, 'schedule': {'schedules': True}, 'keep': {'is_persistent': True},
+            'twice': {'recovers': True, 'max_retries': 2}}
+        table = rows_of("""
+            counts                       workers    rules     more            step      exit  reason
+            3 completed                  -          plain     -               end       0     complete: 3
+            2 completed, 1 disabled      -          recover   -               end       0     complete
+            3 completed                  1 nodes    plain     -               wait      0     all jobs have
+            3 completed                  1 pending  recover   -               wait      0     all jobs have
+            1 failed, 2 completed        1 active   recover   -               wait      0     all jobs have
+            1 failed, 2 completed        -          plain     -               end       1     --recover
+            1 failed, 2 canceled         -          recover   -               recover   0     recovery 1
+            1 terminated                 -          twice     done=1          recover   0     recovery 2
+            1 terminated                 -          twice     done=2          end       1     after 2
+            1 terminated                 -          twice     done=2,begun=1  recover   0     recovery 2
+            1 terminated                 -          recover   done=99         recover   0     recovery 100
+            3 canceled                   -          recover   canceled=1      end       1     was canceled
+            2 ready                      1 pending  recover   canceled=1      end       1     was canceled
+            1 pending_failed, 1 failed   -          recover   -               end       1     jobs classify
+            1 pending_failed, 2 blocked  -          plain     -               end       1     jobs classify
+            1 pending_failed, 2 blocked  -          agent     -               recover   0     recovery 1
+            1 pending_failed, 2 ready    1 active   plain     -               wait      0     -
+            2 ready, 1 running           1 nodes    plain     -               wait      0     -
+            2 ready, 1 running           -          plain     -               wait      0     -
+            2 ready                      1 pending  schedule  -               wait      0     -
+            2 ready                      -          schedule  -               schedule  0     2 jobs are
+            2 ready, 1 failed            -          schedule  -               schedule  0     2 jobs are
+            2 ready                      -          schedule  scheduler=0     wait      0     left: 2 ready
+            2 blocked                    -          schedule  -               wait      0     left: 2 block
+            2 ready                      -          recover   -               wait      0     nobody is
+            2 ready                      -          recover   ours=1          schedule  0     2 jobs are
+            2 ready                      -          plain     ours=1          wait      0     nobody is
+            2 ready                      -          once      -               end       1     nobody is
+            2 ready                      -          keep      -               wait      0     nobody is
+            3 uninitialized              -          once      -               end       1     3 uninitialized
+        """)
+        keys = {'done': 'recoveries', 'begun': 'is_begun', 'ours': 'is_recovered',
+                'scheduler': 'has_scheduler', 'canceled': 'is_canceled'}
+        for row in table:
+            with self.subTest(**row):
+                pairs = [pair.split('=') for pair in filter(None, row['more'].split(','))]
+                watcher = torc.Watcher(torc.WatchRules(**rules[row['rules']]))
+                watcher.on_look(1000.0, [])
+                name, reason, code = self.step(watcher, 1001.0, row['counts'], row['workers'],
+                                               **{keys[key]: int(value) for key, value in pairs})
+                self.assertEqual((row['step'], int(row['exit'])), (name, code))
+                self.assertIn(row['reason'], reason)
+                self.assertIn(name, torc.WATCH_STEPS)
+
+    def test_after_two_polls_a_persistent_watch_still_waits(self):
+        watcher = torc.Watcher(torc.WatchRules(is_persistent=True))
+        for second in range(5):
+            self.assertEqual('wait', self.step(watcher, float(second), '2 ready')[0])
+
+    def test_slurm_is_asked_once_a_minute_at_most_and_only_if_there_is_something_to_ask_for(self):
+        watcher, looks = torc.Watcher(torc.WatchRules()), []
+        for second in range(600):
+            if self.step(watcher, float(second), '1 ready', '1 pending')[0] == 'look':
+                looks.append(second)
+                watcher.on_look(float(second), [])
+        self.assertEqual(list(range(0, 600, 60)), looks)
+        for said in (('1 ready', ''), ('1 running', '1 nodes'), ('1 failed', '')):
+            self.assertNotEqual('look', self.step(watcher, 1000.0, *said)[0], said)
+        self.assertEqual('look', self.step(watcher, 1000.0, '1 running', '')[0])     # whose runner is gone
+
+    def test_what_slurm_leaves_open_is_a_reason_to_wait_and_no_evidence(self):
+        watcher = torc.Watcher(torc.WatchRules(recovers=True, schedules=True))
+        watcher.on_look(0.0, ['squeue failed: Socket timed out'])
+        for second in range(1, 60):
+            self.assertEqual(('wait', 'squeue failed: Socket timed out', 0),
+                             self.step(watcher, float(second), '2 ready', '1 active'))
+
+    def test_a_workflow_that_stands_still_is_given_up_when_two_polls_have_seen_that(self):
+        watcher = torc.Watcher(torc.WatchRules())
+        self.assertEqual('wait', self.step(watcher, 0.0, '1 blocked')[0])
+        self.assertEqual('wait', self.step(watcher, 1.0, '1 ready', '1 nodes')[0])
+        self.assertEqual('wait', self.step(watcher, 2.0, '1 ready', labels={'gpu': 1})[0])
+        name, reason, code = self.step(watcher, 3.0, '1 ready', labels={'gpu': 1})
+        self.assertEqual(('end', 1), (name, code))
+        self.assertEqual('nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu',
+                         reason)
+
+    def test_labelled_jobs_get_no_allocation(self):
+        watcher = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True))
+        self.assertEqual('wait', self.step(watcher, 0.0, '2 ready', labels={'gpu': 2})[0])
+        self.assertEqual('schedule', self.step(watcher, 0.0, '3 ready', labels={'gpu': 2})[0])
+
+    def test_jobs_without_a_plan_get_allocations_when_they_are_many_or_have_waited_for_long(self):
+        rules = torc.WatchRules(schedules=True)
+        cases = ((1799, 9, {}, 'wait'), (1800, 9, {}, 'schedule'), (1800, 5, {}, 'schedule'),
+                 (1800, 4, {}, 'wait'), (7199, 1, {}, 'wait'), (7200, 1, {}, 'schedule'),
+                 (7200, 0, {}, 'wait'),
+                 (7200, 9, {'scheduled_at': 9000.0}, 'wait'), (7200, 9, {'scheduled_at': 8200.0}, 'schedule'))
+        for age_s, number, more, wanted in cases:
+            with self.subTest(age_s=age_s, number=number, more=more):
+                watcher = torc.Watcher(rules)
+                watcher.on_look(0.0, [])
+                said = watched('9 ready', '1 active', began_at=10000.0 - age_s, **more)
+                step = watcher.next_step(1.0, said)
+                if step.name == 'count':
+                    watcher.on_count(range(number))
+                    step = watcher.next_step(1.0, said)
+                self.assertEqual(wanted, step.name)
+        never = torc.Watcher(rules._replace(stranded_s=0))
+        never.on_look(0.0, [])
+        never.on_count([1])
+        self.assertEqual('wait', never.next_step(1.0, watched('9 ready', '1 active', began_at=0.0)).name)
+        plain = torc.Watcher(torc.WatchRules())
+        plain.on_look(0.0, [])
+        self.assertEqual('wait', plain.next_step(1.0, watched('9 ready', '1 active', began_at=0.0)).name)
+
+    def test_allocations_that_could_not_be_submitted_are_tried_again_at_growing_intervals(self):
+        watcher, now, pauses = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True)), 0.0, []
+        for _ in range(8):
+            self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
+            watcher.on_schedule(now, 'sbatch: no')
+            self.assertEqual(('wait', 'no allocations: sbatch: no', 0),
+                             self.step(watcher, now + 1, '2 ready'))
+            pauses.append(watcher.retry_at - now)
+            now = watcher.retry_at
+        self.assertEqual([60.0, 120.0, 240.0, 480.0, 960.0, 1800.0, 1800.0, 1800.0], pauses)
+        watcher.on_schedule(now, '')
+        self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
+
+    def test_a_workflow_that_gets_no_allocations_is_given_up_after_the_sixth_failure_in_a_row(self):
+        watcher = torc.Watcher(torc.WatchRules(schedules=True))
+        for number in range(torc.SCHEDULE_FAILURES):
+            self.assertEqual('schedule', self.step(watcher, watcher.retry_at, '2 ready')[0], number)
+            watcher.on_schedule(max(0.0, watcher.retry_at), 'sbatch: no')
+        self.assertEqual(('end', 'no allocations: sbatch: no', 1), self.step(watcher, 1.0, '2 ready'))
+
+    def test_a_recovery_that_was_refused_is_not_tried_again_in_the_same_run(self):
+        watcher = torc.Watcher(torc.WatchRules(recovers=True))
+        self.assertEqual('recover', self.step(watcher, 0.0, '1 failed')[0])
+        watcher.on_recover(1, 'the hook said no')
+        self.assertEqual(('end', 'what failed is not run again: the hook said no', 1),
+                         self.step(watcher, 0.0, '1 failed'))
+        self.assertEqual('recover', self.step(watcher, 0.0, '1 failed', run_id=2)[0])
+
 
 # ======== 19. Rendering ========
 #
@@ -25764,6 +27449,201 @@ class LivePlanTest(SlurmTest):
 
 # ======== 20f. Recovery commands ========
 
+
+class ReconcileTest(WorldTest):
+    """`workflows reconcile`: from the journals of runners to the server."""
+
+    def create(self, count: int = 6, **more: Any) -> Any:
+        """A workflow of that many jobs, of which the last waits for all others, initialized. What its client is."""
+        jobs = [dict({'name': f'j{number}', 'command': 'true'}, **more) for number in range(1, count)]
+        jobs.append({'name': 'last', 'command': 'true', 'depends_on': [job['name'] for job in jobs]})
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs}))
+        self.assertExit(0, self.world.main('create', 'w.json'))
+        self.assertExit(0, self.world.main('workflows', 'init', 1))
+
+    def journal(self, label: str, jobs: Iterable[int], **more: Any) -> str:
+        path = self.world.path('torc_output', 'offline_journal', f'offline_results_wf1_r1_{label}.db')
+        return write_journal(path, [journal_entry(job_id, **more) for job_id in jobs])
+
+    def reconcile(self, *words: Any) -> Any:
+        return self.assertExit(0, self.world.main('-f', 'json', 'workflows', 'reconcile', 1, 1, *words)).json()
+
+    def counts(self) -> Dict[str, int]:
+        rows = self.world.main('-f', 'json', 'jobs', 'list', 1).json()['items']
+        return dict(collections.Counter(row['status'] for row in rows))
+
+    def results(self) -> List[int]:
+        return sorted(row['job_id'] for row in self.world.main('-f', 'json', 'results', 'list', 1, '--all-runs').json()['items'])
+
+    def test_the_document_has_torcs_keys_and_says_what_each_journal_brought(self):
+        self.create()
+        recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'].startswith('workflows reconcile'))['stdout']
+        answer = self.reconcile()
+        self.assertEqual(recorded, {key: answer[key] for key in list(answer)[:len(recorded)]})
+        self.assertEqual(list(recorded), list(answer)[:len(recorded)])
+        paths = [self.journal('n1', (1, 2)), self.journal('n2', (2, 3, 99))]
+        answer = self.reconcile()
+        self.assertEqual((2, 5, 3, 1, 1), tuple(answer[key] for key in ('files', 'total_completions', 'accepted', 'rejected', 'known')))
+        self.assertEqual([(os.path.relpath(path, self.world.directory), *counts) for path, counts in zip(paths, ((2, 2, 0, 0), (3, 1, 1, 1)))],
+                         [(os.path.normpath(row['path']), row['completions'], row['accepted'], row['known'], row['rejected'])
+                          for row in answer['journals']])
+        self.assertEqual({'completed': 3, 'ready': 2, 'blocked': 1}, self.counts())
+
+    def test_it_says_torcs_line_what_was_rejected_and_that_a_second_call_found_nothing_new(self):
+        self.create()
+        path = self.journal('n1', (1, 2))
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertEqual('Reconciled workflow_id=1 run_id=1: 1 file(s), 2 completion(s) (2 accepted, 0 rejected)\n'
+                         '  ./torc_output/offline_journal/offline_results_wf1_r1_n1.db: 2 completions, 2 accepted, 0 known, 0 rejected\n', said.out)
+        with open(path, 'rb') as file:
+            kept = file.read()
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertIn('(0 accepted, 0 rejected)\n', said.out)
+        self.assertEqual('nothing was new: all 2 completions were known\n', said.err)
+        with open(path, 'rb') as file:
+            self.assertEqual(kept, file.read())
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 2))
+        self.assertEqual('Reconciled workflow_id=1 run_id=2: 0 file(s), 0 completion(s) (0 accepted, 0 rejected)\n', said.out)
+        self.assertEqual('no journal of workflow_id=1 run_id=2 was found below .\n', said.err)
+        self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '-r', '--no-prompts'))
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertIn('(0 accepted, 2 rejected)\n', said.out)
+        self.assertEqual('rejected: 2 completions: run 1 of workflow 1 is over: the current one is 2\n', said.err)
+
+    def test_faulty_journals_are_named_and_the_others_brought(self):
+        self.create()
+        good, bad = self.journal('n1', (1, 2)), self.journal('n2', ())
+        self.world.write(bad, 'no database')
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'torc_output'))
+        self.assertIn('2 file(s), 2 completion(s) (2 accepted', said.out)
+        self.assertIn('_n2.db: it is no SQLite file\n', said.err)
+        self.assertTrue(os.path.exists(good) and os.path.exists(bad))
+
+    def test_a_directory_or_workflow_that_is_not_there_is_an_error(self):
+        self.create()
+        self.assertExit(2, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'nowhere'), 'there is no directory nowhere')
+        self.assertExit(4, self.world.main('workflows', 'reconcile', 7, 1), 'there is no workflow 7')
+
+    def test_a_torn_journal_brings_what_is_whole_of_it(self):
+        self.create(400)
+        path = self.journal('n1', range(1, 400))
+        os.truncate(path, os.path.getsize(path) * 3 // 4)
+        answer = self.reconcile()
+        self.assertEqual(1, len(answer['problems']))
+        self.assertTrue(200 < answer['accepted'] < 399, answer['accepted'])
+        self.assertEqual(answer['accepted'], len(self.results()))
+
+    def test_two_runners_with_a_thousand_jobs_each_together_and_twice(self):
+        self.create(2001)
+        for label, first in (('n1', 1), ('n2', 1001)):
+            self.journal(label, range(first, first + 1000))
+        answer = self.reconcile()
+        self.assertEqual((2000, 0, 0), tuple(answer[key] for key in ('accepted', 'rejected', 'known')))
+        self.assertEqual({'completed': 2000, 'ready': 1}, self.counts())
+        answer = self.reconcile()
+        self.assertEqual((0, 0, 2000), tuple(answer[key] for key in ('accepted', 'rejected', 'known')))
+        self.assertEqual(list(range(1, 2001)), self.results())
+
+    def test_a_journal_of_torc_py_with_a_retry_makes_the_job_ready_again(self):
+        self.create()
+        path = torc.journal_path(self.world.path('torc_output'), 1, 1, 'n1')
+        journal = torc.Journal(path)
+        completion = {'job_id': 1, 'attempt_id': 1, 'return_code': 3, 'status': 'failed', 'exec_time_minutes': 0.5,
+                      'completion_time': '2026-01-01T00:00:00.000Z', 'retry': True, 'max_retries': 2, 'reason': 'no licence'}
+        journal.keep([torc.format_journal_entry(completion, 1, 1, 9)])
+        self.assertEqual(1, self.reconcile()['accepted'], 'while its writer has it open')
+        journal.close()
+        job = self.world.main('-f', 'json', 'jobs', 'get', 1).json()
+        self.assertEqual(('ready', 2), (job['status'], job['attempt_id']))
+        self.assertEqual(1, self.reconcile()['known'])
+
+    def test_requests_carry_what_a_server_takes_and_earlier_attempts_come_first(self):
+        self.set_constant('REPLAY_BYTES', 1500)
+        entries = [journal_entry(number, attempt_id=1 + number % 2) for number in range(1, 8)]
+        entries.append(journal_entry(9, torc_py={'reason': 'x', 'file_times': {str(number): 1.5 for number in range(200)}}))
+        pieces = list(torc.replay_pieces([torc.JournalFound('x', entries, {})]))
+        self.assertEqual([2, 4, 6, 9, 1, 3, 5, 7], [entry['job_id'] for piece in pieces for entry in piece])
+        self.assertTrue(all(len(torc.format_json(piece)) <= 1600 for piece in pieces))
+        large = next(entry for piece in pieces for entry in piece if entry['job_id'] == 9)
+        self.assertEqual(('x', None), (large['torc_py']['reason'], large['torc_py']['file_times']))
+
+    def test_killed_anywhere_a_second_call_finishes_it(self):
+        self.create(40)
+        self.journal('n1', range(1, 21))
+        self.journal('n2', range(21, 40))
+        setup = ('import signal\ntorc.MAX_COMPLETIONS_PER_REQUEST = 5\nplain, left = torc.record_end, [{}]\n'
+                 'def record_end(*args):\n    left[0] -= 1\n    if left[0] == 0: os.kill(os.getpid(), signal.SIGKILL)\n'
+                 '    return plain(*args)\ntorc.record_end = record_end')
+        for number in (1, 4, 6, 13):
+            killed = self.world.cli('workflows', 'reconcile', 1, 1, env={'TORC_TEST_SETUP': setup.format(number)})
+            self.assertEqual(-signal.SIGKILL, killed.code, killed)
+            self.assertEqual(self.counts().get('completed', 0), len(self.results()))
+        self.assertEqual(0, len(self.results()) % 5, 'each request is done or not done')
+        answer = self.reconcile()
+        self.assertEqual(39, answer['accepted'] + answer['known'])
+        self.assertTrue(answer['known'] > 0)
+        self.assertEqual({'completed': 39, 'ready': 1}, self.counts())
+        self.assertEqual(list(range(1, 40)), self.results())
+
+    @slow
+    def test_jobs_go_on_at_a_server_that_is_back_as_an_older_copy_of_its_database(self):
+        jobs = [{'name': name, 'command': f'echo x >> {name}; while test ! -e go; do sleep 0.1; done'} for name in 'ab']
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs + [{'name': 'c', 'command': 'echo x >> c', 'depends_on': ['a']}]}))
+        self.world.serve('--db', 'torc.db')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+
+        def stop() -> None:
+            self.world.server.process.kill()
+            self.world.server.process.wait()
+        stop()
+        names = [name for name in ('torc.db', 'torc.db-wal') if os.path.exists(self.world.path(name))]
+        for name in names:
+            shutil.copy(self.world.path(name), self.world.path('old-' + name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        runner = self.world.start('--url', self.world.url, 'run', 1, '--poll-interval', '0.2', '--num-cpus', 2)
+        self.world.wait(lambda: self.world.read('a') and self.world.read('b'), 30, 'the jobs', [runner])
+        listing = ('--url', self.world.url, '-f', 'json', 'jobs', 'list', 1, '-s', 'running')
+        self.world.wait(lambda: len(self.world.main(*listing).json()['items']) == 2, 30, 'their starts', [runner])
+        stop()
+        for name in ('torc.db', 'torc.db-wal', 'torc.db-shm'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.world.path(name))
+        for name in names:
+            shutil.copy(self.world.path('old-' + name), self.world.path(name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.world.wait(lambda: 'had released compute node' in runner.err + runner.out, 60, 'its registration', [runner])
+        self.world.write('go', '')
+        self.world.wait(lambda: runner.process.poll() is not None, 60, 'the end of the runner')
+        self.assertEqual(0, runner.process.returncode, runner.err)
+        self.assertEqual(['x\n'] * 3, [self.world.read(name) for name in 'abc'], 'each ran once')
+        found = self.world.main('--url', self.world.url, '-f', 'json', 'results', 'list', 1, '--all-runs').json()['items']
+        self.assertEqual([(1, 1, 0), (2, 1, 0), (3, 1, 0)], sorted((row['job_id'], row['attempt_id'], row['return_code']) for row in found))
+
+    @slow
+    def test_a_server_that_is_killed_meanwhile_loses_nothing(self):
+        self.world.environment['TORC_TEST_SETUP'] = 'torc.MAX_COMPLETIONS_PER_REQUEST = 20'
+        self.world.serve('--db', 'torc.db')
+        jobs = [{'name': 'j{i}', 'command': 'true', 'parameters': {'i': '1:2000'}}]
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs}))
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+        for label, first in (('n1', 1), ('n2', 1001)):
+            self.journal(label, range(first, first + 1000))
+        command = self.world.start('--url', self.world.url, 'workflows', 'reconcile', 1, 1)
+        reader = self.world.connect(url=self.world.url)
+        self.addCleanup(reader.close)
+        self.world.wait(lambda: reader.call('list_results', workflow_id=1, limit=1)['total_count'] > 100, 30, 'some results')
+        self.world.server.process.kill()
+        code = self.world.wait(lambda: command.process.poll(), 90, 'the end of the command')
+        self.assertEqual(3, code, command.err)
+        self.world.serve('--db', 'torc.db')
+        said = self.assertExit(0, self.world.cli('--url', self.world.url, '-f', 'json', 'workflows', 'reconcile', 1, 1)).json()
+        self.assertEqual((2000, 0), (said['accepted'] + said['known'], said['rejected']))
+        self.assertTrue(100 < said['known'] < 2000, said['known'])
+
+
 class SyncStatusTest(CommandTest):
     """`workflows sync-status`, on a scripted Slurm."""
     SPEC = """
@@ -28391,6 +30271,132 @@ class ClusterCase(SlurmTest, FlowTest):
     def count_calls(self) -> FakeSlurm:
         """Let the real programs be called through scripts that tell of it."""
         return self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+
+
+class OrphanCase(ClusterCase):
+    """Allocations that end without a word: what `workflows sync-status` makes of them."""
+    SPEC = """
+        name: orphans
+        execution_config: {mode: MODE}
+        resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT5M}]
+        slurm_schedulers: [{name: s, account: wfacct, walltime: "00:10:00", extra: "EXTRA"}]
+        jobs:
+          - {name: "j{i}", command: "echo x >> began; until [ -e go ]; do sleep 0.2; done; echo {i} >> done",
+             parameters: {i: "1:2"}, resource_requirements: r}
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]
+    """
+
+    def begin(self, extra: str = '--no-requeue', mode: str = 'direct') -> Dict[str, Any]:
+        """Both jobs run in an allocation; its compute node."""
+        self.submit(self.SPEC.replace('EXTRA', extra).replace('MODE', mode))
+        self.wait_slurm(lambda: self.world.read('began').count('x') == 2 and self.count('running') == 2, 60,
+                        'both jobs', self.situation)
+        return self.rows('list_compute_nodes')[0]
+
+    def count(self, status: str) -> int:
+        """How many jobs have this status."""
+        return sum(row['status'] == status for row in self.rows('list_jobs'))
+
+    def sync(self, *flags: str) -> Dict[str, Any]:
+        """`workflows sync-status`."""
+        return self.assertExit(0, self.world.cli('-f', 'json', 'workflows', 'sync-status', 1, *flags)).json()
+
+    def sync_when_certain(self, key: str, deadline_s: float = 60) -> Dict[str, Any]:
+        """Once a dry run finds jobs it is done, and once more finds nothing new; nobody is asked but Slurm."""
+        before = self.wait_slurm(lambda: (lambda found: found[key] and found)(self.sync('--dry-run')),
+                                 deadline_s, key, lambda: [self.sync('--dry-run'), self.situation()])
+        self.assertEqual(2, self.count('running'))
+        found, again = self.sync(), self.sync()
+        for row in (before, found):
+            row['doubts'] = []
+        self.assertEqual(dict(before, dry_run=False), found)
+        self.assertEqual(([], 0, []), (again['allocations'], again['compute_nodes_deactivated'],
+                                       again['failed_job_details'] + again['requeued_job_details']))
+        self.assertEqual(({'complete'}, found['allocations'][0]['reason']), (
+            {row['status'] for row in self.rows('list_scheduled_compute_nodes')},
+            self.rows('list_scheduled_compute_nodes')[0]['reason']))
+        return found
+
+    def go_on(self) -> None:
+        """Another allocation brings the jobs to their end, each once."""
+        self.world.write('go', '')
+        self.assertExit(0, self.world.cli('slurm', 'schedule-nodes', 1, '-p', 1))
+        self.wait_slurm(lambda: self.count('completed') == 2, 90, 'the end of the jobs', self.situation)
+        self.assertEqual(['1', '2'], sorted(self.world.read('done').split()))
+
+
+@slow
+class OrphanTest(OrphanCase):
+    """What needs no node for itself."""
+
+    def test_an_active_allocation_that_was_canceled_tells_it_itself(self):
+        self.begin()
+        self.bed.ask('scancel', self.live_allocations()[0].id)
+        self.wait_slurm(lambda: self.count('ready') == 2, 30, 'the last words of the runner', self.situation)
+        self.wait_gone()
+        found = self.sync()
+        self.assertEqual(([], 0, {'pending': 0, 'active': 0}), (found['allocations'], found['jobs_requeued'], found['alive']))
+        row, = self.rows('list_scheduled_compute_nodes')
+        self.assertEqual(('complete', 'its last runner (compute node 1) has left'), (row['status'], row['reason']))
+
+    def test_a_pending_allocation_that_was_canceled(self):
+        self.submit(self.SPEC.replace('EXTRA', '--begin=now+1hour').replace('MODE', 'direct'))
+        self.assertEqual({'pending': 1, 'active': 0}, self.sync('--dry-run')['alive'])
+        number = self.live_allocations()[0].id
+        self.bed.ask('scancel', number)
+        before = self.wait_slurm(lambda: (lambda found: found['pending_allocations_cleaned'] and found)(self.sync('--dry-run')),
+                                 30, 'its end')
+        self.assertEqual('pending', self.rows('list_scheduled_compute_nodes')[0]['status'])
+        found, again = self.sync(), self.sync()
+        self.assertEqual((dict(before, dry_run=False), 0), (found, again['pending_allocations_cleaned']))
+        row, = self.rows('list_scheduled_compute_nodes')
+        self.assertEqual('complete', row['status'])
+        self.assertRegex(row['reason'], fr'^Slurm job {number} was canceled by a user or administrator \(CANCELLED')
+        self.assertIn(row['reason'], self.assertExit(0, self.world.cli('scheduled-compute-nodes', 'list', 1)).out)
+
+    def test_a_runner_that_was_killed_inside_its_allocation(self):
+        node = self.begin()
+        number = self.live_allocations()[0].id
+        os.kill(node['pid'], signal.SIGKILL)
+        found = self.sync_when_certain('slurm_jobs_failed')
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {number} ended with another exit code \(FAILED, exit code 0:9, at .*Z\)$')
+        self.assertEqual((0, 2), (found['jobs_requeued'], found['slurm_jobs_failed']))
+        for row in self.rows('list_results'):
+            self.assertEqual((-128, 'failed'), (row['return_code'], row['status']))
+            self.assertIn(found['allocations'][0]['reason'], row['reason'])
+
+
+@slow
+class LostNodeTest(OrphanCase):
+    """What needs nodes for itself."""
+    is_alone = True
+
+    def test_an_active_allocation_that_was_canceled_while_its_runner_could_not_say_so(self):
+        node = self.begin()
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'thaw-node', allocation.nodes)
+        self.bed.control('freeze-node', allocation.nodes)
+        self.bed.ask('scancel', allocation.id)
+        self.assertIn(f'Slurm job {allocation.id} is ending (COMPLETING)', self.sync()['doubts'])
+        os.kill(node['pid'], signal.SIGKILL)
+        self.bed.control('thaw-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued')
+        self.assertRegex(found['allocations'][0]['reason'], fr'^Slurm job {allocation.id} was canceled by a user or '
+                         r'administrator \(CANCELLED, at .*Z\)$')
+        self.assertEqual((2, 0, 1), (found['jobs_requeued'], found['slurm_jobs_failed'], found['compute_nodes_deactivated']))
+        self.go_on()
+        self.assertEqual({2}, {row['attempt_id'] for row in self.rows('list_results')})
+
+    def test_a_node_that_is_lost(self):
+        self.begin()
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'start-node', allocation.nodes)
+        self.bed.control('kill-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued', 150)
+        self.assertRegex(found['allocations'][0]['reason'], fr'^Slurm job {allocation.id} lost a node \(NODE_FAIL')
+        self.bed.control('start-node', allocation.nodes)
+        self.go_on()
 
 
 STAGED = '''
@@ -31571,7 +33577,7 @@ BORDERS = {
     'LongRequests.carry_out': 'what a thread meets is raised in the loop',
     'run_reader': 'the last line of a forked process: nothing of its parent may run below it',
     'Server.work': 'a bug costs one look at the clock',
-    'SnapshotWriter.work': 'a bug costs one snapshot; finish() reports it',
+    'CopyWriter.work': 'a bug costs one snapshot; finish() reports it',
     'Users.work': 'a bug costs one look at a password, not all later ones',
     'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
     'main': 'a bug becomes a traceback and exit 70',
