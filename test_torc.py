@@ -28046,6 +28046,29 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertEqual((True, len(set(names))), (bool(names), len(names)))
         self.assertExit(4, self.world.main(*self.OPTIONS), 'allocations pending')
 
+    KILLS, SEED = 3, 13
+
+    @slow
+    def test_killed_at_any_moment_it_is_done_or_not_and_the_next_call_finishes_it(self):
+        chance = random.Random(self.SEED)
+        for number in range(self.KILLS):
+            if number:
+                self.doCleanups()
+                self.setUp()
+            with self.subTest(seed=self.SEED, number=number):
+                started, killed = time.monotonic(), self.world.start(*self.OPTIONS)
+                end = started + chance.uniform(0.1, 1.5)
+                self.world.wait(lambda: killed.has_ended() or time.monotonic() > end, 20, 'the moment')
+                killed.kill()
+                for _ in range(3):      # the last one finds all done
+                    outcome = self.world.cli(*self.OPTIONS)
+                    self.assertIn(outcome.code, (0, 4), str(outcome))
+                self.assertIn('Cannot recover: workflow is not complete', outcome.err)
+                statuses, needs, run_id = self.state()
+                self.assertEqual((2, 'ready', 'failed', '2g', 'PT1H30M'), (run_id, statuses['oom'], statuses['bad'], needs['oom'][0], needs['slow'][1]))
+                names = [line.split('|')[2] for line in self.queue()]
+                self.assertEqual((3, 3), (len(names), len(set(names))))
+
     @slow
     def test_where_slurm_refuses_the_way_on_is_told(self):
         self.hook('hook', 'echo "sbatch: error: no more jobs" >&2; exit 1')
