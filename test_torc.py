@@ -23881,6 +23881,9 @@ class FailureTest(unittest.TestCase):
                 ({'code': 1, 'minutes': 59}, '', 'declared output files are missing: x', 'unknown'),
                 ({'code': -128, 'minutes': 0}, '', '', 'lost'),
                 ({'code': -128, 'minutes': 70}, '', 'compute node 1 (n1), which ran it, went away', 'lost'),
+                ({'code': -128, 'minutes': 59}, '', 'Slurm job 17 reached its time limit (TIMEOUT, at 2026-01-01T00:00:00Z)', 'timeout'),
+                ({'code': -128, 'minutes': 20}, '', 'Slurm job 17 reached its time limit (TIMEOUT)', 'lost'),
+                ({'code': -128, 'minutes': 59}, '', 'Slurm job 17 lost a node (NODE_FAIL, exit code 1:0)', 'lost'),
                 # without evidence Torc's table
                 ({'code': 137, 'minutes': 47}, '', '', 'memory'), ({'code': 137, 'minutes': 49}, '', '', 'unknown'),
                 ({'code': 137, 'minutes': 55}, '', '', 'timeout'), ({'code': 152, 'minutes': 1}, '', '', 'timeout'),
@@ -27912,6 +27915,12 @@ class RecoverTest(RecoverCase):
         statuses = self.statuses()
         self.assertEqual(('ready', 'pending_failed', 'ready'), (statuses['bad'], statuses['slow'], statuses['oom']))
         self.assertEqual('5g', self.needs()['bad'][0])
+
+    def test_what_waits_for_a_decision_alone_is_not_taken_for_left(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None), 'good': (0, 'completed', 1.0, None)})
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE job SET status = 1 WHERE name = 'late'")
+        self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed; 1 wait for a decision')
 
     def test_classify_decides_about_one_job(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None)})

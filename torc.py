@@ -29082,6 +29082,8 @@ REASON_SIGNS = (
     ('deadline', r"stopped: the runner's time is over"),
     ('unknown', 'declared output files are missing: |' + re.escape(STEP_OUTCOMES['canceled'].meaning)),
 )
+# Of an allocation that Slurm ended with its runner in it; see describe_slurm_end.
+ALLOCATION_TIMEOUT = Expression(r'Slurm job [0-9]+ [^(]*\(TIMEOUT\b')
 STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'node': 'lost', 'preempted': 'lost'}
 
 
@@ -29104,6 +29106,8 @@ def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
     if cause:
         return cause, f'Slurm says {state} of its step'
     sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+    if result['return_code'] == ORPHAN_RETURN_CODE and ALLOCATION_TIMEOUT.search(reason):
+        sign = 'deadline'
     if sign == 'deadline':
         # Cut off long before it had the time that it asked for, it needs no more of it.
         is_early = seconds_of(result) + CUT_OFF_S < TIMEOUT_SHARE * limit_of('Runtime', use.needs)
@@ -35582,7 +35586,9 @@ class Recovery:
         self.jobs = self.session.items('list_jobs', workflow_id=self.workflow_id)
         self.diagnose()
         counts = status['jobs_by_status']
-        self.num_left = counts['ready'] + counts['blocked'] + self.cleaned.get('jobs_requeued', 0)
+        ready = counts['ready'] + (self.cleaned.get('jobs_requeued', 0) if self.options.is_dry_run else 0)
+        # Without a ready job the blocked ones wait for a failure that is undecided.
+        self.num_left = ready + counts['blocked'] if ready else 0
         if not self.failures:
             self.refuse_without_failures(counts)
 
@@ -35738,7 +35744,8 @@ class Recovery:
         losses = collections.Counter()      # type: collections.Counter[int]
         if any(failure.kind == 'lost' for failure in self.failures):
             losses.update(item['job_id'] for item in self.session.items(
-                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True))
+                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True)
+                if item['status'] == 'failed')      # others had only been claimed
         return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
                            self.find_ceiling(), losses)
 
