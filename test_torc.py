@@ -24114,6 +24114,9 @@ class FailureTest(unittest.TestCase):
                 ({'code': 1, 'minutes': 59}, '', 'declared output files are missing: x', 'unknown'),
                 ({'code': -128, 'minutes': 0}, '', '', 'lost'),
                 ({'code': -128, 'minutes': 70}, '', 'compute node 1 (n1), which ran it, went away', 'lost'),
+                ({'code': -128, 'minutes': 59}, '', 'Slurm job 17 reached its time limit (TIMEOUT, at 2026-01-01T00:00:00Z)', 'timeout'),
+                ({'code': -128, 'minutes': 20}, '', 'Slurm job 17 reached its time limit (TIMEOUT)', 'lost'),
+                ({'code': -128, 'minutes': 59}, '', 'Slurm job 17 lost a node (NODE_FAIL, exit code 1:0)', 'lost'),
                 # without evidence Torc's table
                 ({'code': 137, 'minutes': 47}, '', '', 'memory'), ({'code': 137, 'minutes': 49}, '', '', 'unknown'),
                 ({'code': 137, 'minutes': 55}, '', '', 'timeout'), ({'code': 152, 'minutes': 1}, '', '', 'timeout'),
@@ -28392,6 +28395,7 @@ class RecoverTest(RecoverCase):
         self.assertExit(4, self.world.main('recover', 1, '--recovery-hook', 'false'), "the recovery hook 'false' ended with return code 1")
         self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', '"'), '--recovery-hook')
         self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', './none'), './none cannot be started')
+        self.assertExit(0, self.world.main('recover', 1, '--dry-run', '--recovery-hook', 'echo "a b"'), "First, the recovery hook: echo 'a b' 1")
         self.assertEqual(before, self.statuses())
         os.chmod(self.world.write('my hook.sh', '#!/bin/sh\necho "$@ $TORC_WORKFLOW_ID $TORC_RUN_ID $TORC_API_URL" > told\n'), 0o755)
         self.assertExit(0, self.world.main('recover', 1, '--recovery-hook', "'my hook.sh' -x 'two words'"))
@@ -28425,6 +28429,12 @@ class RecoverTest(RecoverCase):
         self.assertEqual(('ready', 'pending_failed', 'ready'), (statuses['bad'], statuses['slow'], statuses['oom']))
         self.assertEqual('5g', self.needs()['bad'][0])
 
+    def test_what_waits_for_a_decision_alone_is_not_taken_for_left(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None), 'good': (0, 'completed', 1.0, None)})
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE job SET status = 1 WHERE name = 'late'")
+        self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed; 1 wait for a decision')
+
     def test_classify_decides_about_one_job(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None)})
         self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail', '--reason', 'x', '--memory', '1g'), 'go with retry')
@@ -28433,6 +28443,7 @@ class RecoverTest(RecoverCase):
         self.assertIn('a bug', self.text('explain 1') + self.text('status 1'))
         self.assertExit(4, self.world.main('jobs', 'classify', 3, 'retry', '--reason', 'x'), 'is failed: only the failure')
 
+    @slow
     def test_on_a_terminal_each_class_is_asked_about(self):
         self.ended(self.SPEC, self.ENDS)
         code, said = self.typed('a\n4\ns\nr\nmaybe\ns\n\n', 'recover', 1)
@@ -28452,7 +28463,7 @@ class RecoverTest(RecoverCase):
     def test_a_job_killed_for_its_memory_completes_after_a_recover(self):
         self.world.write('w.yaml', RECOVERED)
         self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        found = self.json('recover 1')
+        found = self.json('recover 1 --memory-multiplier 6')      # it may have been seen while it grew
         self.assertEqual(['used', 'no such luck'], [row['evidence'][:len(wanted)] for row, wanted in zip(
             found['diagnosis']['resource_violations'], ('used', 'no such luck'))])
         self.assertExit(1, self.world.cli('run', 1))
@@ -28472,6 +28483,192 @@ class RecoverTest(RecoverCase):
         kinds = {row['job_name']: row['failure_class'] for row in result['diagnosis']['resource_violations']}
         self.assertEqual({'short': 'timeout', 'long': 'lost'}, kinds, result)
         self.assertEqual(([1, 2], 'PT1H'), (result['result']['jobs_to_retry'], self.needs()['long'][1]))
+
+
+class RecoverAllocationsTest(SubmitCase, RecoverCase):
+    """The same for a workflow that had allocations, on a scripted Slurm."""
+
+    SPEC = RecoverTest.SPEC + """
+        slurm_schedulers: [{name: one, account: acct, walltime: "02:00:00"}]
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one, scheduler_type: slurm, num_allocations: 1}]
+        """
+    OPTIONS = ('recover', 1, '--profile', 'kestrel')
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.ended(textwrap.dedent(RecoverTest.SPEC) + textwrap.dedent(self.SPEC[len(RecoverTest.SPEC):]), RecoverTest.ENDS)
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute('INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, status) '
+                             "VALUES (1, 50, 1, 'slurm', 'complete')")
+
+    def recover(self, *argv: Any, code: int = 0) -> Any:
+        """Its JSON."""
+        return self.assertExit(code, self.world.main('-f', 'json', *self.OPTIONS, *argv)).json()
+
+    def state(self) -> Any:
+        """Statuses, requirements, and the run."""
+        return self.statuses(), self.needs(), self.json('workflows get 1')['run_id']
+
+    @slow
+    def test_new_allocations_are_planned_with_what_jobs_get_and_submitted(self):
+        before = self.state()
+        planned = self.recover('--dry-run', '--memory-multiplier', '300')
+        schedulers = planned['result']['slurm_dry_run']['planned_schedulers']
+        self.assertEqual({'oom': 'medmem', 'slow': 'short', 'gone': 'short', 'after': 'short'},
+                         {name: row['partition'] for row in schedulers for name in row['job_names']})
+        self.assertEqual((before, []), (self.state(), self.fakes.calls('sbatch')))
+        done = self.recover()
+        self.assertEqual(('slurm', 2, 4), (done['mode'], done['run_id'], done['jobs_to_run']))
+        self.assertEqual(len(self.fakes.calls('sbatch')), done['result']['slurm']['allocations_submitted'])
+        self.assertEqual('ready', self.statuses()['oom'])
+        events = [event['data']['action'] for event in self.json('events list 1')['items'] if event['data'].get('category') == 'recovery']
+        self.assertEqual(['recover', 'recover_submitted'], events)
+        actions = [(row['trigger_type'], row['executed']) for row in self.json('workflows list-actions 1')['actions'] if not row['is_recovery']]
+        self.assertEqual([('on_workflow_start', True)], actions)        # taken: it would submit the same again
+
+    @slow
+    def test_what_can_fail_fails_before_anything_changes(self):
+        before = self.state()
+        for argv, words in ((['--partition', 'none'], 'has no partition'), (['--memory-multiplier', '1000', '--retry-unknown'], None),
+                            (['--profile', 'nowhere'], "no profile 'nowhere'")):
+            if words:
+                with self.subTest(words):
+                    self.assertExit(2, self.world.main(*self.OPTIONS, *argv), words)
+                    self.assertEqual(before, self.state())
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE resource_requirements SET memory = '1000g', memory_bytes = 1000 * 1024 * 1024 * 1024 WHERE name = 'small'")
+        before = self.state()
+        outcome = self.assertExit(2, self.world.main(*self.OPTIONS, '--memory-multiplier', '9'))
+        self.assertIn('oom would fit no partition: ', outcome.err)
+        self.assertEqual((before, []), (self.state(), self.fakes.calls('sbatch')))
+        self.assertExit(4, self.world.main(*self.OPTIONS, env={'TORC_FAKE_SBATCH': '/no/sbatch'}), 'there is no /no/sbatch here')
+        self.assertEqual(before, self.state())
+
+    def test_a_job_that_had_the_longest_walltime_is_told_so(self):
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE resource_requirements SET runtime = 'P10D', runtime_s = 864000 WHERE name = 'small'")
+            database.execute('UPDATE result SET exec_time_minutes = 14400 WHERE job_id = 2')
+        result = self.recover('--dry-run')['result']
+        self.assertEqual([1, 4], result['jobs_to_retry'])
+        self.assertRegex(result['notes'][0], r'^slow: P10D cannot become more, partition \w+ gives at most P9DT23H58M$')
+        self.assertIn('slow', [row['job_name'] for row in result['not_retried']])
+        result = self.recover('--dry-run', '--walltime', '1-00:00:00')['result']
+        self.assertIn('the walltime of the allocations gives at most PT23H58M', result['notes'][0])
+
+    @slow
+    def test_one_that_was_killed_before_the_submission_is_finished_by_the_next(self):
+        self.hook('hook', 'kill -9 $PPID; sleep 0.1')
+        self.assertEqual(-signal.SIGKILL, self.world.cli(*self.OPTIONS).code)
+        run = self.state()
+        self.assertEqual(('ready', 2), (run[0]['oom'], run[2]))
+        self.hook('hook')
+        done = self.recover()
+        self.assertEqual((run[1], 2, []), (self.needs(), done['run_id'], done['result']['jobs_to_retry']))
+        names = [line.split('|')[2] for line in self.queue()]
+        self.assertEqual((True, len(set(names))), (bool(names), len(names)))
+        self.assertExit(4, self.world.main(*self.OPTIONS), 'allocations pending')
+
+    KILLS, SEED = 3, 13
+
+    @slow
+    def test_killed_at_any_moment_it_is_done_or_not_and_the_next_call_finishes_it(self):
+        chance = random.Random(self.SEED)
+        for number in range(self.KILLS):
+            if number:
+                self.doCleanups()
+                self.setUp()
+            with self.subTest(seed=self.SEED, number=number):
+                started, killed = time.monotonic(), self.world.start(*self.OPTIONS)
+                end = started + chance.uniform(0.1, 1.5)
+                self.world.wait(lambda: killed.has_ended() or time.monotonic() > end, 20, 'the moment')
+                killed.kill()
+                for _ in range(3):      # the last one finds all done
+                    outcome = self.world.cli(*self.OPTIONS)
+                    self.assertIn(outcome.code, (0, 4), str(outcome))
+                self.assertIn('Cannot recover: workflow is not complete', outcome.err)
+                statuses, needs, run_id = self.state()
+                self.assertEqual((2, 'ready', 'failed', '2g', 'PT1H30M'), (run_id, statuses['oom'], statuses['bad'], needs['oom'][0], needs['slow'][1]))
+                names = [line.split('|')[2] for line in self.queue()]
+                self.assertEqual((3, 3), (len(names), len(set(names))))
+
+    @slow
+    def test_where_slurm_refuses_the_way_on_is_told(self):
+        self.hook('hook', 'echo "sbatch: error: no more jobs" >&2; exit 1')
+        self.assertExit(4, self.world.main(*self.OPTIONS), 'no more jobs', '(run 2 has begun; submit it with: torc.py recover 1)')
+        self.hook('hook')
+        self.assertEqual(2, self.recover()['run_id'])
+
+    @slow
+    def test_one_that_was_killed_right_after_the_change_is_finished_by_the_next(self):
+        patched = unittest.mock.patch.object(torc.Recovery, 'submit', side_effect=KeyboardInterrupt)
+        with patched:
+            self.assertExit(130, self.world.main(*self.OPTIONS))
+        self.assertEqual(([], 'ready'), (self.fakes.calls('sbatch'), self.statuses()['oom']))
+        done = self.recover()
+        self.assertEqual((2, True), (done['run_id'], bool(self.fakes.calls('sbatch'))))
+
+    @slow
+    def test_on_a_terminal_an_existing_scheduler_may_be_chosen(self):
+        code, said = self.typed('r\nr\ns\nr\n1\n3:00:00\ny\n2\ny\n', *self.OPTIONS)
+        self.assertEqual(0, code, said)
+        for words in ('1: one, 1 nodes for 02:00:00', 'Make a copy one_recovery with 03:00:00? (y/N)',
+                      '2 allocations of scheduler one_recovery for 03:00:00', 'submitted 2 allocations for'):
+            self.assertIn(words, said)
+        self.assertEqual([('one', '02:00:00'), ('one_recovery', '03:00:00')],
+                         [(row['name'], row['walltime']) for row in self.json('slurm list 1')['items']])
+        self.assertEqual(2, len(self.fakes.calls('sbatch')))
+
+
+@slow
+class RecoverOnSlurmTest(SlurmTest):
+    """The same on a real Slurm: what it killed completes after a recover."""
+
+    SPEC = """
+        name: recovered
+        execution_config: {sigkill_headroom_seconds: 90}
+        resource_requirements: [{name: small, num_cpus: 1, memory: 60m, runtime: PT1M}]
+        slurm_schedulers: [{name: one, account: wfacct, walltime: "00:03:00"}]
+        jobs:
+          - {name: oom, command: "python3 -c 'import time; x = bytearray(150 * 2 ** 20); time.sleep(8)'", resource_requirements: small, scheduler: one}
+          - {name: slow, command: "sleep 95", resource_requirements: small, scheduler: one}
+          - {name: good, command: "true", resource_requirements: small, scheduler: one}
+          - {name: after, command: "true", depends_on: [oom, slow], resource_requirements: small, scheduler: one}
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one, scheduler_type: slurm, num_allocations: 1}]
+        """
+
+    def wait_idle(self) -> Dict[str, str]:
+        """Wait until no allocation is left; status of each job."""
+        self.wait_slurm(lambda: self.allocations() and not self.live_allocations(), 300, 'the end of the allocations')
+        jobs = self.assertExit(0, self.world.main('-f', 'json', 'jobs', 'list', 1)).json()['items']
+        return {job['name']: job['status'] for job in jobs}
+
+    def recover(self, *argv: Any) -> Any:
+        """Its JSON."""
+        return self.assertExit(0, self.world.cli('-f', 'json', 'recover', 1, '--profile', 'slurm', *argv)).json()
+
+    def test_jobs_that_slurm_killed_for_memory_and_time_complete_in_the_next_run(self):
+        self.world.write('w.yaml', self.SPEC)
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'w.yaml'))
+        self.assertEqual({'oom': 'failed', 'slow': 'terminated', 'good': 'completed', 'after': 'canceled'}, self.wait_idle())
+        planned = self.recover('--dry-run')
+        self.assertEqual(3, sum(row['job_count'] for row in planned['result']['slurm_dry_run']['planned_schedulers']))
+        done = self.recover('--memory-multiplier', '4')     # it may have been seen while it grew
+        result = done['result']
+        self.assertEqual((1, 1, [1, 2], 2), (result['oom_fixed'], result['timeout_fixed'], result['jobs_to_retry'], done['run_id']))
+        self.assertEqual(2, result['slurm']['allocations_submitted'], done)
+        self.assertEqual({'completed'}, set(self.wait_idle().values()))
+
+    def test_what_an_allocation_left_that_was_canceled_goes_on_in_another(self):
+        self.world.write('w.yaml', self.SPEC.replace('sleep 95', 'until [ -e go ]; do sleep 0.2; done').replace('memory: 60m', 'memory: 300m'))
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'submit', '-p', '0.5', 'w.yaml')).json()
+        self.world.wait(lambda: 'running' in self.world.main('jobs', 'list', 1, '-f', 'csv').out, 60, 'the start of a job')
+        self.assertExit(4, self.world.cli('recover', 1), 'Cannot recover: workflow is not complete')
+        self.bed.ask('scancel', *done['slurm_job_ids'])
+        self.world.write('go', '')
+        statuses = self.wait_idle()
+        self.assertNotIn('failed', statuses.values())
+        self.assertEqual('slurm', self.recover()['mode'])
+        self.assertEqual({'completed'}, set(self.wait_idle().values()))
 
 
 # ======== 20h. Watch ========

@@ -29209,6 +29209,8 @@ REASON_SIGNS = (
     ('deadline', r"stopped: the runner's time is over"),
     ('unknown', 'declared output files are missing: |' + re.escape(STEP_OUTCOMES['canceled'].meaning)),
 )
+# Of an allocation that Slurm ended with its runner in it; see describe_slurm_end.
+ALLOCATION_TIMEOUT = Expression(r'Slurm job [0-9]+ [^(]*\(TIMEOUT\b')
 STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'node': 'lost', 'preempted': 'lost'}
 
 
@@ -29231,6 +29233,8 @@ def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
     if cause:
         return cause, f'Slurm says {state} of its step'
     sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+    if result['return_code'] == ORPHAN_RETURN_CODE and ALLOCATION_TIMEOUT.search(reason):
+        sign = 'deadline'
     if sign == 'deadline':
         # Cut off long before it had the time that it asked for, it needs no more of it.
         is_early = seconds_of(result) + CUT_OFF_S < TIMEOUT_SHARE * limit_of('Runtime', use.needs)
@@ -35731,7 +35735,7 @@ class Recovery:
         self.uses: List[JobUse] = []            # of all that ended
         self.failures: List[Failure] = []
         self.num_left = 0                       # jobs that wait, with nobody to run them
-        self.is_resumed = False                 # an earlier call was killed before it submitted
+        self.is_resumed = False                 # only jobs that were left run: no new run begins
         self.choice: Optional[SchedulerChoice] = None
         self.remedies = Remedies([], [], [], [])
         self.preview: Dict[str, Any] = {}       # what the server would do, or has done
@@ -35758,7 +35762,9 @@ class Recovery:
         self.jobs = self.session.items('list_jobs', workflow_id=self.workflow_id)
         self.diagnose()
         counts = status['jobs_by_status']
-        self.num_left = counts['ready'] + counts['blocked'] + self.cleaned.get('jobs_requeued', 0)
+        ready = counts['ready'] + (self.cleaned.get('jobs_requeued', 0) if self.options.is_dry_run else 0)
+        # Without a ready job the blocked ones wait for a failure that is undecided.
+        self.num_left = ready + counts['blocked'] if ready else 0
         if not self.failures:
             self.refuse_without_failures(counts)
 
@@ -35822,7 +35828,8 @@ class Recovery:
     def refuse_without_failures(self, counts: Dict[str, int]) -> None:
         """Nothing failed: go on only where jobs are left that had been begun."""
         results = self.session.items('list_results', 1, workflow_id=self.workflow_id, all_runs=True)
-        if counts['uninitialized'] or self.num_left and not results:
+        has_begun = bool(results) or self.mode == 'slurm'       # its allocations have ended before any job
+        if counts['uninitialized'] or self.num_left and not has_begun:
             raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
                           f"'{command_line(self.session, 'cancel', self.workflow_id)}' (it has not begun: "
                           f"'{command_line(self.session, 'run', self.workflow_id)}', or `submit`, starts it)")
@@ -35831,7 +35838,6 @@ class Recovery:
                 ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled, which '
                  '`run --retry-failed` takes up, and recover does not')) if counts[key]]
             raise Refused('; '.join(['Cannot recover: no job failed', *told]))
-        self.is_resumed = True
 
     def diagnose(self) -> None:
         """Find out why jobs failed: by what Slurm and the runners said, else by Torc's table."""
@@ -35888,6 +35894,7 @@ class Recovery:
             if not self.options.is_dry_run:
                 self.refuse_nothing()
             return
+        self.is_resumed = not self.remedies.retried
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
                                              dry_run=True)
@@ -35913,7 +35920,8 @@ class Recovery:
         losses = collections.Counter()      # type: collections.Counter[int]
         if any(failure.kind == 'lost' for failure in self.failures):
             losses.update(item['job_id'] for item in self.session.items(
-                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True))
+                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True)
+                if item['status'] == 'failed')      # others had only been claimed
         return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
                            self.find_ceiling(), losses)
 
@@ -35989,18 +35997,30 @@ class Recovery:
         name = f"{scheduler.get('name') or 'scheduler'}_recovery"
         return dict(scheduler, name=name, walltime=format_walltime(walltime))
 
+    @property
+    def hook_words(self) -> List[str]:
+        """The recovery hook, where there is something for it to do: the workflow's id is its last word."""
+        hook = self.options.recovery_hook
+        if not hook or not any(failure.kind == 'unknown' for failure in self.remedies.retried):
+            return []
+        return [*split_command(hook, '--recovery-hook'), str(self.workflow_id)]
+
     # -------- doing it --------
 
     def carry_out(self) -> None:
         """The hook, which may veto; then the change; then the allocations."""
-        unknown = [failure for failure in self.remedies.retried if failure.kind == 'unknown']
-        if self.options.recovery_hook and unknown:
-            run_hook(self.session, self.workflow, self.options.recovery_hook)
+        if self.hook_words:
+            run_hook(self.session, self.workflow, self.hook_words)
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
             self.workflow = self.session.workflow(self.workflow_id)
         if self.mode == 'slurm':
-            self.submit()
+            try:
+                self.submit()
+            except TorcError as error:
+                again = command_line(self.session, 'recover', self.workflow_id)
+                error.message += f' (run {self.workflow["run_id"]} has begun; submit it with: {again})'
+                raise
 
     def submit(self) -> None:
         """Submit allocations for what is left, and note that it was done."""
@@ -36063,6 +36083,8 @@ class Recovery:
                   'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
         if self.mode != 'slurm':
             answer['next_command'] = self.next_command()
+        if self.hook_words:
+            answer['recovery_hook'] = self.hook_words
         return answer
 
     def describe_diagnosis(self) -> Dict[str, Any]:
@@ -36165,13 +36187,12 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     return process.returncode
 
 
-def run_hook(session: Session, workflow: Dict[str, Any], hook: str) -> None:
-    """Run the recovery hook, the workflow's id as its last word. Refused if it fails: nothing changes."""
-    words = [*split_command(hook, '--recovery-hook'), str(workflow['id'])]
+def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
+    """Run the recovery hook. Refused if it fails: nothing changes."""
     code = run_program(session, words, workflow, '--recovery-hook')
     if code:
-        raise Refused(printable_line(f"the recovery hook '{hook}' ended with return code {code}: nothing was "
-                                     'changed'))
+        raise Refused(printable_line(f"the recovery hook '{words[0]}' ended with return code {code}: nothing "
+                                     'was changed'))
 
 
 PROMPT = """Failed jobs of the workflow {workflow} wait for a decision: run again, or failed for good.
@@ -36350,6 +36371,8 @@ def format_remedies(remedies: Remedies, style: Style) -> str:
 def format_plan(recovery: Recovery, style: Style) -> str:
     """What is going to be done, for people."""
     lines = []
+    if recovery.hook_words:
+        lines.append(f"First, the recovery hook: {' '.join(map(shlex.quote, recovery.hook_words))}")
     if recovery.num_left:
         lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
     if recovery.choice is not None:
