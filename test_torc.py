@@ -7954,6 +7954,138 @@ class AdminSqlTest(ServiceTest):
 
 # ======== 8j. Recovery rules ========
 
+class RecoverJobsTest(ServiceTest):
+    """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd!: b\ne:')
+        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.needs_id = self.call('list_resource_requirements', workflow_id=self.workflow_id)['items'][0]['id']
+        self.drive(self.workflow_id, {'a': 'failed', 'b': 'terminated'})
+        self.store.run('UPDATE compute_node SET is_active = 0')
+
+    def recover(self, reset: str, requirements: Sequence[Tuple[str, Dict[str, Any]]] = (), run_id: int = 1, **more: Any) -> Any:
+        """The request of a recover; jobs by name."""
+        rows = [dict(fields, from_id=self.needs_id, job_ids=[self.ids[name] for name in names.split()]) for names, fields in requirements]
+        body = {'run_id': run_id, 'reset': [self.ids[name] for name in reset.split()], 'requirements': rows, 'event': {'mode': 'local'}}
+        return self.call('recover_jobs', dict(body, **more.pop('body', {})), workflow_id=self.workflow_id, **more)
+
+    def requirements(self) -> Dict[str, Tuple[str, str, str]]:
+        """What each job asks for."""
+        rows = {row['id']: (row['name'], row['memory'], row['runtime'])
+                for row in self.call('list_resource_requirements', workflow_id=self.workflow_id)['items']}
+        return {job['name']: rows[job['resource_requirements_id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+
+    def test_failed_jobs_and_what_they_held_up_run_again_in_a_new_run(self):
+        self.assertEqual({'a': 'failed', 'b': 'terminated', 'c': 'canceled', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
+        answer = self.recover('a')
+        self.assertEqual((2, 1, [self.ids['a'], self.ids['c']]), (answer['run_id'], answer['reset_count'], answer['to_run']))
+        self.assertEqual({'a': 'ready', 'b': 'terminated', 'c': 'blocked', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
+        self.assertEqual(2, self.call('get_workflow', id=self.workflow_id)['run_id'])
+        (event,) = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']
+        self.assertEqual(('recover', 2, 'tester', [self.ids['a']], 'local'),
+                         tuple(event['data'][key] for key in ('action', 'run_id', 'user', 'reset_job_ids', 'mode')))
+        self.assertWhole()
+
+    def test_requirements_are_split_for_the_jobs_that_lacked_something_and_changed_in_place_for_all(self):
+        before = self.requirements()['e']
+        answer = self.recover('a b', [('a', {'memory': '2g'}), ('b', {'runtime': 'PT2H', 'num_cpus': 3})])
+        found = self.requirements()
+        self.assertEqual(('default_run2', '2g', before[2]), found['a'])
+        self.assertEqual(('default_run2_2', before[1], 'PT2H'), found['b'])
+        self.assertEqual([before] * 3, [found[name] for name in 'cde'])
+        self.assertEqual([self.needs_id] * 2, [row['from_id'] for row in answer['requirements']])
+        self.assertNotIn(self.needs_id, [row['id'] for row in answer['requirements']])
+        self.drive(self.workflow_id, {'a': 'failed'})
+        self.store.run('UPDATE compute_node SET is_active = 0')
+        self.needs_id = self.call('get_job', job_id=self.ids['b'])['resource_requirements_id']
+        answer = self.recover('a', [('b', {'memory': '3g'})], run_id=2)       # all that have them
+        self.assertEqual(self.needs_id, answer['requirements'][0]['id'])
+        self.assertEqual(('default_run2_2', '3g', 'PT2H'), self.requirements()['b'])
+
+    def test_a_dry_run_says_the_same_and_changes_nothing(self):
+        before = self.dump()
+        planned = self.recover('a b', [('a', {'memory': '2g'})], dry_run=True)
+        self.assertUnchanged(before)
+        self.assertEqual(planned, self.recover('a b', [('a', {'memory': '2g'})]))
+
+    def test_what_cannot_be_done_is_refused_whole(self):
+        before = self.dump()
+        (other,) = [job['id'] for job in self.call('list_jobs', workflow_id=self.create('x:'))['items']]
+        before = self.dump()
+        self.assertRefused('somebody else has recovered it', 'recover_jobs', {'run_id': 7, 'reset': [], 'requirements': []}, workflow_id=self.workflow_id)
+        for reset, requirements, words in (
+                ([self.ids['e']], [], 'job e is completed'), ([other], [], 'has no job'),
+                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [self.ids['a']], 'memory': 'much'}], 'memory'),
+                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [other], 'memory': '1g'}], 'does not have resource requirements'),
+                ([self.ids['a']], [{'from_id': 999, 'job_ids': [self.ids['a']], 'memory': '1g'}], 'has no resource requirements 999')):
+            with self.subTest(words):
+                self.assertRefused(words, 'recover_jobs', {'run_id': 1, 'reset': reset, 'requirements': requirements}, workflow_id=self.workflow_id)
+                self.assertUnchanged(before)
+
+    def test_nothing_is_recovered_under_the_hands_of_runners_and_allocations(self):
+        body = {'run_id': 1, 'reset': [self.ids['a']], 'requirements': []}
+        node_id = self.node(self.workflow_id)
+        self.assertRefused('runners are at work', 'recover_jobs', body, workflow_id=self.workflow_id)
+        self.store.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
+        scheduler = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': 's', 'account': 'a', 'nodes': 1, 'walltime': '1:00'})
+        self.call('create_scheduled_compute_node', {'workflow_id': self.workflow_id, 'scheduler_id': 7, 'scheduler_config_id': scheduler['id'],
+                                                    'scheduler_type': 'slurm', 'status': 'pending'})
+        self.assertRefused('1 allocations of workflow', 'recover_jobs', body, workflow_id=self.workflow_id)
+        self.store.run("UPDATE scheduled_compute_node SET status = 'complete'")
+        self.assertEqual(2, self.call('recover_jobs', body, workflow_id=self.workflow_id)['run_id'])
+        # A second caller that had seen run 1, too, changes nothing.
+        self.assertRefused('the current one is 2', 'recover_jobs', body, workflow_id=self.workflow_id)
+
+    def test_what_changed_since_runs_again_and_undecided_failures_stay_so(self):
+        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (self.ids['b'],))
+        self.store.run("UPDATE job SET command = 'echo other' WHERE id = ?", (self.ids['e'],))
+        answer = self.recover('a')
+        self.assertEqual(['e'], [row['job_name'] for row in answer['changed']])
+        self.assertEqual({'a': 'ready', 'b': 'pending_failed', 'c': 'blocked', 'd': 'completed', 'e': 'ready'}, self.statuses(self.workflow_id))
+
+
+class ClassifyJobsTest(ServiceTest):
+    """Decisions about failures that wait for one."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
+        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.drive(self.workflow_id, {'a': 'pending_failed', 'b': 'pending_failed'})
+
+    def classify(self, *rows: Any) -> Any:
+        """Decide about jobs by name."""
+        decisions = [dict({'job_id': self.ids[name], 'action': action, 'reason': reason}, **more) for name, action, reason, more in rows]
+        return self.call('classify_jobs', {'classifications': decisions}, workflow_id=self.workflow_id)
+
+    def test_a_retry_makes_the_job_ready_with_what_it_lacked_and_a_failure_cancels_what_waits(self):
+        self.assertEqual({'a': 'pending_failed', 'b': 'pending_failed', 'c': 'blocked', 'd': 'blocked'}, self.statuses(self.workflow_id))
+        answer = self.classify(('a', 'retry', 'the network was down', {'memory': '2g'}), ('b', 'fail', 'a bug', {}))
+        self.assertEqual(([self.ids['a']], [self.ids['b']]), (answer['retried'], answer['failed']))
+        self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'blocked', 'd': 'canceled'}, self.statuses(self.workflow_id))
+        job = self.call('get_job', job_id=self.ids['a'])
+        self.assertEqual(2, job['attempt_id'])
+        self.assertEqual('2g', self.call('get_resource_requirements', row_id=job['resource_requirements_id'])['memory'])
+        self.assertIn('failed, says tester: a bug', self.call('explain_job', job_id=self.ids['b'])['reason'])
+        self.assertEqual({'a': 'completed', 'b': 'failed', 'c': 'completed', 'd': 'canceled'}, self.drive(self.workflow_id, {}))
+        events = [item['data'] for item in self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']]
+        self.assertEqual([('a', 'retry'), ('b', 'fail')], [(event['job_name'], event['decision']) for event in events])
+        self.assertWhole()
+
+    def test_only_undecided_failures_are_decided_about_and_all_or_none_of_a_request(self):
+        self.classify(('a', 'fail', 'r', {}))
+        before = self.dump()
+        for rows, words in (([('b', 'retry', 'r', {}), ('a', 'retry', 'r', {})], 'is failed: only the failure of a'),
+                            ([('b', 'maybe', 'r', {})], "'maybe'"), ([('b', 'retry', 'r', {'memory': 'much'})], 'memory')):
+            with self.subTest(words):
+                with self.assertRaises(torc.TorcError) as caught:
+                    self.classify(*rows)
+                self.assertIn(words, caught.exception.message)
+                self.assertUnchanged(before)
+
+
 class SyncTest(ServiceTest):
     """sync_allocations: what it makes of what Slurm, and processes, say."""
     NODE_FAIL = {'slurm_job_id': 17, 'reason': 'Slurm job 17 lost a node (NODE_FAIL)', 'is_interrupted': True}
@@ -8141,139 +8273,6 @@ class SyncTest(ServiceTest):
         self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id), ('allocation_pending', other_id)],
                          [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
         self.assertEqual(f'Allocation {other_id} (Slurm job 18) is canceled: enough', events[1]['message'])
-
-
-class RecoverJobsTest(ServiceTest):
-    """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb:\nc: a\nd!: b\ne:')
-        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
-        self.needs_id = self.call('list_resource_requirements', workflow_id=self.workflow_id)['items'][0]['id']
-        self.drive(self.workflow_id, {'a': 'failed', 'b': 'terminated'})
-        self.store.run('UPDATE compute_node SET is_active = 0')
-
-    def recover(self, reset: str, requirements: Sequence[Tuple[str, Dict[str, Any]]] = (), run_id: int = 1, **more: Any) -> Any:
-        """The request of a recover; jobs by name."""
-        rows = [dict(fields, from_id=self.needs_id, job_ids=[self.ids[name] for name in names.split()]) for names, fields in requirements]
-        body = {'run_id': run_id, 'reset': [self.ids[name] for name in reset.split()], 'requirements': rows, 'event': {'mode': 'local'}}
-        return self.call('recover_jobs', dict(body, **more.pop('body', {})), workflow_id=self.workflow_id, **more)
-
-    def requirements(self) -> Dict[str, Tuple[str, str, str]]:
-        """What each job asks for."""
-        rows = {row['id']: (row['name'], row['memory'], row['runtime'])
-                for row in self.call('list_resource_requirements', workflow_id=self.workflow_id)['items']}
-        return {job['name']: rows[job['resource_requirements_id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
-
-    def test_failed_jobs_and_what_they_held_up_run_again_in_a_new_run(self):
-        self.assertEqual({'a': 'failed', 'b': 'terminated', 'c': 'canceled', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
-        answer = self.recover('a')
-        self.assertEqual((2, 1, [self.ids['a'], self.ids['c']]), (answer['run_id'], answer['reset_count'], answer['to_run']))
-        self.assertEqual({'a': 'ready', 'b': 'terminated', 'c': 'blocked', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
-        self.assertEqual(2, self.call('get_workflow', id=self.workflow_id)['run_id'])
-        (event,) = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']
-        self.assertEqual(('recover', 2, 'tester', [self.ids['a']], 'local'),
-                         tuple(event['data'][key] for key in ('action', 'run_id', 'user', 'reset_job_ids', 'mode')))
-        self.assertWhole()
-
-    def test_requirements_are_split_for_the_jobs_that_lacked_something_and_changed_in_place_for_all(self):
-        before = self.requirements()['e']
-        answer = self.recover('a b', [('a', {'memory': '2g'}), ('b', {'runtime': 'PT2H', 'num_cpus': 3})])
-        found = self.requirements()
-        self.assertEqual(('default_run2', '2g', before[2]), found['a'])
-        self.assertEqual(('default_run2_2', before[1], 'PT2H'), found['b'])
-        self.assertEqual([before] * 3, [found[name] for name in 'cde'])
-        self.assertEqual([self.needs_id] * 2, [row['from_id'] for row in answer['requirements']])
-        self.assertNotIn(self.needs_id, [row['id'] for row in answer['requirements']])
-        self.drive(self.workflow_id, {'a': 'failed'})
-        self.store.run('UPDATE compute_node SET is_active = 0')
-        self.needs_id = self.call('get_job', job_id=self.ids['b'])['resource_requirements_id']
-        answer = self.recover('a', [('b', {'memory': '3g'})], run_id=2)       # all that have them
-        self.assertEqual(self.needs_id, answer['requirements'][0]['id'])
-        self.assertEqual(('default_run2_2', '3g', 'PT2H'), self.requirements()['b'])
-
-    def test_a_dry_run_says_the_same_and_changes_nothing(self):
-        before = self.dump()
-        planned = self.recover('a b', [('a', {'memory': '2g'})], dry_run=True)
-        self.assertUnchanged(before)
-        self.assertEqual(planned, self.recover('a b', [('a', {'memory': '2g'})]))
-
-    def test_what_cannot_be_done_is_refused_whole(self):
-        before = self.dump()
-        (other,) = [job['id'] for job in self.call('list_jobs', workflow_id=self.create('x:'))['items']]
-        before = self.dump()
-        self.assertRefused('somebody else has recovered it', 'recover_jobs', {'run_id': 7, 'reset': [], 'requirements': []}, workflow_id=self.workflow_id)
-        for reset, requirements, words in (
-                ([self.ids['e']], [], 'job e is completed'), ([other], [], 'has no job'),
-                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [self.ids['a']], 'memory': 'much'}], 'memory'),
-                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [other], 'memory': '1g'}], 'does not have resource requirements'),
-                ([self.ids['a']], [{'from_id': 999, 'job_ids': [self.ids['a']], 'memory': '1g'}], 'has no resource requirements 999')):
-            with self.subTest(words):
-                self.assertRefused(words, 'recover_jobs', {'run_id': 1, 'reset': reset, 'requirements': requirements}, workflow_id=self.workflow_id)
-                self.assertUnchanged(before)
-
-    def test_nothing_is_recovered_under_the_hands_of_runners_and_allocations(self):
-        body = {'run_id': 1, 'reset': [self.ids['a']], 'requirements': []}
-        node_id = self.node(self.workflow_id)
-        self.assertRefused('runners are at work', 'recover_jobs', body, workflow_id=self.workflow_id)
-        self.store.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
-        scheduler = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': 's', 'account': 'a', 'nodes': 1, 'walltime': '1:00'})
-        self.call('create_scheduled_compute_node', {'workflow_id': self.workflow_id, 'scheduler_id': 7, 'scheduler_config_id': scheduler['id'],
-                                                    'scheduler_type': 'slurm', 'status': 'pending'})
-        self.assertRefused('1 allocations of workflow', 'recover_jobs', body, workflow_id=self.workflow_id)
-        self.store.run("UPDATE scheduled_compute_node SET status = 'complete'")
-        self.assertEqual(2, self.call('recover_jobs', body, workflow_id=self.workflow_id)['run_id'])
-        # A second caller that had seen run 1, too, changes nothing.
-        self.assertRefused('the current one is 2', 'recover_jobs', body, workflow_id=self.workflow_id)
-
-    def test_what_changed_since_runs_again_and_undecided_failures_stay_so(self):
-        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (self.ids['b'],))
-        self.store.run("UPDATE job SET command = 'echo other' WHERE id = ?", (self.ids['e'],))
-        answer = self.recover('a')
-        self.assertEqual(['e'], [row['job_name'] for row in answer['changed']])
-        self.assertEqual({'a': 'ready', 'b': 'pending_failed', 'c': 'blocked', 'd': 'completed', 'e': 'ready'}, self.statuses(self.workflow_id))
-
-
-class ClassifyJobsTest(ServiceTest):
-    """Decisions about failures that wait for one."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
-        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
-        self.drive(self.workflow_id, {'a': 'pending_failed', 'b': 'pending_failed'})
-
-    def classify(self, *rows: Any) -> Any:
-        """Decide about jobs by name."""
-        decisions = [dict({'job_id': self.ids[name], 'action': action, 'reason': reason}, **more) for name, action, reason, more in rows]
-        return self.call('classify_jobs', {'classifications': decisions}, workflow_id=self.workflow_id)
-
-    def test_a_retry_makes_the_job_ready_with_what_it_lacked_and_a_failure_cancels_what_waits(self):
-        self.assertEqual({'a': 'pending_failed', 'b': 'pending_failed', 'c': 'blocked', 'd': 'blocked'}, self.statuses(self.workflow_id))
-        answer = self.classify(('a', 'retry', 'the network was down', {'memory': '2g'}), ('b', 'fail', 'a bug', {}))
-        self.assertEqual(([self.ids['a']], [self.ids['b']]), (answer['retried'], answer['failed']))
-        self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'blocked', 'd': 'canceled'}, self.statuses(self.workflow_id))
-        job = self.call('get_job', job_id=self.ids['a'])
-        self.assertEqual(2, job['attempt_id'])
-        self.assertEqual('2g', self.call('get_resource_requirements', row_id=job['resource_requirements_id'])['memory'])
-        self.assertIn('failed, says tester: a bug', self.call('explain_job', job_id=self.ids['b'])['reason'])
-        self.assertEqual({'a': 'completed', 'b': 'failed', 'c': 'completed', 'd': 'canceled'}, self.drive(self.workflow_id, {}))
-        events = [item['data'] for item in self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']]
-        self.assertEqual([('a', 'retry'), ('b', 'fail')], [(event['job_name'], event['decision']) for event in events])
-        self.assertWhole()
-
-    def test_only_undecided_failures_are_decided_about_and_all_or_none_of_a_request(self):
-        self.classify(('a', 'fail', 'r', {}))
-        before = self.dump()
-        for rows, words in (([('b', 'retry', 'r', {}), ('a', 'retry', 'r', {})], 'is failed: only the failure of a'),
-                            ([('b', 'maybe', 'r', {})], "'maybe'"), ([('b', 'retry', 'r', {'memory': 'much'})], 'memory')):
-            with self.subTest(words):
-                with self.assertRaises(torc.TorcError) as caught:
-                    self.classify(*rows)
-                self.assertIn(words, caught.exception.message)
-                self.assertUnchanged(before)
-
 
 class WatchRecordTest(ServiceTest):
     """Who watches a workflow: one at a time; what was counted outlives them."""
@@ -8601,9 +8600,9 @@ class ApiTest(ServiceTest):
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
                      'list_workflow_statuses', 'get_database', 'snapshot_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
-                     'report_submissions', 'recover_jobs', 'classify_jobs',
-                     'watch_workflow', 'list_unplanned_jobs',
-                     'survey_allocations', 'sync_allocations'}
+                     'report_submissions', 'get_demand', 'store_allocations', 'recover_jobs', 'classify_jobs',
+                     'survey_allocations', 'sync_allocations',
+                     'watch_workflow', 'list_unplanned_jobs'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -23518,6 +23517,8 @@ RECORDED = (
     ('workflows check-resources WF', 'workflows check-resources 1'),
     ('workflows check-resources WF --all --include-failed', 'workflows check-resources 1 --all --include-failed'),
     ('workflows correct-resources WF --dry-run', 'workflows correct-resources 1 --dry-run'),
+    ('recover WF --dry-run', 'recover 1 --dry-run'),
+    ('recover WF --dry-run --retry-unknown', 'recover 1 --dry-run --retry-unknown'),
     ('events list WF', 'events list 1'),
     ('job-dependencies job-job WF', 'job-dependencies job-job 1'),
     ('job-dependencies job-file WF', 'job-dependencies job-file 1'),
@@ -26184,6 +26185,196 @@ class SyncStatusTest(CommandTest):
         self.assertEqual([], fakes.calls())
 
 # ======== 20g. Recover ========
+
+RECOVERED = """
+    name: recovered
+    execution_config: {mode: direct}
+    resource_requirements: [{name: small, num_cpus: 1, memory: 40m, runtime: PT10M}]
+    jobs:
+      - {name: oom, command: "python3 -c 'import time; x = bytearray(100 * 2 ** 20); time.sleep(0.6)'", resource_requirements: small}
+      - {name: good, command: "true", resource_requirements: small}
+      - {name: bad, command: "test -e fixed || { echo no such luck >&2; exit 3; }", resource_requirements: small}
+      - {name: after, command: "true", depends_on: [oom], resource_requirements: small}
+      - {name: late, command: "true", depends_on: [bad], resource_requirements: small}
+    """
+
+
+class RecoverCase(CommandTest):
+    """A workflow whose jobs have ended as an SQL statement says."""
+
+    def ended(self, spec: str, ends: Dict[str, Tuple[int, str, float, Optional[str]]]) -> None:
+        """Make a workflow, and let its jobs have ended: name -> return code, status, minutes, reason; all others are canceled."""
+        self.make(spec)
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute('UPDATE job SET status = 7')
+            for name, (code, status, minutes, reason) in ends.items():
+                job_id, = database.execute('SELECT id FROM job WHERE name = ?', (name,)).fetchone()
+                status_code = torc.STATUS_CODES[status]
+                database.execute('UPDATE job SET status = ? WHERE id = ?', (status_code, job_id))
+                database.execute('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, '
+                                 "status, reason) VALUES (1, ?, 1, 1, ?, ?, '2026-01-01T00:00:00Z', ?, ?)", (job_id, code, minutes, status_code, reason))
+            database.execute('UPDATE dep_set SET pending = 0')
+
+    def statuses(self) -> Dict[str, str]:
+        """Status of each job."""
+        return {job['name']: job['status'] for job in self.json('jobs list 1')['items']}
+
+    def needs(self) -> Dict[str, Tuple[str, str]]:
+        """Memory and runtime of each job."""
+        return {row['job_name']: (row['memory'], row['runtime']) for row in self.json('jobs list-resource-requirements 1')}
+
+    def typed(self, lines: str, *argv: Any) -> Tuple[int, str]:
+        """A command on a terminal, at which these lines are typed one after the other; its exit code, and what was shown."""
+        ours, theirs = os.openpty()
+        process = subprocess.Popen([*World.command(argv)], cwd=self.world.directory, stdin=theirs, stdout=theirs, stderr=theirs,
+                                   env=dict(self.world.environment, COLUMNS='200'), start_new_session=True)
+        os.close(theirs)
+        said = b''
+        with contextlib.closing(open(ours, 'r+b', buffering=0)):
+            os.write(ours, lines.encode())
+            with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
+                while True:
+                    said += os.read(ours, 10000)
+        return process.wait(20), said.decode()
+
+
+class RecoverTest(RecoverCase):
+    """Failed jobs run again with what they lacked."""
+
+    SPEC = """
+        name: r
+        resource_requirements: [{name: small, num_cpus: 1, memory: 1g, runtime: PT1H}]
+        jobs:
+          - {name: oom, command: "true", resource_requirements: small}
+          - {name: slow, command: "true", resource_requirements: small}
+          - {name: bad, command: "true", resource_requirements: small}
+          - {name: gone, command: "true", resource_requirements: small}
+          - {name: good, command: "true", resource_requirements: small}
+          - {name: after, command: "true", depends_on: [oom], resource_requirements: small}
+          - {name: late, command: "true", depends_on: [bad], resource_requirements: small}
+        """
+    ENDS = {'oom': (137, 'failed', 5.0, None), 'slow': (152, 'terminated', 60.0, None), 'bad': (3, 'failed', 1.0, 'no such luck'),
+            'gone': (-128, 'failed', 2.0, 'compute node 1 (n1), which ran it, went away'), 'good': (0, 'completed', 1.0, None)}
+
+    def test_each_class_of_failure_gets_its_cure_and_the_rest_stays(self):
+        self.ended(self.SPEC, self.ENDS)
+        before = self.needs()
+        planned = self.json('recover 1 --dry-run')
+        self.assertEqual((before, 'failed'), (self.needs(), self.statuses()['oom']))
+        done = self.json('recover 1')
+        self.assertEqual(dict(planned, dry_run=False), done)
+        result = done['result']
+        self.assertEqual((1, 1, 0, 1, 1, [1, 2, 4]), tuple(result[key] for key in (
+            'oom_fixed', 'timeout_fixed', 'unknown_retried', 'other_failures', 'lost_retried', 'jobs_to_retry')))
+        self.assertEqual(('local', 2, 4, 'torc.py run 1'), tuple(done[key] for key in ('mode', 'run_id', 'jobs_to_run', 'next_command')))
+        self.assertEqual({'oom': 'ready', 'slow': 'ready', 'bad': 'failed', 'gone': 'ready', 'good': 'completed', 'after': 'blocked',
+                          'late': 'canceled'}, self.statuses())
+        self.assertEqual(dict(before, oom=('2g', 'PT1H'), slow=('1g', 'PT1H30M')), self.needs())
+        self.assertEqual([('bad', 'failed for a reason of its own')], [(row['job_name'], row['reason']) for row in result['not_retried']])
+        self.assertExit(1, self.world.cli('run', 1))
+        self.assertEqual(['bad', 'late'], sorted(name for name, status in self.statuses().items() if status != 'completed'))
+        outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1), 'nothing to retry: 1 job failed for a reason of its own.')
+        self.assertEqual((1, False), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
+
+    def test_options_choose_the_multipliers_the_sharing_and_what_is_unknown(self):
+        self.ended(self.SPEC, self.ENDS)
+        for options, retried, changes in (
+                ('--memory-multiplier 3', [1, 2, 4], {(1,): '3g', (2,): None}), ('--shared', [1, 2, 4], {tuple(range(1, 8)): '2g'}),
+                ('--retry-unknown', [1, 2, 3, 4], {(1,): '2g', (2,): None}), ('--recovery-hook true', [1, 2, 3, 4], {(1,): '2g', (2,): None})):
+            with self.subTest(options):
+                result = self.json('recover 1 --dry-run ' + options)['result']
+                self.assertEqual(retried, result['jobs_to_retry'])
+                self.assertEqual(changes, {tuple(row['changed_job_ids']): row.get('new_memory') for row in result['adjustments']})
+        self.assertIn("'0.5' is not a multiplier", self.assertExit(2, self.world.main('recover', 1, '--memory-multiplier', '0.5')).err)
+
+    def test_a_hook_goes_first_and_may_veto(self):
+        self.ended(self.SPEC, self.ENDS)
+        before = self.statuses()
+        self.assertExit(4, self.world.main('recover', 1, '--recovery-hook', 'false'), "the recovery hook 'false' ended with return code 1")
+        self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', '"'), '--recovery-hook')
+        self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', './none'), './none cannot be started')
+        self.assertEqual(before, self.statuses())
+        os.chmod(self.world.write('my hook.sh', '#!/bin/sh\necho "$@ $TORC_WORKFLOW_ID $TORC_RUN_ID $TORC_API_URL" > told\n'), 0o755)
+        self.assertExit(0, self.world.main('recover', 1, '--recovery-hook', "'my hook.sh' -x 'two words'"))
+        self.assertRegex(self.world.read('told'), r'^-x two words 1 1 1 http://127\.0\.0\.1:\d+/torc-service/v1\n$')
+        self.assertEqual('ready', self.statuses()['bad'])
+
+    def test_nothing_is_recovered_that_has_not_begun_or_is_at_work_or_is_well(self):
+        self.make(self.SPEC)
+        outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1, '--dry-run'), 'Cannot recover: workflow is not complete;')
+        self.assertEqual((1, True), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed')
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        self.assertExit(0, self.world.main('cancel', 1, '--no-prompts'))
+        self.assertExit(4, self.world.main('recover', 1), '7 were canceled, which `run --retry-failed` takes up')
+
+    def test_undecided_failures_are_named_and_an_agent_of_the_user_may_decide(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, 'no such luck'), 'slow': (3, 'pending_failed', 1.0, None),
+                               'oom': (137, 'failed', 5.0, None), 'good': (0, 'completed', 1.0, None)})
+        outcome = self.assertExit(0, self.world.main('recover', 1, '--dry-run'), 'retry or fail each: torc.py jobs classify 2 retry --reason TEXT')
+        self.assertIn('2 failed jobs wait for a decision: 2 (slow), 3 (bad)', outcome.err)
+        self.assertExit(2, self.world.main('recover', 1, '--ai-recovery'), '--ai-recovery needs --ai-agent PROGRAM')
+        agent = f"""#!/bin/sh
+            printf '%s' "$2" > prompt
+            exec {sys.executable} {shlex.quote(stub_path())} jobs classify 3 retry --reason 'it may work' --memory 5g
+            """
+        os.chmod(self.world.write('agent', agent.replace('\n            ', '\n')), 0o755)
+        self.assertExit(0, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'agent --ask'))
+        self.assertIn('3 bad: return code 3, no such luck; command: true', self.world.read('prompt'))
+        statuses = self.statuses()
+        self.assertEqual(('ready', 'pending_failed', 'ready'), (statuses['bad'], statuses['slow'], statuses['oom']))
+        self.assertEqual('5g', self.needs()['bad'][0])
+
+    def test_classify_decides_about_one_job(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None)})
+        self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail', '--reason', 'x', '--memory', '1g'), 'go with retry')
+        self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail'), '--reason')
+        self.assertEqual({'workflow_id': 1, 'retried': [], 'failed': [3]}, self.json('jobs classify 3 fail --reason "a bug"'))
+        self.assertIn('a bug', self.text('explain 1') + self.text('status 1'))
+        self.assertExit(4, self.world.main('jobs', 'classify', 3, 'retry', '--reason', 'x'), 'is failed: only the failure')
+
+    def test_on_a_terminal_each_class_is_asked_about(self):
+        self.ended(self.SPEC, self.ENDS)
+        code, said = self.typed('a\n4\ns\nr\nmaybe\ns\n\n', 'recover', 1)
+        self.assertEqual(0, code, said)
+        for words in ('1 job ran out of memory:', 'r: run again with 1.5 times as much, a: adjust the multiplier, s: skip [r]', 'Multiplier [1.5]:',
+                      '1 job ran out of time:', '1 job failed for a reason of its own:', 'r: run again, s: skip [s]', "'maybe' is none of r, s",
+                      'To run again: oom, bad', 'slow does not run again: ran out of time', 'Recover workflow 1 so? (y/N)', 'Cancelled'):
+            self.assertIn(words, said)
+        self.assertEqual('failed', self.statuses()['oom'])
+        code, said = self.typed('a\n4\ns\nr\ns\ny\n', 'recover', 1)
+        self.assertEqual((0, True), (code, 'go on with: torc.py run 1' in said), said)
+        self.assertEqual(('4g', 'PT1H'), self.needs()['oom'])
+        self.assertEqual({'oom': 'ready', 'bad': 'ready', 'slow': 'terminated', 'gone': 'failed'},
+                         {name: self.statuses()[name] for name in ('oom', 'bad', 'slow', 'gone')})
+
+    @slow
+    def test_a_job_killed_for_its_memory_completes_after_a_recover(self):
+        self.world.write('w.yaml', RECOVERED)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        found = self.json('recover 1')
+        self.assertEqual(['used', 'no such luck'], [row['evidence'][:len(wanted)] for row, wanted in zip(
+            found['diagnosis']['resource_violations'], ('used', 'no such luck'))])
+        self.assertExit(1, self.world.cli('run', 1))
+        self.assertEqual({'oom': 'completed', 'good': 'completed', 'bad': 'failed', 'after': 'completed', 'late': 'canceled'}, self.statuses())
+        self.world.write('fixed', '')
+        self.assertExit(0, self.world.main('recover', 1, '--retry-unknown'))
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+
+    @slow
+    def test_a_job_that_was_ended_with_its_runner_gets_more_time_only_if_it_had_its_own(self):
+        self.world.write('w.yaml', 'name: w\ncompute_node_min_time_for_new_jobs_seconds: 1\nexecution_config: {sigterm_lead_seconds: 0, sigkill_headroom_seconds: 1}\n'
+                         'resource_requirements: [{name: s, runtime: PT1S}, {name: l, runtime: PT1H}]\njobs: [{name: short, command: '
+                         'sleep 60, resource_requirements: s}, {name: long, command: sleep 60, resource_requirements: l}]\n')
+        self.assertExit(1, self.world.cli('run', 'w.yaml', '--max-parallel-jobs', '2', '--time-limit', '3s'))
+        result = self.json('recover 1')
+        kinds = {row['job_name']: row['failure_class'] for row in result['diagnosis']['resource_violations']}
+        self.assertEqual({'short': 'timeout', 'long': 'lost'}, kinds, result)
+        self.assertEqual(([1, 2], 'PT1H'), (result['result']['jobs_to_retry'], self.needs()['long'][1]))
+
 
 # ======== 20h. Watch ========
 

@@ -11756,6 +11756,71 @@ def check_cells(context: Context, table: str) -> None:
             reason = printable(str(error))[:200]
             raise Refused(f'{table}.{name} would hold what cannot be read: {reason}') from None
 
+# -------- who watches a workflow --------
+#
+# One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
+# has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
+# run that somebody else has begun begins the count anew.
+
+def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
+    """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
+
+    Another one does until it leaves, its `lease_s` is over, or the caller knows that it has ended (`ended`).
+    """
+    state, now = workflow_state(context, workflow_id), context.now()
+    watcher = json.loads(context.value('SELECT watcher FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
+    holder = watcher.get('process')
+    if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
+        return {'granted': False, 'process': holder, 'until': watcher['until']}
+    runs = watcher.get('recovered_runs', [])
+    runs = [] if runs and state.run_id > runs[-1] + 1 else runs
+    if body.get('recovers') and state.run_id not in runs:
+        runs = runs + [state.run_id]
+    watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
+               'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
+               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
+    context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
+                (None if body.get('is_over') else format_json(watcher), workflow_id))
+    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
+    return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
+            'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
+            'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
+            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
+            'status': get_workflow_status(context, workflow_id)}
+
+
+UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
+    'lacks': '', 'no_runner': '', 'busy': 'AND origin IS NOT NULL', 'late': 'AND origin IS NOT NULL'}
+
+
+def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
+    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come.
+
+    Those of retries and spawns are among them if only runners at work could take them, which were planned
+    without them. What an allocation in the queue can take is planned.
+    """
+    runners = describe_runners(context, workflow_id)
+    places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
+    to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
+                           "AND action_type = 'schedule_nodes' AND executed = 0 AND failure IS NULL "
+                           f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
+    configs = [json.loads(config) for _, config in to_come]
+    schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
+    gated = set(context.ids('SELECT job_id FROM action_job WHERE action_id IN '
+                            f'{sql_list(action_id for action_id, _ in to_come)}'))
+    soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
+    found = []  # type: List[int]
+    for kind in (Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))):
+        is_planned = any(not find_lacks(kind, place.offer, place.by) for place in soon)
+        code = '' if is_planned else explain_kind(kind, places)[0]
+        if kind.labels or kind.scheduler_id in schedulers or code not in UNPLANNED_REASONS:
+            continue
+        job_ids = context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} '
+                              f'{UNPLANNED_REASONS[code]} ORDER BY id', (kind.id,))
+        found += [job_id for job_id in job_ids if job_id not in gated]
+    return {'job_ids': sorted(found), 'count': len(found)}
+
+
 
 def refuse_references(context: Context) -> None:
     """Refuse tables of administrators that refer to ours: rows of ours could not be deleted any more."""
@@ -12035,72 +12100,6 @@ def decide_about(context: Context, state: WorkflowState, job: JobState, row: Val
         'category': 'recovery', 'action': 'classify', 'job_id': job.id, 'job_name': job.name,
         'decision': row['action'], 'reason': row['reason'], 'user': context.caller, 'run_id': state.run_id,
         'message': f'Job {job.name}: {decision}'})
-
-
-# -------- who watches a workflow --------
-#
-# One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
-# has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
-# run that somebody else has begun begins the count anew.
-
-def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
-    """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
-
-    Another one does until it leaves, its `lease_s` is over, or the caller knows that it has ended (`ended`).
-    """
-    state, now = workflow_state(context, workflow_id), context.now()
-    watcher = json.loads(context.value('SELECT watcher FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
-    holder = watcher.get('process')
-    if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
-        return {'granted': False, 'process': holder, 'until': watcher['until']}
-    runs = watcher.get('recovered_runs', [])
-    runs = [] if runs and state.run_id > runs[-1] + 1 else runs
-    if body.get('recovers') and state.run_id not in runs:
-        runs = runs + [state.run_id]
-    watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
-               'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
-               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
-    context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
-                (None if body.get('is_over') else format_json(watcher), workflow_id))
-    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
-    return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
-            'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
-            'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
-            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
-            'status': get_workflow_status(context, workflow_id)}
-
-
-UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
-    'lacks': '', 'no_runner': '', 'busy': 'AND origin IS NOT NULL', 'late': 'AND origin IS NOT NULL'}
-
-
-def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
-    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come.
-
-    Those of retries and spawns are among them if only runners at work could take them, which were planned
-    without them. What an allocation in the queue can take is planned.
-    """
-    runners = describe_runners(context, workflow_id)
-    places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
-    to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
-                           "AND action_type = 'schedule_nodes' AND executed = 0 AND failure IS NULL "
-                           f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
-    configs = [json.loads(config) for _, config in to_come]
-    schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
-    gated = set(context.ids('SELECT job_id FROM action_job WHERE action_id IN '
-                            f'{sql_list(action_id for action_id, _ in to_come)}'))
-    soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
-    found = []  # type: List[int]
-    for kind in (Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))):
-        is_planned = any(not find_lacks(kind, place.offer, place.by) for place in soon)
-        code = '' if is_planned else explain_kind(kind, places)[0]
-        if kind.labels or kind.scheduler_id in schedulers or code not in UNPLANNED_REASONS:
-            continue
-        job_ids = context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} '
-                              f'{UNPLANNED_REASONS[code]} ORDER BY id', (kind.id,))
-        found += [job_id for job_id in job_ids if job_id not in gated]
-    return {'job_ids': sorted(found), 'count': len(found)}
-
 
 
 # -------- allocations that are gone --------
@@ -13020,8 +13019,6 @@ ROUTES = (
     route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
     route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
              body='SubmissionReport'),
-    route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
-    route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
     route_to('GET', 'demand', get_demand, '@DemandResponse'),
     route_to('POST', 'store_allocations', store_allocations, '@StoreAllocationsResponse',
              body='StoreAllocationsRequest'),
@@ -13029,6 +13026,8 @@ ROUTES = (
     route_to('POST', 'recover_jobs', recover_jobs, '@RecoverJobsResponse', body='RecoverJobsRequest',
              query='dry_run:bool'),
     route_to('POST', 'classify_jobs', classify_jobs, '@ClassifyJobsResponse', body='ClassifyJobsRequest'),
+    route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
+    route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
 
     route_to('POST', 'watch', watch_workflow, '@WatchResponse', body='WatchRequest'),
     route_to('GET', 'unplanned_jobs', list_unplanned_jobs, '@ListJobIdsResponse'),
@@ -34082,56 +34081,6 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
 
-# -------- sync-status --------
-
-LOST_SHOWN = 10     # jobs named for people
-
-
-def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
-    """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
-
-    At most one squeue, and one sacct if any is gone; none of them without an allocation.
-    """
-    survey = session.call('survey_allocations', workflow_id=workflow_id)
-    seen = AllocationsSeen()
-    if survey['allocations']:
-        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()))
-    if seen.gone:
-        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
-        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
-    body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
-            'is_dry_run': is_dry_run}
-    found = session.call('sync_allocations', body, workflow_id=workflow_id)
-    return dict(found, doubts=seen.doubts + found['doubts'], alive=seen.num_alive, dry_run=is_dry_run,
-                workflow_id=workflow_id)
-
-
-def cmd_sync_status(session: Session, args: Arguments) -> int:
-    """Find allocations that are gone, and jobs that nobody runs, and set them right."""
-    found = clean_up_allocations(session, choose_workflow(session, args), bool(args['dry_run']))
-    session.answer(found, format_synced(found))
-    return 0
-
-
-def format_synced(found: Dict[str, Any]) -> str:
-    """What `sync-status` has done, or would do, for people."""
-    would, lines = 'would be ' if found['dry_run'] else '', []
-    for row in found['allocations']:
-        lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
-    for key, word in (('requeued_job_details', 'ready again'), ('failed_job_details', 'failed')):
-        rows = found[key]
-        lines += [f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
-                  for row in rows[:LOST_SHOWN]]
-        lines += [f'{len(rows) - LOST_SHOWN} more jobs {would}{word}'] if len(rows) > LOST_SHOWN else []
-    count = found['compute_nodes_deactivated']
-    lines += [f"{count} compute nodes {would}inactive"] if count else []
-    lines += [f'left alone: {doubt}' for doubt in found['doubts']]
-    alive = found['alive']
-    lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
-                 f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
-    return format_lines(lines)
-
-
 # -------- slurm regenerate --------
 
 class Regeneration(Row):
@@ -34324,11 +34273,787 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
     return format_lines(lines)
 
 
+# -------- sync-status --------
+
+LOST_SHOWN = 10     # jobs named for people
+
+
+def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
+    """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
+
+    At most one squeue, and one sacct if any is gone; none of them without an allocation.
+    """
+    survey = session.call('survey_allocations', workflow_id=workflow_id)
+    seen = AllocationsSeen()
+    if survey['allocations']:
+        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()))
+    if seen.gone:
+        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
+        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
+    body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
+            'is_dry_run': is_dry_run}
+    found = session.call('sync_allocations', body, workflow_id=workflow_id)
+    return dict(found, doubts=seen.doubts + found['doubts'], alive=seen.num_alive, dry_run=is_dry_run,
+                workflow_id=workflow_id)
+
+
+def cmd_sync_status(session: Session, args: Arguments) -> int:
+    """Find allocations that are gone, and jobs that nobody runs, and set them right."""
+    found = clean_up_allocations(session, choose_workflow(session, args), bool(args['dry_run']))
+    session.answer(found, format_synced(found))
+    return 0
+
+
+def format_synced(found: Dict[str, Any]) -> str:
+    """What `sync-status` has done, or would do, for people."""
+    would, lines = 'would be ' if found['dry_run'] else '', []
+    for row in found['allocations']:
+        lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
+    for key, word in (('requeued_job_details', 'ready again'), ('failed_job_details', 'failed')):
+        rows = found[key]
+        lines += [f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
+                  for row in rows[:LOST_SHOWN]]
+        lines += [f'{len(rows) - LOST_SHOWN} more jobs {would}{word}'] if len(rows) > LOST_SHOWN else []
+    count = found['compute_nodes_deactivated']
+    lines += [f"{count} compute nodes {would}inactive"] if count else []
+    lines += [f'left alone: {doubt}' for doubt in found['doubts']]
+    alive = found['alive']
+    lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
+                 f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
+    return format_lines(lines)
+
+
+# -------- decisions about failures --------
+
+def cmd_classify(session: Session, args: Arguments) -> int:
+    """Decide about the failure of a pending_failed job."""
+    if args['action'] == 'fail' and (args['memory'] or args['runtime']):
+        raise BadInput('--memory and --runtime go with retry')
+    job = session.job(args['job_id'])
+    decision = {key: value for key, value in args.items() if value is not None}
+    found = session.call('classify_jobs', {'classifications': [decision]}, workflow_id=job['workflow_id'])
+    run = command_line(session, 'run', job['workflow_id'])
+    text = f"Job {job['name']} is to be run again: a runner takes it (or: {run})\n" if found['retried'] else \
+        f"Job {job['name']} has failed\n"
+    session.answer(found, text)
+    return 0
+
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
 #
 # Order: orphans, preconditions, diagnosis, choice, hook; then one request changes everything, and new
 # allocations are submitted. Killed anywhere, a second call finishes it.
+#
+# `watch` calls the same without questions. Requirements that jobs share are copied for those that lacked
+# something, so that the others stay as they are; a job that already has all the time that there is, is left.
+
+RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
+RECOVER_ROWS_SHOWN = 500        # of a class of failures
+AGENT_WORDS = {'claude': ['--print'], 'gh': ['copilot', 'suggest']}     # of programs that take a prompt
+AGENT_LIMIT_S = 3600.0
+FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
+
+
+class RecoverOptions(Row):
+    """What `recover` is asked for."""
+    output_dir: str = DEFAULT_OUTPUT_DIR
+    memory_multiplier: float = 1.5
+    runtime_multiplier: float = 1.5
+    cpu_multiplier: Optional[float] = None      # None: CPUs stay as they are
+    retry_unknown: bool = False
+    recovery_hook: Optional[str] = None
+    is_dry_run: bool = False
+    is_shared: bool = False         # requirements change for all jobs that share them
+    account: Optional[str] = None
+    profile: Optional[str] = None
+    partition: Optional[str] = None
+    walltime: Optional[int] = None  # of new allocations, seconds
+    ai_recovery: bool = False
+    ai_agent: Optional[str] = None  # command of a program that takes a prompt as its last word
+    settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
+
+    @property
+    def kinds(self) -> List[str]:
+        """The classes of failures that are retried."""
+        takes_all = self.retry_unknown or bool(self.recovery_hook)
+        asked = {'unknown': takes_all, 'cpu': takes_all or self.cpu_multiplier is not None}
+        return [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
+
+
+class SchedulerChoice(Row):
+    """Allocations of a scheduler that is there, in place of planned ones."""
+    scheduler: Dict[str, Any]
+    count: int
+    walltime: Optional[int] = None      # seconds; other than the scheduler's: of a copy of it
+    is_per_node: bool = False           # one worker on each node
+
+
+class Recovery:
+    """One call of recover: what it finds, what it is going to do, and what it has done."""
+
+    def __init__(self, session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> None:
+        self.session = session
+        self.workflow = workflow
+        self.options = options
+        self.multipliers = Multipliers(options.memory_multiplier, options.cpu_multiplier or 1.0,
+                                       options.runtime_multiplier)
+        self.kinds = options.kinds
+        self.cpus_change = options.cpu_multiplier is not None
+        self.mode = 'local'                     # slurm, remote, local
+        self.cleaned: Dict[str, Any] = {}       # see clean_up_allocations
+        self.jobs: List[Dict[str, Any]] = []
+        self.uses: List[JobUse] = []            # of all that ended
+        self.failures: List[Failure] = []
+        self.num_left = 0                       # jobs that wait, with nobody to run them
+        self.is_resumed = False                 # an earlier call was killed before it submitted
+        self.choice: Optional[SchedulerChoice] = None
+        self.remedies = Remedies([], [], [], [])
+        self.preview: Dict[str, Any] = {}       # what the server would do, or has done
+        self.slurm_plan: Optional[Dict[str, Any]] = None
+        self.submitted: Optional[Dict[str, Any]] = None
+        self._partitions: Optional[List[Partition]] = None
+
+    @property
+    def workflow_id(self) -> int:
+        """The workflow."""
+        return self.workflow['id']
+
+    # -------- what there is --------
+
+    def look(self) -> None:
+        """Clean up, check the preconditions, and find out why jobs failed. Refused if there is no use."""
+        self.session.client.need_server()       # it ends the jobs of runners that were killed
+        self.clean_up()
+        self.decide_undecided()
+        self.workflow = self.session.workflow(self.workflow_id)
+        status = self.session.call('get_workflow_status', workflow_id=self.workflow_id)
+        self.mode = self.find_mode()
+        self.refuse_at_work(status)
+        self.jobs = self.session.items('list_jobs', workflow_id=self.workflow_id)
+        self.diagnose()
+        counts = status['jobs_by_status']
+        self.num_left = counts['ready'] + counts['blocked'] + self.cleaned.get('jobs_requeued', 0)
+        if not self.failures:
+            self.refuse_without_failures(counts)
+
+    def clean_up(self) -> None:
+        """Set right what dead allocations and runners left; what fails here is only told."""
+        try:
+            self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
+        except (Refused, BadInput) as error:
+            self.session.report(f'warning: {error.message}')
+        for doubt in self.cleaned.get('doubts', ()):
+            self.session.report(printable_line(f'warning: {doubt}'))
+
+    def decide_undecided(self) -> None:
+        """Let an agent classify failures that wait for a decision, or tell how it is done."""
+        jobs = self.session.items('list_jobs', workflow_id=self.workflow_id, status='pending_failed')
+        if jobs and self.options.ai_recovery and not self.options.is_dry_run:
+            run_agent(self.session, self.workflow, self.options, jobs)
+            jobs = self.session.items('list_jobs', workflow_id=self.workflow_id, status='pending_failed')
+        if jobs:
+            names = first_of([f"{job['id']} ({job['name']})" for job in jobs], CANDIDATES_SHOWN)
+            decide = command_line(self.session, 'jobs', 'classify', jobs[0]['id'], 'retry', '--reason',
+                                  'TEXT')
+            self.session.report(printable_line(f'{len(jobs)} failed jobs wait for a decision: {names}'),
+                                f'retry or fail each: {decide}')
+
+    def find_mode(self) -> str:
+        """How the workflow runs: where it had allocations it gets new ones."""
+        workflow_id = self.workflow_id
+        if self.session.items('list_scheduled_compute_nodes', 1, workflow_id=workflow_id):
+            return 'slurm'
+        workers = self.session.call('list_remote_workers', workflow_id=workflow_id)
+        return 'remote' if workers else 'local'
+
+    def refuse_at_work(self, status: Dict[str, Any]) -> None:
+        """Refuse while anybody works on the workflow, or will."""
+        counts, alive = status['jobs_by_status'], self.cleaned.get('alive')
+        pending, active = status['pending_scheduled_nodes'], status['active_scheduled_nodes']
+        if alive is not None:       # a dry run has cleaned nothing
+            pending, active = alive['pending'], alive['active']
+        gone = self.options.is_dry_run and bool(self.cleaned.get('compute_nodes_deactivated'))
+        nodes = 0 if gone and not active else status['active_compute_nodes']
+        jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
+        if pending and self.was_killed():
+            pending -= len([row for row in self.session.items(
+                'list_scheduled_compute_nodes', workflow_id=self.workflow_id, status='pending')
+                if not row['scheduler_id']])
+        found = [f'{number} {words}' for number, words in (
+            (nodes, 'compute nodes at work'), (active, 'allocations active'),
+            (pending, 'allocations pending'), (jobs, 'jobs running')) if number > 0]
+        if found:
+            raise Refused(f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs "
+                          f"to finish or use '{command_line(self.session, 'cancel', self.workflow_id)}'")
+
+    def was_killed(self) -> bool:
+        """Whether an earlier call has begun this run, and was killed before it had submitted anything."""
+        events = self.session.items('list_events', workflow_id=self.workflow_id, category='recovery')
+        done = {event['data'].get('action') for event in events
+                if event['data'].get('run_id') == self.workflow.get('run_id')}
+        return 'recover' in done and 'recover_submitted' not in done
+
+    def refuse_without_failures(self, counts: Dict[str, int]) -> None:
+        """Nothing failed: go on only where jobs are left that had been begun."""
+        results = self.session.items('list_results', 1, workflow_id=self.workflow_id, all_runs=True)
+        if counts['uninitialized'] or self.num_left and not results:
+            raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
+                          f"'{command_line(self.session, 'cancel', self.workflow_id)}' (it has not begun: "
+                          f"'{command_line(self.session, 'run', self.workflow_id)}', or `submit`, starts it)")
+        if not self.num_left:
+            told = [f'{counts[key]} {words}' for key, words in (
+                ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled, which '
+                 '`run --retry-failed` takes up, and recover does not')) if counts[key]]
+            raise Refused('; '.join(['Cannot recover: no job failed', *told]))
+        self.is_resumed = True
+
+    def diagnose(self) -> None:
+        """Find out why jobs failed: by what Slurm and the runners said, else by Torc's table."""
+        session, number = self.session, self.workflow_id
+        needs = list_requirements(session, number)
+        newest = {item['job_id']: item for item in session.items('list_results', workflow_id=number,
+                                                                 sort_by='id')}
+        lost = {item['job_id']: item.get('reason') or '' for item in self.cleaned.get(
+            'failed_job_details', ())} if self.options.is_dry_run else {}
+        uses = []
+        for job in self.jobs:
+            if job['id'] in lost:
+                newest[job['id']] = lost_result(job, lost[job['id']])
+            elif job['status'] in RECOVERED_STATUSES:
+                newest.setdefault(job['id'], lost_result(job, ''))
+            if job['id'] in newest and job.get('resource_requirements_id') in needs:
+                uses.append(JobUse(job, needs[job['resource_requirements_id']], newest[job['id']]))
+        self.uses = [use for use in mark_stale(session, number, uses)
+                     if use.result['status'] in ('completed', *RECOVERED_STATUSES)]
+        failed = [use for use in self.uses if use.job['id'] in lost
+                  or use.job['status'] in RECOVERED_STATUSES]
+        if not failed:
+            return
+        sizes = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('max_rss_bytes')
+                 for item in session.items('list_slurm_stats', workflow_id=number)}
+        states = self.ask_states([use for use in failed if not read_evidence(use)[0]])
+        for use in failed:
+            key = use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)
+            self.failures.append(classify_failure(use, states.get(key, ''), sizes.get(key), True))
+
+    def ask_states(self, uses: Sequence[JobUse]) -> Dict[Tuple[int, int, int], str]:
+        """What sacct says of the steps of attempts of which nobody has said how they ended."""
+        job_ids = list_allocations(self.session, self.workflow_id) if uses and self.mode == 'slurm' else []
+        if not job_ids or not has_slurm_program('sacct'):
+            return {}
+        try:
+            accounts = ask_accounts(self.session, self.workflow_id, job_ids)
+        except Refused as error:
+            self.session.report(f'warning: {error.message}')
+            return {}
+        states = {account.name: parse_slurm_state(account.state) for account in accounts if account.step}
+        keys = [(use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)) for use in uses]
+        named = {key: f'wf{self.workflow_id}_j{key[0]}_r{key[1]}_a{key[2]}' for key in keys}
+        return {key: states[name] for key, name in named.items() if states.get(name)}
+
+    # -------- what is to be done --------
+
+    def plan(self) -> None:
+        """Work out all that is to be done, and let all that can fail do so before anything changes."""
+        self.remedies = plan_remedies(self.failures, self.sharers(), self.rules())
+        if self.mode == 'slurm' and not self.options.is_dry_run:
+            refuse_without_sbatch()
+        if not self.remedies.retried and not self.num_left:
+            if not self.options.is_dry_run:
+                self.refuse_nothing()
+            return
+        if not self.is_resumed:
+            self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
+                                             dry_run=True)
+        if self.mode != 'slurm':
+            return
+        if self.choice is not None:
+            check_scheduler(self.workflow, self.chosen_scheduler(), self.settings())
+            return
+        self.refuse_misfits()
+        overrides = {number: change.fields for change in self.remedies.changes for number in change.job_ids}
+        self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
+            include_job_ids=self.preview.get('to_run', ()), overrides=overrides, is_dry_run=True))
+
+    def sharers(self) -> Dict[int, List[int]]:
+        """Requirements -> the jobs that have them."""
+        found = collections.defaultdict(list)   # type: Dict[int, List[int]]
+        for job in self.jobs:
+            found[job.get('resource_requirements_id') or 0].append(job['id'])
+        return found
+
+    def rules(self) -> RemedyRules:
+        """What may be done about the failures."""
+        losses = collections.Counter()      # type: collections.Counter[int]
+        if any(failure.kind == 'lost' for failure in self.failures):
+            losses.update(item['job_id'] for item in self.session.items(
+                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True))
+        return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
+                           self.find_ceiling(), losses)
+
+    def find_ceiling(self) -> Callable[[Dict[str, Any]], Optional[Ceiling]]:
+        """How much time jobs can get: of the allocations to come, END_S before their end."""
+        walltime = self.options.walltime
+        if self.mode != 'slurm' or not any(lacking(failure.use, RemedyRules(self.multipliers, self.kinds))
+                                           for failure in self.failures):
+            return lambda needs: None
+        if self.choice is not None:
+            walltime = parse_walltime(self.chosen_scheduler()['walltime'])
+        if walltime is not None:
+            return lambda needs: Ceiling(walltime - END_S, 'the walltime of the allocations')
+        return functools.partial(longest_partition, self.partitions())
+
+    def partitions(self) -> List[Partition]:
+        """Where new allocations may be."""
+        if self._partitions is None:
+            self._partitions = chosen_partitions(chosen_profile(self.session, self.options.profile),
+                                                 self.options.partition)
+        return self._partitions
+
+    def refuse_misfits(self) -> None:
+        """Refuse corrections that no partition can satisfy: nothing is changed for some of the jobs only."""
+        for change in self.remedies.changes:
+            kind = read_resource_class(dict(change.needs, **change.fields))
+            if not fitting_partitions(self.partitions(), kind):
+                names = first_of([use.job['name'] for item in change.corrections for use in item.uses])
+                raise BadInput(printable_line(
+                    f'{names} would fit no partition: {explain_misfit(self.partitions(), kind)}; give a '
+                    'smaller multiplier, or make the jobs smaller'))
+
+    def refuse_nothing(self) -> None:
+        """Nothing is retried: say why, and what would."""
+        reasons = collections.Counter(reason for _, reason in self.remedies.left)
+        told = '; '.join(f"{count} {'job' if count == 1 else 'jobs'} {reason}"
+                         for reason, count in reasons.most_common(CANDIDATES_SHOWN))
+        raise Refused(printable_line(f'nothing to retry: {told}. --retry-unknown runs them again all the '
+                                     'same; canceled jobs are not recovered automatically'))
+
+    def request(self) -> Dict[str, Any]:
+        """Body of recover_jobs."""
+        options = self.options
+        event = {'mode': self.mode, 'memory_multiplier': options.memory_multiplier,
+                 'runtime_multiplier': options.runtime_multiplier, 'counts': self.count_retried(),
+                 'scheduler': None if self.choice is None else {
+                     'scheduler_id': self.choice.scheduler['id'], 'num_allocations': self.choice.count}}
+        changes = [dict(change.fields, from_id=change.needs['id'], job_ids=change.job_ids)
+                   for change in self.remedies.changes]
+        return {'run_id': self.workflow.get('run_id') or 0,
+                'reset': [failure.job_id for failure in self.remedies.retried], 'requirements': changes,
+                'event': event, 'files': file_times(self.session.client, self.workflow)}
+
+    def settings(self) -> Dict[str, Any]:
+        """How allocations are submitted."""
+        unset = dict.fromkeys(('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs'))
+        per_node = self.choice is not None and self.choice.is_per_node
+        return self.options.settings or submission_settings(dict(
+            unset, output_dir=self.options.output_dir, start_one_worker_per_node=per_node))
+
+    def regenerate_options(self) -> RegenerateOptions:
+        """What new allocations are planned and submitted with."""
+        options = self.options
+        return RegenerateOptions(account=options.account, profile=options.profile, walltime=options.walltime,
+                                 partition=options.partition, is_cleaned=True, settings=self.settings())
+
+    def chosen_scheduler(self) -> Dict[str, Any]:
+        """The chosen scheduler, or the copy that is going to be made of it."""
+        assert self.choice is not None
+        scheduler, walltime = self.choice.scheduler, self.choice.walltime
+        if walltime is None:
+            return scheduler
+        name = f"{scheduler.get('name') or 'scheduler'}_recovery"
+        return dict(scheduler, name=name, walltime=format_walltime(walltime))
+
+    # -------- doing it --------
+
+    def carry_out(self) -> None:
+        """The hook, which may veto; then the change; then the allocations."""
+        unknown = [failure for failure in self.remedies.retried if failure.kind == 'unknown']
+        if self.options.recovery_hook and unknown:
+            run_hook(self.session, self.workflow, self.options.recovery_hook)
+        if not self.is_resumed:
+            self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
+            self.workflow = self.session.workflow(self.workflow_id)
+        if self.mode == 'slurm':
+            self.submit()
+
+    def submit(self) -> None:
+        """Submit allocations for what is left, and note that it was done."""
+        os.makedirs(self.settings()['output_dir'], exist_ok=True)
+        if self.choice is None:
+            self.submitted = regenerate_workflow(self.session, self.workflow,
+                                                 self.regenerate_options()._replace(submits=True))
+        else:
+            self.submitted = self.submit_chosen()
+        self.session.call('create_event', {'workflow_id': self.workflow_id, 'data': {
+            'category': 'recovery', 'action': 'recover_submitted', 'run_id': self.workflow.get('run_id'),
+            'message': f'Submitted allocations of workflow {self.workflow_id}'}})
+
+    def submit_chosen(self) -> Dict[str, Any]:
+        """Submit allocations of the chosen scheduler, or of a copy with another walltime."""
+        assert self.choice is not None
+        scheduler = self.chosen_scheduler()
+        if self.choice.walltime is not None:
+            body = {key: value for key, value in scheduler.items() if key != 'id'}
+            scheduler = self.session.call('create_slurm_scheduler', body)
+        due = [action['id'] for action in due_schedules(self.session, self.workflow_id)]
+        disable_schedules(self.session, self.workflow, due)
+        outcome = submit_allocations(self.session, self.workflow, {
+            'settings': self.settings(), 'scheduler_config_id': scheduler['id'], 'count': self.choice.count})
+        if outcome.refusals and not outcome.numbers:
+            raise Refused(f'no allocation of workflow {self.workflow_id} was submitted: '
+                          f'{outcome.refusals[0]}')
+        return {'allocations_submitted': len(outcome.numbers), 'slurm_job_ids': outcome.numbers,
+                'warnings': outcome.refusals, 'scheduler_id': scheduler['id']}
+
+    # -------- telling it --------
+
+    def count_retried(self) -> Dict[str, int]:
+        """Jobs that run again, by the keys of Torc's JSON."""
+        counts = collections.Counter(failure.kind for failure in self.remedies.retried)
+        return {row.count_key: counts[kind] for kind, row in FAILURE_CLASSES.items()}
+
+    def describe(self) -> Dict[str, Any]:
+        """The answer of `recover`: Torc's keys, and ours behind them."""
+        counts, options = self.count_retried(), self.options
+        result = {key: counts.pop(key) for key in ('oom_fixed', 'timeout_fixed', 'unknown_retried')}
+        result['other_failures'] = sum(failure.kind in ('unknown', 'cpu') for failure in self.failures)
+        result['jobs_to_retry'] = [failure.job_id for failure in self.remedies.retried]
+        if self.remedies.changes:
+            result['adjustments'] = list(map(describe_remedy, self.remedies.changes))
+        if self.slurm_plan is not None and options.is_dry_run:
+            result['slurm_dry_run'] = self.slurm_plan
+        result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, not_retried=[
+            {'job_id': failure.job_id, 'job_name': failure.use.job['name'], 'failure_class': failure.kind,
+             'reason': reason} for failure, reason in self.remedies.left])
+        if self.submitted is not None:
+            result['slurm'] = self.submitted
+        answer_keys = ('workflow_id', 'dry_run')
+        answer = {'workflow_id': self.workflow_id, 'dry_run': options.is_dry_run,
+                  'memory_multiplier': self.multipliers.memory,
+                  'runtime_multiplier': self.multipliers.runtime,
+                  'result': result, 'diagnosis': self.describe_diagnosis(), 'mode': self.mode,
+                  'run_id': self.preview.get('run_id', self.workflow.get('run_id')), 'orphans': {
+                      key: value for key, value in self.cleaned.items() if key not in answer_keys},
+                  'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
+        if self.mode != 'slurm':
+            answer['next_command'] = self.next_command()
+        return answer
+
+    def describe_diagnosis(self) -> Dict[str, Any]:
+        """What jobs used and asked for, as `workflows check-resources` has it, and why they failed."""
+        found = [item for use in self.uses for item in compare_use(use)]
+        over = sorted((item for item in found if item.over_percent > 1),
+                      key=lambda item: -item.used / item.limit)
+        failures = [dict(explain_failure(failure.use), failure_class=failure.kind, evidence=failure.evidence)
+                    for failure in self.failures]
+        return {'workflow_id': self.workflow_id, 'total_results': len(self.uses),
+                'over_utilization_count': len(over),
+                'violations': [describe_comparison(item, True) for item in over],
+                'resource_violations_count': len(failures), 'resource_violations': failures}
+
+    def next_command(self) -> str:
+        """The command that goes on with a workflow without allocations."""
+        words = ['remote', 'run'] if self.mode == 'remote' else ['run']
+        return command_line(self.session, *words, self.workflow_id)
+
+
+def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
+    """The result that a job would get which nobody runs, or of one that has none."""
+    return {'job_id': job['id'], 'run_id': 0, 'attempt_id': job.get('attempt_id', 1), 'status': 'failed',
+            'return_code': ORPHAN_RETURN_CODE, 'exec_time_minutes': 0.0, 'reason': reason or None,
+            'completion_time': format_time(time.time())}
+
+
+def longest_partition(partitions: Sequence[Partition], needs: Dict[str, Any]) -> Optional[Ceiling]:
+    """The most time that a partition gives which can run such a job; special ones only without others."""
+    kind = read_resource_class(dict(needs, runtime='PT1S'))
+    fitting = fitting_partitions(partitions, kind)
+    fitting = [partition for partition in fitting if partition.is_auto_routed] or fitting
+    best = max(fitting, key=lambda partition: partition.max_walltime_secs, default=None)
+    return best and Ceiling(best.max_walltime_secs - END_S, f'partition {best.name}')
+
+
+def recover_workflow(session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> Dict[str, Any]:
+    """Let failed jobs run again with what they lacked, without questions: the JSON of `recover`.
+
+    Refused where nothing can be recovered, or somebody is at work.
+    """
+    recovery = Recovery(session, workflow, options)
+    recovery.look()
+    recovery.plan()
+    if not options.is_dry_run:
+        recovery.carry_out()
+    return recovery.describe()
+
+
+# -------- programs of the user --------
+
+def user_environment(session: Session, workflow: Dict[str, Any]) -> Dict[str, str]:
+    """What a hook or agent finds in its environment, beside ours."""
+    client = session.client
+    made = dict(os.environ, TORC_WORKFLOW_ID=str(workflow['id']), TORC_API_URL=client.url,
+                TORC_RUN_ID=str(workflow.get('run_id') or 0))
+    if client.token_file:
+        made['TORC_TOKEN_FILE'] = os.path.abspath(client.token_file)
+    return made
+
+
+def split_command(text: str, option: str) -> List[str]:
+    """Words of a command, as a shell would split them; of a file in this directory its path."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadInput(printable(f'{option} {text!r}: {error}')) from None
+    if not words:
+        raise BadInput(f'{option} is empty')
+    if os.sep not in words[0] and os.path.isfile(words[0]):
+        words[0] = os.path.join('.', words[0])
+    return words
+
+
+def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
+                limit_s: Optional[float] = None) -> int:
+    """Run a program of the user to its end, its output on our stderr; its return code."""
+    environment = user_environment(session, workflow)
+    try:
+        target = session.err.fileno()
+    except (OSError, ValueError, AttributeError):   # no file: in a test
+        target = subprocess.PIPE
+    try:
+        process = subprocess.Popen(list(words), env=environment, stdin=subprocess.DEVNULL, stdout=target,
+                                   stderr=subprocess.STDOUT)
+    except (OSError, ValueError) as error:
+        cause = getattr(error, 'strerror', None) or error
+        raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
+    with process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
+        except BaseException:
+            process.kill()
+            raise
+    if said:
+        session.report_message(said.decode('utf-8', 'replace').rstrip('\n'))
+    return process.returncode
+
+
+def run_hook(session: Session, workflow: Dict[str, Any], hook: str) -> None:
+    """Run the recovery hook, the workflow's id as its last word. Refused if it fails: nothing changes."""
+    words = [*split_command(hook, '--recovery-hook'), str(workflow['id'])]
+    code = run_program(session, words, workflow, '--recovery-hook')
+    if code:
+        raise Refused(printable_line(f"the recovery hook '{hook}' ended with return code {code}: nothing was "
+                                     'changed'))
+
+
+PROMPT = """Failed jobs of the workflow {workflow} wait for a decision: run again, or failed for good.
+For each of the jobs below look at what it wrote and decide whether another attempt may succeed (a network
+that was down, a busy file system, too little memory or time) or cannot (a bug, a wrong input). Then run for
+each job one of these commands:
+    {classify} JOB_ID retry --reason TEXT [--memory SIZE] [--runtime DURATION]
+    {classify} JOB_ID fail --reason TEXT
+What a job wrote is shown by: {logs} JOB_ID
+Jobs:
+{jobs}
+"""
+
+
+def run_agent(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
+              jobs: Sequence[Dict[str, Any]]) -> None:
+    """Let the program of the user's choice decide about failures; what it leaves stays undecided."""
+    if not options.ai_agent:
+        raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
+    words = split_command(options.ai_agent, '--ai-agent')
+    words += AGENT_WORDS.get(os.path.basename(words[0]), []) if len(words) == 1 else []
+    code = run_program(session, [*words, format_prompt(session, workflow, options, jobs)], workflow,
+                       '--ai-agent', AGENT_LIMIT_S)
+    if code:
+        session.report(printable_line(f'warning: {words[0]} ended with return code {code}'))
+
+
+def format_prompt(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
+                  jobs: Sequence[Dict[str, Any]]) -> str:
+    """What an agent is asked: the jobs, and the commands to decide with."""
+    results = {item['job_id']: item for item in session.items('list_results', workflow_id=workflow['id'])}
+    lines = []
+    for job in jobs[:RECOVER_ROWS_SHOWN]:
+        result = results.get(job['id'], {})
+        lines.append(f"    {job['id']} {job['name']}: return code {result.get('return_code')}, "
+                     f"{result.get('reason') or 'no message'}; command: {cut(job['command'], 300)}")
+    return printable_message(PROMPT.format(
+        workflow=f"{workflow['id']} ({workflow['name']})", classify=command_line(session, 'jobs', 'classify'),
+        logs=command_line(session, 'logs', '-o', options.output_dir, workflow['id']), jobs='\n'.join(lines)))
+
+
+# -------- questions --------
+
+def ask_value(session: Session, question: str, parse: Callable[[str], Any], default: Any = None) -> Any:
+    """A value, asked for until it can be read; Enter, or the end of the input, is the default."""
+    while True:
+        word = session.ask(question)
+        if not word:
+            return default
+        try:
+            return parse(word)
+        except ValueError as error:
+            session.report(printable_line(str(error)))
+
+
+def ask_recovery(recovery: Recovery) -> None:
+    """On a terminal: for each class of failures what is done about it, and where what is left runs."""
+    session, kinds = recovery.session, []
+    for kind, row in FAILURE_CLASSES.items():
+        failures = [failure for failure in recovery.failures if failure.kind == kind]
+        if not failures:
+            continue
+        style = style_of(session.err, os.environ)
+        session.report('', describe_class(kind, failures), *format_failures(failures, style).splitlines())
+        if ask_about_class(recovery, kind):
+            kinds.append(kind)
+    recovery.kinds = kinds
+    recovery.cpus_change = recovery.cpus_change or 'cpu' in kinds
+    if recovery.mode == 'slurm':
+        ask_allocations(recovery)
+
+
+def describe_class(kind: str, failures: Sequence[Failure]) -> str:
+    """How many jobs failed in this way."""
+    return f"{len(failures)} {'job' if len(failures) == 1 else 'jobs'} {FAILURE_CLASSES[kind].meaning}:"
+
+
+def ask_about_class(recovery: Recovery, kind: str) -> bool:
+    """Whether the jobs of a class run again; their multiplier may be changed."""
+    session, field = recovery.session, FAILURE_CLASSES[kind].resource
+    has_multiplier = field in ('memory', 'runtime')
+    default, words = 'r' if kind in recovery.kinds else 's', ['r', 'a', 's'] if has_multiplier else ['r', 's']
+    factor = f' with {getattr(recovery.multipliers, field):g} times as much' if has_multiplier else ''
+    adjust = ', a: adjust the multiplier' if has_multiplier else ''
+    word = ask_value(session, f'r: run again{factor}{adjust}, s: skip [{default}] ', one_of(*words), default)
+    if word == 'a':
+        current = getattr(recovery.multipliers, field)
+        value = ask_value(session, f'Multiplier [{current:g}]: ', parse_factor, current)
+        recovery.multipliers = recovery.multipliers._replace(**{field: value})
+    return word != 's'
+
+
+def ask_allocations(recovery: Recovery) -> None:
+    """Where the jobs run: in allocations that are planned for them, or of a scheduler that is there."""
+    session, options = recovery.session, recovery.options
+    schedulers = {str(row['id']): row for row in session.items('list_slurm_schedulers',
+                                                               workflow_id=recovery.workflow_id)}
+    for number, row in schedulers.items():
+        session.report(printable_line(f"  {number}: {row.get('name')}, {row['nodes']} nodes for "
+                                      f"{row['walltime']}, partition {row.get('partition') or 'default'}"))
+    word = ask_value(session, 'Enter: plan new allocations; or the id of a scheduler: ',
+                     one_of(*schedulers, 'a'), 'a')
+    if word == 'a':
+        partition = ask_value(session, f"Partition [{options.partition or 'chosen for the jobs'}]: ", str,
+                              options.partition)
+        shown = format_walltime(options.walltime) if options.walltime else 'planned'
+        walltime = ask_value(session, f'Walltime [{shown}]: ', parse_time_span, options.walltime)
+        recovery.options = options._replace(partition=partition, walltime=walltime)
+        return
+    scheduler, walltime = schedulers[word], None
+    wanted = ask_value(session, f"Walltime [{scheduler['walltime']}]: ", parse_time_span)
+    if wanted and format_walltime(wanted) != scheduler['walltime']:
+        if session.agrees(f"Make a copy {scheduler.get('name')}_recovery with {format_walltime(wanted)}?"):
+            walltime = wanted
+    count = ask_value(session, 'Allocations [1]: ', at_least(1), 1)
+    is_direct = (recovery.workflow.get('execution_config') or {}).get('mode') == 'direct'
+    is_per_node = scheduler['nodes'] > 1 and is_direct and session.agrees('One worker on each node?')
+    recovery.choice = SchedulerChoice(scheduler, count, walltime, is_per_node)
+
+
+# -------- the command --------
+
+def cmd_recover(session: Session, args: Arguments) -> int:
+    """Let failed jobs run again with what they lacked."""
+    workflow_id = choose_workflow(session, args)
+    names = set(RecoverOptions._fields) & set(args)
+    options = RecoverOptions(**{name: args[name] for name in names}, is_dry_run=bool(args['dry_run']))
+    try:
+        recovery = Recovery(session, session.workflow(workflow_id), options)
+        recovery.look()
+        is_asking = session.is_interactive and session.format != 'json'
+        if is_asking:
+            ask_recovery(recovery)
+        recovery.plan()
+        if is_asking and not options.is_dry_run:
+            session.report('', *format_plan(recovery, style_of(session.err, os.environ)).splitlines())
+            if not session.agrees(f'Recover workflow {workflow_id} so?'):
+                return 0
+        if not options.is_dry_run:
+            recovery.carry_out()
+    except TorcError as error:
+        error.details = dict(error.details, workflow_id=workflow_id, dry_run=options.is_dry_run)
+        raise
+    answer = recovery.describe()
+    session.answer(answer, format_recovery(session, recovery, answer))
+    return 0
+
+
+def format_failures(failures: Sequence[Failure], style: Style) -> str:
+    """Jobs of one class, for people."""
+    rows = []
+    for failure in failures[:RECOVER_ROWS_SHOWN]:
+        needs, found = failure.use.needs, explain_failure(failure.use)
+        rows.append((failure.job_id, failure.use.job['name'], found['return_code'],
+                     report_duration(seconds_of(failure.use.result)), needs['memory'],
+                     found.get('peak_memory_formatted', '-'), needs['runtime'], failure.evidence))
+    text = format_table(FAILURE_COLUMNS, rows, style)
+    more = len(failures) - len(rows)
+    return text + (f'and {more} more\n' if more else '')
+
+
+def format_remedies(remedies: Remedies, style: Style) -> str:
+    """What is to be changed and run again, and what is not, for people."""
+    rows = [(change.needs['name'], len(change.job_ids), 'only these' if change.is_split else 'all',
+             CORRECTION_WORDS[item.resource], item.original, item.new, show_peak(item))
+            for change in remedies.changes for item in change.corrections]
+    titles = ('Requirements', 'Jobs', 'For', 'Resource', 'Old', 'New', 'Peak')
+    text = format_table(titles, rows, style) if rows else ''
+    names = first_of([failure.use.job['name'] for failure in remedies.retried], CANDIDATES_SHOWN)
+    lines = [f'To run again: {names}'] if remedies.retried else []
+    lines += [f"{failure.use.job['name']} does not run again: {reason}"
+              for failure, reason in remedies.left[:RECOVER_ROWS_SHOWN]]
+    return text + format_lines(map(printable_line, [*lines, *remedies.notes]))
+
+
+def format_plan(recovery: Recovery, style: Style) -> str:
+    """What is going to be done, for people."""
+    lines = []
+    if recovery.num_left:
+        lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
+    if recovery.choice is not None:
+        scheduler = recovery.chosen_scheduler()
+        lines.append(f"{recovery.choice.count} allocations of scheduler {scheduler.get('name')} for "
+                     f"{scheduler['walltime']}")
+    for row in (recovery.slurm_plan or {}).get('planned_schedulers', ()):
+        lines.append(f"{row['name']}: {row['job_count']} jobs, {row['num_allocations']} x {row['nodes']} "
+                     f"nodes of {row['partition']} for {row['walltime']}")
+    lines += [f'warning: {text}' for text in (recovery.slurm_plan or {}).get('warnings', ())]
+    return format_remedies(recovery.remedies, style) + format_lines(map(printable_line, lines))
+
+
+def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any]) -> str:
+    """The answer of recover for people."""
+    text, style = '', style_of(session.out, os.environ)
+    for kind in FAILURE_CLASSES:
+        failures = [failure for failure in recovery.failures if failure.kind == kind]
+        if failures:
+            text += f'{describe_class(kind, failures)}\n{format_failures(failures, style)}'
+    text += format_plan(recovery, style)
+    run = f"Run {answer['run_id']} of workflow {recovery.workflow_id}"
+    if answer['dry_run']:
+        end = 'Nothing was changed: this is a dry run'
+    elif recovery.submitted is not None:
+        number = recovery.submitted.get('allocations_submitted', 0)
+        end = f"{run}: submitted {number} allocations for {answer['jobs_to_run']} jobs"
+    else:
+        end = f"{run}: {answer['jobs_to_run']} jobs are to run; go on with: {answer['next_command']}"
+    return text + format_lines([end])
 
 
 # ======== 20h. Watch: a workflow under supervision until it is complete ========
@@ -34798,6 +35523,23 @@ PLAN_OPTIONS = (
     Argument('--skip-checks', '', 'leave out jobs that fit no partition'),
     SPEC_OPTIONS[1],
 )
+# Of recover, and of watch, which calls it.
+RECOVER_OPTIONS = (
+    OUTPUT_DIR,
+    Argument('--memory-multiplier', 'N', 'of the memory that was not enough', parse_factor, default=1.5),
+    Argument('--runtime-multiplier', 'N', 'of the runtime that was not enough', parse_factor, default=1.5),
+    Argument('--cpu-multiplier', 'N', 'of the CPUs that jobs kept busy, where they were more than asked for '
+             '(default: CPUs stay as they are)', parse_factor),
+    Argument('--shared', '', 'change requirements for all jobs that share them, not only for those that '
+             'failed', key='is_shared'),
+    Argument('--retry-unknown', '', 'run again what failed for a reason of its own, too'),
+    Argument('--recovery-hook', 'CMD', 'run this first, with the id of the workflow as its last word; if it '
+             'fails nothing is changed; implies --retry-unknown'),
+    Argument('--ai-recovery', '', 'let --ai-agent decide about pending_failed jobs'),
+    Argument('--ai-agent', 'CMD', 'a program that takes a prompt as its last word (there is no default)'),
+    Argument('--partition', 'NAME', 'of new allocations'),
+    Argument('--walltime', 'TIME', 'of new allocations, such as 04:00:00', parse_time_span),
+)
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
 PASSWORD = Argument('-p --password', 'PW', 'the password; without it you are asked, or stdin is read')
@@ -34918,6 +35660,11 @@ COMMANDS = (
         Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
         *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+    Command('recover', cmd_recover, 'run failed jobs again with what they lacked, in new allocations', (
+        ASKED_WF, *RECOVER_OPTIONS,
+        Argument('--account', 'NAME', 'account to charge for new allocations'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'), DRY_RUN),
+        'recover 1 --dry-run'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
@@ -35093,6 +35840,14 @@ COMMANDS = (
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
         'workflows archive true 1'),
 
+    Command('jobs classify', cmd_classify, 'decide about the failure of a pending_failed job', (
+        Argument('JOB', '', 'id of the job', parse_id, key='job_id'),
+        Argument('retry|fail', '', 'retry: another attempt; fail: it has failed', one_of('retry', 'fail'),
+                 key='action'),
+        Argument('--reason', 'TEXT', 'why', count='!'),
+        Argument('--memory', 'MEMORY', 'with retry: its memory from now on', normalize_memory),
+        Argument('--runtime', 'DURATION', 'with retry: its runtime from now on', normalize_duration)),
+        "jobs classify 7 retry --reason 'the licence server was down' --runtime 2h"),
     Command('jobs create', cmd_create, 'add a job to a workflow', (
         ASKED_WF, THE_NAME, Argument('-c --command', 'CMD', 'what it runs', count='!'),
         Argument('-r --resource-requirements-id', 'ID', 'what it needs', parse_id),
@@ -35552,7 +36307,7 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 # Commands whose errors Torc 1.0 prints as JSON on stdout, too.
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
-               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status')
+               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 
 
