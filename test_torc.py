@@ -28673,6 +28673,201 @@ class RecoverOnSlurmTest(SlurmTest):
 
 # ======== 20h. Watch ========
 
+class WatchTest(CommandTest):
+    """A workflow under supervision: who does it, for how long, and what is done."""
+    PLAIN = 'name: w\njobs: [{name: a, command: "true"}, {name: b, command: "exit $(cat code)"}]\n'
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('code', '0')
+
+    def watch(self, *words: Any, env: Optional[Dict[str, str]] = None) -> Background:
+        """Watch workflow 1 in the background, from its first poll on."""
+        process = self.world.start('watch', 1, '-p', 0.2, *words, env=env)
+        self.world.wait(lambda: 'Watch started' in process.err, 20, 'the watch', [process])
+        return process
+
+    def log(self) -> str:
+        """The log file, without times."""
+        name = f'torc_output/watch_{socket.gethostname()}_wf1.log'
+        return re.sub(r'(?m)^\S+Z ', '', self.world.read(name))
+
+    def test_a_workflow_that_has_ended_reports_its_outcome(self):
+        self.make(self.PLAIN)
+        self.world.cli('run', 1)
+        done = self.assertExit(0, self.world.main('-f', 'json', 'watch', 1), 'is complete: 2 jobs ended well')
+        found = done.json()
+        self.assertEqual((1, True, 0), (found['workflow_id'], found['is_complete'], found['recoveries']))
+        self.assertRegex(self.log(), r'\AINFO Watch started workflow_id=1 hostname=\S+ output_dir=.*'
+                         r'torc_output log_file=watch_\S+_wf1\.log\n'
+                         r'INFO the workflow is complete: 2 jobs ended well\n'
+                         r'INFO Watch ended: 2 completed\n\Z')
+        self.world.write('code', '3')
+        self.make(self.PLAIN)
+        self.world.cli('run', 2)
+        self.assertExit(1, self.world.main('watch', 2), 'jobs failed, and --recover was not given',
+                        'Watch ended: 1 completed, 1 failed')
+
+    def test_jobs_that_nobody_runs_are_no_success(self):
+        self.make(self.PLAIN)
+        self.text('workflows init 1')
+        words = 'nobody is at work, and jobs are left: 2 ready'
+        self.assertExit(1, self.world.main('watch', 1, '--once'), words)
+        self.assertExit(1, self.world.main('watch', 1, '-p', 0.05), words)
+        self.assertExit(1, self.world.main('watch', 1, '--once', '--persistent'), 'jobs are left: 2 ready')
+        self.text('cancel 1 --no-prompts')
+        self.assertExit(1, self.world.main('watch', 1, '--persistent'), 'the workflow was canceled')
+
+    @slow
+    def test_others_have_the_embedded_database_between_polls(self):
+        self.make(self.PLAIN)
+        process = self.watch('--persistent')
+        self.assertExit(0, self.world.cli('status', 1))
+        self.assertExit(0, self.world.cli('run', 1))
+        done = self.assertExit(0, process.finish())
+        self.assertIn('2 uninitialized', done.err)
+        self.assertIn('Watch ended: 2 completed', done.err)
+
+    @slow
+    def test_a_second_watch_is_refused_while_the_first_lives_and_takes_over_when_that_was_killed(self):
+        self.make(self.PLAIN)
+        process = self.watch('--persistent')
+        host = socket.gethostname()
+        words = f'workflow 1 is watched already, by process {process.pid} on host {host} (until '
+        self.assertExit(4, self.world.main('watch', 1), words)
+        process.kill()
+        other = self.watch('--persistent')
+        other.send(signal.SIGTERM)
+        self.assertIn('interrupted; started again, it goes on', self.assertExit(130, other.finish()).err)
+        third = self.watch('--persistent')
+        third.send(signal.SIGINT)
+        self.assertExit(130, third.finish())
+        self.assertNotIn('Traceback', self.log() + third.err)
+
+    @slow
+    def test_one_that_was_replaced_leaves(self):
+        self.make(self.PLAIN)
+        process = self.watch('--persistent')
+        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 60.0}
+        with contextlib.closing(self.world.connect()) as client:
+            ended = client.call('watch_workflow', body, workflow_id=1)['process']
+            self.assertTrue(client.call('watch_workflow', dict(body, ended=ended), workflow_id=1)['granted'])
+        self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
+
+    @slow
+    def test_a_server_that_is_away_is_waited_for_and_what_happened_meanwhile_is_seen(self):
+        self.world.write('code', '3')
+        self.world.serve()
+        self.make(self.PLAIN)
+        process = self.watch('--persistent')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        self.world.server.kill()
+        self.world.wait(lambda: 'waiting for up to 20m' in process.err, 30, 'the silence', [process])
+        self.world.serve('--port', port)
+        self.world.wait(lambda: 'the server answers after' in process.err, 30, 'the answer', [process])
+        self.world.cli('run', 1)
+        done = self.assertExit(1, process.finish(), 'jobs failed, and --recover was not given')
+        self.assertEqual(1, done.err.count('waiting for up to'))
+
+    @slow
+    def test_an_embedded_database_that_somebody_has_is_waited_for(self):
+        self.make(self.PLAIN)
+        process = self.watch('--persistent')
+        with self.world.inside():
+            store = torc.Client.connect(database=self.world.path('torc_output', 'torc.db'))
+        with contextlib.closing(store), unittest.mock.patch.object(torc, 'FIND_DEADLINE_S', 0.1):
+            self.world.wait(lambda: 'waiting for up to 20m' in process.err, 30, 'the silence', [process])
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertExit(0, process.finish(), 'the server answers after')
+
+    def test_a_server_that_stays_away_is_given_up_when_the_window_is_over(self):
+        self.world.serve()
+        self.make(self.PLAIN + 'compute_node_wait_for_healthy_database_minutes: 0\n')
+        process = self.watch('--persistent')
+        self.world.server.kill()
+        self.assertExit(3, process.finish(), 'given up: ')
+
+
+class WatchedSlurmTest(CommandTest):
+    """A watch and a scripted Slurm: how often that is asked, and what follows."""
+    SPEC = """
+        name: w
+        slurm_schedulers: [{name: cpu, account: a, walltime: "01:00:00"}]
+        resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M}]
+        jobs: [{name: "j{i}", command: "true", parameters: {i: "1:4"}, resource_requirements: r}]
+    """
+    allocate, begin, states = SyncStatusTest.allocate, SyncStatusTest.begin, SyncStatusTest.states
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.fakes = self.world.fake_slurm(**FAKE_QUEUE)
+        self.make(self.SPEC)
+        self.text('workflows init 1 --no-prompts')
+
+    def looks(self, *scripts: str) -> None:
+        """What squeue does, look after look; the last one ends the watch, too."""
+        lines = [f'number=$(($(ls "$fake"/look_* 2>/dev/null | wc -l) + 1)); touch "$fake/look_$number"',
+                 'case $number in',
+                 *(f'{number}) {script};;' for number, script in enumerate(scripts, 1)), 'esac',
+                 f'[ $number -ge {len(scripts)} ] && kill -TERM $PPID; true']
+        self.fakes.write('squeue', '\n'.join(lines))
+
+    def watch(self, *words: Any, code: int = 130, every_s: float = 0.05) -> Outcome:
+        """Watch in this process, and ask Slurm as often as this."""
+        with unittest.mock.patch.object(torc, 'SLURM_LOOK_S', every_s):
+            return self.assertExit(code, self.world.main('watch', 1, '-p', 0.02, *words))
+
+    def test_slurm_is_asked_once_though_the_server_is_asked_many_times(self):
+        self.allocate(71)
+        self.looks('printf "71|PENDING|N/A"', 'true')
+        process = self.world.start('watch', 1, '-p', 0.02, '-s')
+        line = '4 ready; 1 allocations pending'
+        self.world.wait(lambda: process.err.count(line) > 20, 30, '20 polls', [process])
+        self.assertEqual(1, len(self.fakes.calls('squeue')))
+        process.send(signal.SIGTERM)
+        self.assertExit(130, process.finish())
+        self.assertEqual([], self.fakes.calls('sacct'))
+
+    def test_a_squeue_that_fails_proves_nothing(self):
+        self.allocate(71, 'active')
+        self.begin(71)
+        failure = 'echo "slurm_load_jobs error: Socket timed out" >&2; exit 1'
+        self.looks(*[failure] * 4, 'printf "71|RUNNING|N/A"')
+        done = self.watch('-r', '--auto-schedule')
+        self.assertIn('Slurm job 71 may be anything: squeue failed: slurm_load_jobs error', done.err)
+        self.assertEqual(1, done.err.count('may be anything'))     # said once
+        self.assertEqual({'running'}, set(self.states().values()))
+        self.assertEqual([], self.fakes.calls('sbatch'))
+
+    def test_jobs_of_an_allocation_that_lost_its_node_are_ready_again_and_get_another_one(self):
+        self.allocate(71, 'active')
+        self.begin(71)
+        self.fakes.write('sacct', f'printf "71|NODE_FAIL|0:0|{int(time.time())}|{os.getuid()}|tester\\n"')
+        self.looks('printf "71|RUNNING|N/A"', 'true', 'cat "$fake"/job_*')
+        done = self.watch('--auto-schedule', '--profile', 'kestrel')
+        self.assertIn('allocation of Slurm job 71: ', done.err)
+        self.assertIn('job j1 is ready again: ', done.err)
+        self.assertIn('4 jobs are ready, and there is no allocation', done.err)
+        self.assertIn('1 allocations submitted', done.err)
+        self.assertEqual({'ready'}, set(self.states().values()))
+        rows = self.json('scheduled-compute-nodes list 1')['items']
+        self.assertEqual([(71, 'complete'), (100, 'pending')],
+                         [(row['scheduler_id'], row['status']) for row in rows])
+
+    def test_what_a_killed_submitter_left_is_submitted(self):
+        with self.world.connect() as client:
+            dead = torc.format_json(dict(torc.describe_process(), start_ticks=1))
+            settings = {'output_dir': self.world.path('torc_output'), 'directory': self.world.directory}
+            body = {'submitter': dead, 'lease_s': 3600.0, 'settings': settings,
+                    'scheduler_config_id': 1, 'count': 1}
+            client.call('take_submissions', body, workflow_id=1)
+        self.looks('true', 'cat "$fake"/job_* 2>/dev/null', 'cat "$fake"/job_* 2>/dev/null')
+        with unittest.mock.patch.object(torc.Submitter, 'pause_s', 0.05):
+            done = self.watch()
+        self.assertIn('1 allocations submitted that a killed command had left', done.err)
+        self.assertEqual(1, len(self.fakes.calls('sbatch')))
+
+
 # ======== 20i. Service ========
 
 class PasswordCommandTest(CommandTest):
@@ -34852,8 +35047,8 @@ class CommandExampleLaws(WorldTest):
           - {name: greet, command: echo hello, resource_requirements: big, failure_handler: again, input_files: [data], input_user_data: [limits]}
           - {name: bad, command: exit 1, depends_on: [greet]}
         """
-    # Run by other tests: they need, or are, a server.
-    SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner')
+    # Run by other tests: they need, or are, a server, or go on until a workflow is complete.
+    SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner', 'watch')
 
     SLURM = {
         'sbatch': 'echo "17;c"', 'squeue': 'true', 'scancel': 'true', 'sacct': 'true',

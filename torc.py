@@ -12329,72 +12329,6 @@ def decide_about(context: Context, state: WorkflowState, job: JobState, row: Val
         'message': f'Job {job.name}: {decision}'})
 
 
-# -------- who watches a workflow --------
-#
-# One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
-# has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
-# run that somebody else has begun begins the count anew.
-
-def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
-    """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
-
-    Another one does until it leaves, its `lease_s` is over, or the caller knows that it has ended (`ended`).
-    """
-    state, now = workflow_state(context, workflow_id), context.now()
-    watcher = json.loads(context.value('SELECT watcher FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
-    holder = watcher.get('process')
-    if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
-        return {'granted': False, 'process': holder, 'until': watcher['until']}
-    runs = watcher.get('recovered_runs', [])
-    runs = [] if runs and state.run_id > runs[-1] + 1 else runs
-    if body.get('recovers') and state.run_id not in runs:
-        runs = runs + [state.run_id]
-    watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
-               'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
-               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
-    context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
-                (None if body.get('is_over') else format_json(watcher), workflow_id))
-    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
-    return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
-            'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
-            'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
-            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
-            'status': get_workflow_status(context, workflow_id)}
-
-
-UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
-    'lacks': '', 'no_runner': '', 'busy': 'AND origin IS NOT NULL', 'late': 'AND origin IS NOT NULL'}
-
-
-def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
-    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come.
-
-    Those of retries and spawns are among them if only runners at work could take them, which were planned
-    without them. What an allocation in the queue can take is planned.
-    """
-    runners = describe_runners(context, workflow_id)
-    places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
-    to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
-                           "AND action_type = 'schedule_nodes' AND executed = 0 AND failure IS NULL "
-                           f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
-    configs = [json.loads(config) for _, config in to_come]
-    schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
-    gated = set(context.ids('SELECT job_id FROM action_job WHERE action_id IN '
-                            f'{sql_list(action_id for action_id, _ in to_come)}'))
-    soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
-    found = []  # type: List[int]
-    for kind in (Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))):
-        is_planned = any(not find_lacks(kind, place.offer, place.by) for place in soon)
-        code = '' if is_planned else explain_kind(kind, places)[0]
-        if kind.labels or kind.scheduler_id in schedulers or code not in UNPLANNED_REASONS:
-            continue
-        job_ids = context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} '
-                              f'{UNPLANNED_REASONS[code]} ORDER BY id', (kind.id,))
-        found += [job_id for job_id in job_ids if job_id not in gated]
-    return {'job_ids': sorted(found), 'count': len(found)}
-
-
-
 # -------- allocations that are gone --------
 
 # For so long after the end of a Slurm job its processes may have been at work (KillWait is 30 s as a rule,
@@ -12543,6 +12477,71 @@ def requeue_assumed(context: Context, state: WorkflowState, seen: Values, found:
             assume_interrupted(context, state, job, seen['reason'])
             begin_next_attempt(context, state, job)
             note_lost_job(found, 'jobs_requeued', (job.id, job.name), seen)
+
+
+# -------- who watches a workflow --------
+#
+# One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
+# has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
+# run that somebody else has begun begins the count anew.
+
+def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
+    """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
+
+    Another one does until it leaves, its `lease_s` is over, or the caller knows that it has ended (`ended`).
+    """
+    state, now = workflow_state(context, workflow_id), context.now()
+    watcher = json.loads(context.value('SELECT watcher FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
+    holder = watcher.get('process')
+    if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
+        return {'granted': False, 'process': holder, 'until': watcher['until']}
+    runs = watcher.get('recovered_runs', [])
+    runs = [] if runs and state.run_id > runs[-1] + 1 else runs
+    if body.get('recovers') and state.run_id not in runs:
+        runs = runs + [state.run_id]
+    watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
+               'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
+               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
+    context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
+                (None if body.get('is_over') else format_json(watcher), workflow_id))
+    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
+    return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
+            'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
+            'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
+            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
+            'status': get_workflow_status(context, workflow_id)}
+
+
+UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
+    'lacks': '', 'no_runner': '', 'busy': 'AND origin IS NOT NULL', 'late': 'AND origin IS NOT NULL'}
+
+
+def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
+    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come.
+
+    Those of retries and spawns are among them if only runners at work could take them, which were planned
+    without them. What an allocation in the queue can take is planned.
+    """
+    runners = describe_runners(context, workflow_id)
+    places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
+    to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
+                           "AND action_type = 'schedule_nodes' AND executed = 0 AND failure IS NULL "
+                           f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
+    configs = [json.loads(config) for _, config in to_come]
+    schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
+    gated = set(context.ids('SELECT job_id FROM action_job WHERE action_id IN '
+                            f'{sql_list(action_id for action_id, _ in to_come)}'))
+    soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
+    found = []  # type: List[int]
+    for kind in (Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))):
+        is_planned = any(not find_lacks(kind, place.offer, place.by) for place in soon)
+        code = '' if is_planned else explain_kind(kind, places)[0]
+        if kind.labels or kind.scheduler_id in schedulers or code not in UNPLANNED_REASONS:
+            continue
+        job_ids = context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} '
+                              f'{UNPLANNED_REASONS[code]} ORDER BY id', (kind.id,))
+        found += [job_id for job_id in job_ids if job_id not in gated]
+    return {'job_ids': sorted(found), 'count': len(found)}
 
 
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
@@ -36410,6 +36409,256 @@ def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any]
 # One loop that survives restarts of its server and of itself, and calls what the commands above call. Only
 # one watches a workflow at a time; Slurm is asked at most once a minute.
 
+DEFAULT_WATCH_POLL_S = 60.0
+WATCH_LEASE_S = 600.0       # a watch that was killed where nobody can see that is taken over so much later
+MOST_WATCH_STEPS = 8        # in one poll
+
+
+class Supervision:
+    """A workflow that is watched: carries out what a Watcher decides."""
+
+    def __init__(self, session: Session, workflow: Dict[str, Any], args: Arguments, log: RunLog) -> None:
+        self.session, self.workflow, self.args, self.log = session, workflow, args, log
+        self.number = workflow['id']    # type: int
+        self.process = describe_process()
+        self.watcher = Watcher(watch_rules(args))
+        self.reason = ''        # last reported
+        self.counts = ''        # ... and last counts of jobs
+        self.silent_at = None   # type: Optional[float]  # since when the server does not answer
+        self.seen = {}          # type: Dict[str, Any]  # its last answer
+        name = 'compute_node_wait_for_healthy_database_minutes'
+        minutes = workflow.get(name)
+        self.window_s = 60.0 * (WORKFLOW_DEFAULTS[name] if minutes is None else minutes)
+
+    def say(self, message: str, level: str = 'info') -> None:
+        """To the log, and to stderr."""
+        self.log.write(message, level)
+        show = self.session.inform if level == 'info' else self.session.report
+        show(printable_line(f'{format_time(time.time())} {message}'))
+
+    def run(self, wakeup: Wakeup) -> int:
+        """Watch until the end or a signal; the exit code."""
+        while True:
+            began = time.monotonic()
+            code = self.poll_patiently()
+            self.log.flush()
+            if code is None and self.args['once']:
+                code = 1
+                self.leave(False)
+            if code is not None:
+                return code
+            self.session.client.close()     # an embedded database is for others meanwhile
+            if self.is_ended(wakeup, began + self.args['poll_interval']):
+                self.say('interrupted; started again, it goes on')
+                self.leave(False)
+                return 130
+
+    @staticmethod
+    def is_ended(wakeup: Wakeup, until: float) -> bool:
+        """Wait for the next poll; whether a signal came that ends us."""
+        while True:
+            left_s = until - time.monotonic()
+            if set(wakeup.wait(max(0.0, left_s))) - {signal.SIGCHLD}:
+                return True
+            if left_s <= 0:
+                return False
+
+    def poll_patiently(self) -> Optional[int]:
+        """One poll. A server that is away, or a database that others have, is waited for."""
+        try:
+            code = self.poll()
+        except (Unreachable, Conflict) as error:
+            now = time.monotonic()
+            self.silent_at = now if self.silent_at is None else self.silent_at
+            if now - self.silent_at >= self.window_s or self.args['once']:
+                self.say(f'given up: {error.message}', 'error')
+                raise
+            self.say_once(f'waiting for up to {format_elapsed(self.window_s)}: {error.message}', 'warning')
+            return None
+        except TorcError as error:
+            self.say(error.message, 'error')
+            raise
+        if self.silent_at is not None:
+            self.say(f'the server answers after {format_elapsed(time.monotonic() - self.silent_at)}')
+        self.silent_at = None
+        return code
+
+    def poll(self) -> Optional[int]:
+        """Steps until there is nothing to do but wait: None, or the exit code of the end."""
+        self.watcher.begin_poll()
+        for _ in range(MOST_WATCH_STEPS):
+            self.renew()
+            step = self.watcher.next_step(time.monotonic(), self.seen)
+            if step.name == 'wait':
+                break
+            if step.reason:
+                self.say(step.reason, 'warning' if step.exit else 'info')
+            if step.name == 'end':
+                self.finish(step)
+                return step.exit
+            getattr(self, step.name)()
+        self.say_counts()
+        self.say_once(step.reason)
+        return None
+
+    def renew(self, **more: Any) -> None:
+        """Go on with the watch, and see how the workflow is. Refused if somebody else watches it."""
+        lease_s = WATCH_LEASE_S + 2 * self.args['poll_interval']
+        body = dict({'process': self.process, 'lease_s': lease_s}, **more)
+        seen = self.session.call('watch_workflow', body, workflow_id=self.number)
+        if not seen['granted'] and process_lives(seen['process']) is False:
+            body['ended'] = seen['process']
+            seen = self.session.call('watch_workflow', body, workflow_id=self.number)
+        if not seen['granted']:
+            holder, until = seen['process'], format_time(seen['until'])
+            raise Refused(f"workflow {self.number} is watched already, by process {holder.get('pid')} on "
+                          f"host {holder.get('host')} (until {until}, or longer if it goes on): end that one")
+        self.seen = seen
+
+    def leave(self, is_over: bool) -> None:
+        """Let others watch. Unless all is over, what was counted stays for who goes on."""
+        with contextlib.suppress(TorcError):    # else its time is soon over
+            self.renew(leaves=True, is_over=is_over)
+
+    def finish(self, step: WatchStep) -> None:
+        """Report how it ended."""
+        counts = self.seen['status']['jobs_by_status']
+        self.say(f'Watch ended: {format_counts(counts)}')
+        # Whoever is started again and again is not to begin anew what was given up.
+        self.leave(not step.exit or not self.args['once'])
+        if self.session.format == 'json':
+            self.session.show_json({'workflow_id': self.number, 'is_complete': not step.exit,
+                                    'reason': step.reason, 'recoveries': self.seen['recoveries'],
+                                    'jobs_by_status': counts})
+
+    def say_counts(self) -> None:
+        """The counts of jobs: as they change, or each time if that is asked for."""
+        status = self.seen['status']
+        text = format_counts(status['jobs_by_status'])
+        text += ''.join(f'; {status[key]} {words}' for key, words in NODE_COUNTS if status[key])
+        if text != self.counts or self.args['show_job_counts']:
+            self.say(text)
+        self.counts = text
+
+    def say_once(self, reason: str, level: str = 'info') -> None:
+        """A reason to wait, unless it is still the same."""
+        if reason and reason != self.reason:
+            self.say(reason, level)
+        self.reason = reason
+
+    # -------- steps --------
+
+    def look(self) -> None:
+        """Ask Slurm, and clean up after allocations that are gone."""
+        try:
+            found = clean_up_allocations(self.session, self.number)
+        except (Unreachable, Conflict):
+            raise
+        except TorcError as error:
+            found = {'doubts': [error.message]}
+        self.watcher.on_look(time.monotonic(), found['doubts'])
+        lines = [f"allocation of Slurm job {row['slurm_job_id']}: {row['reason']}"
+                 for row in found.get('allocations', ())]
+        lines += [f"job {row['job_name']} {word}: {row['reason']}" for key, word in (
+            ('requeued_job_details', 'is ready again'), ('failed_job_details', 'failed'))
+                  for row in found.get(key, ())]
+        for line in lines[:PROBLEMS_SHOWN]:
+            self.say(line, 'warning')
+        if len(lines) > PROBLEMS_SHOWN:
+            self.say(f'and {len(lines) - PROBLEMS_SHOWN} more', 'warning')
+        self.go_on_submitting()
+
+    def go_on_submitting(self) -> None:
+        """Submit what a command that was killed, such as a watch, has left."""
+        rows = self.session.items('list_scheduled_compute_nodes', workflow_id=self.number, status='pending')
+        if any(row['scheduler_type'] == 'slurm' and not row['scheduler_id'] for row in rows):
+            workflow = self.session.workflow(self.number)
+            done = submit_allocations(self.session, workflow, {'settings': self.settings()})
+            if done.numbers:
+                self.say(f'{len(done.numbers)} allocations submitted that a killed command had left')
+
+    def count(self) -> None:
+        """Ask for jobs without a plan."""
+        answer = self.session.call('list_unplanned_jobs', workflow_id=self.number)
+        self.watcher.on_count(answer['job_ids'])
+
+    def schedule(self) -> None:
+        """Plan and submit allocations: for jobs without a plan, or, where nobody is at work, for all."""
+        options = RegenerateOptions(
+            submits=True, is_cleaned=True, only_job_ids=self.watcher.unplanned or (),
+            settings=self.settings(),
+            **{name: self.args[name] for name in ('account', 'profile', 'partition', 'walltime')})
+        failure = ''
+        try:
+            done = regenerate_workflow(self.session, self.session.workflow(self.number), options)
+            if not done.get('allocations_submitted'):
+                failure = '; '.join(done.get('warnings') or ()) or 'nothing was submitted'
+        except (Unreachable, Conflict):
+            raise
+        except TorcError as error:
+            failure = error.message
+        self.watcher.on_schedule(time.monotonic(), failure)
+        if failure:
+            return self.say(f'no allocations: {failure}', 'warning')
+        self.say(f"{done['allocations_submitted']} allocations submitted")
+        self.renew(schedules=True)
+
+    def settings(self) -> Dict[str, Any]:
+        """How the runners in new allocations work: where the workflow was made, for we may be elsewhere."""
+        output_dir = os.path.abspath(self.args['output_dir'])
+        return dict(default_settings(), directory=base_directory(self.workflow), output_dir=output_dir)
+
+    def recover(self) -> None:
+        """Run what failed again. It counts before it begins: one that is killed is not repeated for ever."""
+        self.renew(recovers=True)
+        run_id, refusal = self.seen['run_id'], ''
+        try:
+            workflow = self.session.workflow(self.number)
+            found = recover_workflow(self.session, workflow, self.recover_options())
+        except (Unreachable, Conflict):
+            raise
+        except TorcError as error:
+            refusal = error.message
+        self.watcher.on_recover(run_id, refusal)
+        if refusal:
+            return self.say(f'not recovered: {refusal}', 'warning')
+        result = found.get('result') or {}
+        number = len(result.get('jobs_to_retry') or ())
+        self.say(f"{number} jobs run again: {result.get('oom_fixed', 0)} with more memory, "
+                 f"{result.get('timeout_fixed', 0)} with more time, "
+                 f"{result.get('unknown_retried', 0)} as they were")
+
+    def recover_options(self) -> Any:
+        """Options of `recover` from those of `watch`."""
+        names = set(RecoverOptions._fields) & set(self.args)
+        return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings())
+
+
+def watch_rules(args: Arguments) -> WatchRules:
+    """The rules that the options ask for."""
+    return WatchRules(
+        bool(args['recover']), args['max_retries'], bool(args['ai_recovery']), bool(args['persistent']),
+        bool(args['once']), bool(args['auto_schedule']), args['auto_schedule_threshold'],
+        args['auto_schedule_cooldown'], args['auto_schedule_stranded_timeout'])
+
+
+def cmd_watch(session: Session, args: Arguments) -> int:
+    """Watch a workflow until it is complete, recover it, and see that its jobs have allocations."""
+    options = RunnerOptions(output_dir=args['output_dir'])
+    await_server(session, options)
+    workflow = session.workflow(args['workflow_id'])
+    prepare_output_dir(session, options)
+    name = f"watch_{socket.gethostname()}_wf{workflow['id']}.log"
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(OutputDirectory(args['output_dir']))
+        log_file = stack.enter_context(contextlib.closing(RunLog(output, name, 'info')))
+        wakeup = stack.enter_context(contextlib.closing(Wakeup()))
+        work = Supervision(session, workflow, args, log_file)
+        work.renew()
+        work.say(f"Watch started workflow_id={workflow['id']} hostname={socket.gethostname()} "
+                 f"output_dir={output.path} log_file={name}")
+        return work.run(wakeup)
+
 
 # ======== 20i. Service: commands of those who run a server, and `install` ========
 #
@@ -37053,6 +37302,27 @@ COMMANDS = (
         Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
         *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+    Command('watch', cmd_watch, 'watch a workflow until it is complete: clean up, recover, add allocations', (
+        NEEDED_WF,
+        Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server; Slurm is asked '
+                 f'every {SLURM_LOOK_S:g} at most', at_least(0.01, parse_seconds),
+                 default=DEFAULT_WATCH_POLL_S),
+        Argument('-r --recover', '', 'run again what failed, as `recover` does'),
+        Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number)', at_least(0)),
+        *RECOVER_OPTIONS,
+        Argument('-s --show-job-counts', '', 'report the counts of jobs at each poll'),
+        Argument('--persistent', '', 'go on while nobody is at work: runners are started elsewhere'),
+        Argument('--once', '', 'one poll, for crontab and scrontab; exit code 1 as long as jobs are left'),
+        Argument('--auto-schedule', '', 'submit allocations for ready jobs that none is there for'),
+        Argument('--auto-schedule-threshold', 'N', '... as soon as there are so many (default 5)',
+                 at_least(1), default=5),
+        Argument('--auto-schedule-cooldown', 'SECONDS', '... so much after the last time (default 1800)',
+                 at_least(0, parse_seconds), default=1800.0),
+        Argument('--auto-schedule-stranded-timeout', 'SECONDS', '... and for fewer jobs after this time '
+                 '(default 7200; 0: never)', at_least(0, parse_seconds), default=7200.0),
+        Argument('--account', 'NAME', 'account to charge for new allocations'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)')),
+        'watch 1 --recover --auto-schedule'),
     Command('recover', cmd_recover, 'run failed jobs again with what they lacked, in new allocations', (
         ASKED_WF, *RECOVER_OPTIONS,
         Argument('--account', 'NAME', 'account to charge for new allocations'),
