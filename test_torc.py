@@ -9972,6 +9972,73 @@ class LeaseTest(WorldTest):
         store.lease.release()
         self.assertFalse(os.path.exists(self.database + '.lease'))
 
+    def test_where_locks_are_refused_or_hang_the_lease_alone_keeps_others_away(self) -> None:
+        silenced(self)
+        for name, value in (('LOCAL_FILESYSTEMS', frozenset()), ('LOCK_TRIAL_S', 5.0)):
+            patch = unittest.mock.patch.object(torc, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.assertTrue(torc.can_lock(self.world.write('x.lease', '')))
+        refused = OSError(38, 'Function not implemented')
+        with unittest.mock.patch.object(torc.fcntl, 'lockf', side_effect=refused), \
+                self.assertLogs('torc', 'WARNING') as said:
+            store = torc.hold_database(self.database)
+        self.assertIn('refuses locks: only this lease keeps other servers away', said.output[0])
+        with store.transaction():
+            store.run('UPDATE identity SET id = ?', ('x' * 32,))
+        self.assertEqual(('wal', 'exclusive'), tuple(store.value(f'PRAGMA {name}') for name in ('journal_mode', 'locking_mode')))
+        self.assertFalse(os.path.exists(self.database + '-shm'))
+        with contextlib.closing(torc.Store(self.database)) as proof:    # nothing is locked
+            self.assertIsNotNone(proof)
+            self.assertRaisesRegex(torc.Conflict, 'is served by process', torc.hold_database, self.database)
+        store.close()
+        store.lease.release()
+
+    def test_a_lock_that_nobody_answers_is_not_waited_for_for_ever(self) -> None:
+        def hang(*_: Any) -> None:
+            signal.pause()
+
+        with unittest.mock.patch.object(torc.fcntl, 'lockf', hang), \
+                unittest.mock.patch.object(torc, 'LOCK_TRIAL_S', 0.3), self.assertLogs('torc', 'WARNING') as said:
+            self.assertFalse(torc.can_lock(self.world.write('x.lease', '')))
+        os.waitpid(-1, 0)
+        self.assertIn('does not answer within 0.3 s when asked for a lock', said.output[0])
+
+
+@slow
+class FuseTest(WorldTest):
+    """A database on a file system of FUSE, which counts as one of the network."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.place = self.world.path('mounted')
+        for path in (self.place, self.world.path('behind')):
+            os.mkdir(path, 0o700)
+        words = ['bindfs', self.world.path('behind'), self.place]
+        done = shutil.which('bindfs') and subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        need('fuse', done and done.returncode == 0, 'bindfs, root, and a kernel with FUSE')
+        self.addCleanup(subprocess.check_call, ['umount', '--lazy', self.place])
+        self.database = self.place + '/torc.db'
+
+    def test_a_killed_server_goes_on_with_all_that_it_has_acknowledged(self) -> None:
+        self.assertTrue(torc.filesystem_type(self.place).startswith('fuse'))
+        scribe = Scribe(self.world.serve('-d', self.database), self.database + '.token')
+        for _ in range(3):
+            for size in (10, 5000, 100000):
+                self.assertTrue(scribe.write(size))
+            self.assertTrue(os.path.exists(self.database + '.lease'))
+            self.assertFalse(os.path.exists(self.database + '-shm'))
+            self.world.server.kill()
+            scribe.move(self.world.serve('-d', self.database))
+            self.assertExit(0, self.world.cli('serve', '-d', self.database, '--backup', self.place + '/copy.db'))
+            self.assertEqual([('ok',)], ask_sqlite(self.place + '/copy.db', 'PRAGMA integrity_check'))
+        self.assertEqual([], list(scribe.missing()))
+        scribe.client.close()
+        self.world.server.send(signal.SIGTERM)
+        self.assertExit(0, self.world.server.finish(20))
+        self.assertEqual([('ok',)], ask_sqlite(self.database, 'PRAGMA integrity_check'))
+        self.assertFalse(os.path.exists(self.database + '.lease'))
+
 
 class NodeLifeTest(unittest.TestCase):
     """Whether a runner lives, as far as this host can know."""
