@@ -3125,7 +3125,7 @@ class StoreTest(unittest.TestCase):
     # What MIGRATIONS add, as SCHEMA has it.
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
                      r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',
-                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*',
+                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*\n    watcher .*',
                      r'\nCREATE INDEX job_by_name .*',
                      r',\n    failure           TEXT .*')
 
@@ -4174,6 +4174,124 @@ class ActionTest(ServiceTest):
         self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['success'])
         with self.assertRaises(torc.Conflict):
             self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
+
+
+class RearmTest(ServiceTest):
+    """What becomes of actions when work begins again. Jobs: `done` has completed; `bad` failed, which canceled `last`."""
+    # x: carried out, -: not; then the trigger count. Recovery actions are deleted by every initialize.
+    CELLS = """
+        action                                before  initialize  reinitialize  reset  reset jobs  reset jobs, reinitialize
+        run_commands on_workflow_start        x1      -1          x1            x1     x1          x1
+        run_commands on_worker_start          x1      -1          -1            x1     x1          -1
+        run_commands on_worker_complete       x1      -1          -1            x1     x1          -1
+        run_commands on_workflow_complete     x1      -0          x1            x1     x0          -0
+        run_commands on_jobs_ready done       x1      -1          x1            x1     x1          x1
+        run_commands on_jobs_ready bad        x1      -0          x1            x1     x1          -1
+        run_commands on_jobs_ready last       x1      -0          x1            x1     x1          -0
+        run_commands on_jobs_complete done    x1      -0          x1            x1     x1          x1
+        run_commands on_jobs_complete bad     x1      -0          x1            x1     x1          -0
+        run_commands on_jobs_complete all     x3      -0          x3            x3     x3          -1
+        schedule_nodes on_workflow_start      x1      -1          x1            x1     x1          -1
+        schedule_nodes on_worker_start        x1      -1          x1            x1     x1          -1
+        schedule_nodes on_worker_complete     x1      -1          x1            x1     x1          -1
+        schedule_nodes on_workflow_complete   x1      -0          x1            x1     x0          -0
+        schedule_nodes on_jobs_ready done     x1      -1          x1            x1     x1          x1
+        schedule_nodes on_jobs_ready bad      x1      -0          x1            x1     x1          -1
+        schedule_nodes on_jobs_ready last     x1      -0          x1            x1     x1          -0
+        schedule_nodes on_jobs_complete done  x1      -0          x1            x1     x1          -1
+        schedule_nodes on_jobs_complete bad   x1      -0          x1            x1     x1          -0
+        schedule_nodes on_jobs_complete all   x3      -0          x3            x3     x3          -1"""
+
+    def setUp(self) -> None:
+        super().setUp()
+        header, *rows = (re.split('  +', line.strip()) for line in self.CELLS.strip().splitlines())
+        self.expected = {column: {row[0]: row[place] for row in rows} for place, column in enumerate(header) if place}
+        self.workflow_id = self.create('done:\nbad: done\nlast: bad')
+        self.scheduler_id = self.scheduler('s')
+        self.jobs = {job['name']: [job['id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.jobs['all'] = sum(self.jobs.values(), [])
+        self.names = {self.add(name, persistent=persistent, is_recovery=is_recovery): (name, persistent, is_recovery)
+                      for name in self.expected['before'] for persistent, is_recovery in itertools.product((False, True), repeat=2)}
+        self.drive(self.workflow_id, {'bad': 'failed'})
+        self.node_id = self.node(self.workflow_id)
+        self.sync(self.workflow_id, self.node_id)       # it is complete
+
+    def scheduler(self, name: str) -> int:
+        return self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': name, 'account': 'x', 'nodes': 1,
+                                                    'walltime': '01:00:00'})['id']
+
+    def add(self, name: str, **more: Any) -> int:
+        """An action by its name in the table."""
+        kind, trigger, *gate = name.split()
+        config = {'commands': ['x']} if kind == 'run_commands' else {'scheduler_id': self.scheduler_id}
+        body = {'workflow_id': self.workflow_id, 'trigger_type': trigger, 'action_type': kind, 'action_config': config,
+                **({'job_ids': self.jobs[gate[0]]} if gate else {})}
+        return self.call('create_workflow_action', dict(body, **more), workflow_id=self.workflow_id)['id']
+
+    def carry_out(self) -> None:
+        for action_id in self.names:
+            self.call('claim_action', {'compute_node_id': self.node_id}, workflow_id=self.workflow_id, action_id=action_id)
+
+    def found(self) -> Dict[Tuple[str, bool, bool], str]:
+        """What the actions are like, as the table says it."""
+        takers = set(self.store.ids('SELECT action_id FROM action_execution'))
+        return {self.names[action['id']]: 'x-'[not (action['id'] in takers if action['persistent'] else action['executed'])]
+                + str(action['trigger_count']) for action in self.call('get_workflow_actions', id=self.workflow_id)}
+
+    def operate(self, words: str) -> None:
+        if 'reset jobs' in words:
+            self.call('reset_workflow_status', id=self.workflow_id)
+            self.call('reset_job_status', id=self.workflow_id, failed_only=True)
+        elif 'reset' in words:
+            self.call('reset_workflow_status', id=self.workflow_id)
+        if 'initialize' in words:
+            self.call('initialize_jobs', id=self.workflow_id, only_uninitialized='reinitialize' in words)
+
+    def test_every_kind_of_action_is_armed_again_as_the_table_says(self):
+        self.carry_out()
+        for words, cells in self.expected.items():
+            with self.subTest(words), self.undone():
+                self.operate(words)
+                self.assertEqual({key: cells[key[0]] for key in self.names.values() if not (key[2] and 'initialize' in words)},
+                                 self.found())
+
+    def test_an_action_that_was_never_carried_out_stays_due_or_waiting(self):
+        for words, cells in self.expected.items():
+            with self.subTest(words), self.undone():
+                self.operate(words)
+                wanted = {key: '-' + cells[key[0]][1:] for key in self.names.values() if not (key[2] and 'initialize' in words)}
+                self.assertEqual(wanted, self.found())
+
+
+    def test_allocations_come_again_for_jobs_whose_recovery_is_over(self):
+        mine = self.add('schedule_nodes on_workflow_start')
+        body = {'submitter': 'me', 'lease_s': 60.0, 'settings': {}, 'actions': [{'action_id': mine}]}
+        for job_id in self.jobs['all']:
+            self.call('update_job', {'scheduler_id': self.scheduler('s_regen')}, id=job_id)
+        self.operate('reset jobs, reinitialize')
+        allocation, = self.call('take_submissions', body, workflow_id=self.workflow_id)['allocations']
+        self.call('update_scheduled_compute_node', {'status': 'complete'}, id=allocation['id'])
+        self.drive(self.workflow_id, {'bad': 'failed'})
+        self.operate('reset jobs, reinitialize')    # a scheduler that has an action of its own needs no other's
+        for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']:
+            self.scheduler_id = job['scheduler_id']
+            self.add('schedule_nodes on_workflow_start')
+        self.assertEqual([mine], self.call('take_submissions', body, workflow_id=self.workflow_id)['idle_actions'])
+
+    def test_what_a_job_that_never_got_ready_gates_does_not_wait_for_ever(self):
+        for by_hand in (False, True):
+            workflow_id = self.create('a:\nb: a')
+            first, last = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
+            self.call('create_workflow_action', {
+                'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands',
+                'action_config': {'commands': ['x']}, 'job_ids': [first, last]}, workflow_id=workflow_id)
+            with self.subTest(by_hand=by_hand):
+                self.assertEqual([], self.call('get_pending_actions', id=workflow_id))
+                if by_hand:
+                    self.call('manage_status_change', id=last, status='disabled', run_id=1)
+                else:
+                    self.drive(workflow_id, {'a': 'failed'})
+                self.assertEqual(1, len(self.call('get_pending_actions', id=workflow_id)))
 
 
 class GraphTest(ServiceTest):
@@ -7954,6 +8072,823 @@ class AdminSqlTest(ServiceTest):
 
 # ======== 8j. Recovery rules ========
 
+
+TORC_JOURNAL = """CREATE TABLE journaled_completions (job_id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL,
+    status INTEGER NOT NULL, payload TEXT NOT NULL, journaled_at INTEGER NOT NULL)"""
+
+
+def journal_entry(job_id: int, workflow_id: int = 1, **more: Any) -> Dict[str, Any]:
+    """A row's payload as Torc's runner writes it; `more` are fields of the result, or `torc_py`."""
+    details = {'torc_py': more.pop('torc_py')} if 'torc_py' in more else {}
+    result = dict({'job_id': job_id, 'workflow_id': workflow_id, 'run_id': 1, 'attempt_id': 1, 'compute_node_id': 1, 'return_code': 0,
+                   'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:10:00.000Z', 'status': 'completed',
+                   'peak_memory_bytes': None, 'avg_memory_bytes': None, 'peak_cpu_percent': None, 'avg_cpu_percent': None}, **more)
+    return dict({key: result[key] for key in ('job_id', 'status', 'run_id')}, result=result, **details)
+
+
+def write_journal(path: str, entries: Iterable[Any], mode: str = 'WAL') -> str:
+    """A journal as Torc's runner leaves it: its table, its pragmas. An entry may be any text."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(f'PRAGMA journal_mode = {mode}')
+        connection.execute(TORC_JOURNAL)
+        connection.execute('BEGIN')
+        for number, entry in enumerate(entries, 1):
+            text = entry if isinstance(entry, (str, bytes)) else json.dumps(entry)
+            job_id, code = (entry['job_id'], torc.STATUS_CODES[entry['status']]) if isinstance(entry, dict) else (number, 5)
+            connection.execute('INSERT OR REPLACE INTO journaled_completions VALUES (?, 1, ?, ?, 1767225600)', (job_id, code, text))
+        connection.execute('COMMIT')
+    return path
+
+
+class ReplayTest(ServiceTest):
+    """Completions from journals of runners, and servers that are back as older copies of themselves."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb: a\nc: b')
+        self.node_id = self.node(self.workflow_id)
+        self.job = self.claim(self.workflow_id, self.node_id)['a']
+        self.sync(self.workflow_id, self.node_id, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+
+    def entry(self, job: Optional[Dict[str, Any]] = None, **more: Any) -> Dict[str, Any]:
+        job = job or self.job
+        return journal_entry(job['id'], self.workflow_id, **dict({'attempt_id': job['attempt_id'], 'compute_node_id': self.node_id}, **more))
+
+    def replay(self, *entries: Dict[str, Any], run_id: int = 1) -> Tuple[List[List[int]], int, List[str]]:
+        """What was accepted, how many were known, and why others were rejected."""
+        answer = self.call('replay_completions', {'run_id': run_id, 'completions': list(entries)}, workflow_id=self.workflow_id)
+        self.assertWhole()
+        return answer['accepted'], answer['known'], [row['message'] for row in answer['rejected']]
+
+    def lose(self, node_id: int = 0) -> None:
+        """The node is given up."""
+        with self.service.transaction():
+            torc.end_node(self.context, node_id or self.node_id)
+
+    def results(self) -> List[Tuple[Any, ...]]:
+        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        return [(row['job_name'], row['run_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows]
+
+    def copy(self) -> None:
+        """Keep a copy of the database; back() goes back to it."""
+        self.kept = os.path.join(self.directory, 'copy.db')
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.kept)
+        torc.keep_copy(self.store.connection, self.kept)
+
+    def back(self) -> None:
+        """A server begins with the copy."""
+        self.store.close()
+        shutil.copy(self.kept, self.store.path)
+        for suffix in ('-wal', '-shm'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.store.path + suffix)
+        self.store = FreeStore(self.store.path, lambda: self.clock)
+        self.addCleanup(self.store.close)
+        self.service = torc.Service(self.store)
+        self.service.clock = self.store.now
+
+    # -------- in time, late, again --------
+
+    def test_a_completion_counts_once_and_what_follows_from_it_follows(self):
+        key = [self.job['id'], 1]
+        self.assertEqual(([key], 0, []), self.replay(self.entry()))
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        before = self.dump()
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+        self.assertUnchanged(before)
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+    def test_one_that_is_in_a_request_twice_counts_once(self):
+        self.assertEqual(([[self.job['id'], 1]], 1, []), self.replay(self.entry(), self.entry()))
+
+    def test_what_a_runner_had_reported_itself_is_known(self):
+        self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_what_really_happened_beats_what_was_assumed_of_a_lost_job(self):
+        self.lose()
+        self.assertEqual({'a': 'failed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(self.workflow_id))
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_one_that_was_claimed_and_not_known_to_have_started_counts_too(self):
+        self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])
+        job = self.claim(self.workflow_id, self.node_id)['b']
+        self.lose()     # b is ready for attempt 2
+        self.assertEqual(([[job['id'], 1]], 0, []), self.replay(self.entry(job)))
+        self.assertEqual({'a': 'completed', 'b': 'completed', 'c': 'ready'}, self.statuses(self.workflow_id))
+        self.assertEqual(1, self.call('get_job', id=job['id'])['attempt_id'])
+
+    def test_none_counts_once_a_later_attempt_has_begun(self):
+        self.lose()
+        self.call('retry_job', id=self.job['id'], run_id=1, max_retries=3)
+        self.claim(self.workflow_id, self.node(self.workflow_id))
+        accepted, _, messages = self.replay(self.entry())
+        self.assertEqual(([], 1), (accepted, len(messages)))
+        self.assertIn('attempt 1 of job 1 is already complete, as failed with return code -128', messages[0])
+        self.assertEqual('pending', self.statuses(self.workflow_id)['a'])
+
+    def test_a_superseded_run_is_rejected_in_words(self):
+        self.call('reset_workflow_status', id=self.workflow_id, force=True)
+        self.call('initialize_jobs', id=self.workflow_id)
+        before = self.dump()
+        self.assertEqual(([], 0, ['run 1 of workflow 1 is over: the current one is 2']), self.replay(self.entry()))
+        self.assertEqual(([], 0, ['it is of run 1, and not of run 2']), self.replay(self.entry(), run_id=2))
+        self.assertUnchanged(before)
+
+    def test_another_end_of_an_attempt_is_rejected_in_words(self):
+        self.replay(self.entry())
+        self.assertEqual(([], 0, ['attempt 1 of job 1 is already complete, as completed with return code 0']),
+                         self.replay(self.entry(status='failed', return_code=3)))
+
+    def test_what_is_wrong_with_one_keeps_no_other_back(self):
+        other = self.create('x:')
+        job = self.claim(other, self.node(other))['x']
+        accepted, known, messages = self.replay(
+            journal_entry(99, self.workflow_id), journal_entry(job['id'], self.workflow_id), journal_entry(job['id'], other),
+            dict(self.entry(), run_id=1, status='failed'), self.entry(status='ready'), self.entry(torc_py={'job_name': 'z'}),
+            self.entry(torc_py={'database_id': 'another'}), self.entry(torc_py={'file_times': {'x': 1.5}}), self.entry())
+        self.assertEqual(([[self.job['id'], 1]], 0), (accepted, known))
+        self.assertEqual([
+            'job_id: workflow 1 has no job 99', 'job_id: workflow 1 has no job 4', 'workflow_id of the result is 2, and 1 in the request',
+            'status of the result is completed, and failed in the request', "a job cannot complete as 'ready'",
+            "job 1 is 'a' here, and 'z' in the journal", "it is of a workflow with the same id in another database, and not of this server's",
+            "files: 'x' is not the id of a file"], messages)
+
+    def test_a_failure_cancels_what_waits_for_it_and_says_why(self):
+        self.replay(self.entry(status='failed', return_code=3, torc_py={'reason': 'no such file'}))
+        self.assertEqual({'a': 'failed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(self.workflow_id))
+        self.assertEqual('no such file', self.call('explain_job', id=self.job['id'])['reason'])
+
+    def test_a_retry_that_was_recorded_follows_and_none_that_was_not(self):
+        for lost in (False, True):
+            with self.subTest(lost=lost), self.undone():
+                if lost:
+                    self.lose()
+                entry = self.entry(status='failed', return_code=3, torc_py={'retry': True, 'max_retries': 2})
+                self.replay(entry)
+                self.assertEqual({'a': 'ready', 'b': 'blocked', 'c': 'blocked'}, self.statuses(self.workflow_id))
+                self.assertEqual(([], 1, []), self.replay(entry))
+                node_id = self.node(self.workflow_id)
+                job = self.claim(self.workflow_id, node_id)['a']
+                self.assertEqual(2, job['attempt_id'])
+                self.replay(self.entry(job, compute_node_id=node_id, status='failed', return_code=3, torc_py={'retry': True, 'max_retries': 2}))
+                self.assertEqual('failed', self.statuses(self.workflow_id)['a'], 'two attempts were all')
+        self.replay(self.entry(status='failed', return_code=3))
+        self.assertEqual('failed', self.statuses(self.workflow_id)['a'])
+
+    def test_an_interrupted_attempt_runs_again_and_spends_no_retry(self):
+        self.replay(self.entry(status='terminated', return_code=143, torc_py={'interrupted': True}))
+        self.assertEqual('ready', self.statuses(self.workflow_id)['a'])
+        job = self.claim(self.workflow_id, self.node(self.workflow_id))['a']
+        self.assertEqual((2, 1), (job['attempt_id'], job['interruptions']))
+
+    def test_an_end_counts_after_its_node_was_deleted(self):
+        self.call('delete_compute_node', id=self.node_id)
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+    def test_one_that_was_decided_about_is_known(self):
+        entry = self.entry(status='pending_failed', return_code=3)
+        self.replay(entry)
+        self.assertEqual(([], 1, []), self.replay(entry))
+        result = dict(completion_of(self.job['id'], self.workflow_id, self.node_id), status='failed', return_code=3)
+        self.call('complete_job', result, id=self.job['id'], status='failed', run_id=1)
+        self.assertEqual(([], 1, []), self.replay(entry))
+
+    def test_file_times_and_accounting_are_taken_in(self):
+        made = self.call('create_file', {'workflow_id': self.workflow_id, 'name': 'f', 'path': 'f'})['id']
+        account = {'job_id': self.job['id'], 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 4096, 'ave_cpu_seconds': 15.0}
+        self.replay(self.entry(torc_py={'file_times': {str(made): 12.5}, 'accounting': account}))
+        self.assertEqual(12.5, self.call('get_file', id=made)['st_mtime'])
+        self.assertEqual('7', self.call('list_slurm_stats', workflow_id=self.workflow_id)['items'][0]['slurm_job_id'])
+        result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
+        self.assertEqual((4096, 50.0), (result['peak_memory_bytes'], result['avg_cpu_percent']))
+
+    def test_a_job_of_a_canceled_workflow_gets_its_result(self):
+        self.call('cancel_workflow', id=self.workflow_id)
+        self.replay(self.entry())
+        self.assertEqual([('a', 1, 1, 0, 'canceled')], self.results())
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_an_action_is_due_when_the_jobs_have_ended_after_all(self):
+        actions = [{'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': jobs,
+                    'persistent': False} for trigger, jobs in (('on_jobs_complete', [0, 1]), ('on_jobs_ready', [2]), ('on_workflow_complete', None))]
+        self.workflow_id = self.create('a:\nb: a\nc!: a', actions=actions)
+        self.node_id = self.node(self.workflow_id)
+        self.job = self.claim(self.workflow_id, self.node_id)['a']
+        self.sync(self.workflow_id, self.node_id, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+
+        def due() -> List[str]:
+            return [action['trigger_type'] for action in self.call('get_pending_actions', workflow_id=self.workflow_id)]
+        self.lose()
+        self.assertEqual(['on_jobs_complete', 'on_jobs_ready'], due())
+        with self.undone():     # it still runs
+            again = self.node(self.workflow_id)
+            self.sync(self.workflow_id, again, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+            self.assertEqual([], due())
+        self.replay(self.entry())
+        self.assertEqual(['on_jobs_ready'], due(), 'b has not run')
+        self.drive(self.workflow_id, {})
+        self.assertEqual(['on_jobs_complete', 'on_jobs_ready', 'on_workflow_complete'], due())
+
+    def test_the_last_completion_completes_the_workflow(self):
+        action = {'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+                  'job_indexes': None, 'persistent': False}
+        self.workflow_id = self.create('a:', actions=[action])
+        self.node_id = self.node(self.workflow_id)
+        job = self.claim(self.workflow_id, self.node_id)['a']
+        self.replay(self.entry(job))
+        self.assertTrue(self.call('is_workflow_complete', id=self.workflow_id)['is_complete'])
+        self.assertEqual(1, len(self.call('get_pending_actions', workflow_id=self.workflow_id)))
+        event = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items'][-1]['data']
+        self.assertEqual('1 completions were taken in from journals of runners', event['message'])
+
+    def test_what_torcs_own_runner_wrote_counts_too(self):
+        entry = self.entry()
+        self.assertNotIn('torc_py', entry)
+        entry['result'].update(id=None, attempt_id=None)
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
+
+    # -------- a server that is back as an older copy of its database --------
+
+    def test_an_end_of_what_the_copy_does_not_know_to_run_counts(self):
+        ready, claimed = 'ready', 'pending'
+        workflow_id = self.workflow_id = self.create('a:\nb: a')
+        self.copy()
+        for before in (ready, claimed):
+            with self.subTest(before):
+                self.back()
+                if before == claimed:
+                    self.claim(workflow_id, self.node(workflow_id))
+                    self.copy()
+                job = {'id': next(job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']), 'attempt_id': 1}
+                lost = self.node(workflow_id)   # which the copy does not know
+                self.back()
+                self.assertEqual(before, self.statuses(workflow_id)['a'])
+                if before == claimed:
+                    self.lose(lost - 1)     # its lease is over
+                entry = self.entry(job, compute_node_id=lost)
+                self.assertEqual(([[job['id'], 1]], 0, []), self.replay(entry))
+                self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
+                self.assertEqual(([], 1, []), self.replay(entry))
+
+    def test_ends_of_jobs_and_of_those_that_waited_for_them_count_in_any_order(self):
+        self.copy()
+        jobs = [{'id': job['id'], 'attempt_id': 1} for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
+        for order in itertools.permutations(jobs):
+            self.back()
+            for job in order:
+                self.assertEqual(([[job['id'], 1]], 0, []), self.replay(self.entry(job)))
+            self.assertEqual({'completed'}, set(self.statuses(self.workflow_id).values()))
+
+    def test_a_later_attempt_than_the_copy_knows_counts(self):
+        self.copy()
+        later = self.entry(attempt_id=3)
+        for state in ('running', 'lost', 'ready'):
+            with self.subTest(state):
+                self.back()
+                if state == 'lost':
+                    self.lose()
+                elif state == 'ready':
+                    self.call('retry_job', id=self.job['id'], run_id=1, max_retries=9)
+                self.assertEqual(([[self.job['id'], 3]], 0, []), self.replay(later))
+                self.assertEqual(([], 1, []), self.replay(later))
+                self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+                self.assertEqual(3, self.call('get_job', id=self.job['id'])['attempt_id'])
+                self.assertEqual(([], 0, ['attempt 1 of job 1 is over: the current one is 3']),
+                                 (self.replay(self.entry()) if state != 'lost' else ([], 0, ['attempt 1 of job 1 is over: the current one is 3'])))
+
+    def test_a_later_attempt_of_what_has_ended_or_runs_elsewhere_is_rejected_in_words(self):
+        other = self.entry(attempt_id=2, compute_node_id=99)
+        self.assertEqual(([], 0, [f'job 1 is held by compute node {self.node_id}']), self.replay(other))
+        self.replay(self.entry())
+        self.assertEqual(([], 0, ['job 1 has no attempt 2: the last one is 1, and it is completed']), self.replay(other))
+
+    def test_jobs_that_the_copy_has_not_are_rejected(self):
+        self.copy()
+        spawned = self.call('spawn_jobs', {'jobs': [{'name': 'more', 'command': 'x'}]}, job_id=self.job['id'])['spawned_job_ids']
+        self.back()
+        entry = self.entry({'id': spawned[0], 'attempt_id': 1})
+        self.assertEqual(([], 0, [f'job_id: workflow 1 has no job {spawned[0]}']), self.replay(entry))
+
+    def test_a_runner_goes_on_with_its_jobs_at_a_server_that_does_not_know_it(self):
+        workflow_id = self.create('a:\nb: a\nc:\nd:')
+        self.copy()
+        node_id = self.node(workflow_id, pid=7, identity='boot/1')
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, completions=[self.end(jobs['c'], 'failed', 1, retry=True)])
+        jobs.update(self.claim(workflow_id, node_id))
+        started = [[jobs[name]['id'], jobs[name]['attempt_id'], torc.format_time(self.clock)] for name in 'acd']
+        self.sync(workflow_id, node_id, started=started)
+        self.back()
+        again = {'compute_node_id': node_id, 'run_id': 1, 'lease_s': 60.0, 'pid': 7, 'identity': 'boot/1'}
+        with self.assertRaises(torc.Refused) as caught:
+            self.call('runner_sync', again, id=workflow_id)
+        self.assertTrue(caught.exception.details.get('gone'))
+        self.assertEqual(node_id, self.node(workflow_id, pid=8, identity='boot/1'), 'its id is given once more')
+        with self.assertRaises(torc.Refused) as caught:
+            self.call('runner_sync', again, id=workflow_id)
+        self.assertTrue(caught.exception.details.get('gone'))
+        answer = self.sync(workflow_id, self.node(workflow_id, pid=7, identity='boot/1'), started=started,
+                           held=[start[:2] for start in started])
+        self.assertEqual([], answer['revoked'])
+        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'running', 'd': 'running'}, self.statuses(workflow_id))
+        self.assertEqual(2, self.call('get_job', id=jobs['c']['id'])['attempt_id'])
+        self.assertWhole()
+
+    def test_what_another_has_begun_meanwhile_is_revoked(self):
+        workflow_id = self.create('a:')
+        self.copy()
+        job = self.claim(workflow_id, self.node(workflow_id))['a']
+        self.back()
+        self.claim(workflow_id, self.node(workflow_id))
+        again = self.node(workflow_id)
+        start = [job['id'], 1, torc.format_time(self.clock)]
+        self.assertEqual([start[:2]], self.sync(workflow_id, again, started=[start], held=[start[:2]])['revoked'])
+        answer = self.sync(workflow_id, again, completions=[self.end(job)])
+        self.assertIn('is held by compute node', answer['errors'][0]['message'])
+
+    # -------- a server that was away --------
+
+    def test_nobody_is_lost_before_the_lease_and_the_longest_pause_are_over_and_a_journal_counts_after_it(self):
+        self.clock += 1e6
+        self.copy()
+        self.back()     # a server that was away, and its leases with it
+        with self.service.transaction():
+            lives = lambda *runner: None
+            self.assertEqual([], torc.release_lost_nodes(self.context, lives))
+            self.clock += 60 + torc.MAX_RETRY_PAUSE_S
+            self.assertEqual([], torc.release_lost_nodes(self.context, lives))
+            self.clock += 1
+            self.assertEqual([self.node_id], torc.release_lost_nodes(self.context, lives))
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual('completed', self.statuses(self.workflow_id)['a'])
+
+    def test_a_completion_on_its_way_when_the_server_died_counts_once(self):
+        end = self.end(self.job)
+        for _ in range(2):      # the answer to the first was lost, and the server is another one now
+            self.copy()
+            self.assertEqual([[self.job['id'], 1, 'completed']], self.sync(self.workflow_id, self.node_id, completions=[end])['accepted'])
+            self.copy()
+            self.back()
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+
+class RecoverJobsTest(ServiceTest):
+    """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd!: b\ne:')
+        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.needs_id = self.call('list_resource_requirements', workflow_id=self.workflow_id)['items'][0]['id']
+        self.drive(self.workflow_id, {'a': 'failed', 'b': 'terminated'})
+        self.store.run('UPDATE compute_node SET is_active = 0')
+
+    def recover(self, reset: str, requirements: Sequence[Tuple[str, Dict[str, Any]]] = (), run_id: int = 1, **more: Any) -> Any:
+        """The request of a recover; jobs by name."""
+        rows = [dict(fields, from_id=self.needs_id, job_ids=[self.ids[name] for name in names.split()]) for names, fields in requirements]
+        body = {'run_id': run_id, 'reset': [self.ids[name] for name in reset.split()], 'requirements': rows, 'event': {'mode': 'local'}}
+        return self.call('recover_jobs', dict(body, **more.pop('body', {})), workflow_id=self.workflow_id, **more)
+
+    def requirements(self) -> Dict[str, Tuple[str, str, str]]:
+        """What each job asks for."""
+        rows = {row['id']: (row['name'], row['memory'], row['runtime'])
+                for row in self.call('list_resource_requirements', workflow_id=self.workflow_id)['items']}
+        return {job['name']: rows[job['resource_requirements_id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+
+    def test_failed_jobs_and_what_they_held_up_run_again_in_a_new_run(self):
+        self.assertEqual({'a': 'failed', 'b': 'terminated', 'c': 'canceled', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
+        answer = self.recover('a')
+        self.assertEqual((2, 1, [self.ids['a'], self.ids['c']]), (answer['run_id'], answer['reset_count'], answer['to_run']))
+        self.assertEqual({'a': 'ready', 'b': 'terminated', 'c': 'blocked', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
+        self.assertEqual(2, self.call('get_workflow', id=self.workflow_id)['run_id'])
+        (event,) = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']
+        self.assertEqual(('recover', 2, 'tester', [self.ids['a']], 'local'),
+                         tuple(event['data'][key] for key in ('action', 'run_id', 'user', 'reset_job_ids', 'mode')))
+        self.assertWhole()
+
+    def test_requirements_are_split_for_the_jobs_that_lacked_something_and_changed_in_place_for_all(self):
+        before = self.requirements()['e']
+        answer = self.recover('a b', [('a', {'memory': '2g'}), ('b', {'runtime': 'PT2H', 'num_cpus': 3})])
+        found = self.requirements()
+        self.assertEqual(('default_run2', '2g', before[2]), found['a'])
+        self.assertEqual(('default_run2_2', before[1], 'PT2H'), found['b'])
+        self.assertEqual([before] * 3, [found[name] for name in 'cde'])
+        self.assertEqual([self.needs_id] * 2, [row['from_id'] for row in answer['requirements']])
+        self.assertNotIn(self.needs_id, [row['id'] for row in answer['requirements']])
+        self.drive(self.workflow_id, {'a': 'failed'})
+        self.store.run('UPDATE compute_node SET is_active = 0')
+        self.needs_id = self.call('get_job', job_id=self.ids['b'])['resource_requirements_id']
+        answer = self.recover('a', [('b', {'memory': '3g'})], run_id=2)       # all that have them
+        self.assertEqual(self.needs_id, answer['requirements'][0]['id'])
+        self.assertEqual(('default_run2_2', '3g', 'PT2H'), self.requirements()['b'])
+
+    def test_a_dry_run_says_the_same_and_changes_nothing(self):
+        before = self.dump()
+        planned = self.recover('a b', [('a', {'memory': '2g'})], dry_run=True)
+        self.assertUnchanged(before)
+        self.assertEqual(planned, self.recover('a b', [('a', {'memory': '2g'})]))
+
+    def test_what_cannot_be_done_is_refused_whole(self):
+        before = self.dump()
+        (other,) = [job['id'] for job in self.call('list_jobs', workflow_id=self.create('x:'))['items']]
+        before = self.dump()
+        self.assertRefused('somebody else has recovered it', 'recover_jobs', {'run_id': 7, 'reset': [], 'requirements': []}, workflow_id=self.workflow_id)
+        for reset, requirements, words in (
+                ([self.ids['e']], [], 'job e is completed'), ([other], [], 'has no job'),
+                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [self.ids['a']], 'memory': 'much'}], 'memory'),
+                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [other], 'memory': '1g'}], 'does not have resource requirements'),
+                ([self.ids['a']], [{'from_id': 999, 'job_ids': [self.ids['a']], 'memory': '1g'}], 'has no resource requirements 999')):
+            with self.subTest(words):
+                self.assertRefused(words, 'recover_jobs', {'run_id': 1, 'reset': reset, 'requirements': requirements}, workflow_id=self.workflow_id)
+                self.assertUnchanged(before)
+
+    def test_nothing_is_recovered_under_the_hands_of_runners_and_allocations(self):
+        body = {'run_id': 1, 'reset': [self.ids['a']], 'requirements': []}
+        node_id = self.node(self.workflow_id)
+        self.assertRefused('runners are at work', 'recover_jobs', body, workflow_id=self.workflow_id)
+        self.store.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
+        scheduler = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': 's', 'account': 'a', 'nodes': 1, 'walltime': '1:00'})
+        self.call('create_scheduled_compute_node', {'workflow_id': self.workflow_id, 'scheduler_id': 7, 'scheduler_config_id': scheduler['id'],
+                                                    'scheduler_type': 'slurm', 'status': 'pending'})
+        self.assertRefused('1 allocations of workflow', 'recover_jobs', body, workflow_id=self.workflow_id)
+        self.store.run("UPDATE scheduled_compute_node SET status = 'complete'")
+        self.assertEqual(2, self.call('recover_jobs', body, workflow_id=self.workflow_id)['run_id'])
+        # A second caller that had seen run 1, too, changes nothing.
+        self.assertRefused('the current one is 2', 'recover_jobs', body, workflow_id=self.workflow_id)
+
+    def test_what_changed_since_runs_again_and_undecided_failures_stay_so(self):
+        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (self.ids['b'],))
+        self.store.run("UPDATE job SET command = 'echo other' WHERE id = ?", (self.ids['e'],))
+        answer = self.recover('a')
+        self.assertEqual(['e'], [row['job_name'] for row in answer['changed']])
+        self.assertEqual({'a': 'ready', 'b': 'pending_failed', 'c': 'blocked', 'd': 'completed', 'e': 'ready'}, self.statuses(self.workflow_id))
+
+
+class ClassifyJobsTest(ServiceTest):
+    """Decisions about failures that wait for one."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
+        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.drive(self.workflow_id, {'a': 'pending_failed', 'b': 'pending_failed'})
+
+    def classify(self, *rows: Any) -> Any:
+        """Decide about jobs by name."""
+        decisions = [dict({'job_id': self.ids[name], 'action': action, 'reason': reason}, **more) for name, action, reason, more in rows]
+        return self.call('classify_jobs', {'classifications': decisions}, workflow_id=self.workflow_id)
+
+    def test_a_retry_makes_the_job_ready_with_what_it_lacked_and_a_failure_cancels_what_waits(self):
+        self.assertEqual({'a': 'pending_failed', 'b': 'pending_failed', 'c': 'blocked', 'd': 'blocked'}, self.statuses(self.workflow_id))
+        answer = self.classify(('a', 'retry', 'the network was down', {'memory': '2g'}), ('b', 'fail', 'a bug', {}))
+        self.assertEqual(([self.ids['a']], [self.ids['b']]), (answer['retried'], answer['failed']))
+        self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'blocked', 'd': 'canceled'}, self.statuses(self.workflow_id))
+        job = self.call('get_job', job_id=self.ids['a'])
+        self.assertEqual(2, job['attempt_id'])
+        self.assertEqual('2g', self.call('get_resource_requirements', row_id=job['resource_requirements_id'])['memory'])
+        self.assertIn('failed, says tester: a bug', self.call('explain_job', job_id=self.ids['b'])['reason'])
+        self.assertEqual({'a': 'completed', 'b': 'failed', 'c': 'completed', 'd': 'canceled'}, self.drive(self.workflow_id, {}))
+        events = [item['data'] for item in self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']]
+        self.assertEqual([('a', 'retry'), ('b', 'fail')], [(event['job_name'], event['decision']) for event in events])
+        self.assertWhole()
+
+    def test_only_undecided_failures_are_decided_about_and_all_or_none_of_a_request(self):
+        self.classify(('a', 'fail', 'r', {}))
+        before = self.dump()
+        for rows, words in (([('b', 'retry', 'r', {}), ('a', 'retry', 'r', {})], 'is failed: only the failure of a'),
+                            ([('b', 'maybe', 'r', {})], "'maybe'"), ([('b', 'retry', 'r', {'memory': 'much'})], 'memory')):
+            with self.subTest(words):
+                with self.assertRaises(torc.TorcError) as caught:
+                    self.classify(*rows)
+                self.assertIn(words, caught.exception.message)
+                self.assertUnchanged(before)
+
+
+class SyncTest(ServiceTest):
+    """sync_allocations: what it makes of what Slurm, and processes, say."""
+    NODE_FAIL = {'slurm_job_id': 17, 'reason': 'Slurm job 17 lost a node (NODE_FAIL)', 'is_interrupted': True}
+    TIMEOUT = {'slurm_job_id': 17, 'reason': 'Slurm job 17 reached its time limit (TIMEOUT)', 'ended_s': 5.0}
+    QUEUED = {'slurm_job_id': 17, 'reason': 'Slurm has put job 17 into the queue again', 'is_queued': True, 'is_interrupted': True}
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
+        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1,
+                                                                 'walltime': '01:00:00'})['id']
+
+    def record(self, slurm_job_id: int, status: str = 'pending') -> int:
+        """A record of an allocation."""
+        return self.call('create_scheduled_compute_node', {
+            'workflow_id': self.workflow_id, 'scheduler_id': slurm_job_id, 'scheduler_config_id': self.scheduler_id,
+            'scheduler_type': 'slurm', 'status': status})['id']
+
+    def begin(self, started: Sequence[str] = ('a', 'b'), **more: Any) -> int:
+        """A runner in Slurm job 17 claims all ready jobs, and starts some; its node."""
+        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
+        node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, **more)
+        jobs = self.claim(self.workflow_id, node_id)
+        self.sync(self.workflow_id, node_id, started=[[jobs[name]['id'], jobs[name]['attempt_id'], '2023-11-14T22:13:20Z']
+                                                      for name in started])
+        return node_id
+
+    def tell(self, *seen: Dict[str, Any], **more: Any) -> Any:
+        """Evidence comes; a dry run before says the same and changes nothing, and once more there is nothing left to do."""
+        body = dict({'allocations': list(seen)}, **more)
+        before, leases = self.dump(), dict(self.service.leases)
+        preview = self.call('sync_allocations', dict(body, is_dry_run=True), workflow_id=self.workflow_id)
+        self.assertUnchanged(before)
+        self.assertEqual(leases, self.service.leases)
+        found = self.call('sync_allocations', body, workflow_id=self.workflow_id)
+        self.assertEqual(preview, found)
+        after = self.dump()
+        again = self.call('sync_allocations', body, workflow_id=self.workflow_id)
+        self.assertUnchanged(after)
+        self.assertEqual(([], [], []), (again['allocations'], again['failed_job_details'], again['requeued_job_details']))
+        self.assertWhole()
+        return found
+
+    def states(self) -> str:
+        """Statuses of all jobs and allocations, in order."""
+        rows = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
+        return ' '.join([*self.statuses(self.workflow_id).values(), *(row['status'] for row in rows)])
+
+    def test_jobs_of_an_interrupted_allocation_are_ready_without_an_attempt_spent_and_others_have_failed(self):
+        for seen, states, counts in (
+                (self.NODE_FAIL, 'ready ready blocked blocked complete', (0, 2)),
+                (self.QUEUED,    'ready ready blocked blocked pending', (0, 2)),
+                (self.TIMEOUT,   'failed ready canceled blocked complete', (1, 1))):
+            with self.subTest(seen['reason']), self.undone():
+                record_id = self.record(17)
+                node_id = self.begin(['a'])
+                self.clock += 31
+                found = self.tell(seen)
+                self.assertEqual((states, counts), (self.states(), (found['slurm_jobs_failed'], found['jobs_requeued'])))
+                self.assertEqual((1, 0), (found['compute_nodes_deactivated'], found['running_jobs_failed']))
+                self.assertFalse(self.call('get_compute_node', id=node_id)['is_active'])
+                details = found['failed_job_details'] + found['requeued_job_details']
+                self.assertEqual([(name, seen['reason'], 17) for name in 'ab'],
+                                 [(row['job_name'], row['reason'], row['slurm_job_id']) for row in details])
+                record = self.call('get_scheduled_compute_node', id=record_id)
+                self.assertEqual(seen['reason'], record['reason'])
+                events = [row['data'].get('message', '') for row in self.call('list_events', workflow_id=self.workflow_id)['items']]
+                self.assertIn(f"Allocation {record_id} (Slurm job 17) is {record['status']}: {seen['reason']}", events)
+                results = self.call('list_results', workflow_id=self.workflow_id)['items']
+                self.assertEqual({-128}, {row['return_code'] for row in results})
+                self.assertTrue(all(seen['reason'] in row['reason'] for row in results), results)
+                claimed = self.claim(self.workflow_id, self.node(self.workflow_id))
+                self.assertEqual({(2, 1)}, {(job['attempt_id'], job['interruptions']) for job in claimed.values()})
+
+    def test_a_pending_allocation_that_is_gone_is_complete(self):
+        self.record(17)
+        self.record(18)
+        found = self.tell(dict(self.TIMEOUT, reason='Slurm job 17 was canceled'))
+        self.assertEqual(('ready ready blocked blocked complete pending', 1), (self.states(), found['pending_allocations_cleaned']))
+
+    def test_a_runner_that_has_reported_since_is_left_alone_until_it_is_silent(self):
+        for seen, passed_s, is_left in (        # the lease is 60 s
+                (self.NODE_FAIL, 29, True), (self.NODE_FAIL, 31, False),
+                (self.QUEUED, 29, True), (self.QUEUED, 31, False),
+                (dict(self.TIMEOUT, ended_s=59.0), 0, False),       # its last words, and clocks
+                (dict(self.TIMEOUT, ended_s=95.0), 30, True),
+                (dict(self.TIMEOUT, ended_s=95.0), 36, False),
+                (dict(self.TIMEOUT, ended_s=9000.0), 59, True), (dict(self.TIMEOUT, ended_s=9000.0), 60, False)):
+            with self.subTest(seen, passed_s=passed_s), self.undone():
+                self.record(17)
+                self.begin()
+                self.clock += passed_s
+                found = self.tell(seen)
+                self.assertEqual(is_left, bool(found['doubts']), found)
+                self.assertEqual(not is_left, bool(found['compute_nodes_deactivated']))
+                if is_left:
+                    self.assertEqual('running running blocked blocked active', self.states())
+                    self.assertRegex(found['doubts'][0], re.escape(seen['reason']) + r', but compute node \d+ has reported '
+                                     fr'{passed_s} s ago: left alone until it has been silent for (30|60) s')
+
+    def test_a_server_that_has_just_begun_believes_slurm(self):
+        self.record(17)
+        self.begin()
+        self.service.leases, self.service.heard = {}, {}
+        self.assertEqual(2, self.tell(self.NODE_FAIL)['jobs_requeued'])
+
+    def test_jobs_that_were_taken_for_lost_before_are_ready_after_all_once_it_is_known_that_they_were_interrupted(self):
+        self.record(17)
+        self.begin()
+        self.clock += 61
+        with self.service.transaction():
+            torc.release_lost_nodes(self.context, lambda *runner: None)
+        self.assertEqual('failed failed canceled canceled active', self.states())
+        found = self.tell(self.NODE_FAIL)
+        self.assertEqual(('ready ready blocked blocked complete', 2, 0),
+                         (self.states(), found['jobs_requeued'], found['compute_nodes_deactivated']))
+        claimed = self.claim(self.workflow_id, self.node(self.workflow_id))
+        self.assertEqual([(2, 1)] * 2, [(job['attempt_id'], job['interruptions']) for job in claimed.values()])
+
+    def test_what_has_failed_of_itself_stays_failed(self):
+        self.record(17)
+        node_id = self.begin()
+        job = {'id': self.call('list_jobs', workflow_id=self.workflow_id)['items'][0]['id'], 'attempt_id': 1}
+        self.sync(self.workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
+        self.clock += 31
+        self.assertEqual(['b'], [row['job_name'] for row in self.tell(self.NODE_FAIL)['requeued_job_details']])
+        self.assertEqual('failed ready canceled blocked complete', self.states())
+
+    def set(self, sql: str) -> None:
+        """Change the database as another client would have left it."""
+        with self.store.transaction():
+            self.store.execute(sql)
+
+    def test_running_jobs_that_no_active_node_holds_have_failed(self):
+        with self.undone():
+            self.begin()
+            self.set("UPDATE job SET compute_node_id = NULL WHERE name = 'a'")
+            self.assertEqual(0, self.tell()['running_jobs_failed'])       # the other node may run it
+            self.set(f"UPDATE job SET status = {torc.READY}, compute_node_id = NULL WHERE name = 'b'")
+            self.set('UPDATE compute_node SET is_active = 0')
+            found = self.tell()
+            self.assertEqual(('failed ready canceled blocked', 1), (self.states(), found['running_jobs_failed']))
+            self.assertEqual('no active compute node runs it', found['failed_job_details'][0]['reason'])
+        self.begin()
+        self.set('UPDATE compute_node SET is_active = 0')
+        self.node(self.workflow_id, pid=2)
+        self.assertEqual(2, self.tell()['running_jobs_failed'])
+
+    def test_dead_processes_and_leases_that_are_over_are_taken_in(self):
+        node_id = self.node(self.workflow_id)
+        jobs = self.claim(self.workflow_id, node_id)
+        self.sync(self.workflow_id, node_id, started=[[job['id'], 1, '2023-11-14T22:13:20Z'] for job in jobs.values()])
+        with self.undone():
+            found = self.tell(dead_nodes=[{'compute_node_id': node_id, 'reason': 'its process is gone'}])
+            self.assertEqual((2, 0, 1), (found['running_jobs_failed'], found['slurm_jobs_failed'], found['compute_nodes_deactivated']))
+            result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
+            self.assertEqual(f'compute node {node_id} (h), which ran it, went away: its process is gone', result['reason'])
+        self.service.leases[node_id] = self.clock + 60      # undone() keeps the database only
+        self.assertEqual(0, self.tell()['running_jobs_failed'])
+        self.clock += 61
+        self.assertIn('nothing was heard of it for 60 s, its lease', self.tell()['failed_job_details'][0]['reason'])
+
+    def test_the_survey_names_allocations_and_slurm_jobs_of_nodes_without_a_record(self):
+        record_id = self.record(0)
+        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
+        node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, identity='x/1/2')
+        found = self.call('survey_allocations', workflow_id=self.workflow_id)
+        self.assertEqual([(record_id, 0, 'pending', None), (0, 17, 'active', None)],
+                         [(row['id'], row['slurm_job_id'], row['status'], row['age_s']) for row in found['allocations']])
+        self.assertEqual(([{'compute_node_id': node_id, 'hostname': 'h', 'pid': 1, 'identity': 'x/1/2'}], 'u'),
+                         (found['nodes'], found['user']))
+
+    def test_reasons_stand_wherever_an_allocation_ends(self):
+        record_id = self.record(17)
+        node_id = self.begin()
+        self.call('update_compute_node', {'is_active': False}, id=node_id)
+        record = self.call('get_scheduled_compute_node', id=record_id)
+        self.assertEqual(('complete', f'its last runner (compute node {node_id}) has left'), (record['status'], record['reason']))
+        other_id = self.record(18)
+        for body, reason in (({'status': 'canceled', 'reason': 'enough'}, 'enough'), ({'status': 'canceled'}, 'enough'),
+                             ({'status': 'pending'}, None)):
+            self.call('update_scheduled_compute_node', body, id=other_id)
+            self.assertEqual(reason, self.call('get_scheduled_compute_node', id=other_id).get('reason'))
+        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
+        self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id), ('allocation_pending', other_id)],
+                         [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
+        self.assertEqual(f'Allocation {other_id} (Slurm job 18) is canceled: enough', events[1]['message'])
+
+
+class WatchRecordTest(ServiceTest):
+    """Who watches a workflow: one at a time; what was counted outlives them."""
+
+    def watch(self, name: str = 'a', **more: Any) -> Dict[str, Any]:
+        """Ask as a process of this name."""
+        body = dict({'process': {'host': name, 'pid': 1}, 'lease_s': 60.0}, **more)
+        return self.call('watch_workflow', body, workflow_id=self.workflow_id)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('x:\ny: x')
+
+    def rerun(self) -> None:
+        """What a recovery does: a new run."""
+        self.store.run('UPDATE workflow SET run_id = run_id + 1')
+
+    def test_a_second_one_is_refused_while_the_first_renews_and_takes_over_when_its_time_is_over(self):
+        first = self.watch('a')
+        self.assertEqual((True, 0, False, False, 1), tuple(first[key] for key in (
+            'granted', 'recoveries', 'is_begun', 'is_recovered', 'run_id')))
+        self.assertEqual(2, first['status']['total_jobs'])
+        for _ in range(3):
+            self.clock += 50
+            found = self.watch('b')
+            self.assertEqual((False, {'host': 'a', 'pid': 1}), (found['granted'], found['process']))
+            self.assertTrue(self.watch('a')['granted'])
+        self.clock += 61
+        self.assertTrue(self.watch('b')['granted'])
+        self.assertFalse(self.watch('a')['granted'])
+
+    def test_one_that_is_known_to_have_ended_or_has_left_is_taken_over_at_once(self):
+        self.watch('a')
+        self.assertFalse(self.watch('b', ended={'host': 'c', 'pid': 1})['granted'])
+        self.assertTrue(self.watch('b', ended={'host': 'a', 'pid': 1})['granted'])
+        self.assertTrue(self.watch('b', leaves=True)['granted'])
+        self.assertTrue(self.watch('c')['granted'])
+
+    def test_recoveries_are_counted_once_a_run_and_until_somebody_else_begins_a_run(self):
+        def counted(**more: Any) -> Tuple[int, bool, bool]:
+            found = self.watch(**more)
+            return found['recoveries'], found['is_begun'], found['is_recovered']
+        self.assertEqual((1, True, False), counted(recovers=True))
+        self.assertEqual((1, True, False), counted(recovers=True))      # killed, and begun again
+        self.rerun()
+        self.assertEqual((1, False, True), counted(name='b', ended={'host': 'a', 'pid': 1}))
+        self.assertEqual((2, True, False), counted(name='b', recovers=True))
+        self.rerun()
+        self.assertEqual((2, False, True), counted(name='b', leaves=True))
+        self.assertEqual((2, False, True), counted())
+        self.rerun()        # by somebody else
+        self.assertEqual((0, False, False), counted())
+
+    def test_what_was_scheduled_and_when_it_began_is_kept_until_all_is_over(self):
+        began = self.watch()['began_at']
+        self.clock += 10
+        found = self.watch(schedules=True)
+        self.assertEqual((began, began + 10), (found['began_at'], found['scheduled_at']))
+        self.clock += 10
+        self.watch(leaves=True)
+        found = self.watch('b')
+        self.assertEqual((began, began + 10), (found['began_at'], found['scheduled_at']))
+        self.assertEqual(began + 20, found['now'])
+        self.watch('b', leaves=True, is_over=True)
+        found = self.watch('c')
+        self.assertEqual((began + 20, None), (found['began_at'], found['scheduled_at']))
+        self.assertNotIn('watcher', self.call('get_workflow', id=self.workflow_id))
+
+
+class UnplannedJobsTest(ServiceTest):
+    """Which ready jobs no allocation was planned for, or is there for."""
+    HEAD, make, allocate = WaitingTest.HEAD, WaitingTest.make, WaitingTest.allocate
+    SCHEDULER = {'name': 's', 'nodes': 1, 'walltime': '01:00:00', 'mem': '2G'}
+
+    def unplanned(self, workflow_id: int) -> List[str]:
+        """Their names."""
+        found = self.call('list_unplanned_jobs', workflow_id=workflow_id)
+        self.assertEqual(len(found['job_ids']), found['count'])
+        names = {job['id']: job['name'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+        return [names[job_id] for job_id in found['job_ids']]
+
+    def retried(self, *names: str) -> None:
+        """Let jobs be those of a retry."""
+        for name in names:
+            self.store.run("UPDATE job SET origin = 'retry' WHERE name = ?", (name,))
+
+    def test_what_fits_a_queued_allocation_is_planned_and_what_fits_none_is_not(self):
+        workflow_id = self.make(self.HEAD + """
+            small     1  1g  -  1  PT1M  -  -  -
+            retried   1  1g  -  1  PT1M  -  -  -
+            large     1  9g  -  1  PT1M  -  -  -
+            labelled  1  9g  -  1  PT1M  x  -  -
+            blocked   1  9g  -  1  PT1M  -  -  small
+        """, [self.SCHEDULER])
+        self.retried('retried')
+        # There is nothing at all.
+        self.assertEqual(['small', 'retried', 'large'], self.unplanned(workflow_id))
+        self.allocate(workflow_id, 1)
+        self.assertEqual(['large'], self.unplanned(workflow_id))
+
+    def test_of_jobs_for_which_only_runners_at_work_are_left_those_of_retries_are_unplanned(self):
+        workflow_id = self.make(self.HEAD + """
+            busy     1  1g  -  1  PT1M  -  -  -
+            first    1  1g  -  1  PT1M  -  -  -
+            retried  1  1g  -  1  PT1M  -  -  -
+        """, [self.SCHEDULER])
+        self.retried('retried')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id, 1)
+        self.assertEqual(['retried'], self.unplanned(workflow_id))
+        self.allocate(workflow_id, 1)
+        self.assertEqual([], self.unplanned(workflow_id))
+
+    def test_what_an_action_to_come_is_for_is_planned(self):
+        config = {'scheduler_id': 1, 'scheduler_type': 'slurm', 'num_allocations': 1}
+        workflow_id = self.make(self.HEAD + """
+            gated  1  1g  -  1  PT1M  -  -  -
+            other  1  1g  -  1  PT1M  -  -  -
+            later  1  1g  -  1  PT1M  -  -  other
+        """, [self.SCHEDULER])
+        ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+        self.call('create_workflow_action', {
+            'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
+            'action_config': config, 'job_ids': [ids['gated'], ids['later']]}, workflow_id=workflow_id)
+        self.assertEqual(['other'], self.unplanned(workflow_id))
+        self.call('claim_action', {}, workflow_id=workflow_id, action_id=1)
+        self.assertEqual(['gated', 'other'], self.unplanned(workflow_id))
+
+
 # ======== 9. API ========
 
 # What the official interface has and ROUTES does not: operations, and query parameters of operations.
@@ -8152,7 +9087,8 @@ class ApiTest(ServiceTest):
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
                      'list_workflow_statuses', 'get_database', 'snapshot_database', 'backup_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
-                     'report_submissions'}
+                     'report_submissions', 'get_demand', 'store_allocations', 'recover_jobs', 'classify_jobs',
+                     'watch_workflow', 'list_unplanned_jobs', 'replay_completions', 'survey_allocations', 'sync_allocations'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -8492,6 +9428,9 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
     'BatchCompleteJobsRequest': {'completions': [{'job_id': '$running', 'run_id': 1, 'status': 'failed', 'result': '$result_of_running'}]},
     'CheckChangesRequest': {'files': {'$file': 1.5}, 'dry_run': False},
     'ClaimActionRequest': {'compute_node_id': '$compute_node'},
+    'RecoverJobsRequest': {'run_id': 1, 'reset': ['$failed'], 'event': {'mode': 'local'}, 'files': {'$file': 1.5},
+                           'requirements': [{'from_id': '$resource_requirements', 'job_ids': ['$failed'], 'memory': '4g'}]},
+    'ClassifyJobsRequest': {'classifications': [{'job_id': '$undecided', 'action': 'retry', 'reason': 'r', 'memory': '2g', 'runtime': 'PT2H'}]},
     'ComputeNodeModel': {
         'workflow_id': '$workflow', 'hostname': 'h', 'pid': 7, 'start_time': '2026-01-01T00:00:00Z',
         'end_time': '2026-01-02T00:00:00Z', 'duration_seconds': 1.5,
@@ -8536,6 +9475,8 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
                            'file_id': '$file', 'metadata': {'a': [1, None]}},
     'SubmissionRequest': {'submitter': 'me', 'lease_s': 60.0, 'settings': {'output_dir': '/o'}, 'scheduler_config_id': '$slurm_scheduler', 'count': 1,
                           'actions': [{'action_id': '$schedule', 'count': 1}], 'ended': ['nobody']},
+    'WatchRequest': {'process': {'host': 'h', 'pid': 1}, 'lease_s': 60.0, 'ended': {'host': 'h'},
+                     'recovers': True, 'schedules': True, 'leaves': False, 'is_over': False},
     'SubmissionReport': {'submitter': 'me', 'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}]},
     'RunnerSyncRequest': {
         'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0,
@@ -8608,7 +9549,7 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'create_remote_workers': {'body': ['u@host:22', 'other']}, 'delete_remote_worker': {'worker': 'host'},
     'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
     'add_workflow_to_group': {'group_id': '$other_group'}, 'remove_user_from_group': {'user_name': 'mia'},
-    'list_user_groups': {'user_name': 'mia'},
+    'recover_jobs': {'dry_run': True}, 'list_user_groups': {'user_name': 'mia'},
     'check_workflow_access': {'user_name': 'mia'}, 'explain_job': {'job_id': '$failed'},
     'list_workflow_statuses': {'ids': ['$workflow', '$idle_workflow']},
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
@@ -8676,7 +9617,7 @@ class LiveTest(ServiceTest):
         add('compute_node', 'create_compute_node')
         add('event', 'create_event')
         add('done', 'create_job', name='done', priority=9, depends_on_job_ids=[], labels=[])
-        for job in ('failed', 'running', 'pending', 'ready'):
+        for job in ('failed', 'running', 'pending', 'ready', 'undecided'):
             add(job, 'create_job', {'workflow_id': '$workflow', 'name': job, 'command': 'x',
                                     'resource_requirements_id': '$resource_requirements'})
         add('blocked', 'create_job', {'workflow_id': '$workflow', 'name': 'blocked', 'command': 'x', 'depends_on_job_ids': ['$running'],
@@ -8699,6 +9640,7 @@ class LiveTest(ServiceTest):
         add('schedule', 'create_workflow_action', trigger_type='on_workflow_start', action_type='schedule_nodes', job_ids=None,
             action_config={'scheduler_id': ids['slurm_scheduler'], 'num_allocations': 1}, persistent=False)
         self.sync(ids['workflow'], ids['compute_node'], want={'strategy': 'queue', 'limit': 4})
+        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (ids['undecided'],))
         self.store.run('UPDATE job SET status = 3, compute_node_id = ? WHERE id IN (?, ?, ?, ?)',
                        (ids['compute_node'], ids['done'], ids['failed'], ids['running'], ids['pending']))
         for job in ('done', 'failed', 'running'):
@@ -9249,6 +10191,7 @@ OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, Non
     'FileModel.identifier': (None, 'string'),                   # of RO-Crate; Torc 1.0's server knows it
     'JobModel.schedule_compute_nodes': ('ComputeNodeSchedule', 'any'),      # kept as it came; nobody reads it
     'ResultModel.reason': (None, 'string'),                     # of a failure, for people
+    'ScheduledComputeNodesModel.reason': (None, 'string'),      # what has become of an allocation
     'UserGroupMembershipModel.role': ('string!', 'GroupRole!'),             # there are two
     'WorkflowModel.spec_path': (None, 'string'),                # finds the workflow of an edited file again
 }
@@ -12003,6 +12946,29 @@ class ServerTest(WorldTest):
                     self.assertEqual([408], statuses(read_all(slow)))
             quiet.sendall(http_request())
             self.assertEqual([200], statuses(read_answers(quiet, 1)))
+
+    def test_what_arrives_while_the_server_is_busy_is_in_time(self) -> None:
+        server, begun, over = self.server.server, threading.Event(), threading.Event()
+        answer = server.answer_complete
+
+        def be_busy() -> None:
+            begun.set()
+            over.wait(10)
+            answer()
+
+        self.set_constant('CLIENT_DEADLINE_S', 0.3)
+        with self.server.connect() as late, self.server.connect() as other:
+            late.sendall(http_request()[:-2])
+            self.world.wait(lambda: any(one.received for one in list(server.connections.all)), 10, 'half of a request')
+            server.answer_complete = be_busy
+            other.sendall(http_request())
+            self.assertTrue(begun.wait(10))
+            until = max(one.deadline for one in list(server.connections.all) if one.deadline < math.inf)
+            self.world.wait(lambda: time.monotonic() > until, 10, 'the deadline')
+            late.sendall(http_request()[-2:])
+            server.answer_complete = answer
+            over.set()
+            self.assertEqual([[200], [200]], [statuses(read_answers(one, 1)) for one in (other, late)])
 
     @slow
     def test_a_reader_that_does_not_read_is_closed_and_delays_nobody(self) -> None:
@@ -17467,6 +18433,259 @@ class SlurmFuzzTest(unittest.TestCase):
 
 # ======== 15. Journal ========
 
+class JournalTest(WorldTest):
+    """What a runner keeps on disk, in Torc's table."""
+
+    COMPLETION = {'job_id': 7, 'attempt_id': 2, 'return_code': 3, 'status': 'failed', 'exec_time_minutes': 0.5,
+                  'completion_time': '2026-01-01T00:00:00.000Z', 'retry': True, 'max_retries': 5, 'peak_memory_bytes': 4096,
+                  'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}
+
+    def entry(self, job_id: int = 7, **more: Any) -> Dict[str, Any]:
+        """The payload of a row."""
+        return torc.format_journal_entry(dict(self.COMPLETION, job_id=job_id, **more), 42, 1, 9)
+
+    def rows(self, path: str) -> List[Tuple[Any, ...]]:
+        """All of a journal, as another program reads it."""
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            return connection.execute('SELECT job_id, run_id, status, payload FROM journaled_completions ORDER BY job_id').fetchall()
+
+    def test_an_entry_is_one_of_torcs_bulk_request_with_ours_beside_it(self):
+        self.assertEqual({
+            'job_id': 7, 'status': 'failed', 'run_id': 1,
+            'result': {'job_id': 7, 'status': 'failed', 'run_id': 1, 'workflow_id': 42, 'compute_node_id': 9, 'attempt_id': 2,
+                       'return_code': 3, 'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:00:00.000Z',
+                       'peak_memory_bytes': 4096},
+            'torc_py': {'retry': True, 'max_retries': 5, 'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}}, self.entry())
+        torc.check_value('completion', '@JobCompletionEntry', {key: self.entry()[key] for key in ('job_id', 'status', 'run_id', 'result')})
+
+    def test_entries_become_the_completions_that_they_were(self):
+        done = {key: value for key, value in self.COMPLETION.items() if key not in ('reason', 'file_times', 'max_retries')}
+        for completion in (self.COMPLETION, dict(done, status='completed', return_code=0, retry=False), dict(done, interrupted=True)):
+            with self.subTest(completion=completion):
+                entry = json.loads(torc.format_json(torc.format_journal_entry(completion, 42, 1, 9)))
+                self.assertEqual(dict(completion, run_id=1, workflow_id=42, compute_node_id=9), torc.parse_journal_entry(entry))
+        theirs = {key: value for key, value in self.entry().items() if key != 'torc_py'}
+        theirs['result']['peak_cpu_percent'] = None
+        found = torc.parse_journal_entry(theirs)
+        self.assertEqual((False, None, None), (found['retry'], found.get('reason'), found.get('peak_cpu_percent')))
+
+    def test_what_is_no_entry_is_refused(self):
+        entry = self.entry()
+        for wrong in (None, 3, [], {}, dict(entry, result=None), dict(entry, torc_py='x'), dict(entry, run_id=2),
+                      dict(entry, result=dict(entry['result'], job_id=8)), dict(entry, status=None, result=dict(entry['result'], status=None))):
+            with self.subTest(wrong=wrong):
+                self.assertRaises(ValueError, torc.parse_journal_entry, wrong)
+
+    def test_another_program_reads_what_was_kept_and_a_later_attempt_replaces_an_earlier_one(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        self.assertEqual(self.world.path('offline_journal/offline_results_wf42_r1_node1.db'), path)
+        for entries in ([self.entry(8), self.entry(7)], [self.entry(7, attempt_id=3, status='completed')]):
+            journal = torc.Journal(path)
+            journal.keep(entries)
+            found = self.rows(path)     # while its writer has it open
+            journal.close()
+        self.assertEqual([(7, 1, 5), (8, 1, 6)], [row[:3] for row in found])
+        self.assertEqual([3, 2], [json.loads(row[3])['result']['attempt_id'] for row in found])
+        self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
+
+    def test_of_entries_that_cannot_all_be_kept_none_is(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        journal = torc.Journal(path)
+        self.addCleanup(journal.close)
+        self.assertRaises(sqlite3.Error, journal.keep, [self.entry(7), self.entry([])])
+        self.assertEqual([], self.rows(path))
+        journal.keep([self.entry(9)])
+        self.assertEqual([9], [row[0] for row in self.rows(path)])
+
+    def test_it_needs_no_shared_memory_and_loses_nothing_with_the_power(self):
+        journal = torc.Journal(torc.journal_path(self.world.directory, 42, 1, 'node1'))
+        self.addCleanup(journal.close)
+        self.assertEqual(('truncate', 2), tuple(journal.connection.execute(f'PRAGMA {name}').fetchone()[0]
+                                                for name in ('journal_mode', 'synchronous')))
+
+
+class JournalReaderTest(WorldTest):
+    """Journals are found and read as far as they are whole, and never changed."""
+
+    NAME = 'offline_results_wf1_r1_{}.db'
+
+    def journal(self, label: str, entries: Iterable[Any] = (), mode: str = 'DELETE') -> str:
+        return write_journal(self.world.path('out', 'offline_journal', self.NAME.format(label)), entries, mode)
+
+    def snapshot(self, path: str) -> List[Tuple[Any, ...]]:
+        """All that lies in a journal's directory, with times and contents."""
+        folder = os.path.dirname(path)
+        found = []
+        for name in sorted(os.listdir(folder)):
+            state = os.stat(os.path.join(folder, name))
+            with open(os.path.join(folder, name), 'rb') as file:
+                found.append((name, state.st_mtime_ns, state.st_ino, file.read()))
+        return found
+
+    def read(self, path: str) -> Tuple[List[int], str]:
+        """Jobs of the entries of a journal, and its problem; nothing was changed by that."""
+        before = self.snapshot(path)
+        entries, problem = torc.read_journal(path)
+        self.assertEqual(before, self.snapshot(path))
+        return [entry['job_id'] for entry in entries], problem
+
+    def test_those_of_the_run_are_found_wherever_they_lie(self):
+        names = ('a/offline_results_wf1_r1_x.db', 'b/c d/offline_results_wf1_r1_y_2.db', "offline_results_wf1_r1_'z\n.db")
+        others = ('offline_results_wf11_r1_x.db', 'offline_results_wf1_r11_x.db', 'offline_results_wf1_r1_x.db-journal', 'x.db')
+        for name in names + others:
+            self.world.write(name, '')
+        os.mkdir(self.world.path('offline_results_wf1_r1_dir.db'))
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual((sorted(map(self.world.path, names)), []), (found, problems))
+
+    def test_loops_of_links_are_harmless_and_a_linked_journal_is_named(self):
+        path = self.journal('x')
+        os.symlink('..', self.world.path('out', 'up'))
+        os.symlink(self.world.path('out'), self.world.path('out', 'self'))
+        link = self.world.path('out', self.NAME.format('link'))
+        os.symlink(path, link)
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual(([path], [f'{link} is not a regular file: it was passed over']), (found, problems))
+        os.symlink(self.world.path('out'), self.world.path('named'))
+        self.assertEqual(1, len(torc.find_journals(self.world.path('named'), 1, 1)[0]), 'the named directory may be a link')
+
+    def test_what_cannot_be_searched_or_read_is_named_and_passed_over(self):
+        path, hidden = self.journal('x', [journal_entry(1)]), self.journal('y')
+        deep = self.world.path('deep')
+        folder = os.open(self.world.directory, os.O_RDONLY)     # deeper than a path may be long
+        self.addCleanup(os.close, folder)
+        for number in range(30):
+            name = 'deep' if not number else 'd' * 200
+            os.mkdir(name, dir_fd=folder)
+            inner = os.open(name, os.O_RDONLY, dir_fd=folder)
+            os.dup2(inner, folder)
+            os.close(inner)
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual([path, hidden], found)
+        self.assertEqual(1, len(problems))
+        self.assertTrue(problems[0].startswith(deep) and problems[0].endswith('cannot be searched: File name too long'), problems)
+        os.unlink(hidden)
+        self.assertEqual(([], f'{hidden} cannot be read: No such file or directory'), torc.read_journal(hidden))
+        os.mkfifo(hidden)
+        self.assertEqual(([], f'{hidden} cannot be read: Is not a regular file'), torc.read_journal(hidden))
+        self.assertIn('is not a regular file', torc.find_journals(self.world.path('out'), 1, 1)[1][0])
+
+    def test_closed_directories_and_files_are_named(self):
+        path, closed = self.journal('x', [journal_entry(1)]), self.world.path('closed')
+        os.mkdir(closed, 0)
+        os.chmod(path, 0o600)
+        for folder in (self.world.root, self.world.directory):
+            os.chmod(folder, 0o755)
+
+        def look() -> None:
+            answers = torc.find_journals(self.world.directory, 1, 1), torc.read_journal(path)
+            os._exit(0 if answers == (([path], [f'{closed} cannot be searched: Permission denied']),
+                                      ([], f'{path} cannot be read: Permission denied')) else 1)
+        self.assertEqual(0, end_child(run_as(look)))
+
+    def test_ten_thousand_files_are_searched_quickly(self):
+        for number in range(10000):
+            if number % 500 == 0:
+                os.mkdir(self.world.path(str(number)))
+            os.close(os.open(self.world.path(str(number - number % 500), f'f{number}'), os.O_CREAT | os.O_WRONLY))
+        path = self.journal('x')
+        began = time.process_time()
+        self.assertEqual(([path], []), torc.find_journals(self.world.directory, 1, 1))
+        self.assertLess(time.process_time() - began, 1)
+
+    def test_torcs_and_ours_are_read_whole(self):
+        for mode in ('WAL', 'DELETE', 'TRUNCATE', 'PERSIST'):
+            with self.subTest(mode):
+                path = self.journal(mode, [journal_entry(job_id) for job_id in (3, 1, 2)], mode)
+                self.assertEqual(([1, 2, 3], ''), self.read(path))
+        entry = torc.read_journal(path)[0][0]
+        self.assertEqual((1, 0), (entry['result']['attempt_id'], entry['result']['return_code']))
+
+    def test_a_write_ahead_log_that_was_left_is_read_too(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        source = write_journal(self.world.path('live', 'x.db'), [journal_entry(1)])
+        connection = sqlite3.connect(source, isolation_level=None)
+        self.addCleanup(connection.close)
+        connection.execute("INSERT INTO journaled_completions VALUES (2, 1, 5, ?, 0)", (json.dumps(journal_entry(2)),))
+        os.mkdir(self.world.path('out'))
+        for suffix in ('', '-wal'):     # as after kill -9, in a directory where nothing can be made
+            shutil.copy(source + suffix, path + suffix)
+        os.chmod(os.path.dirname(path), 0o500)
+        self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
+        self.assertEqual(([1, 2], ''), self.read(path))
+        with open(path + '-wal', 'r+b') as file:
+            file.truncate(os.fstat(file.fileno()).st_size - 1)      # torn: its last transaction was not complete
+        self.assertEqual(([1], ''), self.read(path))
+
+    def test_what_a_killed_writer_had_begun_is_rolled_back_in_a_copy(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        source = write_journal(self.world.path('live', 'x.db'), [journal_entry(job_id) for job_id in range(1, 301)], 'TRUNCATE')
+        connection = sqlite3.connect(source, isolation_level=None)
+        self.addCleanup(connection.close)
+        connection.execute('PRAGMA cache_size = 2')     # so that pages reach the file before the end
+        connection.execute('BEGIN')
+        connection.execute("UPDATE journaled_completions SET payload = 'x' || payload")
+        os.mkdir(self.world.path('out'))
+        for suffix in ('', '-journal'):
+            shutil.copy(source + suffix, path + suffix)
+        os.chmod(os.path.dirname(path), 0o500)
+        self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
+        self.assertEqual((list(range(1, 301)), ''), self.read(path))
+
+    def test_of_one_that_was_cut_off_or_damaged_the_rest_is_read(self):
+        jobs = list(range(1, 501))
+        path = self.journal('x', map(journal_entry, jobs))
+        with open(path, 'rb') as file:
+            whole = file.read()
+        for name, data, least in (('cut', whole[:len(whole) * 3 // 4], 300), ('cut in a page', whole[:-5000], 400),
+                                  ('zeroed', whole[:80 * 1024] + bytes(4096) + whole[84 * 1024:], 400), ('head', whole[:100], 0)):
+            with self.subTest(name):
+                with open(path, 'wb') as file:
+                    file.write(data)
+                found, problem = self.read(path)
+                self.assertIn(path, problem)
+                self.assertTrue(set(found) <= set(jobs) and least <= len(found) < len(jobs), (len(found), problem))
+
+    def test_no_damage_raises_or_invents_a_completion(self):
+        entries = {job_id: journal_entry(job_id, return_code=job_id) for job_id in range(1, 41)}
+        path = self.journal('x', entries.values())
+        with open(path, 'rb') as file:
+            whole = file.read()
+        chance = random.Random(13)
+        for _ in range(150):
+            data = bytearray(whole[:chance.randrange(len(whole))] if chance.random() < 0.4 else whole)
+            for _ in range(chance.randrange(1, 200) if data else 0):
+                start = chance.randrange(len(data))
+                data[start:start + 1] = bytes([chance.randrange(256)])
+            with open(path, 'wb') as file:
+                file.write(data)
+            found, problem = torc.read_journal(path)
+            for entry in found:
+                self.assertIsInstance(entry['result']['return_code'], int)
+            self.assertTrue(problem or not data or len(found) == 40, (len(data), len(found)))
+
+    def test_what_is_no_journal_is_named(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        for data, problem in ((b'', ''), (b'hello', 'it is no SQLite file'), (bytes(10000), 'it is no SQLite file')):
+            self.world.write(path, data)
+            self.assertEqual(([], problem and f'{path}: {problem}'), self.read(path))
+        os.unlink(path)
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute('CREATE TABLE things (id INTEGER)')
+        self.assertEqual(([], f'{path}: it has no table journaled_completions: it is damaged, or of another program'), self.read(path))
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute('CREATE TABLE journaled_completions (id INTEGER)')
+        self.assertIn('no such column', self.read(path)[1])
+
+    def test_rows_that_are_no_completions_are_named_and_the_others_read(self):
+        wrong = ['{', b'\xff', '[]', '{"job_id": 2}', json.dumps(journal_entry(9)), json.dumps(dict(journal_entry(7), status='odd'))]
+        path = self.journal('x', [*wrong, journal_entry(7)])
+        self.assertEqual([7], self.read(path)[0])
+        problem = self.read(path)[1]
+        self.assertIn(f'{path}: the row of job 1 is no completion: ', problem)
+        self.assertIn(f', and {len(wrong) - 1} more such faults', problem)
+
+
 # ======== 16. Runner ========
 
 class StoreClient:
@@ -18099,17 +19318,71 @@ class LinkTest(PartTest):
         self.assertEqual([2, 2, 1], [len(request['completions']) for request in self.client.requests])
         self.assertGreater(link.due(), time.monotonic() + 1)
 
-    def test_a_server_is_waited_for_as_long_as_children_run_and_then_for_the_window(self):
-        link = self.link(*[NO_ANSWER] * 9, compute_node_wait_for_healthy_database_minutes=0)
+    # The window is 1 minute, a ping 120 s: what happens at these seconds -> state, and when it asks next.
+    OUTAGE = rows_of("""
+        at     event      state     asks_at  starts
+        0      silence    silent    0.1      yes
+        30     silence    silent    30.2     yes
+        59.9   silence    silent    60.3     yes
+        60     -          offline   180      no
+        100    -          offline   180      no
+        180    silence    offline   300      no
+        300    answer     online    now      yes
+        300    answer     online    305      yes
+        400    silence    silent    400.1    yes
+        459    answer     online    469      yes
+        500    silence    silent    500.1    yes
+        560    -          offline   680      no
+        """)
+
+    def test_it_goes_offline_after_the_window_of_each_outage_and_starts_nothing_there(self):
+        with FakeClock().set() as clock:
+            link = self.link(compute_node_wait_for_healthy_database_minutes=1)
+            link.call.has_children, began = lambda: True, clock.now
+            for row in self.OUTAGE:
+                clock.now = began + float(row['at'])
+                self.client.answers = {'silence': [NO_ANSWER], 'answer': [{}], '': []}[row['event']]
+                if row['event']:
+                    link.poll_now()
+                link.lease_ends_at = clock.now + 1
+                link.act(clock.now)
+                link.lease_ends_at = clock.now + 1      # the server's word would still do
+                asks_at = 'now' if link.poll_at < clock.now else f'{link.poll_at - began:g}'
+                with self.subTest(row=row):
+                    self.assertEqual((row['state'], row['asks_at'], row['starts']),
+                                     (link.state, asks_at, 'yes' if link.has_lease else 'no'))
+
+    def test_no_answer_is_waited_for_when_nothing_runs_but_after_the_last_end_it_is_asked_once_more(self):
+        link = self.link(*[NO_ANSWER] * 3, compute_node_wait_for_healthy_database_minutes=0)
         children = [1]
         link.call.has_children = lambda: bool(children)
-        for _ in range(3):
-            link.act(max(link.due(), time.monotonic()))
-            self.assertEqual('silent', link.state)
+        link.act(time.monotonic())
+        self.assertEqual(('offline', True, False), (link.state, link.due() > time.monotonic() + 60, link.is_quiet))
         children.clear()
-        link.act(link.due())
+        self.pace.on_end()
+        self.assertEqual((True, False), (link.is_quiet, link.has_asked))
+        link.act(time.monotonic())
+        self.assertEqual((2, True, True), (len(self.client.requests), link.is_quiet, link.has_asked))
+        link.act(time.monotonic())
+        self.assertEqual(2, len(self.client.requests))
+
+    def test_offline_what_is_due_waits_and_what_has_ended_is_held_until_an_answer(self):
+        link, acted = self.link(NO_ANSWER, {}, compute_node_wait_for_healthy_database_minutes=0), []
+        reported = self.attempt('reported', 1)
+        link.call.want = lambda: {'strategy': 'queue', 'limit': 1}
+        link.call.has_children, link.call.on_answer = lambda: True, lambda answer: link.go_on()
+        link.act(time.monotonic())
         self.assertEqual('offline', link.state)
-        self.assertEqual(1, len(self.progress.messages))
+        link.under_lease(lambda: acted.append('script'))
+        self.assertRaises(torc.LeaseOver, link.check_lease)
+        self.assertEqual([], acted)
+        link.poll_now()
+        link.act(time.monotonic())
+        request = self.client.requests[-1]
+        self.assertEqual((None, [reported.completion], ['script'], 'online', 0.0),
+                         (request['want'], request['completions'], acted, link.state, link.due()))
+        link.act(time.monotonic())
+        self.assertEqual(1, self.client.requests[-1]['want']['limit'])
 
     def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
         for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
@@ -22042,6 +23315,261 @@ class Lateness:
 
 
 @slow
+class OfflineDrainTest(RunnerCase):
+    """A runner whose server is away for longer than the window, which is 0 here, with real jobs."""
+
+    UNTIL = 'touch ran{0}; until test -e go{0}; do sleep 0.01; done'
+    NO_WINDOW = {'compute_node_wait_for_healthy_database_minutes': 0}
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.is_away, self.asked = (lambda: False), (lambda: None)   # type: Callable[[], bool], Callable[[], Any]
+        self.temporary = self.world.path('tmp')
+        os.mkdir(self.temporary, 0o700)
+        saved, self.client.call = self.client.call, self.call_if_there
+        self.real_call = saved
+        self.addCleanup(setattr, tempfile, 'tempdir', tempfile.tempdir)
+        tempfile.tempdir = self.temporary
+
+    def call_if_there(self, op: str, *arguments: Any, **params: Any) -> Any:
+        """What a client does when its server may be away."""
+        if self.is_away():
+            self.asked()
+        if self.is_away():
+            raise torc.Unreachable('nobody there')
+        return self.real_call(op, *arguments, **params)
+
+    def has(self, *names: str) -> bool:
+        """Whether jobs have made all these files."""
+        return all(os.path.exists(self.world.path(name)) for name in names)
+
+    def go(self, *numbers: int) -> None:
+        """Let jobs go on."""
+        for number in numbers:
+            self.world.write(f'go{number}', '')
+
+    def run_offline(self, **options: Any) -> torc.Unreachable:
+        """The error of a runner that leaves without its server."""
+        with self.assertRaises(torc.Unreachable) as caught:
+            self.run_it(**dict({'ping_interval_s': 0.2}, **options))
+        self.is_away = lambda: False
+        return caught.exception
+
+    def entries(self, where: str = 'out') -> Dict[int, Dict[str, Any]]:
+        """Job -> payload, of all journals below a directory."""
+        found = {}      # type: Dict[int, Dict[str, Any]]
+        pattern = os.path.join(glob.escape(self.world.path(where)), '**', 'offline_results_wf1_r1_*.db')
+        for path in glob.glob(pattern, recursive=True):
+            with contextlib.closing(sqlite3.connect(path)) as connection:
+                with contextlib.suppress(sqlite3.OperationalError):     # it is just being made
+                    found.update((job_id, json.loads(text)) for job_id, text in connection.execute(
+                        'SELECT job_id, payload FROM journaled_completions'))
+        return found
+
+    def ends(self, where: str = 'out') -> Dict[int, Tuple[str, int]]:
+        """Job -> status and return code, of the journals."""
+        return {job_id: (entry['status'], entry['result']['return_code']) for job_id, entry in self.entries(where).items()}
+
+    def test_a_server_that_is_back_while_jobs_run_gets_what_ended_and_gives_new_work(self):
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), 'touch ran3', **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+        seen = []       # type: List[Any]
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                seen.append((self.ends(), self.has('ran3')))
+                self.world.write('back', '')
+                self.go(2)
+        self.asked = asked
+        outcome = self.run_it(ping_interval_s=0.2)
+        self.assertEqual([({1: ('completed', 0)}, False)], seen)
+        self.assertEqual((3, [(1, 1, 0, 'completed'), (2, 1, 0, 'completed'), (3, 1, 0, 'completed')]), (outcome.completed, self.results()))
+        for words in ('entering offline-drain mode', 'Journaled completion (offline) workflow_id=1 job_id=1 run_id=1', 'answers again'):
+            self.assertIn(words, self.log())
+
+    def test_when_all_have_ended_without_it_the_runner_leaves_with_their_ends_on_disk(self):
+        self.create(self.UNTIL.format(1), {'command': self.UNTIL.format(2) + '; exit 3'}, 'touch ran3', **self.NO_WINDOW,
+                    actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['touch action']}])
+        self.is_away = lambda: self.has('ran1', 'ran2')
+        self.asked = lambda: self.go(1, 2)
+        error = self.run_offline()
+        path, = glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')
+        self.assertEqual((path, self.world.path('out'), 1), tuple(error.details[key] for key in ('journal', 'base_dir', 'run_id')))
+        self.assertEqual(f'nobody there\n2 jobs that ended meanwhile are kept in {path}', error.message)
+        self.assertEqual({1: ('completed', 0), 2: ('failed', 3)}, self.ends())
+        self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
+        self.assertEqual((False, False), (self.has('ran3'), os.path.exists(self.world.path('out/action'))))
+        self.assertEqual([True], [node['is_active'] for node in self.client.rows('list_compute_nodes', workflow_id=1)])
+        self.assertRegex(self.log(), r'Offline drain complete: 2 jobs.*torc.py workflows reconcile 1 1 --base-dir .*out')
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            row, = connection.execute('SELECT compute_node_id, hostname, pid, left_at FROM torc_py_runner').fetchall()
+        self.assertEqual((1, socket.gethostname(), os.getpid()), row[:3])
+        self.assertLess(abs(row[3] - time.time()), 60)
+        # Torc's own bulk request takes them.
+        plain = [{key: value for key, value in entry.items() if key != 'torc_py'} for entry in self.entries().values()]
+        answer = self.client.call('batch_complete_jobs', {'completions': plain}, workflow_id=1)
+        self.assertEqual(({1, 2}, []), (set(answer['completed']), answer['errors']))
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 3, 'failed')], self.results())
+
+    def test_a_completion_whose_answer_was_lost_is_in_the_journal_too(self):
+        self.create(self.UNTIL.format(1), 'true', **self.NO_WINDOW)
+        self.is_away = lambda: self.has('gone')
+
+        def lose(number: int) -> None:      # the server has taken it in, and its answer is lost
+            if any(end['job_id'] == 2 for end in self.client.requests[-1]['completions']) and not self.has('gone'):
+                self.world.write('gone', '')
+                raise torc.Unreachable('died')
+        self.client.after = lose
+        self.asked = lambda: self.go(1)
+        self.run_offline()
+        self.assertEqual({1: ('completed', 0), 2: ('completed', 0)}, self.ends())
+
+    def test_a_retry_is_written_down_and_not_begun_nor_is_its_script(self):
+        handler = {'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': 'touch recovered', 'max_retries': 2}, {'exit_codes': [6]}]}
+        jobs = [{'command': f'{self.UNTIL.format(number)}; exit {code}', 'failure_handler': 'h'} for number, code in ((1, 5), (2, 6))]
+        self.create(*jobs, failure_handlers=[handler], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+        self.asked = lambda: self.go(1, 2)
+        self.run_offline()
+        self.assertEqual([(True, 2), (True, 3)], [(entry['torc_py']['retry'], entry['torc_py']['max_retries'])
+                                                  for _, entry in sorted(self.entries().items())])
+        self.assertFalse(self.has('recovered'))
+
+    def test_a_recovery_script_begins_when_the_server_is_back_and_its_veto_counts(self):
+        handler = {'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': 'touch recovered; exit 1'}]}
+        self.create({'command': f'{self.UNTIL.format(1)}; exit 5', 'failure_handler': 'h'}, self.UNTIL.format(2),
+                    failure_handlers=[handler], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                self.assertFalse(self.has('recovered'))
+                self.world.write('back', '')
+                self.go(2)
+        self.asked = asked
+        self.run_it(ping_interval_s=0.2)
+        self.assertEqual(([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], True), (self.results(), self.has('recovered')))
+
+    def test_a_signal_ends_jobs_as_it_does_online_and_their_ends_are_kept(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: os.kill(os.getpid(), signal.SIGTERM) if not self.has('sent') and self.world.write('sent', '') else None
+        self.run_offline()
+        entry = self.entries()[1]
+        self.assertEqual(('terminated', 128 + signal.SIGTERM, True),
+                         (entry['status'], entry['result']['return_code'], entry['torc_py']['interrupted']))
+
+    def test_what_is_unacknowledged_when_a_signal_ends_a_runner_in_the_window_is_kept(self):
+        self.create(self.UNTIL.format(1))       # the window is 20 minutes
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: os.kill(os.getpid(), signal.SIGTERM) if not self.has('sent') and self.world.write('sent', '') else None
+        with unittest.mock.patch.object(torc, 'LAST_REPORT_S', 0.3):
+            self.run_offline()
+        self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+
+    def test_the_end_of_the_nodes_time_holds_without_a_server(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1, 'sigkill_headroom_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.run_offline(end_time=time.time() + 3.5)
+        self.assertEqual({1: ('terminated', 152)}, self.ends())
+
+    def test_a_memory_limit_holds_without_a_server(self):
+        hog = f"{self.UNTIL.format(1)}; exec {shlex.quote(sys.executable)} -c 'x = bytearray(200 << 20); import time; time.sleep(60)'"
+        self.create({'command': hog, 'resource_requirements': 'r'},
+                    resource_requirements=[{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}],
+                    resource_monitor={'sample_interval_seconds': 1}, **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: self.go(1)
+        self.run_offline()
+        self.assertEqual({1: ('failed', 137)}, self.ends())
+        self.assertIn('60MB', self.entries()[1]['torc_py']['reason'])
+
+    def test_without_the_drain_jobs_are_stopped_and_their_ends_kept(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.run_offline(drains=False)
+        self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+        self.assertTrue(any('--no-offline-drain' in message for message in self.progress.messages))
+
+    def drain_elsewhere(self) -> torc.Unreachable:
+        """Two jobs end one after the other, and what ends must not be kept in the output directory."""
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends('tmp'):
+                self.go(2)
+        self.asked = asked
+        error = self.run_offline()
+        self.assertEqual(({}, {1: ('completed', 0), 2: ('completed', 0)}), (self.ends(), self.ends('tmp')))
+        self.assertTrue(error.details['base_dir'].startswith(self.temporary + '/torc-offline-'), error.details)
+        self.assertEqual(0o700, stat.S_IMODE(os.stat(error.details['base_dir']).st_mode))
+        self.assertTrue(any(error.details['journal'] in message for message in self.progress.messages))
+        return error
+
+    def test_where_the_output_directory_cannot_have_a_journal_it_goes_to_a_local_directory(self):
+        self.world.write('out/offline_journal', 'in the way')
+        self.drain_elsewhere()
+
+    def test_where_locks_fail_it_goes_to_a_local_directory(self):
+        with self.broken_journal(lambda: sqlite3.OperationalError('locking protocol')):
+            self.drain_elsewhere()
+        self.assertTrue(any('cannot be written to (locking protocol)' in message for message in self.progress.messages))
+
+    def test_a_file_system_that_does_not_answer_holds_nothing_up(self):
+        with unittest.mock.patch.object(torc, 'KEEP_S', 0.5), self.broken_journal(lambda: select.select([], [], [], 600)):
+            began = time.monotonic()
+            self.drain_elsewhere()
+        self.assertLess(time.monotonic() - began, 30)
+        self.assertTrue(any('no answer within 0.5 s' in message for message in self.progress.messages))
+
+    def test_on_a_full_disk_it_goes_to_a_local_directory(self):
+        with small_disk(self.world.path('out'), '200k'):
+            filler = self.world.path('out/filler')
+            self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+
+            def asked() -> None:
+                with contextlib.suppress(OSError), open(filler, 'wb', 0) as file:
+                    while True:
+                        file.write(bytes(4096))
+                self.go(1)
+            self.is_away, self.asked = lambda: self.has('ran1'), asked
+            self.run_offline()
+            self.assertEqual({}, self.ends())
+        self.assertEqual({1: ('completed', 0)}, self.ends('tmp'))
+
+    def test_what_can_be_kept_nowhere_stays_in_memory_and_is_reported(self):
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+
+        def asked() -> None:
+            self.go(1)
+            if any('in memory only' in message for message in self.progress.messages):
+                self.world.write('back', '')
+                self.go(2)
+        self.asked, tempfile.tempdir = asked, '/proc/nowhere'
+        with self.broken_journal(lambda: sqlite3.OperationalError('disk I/O error')):
+            self.assertEqual(2, self.run_it(ping_interval_s=0.2).completed)
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
+
+    @contextlib.contextmanager
+    def broken_journal(self, happens: Callable[[], Any]) -> Iterator[None]:
+        """What happens in place of writing to the output directory; the writer is a fork of us."""
+        real = torc.Journal.keep
+
+        def keep(journal: Any, *arguments: Any) -> None:
+            if journal.path.startswith(self.world.path('out')):
+                error = happens()
+                if isinstance(error, Exception):
+                    raise error
+            real(journal, *arguments)
+        with unittest.mock.patch.object(torc.Journal, 'keep', keep):
+            yield
+
+
 class TerminationTest(RunnerCase):
     """When and how a runner stops its jobs, and what that means for them."""
 
@@ -22137,11 +23665,558 @@ class TerminationTest(RunnerCase):
 
 # ======== 17. Recovery ========
 
+class LookTest(unittest.TestCase):
+    """What squeue and sacct mean for allocations."""
+    # Status of the record, what squeue lists -> what it is taken for. sacct: state and exit code -> reason.
+    QUEUE = textwrap.dedent("""
+        pending  PENDING        alive pending
+        pending  CONFIGURING    alive pending
+        pending  RUNNING        alive active
+        active   RUNNING        alive active
+        active   SUSPENDED      alive active, left alone: Slurm job 17 is suspended (SUSPENDED)
+        active   STOPPED        alive active, left alone: Slurm job 17 was stopped (SIGSTOP) (STOPPED)
+        active   COMPLETING     left alone: Slurm job 17 is ending (COMPLETING)
+        active   REQUEUED       alive pending, left alone: Slurm job 17 was put back into the queue (REQUEUED)
+        active   PENDING        alive pending, requeued
+        active   REQUEUE_HOLD   alive pending, requeued
+        active   SPECIAL_EXIT   alive pending, requeued
+        active   CONFIGURING    alive pending
+        active   CANCELLED      gone
+        pending  CANCELLED      gone
+        active   NODE_FAIL      gone
+        active   OUT_OF_MEMORY  gone
+        active   -              gone
+        pending  -              gone
+        active   WHATEVER       left alone: Slurm job 17 is in a state that is not known here: WHATEVER
+        """).strip()
+    ENDS = textwrap.dedent("""
+        NODE_FAIL|0:0      interrupted  lost a node (NODE_FAIL, at 2023-11-14T22:13:20.000Z)
+        PREEMPTED|0:0      interrupted  was preempted by a job of higher priority (PREEMPTED, at 2023-11-14T22:13:20.000Z)
+        BOOT_FAIL|0:0      interrupted  could not boot its nodes (BOOT_FAIL, at 2023-11-14T22:13:20.000Z)
+        CANCELLED by 0|0:0 interrupted  was canceled by a user or administrator (CANCELLED, at 2023-11-14T22:13:20.000Z)
+        TIMEOUT|0:0        failed       reached its time limit (TIMEOUT, at 2023-11-14T22:13:20.000Z)
+        DEADLINE|0:0       failed       reached its deadline (DEADLINE, at 2023-11-14T22:13:20.000Z)
+        OUT_OF_MEMORY|0:125 failed      was killed for lack of memory (OUT_OF_MEMORY, exit code 0:125, at 2023-11-14T22:13:20.000Z)
+        FAILED|0:9         failed       ended with another exit code (FAILED, exit code 0:9, at 2023-11-14T22:13:20.000Z)
+        FAILED|3:0         failed       ended with another exit code (FAILED, exit code 3:0, at 2023-11-14T22:13:20.000Z); its runner had no server, and may have a journal: workflows reconcile
+        COMPLETED|0:0      failed       ended with exit code 0 (COMPLETED, at 2023-11-14T22:13:20.000Z)
+        """).strip()
+
+    @staticmethod
+    def row(status: str = 'active', **more: Any) -> Dict[str, Any]:
+        """A row of the survey."""
+        return dict({'id': 3, 'slurm_job_id': 17, 'status': status, 'cluster': '', 'age_s': None}, **more)
+
+    def look(self, row: Dict[str, Any], out: str = '', code: int = 0, err: str = '') -> Any:
+        """What is made of one squeue, which lists other jobs, too."""
+        return torc.look_at_allocations([row], torc.Reply(code, 'Welcome!\n170|RUNNING|N/A\n' + out, err))
+
+    def judge(self, account: str, row: Optional[Dict[str, Any]] = None, code: int = 0, user: str = torc.user_name(), out: str = '') -> Any:
+        """An allocation that is gone, after one sacct; UID is this user's id."""
+        seen = self.look(row or self.row(), out)
+        account = account.replace('UID', str(os.getuid()))
+        torc.judge_ends(seen, torc.Reply(code, account, 'sacct: error: down' if code else ''), user)
+        return seen
+
+    def test_states(self):
+        for line in self.QUEUE.splitlines():
+            status, state, wanted = line.split(None, 2)
+            with self.subTest(line):
+                seen = self.look(self.row(status), '' if state == '-' else f'17|{state}|1700000000\n')
+                found = [f'alive {name}' for name, rows in seen.alive.items() if rows]
+                found += ['requeued'] * len(seen.requeued) + ['gone'] * len(seen.gone)
+                self.assertEqual(wanted, ', '.join(found + [f'left alone: {doubt}' for doubt in seen.doubts]))
+
+    def test_ends(self):
+        for line in self.ENDS.splitlines():
+            account, kind, wanted = re.split('  +| (?=interrupted|failed)', line, 2)
+            with self.subTest(line):
+                seen = self.judge('17|{}|1700000000|UID|me\n'.format(account))
+                row, = torc.evidence_of(seen, 1700000090.0)
+                self.assertEqual((f'Slurm job 17 {wanted.strip()}', kind == 'interrupted'), (row['reason'], row['is_interrupted']))
+                self.assertEqual(None if account.startswith('NODE') else 90.0, row.get('ended_s'))
+
+    def test_what_is_not_certain_is_left_alone_with_the_reason(self):
+        for row, reply, doubt in (
+                (self.row(), (1, 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)'),
+                 'Slurm job 17 may be anything: squeue failed: slurm_load_jobs error: Unable to contact slurm controller (connect failure)'),
+                (self.row(), (torc.REPLY_TIMED_OUT, 'squeue: no answer within 60 s'),
+                 'Slurm job 17 may be anything: squeue failed: squeue: no answer within 60 s'),
+                (self.row('pending', slurm_job_id=0), (0, ''), 'allocation 3 has not been submitted yet, as far as is known'),
+                (self.row(cluster='other'), (0, ''), 'Slurm job 17 is on cluster other, which squeue does not show here')):
+            seen = self.look(row, '', *reply)
+            self.assertEqual(([doubt], {}, {'pending': 0, 'active': 0}), (seen.doubts, seen.gone, seen.num_alive))
+        me = torc.user_name()
+        for row, account, user, doubt in (
+                (self.row(), '17|RUNNING|0:0|Unknown|UID|me', me, 'squeue does not list Slurm job 17, but for sacct it runs (RUNNING)'),
+                (self.row(), '17|PENDING|0:0|Unknown|UID|me', me,
+                 'squeue does not list Slurm job 17, but for sacct it waits in the queue (PENDING)'),
+                (self.row(), '17|CANCELLED by 5|0:0|1700000000|99999|ann', me,
+                 f"Slurm job 17 is ann's (user id 99999), and you are {os.getuid()}"),
+                (self.row(), '', 'ann', f'Slurm job 17 may be one of ann, whose workflow it is: you are {me}'),
+                (self.row(age_s=3.0), '', me, 'Slurm job 17 was submitted 3 s ago, and may not be listed yet')):
+            seen = self.judge(account, row, 0, user)
+            self.assertEqual(([doubt], {}), (seen.doubts, seen.gone))
+
+    def test_without_an_account_squeue_alone_counts(self):
+        self.assertEqual(['Slurm lists job 17 no longer, and sacct does not know it'],
+                         [row['reason'] for row in torc.evidence_of(self.judge(''), 0.0)])
+        row, = torc.evidence_of(self.judge('', code=1), 0.0)
+        self.assertEqual(('Slurm lists job 17 no longer, and sacct cannot be asked: sacct: error: down', False, None),
+                         (row['reason'], row['is_interrupted'], row.get('ended_s')))
+        for account in ('', '17|RUNNING|0:0|Unknown|UID|me'):       # the accounting is late
+            row, = torc.evidence_of(self.judge(account, out='17|CANCELLED|1700000000\n'), 1700000060.0)
+            self.assertEqual((True, 60.0), (row['is_interrupted'], row['ended_s']))
+
+    def test_a_site_where_the_clocks_differ_has_no_end_in_the_future(self):
+        row, = torc.evidence_of(self.judge('17|TIMEOUT|0:0|1700000900|UID|me'), 1700000000.0)
+        self.assertEqual(0.0, row['ended_s'])
+
 # ======== 17a. Diagnosis ========
+
+GIB = 2 ** 30
+
+
+def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1,
+            name: str = 'small', code: int = 0,
+            minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1) -> Any:
+    """A job, what it asked for, and its result."""
+    needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
+    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes,
+              'status': 'failed' if code else 'completed',
+              'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
+    return torc.JobUse({'id': number, 'name': f'job{number}', 'resource_requirements_id': needs_id}, needs, result)
+
+
+class UseTest(unittest.TestCase):
+    """What jobs used is compared with what they asked for, as Torc's reports do it."""
+
+    def compared(self, **how: Any) -> Dict[str, Tuple[str, str, str]]:
+        """Resource -> asked for, peak, and by how much it is more."""
+        found = [torc.describe_comparison(item, item.over_percent > 1) for item in torc.compare_use(job_use(**how))]
+        return {item['resource_type']: (item['specified'], item['peak_used'], item['over_utilization']) for item in found}
+
+    def test_each_resource_is_compared_in_its_unit(self):
+        self.assertEqual(
+            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'),
+             'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
+            self.compared(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165))
+        self.assertEqual({'Memory': ('100.0 MB', '0.0 MB', '0.0%'), 'Runtime': ('10m 0s', '2m 5s', '0.0%')},
+                         self.compared(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60))
+
+    def test_what_was_not_measured_or_is_no_limit_is_not_compared(self):
+        self.assertEqual(['Runtime'], list(self.compared()))
+        self.assertEqual({}, self.compared(name='default', memory='1m', runtime='P0DT1M', peak=GIB, cpu=800.0))
+        self.assertEqual(['CPU'], list(self.compared(memory='much', runtime='long', peak=GIB, cpu=10.0)))
+        self.assertEqual([], list(self.compared(memory='0', runtime='PT0S', peak=GIB)))
+
+    def test_a_failure_is_put_down_to_memory_or_time_by_the_rules_of_torc(self):
+        table = '''
+            code  minutes  peak/m  flags
+            1     1        0.5     -
+            1     1        1.5     memory_exceeded
+            137   47       -       sigkill_137
+            137   47       0.5     sigkill_137
+            137   49       -       -
+            137   55       -       timeout
+            137   55       1.5     memory_exceeded timeout
+            152   1        -       timeout sigxcpu_152
+            1     54       -       -
+            1     55       -       timeout
+            1     61       -       timeout runtime
+            '''
+        for line in textwrap.dedent(table).strip().splitlines()[1:]:
+            code, minutes, peak, flags = line.split(None, 3)
+            with self.subTest(line):
+                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes),
+                                                     peak=None if peak == '-' else int(float(peak) * GIB)))
+                said = [found.get('oom_reason'), 'timeout' if found.get('likely_timeout') else None, found.get('timeout_reason'),
+                        'runtime' if found.get('likely_runtime_violation') else None]
+                self.assertEqual(flags, ' '.join(filter(None, said)) or '-')
+                self.assertEqual(bool(found.get('memory_violation')), 'oom_reason' in found)
+        self.assertTrue(torc.explain_failure(job_use(code=1, cpu=101.0))['likely_cpu_violation'])
+        self.assertEqual('+50.0%', torc.explain_failure(job_use(code=1, peak=3 * GIB // 2))['memory_over_utilization'])
+
+
+class CorrectionTest(unittest.TestCase):
+    """Requirements follow what was seen, times a multiplier."""
+
+    def planned(self, uses: Sequence[Any], sharers: Optional[Dict[int, int]] = None, attempts: Sequence[Any] = (), multiplier: float = 1.2,
+                downsizes: bool = True) -> List[str]:
+        """'up memory 1g->2g because of 1,2', a line each."""
+        results = [use.result for use in uses] + list(attempts)
+        counted = sharers or dict(collections.Counter(use.needs['id'] for use in uses))
+        plan = torc.plan_corrections(uses, results, counted, torc.Multipliers(multiplier, multiplier, multiplier), downsizes)
+        return [f"{direction[:-5]} {item.resource} {item.original}->{item.new} because of {','.join(str(use.job['id']) for use in item.uses)}"
+                for direction, items in plan for item in items]
+
+    def test_each_resource_grows_to_the_peak_and_a_margin(self):
+        for how, expected in (
+                ({'peak': int(10.5 * GIB), 'memory': '8g'}, ['up memory 8g->13g']),
+                ({'peak': 150 * 2 ** 20, 'memory': '100m'}, ['up memory 100m->180m']),
+                ({'peak': 2 ** 20, 'memory': '1000k'}, ['up memory 1000k->2m']),
+                ({'code': 137, 'minutes': 10}, ['up memory 1g->2g']),
+                ({'code': 137, 'minutes': 10, 'peak': GIB // 2, 'memory': '10g'}, ['up memory 10g->12g']),
+                ({'code': 137, 'minutes': 55}, []),
+                ({'code': 1, 'minutes': 55}, []),
+                ({'cpu': 501.4, 'cpus': 3}, ['up cpu 3->7']),
+                ({'cpu': 100.9}, []),
+                ({'cpu': 250.0, 'cpus': 3}, []),
+                ({'minutes': 165, 'runtime': 'PT2H'}, ['up runtime PT2H->PT3H18M']),
+                ({'code': 152, 'minutes': 1}, ['up runtime PT1H->PT1H12M']),
+                ({'code': 152, 'minutes': 70}, ['up runtime PT1H->PT1H24M']),
+                ({'minutes': 70, 'peak': 2 * GIB, 'cpu': 150.0}, ['up memory 1g->3g', 'up cpu 1->2', 'up runtime PT1H->PT1H24M']),
+                ({'name': 'default', 'memory': '1m', 'runtime': 'P0DT1M', 'peak': GIB, 'code': 137}, [])):
+            with self.subTest(str(how)):
+                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)], downsizes=False))
+
+    def test_shared_requirements_follow_the_job_that_needs_most(self):
+        uses = [job_use(1, peak=2 * GIB), job_use(2, peak=GIB // 2), job_use(3, peak=5 * GIB), job_use(4, needs_id=2, peak=3 * GIB)]
+        self.assertEqual(['up memory 1g->6g because of 1,3', 'up memory 1g->4g because of 4'], self.planned(uses))
+
+    def test_only_much_too_large_ones_shrink(self):
+        for how, expected in (
+                ({'memory': '10g', 'peak': GIB}, ['down memory 10g->2g']),
+                ({'memory': '2g', 'peak': GIB}, []),
+                ({'memory': '10g', 'peak': 0}, []),
+                ({'memory': '10g'}, []),
+                ({'cpus': 8, 'cpu': 300.0}, ['down cpu 8->4']),
+                ({'cpus': 2, 'cpu': 196.0}, []),
+                ({'cpus': 4, 'cpu': 310.0}, []),
+                ({'runtime': 'PT2H', 'minutes': 10}, ['down runtime PT2H->PT12M']),
+                ({'runtime': 'PT40M', 'minutes': 10}, []),
+                ({'runtime': 'PT40M', 'minutes': 0.001}, ['down runtime PT40M->PT1M']),
+                ({'memory': '10g', 'peak': GIB, 'code': 1}, [])):
+            with self.subTest(str(how)):
+                how = dict({'minutes': 50}, **how)
+                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)]))
+                self.assertEqual([], self.planned([job_use(**how)], downsizes=False))
+
+    def test_they_shrink_only_when_every_job_that_has_them_was_seen_to_do_well(self):
+        small = {'memory': '10g', 'minutes': 50}
+        both = [job_use(1, peak=GIB, **small), job_use(2, peak=2 * GIB, **small)]
+        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both))
+        self.assertEqual([], self.planned(both, {1: 3}))
+        self.assertEqual([], self.planned([both[0], job_use(2, **small)]))
+        self.assertEqual([], self.planned([both[0], job_use(2, peak=GIB, code=1, **small)]))
+        # An earlier attempt of the same run counts, and one of an earlier run does not.
+        self.assertEqual(['down memory 10g->5g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB).result]))
+        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB, run_id=0).result]))
+
+    def test_nothing_is_ever_set_below_what_was_seen_times_the_multiplier(self):
+        chance = random.Random(11)
+        for trial in range(300):
+            factor = chance.choice((1.0, 1.2, 1.5, 3.0))
+            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16),
+                            f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
+                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB),
+                            cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
+            for use in uses:
+                use.needs.update(uses[0].needs)
+            plan = torc.plan_corrections(uses, [use.result for use in uses], {1: 2}, torc.Multipliers(factor, factor, factor), True)
+            new = {item.resource: item.new for _, items in plan for item in items}
+            with self.subTest(trial):
+                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes',
+                        'peak_cpu_percent', 'exec_time_minutes')]
+                self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
+                self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
+                self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
+
+
+class FailureTest(unittest.TestCase):
+    """Why jobs failed: what Slurm and the runners said comes before guesses."""
+
+    def test_evidence_comes_before_guesses(self):
+        memory, timeout = (torc.STEP_OUTCOMES[kind].meaning for kind in ('memory', 'timeout'))
+        over = "stopped: the runner's time is over"
+        for how, state, reason, expected in (
+                # return code, minutes of an hour; Slurm's word; what the runner wrote
+                ({'code': 137, 'minutes': 55}, 'OUT_OF_MEMORY', '', 'memory'),
+                ({'code': 137, 'minutes': 5}, 'TIMEOUT', '', 'timeout'),
+                ({'code': 152, 'minutes': 5}, 'OUT_OF_MEMORY', '', 'memory'),
+                ({'code': 1, 'minutes': 59}, 'NODE_FAIL', '', 'lost'),
+                ({'code': 137, 'minutes': 5}, 'PREEMPTED', '', 'lost'),
+                ({'code': 137, 'minutes': 5}, 'FAILED', '', 'memory'),
+                ({'code': 137, 'minutes': 59}, '', memory, 'memory'),
+                ({'code': 1, 'minutes': 59}, '', memory + ': slurmstepd said', 'memory'),
+                ({'code': 137, 'minutes': 5}, '', timeout, 'timeout'),
+                ({'code': 99, 'minutes': 55}, '', 'killed by the kernel for lack of memory (x counts it)', 'memory'),
+                ({'code': 99, 'minutes': 1}, '', 'used 155MB of memory, and its limit was 50MB: raise', 'memory'),
+                ({'code': 152, 'minutes': 57}, '', over, 'timeout'),
+                ({'code': 42, 'minutes': 59}, '', over, 'timeout'),
+                ({'code': 152, 'minutes': 20}, '', over, 'lost'),       # it had not what it asked for
+                ({'code': 1, 'minutes': 59}, '', 'declared output files are missing: x', 'unknown'),
+                ({'code': -128, 'minutes': 0}, '', '', 'lost'),
+                ({'code': -128, 'minutes': 70}, '', 'compute node 1 (n1), which ran it, went away', 'lost'),
+                # without evidence Torc's table
+                ({'code': 137, 'minutes': 47}, '', '', 'memory'), ({'code': 137, 'minutes': 49}, '', '', 'unknown'),
+                ({'code': 137, 'minutes': 55}, '', '', 'timeout'), ({'code': 152, 'minutes': 1}, '', '', 'timeout'),
+                ({'code': 1, 'minutes': 55}, '', 'Killed', 'timeout'), ({'code': 1, 'minutes': 5}, '', 'no such file', 'unknown'),
+                ({'code': 1, 'minutes': 5, 'peak': 2 * GIB}, '', '', 'memory'),
+                ({'code': 1, 'minutes': 5, 'cpu': 300.0}, '', '', 'unknown')):
+            with self.subTest(f'{how} {state} {reason}'):
+                use = job_use(**how)
+                use.result['reason'] = reason or None
+                found = torc.classify_failure(use, state)
+                self.assertEqual(expected, found.kind)
+                self.assertTrue(found.evidence)
+                if state in torc.STEP_STATES:
+                    self.assertEqual(f'Slurm says {state} of its step', found.evidence)
+
+    def test_the_words_of_runners_are_those_that_count_as_evidence(self):
+        end = torc.ProcessEnd(*[0] * len(torc.ProcessEnd._fields))._replace(return_code=143, signal_number=15)
+        verdict = torc.judge_end(end, 'deadline', 15, 152)
+        use = job_use(code=verdict.return_code, minutes=59)
+        use.result['reason'] = verdict.message
+        self.assertEqual(('timeout', verdict.message), torc.read_evidence(use))
+        source = read_text(torc.__file__)
+        for words in ("f'used {used_mb}MB of memory, and its limit was {limit_mb}MB:", "'killed by the kernel for lack of memory '",
+                      "'declared output files are missing: "):
+            self.assertIn(words, source)
+
+    def test_what_the_accounting_measured_counts_and_too_few_cpus_only_where_they_are_asked_about(self):
+        found = torc.classify_failure(job_use(code=1), max_rss_bytes=3 * GIB)
+        self.assertEqual(('memory', 3 * GIB), (found.kind, found.use.result['peak_memory_bytes']))
+        self.assertEqual('cpu', torc.classify_failure(job_use(code=1, cpu=300.0), cpus_count=True).kind)
+
+
+class RemedyTest(unittest.TestCase):
+    """What failed jobs get, and which of them do not run again."""
+
+    def planned(self, uses: Sequence[Tuple[Any, str]], sharers: Optional[Dict[int, List[int]]] = None, kinds: str = 'memory timeout lost',
+                **rules: Any) -> Any:
+        """Remedies for (use, state of Slurm)."""
+        failures = [torc.classify_failure(use, state, None, True) for use, state in uses]
+        found = collections.defaultdict(list)       # type: Dict[int, List[int]]
+        for use, _ in uses:
+            found[use.needs['id']].append(use.job['id'])
+        return torc.plan_remedies(failures, sharers or found, torc.RemedyRules(torc.Multipliers(1.5, 1.5, 1.5), kinds.split(), **rules))
+
+    @staticmethod
+    def changes(made: Any) -> List[Tuple[List[int], Dict[str, Any], bool]]:
+        """Jobs, new values, and whether others keep theirs."""
+        return [(change.job_ids, change.fields, change.is_split) for change in made.changes]
+
+    def test_each_job_gets_what_it_lacked_and_no_more(self):
+        uses = [(job_use(1, code=137, minutes=5), ''), (job_use(2, code=137, minutes=5, peak=int(2.5 * GIB)), 'OUT_OF_MEMORY'),
+                (job_use(3, code=1, minutes=60), 'TIMEOUT'), (job_use(4, code=137, minutes=61, peak=2 * GIB), 'TIMEOUT'),
+                (job_use(5, code=-128, minutes=0), ''), (job_use(6, code=3, minutes=1), '')]
+        made = self.planned(uses, {1: list(range(1, 9))})
+        self.assertEqual([([1, 2], {'memory': '4g'}, True), ([4], {'memory': '3g', 'runtime': 'PT1H32M'}, True), ([3], {'runtime': 'PT1H30M'}, True)],
+                         self.changes(made))
+        self.assertEqual([1, 2, 3, 4, 5], [failure.job_id for failure in made.retried])
+        self.assertEqual([(6, 'failed for a reason of its own')], [(failure.job_id, why) for failure, why in made.left])
+
+    def test_requirements_change_for_all_that_share_them_where_that_is_asked_for_or_all_lacked_the_same(self):
+        uses = [(job_use(1, code=137, minutes=5), ''), (job_use(2, code=152, minutes=60), '')]
+        made = self.planned(uses, {1: [1, 2, 3]}, is_shared=True)
+        self.assertEqual([([1, 2, 3], {'memory': '2g', 'runtime': 'PT1H30M'}, False)], self.changes(made))
+        self.assertEqual([([1], {'memory': '2g'}, False)], self.changes(self.planned(uses[:1])))
+
+    def test_the_memory_multiplier_moves_no_cpus(self):
+        uses = [(job_use(1, code=137, minutes=5, cpu=350.0), '')]
+        self.assertEqual([([1], {'memory': '2g'}, False)], self.changes(self.planned(uses)))
+        self.assertEqual([([1], {'memory': '2g', 'num_cpus': 6}, False)], self.changes(self.planned(uses, cpus_change=True)))
+
+    def test_nobody_gets_more_time_than_there_is_and_who_has_it_all_does_not_run_again(self):
+        ceiling = {'ceiling_of': lambda needs: torc.Ceiling(4 * 3600, 'partition short')}
+        made = self.planned([(job_use(1, runtime='PT3H', code=152, minutes=180), '')], **ceiling)
+        self.assertEqual([([1], {'runtime': 'PT4H'}, False)], self.changes(made))
+        self.assertEqual(['job1: gets no more time than partition short gives, PT4H'], made.notes)
+        use = job_use(1, runtime='PT4H', code=152, minutes=240)
+        made = self.planned([(use, '')], **ceiling)
+        self.assertEqual(([], []), (made.changes, made.retried))
+        self.assertEqual(['job1: PT4H cannot become more, partition short gives at most PT4H'], made.notes)
+        self.assertEqual('ran out of time, and cannot get more than runtime PT4H: make it smaller, or let it go on from a checkpoint',
+                         made.left[0][1])
+        for more in ({'kinds': 'memory timeout unknown lost'}, {}):
+            use.job['supports_termination'] = not more      # it writes a checkpoint
+            made = self.planned([(use, '')], **dict(ceiling, **more))
+            self.assertEqual([1], [failure.job_id for failure in made.retried])
+
+    def test_a_job_that_was_lost_again_and_again_is_left(self):
+        uses = [(job_use(1, code=-128, minutes=0), ''), (job_use(2, code=-128, minutes=0), '')]
+        made = self.planned(uses, losses={1: torc.LOST_RETRIES, 2: torc.LOST_RETRIES - 1})
+        self.assertEqual(([2], 'was lost 3 times: it may be what brings its node down'), ([made.retried[0].job_id], made.left[0][1]))
+        self.assertEqual(2, len(self.planned(uses, losses={1: 99}, kinds='unknown lost').retried))
+
+    def test_who_asks_for_nothing_cannot_get_more_of_it(self):
+        made = self.planned([(job_use(1, name='default', memory='1m', runtime='P0DT1M', code=137), 'OUT_OF_MEMORY')])
+        self.assertEqual(([], 'ran out of memory, and asks for none: give it resource_requirements'), (made.retried, made.left[0][1]))
+
+    def test_what_was_changed_since_is_not_raised_again(self):
+        use = job_use(1, memory='8g', code=137, minutes=5)._replace(is_stale=True)
+        made = self.planned([(use, 'OUT_OF_MEMORY')])
+        self.assertEqual(([], [1]), (made.changes, [failure.job_id for failure in made.retried]))
+
 
 # ======== 17b. Regeneration ========
 
 # ======== 17c. Watching ========
+
+def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
+    """What a server says: '2 ready, 1 failed'; '1 nodes, 1 active, 1 pending'."""
+    def numbers(text: str) -> Dict[str, int]:
+        return {word.split()[1]: int(word.split()[0]) for word in text.split(', ') if word}
+    found, at_work = dict(dict.fromkeys(torc.STATUS_CODES, 0), **numbers(counts)), numbers(workers)
+    status = {
+        'jobs_by_status': found, 'total_jobs': sum(found.values()),
+        'is_canceled': more.pop('is_canceled', False), 'active_compute_nodes': at_work.get('nodes', 0),
+        'active_scheduled_nodes': at_work.get('active', 0),
+        'pending_scheduled_nodes': at_work.get('pending', 0), 'unserved_ready_labels': more.pop('labels', {})}
+    return dict({'status': status, 'now': 10000.0, 'began_at': 10000.0, 'scheduled_at': None, 'recoveries': 0,
+                 'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'run_id': 1}, **more)
+
+
+class WatcherTest(unittest.TestCase):
+    """What is decided, on a clock that only the test moves."""
+
+    def step(self, watcher: Any, now: float, *said: Any, **more: Any) -> Tuple[str, str, int]:
+        """The first step of a poll: name, reason, exit code."""
+        watcher.begin_poll()
+        return tuple(watcher.next_step(now, watched(*said, **more)))
+
+    def test_what_follows_from_what_is_seen_after_slurm_was_asked(self):
+        rules = {
+            'plain': {}, 'recover': {'recovers': True}, 'agent': {'asks_agent': True},
+            'once': {'is_once': True}, 'schedule': {'schedules': True}, 'keep': {'is_persistent': True},
+            'twice': {'recovers': True, 'max_retries': 2}}
+        table = rows_of("""
+            counts                       workers    rules     more            step      exit  reason
+            3 completed                  -          plain     -               end       0     complete: 3
+            2 completed, 1 disabled      -          recover   -               end       0     complete
+            3 completed                  1 nodes    plain     -               wait      0     all jobs have
+            3 completed                  1 pending  recover   -               wait      0     all jobs have
+            1 failed, 2 completed        1 active   recover   -               wait      0     all jobs have
+            1 failed, 2 completed        -          plain     -               end       1     --recover
+            1 failed, 2 canceled         -          recover   -               recover   0     recovery 1
+            1 terminated                 -          twice     done=1          recover   0     recovery 2
+            1 terminated                 -          twice     done=2          end       1     after 2
+            1 terminated                 -          twice     done=2,begun=1  recover   0     recovery 2
+            1 terminated                 -          recover   done=99         recover   0     recovery 100
+            3 canceled                   -          recover   canceled=1      end       1     was canceled
+            2 ready                      1 pending  recover   canceled=1      end       1     was canceled
+            1 pending_failed, 1 failed   -          recover   -               end       1     jobs classify
+            1 pending_failed, 2 blocked  -          plain     -               end       1     jobs classify
+            1 pending_failed, 2 blocked  -          agent     -               recover   0     recovery 1
+            1 pending_failed, 2 ready    1 active   plain     -               wait      0     -
+            2 ready, 1 running           1 nodes    plain     -               wait      0     -
+            2 ready, 1 running           -          plain     -               wait      0     -
+            2 ready                      1 pending  schedule  -               wait      0     -
+            2 ready                      -          schedule  -               schedule  0     2 jobs are
+            2 ready, 1 failed            -          schedule  -               schedule  0     2 jobs are
+            2 ready                      -          schedule  scheduler=0     wait      0     left: 2 ready
+            2 blocked                    -          schedule  -               wait      0     left: 2 block
+            2 ready                      -          recover   -               wait      0     nobody is
+            2 ready                      -          recover   ours=1          schedule  0     2 jobs are
+            2 ready                      -          plain     ours=1          wait      0     nobody is
+            2 ready                      -          once      -               end       1     nobody is
+            2 ready                      -          keep      -               wait      0     nobody is
+            3 uninitialized              -          once      -               end       1     3 uninitialized
+        """)
+        keys = {'done': 'recoveries', 'begun': 'is_begun', 'ours': 'is_recovered',
+                'scheduler': 'has_scheduler', 'canceled': 'is_canceled'}
+        for row in table:
+            with self.subTest(**row):
+                pairs = [pair.split('=') for pair in filter(None, row['more'].split(','))]
+                watcher = torc.Watcher(torc.WatchRules(**rules[row['rules']]))
+                watcher.on_look(1000.0, [])
+                name, reason, code = self.step(watcher, 1001.0, row['counts'], row['workers'],
+                                               **{keys[key]: int(value) for key, value in pairs})
+                self.assertEqual((row['step'], int(row['exit'])), (name, code))
+                self.assertIn(row['reason'], reason)
+                self.assertIn(name, torc.WATCH_STEPS)
+
+    def test_after_two_polls_a_persistent_watch_still_waits(self):
+        watcher = torc.Watcher(torc.WatchRules(is_persistent=True))
+        for second in range(5):
+            self.assertEqual('wait', self.step(watcher, float(second), '2 ready')[0])
+
+    def test_slurm_is_asked_once_a_minute_at_most_and_only_if_there_is_something_to_ask_for(self):
+        watcher, looks = torc.Watcher(torc.WatchRules()), []
+        for second in range(600):
+            if self.step(watcher, float(second), '1 ready', '1 pending')[0] == 'look':
+                looks.append(second)
+                watcher.on_look(float(second), [])
+        self.assertEqual(list(range(0, 600, 60)), looks)
+        for said in (('1 ready', ''), ('1 running', '1 nodes'), ('1 failed', '')):
+            self.assertNotEqual('look', self.step(watcher, 1000.0, *said)[0], said)
+        self.assertEqual('look', self.step(watcher, 1000.0, '1 running', '')[0])     # whose runner is gone
+
+    def test_what_slurm_leaves_open_is_a_reason_to_wait_and_no_evidence(self):
+        watcher = torc.Watcher(torc.WatchRules(recovers=True, schedules=True))
+        watcher.on_look(0.0, ['squeue failed: Socket timed out'])
+        for second in range(1, 60):
+            self.assertEqual(('wait', 'squeue failed: Socket timed out', 0),
+                             self.step(watcher, float(second), '2 ready', '1 active'))
+
+    def test_a_workflow_that_stands_still_is_given_up_when_two_polls_have_seen_that(self):
+        watcher = torc.Watcher(torc.WatchRules())
+        self.assertEqual('wait', self.step(watcher, 0.0, '1 blocked')[0])
+        self.assertEqual('wait', self.step(watcher, 1.0, '1 ready', '1 nodes')[0])
+        self.assertEqual('wait', self.step(watcher, 2.0, '1 ready', labels={'gpu': 1})[0])
+        name, reason, code = self.step(watcher, 3.0, '1 ready', labels={'gpu': 1})
+        self.assertEqual(('end', 1), (name, code))
+        self.assertEqual('nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu',
+                         reason)
+
+    def test_labelled_jobs_get_no_allocation(self):
+        watcher = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True))
+        self.assertEqual('wait', self.step(watcher, 0.0, '2 ready', labels={'gpu': 2})[0])
+        self.assertEqual('schedule', self.step(watcher, 0.0, '3 ready', labels={'gpu': 2})[0])
+
+    def test_jobs_without_a_plan_get_allocations_when_they_are_many_or_have_waited_for_long(self):
+        rules = torc.WatchRules(schedules=True)
+        cases = ((1799, 9, {}, 'wait'), (1800, 9, {}, 'schedule'), (1800, 5, {}, 'schedule'),
+                 (1800, 4, {}, 'wait'), (7199, 1, {}, 'wait'), (7200, 1, {}, 'schedule'),
+                 (7200, 0, {}, 'wait'),
+                 (7200, 9, {'scheduled_at': 9000.0}, 'wait'), (7200, 9, {'scheduled_at': 8200.0}, 'schedule'))
+        for age_s, number, more, wanted in cases:
+            with self.subTest(age_s=age_s, number=number, more=more):
+                watcher = torc.Watcher(rules)
+                watcher.on_look(0.0, [])
+                said = watched('9 ready', '1 active', began_at=10000.0 - age_s, **more)
+                step = watcher.next_step(1.0, said)
+                if step.name == 'count':
+                    watcher.on_count(range(number))
+                    step = watcher.next_step(1.0, said)
+                self.assertEqual(wanted, step.name)
+        never = torc.Watcher(rules._replace(stranded_s=0))
+        never.on_look(0.0, [])
+        never.on_count([1])
+        self.assertEqual('wait', never.next_step(1.0, watched('9 ready', '1 active', began_at=0.0)).name)
+        plain = torc.Watcher(torc.WatchRules())
+        plain.on_look(0.0, [])
+        self.assertEqual('wait', plain.next_step(1.0, watched('9 ready', '1 active', began_at=0.0)).name)
+
+    def test_allocations_that_could_not_be_submitted_are_tried_again_at_growing_intervals(self):
+        watcher, now, pauses = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True)), 0.0, []
+        for _ in range(8):
+            self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
+            watcher.on_schedule(now, 'sbatch: no')
+            self.assertEqual(('wait', 'no allocations: sbatch: no', 0),
+                             self.step(watcher, now + 1, '2 ready'))
+            pauses.append(watcher.retry_at - now)
+            now = watcher.retry_at
+        self.assertEqual([60.0, 120.0, 240.0, 480.0, 960.0, 1800.0, 1800.0, 1800.0], pauses)
+        watcher.on_schedule(now, '')
+        self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
+
+    def test_a_workflow_that_gets_no_allocations_is_given_up_after_the_sixth_failure_in_a_row(self):
+        watcher = torc.Watcher(torc.WatchRules(schedules=True))
+        for number in range(torc.SCHEDULE_FAILURES):
+            self.assertEqual('schedule', self.step(watcher, watcher.retry_at, '2 ready')[0], number)
+            watcher.on_schedule(max(0.0, watcher.retry_at), 'sbatch: no')
+        self.assertEqual(('end', 'no allocations: sbatch: no', 1), self.step(watcher, 1.0, '2 ready'))
+
+    def test_a_recovery_that_was_refused_is_not_tried_again_in_the_same_run(self):
+        watcher = torc.Watcher(torc.WatchRules(recovers=True))
+        self.assertEqual('recover', self.step(watcher, 0.0, '1 failed')[0])
+        watcher.on_recover(1, 'the hook said no')
+        self.assertEqual(('end', 'what failed is not run again: the hook said no', 1),
+                         self.step(watcher, 0.0, '1 failed'))
+        self.assertEqual('recover', self.step(watcher, 0.0, '1 failed', run_id=2)[0])
+
 
 # ======== 19. Rendering ========
 #
@@ -22461,157 +24536,6 @@ class StyleTest(unittest.TestCase):
         self.assertGreater(torc.style_of(Terminal(), {}).width, 0)
         with unittest.mock.patch.object(torc.shutil, 'get_terminal_size', lambda: os.terminal_size((0, 0))):
             self.assertEqual(80, torc.style_of(Terminal(), {}).width)       # of `script` under cron
-
-
-# -------- what jobs used --------
-
-GIB = 2 ** 30
-
-
-def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1,
-            name: str = 'small', code: int = 0,
-            minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1) -> Any:
-    """A job, what it asked for, and its result."""
-    needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
-    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes,
-              'status': 'failed' if code else 'completed',
-              'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
-    return torc.JobUse({'id': number, 'name': f'job{number}', 'resource_requirements_id': needs_id}, needs, result)
-
-
-class UseTest(unittest.TestCase):
-    """What jobs used is compared with what they asked for, as Torc's reports do it."""
-
-    def compared(self, **how: Any) -> Dict[str, Tuple[str, str, str]]:
-        """Resource -> asked for, peak, and by how much it is more."""
-        found = [torc.describe_comparison(item, item.over_percent > 1) for item in torc.compare_use(job_use(**how))]
-        return {item['resource_type']: (item['specified'], item['peak_used'], item['over_utilization']) for item in found}
-
-    def test_each_resource_is_compared_in_its_unit(self):
-        self.assertEqual(
-            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'),
-             'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
-            self.compared(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165))
-        self.assertEqual({'Memory': ('100.0 MB', '0.0 MB', '0.0%'), 'Runtime': ('10m 0s', '2m 5s', '0.0%')},
-                         self.compared(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60))
-
-    def test_what_was_not_measured_or_is_no_limit_is_not_compared(self):
-        self.assertEqual(['Runtime'], list(self.compared()))
-        self.assertEqual({}, self.compared(name='default', memory='1m', runtime='P0DT1M', peak=GIB, cpu=800.0))
-        self.assertEqual(['CPU'], list(self.compared(memory='much', runtime='long', peak=GIB, cpu=10.0)))
-        self.assertEqual([], list(self.compared(memory='0', runtime='PT0S', peak=GIB)))
-
-    def test_a_failure_is_put_down_to_memory_or_time_by_the_rules_of_torc(self):
-        table = '''
-            code  minutes  peak/m  flags
-            1     1        0.5     -
-            1     1        1.5     memory_exceeded
-            137   47       -       sigkill_137
-            137   47       0.5     sigkill_137
-            137   49       -       -
-            137   55       -       timeout
-            137   55       1.5     memory_exceeded timeout
-            152   1        -       timeout sigxcpu_152
-            1     54       -       -
-            1     55       -       timeout
-            1     61       -       timeout runtime
-            '''
-        for line in textwrap.dedent(table).strip().splitlines()[1:]:
-            code, minutes, peak, flags = line.split(None, 3)
-            with self.subTest(line):
-                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes),
-                                                     peak=None if peak == '-' else int(float(peak) * GIB)))
-                said = [found.get('oom_reason'), 'timeout' if found.get('likely_timeout') else None, found.get('timeout_reason'),
-                        'runtime' if found.get('likely_runtime_violation') else None]
-                self.assertEqual(flags, ' '.join(filter(None, said)) or '-')
-                self.assertEqual(bool(found.get('memory_violation')), 'oom_reason' in found)
-        self.assertTrue(torc.explain_failure(job_use(code=1, cpu=101.0))['likely_cpu_violation'])
-        self.assertEqual('+50.0%', torc.explain_failure(job_use(code=1, peak=3 * GIB // 2))['memory_over_utilization'])
-
-
-class CorrectionTest(unittest.TestCase):
-    """Requirements follow what was seen, times a multiplier."""
-
-    def planned(self, uses: Sequence[Any], sharers: Optional[Dict[int, int]] = None, attempts: Sequence[Any] = (), multiplier: float = 1.2,
-                downsizes: bool = True) -> List[str]:
-        """'up memory 1g->2g because of 1,2', a line each."""
-        results = [use.result for use in uses] + list(attempts)
-        counted = sharers or dict(collections.Counter(use.needs['id'] for use in uses))
-        plan = torc.plan_corrections(uses, results, counted, torc.Multipliers(multiplier, multiplier, multiplier), downsizes)
-        return [f"{direction[:-5]} {item.resource} {item.original}->{item.new} because of {','.join(str(use.job['id']) for use in item.uses)}"
-                for direction, items in plan for item in items]
-
-    def test_each_resource_grows_to_the_peak_and_a_margin(self):
-        for how, expected in (
-                ({'peak': int(10.5 * GIB), 'memory': '8g'}, ['up memory 8g->13g']),
-                ({'peak': 150 * 2 ** 20, 'memory': '100m'}, ['up memory 100m->180m']),
-                ({'peak': 2 ** 20, 'memory': '1000k'}, ['up memory 1000k->2m']),
-                ({'code': 137, 'minutes': 10}, ['up memory 1g->2g']),
-                ({'code': 137, 'minutes': 10, 'peak': GIB // 2, 'memory': '10g'}, ['up memory 10g->12g']),
-                ({'code': 137, 'minutes': 55}, []),
-                ({'code': 1, 'minutes': 55}, []),
-                ({'cpu': 501.4, 'cpus': 3}, ['up cpu 3->7']),
-                ({'cpu': 100.9}, []),
-                ({'cpu': 250.0, 'cpus': 3}, []),
-                ({'minutes': 165, 'runtime': 'PT2H'}, ['up runtime PT2H->PT3H18M']),
-                ({'code': 152, 'minutes': 1}, ['up runtime PT1H->PT1H12M']),
-                ({'code': 152, 'minutes': 70}, ['up runtime PT1H->PT1H24M']),
-                ({'minutes': 70, 'peak': 2 * GIB, 'cpu': 150.0}, ['up memory 1g->3g', 'up cpu 1->2', 'up runtime PT1H->PT1H24M']),
-                ({'name': 'default', 'memory': '1m', 'runtime': 'P0DT1M', 'peak': GIB, 'code': 137}, [])):
-            with self.subTest(str(how)):
-                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)], downsizes=False))
-
-    def test_shared_requirements_follow_the_job_that_needs_most(self):
-        uses = [job_use(1, peak=2 * GIB), job_use(2, peak=GIB // 2), job_use(3, peak=5 * GIB), job_use(4, needs_id=2, peak=3 * GIB)]
-        self.assertEqual(['up memory 1g->6g because of 1,3', 'up memory 1g->4g because of 4'], self.planned(uses))
-
-    def test_only_much_too_large_ones_shrink(self):
-        for how, expected in (
-                ({'memory': '10g', 'peak': GIB}, ['down memory 10g->2g']),
-                ({'memory': '2g', 'peak': GIB}, []),
-                ({'memory': '10g', 'peak': 0}, []),
-                ({'memory': '10g'}, []),
-                ({'cpus': 8, 'cpu': 300.0}, ['down cpu 8->4']),
-                ({'cpus': 2, 'cpu': 196.0}, []),
-                ({'cpus': 4, 'cpu': 310.0}, []),
-                ({'runtime': 'PT2H', 'minutes': 10}, ['down runtime PT2H->PT12M']),
-                ({'runtime': 'PT40M', 'minutes': 10}, []),
-                ({'runtime': 'PT40M', 'minutes': 0.001}, ['down runtime PT40M->PT1M']),
-                ({'memory': '10g', 'peak': GIB, 'code': 1}, [])):
-            with self.subTest(str(how)):
-                how = dict({'minutes': 50}, **how)
-                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)]))
-                self.assertEqual([], self.planned([job_use(**how)], downsizes=False))
-
-    def test_they_shrink_only_when_every_job_that_has_them_was_seen_to_do_well(self):
-        small = {'memory': '10g', 'minutes': 50}
-        both = [job_use(1, peak=GIB, **small), job_use(2, peak=2 * GIB, **small)]
-        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both))
-        self.assertEqual([], self.planned(both, {1: 3}))
-        self.assertEqual([], self.planned([both[0], job_use(2, **small)]))
-        self.assertEqual([], self.planned([both[0], job_use(2, peak=GIB, code=1, **small)]))
-        # An earlier attempt of the same run counts, and one of an earlier run does not.
-        self.assertEqual(['down memory 10g->5g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB).result]))
-        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB, run_id=0).result]))
-
-    def test_nothing_is_ever_set_below_what_was_seen_times_the_multiplier(self):
-        chance = random.Random(11)
-        for trial in range(300):
-            factor = chance.choice((1.0, 1.2, 1.5, 3.0))
-            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16),
-                            f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
-                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB),
-                            cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
-            for use in uses:
-                use.needs.update(uses[0].needs)
-            plan = torc.plan_corrections(uses, [use.result for use in uses], {1: 2}, torc.Multipliers(factor, factor, factor), True)
-            new = {item.resource: item.new for _, items in plan for item in items}
-            with self.subTest(trial):
-                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes',
-                        'peak_cpu_percent', 'exec_time_minutes')]
-                self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
-                self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
-                self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
 
 
 # -------- errors in logs --------
@@ -23024,6 +24948,7 @@ RECORDED = (
     ('workflows list', 'workflows list'),
     ('workflows list --all-users', 'workflows list --all-users'),
     ('workflows is-complete WF (done)', 'workflows is-complete 1'),
+    ('workflows sync-status WF --dry-run', 'workflows sync-status 1 --dry-run'),
     ('workflows execution-plan WF', 'workflows execution-plan 1'),
     ('workflows execution-plan SPEC', 'workflows execution-plan w.yaml'),
     ('workflows list-actions WF', 'workflows list-actions 1'),
@@ -23049,6 +24974,8 @@ RECORDED = (
     ('workflows check-resources WF', 'workflows check-resources 1'),
     ('workflows check-resources WF --all --include-failed', 'workflows check-resources 1 --all --include-failed'),
     ('workflows correct-resources WF --dry-run', 'workflows correct-resources 1 --dry-run'),
+    ('recover WF --dry-run', 'recover 1 --dry-run'),
+    ('recover WF --dry-run --retry-unknown', 'recover 1 --dry-run --retry-unknown'),
     ('events list WF', 'events list 1'),
     ('job-dependencies job-job WF', 'job-dependencies job-job 1'),
     ('job-dependencies job-file WF', 'job-dependencies job-file 1'),
@@ -24777,8 +26704,8 @@ FAKE_QUEUE = {
 }
 
 
-class SubmitTest(CommandTest):
-    """submit, schedule-nodes and cancel, on a scripted Slurm."""
+class SubmitCase(CommandTest):
+    """A scripted Slurm, whose queue is files."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -24799,6 +26726,10 @@ class SubmitTest(CommandTest):
         """Let a program do something first; nothing: as usual."""
         with open(self.fakes.path(name), 'w') as file:
             file.write(text)
+
+
+class SubmitTest(SubmitCase):
+    """submit, schedule-nodes and cancel, on a scripted Slurm."""
 
     def test_a_file_is_created_initialized_and_submitted(self):
         env = {'SBATCH_ACCOUNT': 'x', 'SLURM_JOB_ID': '5', 'CUDA_VISIBLE_DEVICES': '1', 'TORC_PASSWORD': 'secret'}
@@ -25296,6 +27227,90 @@ class SlurmGenerateTest(WorldTest):
         self.assertGreaterEqual(made, 30)
 
 
+REGENERATED = """
+name: w
+resource_requirements:
+  - {name: small, num_cpus: 4, memory: 8g, runtime: PT30M}
+  - {name: gpu, num_cpus: 16, memory: 64g, num_gpus: 1, runtime: PT2H}
+jobs:
+  - {name: "a{i}", command: c, parameters: {i: "1:30"}, resource_requirements: small, scheduler: s}
+  - {name: b, command: c, resource_requirements: gpu, scheduler: s}
+  - {name: c, command: c, depends_on: [a1, b], resource_requirements: small, scheduler: s}
+slurm_schedulers: [{name: s, account: acct, gres: "gpu:1", walltime: "03:00:00"}]
+actions:
+  - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}
+  - {trigger_type: on_jobs_ready, jobs: [c], action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 1}
+  - {trigger_type: on_workflow_complete, action_type: run_commands, commands: [echo]}
+"""
+
+
+class RegenerateTest(SubmitCase):
+    """slurm regenerate, on a scripted Slurm."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', REGENERATED)
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+
+    def regenerate(self, *argv: Any, code: int = 0) -> Dict[str, Any]:
+        """Its JSON."""
+        return self.assertExit(code, self.world.main('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'kestrel', *argv)).json()
+
+    def actions(self) -> List[Tuple[Any, ...]]:
+        """Trigger, scheduler, whether it was taken, whether it is ephemeral."""
+        return [(item['trigger_type'], item['action_config'].get('scheduler_id'), item['executed'], item['is_recovery'])
+                for item in self.json('workflows list-actions 1')['actions']]
+
+    def test_without_submit_the_next_submit_submits_exactly_these(self):
+        made = self.regenerate()
+        wanted = next(case['stdout'] for case in read_shared('torc/cli_json.json') if case['command'] == 'slurm regenerate WF2')
+        self.assertEqual(list(wanted), list(made)[:len(wanted)])
+        self.assertEqual(list(wanted['schedulers_created'][0]), list(made['schedulers_created'][0]))
+        stamp = made['schedulers_created'][0]['name'][-15:]
+        self.assertRegex(stamp, r'^20\d{6}_\d{6}$')
+        self.assertEqual(
+            [(2, f'small_regen_{stamp}', 'acct', 'short', '00:45:00', 1, 2, 30, False),
+             (3, f'gpu_regen_{stamp}', 'acct', 'gpu-h100s', '03:00:00', 1, 1, 1, False),
+             (4, f'small_deferred_regen_{stamp}', 'acct', 'short', '00:45:00', 1, 1, 1, True)],
+            [tuple(row.values()) for row in made['schedulers_created']])
+        self.assertEqual((32, 4, 0, 1, [], False, [], 2), tuple(made[key] for key in made if key not in ('workflow_id', 'schedulers_created')))
+        old = [('on_workflow_start', 1, True, False), ('on_jobs_ready', 1, True, False), ('on_workflow_complete', None, False, False)]
+        self.assertEqual(old + [('on_workflow_start', 2, False, True), ('on_workflow_start', 3, False, True),
+                                ('on_jobs_ready', 4, False, True)], self.actions())
+        jobs = {job['name']: job['scheduler_id'] for job in self.json('jobs list 1')['items']}
+        self.assertEqual((2, 3, 4), (jobs['a30'], jobs['b'], jobs['c']))
+        self.assertEqual([], self.fakes.calls())
+        self.assertEqual('Submitted 3 allocations of workflow 1: 100, 101, 102\n', self.text('submit 1'))
+        self.assertEqual(old + [('on_workflow_start', 2, True, True), ('on_workflow_start', 3, True, True),
+                                ('on_jobs_ready', 4, False, True)], self.actions())
+
+    def test_submit_submits_what_is_due_and_a_second_call_doubles_nothing(self):
+        made = self.regenerate('--submit')
+        self.assertEqual((4, 3, 1, True, [100, 101, 102]), tuple(made[key] for key in (
+            'total_allocations', 'allocations_submitted', 'allocations_deferred', 'submitted', 'slurm_job_ids')))
+        again = self.regenerate('--submit')
+        self.assertEqual((1, 0, 1, []), tuple(again[key] for key in (
+            'total_allocations', 'allocations_submitted', 'allocations_deferred', 'slurm_job_ids')))
+        self.assertEqual(['3 allocations that are queued or running are counted: what they will do is not planned again'], again['warnings'])
+        self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], self.records())
+        self.assertEqual(1, [executed for _, _, executed, _ in self.actions()[3:]].count(False))
+
+    def test_a_dry_run_changes_nothing(self):
+        with self.world.inside(), contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
+            before = list(connection.iterdump())
+        made = self.regenerate('--dry-run', '--submit')
+        wanted = next(case['stdout'] for case in read_shared('torc/cli_json.json') if case['command'] == 'slurm regenerate WF2 --dry-run')
+        self.assertEqual(list(wanted), list(made))
+        self.assertEqual(list(wanted['planned_schedulers'][0]), list(made['planned_schedulers'][0]))
+        self.assertEqual((True, 32, 'kestrel', 4, True), tuple(made[key] for key in (
+            'dry_run', 'pending_jobs', 'profile_name', 'total_allocations', 'would_submit')))
+        text = self.text('slurm regenerate 1 --profile kestrel --dry-run')
+        self.assertIn('32 jobs of workflow 1 are left\n', text)
+        self.assertRegex(text, r'  small_deferred_regen_\d+_\d+: 1 jobs, 1 x 1 node of short for 00:45:00, when its jobs are ready\nNothing was changed')
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
+            self.assertEqual(before, list(connection.iterdump()))
+
+
 class SubmitPlannedTest(WorldTest):
     """`submit --account`: plan and submit in one."""
 
@@ -25501,7 +27516,517 @@ class LivePlanTest(SlurmTest):
 
 # ======== 20f. Recovery commands ========
 
+
+class ReconcileTest(WorldTest):
+    """`workflows reconcile`: from the journals of runners to the server."""
+
+    def create(self, count: int = 6, **more: Any) -> Any:
+        """A workflow of that many jobs, of which the last waits for all others, initialized. What its client is."""
+        jobs = [dict({'name': f'j{number}', 'command': 'true'}, **more) for number in range(1, count)]
+        jobs.append({'name': 'last', 'command': 'true', 'depends_on': [job['name'] for job in jobs]})
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs}))
+        self.assertExit(0, self.world.main('create', 'w.json'))
+        self.assertExit(0, self.world.main('workflows', 'init', 1))
+
+    def journal(self, label: str, jobs: Iterable[int], **more: Any) -> str:
+        path = self.world.path('torc_output', 'offline_journal', f'offline_results_wf1_r1_{label}.db')
+        return write_journal(path, [journal_entry(job_id, **more) for job_id in jobs])
+
+    def reconcile(self, *words: Any) -> Any:
+        return self.assertExit(0, self.world.main('-f', 'json', 'workflows', 'reconcile', 1, 1, *words)).json()
+
+    def counts(self) -> Dict[str, int]:
+        rows = self.world.main('-f', 'json', 'jobs', 'list', 1).json()['items']
+        return dict(collections.Counter(row['status'] for row in rows))
+
+    def results(self) -> List[int]:
+        return sorted(row['job_id'] for row in self.world.main('-f', 'json', 'results', 'list', 1, '--all-runs').json()['items'])
+
+    def test_the_document_has_torcs_keys_and_says_what_each_journal_brought(self):
+        self.create()
+        recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'].startswith('workflows reconcile'))['stdout']
+        answer = self.reconcile()
+        self.assertEqual(recorded, {key: answer[key] for key in list(answer)[:len(recorded)]})
+        self.assertEqual(list(recorded), list(answer)[:len(recorded)])
+        paths = [self.journal('n1', (1, 2)), self.journal('n2', (2, 3, 99))]
+        answer = self.reconcile()
+        self.assertEqual((2, 5, 3, 1, 1), tuple(answer[key] for key in ('files', 'total_completions', 'accepted', 'rejected', 'known')))
+        self.assertEqual([(os.path.relpath(path, self.world.directory), *counts) for path, counts in zip(paths, ((2, 2, 0, 0), (3, 1, 1, 1)))],
+                         [(os.path.normpath(row['path']), row['completions'], row['accepted'], row['known'], row['rejected'])
+                          for row in answer['journals']])
+        self.assertEqual({'completed': 3, 'ready': 2, 'blocked': 1}, self.counts())
+
+    def test_it_says_torcs_line_what_was_rejected_and_that_a_second_call_found_nothing_new(self):
+        self.create()
+        path = self.journal('n1', (1, 2))
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertEqual('Reconciled workflow_id=1 run_id=1: 1 file(s), 2 completion(s) (2 accepted, 0 rejected)\n'
+                         '  ./torc_output/offline_journal/offline_results_wf1_r1_n1.db: 2 completions, 2 accepted, 0 known, 0 rejected\n', said.out)
+        with open(path, 'rb') as file:
+            kept = file.read()
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertIn('(0 accepted, 0 rejected)\n', said.out)
+        self.assertEqual('nothing was new: all 2 completions were known\n', said.err)
+        with open(path, 'rb') as file:
+            self.assertEqual(kept, file.read())
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 2))
+        self.assertEqual('Reconciled workflow_id=1 run_id=2: 0 file(s), 0 completion(s) (0 accepted, 0 rejected)\n', said.out)
+        self.assertEqual('no journal of workflow_id=1 run_id=2 was found below .\n', said.err)
+        self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '-r', '--no-prompts'))
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertIn('(0 accepted, 2 rejected)\n', said.out)
+        self.assertEqual('rejected: 2 completions: run 1 of workflow 1 is over: the current one is 2\n', said.err)
+
+    def test_faulty_journals_are_named_and_the_others_brought(self):
+        self.create()
+        good, bad = self.journal('n1', (1, 2)), self.journal('n2', ())
+        self.world.write(bad, 'no database')
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'torc_output'))
+        self.assertIn('2 file(s), 2 completion(s) (2 accepted', said.out)
+        self.assertIn('_n2.db: it is no SQLite file\n', said.err)
+        self.assertTrue(os.path.exists(good) and os.path.exists(bad))
+
+    def test_a_directory_or_workflow_that_is_not_there_is_an_error(self):
+        self.create()
+        self.assertExit(2, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'nowhere'), 'there is no directory nowhere')
+        self.assertExit(4, self.world.main('workflows', 'reconcile', 7, 1), 'there is no workflow 7')
+
+    def test_a_torn_journal_brings_what_is_whole_of_it(self):
+        self.create(400)
+        path = self.journal('n1', range(1, 400))
+        os.truncate(path, os.path.getsize(path) * 3 // 4)
+        answer = self.reconcile()
+        self.assertEqual(1, len(answer['problems']))
+        self.assertTrue(200 < answer['accepted'] < 399, answer['accepted'])
+        self.assertEqual(answer['accepted'], len(self.results()))
+
+    def test_two_runners_with_a_thousand_jobs_each_together_and_twice(self):
+        self.create(2001)
+        for label, first in (('n1', 1), ('n2', 1001)):
+            self.journal(label, range(first, first + 1000))
+        answer = self.reconcile()
+        self.assertEqual((2000, 0, 0), tuple(answer[key] for key in ('accepted', 'rejected', 'known')))
+        self.assertEqual({'completed': 2000, 'ready': 1}, self.counts())
+        answer = self.reconcile()
+        self.assertEqual((0, 0, 2000), tuple(answer[key] for key in ('accepted', 'rejected', 'known')))
+        self.assertEqual(list(range(1, 2001)), self.results())
+
+    def test_a_journal_of_torc_py_with_a_retry_makes_the_job_ready_again(self):
+        self.create()
+        path = torc.journal_path(self.world.path('torc_output'), 1, 1, 'n1')
+        journal = torc.Journal(path)
+        completion = {'job_id': 1, 'attempt_id': 1, 'return_code': 3, 'status': 'failed', 'exec_time_minutes': 0.5,
+                      'completion_time': '2026-01-01T00:00:00.000Z', 'retry': True, 'max_retries': 2, 'reason': 'no licence'}
+        journal.keep([torc.format_journal_entry(completion, 1, 1, 9)])
+        self.assertEqual(1, self.reconcile()['accepted'], 'while its writer has it open')
+        journal.close()
+        job = self.world.main('-f', 'json', 'jobs', 'get', 1).json()
+        self.assertEqual(('ready', 2), (job['status'], job['attempt_id']))
+        self.assertEqual(1, self.reconcile()['known'])
+
+    def test_requests_carry_what_a_server_takes_and_earlier_attempts_come_first(self):
+        self.set_constant('REPLAY_BYTES', 1500)
+        entries = [journal_entry(number, attempt_id=1 + number % 2) for number in range(1, 8)]
+        entries.append(journal_entry(9, torc_py={'reason': 'x', 'file_times': {str(number): 1.5 for number in range(200)}}))
+        pieces = list(torc.replay_pieces([torc.JournalFound('x', entries, {})]))
+        self.assertEqual([2, 4, 6, 9, 1, 3, 5, 7], [entry['job_id'] for piece in pieces for entry in piece])
+        self.assertTrue(all(len(torc.format_json(piece)) <= 1600 for piece in pieces))
+        large = next(entry for piece in pieces for entry in piece if entry['job_id'] == 9)
+        self.assertEqual(('x', None), (large['torc_py']['reason'], large['torc_py']['file_times']))
+
+    def test_killed_anywhere_a_second_call_finishes_it(self):
+        self.create(40)
+        self.journal('n1', range(1, 21))
+        self.journal('n2', range(21, 40))
+        setup = ('import signal\ntorc.MAX_COMPLETIONS_PER_REQUEST = 5\nplain, left = torc.record_end, [{}]\n'
+                 'def record_end(*args):\n    left[0] -= 1\n    if left[0] == 0: os.kill(os.getpid(), signal.SIGKILL)\n'
+                 '    return plain(*args)\ntorc.record_end = record_end')
+        for number in (1, 4, 6, 13):
+            killed = self.world.cli('workflows', 'reconcile', 1, 1, env={'TORC_TEST_SETUP': setup.format(number)})
+            self.assertEqual(-signal.SIGKILL, killed.code, killed)
+            self.assertEqual(self.counts().get('completed', 0), len(self.results()))
+        self.assertEqual(0, len(self.results()) % 5, 'each request is done or not done')
+        answer = self.reconcile()
+        self.assertEqual(39, answer['accepted'] + answer['known'])
+        self.assertTrue(answer['known'] > 0)
+        self.assertEqual({'completed': 39, 'ready': 1}, self.counts())
+        self.assertEqual(list(range(1, 40)), self.results())
+
+    @slow
+    def test_jobs_go_on_at_a_server_that_is_back_as_an_older_copy_of_its_database(self):
+        jobs = [{'name': name, 'command': f'echo x >> {name}; while test ! -e go; do sleep 0.1; done'} for name in 'ab']
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs + [{'name': 'c', 'command': 'echo x >> c', 'depends_on': ['a']}]}))
+        self.world.serve('--db', 'torc.db')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+
+        def stop() -> None:
+            self.world.server.process.kill()
+            self.world.server.process.wait()
+        stop()
+        names = [name for name in ('torc.db', 'torc.db-wal') if os.path.exists(self.world.path(name))]
+        for name in names:
+            shutil.copy(self.world.path(name), self.world.path('old-' + name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        runner = self.world.start('--url', self.world.url, 'run', 1, '--poll-interval', '0.2', '--num-cpus', 2)
+        self.world.wait(lambda: self.world.read('a') and self.world.read('b'), 30, 'the jobs', [runner])
+        listing = ('--url', self.world.url, '-f', 'json', 'jobs', 'list', 1, '-s', 'running')
+        self.world.wait(lambda: len(self.world.main(*listing).json()['items']) == 2, 30, 'their starts', [runner])
+        stop()
+        for name in ('torc.db', 'torc.db-wal', 'torc.db-shm'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.world.path(name))
+        for name in names:
+            shutil.copy(self.world.path('old-' + name), self.world.path(name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.world.wait(lambda: 'had released compute node' in runner.err + runner.out, 60, 'its registration', [runner])
+        self.world.write('go', '')
+        self.world.wait(lambda: runner.process.poll() is not None, 60, 'the end of the runner')
+        self.assertEqual(0, runner.process.returncode, runner.err)
+        self.assertEqual(['x\n'] * 3, [self.world.read(name) for name in 'abc'], 'each ran once')
+        found = self.world.main('--url', self.world.url, '-f', 'json', 'results', 'list', 1, '--all-runs').json()['items']
+        self.assertEqual([(1, 1, 0), (2, 1, 0), (3, 1, 0)], sorted((row['job_id'], row['attempt_id'], row['return_code']) for row in found))
+
+    @slow
+    def test_a_server_that_is_killed_meanwhile_loses_nothing(self):
+        self.world.environment['TORC_TEST_SETUP'] = 'torc.MAX_COMPLETIONS_PER_REQUEST = 20'
+        self.world.serve('--db', 'torc.db')
+        jobs = [{'name': 'j{i}', 'command': 'true', 'parameters': {'i': '1:2000'}}]
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs}))
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+        for label, first in (('n1', 1), ('n2', 1001)):
+            self.journal(label, range(first, first + 1000))
+        command = self.world.start('--url', self.world.url, 'workflows', 'reconcile', 1, 1)
+        reader = self.world.connect(url=self.world.url)
+        self.addCleanup(reader.close)
+        self.world.wait(lambda: reader.call('list_results', workflow_id=1, limit=1)['total_count'] > 100, 30, 'some results')
+        self.world.server.process.kill()
+        code = self.world.wait(lambda: command.process.poll(), 90, 'the end of the command')
+        self.assertEqual(3, code, command.err)
+        self.world.serve('--db', 'torc.db')
+        said = self.assertExit(0, self.world.cli('--url', self.world.url, '-f', 'json', 'workflows', 'reconcile', 1, 1)).json()
+        self.assertEqual((2000, 0), (said['accepted'] + said['known'], said['rejected']))
+        self.assertTrue(100 < said['known'] < 2000, said['known'])
+
+
+class SyncStatusTest(CommandTest):
+    """`workflows sync-status`, on a scripted Slurm."""
+    SPEC = """
+        name: w
+        slurm_schedulers: [{name: cpu, account: a, walltime: "01:00:00"}]
+        jobs: [{name: first, command: "true"}, {name: second, command: "true"}, {name: last, command: "true", depends_on: [first]}]
+    """
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.make(self.SPEC)
+        self.text('workflows init 1 --no-prompts')
+
+    def allocate(self, slurm_job_id: int, status: str = 'pending') -> int:
+        """A record of an allocation."""
+        with self.world.connect() as client:
+            return client.call('create_scheduled_compute_node', {
+                'workflow_id': 1, 'scheduler_id': slurm_job_id, 'scheduler_config_id': 1, 'status': status,
+                'scheduler_type': 'slurm'})['id']
+
+    def begin(self, slurm_job_id: Optional[int], **more: Any) -> None:
+        """A runner that was killed: it has started both jobs."""
+        kind = {'scheduler': {'slurm_job_id': slurm_job_id}} if slurm_job_id else {}
+        with self.world.connect() as client:
+            node = client.call('create_compute_node', dict({
+                'workflow_id': 1, 'hostname': 'node1', 'pid': 1, 'start_time': torc.format_time(time.time()), 'num_cpus': 4,
+                'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm', 'is_active': True,
+                'lease_s': 600.0}, **kind, **more))
+            body = {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0, 'want': {'strategy': 'queue', 'limit': 9}}
+            jobs = client.call('runner_sync', body, workflow_id=1)['jobs']
+            started = [[job['id'], 1, torc.format_time(time.time())] for job in jobs]
+            client.call('runner_sync', {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0, 'started': started}, workflow_id=1)
+
+    def slurm(self, queue: str = '', accounts: str = '') -> FakeSlurm:
+        """What squeue and sacct say."""
+        return self.world.fake_slurm(squeue=f"printf '{queue}'", sacct=f"printf '{accounts}'")
+
+    def states(self) -> Dict[str, str]:
+        """The statuses of jobs."""
+        return {job['name']: job['status'] for job in self.json('jobs list 1')['items']}
+
+    def test_a_workflow_without_allocations_asks_nobody(self):
+        fakes = self.slurm()
+        found = self.json('workflows sync-status 1')
+        self.assertEqual((0, 0, 0, 0, [], {'pending': 0, 'active': 0}), tuple(found[key] for key in (
+            'slurm_jobs_failed', 'pending_allocations_cleaned', 'running_jobs_failed', 'compute_nodes_deactivated', 'doubts', 'alive')))
+        self.assertEqual('Allocations of workflow 1: 0 active, 0 pending; nothing was lost\n', self.text('workflows sync-status 1'))
+        self.assertEqual([], fakes.calls())
+
+    def test_one_squeue_and_one_sacct_are_asked_for_all_and_a_dry_run_says_what_is_done_then(self):
+        now, uid = int(time.time()), os.getuid()
+        fakes = self.slurm(r'71|CANCELLED|%d\n72|RUNNING|%d\n' % (now - 9, now + 900),
+                           r'71|CANCELLED by 0|0:0|%d|%d|me\n73|TIMEOUT|0:0|%d|%d|me\n' % (now - 9, uid, now - 99, uid))
+        for slurm_job_id in (71, 72, 73, 0):
+            self.allocate(slurm_job_id)
+        self.begin(71)
+        text = self.text('workflows sync-status 1 --dry-run')
+        self.assertEqual({'first': 'running', 'second': 'running', 'last': 'blocked'}, self.states())
+        done = text.replace('would be ', '')
+        said = f'Slurm job 71 was canceled by a user or administrator (CANCELLED, at {torc.format_time(now - 9)})'
+        for line in (f'allocation 1 complete: {said}', f'job 1 (first) ready again: {said}', f'job 2 (second) ready again: {said}',
+                     f'allocation 3 complete: Slurm job 73 reached its time limit (TIMEOUT, at {torc.format_time(now - 99)})',
+                     '1 compute nodes inactive', 'left alone: allocation 4 has not been submitted yet, as far as is known',
+                     'Allocations of workflow 1: 1 active, 0 pending'):
+            self.assertIn(line + '\n', done)
+        self.assertEqual(2, len(fakes.calls()))
+        preview = self.json('workflows sync-status 1 --dry-run')
+        found = self.json('workflows sync-status 1')
+        self.assertEqual(dict(preview, dry_run=False), found)
+        self.assertEqual((2, 1, [1, 3]), (found['jobs_requeued'], found['pending_allocations_cleaned'],
+                                          [row['scheduled_compute_node_id'] for row in found['allocations']]))
+        self.assertEqual(['71,73'] * 3, [call.argv[call.argv.index('-j') + 1] for call in fakes.calls('sacct')])
+        self.assertNotIn('-j', fakes.calls('squeue')[0].argv)
+        self.assertEqual({'first': 'ready', 'second': 'ready', 'last': 'blocked'}, self.states())
+        again = self.text('workflows sync-status 1')
+        self.assertEqual('left alone: allocation 4 has not been submitted yet, as far as is known\n'
+                         'Allocations of workflow 1: 1 active, 0 pending\n', again)
+        self.assertEqual(3, len(fakes.calls('sacct')))
+
+    def test_a_squeue_that_fails_or_lies_changes_nothing(self):
+        self.allocate(71)
+        self.begin(71)
+        fakes = self.slurm()
+        for queue, accounts, doubt in (
+                ('echo "Unable to contact slurm controller" >&2; exit 1', 'exit 1', 'squeue failed: Unable to contact slurm controller'),
+                ('exit 0', 'echo "71|RUNNING|0:0|Unknown||"', 'squeue does not list Slurm job 71, but for sacct it runs'),
+                ('echo "71|COMPLETING|Unknown"', 'exit 1', 'Slurm job 71 is ending (COMPLETING)')):
+            with self.subTest(doubt):
+                fakes.write('squeue', queue)
+                fakes.write('sacct', accounts)
+                found = self.json('workflows sync-status 1')
+                self.assertEqual((0, 0), (found['jobs_requeued'], found['slurm_jobs_failed']), found)
+                self.assertIn(doubt, str(found['doubts']))
+        self.assertEqual('running', self.states()['first'])
+        self.world.environment['TORC_FAKE_SQUEUE'] = '/no/squeue'
+        self.assertIn('/no/squeue', str(self.json('workflows sync-status 1')['doubts']))
+
+    def test_what_an_allocation_of_which_nothing_more_is_known_ran_has_failed(self):
+        self.slurm()
+        self.allocate(71)
+        self.begin(71)
+        found = self.json('workflows sync-status 1')
+        if found['doubts']:     # an embedded server that lives on has heard of the runner
+            self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', 'UPDATE compute_node SET lease_s = 0'))
+            found = self.json('workflows sync-status 1')
+        self.assertEqual((2, 'Slurm lists job 71 no longer, and sacct does not know it'),
+                         (found['slurm_jobs_failed'], found['failed_job_details'][0]['reason']))
+        self.assertEqual({'first': 'failed', 'second': 'failed', 'last': 'canceled'}, self.states())
+
+    def test_a_runner_of_this_host_whose_process_is_gone_is_found(self):
+        fakes = self.slurm()
+        process = subprocess.Popen(['sleep', '100'])
+        identity = f'{torc.read_boot_id()}/{torc.read_process_start_ticks(process.pid)}/{torc.read_pid_namespace()}'
+        self.begin(None, hostname=socket.gethostname(), pid=process.pid, identity=identity)
+        self.assertEqual(0, self.json('workflows sync-status 1')['running_jobs_failed'])
+        process.kill()
+        process.wait()
+        with self.world.connect() as client:        # the server finds it, too, every few seconds
+            nodes = client.call('survey_allocations', workflow_id=1)['nodes']
+            seen = torc.find_dead_nodes(nodes)
+        found = self.json('workflows sync-status 1')
+        self.assertEqual(len(seen), found['compute_nodes_deactivated'])
+        self.assertEqual('failed', self.states()['first'])
+        self.assertEqual([], fakes.calls())
+
 # ======== 20g. Recover ========
+
+RECOVERED = """
+    name: recovered
+    execution_config: {mode: direct}
+    resource_requirements: [{name: small, num_cpus: 1, memory: 40m, runtime: PT10M}]
+    jobs:
+      - {name: oom, command: "python3 -c 'import time; x = bytearray(100 * 2 ** 20); time.sleep(0.6)'", resource_requirements: small}
+      - {name: good, command: "true", resource_requirements: small}
+      - {name: bad, command: "test -e fixed || { echo no such luck >&2; exit 3; }", resource_requirements: small}
+      - {name: after, command: "true", depends_on: [oom], resource_requirements: small}
+      - {name: late, command: "true", depends_on: [bad], resource_requirements: small}
+    """
+
+
+class RecoverCase(CommandTest):
+    """A workflow whose jobs have ended as an SQL statement says."""
+
+    def ended(self, spec: str, ends: Dict[str, Tuple[int, str, float, Optional[str]]]) -> None:
+        """Make a workflow, and let its jobs have ended: name -> return code, status, minutes, reason; all others are canceled."""
+        self.make(spec)
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute('UPDATE job SET status = 7')
+            for name, (code, status, minutes, reason) in ends.items():
+                job_id, = database.execute('SELECT id FROM job WHERE name = ?', (name,)).fetchone()
+                status_code = torc.STATUS_CODES[status]
+                database.execute('UPDATE job SET status = ? WHERE id = ?', (status_code, job_id))
+                database.execute('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, '
+                                 "status, reason) VALUES (1, ?, 1, 1, ?, ?, '2026-01-01T00:00:00Z', ?, ?)", (job_id, code, minutes, status_code, reason))
+            database.execute('UPDATE dep_set SET pending = 0')
+
+    def statuses(self) -> Dict[str, str]:
+        """Status of each job."""
+        return {job['name']: job['status'] for job in self.json('jobs list 1')['items']}
+
+    def needs(self) -> Dict[str, Tuple[str, str]]:
+        """Memory and runtime of each job."""
+        return {row['job_name']: (row['memory'], row['runtime']) for row in self.json('jobs list-resource-requirements 1')}
+
+    def typed(self, lines: str, *argv: Any) -> Tuple[int, str]:
+        """A command on a terminal, at which these lines are typed one after the other; its exit code, and what was shown."""
+        ours, theirs = os.openpty()
+        process = subprocess.Popen([*World.command(argv)], cwd=self.world.directory, stdin=theirs, stdout=theirs, stderr=theirs,
+                                   env=dict(self.world.environment, COLUMNS='200'), start_new_session=True)
+        os.close(theirs)
+        said = b''
+        with contextlib.closing(open(ours, 'r+b', buffering=0)):
+            os.write(ours, lines.encode())
+            with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
+                while True:
+                    said += os.read(ours, 10000)
+        return process.wait(20), said.decode()
+
+
+class RecoverTest(RecoverCase):
+    """Failed jobs run again with what they lacked."""
+
+    SPEC = """
+        name: r
+        resource_requirements: [{name: small, num_cpus: 1, memory: 1g, runtime: PT1H}]
+        jobs:
+          - {name: oom, command: "true", resource_requirements: small}
+          - {name: slow, command: "true", resource_requirements: small}
+          - {name: bad, command: "true", resource_requirements: small}
+          - {name: gone, command: "true", resource_requirements: small}
+          - {name: good, command: "true", resource_requirements: small}
+          - {name: after, command: "true", depends_on: [oom], resource_requirements: small}
+          - {name: late, command: "true", depends_on: [bad], resource_requirements: small}
+        """
+    ENDS = {'oom': (137, 'failed', 5.0, None), 'slow': (152, 'terminated', 60.0, None), 'bad': (3, 'failed', 1.0, 'no such luck'),
+            'gone': (-128, 'failed', 2.0, 'compute node 1 (n1), which ran it, went away'), 'good': (0, 'completed', 1.0, None)}
+
+    def test_each_class_of_failure_gets_its_cure_and_the_rest_stays(self):
+        self.ended(self.SPEC, self.ENDS)
+        before = self.needs()
+        planned = self.json('recover 1 --dry-run')
+        self.assertEqual((before, 'failed'), (self.needs(), self.statuses()['oom']))
+        done = self.json('recover 1')
+        self.assertEqual(dict(planned, dry_run=False), done)
+        result = done['result']
+        self.assertEqual((1, 1, 0, 1, 1, [1, 2, 4]), tuple(result[key] for key in (
+            'oom_fixed', 'timeout_fixed', 'unknown_retried', 'other_failures', 'lost_retried', 'jobs_to_retry')))
+        self.assertEqual(('local', 2, 4, 'torc.py run 1'), tuple(done[key] for key in ('mode', 'run_id', 'jobs_to_run', 'next_command')))
+        self.assertEqual({'oom': 'ready', 'slow': 'ready', 'bad': 'failed', 'gone': 'ready', 'good': 'completed', 'after': 'blocked',
+                          'late': 'canceled'}, self.statuses())
+        self.assertEqual(dict(before, oom=('2g', 'PT1H'), slow=('1g', 'PT1H30M')), self.needs())
+        self.assertEqual([('bad', 'failed for a reason of its own')], [(row['job_name'], row['reason']) for row in result['not_retried']])
+        self.assertExit(1, self.world.cli('run', 1))
+        self.assertEqual(['bad', 'late'], sorted(name for name, status in self.statuses().items() if status != 'completed'))
+        outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1), 'nothing to retry: 1 job failed for a reason of its own.')
+        self.assertEqual((1, False), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
+
+    def test_options_choose_the_multipliers_the_sharing_and_what_is_unknown(self):
+        self.ended(self.SPEC, self.ENDS)
+        for options, retried, changes in (
+                ('--memory-multiplier 3', [1, 2, 4], {(1,): '3g', (2,): None}), ('--shared', [1, 2, 4], {tuple(range(1, 8)): '2g'}),
+                ('--retry-unknown', [1, 2, 3, 4], {(1,): '2g', (2,): None}), ('--recovery-hook true', [1, 2, 3, 4], {(1,): '2g', (2,): None})):
+            with self.subTest(options):
+                result = self.json('recover 1 --dry-run ' + options)['result']
+                self.assertEqual(retried, result['jobs_to_retry'])
+                self.assertEqual(changes, {tuple(row['changed_job_ids']): row.get('new_memory') for row in result['adjustments']})
+        self.assertIn("'0.5' is not a multiplier", self.assertExit(2, self.world.main('recover', 1, '--memory-multiplier', '0.5')).err)
+
+    def test_a_hook_goes_first_and_may_veto(self):
+        self.ended(self.SPEC, self.ENDS)
+        before = self.statuses()
+        self.assertExit(4, self.world.main('recover', 1, '--recovery-hook', 'false'), "the recovery hook 'false' ended with return code 1")
+        self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', '"'), '--recovery-hook')
+        self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', './none'), './none cannot be started')
+        self.assertEqual(before, self.statuses())
+        os.chmod(self.world.write('my hook.sh', '#!/bin/sh\necho "$@ $TORC_WORKFLOW_ID $TORC_RUN_ID $TORC_API_URL" > told\n'), 0o755)
+        self.assertExit(0, self.world.main('recover', 1, '--recovery-hook', "'my hook.sh' -x 'two words'"))
+        self.assertRegex(self.world.read('told'), r'^-x two words 1 1 1 http://127\.0\.0\.1:\d+/torc-service/v1\n$')
+        self.assertEqual('ready', self.statuses()['bad'])
+
+    def test_nothing_is_recovered_that_has_not_begun_or_is_at_work_or_is_well(self):
+        self.make(self.SPEC)
+        outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1, '--dry-run'), 'Cannot recover: workflow is not complete;')
+        self.assertEqual((1, True), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed')
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        self.assertExit(0, self.world.main('cancel', 1, '--no-prompts'))
+        self.assertExit(4, self.world.main('recover', 1), '7 were canceled, which `run --retry-failed` takes up')
+
+    def test_undecided_failures_are_named_and_an_agent_of_the_user_may_decide(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, 'no such luck'), 'slow': (3, 'pending_failed', 1.0, None),
+                               'oom': (137, 'failed', 5.0, None), 'good': (0, 'completed', 1.0, None)})
+        outcome = self.assertExit(0, self.world.main('recover', 1, '--dry-run'), 'retry or fail each: torc.py jobs classify 2 retry --reason TEXT')
+        self.assertIn('2 failed jobs wait for a decision: 2 (slow), 3 (bad)', outcome.err)
+        self.assertExit(2, self.world.main('recover', 1, '--ai-recovery'), '--ai-recovery needs --ai-agent PROGRAM')
+        agent = f"""#!/bin/sh
+            printf '%s' "$2" > prompt
+            exec {sys.executable} {shlex.quote(stub_path())} jobs classify 3 retry --reason 'it may work' --memory 5g
+            """
+        os.chmod(self.world.write('agent', agent.replace('\n            ', '\n')), 0o755)
+        self.assertExit(0, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'agent --ask'))
+        self.assertIn('3 bad: return code 3, no such luck; command: true', self.world.read('prompt'))
+        statuses = self.statuses()
+        self.assertEqual(('ready', 'pending_failed', 'ready'), (statuses['bad'], statuses['slow'], statuses['oom']))
+        self.assertEqual('5g', self.needs()['bad'][0])
+
+    def test_classify_decides_about_one_job(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None)})
+        self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail', '--reason', 'x', '--memory', '1g'), 'go with retry')
+        self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail'), '--reason')
+        self.assertEqual({'workflow_id': 1, 'retried': [], 'failed': [3]}, self.json('jobs classify 3 fail --reason "a bug"'))
+        self.assertIn('a bug', self.text('explain 1') + self.text('status 1'))
+        self.assertExit(4, self.world.main('jobs', 'classify', 3, 'retry', '--reason', 'x'), 'is failed: only the failure')
+
+    def test_on_a_terminal_each_class_is_asked_about(self):
+        self.ended(self.SPEC, self.ENDS)
+        code, said = self.typed('a\n4\ns\nr\nmaybe\ns\n\n', 'recover', 1)
+        self.assertEqual(0, code, said)
+        for words in ('1 job ran out of memory:', 'r: run again with 1.5 times as much, a: adjust the multiplier, s: skip [r]', 'Multiplier [1.5]:',
+                      '1 job ran out of time:', '1 job failed for a reason of its own:', 'r: run again, s: skip [s]', "'maybe' is none of r, s",
+                      'To run again: oom, bad', 'slow does not run again: ran out of time', 'Recover workflow 1 so? (y/N)', 'Cancelled'):
+            self.assertIn(words, said)
+        self.assertEqual('failed', self.statuses()['oom'])
+        code, said = self.typed('a\n4\ns\nr\ns\ny\n', 'recover', 1)
+        self.assertEqual((0, True), (code, 'go on with: torc.py run 1' in said), said)
+        self.assertEqual(('4g', 'PT1H'), self.needs()['oom'])
+        self.assertEqual({'oom': 'ready', 'bad': 'ready', 'slow': 'terminated', 'gone': 'failed'},
+                         {name: self.statuses()[name] for name in ('oom', 'bad', 'slow', 'gone')})
+
+    @slow
+    def test_a_job_killed_for_its_memory_completes_after_a_recover(self):
+        self.world.write('w.yaml', RECOVERED)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        found = self.json('recover 1')
+        self.assertEqual(['used', 'no such luck'], [row['evidence'][:len(wanted)] for row, wanted in zip(
+            found['diagnosis']['resource_violations'], ('used', 'no such luck'))])
+        self.assertExit(1, self.world.cli('run', 1))
+        self.assertEqual({'oom': 'completed', 'good': 'completed', 'bad': 'failed', 'after': 'completed', 'late': 'canceled'}, self.statuses())
+        self.world.write('fixed', '')
+        self.assertExit(0, self.world.main('recover', 1, '--retry-unknown'))
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+
+    @slow
+    def test_a_job_that_was_ended_with_its_runner_gets_more_time_only_if_it_had_its_own(self):
+        self.world.write('w.yaml', 'name: w\ncompute_node_min_time_for_new_jobs_seconds: 1\nexecution_config: {sigterm_lead_seconds: 0, sigkill_headroom_seconds: 1}\n'
+                         'resource_requirements: [{name: s, runtime: PT1S}, {name: l, runtime: PT1H}]\njobs: [{name: short, command: '
+                         'sleep 60, resource_requirements: s}, {name: long, command: sleep 60, resource_requirements: l}]\n')
+        self.assertExit(1, self.world.cli('run', 'w.yaml', '--max-parallel-jobs', '2', '--time-limit', '3s'))
+        result = self.json('recover 1')
+        kinds = {row['job_name']: row['failure_class'] for row in result['diagnosis']['resource_violations']}
+        self.assertEqual({'short': 'timeout', 'long': 'lost'}, kinds, result)
+        self.assertEqual(([1, 2], 'PT1H'), (result['result']['jobs_to_retry'], self.needs()['long'][1]))
+
 
 # ======== 20h. Watch ========
 
@@ -27790,6 +30315,132 @@ class SlurmTravelTest(SlurmTest, FlowTest):
         self.wait_slurm(lambda: not self.live_allocations(), 60, 'its end', self.state)
         self.assertEqual((None, []), (self.server(), torc.registration_files()))
         self.assertEqual(3, len(set(jobs)))
+
+
+class OrphanCase(ClusterCase):
+    """Allocations that end without a word: what `workflows sync-status` makes of them."""
+    SPEC = """
+        name: orphans
+        execution_config: {mode: MODE}
+        resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT5M}]
+        slurm_schedulers: [{name: s, account: wfacct, walltime: "00:10:00", extra: "EXTRA"}]
+        jobs:
+          - {name: "j{i}", command: "echo x >> began; until [ -e go ]; do sleep 0.2; done; echo {i} >> done",
+             parameters: {i: "1:2"}, resource_requirements: r}
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]
+    """
+
+    def begin(self, extra: str = '--no-requeue', mode: str = 'direct') -> Dict[str, Any]:
+        """Both jobs run in an allocation; its compute node."""
+        self.submit(self.SPEC.replace('EXTRA', extra).replace('MODE', mode))
+        self.wait_slurm(lambda: self.world.read('began').count('x') == 2 and self.count('running') == 2, 60,
+                        'both jobs', self.situation)
+        return self.rows('list_compute_nodes')[0]
+
+    def count(self, status: str) -> int:
+        """How many jobs have this status."""
+        return sum(row['status'] == status for row in self.rows('list_jobs'))
+
+    def sync(self, *flags: str) -> Dict[str, Any]:
+        """`workflows sync-status`."""
+        return self.assertExit(0, self.world.cli('-f', 'json', 'workflows', 'sync-status', 1, *flags)).json()
+
+    def sync_when_certain(self, key: str, deadline_s: float = 60) -> Dict[str, Any]:
+        """Once a dry run finds jobs it is done, and once more finds nothing new; nobody is asked but Slurm."""
+        before = self.wait_slurm(lambda: (lambda found: found[key] and found)(self.sync('--dry-run')),
+                                 deadline_s, key, lambda: [self.sync('--dry-run'), self.situation()])
+        self.assertEqual(2, self.count('running'))
+        found, again = self.sync(), self.sync()
+        for row in (before, found):
+            row['doubts'] = []
+        self.assertEqual(dict(before, dry_run=False), found)
+        self.assertEqual(([], 0, []), (again['allocations'], again['compute_nodes_deactivated'],
+                                       again['failed_job_details'] + again['requeued_job_details']))
+        self.assertEqual(({'complete'}, found['allocations'][0]['reason']), (
+            {row['status'] for row in self.rows('list_scheduled_compute_nodes')},
+            self.rows('list_scheduled_compute_nodes')[0]['reason']))
+        return found
+
+    def go_on(self) -> None:
+        """Another allocation brings the jobs to their end, each once."""
+        self.world.write('go', '')
+        self.assertExit(0, self.world.cli('slurm', 'schedule-nodes', 1, '-p', 1))
+        self.wait_slurm(lambda: self.count('completed') == 2, 90, 'the end of the jobs', self.situation)
+        self.assertEqual(['1', '2'], sorted(self.world.read('done').split()))
+
+
+@slow
+class OrphanTest(OrphanCase):
+    """What needs no node for itself."""
+
+    def test_an_active_allocation_that_was_canceled_tells_it_itself(self):
+        self.begin()
+        self.bed.ask('scancel', self.live_allocations()[0].id)
+        self.wait_slurm(lambda: self.count('ready') == 2, 30, 'the last words of the runner', self.situation)
+        self.wait_gone()
+        found = self.sync()
+        self.assertEqual(([], 0, {'pending': 0, 'active': 0}), (found['allocations'], found['jobs_requeued'], found['alive']))
+        row, = self.rows('list_scheduled_compute_nodes')
+        self.assertEqual(('complete', 'its last runner (compute node 1) has left'), (row['status'], row['reason']))
+
+    def test_a_pending_allocation_that_was_canceled(self):
+        self.submit(self.SPEC.replace('EXTRA', '--begin=now+1hour').replace('MODE', 'direct'))
+        self.assertEqual({'pending': 1, 'active': 0}, self.sync('--dry-run')['alive'])
+        number = self.live_allocations()[0].id
+        self.bed.ask('scancel', number)
+        before = self.wait_slurm(lambda: (lambda found: found['pending_allocations_cleaned'] and found)(self.sync('--dry-run')),
+                                 30, 'its end')
+        self.assertEqual('pending', self.rows('list_scheduled_compute_nodes')[0]['status'])
+        found, again = self.sync(), self.sync()
+        self.assertEqual((dict(before, dry_run=False), 0), (found, again['pending_allocations_cleaned']))
+        row, = self.rows('list_scheduled_compute_nodes')
+        self.assertEqual('complete', row['status'])
+        self.assertRegex(row['reason'], fr'^Slurm job {number} was canceled by a user or administrator \(CANCELLED')
+        self.assertIn(row['reason'], self.assertExit(0, self.world.cli('scheduled-compute-nodes', 'list', 1)).out)
+
+    def test_a_runner_that_was_killed_inside_its_allocation(self):
+        node = self.begin()
+        number = self.live_allocations()[0].id
+        os.kill(node['pid'], signal.SIGKILL)
+        found = self.sync_when_certain('slurm_jobs_failed')
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {number} ended with another exit code \(FAILED, exit code 0:9, at .*Z\)$')
+        self.assertEqual((0, 2), (found['jobs_requeued'], found['slurm_jobs_failed']))
+        for row in self.rows('list_results'):
+            self.assertEqual((-128, 'failed'), (row['return_code'], row['status']))
+            self.assertIn(found['allocations'][0]['reason'], row['reason'])
+
+
+@slow
+class LostNodeTest(OrphanCase):
+    """What needs nodes for itself."""
+    is_alone = True
+
+    def test_an_active_allocation_that_was_canceled_while_its_runner_could_not_say_so(self):
+        node = self.begin()
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'thaw-node', allocation.nodes)
+        self.bed.control('freeze-node', allocation.nodes)
+        self.bed.ask('scancel', allocation.id)
+        self.assertIn(f'Slurm job {allocation.id} is ending (COMPLETING)', self.sync()['doubts'])
+        os.kill(node['pid'], signal.SIGKILL)
+        self.bed.control('thaw-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued')
+        self.assertRegex(found['allocations'][0]['reason'], fr'^Slurm job {allocation.id} was canceled by a user or '
+                         r'administrator \(CANCELLED, at .*Z\)$')
+        self.assertEqual((2, 0, 1), (found['jobs_requeued'], found['slurm_jobs_failed'], found['compute_nodes_deactivated']))
+        self.go_on()
+        self.assertEqual({2}, {row['attempt_id'] for row in self.rows('list_results')})
+
+    def test_a_node_that_is_lost(self):
+        self.begin()
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'start-node', allocation.nodes)
+        self.bed.control('kill-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued', 150)
+        self.assertRegex(found['allocations'][0]['reason'], fr'^Slurm job {allocation.id} lost a node \(NODE_FAIL')
+        self.bed.control('start-node', allocation.nodes)
+        self.go_on()
 
 
 STAGED = '''

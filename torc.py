@@ -364,7 +364,7 @@ ENVIRONMENT = (
              "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
     Variable('XDG_CONFIG_HOME', 'you',
              'where torc/config.yaml (.json, or .toml from Python 3.11) describes clusters, under '
-             'client.hpc; else ~/.config'),
+             'client.hpc, and what runners do without a server, under client.offline; else ~/.config'),
     Variable('NO_COLOR',                  'you',  'no colours on the terminal'),
     Variable('TORC_WORKFLOW_ID',          'torc', 'the workflow'),
     Variable('TORC_RUN_ID',               'torc', 'its run generation'),
@@ -424,6 +424,7 @@ DEFAULT_PORT = 8080
 API_PREFIX = '/torc-service/v1'
 DEFAULT_POLL_INTERVAL_S = 5.0
 DEFAULT_CLAIM_BACKOFF_MAX_S = 300.0
+DEFAULT_PING_INTERVAL_S = 120.0     # Torc's drain_ping_interval_secs
 SLURM_POLL_INTERVAL_S = 30.0        # of runners in allocations
 CLAIM_GRACE_S = 120                 # a job as long as its allocation must be taken at its start
 # Of requirements that a request makes without one, and of jobs that name none.
@@ -5323,7 +5324,8 @@ CREATE TABLE workflow (
     is_canceled             BOOL INTEGER NOT NULL DEFAULT 0,
     is_archived             BOOL INTEGER NOT NULL DEFAULT 0,
     is_run_zero             BOOL INTEGER NOT NULL DEFAULT 0, -- run 1 began without a reset: 0 means it too
-    spec_path               TEXT                        -- the workflow file that it was made from, absolute
+    spec_path               TEXT,                       -- the workflow file that it was made from, absolute
+    watcher                 JSON TEXT                   -- who watches it, until, and what was counted
 );
 CREATE INDEX workflow_by_name ON workflow (name);
 CREATE INDEX workflow_by_user ON workflow (user);
@@ -5756,6 +5758,7 @@ ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
 """,
     10: """
 ALTER TABLE scheduled_compute_node ADD COLUMN reason TEXT;
+ALTER TABLE workflow ADD COLUMN watcher JSON TEXT;
 """,
 }
 
@@ -5889,7 +5892,7 @@ ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the fre
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
                              'is_system', 'is_run_zero', 'is_declared', 'submission', 'made_for', 'submitter',
-                             'submitter_until'])
+                             'submitter_until', 'watcher'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -6629,6 +6632,7 @@ class Service:
         self.allows_sql = self.allows_sql_writes = True     # ad-hoc SQL, and such that changes something
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
         self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
+        self.heard = {}                     # type: Dict[int, float]  # node -> when it last renewed its lease
         self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
         self.wants = {}                     # type: Dict[int, Values]  # node -> its last request for work
         # Ids of the workflows whose updates are wanted; anything with `in`.
@@ -7173,7 +7177,7 @@ def release_sets(context: Context, workflow_id: int, set_ids: Ids) -> List[Tuple
     run_by_ids(context, f'UPDATE job SET status = {READY} WHERE id IN', ready)
     run_by_ids(context, f'UPDATE job SET status = {CANCELED} WHERE id IN', canceled)
     announce_canceled(context, workflow_id, canceled)
-    count_trigger(context, workflow_id, 'on_jobs_ready', ready)
+    count_trigger(context, workflow_id, 'on_jobs_ready', ready + canceled)     # no action waits for ever
     return [(job_id, CANCELED) for job_id in canceled]
 
 
@@ -7192,6 +7196,19 @@ def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Ids
                      ((count, action_id) for action_id, count in counts.items()))
 
 
+def uncount_trigger(context: Context, trigger: str, job_ids: Ids) -> None:
+    """Take back what count_trigger() has noted: these jobs are not ready, or have not ended, after all.
+
+    An action that was executed stays so.
+    """
+    gates = rows_by_ids(context, 'SELECT action_id, job_id FROM action_job CROSS JOIN workflow_action action '
+                                 f"ON action.id = action_id WHERE trigger_type = '{trigger}' "
+                                 'AND executed = 0 AND is_counted = 1 AND job_id IN', job_ids)
+    context.run_many('UPDATE action_job SET is_counted = 0 WHERE action_id = ? AND job_id = ?', gates)
+    context.run_many('UPDATE workflow_action SET trigger_count = trigger_count - 1 WHERE id = ?',
+                     ((action_id,) for action_id, _ in gates))
+
+
 def expect_completion(context: Context, workflow_id: int) -> None:
     """The workflow has something to do again: what is due at its completion is due no longer."""
     context.run('UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? '
@@ -7201,24 +7218,59 @@ def expect_completion(context: Context, workflow_id: int) -> None:
 IS_GATED = f"trigger_type IN {JOB_TRIGGERS}"      # a tuple of texts is written as in SQL
 
 
+def has_work(context: Context, action: Values) -> bool:
+    """Whether a job is left that allocations of an action could run.
+
+    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
+    that is bound to none, or to one that no action submits (any more, after a recovery).
+    """
+    workflow_id = int(action['workflow_id'])
+    undone = f'workflow_id = {workflow_id} AND status IN {sql_list(NOT_DONE)}'
+    mine = action['action_config'].get('scheduler_id')
+    if action['trigger_type'] == 'on_jobs_ready':
+        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
+    else:
+        found = context.select('workflow_action', "WHERE workflow_id = ? AND action_type = 'schedule_nodes'",
+                               (workflow_id,))
+        submitted = {each['action_config'].get('scheduler_id') or 0 for each in found}
+        other = ('kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL '
+                 f'OR scheduler_id NOT IN {sql_list(submitted)})')
+    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
+    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
+                       (mine,)) is not None
+
+
 def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
     """At an initialize: recovery actions go, the others are to be executed again, counted anew from the jobs.
 
-    In a partial run what has been done stays done: on_workflow_start, job triggers whose jobs have all
-    finished, and on_workflow_complete if there is nothing to run.
+    In a partial run what has been done stays done.
     """
     context.run('DELETE FROM workflow_action WHERE workflow_id = ? AND is_recovery = 1', (workflow_id,))
     recount_actions(context, workflow_id, '1')
-    kept = '0'
-    if is_partial:
-        kept = (f"trigger_type = 'on_workflow_start' OR {IS_GATED} AND NOT EXISTS "
-                '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
-                f'WHERE action_id = workflow_action.id AND status NOT IN {sql_list(FINISHED)})')
-        kept += " OR trigger_type = 'on_workflow_complete'" if is_complete(context, workflow_id) else ''
+    kept = find_kept_actions(context, workflow_id) if is_partial else []
+    again = f'workflow_id = ? AND id NOT IN {sql_list(kept)}'
     context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
-                f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
+                f'is_reported = 0, failure = NULL WHERE {again}', (workflow_id,))
     context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action '
-                'WHERE workflow_id = ? AND executed = 0)', (workflow_id,))
+                f'WHERE {again})', (workflow_id,))
+
+
+def find_kept_actions(context: Context, workflow_id: int) -> List[int]:
+    """The actions that a partial run does not repeat.
+
+    Of commands, those of on_workflow_start, of jobs that have all finished, and, if there is nothing to run,
+    of on_workflow_complete. Of allocations, those that no job is left for.
+    """
+    done = (f"trigger_type = 'on_workflow_start' OR {IS_GATED} AND NOT EXISTS "
+            '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
+            f'WHERE action_id = workflow_action.id AND status NOT IN {sql_list(FINISHED)})')
+    if is_complete(context, workflow_id):
+        done += " OR trigger_type = 'on_workflow_complete'"
+    commands = context.ids("SELECT id FROM workflow_action WHERE workflow_id = ? "
+                           f"AND action_type = 'run_commands' AND ({done})", (workflow_id,))
+    schedules = context.select('workflow_action', "WHERE workflow_id = ? AND action_type = 'schedule_nodes'",
+                               (workflow_id,))
+    return commands + [action['id'] for action in schedules if not has_work(context, action)]
 
 
 def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
@@ -8396,8 +8448,11 @@ def refuse_archived(state: WorkflowState) -> None:
 
 
 def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
-                    clear_ephemeral_user_data: bool = True) -> Values:
-    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them."""
+                    clear_ephemeral_user_data: bool = True, keeps_undecided: bool = False) -> Values:
+    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them.
+
+    With `keeps_undecided` pending_failed ones stay so.
+    """
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not only_uninitialized:
@@ -8407,7 +8462,8 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
     context.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(context, workflow_id)
     if only_uninitialized:
-        uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
+        if not keeps_undecided:
+            uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     else:
         cancel_open_attempts(context, ids_of_jobs(context, workflow_id, OPEN_ATTEMPT))
@@ -9212,8 +9268,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
         if job is None:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
                           f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
-    if attempt_id != job.attempt_id:
-        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    job = believe_attempt(context, state, job, attempt_id, end)
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
     if job.status not in OPEN and not was_canceled:
         raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
@@ -9294,7 +9349,8 @@ def record_unwritten_data(context: Context, state: WorkflowState, job: JobState)
 
 def is_same_end(known: Tuple[int, int], end: Values) -> bool:
     """Whether the end of an attempt, as known by return code and status, is this very one."""
-    return known[0] == end['return_code'] and known[1] in (STATUS_CODES[end['status']], CANCELED)
+    status = STATUS_CODES[end['status']]    # one that was to be decided about may have been
+    return known[0] == end['return_code'] and (known[1] in (status, CANCELED) or status == PENDING_FAILED)
 
 
 def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Values) -> str:
@@ -9387,8 +9443,8 @@ def reverse_or_settle(context: Context, job: JobState, code: int) -> None:
     recount_sets(context, job.workflow_id)
     sets = context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job.id,))
     settle(context, job.workflow_id, release_sets(context, job.workflow_id, sets))
-    if STATUSES[code].is_finished:
-        count_trigger(context, job.workflow_id, 'on_jobs_complete', [job.id])
+    for trigger in JOB_TRIGGERS if STATUSES[code].is_finished else ():
+        count_trigger(context, job.workflow_id, trigger, [job.id])
 
 
 def return_claims(context: Context, job_ids: Ids) -> None:
@@ -9420,7 +9476,19 @@ def assume_interrupted(context: Context, state: WorkflowState, job: JobState, re
 
 def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
                  node_id: Optional[int], start_time: Optional[str] = None) -> Optional[JobState]:
-    """Undo the assumed end of an attempt: it runs. None if it ended otherwise, or a later one may run."""
+    """An attempt is back: it runs. None if it ended otherwise than was assumed, or a later one may run."""
+    job = undo_assumed_end(context, state, job, attempt_id, node_id, start_time)
+    if job is not None:
+        record_event(context, state.id, {
+            'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
+            'run_id': state.run_id, 'attempt_id': attempt_id, 'compute_node_id': job.compute_node_id,
+            'message': f'Job {job.name}: attempt {attempt_id}, lost with its compute node, is back with it'})
+    return job
+
+
+def undo_assumed_end(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
+                     node_id: Optional[int], start_time: Optional[str] = None) -> Optional[JobState]:
+    """Let an attempt run whose end was only assumed. None if it ended otherwise, or a later one may run."""
     is_last = job.status == FAILED if attempt_id == job.attempt_id else \
         job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
     row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? '
@@ -9429,16 +9497,13 @@ def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_
         return None
     node_id = node_id or row[1]
     context.run('DELETE FROM result WHERE id = ?', row[:1])
-    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, compute_node_id = ?, '
+    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, '
+                'compute_node_id = (SELECT id FROM compute_node WHERE id = ?), '     # unless it was deleted
                 "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
                 (attempt_id, start_time, node_id, attempt_id, job.id))
     if not state.is_canceled:
         wait_again(context, [job.id])
     expect_completion(context, state.id)
-    record_event(context, state.id, {
-        'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
-        'run_id': state.run_id, 'attempt_id': attempt_id, 'compute_node_id': node_id,
-        'message': f'Job {job.name}: attempt {attempt_id}, lost with its compute node, is back with it'})
     return job_state(context, job.id)
 
 
@@ -9449,15 +9514,64 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
+        uncount_trigger(context, 'on_jobs_complete', job_ids)
         rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
         sets = sorted({row[0] for row in rows})
         run_by_ids(context, RECOUNT + 'id IN', sets)
-        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN',
-                   sets)
+        ready = [row[0] for row in rows_by_ids(
+            context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
+        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
+        uncount_trigger(context, 'on_jobs_ready', ready)
         job_ids = [row[0] for row in rows_by_ids(
             context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
             f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
+
+
+# -------- attempts that this database knows nothing of --------
+#
+# A server may come back with an older copy of its database: a snapshot, after a disk was lost. Its runners,
+# and their journals, know of attempts that began after the copy was made. In a database that has forgotten
+# nothing an attempt that runs, or has ended, is either held by its node or has a result, and none is later
+# than its job's: so what is neither is believed, as long as no other node holds the job.
+
+def believe_attempt(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
+                    end: Values) -> JobState:
+    """The job, at the attempt of an end: the known one; or a later one, if that is open, or lost.
+
+    Refused for an earlier one; and also for a later one unless `is_witnessed`: by a runner, which knows.
+    """
+    node_id = end.get('compute_node_id')
+    if attempt_id == job.attempt_id:
+        return job
+    if attempt_id < job.attempt_id or not end.get('is_witnessed'):
+        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    if job.status == FAILED:
+        job = recover_lost(context, state, job, job.attempt_id, node_id) or job
+    if job.status not in OPEN:
+        raise Refused(f'job {job.id} has no attempt {attempt_id}: the last one is {job.attempt_id}, and '
+                      f'it is {STATUS_NAMES[job.status]}')
+    refuse_other_holder(context, job, node_id)
+    context.run('UPDATE job SET attempt_id = ? WHERE id = ?', (attempt_id, job.id))
+    record_event(context, state.id, {
+        'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
+        'run_id': state.run_id, 'attempt_id': attempt_id,
+        'message': f'Job {job.name}: its runner knows attempt {attempt_id}, and this database, an older copy '
+                   f'of itself, only attempt {job.attempt_id}'}, 'warning')
+    return job_state(context, job.id)
+
+
+def believe_start(context: Context, state: WorkflowState, job: JobState, start: Cells, node_id: int) -> None:
+    """A runner runs an attempt of a job that waits by the records: nobody else has it, so it is believed."""
+    job_id, attempt_id, start_time = start
+    has_result = 'SELECT 1 FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?'
+    if job.status not in (BLOCKED, READY) or attempt_id < job.attempt_id or job.has_results and context.one(
+            has_result, (job_id, state.run_id, attempt_id)):
+        return
+    job = believe_attempt(context, state, job, attempt_id, {'compute_node_id': node_id, 'is_witnessed': True})
+    note_unclaimed(context, job)
+    context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ?',
+                (start_time, node_id, job_id))
 
 
 # -------- why a job failed, or does not run --------
@@ -9971,21 +10085,6 @@ def execute_schedule(context: Context, action: Values, settings: Values, count: 
                               count, action['id'])
 
 
-def has_work(context: Context, action: Values) -> bool:
-    """Whether a job is left that allocations of an action could run.
-
-    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
-    that is bound to none.
-    """
-    undone = f"workflow_id = {int(action['workflow_id'])} AND status IN {sql_list(NOT_DONE)}"
-    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
-    other = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL)'
-    if action['trigger_type'] == 'on_jobs_ready':
-        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
-    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
-                       (action['action_config'].get('scheduler_id'),)) is not None
-
-
 def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, settings: Values, count: int,
                        action_id: Optional[int]) -> List[int]:
     """Rows of allocations that are to be submitted together; their ids."""
@@ -10044,7 +10143,8 @@ def report_submissions(context: Context, workflow_id: int, body: Values) -> Valu
             if found is None or found[0] == 'canceled' or found[1] not in (0, number):
                 surplus.append(number)
                 continue
-            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '')
+            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '',
+                            submitted_at=context.now())
             context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, submission = ?, '
                         'submitter = NULL WHERE id = ?', (number, format_json(settings), row['id']))
         elif found and found[1] == 0 and found[4] == body['submitter']:
@@ -10164,7 +10264,8 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
                          (workflow_id, slurm_job_id, scheduler.get('scheduler_id')))
     if record is None:
         return {'scheduler': dict(scheduler, scheduler_id=None)}
-    context.update('scheduled_compute_node', record[0], {'scheduler_id': slurm_job_id, 'status': 'active'})
+    context.update('scheduled_compute_node', record[0], {'scheduler_id': slurm_job_id, 'status': 'active',
+                                                         'reason': None})
     return {'scheduler': dict(scheduler, scheduler_id=record[0]), 'scheduler_config_id': record[1]}
 
 
@@ -10192,9 +10293,32 @@ def leave_allocation(context: Context, node: Values) -> None:
     scheduler, workflow_id = known_scheduler(node), node['workflow_id']
     slurm_job_id = scheduler.get('slurm_job_id')
     if slurm_job_id and not active_nodes_of(context, workflow_id, slurm_job_id):
-        context.run("UPDATE scheduled_compute_node SET status = 'complete' WHERE workflow_id = ? "
-                    "AND scheduler_type = 'slurm' AND scheduler_id = ? AND status = 'active'",
-                    (workflow_id, slurm_job_id))
+        for record in records_of(context, workflow_id, slurm_job_id):
+            if record['status'] == 'active':
+                set_allocation_status(context, record, 'complete',
+                                      f"its last runner (compute node {node['id']}) has left")
+
+
+def records_of(context: Context, workflow_id: int, slurm_job_id: int) -> List[Values]:
+    """The records of a Slurm job that is not known to be over: one, as a rule."""
+    return context.select('scheduled_compute_node', "WHERE workflow_id = ? AND scheduler_type = 'slurm' "
+                          "AND scheduler_id = ? AND status IN ('pending', 'active')",
+                          (workflow_id, slurm_job_id))
+
+
+def set_allocation_status(context: Context, record: Values, status: str, reason: str) -> None:
+    """An allocation is in another status now, for a reason: one sentence with its evidence."""
+    context.update('scheduled_compute_node', record['id'], {'status': status, 'reason': reason})
+    note_allocation_status(context, record, status, reason)
+
+
+def note_allocation_status(context: Context, record: Values, status: str, reason: str) -> None:
+    """Keep it among the workflow's events."""
+    named = f"Slurm job {record['scheduler_id']}" if record['scheduler_id'] > 0 else 'not submitted'
+    record_event(context, record['workflow_id'], {
+        'category': 'scheduler', 'event_type': f'allocation_{status}',
+        'scheduled_compute_node_id': record['id'], 'slurm_job_id': record['scheduler_id'],
+        'message': f"Allocation {record['id']} ({named}) is {status}: {reason}"})
 
 
 NODE_EVENTS = {     # type of the event -> what it says of the node
@@ -10210,10 +10334,10 @@ def announce_node(context: Context, event_type: str, node_id: int) -> Values:
     return node
 
 
-def end_node(context: Context, node_id: int) -> None:
-    """An active node has ended without saying so: report it, and release what it held."""
+def end_node(context: Context, node_id: int, why: str = '') -> None:
+    """An active node has ended without saying so: report it, and release what it held. See release_node."""
     announce_node(context, 'compute_node_stopped', node_id)
-    release_node(context, node_id)
+    release_node(context, node_id, why)
 
 
 def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
@@ -10256,35 +10380,45 @@ def delete_compute_nodes(context: Context, workflow_id: int) -> Values:
     return {'count': len(nodes)}
 
 
-def release_node(context: Context, node_id: int) -> None:
-    """Release what a lost node held: claims are ready, running jobs failed, unreported actions due."""
+def release_node(context: Context, node_id: int, why: str = '') -> None:
+    """Release what a lost node held: claims are ready, running jobs failed, unreported actions due.
+
+    `why` it is lost, with the evidence, goes to the reasons of their results.
+    """
     workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.leases.pop(node_id, None)
+    context.service.heard.pop(node_id, None)
     context.service.turns.pop(node_id, None)
     context.service.wants.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
-    state = workflow_state(context, workflow_id)
+    state, why = workflow_state(context, workflow_id), f': {why}' if why else ''
     for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
                               (node_id,)):
         # It may have started, and the report been lost: what runs from now on is another attempt.
         job = job_state(context, job_id)
-        reason = f'compute node {node_id} ({host}), which had claimed it, went away'
+        reason = f'compute node {node_id} ({host}), which had claimed it, went away{why}'
         assume_interrupted(context, state, job, reason)
         begin_next_attempt(context, state, job)
-    for job_id, start_time in context.rows('SELECT id, start_time FROM job WHERE compute_node_id = ? '
-                                           f'AND status = {RUNNING}', (node_id,)):
-        spent_s = context.now() - parse_time(start_time) if start_time else 0.0
-        record_end(context, state, {
-            'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
-            'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time,
-            'reason': f'compute node {node_id} ({host}), which ran it, went away'})
+    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}',
+                              (node_id,)):
+        reason = f'compute node {node_id} ({host}), which ran it, went away{why}'
+        assume_failed(context, state, job_id, reason)
         record_event(context, workflow_id, {
             'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
-            'message': f'Job {job_id} was running on node {node_id}, which went away'}, 'warning')
+            'message': f'Job {job_id} was running on node {node_id}, which went away{why}'}, 'warning')
     note_if_complete(context, workflow_id)
+
+
+def assume_failed(context: Context, state: WorkflowState, job_id: int, reason: str) -> None:
+    """A running job has lost its runner: how it ended is not known."""
+    start_time = context.value('SELECT start_time FROM job WHERE id = ?', (job_id,))
+    spent_s = context.now() - parse_time(start_time) if start_time else 0.0
+    record_end(context, state, {
+        'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
+        'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
 
 
 def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
@@ -10325,7 +10459,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     state = context.state
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
-    renew_lease(context, workflow_id, node_id, body.get('lease_s'))
+    renew_lease(context, workflow_id, node_id, body)
     refuse_obsolete(context, node_id, body.get('turn'))
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
               'revoked_actions': []}     # type: Values
@@ -10377,16 +10511,20 @@ def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
     return any(context.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
 
 
-def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
+def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) -> None:
     """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere."""
-    row = context.one('SELECT is_active, lease_s FROM compute_node WHERE id = ? AND workflow_id = ?',
-                      (node_id, workflow_id))
-    if row is None:
-        raise NotFound(f'workflow {workflow_id} has no compute node {node_id}')
+    row = context.one('SELECT is_active, lease_s, pid, identity FROM compute_node '
+                      'WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
+    lease_s, identity = body.get('lease_s'), body.get('identity')
+    is_other = row is not None and identity and (body.get('pid'), identity) != row[2:]
+    if row is None or is_other:     # in an older copy of a database ids are given once more
+        raise Refused(f'workflow {workflow_id} has no compute node {node_id}: it was deleted, or this is an '
+                      'older copy of the database; register a new one', gone=True)
     if not row[0]:
         raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one',
                       gone=True)
     if lease_s is not None:
+        context.service.heard[node_id] = context.service.clock()
         context.service.leases[node_id] = context.service.clock() + lease_s
         if row[1] != lease_s:
             context.run('UPDATE compute_node SET lease_s = ? WHERE id = ?', (lease_s, node_id))
@@ -10450,8 +10588,9 @@ def record_start(context: Context, state: WorkflowState, node_id: int, start: Ce
         return
     if (job.compute_node_id, job.attempt_id) == (node_id, attempt_id):
         mark_started(context, job_id, node_id, start_time)
-    elif job.workflow_id == state.id:
-        recover_lost(context, state, job, attempt_id, node_id, start_time)
+    elif job.workflow_id == state.id and not recover_lost(context, state, job, attempt_id, node_id,
+                                                          start_time):
+        believe_start(context, state, job, start, node_id)
 
 
 def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Values,
@@ -10460,16 +10599,23 @@ def record_reported_end(context: Context, state: WorkflowState, node_id: int, en
     try:
         check_final(end['status'])
         times = times_by_id(end.get('file_times') or {})
-        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
+        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id,
+                                                 is_witnessed=True))
     except TorcError as error:
         answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'],
                                  'message': error.message})
         return
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
-    if end.get('file_times'):
+    record_outputs(context, state, end['job_id'], times, status)
+
+
+def record_outputs(context: Context, state: WorkflowState, job_id: int, times: FileTimes,
+                   status: str) -> None:
+    """The times of the files that an attempt has left."""
+    if times:
         store_file_times(context, state.id, times)
         if status == 'completed':
-            note_job_outputs(context, state, job_state(context, end['job_id']))
+            note_job_outputs(context, state, job_state(context, job_id))
 
 
 def record_action_end(context: Context, workflow_id: int, node_id: int, result: Values) -> None:
@@ -11121,6 +11267,17 @@ def update_row(context: Context, resource: str, row_id: int, body: Values) -> Va
         context.update(resource, row_id, values)
     except sqlite3.IntegrityError as error:
         raise explain_integrity_error(error, resource, values) from None
+    return read_row(context, resource, row_id)
+
+
+def update_scheduled_compute_node(context: Context, resource: str, row_id: int, body: Values) -> Values:
+    """Change the record of an allocation; another status than before is an event, and has its own reason."""
+    before = read_row(context, resource, row_id)
+    record = update_row(context, resource, row_id, body)
+    if record['status'] != before['status']:
+        reason = body.get('reason')
+        context.update(resource, row_id, {'reason': reason})
+        note_allocation_status(context, record, record['status'], reason or 'a client has said so')
     return read_row(context, resource, row_id)
 
 
@@ -11810,6 +11967,512 @@ def list_admin_audit_log(context: Context, offset: int = 0, limit: int = MAX_LIS
 # sacct(1), journals of runners), and each verb takes it in whole or not at all, in one transaction. Whatever
 # it sets gets a reason, one sentence with its evidence. A second call with the same evidence changes nothing.
 
+# -------- allocations for the jobs that are left --------
+
+def get_demand(context: Context, workflow_id: int) -> Values:
+    """What new allocations are planned from, as of one moment.
+
+    That is the dependency graph with the state and class of each job, the classes, and the allocations that
+    are queued or run.
+    """
+    state, graph = workflow_state(context, workflow_id), get_dependency_graph(context, workflow_id)
+    jobs = context.rows('SELECT status, kind_id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
+    columns = ('id', 'scheduler_id', 'has_labels', 'requirements_id', 'name', 'num_cpus', 'memory_bytes',
+               'num_gpus', 'num_nodes', 'runtime_s')
+    kinds = context.rows(
+        'SELECT kind.id, kind.scheduler_id, kind.labels IS NOT NULL, needs.id, needs.'
+        f"{', needs.'.join(columns[4:])} FROM job_kind kind "
+        'JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
+        'WHERE kind.workflow_id = ? ORDER BY kind.id', (workflow_id,))
+    return dict(graph, run_id=state.run_id, newest_scheduler_id=newest_scheduler(context, workflow_id),
+                statuses=[STATUS_NAMES[status] for status, _ in jobs], kind_ids=[row[1] for row in jobs],
+                kinds=[dict(zip(columns, row), has_labels=bool(row[2])) for row in kinds],
+                allocations=describe_allocations(context, workflow_id,
+                                                 describe_runners(context, workflow_id)))
+
+
+def newest_scheduler(context: Context, workflow_id: int) -> int:
+    """The highest id of a workflow's Slurm schedulers; 0 if it has none."""
+    return context.value('SELECT ifnull(max(id), 0) FROM slurm_scheduler WHERE workflow_id = ?',
+                         (workflow_id,))
+
+
+def store_allocations(context: Context, workflow_id: int, body: Values) -> Values:
+    """Store planned schedulers, bind jobs to them, and make the actions that submit their allocations.
+
+    Actions that would submit others for the same jobs are taken. With a `submission`, a SubmissionRequest,
+    the allocations that are due are handed out at once, as by take_submissions. Conflict if the workflow has
+    other schedulers, or another run, than those that were known when the plan was made.
+    """
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    known = state.run_id, newest_scheduler(context, workflow_id)
+    if (body['run_id'], body['newest_scheduler_id']) != known:
+        raise Conflict(f'workflow {workflow_id} was begun anew, or got other schedulers, while these were '
+                       'planned: nothing was changed; see what it has now, and repeat the command')
+    taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
+    scheduler_ids, due = [], []     # type: List[int], List[Values]
+    for planned in body['schedulers']:
+        values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
+        scheduler = create_row(context, 'slurm_scheduler', values)
+        scheduler_ids.append(scheduler['id'])
+        bind_jobs(context, workflow_id, planned['job_ids'], scheduler['id'] if planned['is_bound'] else None)
+        for stage in planned['stages']:
+            gates = stage.get('job_ids')
+            action = create_workflow_action(context, workflow_id, {
+                'trigger_type': 'on_jobs_ready' if gates else 'on_workflow_start', 'job_ids': gates,
+                'action_type': 'schedule_nodes', 'is_recovery': True, 'action_config': {
+                    'scheduler_type': 'slurm', 'scheduler_id': scheduler['id'],
+                    'num_allocations': stage['num_allocations']}})
+            due += [] if gates else [{'action_id': action['id']}]
+    record_event(context, workflow_id, {
+        'category': 'scheduler', 'action': 'regenerate', 'scheduler_ids': scheduler_ids,
+        'message': f'{len(scheduler_ids)} schedulers were planned for the jobs that are left; {taken} '
+                   'actions that would submit allocations for them, too, were taken'})
+    answer = {'allocations': [], 'submitters': [], 'idle_actions': []}  # type: Values
+    if body.get('submission'):
+        answer = take_submissions(context, workflow_id, dict(body['submission'], actions=due))
+    return dict(answer, scheduler_ids=scheduler_ids, taken=taken)
+
+
+def take_for_good(context: Context, workflow_id: int, action_id: int) -> int:
+    """Take an action that is not to be carried out before the next initialize; 1 if nobody had it."""
+    return context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = NULL, '
+                       'is_reported = 1 WHERE id = ? AND workflow_id = ? AND executed = 0',
+                       (context.time, action_id, workflow_id))
+
+
+def bind_jobs(context: Context, workflow_id: int, job_ids: Ids, scheduler_id: Optional[int]) -> None:
+    """Bind jobs to a Slurm scheduler, or to none."""
+    check_owned(context, 'job', workflow_id, job_ids)
+    members = collections.defaultdict(list)     # type: Dict[int, List[int]]
+    for job_id, kind_id in rows_by_ids(context, 'SELECT id, kind_id FROM job WHERE id IN', job_ids):
+        members[kind_id].append(job_id)
+    for kind_id, bound in members.items():
+        requirements, priority, labels = context.one(
+            'SELECT resource_requirements_id, priority, labels FROM job_kind WHERE id = ?', (kind_id,))
+        parts = requirements, priority, scheduler_id, json.loads(labels) if labels else None
+        run_by_ids(context, f'UPDATE job SET kind_id = {int(find_job_class(context, workflow_id, parts))} '
+                            'WHERE id IN', bound)
+
+
+# -------- journals --------
+
+def replay_completions(context: Context, workflow_id: int, body: Values) -> Values:
+    """Take in completions from the journals of runners: each is accepted, known, or rejected with a reason.
+
+    What follows from one is what would have followed had it come in time. It counts also for a job that was
+    taken for lost, as long as no later attempt has begun.
+    """
+    accepted, rejected = [], []     # type: List[List[int]], List[Values]
+    database_id = context.value('SELECT id FROM identity')
+    for entry in body['completions']:
+        key = [entry['job_id'], entry['result'].get('attempt_id') or 1]     # 1: Torc's default
+        try:
+            with context.savepoint():
+                check_journaled(context, entry, body['run_id'], database_id)
+                if replay_completion(context, context.state, key, entry):
+                    accepted.append(key)
+        except TorcError as error:
+            rejected.append({'job_id': key[0], 'attempt_id': key[1], 'message': error.message})
+    if accepted:
+        backfill_results(context, context.state.run_id, [job_id for job_id, _ in accepted])
+        note_if_complete(context, workflow_id)
+        record_event(context, workflow_id, {
+            'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
+            'message': f'{len(accepted)} completions were taken in from journals of runners'})
+    return {'accepted': accepted, 'known': len(body['completions']) - len(accepted) - len(rejected),
+            'rejected': rejected}
+
+
+def check_journaled(context: Context, entry: Values, run_id: int, database_id: str) -> None:
+    """Refuse what is of another run, workflow, database or job, by all that its runner has noted."""
+    details = entry.get('torc_py') or {}
+    if details.get('database_id') not in (None, database_id):
+        raise Refused("it is of a workflow with the same id in another database, and not of this server's")
+    if entry['run_id'] != run_id:
+        raise Refused(f"it is of run {entry['run_id']}, and not of run {run_id}")
+    check_run(context.state, run_id)
+    # An older copy of a database does not know the node, or knows another one by its id.
+    check_result(context, dict(entry['result'], compute_node_id=None), job_id=entry['job_id'],
+                 workflow_id=context.state.id, status=entry['status'], run_id=entry['run_id'])
+    name, known = details.get('job_name'), job_state(context, entry['job_id']).name
+    if name not in (None, known):
+        raise Refused(printable(f"job {entry['job_id']} is {known!r} here, and {name!r} in the journal"))
+
+
+def replay_completion(context: Context, state: WorkflowState, key: List[int], entry: Values) -> bool:
+    """Take in one completion with its details. False if it is known."""
+    details, result = entry.get('torc_py') or {}, entry['result']
+    known = context.one('SELECT return_code, status FROM result WHERE job_id = ? AND run_id = ? '
+                        'AND attempt_id = ?', (key[0], state.run_id, key[1]))
+    if known and is_same_end(known, result):
+        return False
+    times = times_by_id(details.get('file_times') or {})
+    status = record_end(context, state, dict({**details, **result}, attempt_id=key[1], is_witnessed=True))
+    record_outputs(context, state, key[0], times, status)
+    note_contents(context, state.id, details.get('contents') or ())
+    if details.get('accounting'):
+        record_accounts(context, state, [dict(details['accounting'], job_id=key[0], attempt_id=key[1])])
+    return True
+
+
+# -------- failed jobs that run again --------
+
+RECOVERABLE = (FAILED, TERMINATED, CANCELED, PENDING_FAILED)
+
+
+def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
+    """Correct requirements, reset jobs, begin a new run and initialize it, with one event for all of it.
+
+    `run_id` is the run that the caller has looked at: where it is over, somebody else was first. With `files`
+    (present file times) what changed runs again, too. Jobs whose failure is undecided stay so. A dry run
+    allows for jobs and allocations that are only to be cleaned up.
+    """
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    if body['run_id'] != state.run_id:
+        raise Refused(f"run {body['run_id']} of workflow {workflow_id} is over, the current one is "
+                      f'{state.run_id}: somebody else has recovered it, or begun it anew')
+    if not dry_run:
+        refuse_runners(context, workflow_id)
+        refuse_allocations(context, workflow_id)
+    reset, times = sorted(set(body['reset'])), times_by_id(body.get('files') or {})
+    check_recoverable(context, workflow_id, reset, (*RECOVERABLE, *ACTIVE) if dry_run else RECOVERABLE)
+    check_owned(context, 'file', workflow_id, times)
+    with context.savepoint(keeps=not dry_run):
+        suffix = f'run{state.run_id + 1}'
+        changed = [correct_requirements(context, workflow_id, row, suffix) for row in body['requirements']]
+        reasons = find_outdated(context, workflow_id, times, {})
+        store_file_times(context, workflow_id, times)
+        uninitialize(context, [*reset, *reasons])
+        begin_run(context, workflow_id)
+        initialize_jobs(context, workflow_id, only_uninitialized=True, keeps_undecided=True)
+        run_id = state.run_id + 1
+        record_event(context, workflow_id, dict(body.get('event') or {}, **{
+            'category': 'recovery', 'action': 'recover', 'run_id': run_id, 'user': context.caller,
+            'reset_job_ids': reset, 'requirements': changed, 'workflow_id': workflow_id,
+            'message': f'Recovered workflow {workflow_id}: {len(reset)} jobs run again, as run {run_id}'}))
+        to_run = ids_of_jobs(context, workflow_id, f'status IN ({READY}, {BLOCKED}) ORDER BY id')
+    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', list(reasons)))
+    return {'workflow_id': workflow_id, 'run_id': run_id, 'reset_count': len(reset), 'to_run': to_run,
+            'requirements': changed, 'changed': [
+                {'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
+                for job_id, reason in sorted(reasons.items())]}
+
+
+def refuse_allocations(context: Context, workflow_id: int) -> None:
+    """Refuse while allocations wait or run: their runners would begin at once, and perhaps in the midst."""
+    count = context.value('SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? '
+                          "AND status IN ('pending', 'active')", (workflow_id,))
+    if count:
+        raise Refused(f'{count} allocations of workflow {workflow_id} wait or run: wait for their end, or '
+                      f'cancel it first (torc.py cancel {workflow_id})')
+
+
+def check_recoverable(context: Context, workflow_id: int, job_ids: Ids, statuses: Sequence[int]) -> None:
+    """Refuse jobs of other workflows, and those that did not end badly."""
+    check_owned(context, 'job', workflow_id, job_ids)
+    wrong = [(name, status) for name, status in rows_by_ids(context, 'SELECT name, status FROM job WHERE id '
+                                                            'IN', job_ids) if status not in statuses]
+    if wrong:
+        raise Refused(f'job {wrong[0][0]} is {STATUS_NAMES[wrong[0][1]]}: only failed, terminated, canceled '
+                      'and pending_failed ones are recovered')
+
+
+def correct_requirements(context: Context, workflow_id: int, row: Values, suffix: str) -> Values:
+    """Change requirements for some of the jobs that have them: in place if these are all, else in a copy."""
+    from_id, job_ids = row['from_id'], sorted(set(row['job_ids']))
+    check_owned(context, 'resource_requirements', workflow_id, [from_id])
+    fields = {key: row[key] for key in ('memory', 'runtime', 'num_cpus') if row.get(key) is not None}
+    kinds = context.ids('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ?',
+                        (workflow_id, from_id))
+    holders = [held[0] for held in rows_by_ids(context, 'SELECT id FROM job WHERE kind_id IN', kinds)]
+    strangers = sorted(set(job_ids) - set(holders))
+    if strangers:
+        raise Refused(f'job {strangers[0]} does not have resource requirements {from_id}')
+    if len(job_ids) == len(holders):
+        update_requirements(context, 'resource_requirements', from_id, fields)
+        return dict(fields, from_id=from_id, id=from_id, job_ids=job_ids)
+    current = get_row(context, 'resource_requirements', from_id)
+    values = {key: current[key] for key in ('num_cpus', 'num_gpus', 'num_nodes', 'memory', 'runtime')}
+    name = unused_name(context, workflow_id, f"{current['name']}_{suffix}")
+    new_id = create_requirements(context, 'resource_requirements', dict(
+        values, **fields, workflow_id=workflow_id, name=name))['id']
+    for kind in (get_row(context, 'job_kind', kind_id) for kind_id in kinds):
+        new_kind = find_job_class(context, workflow_id, (new_id, kind['priority'], kind.get('scheduler_id'),
+                                                         kind.get('labels')))
+        run_by_ids(context, f"UPDATE job SET kind_id = {new_kind} WHERE kind_id = {kind['id']} AND id IN",
+                   job_ids)
+    return dict(fields, from_id=from_id, id=new_id, job_ids=job_ids)
+
+
+def unused_name(context: Context, workflow_id: int, name: str) -> str:
+    """A name for resource requirements that none have: this one, or with a number."""
+    taken = set(context.ids('SELECT name FROM resource_requirements WHERE workflow_id = ?', (workflow_id,)))
+    numbered = (f'{name}_{number}' for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
+
+
+def classify_jobs(context: Context, workflow_id: int, body: Values) -> Values:
+    """Decide about failures that wait for a decision: another attempt, perhaps with more, or failed."""
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    retried, failed = [], []    # type: List[int], List[int]
+    for row in body['classifications']:
+        check_owned(context, 'job', workflow_id, [row['job_id']])
+        job = job_state(context, row['job_id'])
+        if job.status != PENDING_FAILED:
+            raise Refused(f'job {job.id} ({job.name}) is {STATUS_NAMES[job.status]}: only the failure of a '
+                          'pending_failed one is to be decided')
+        if row['action'] not in ('retry', 'fail'):
+            raise Refused(f"action is {printable(row['action'])!r}: retry or fail", field='action')
+        (retried if row['action'] == 'retry' else failed).append(job.id)
+        decide_about(context, state, job, row)
+    note_if_complete(context, workflow_id)
+    return {'workflow_id': workflow_id, 'retried': retried, 'failed': failed}
+
+
+def decide_about(context: Context, state: WorkflowState, job: JobState, row: Values) -> None:
+    """Carry out one decision about a pending_failed job, and keep its reason."""
+    known = context.one('SELECT id, return_code, reason FROM result WHERE job_id = ? AND is_current = 1',
+                        (job.id,)) or (0, 1, None)
+    is_retry = row['action'] == 'retry'
+    decision = f"{'to be retried' if is_retry else 'failed'}, says {context.caller}: {row['reason']}"
+    if is_retry:
+        if state.is_canceled:
+            raise Refused(f'workflow {state.id} is canceled: its jobs are not retried')
+        needs = get_row(context, 'job_view', job.id)['resource_requirements_id']
+        if row.get('memory') or row.get('runtime'):
+            correct_requirements(context, state.id, dict(row, from_id=needs, job_ids=[job.id]),
+                                 f'job{job.id}')
+        context.run(f'UPDATE result SET status = {FAILED} WHERE id = ?', (known[0],))
+        begin_next_attempt(context, state, job)
+    else:
+        decide_failure(context, state, job, {'status': 'failed', 'return_code': known[1]})
+    reason = '; '.join(filter(None, (known[2], decision)))[:MAX_REASON_CHARACTERS]
+    context.run('UPDATE result SET reason = ? WHERE id = ?', (reason, known[0]))
+    record_event(context, state.id, {
+        'category': 'recovery', 'action': 'classify', 'job_id': job.id, 'job_name': job.name,
+        'decision': row['action'], 'reason': row['reason'], 'user': context.caller, 'run_id': state.run_id,
+        'message': f'Job {job.name}: {decision}'})
+
+
+# -------- who watches a workflow --------
+#
+# One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
+# has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
+# run that somebody else has begun begins the count anew.
+
+def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
+    """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
+
+    Another one does until it leaves, its `lease_s` is over, or the caller knows that it has ended (`ended`).
+    """
+    state, now = workflow_state(context, workflow_id), context.now()
+    watcher = json.loads(context.value('SELECT watcher FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
+    holder = watcher.get('process')
+    if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
+        return {'granted': False, 'process': holder, 'until': watcher['until']}
+    runs = watcher.get('recovered_runs', [])
+    runs = [] if runs and state.run_id > runs[-1] + 1 else runs
+    if body.get('recovers') and state.run_id not in runs:
+        runs = runs + [state.run_id]
+    watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
+               'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
+               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
+    context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
+                (None if body.get('is_over') else format_json(watcher), workflow_id))
+    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
+    return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
+            'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
+            'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
+            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
+            'status': get_workflow_status(context, workflow_id)}
+
+
+UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
+    'lacks': '', 'no_runner': '', 'busy': 'AND origin IS NOT NULL', 'late': 'AND origin IS NOT NULL'}
+
+
+def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
+    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come.
+
+    Those of retries and spawns are among them if only runners at work could take them, which were planned
+    without them. What an allocation in the queue can take is planned.
+    """
+    runners = describe_runners(context, workflow_id)
+    places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
+    to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
+                           "AND action_type = 'schedule_nodes' AND executed = 0 AND failure IS NULL "
+                           f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
+    configs = [json.loads(config) for _, config in to_come]
+    schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
+    gated = set(context.ids('SELECT job_id FROM action_job WHERE action_id IN '
+                            f'{sql_list(action_id for action_id, _ in to_come)}'))
+    soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
+    found = []  # type: List[int]
+    for kind in (Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))):
+        is_planned = any(not find_lacks(kind, place.offer, place.by) for place in soon)
+        code = '' if is_planned else explain_kind(kind, places)[0]
+        if kind.labels or kind.scheduler_id in schedulers or code not in UNPLANNED_REASONS:
+            continue
+        job_ids = context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} '
+                              f'{UNPLANNED_REASONS[code]} ORDER BY id', (kind.id,))
+        found += [job_id for job_id in job_ids if job_id not in gated]
+    return {'job_ids': sorted(found), 'count': len(found)}
+
+
+
+# -------- allocations that are gone --------
+
+# For so long after the end of a Slurm job its processes may have been at work (KillWait is 30 s as a rule,
+# slurm.conf(5)), and the clocks of the caller and of Slurm's controller may differ.
+END_MARGIN_S = 60.0
+UNHELD = (f'workflow_id = ? AND status = {RUNNING} AND CASE (SELECT is_active FROM compute_node WHERE '
+          'id = job.compute_node_id) WHEN 1 THEN 0 WHEN 0 THEN 1 ELSE NOT EXISTS '
+          '(SELECT 1 FROM compute_node node WHERE node.workflow_id = job.workflow_id AND is_active = 1) END')
+
+
+def survey_allocations(context: Context, workflow_id: int) -> Values:
+    """What there is to ask Slurm about: pending and active allocations, and Slurm jobs of active nodes.
+
+    Also the processes of the active nodes that have a lease.
+    """
+    rows = context.rows(
+        "SELECT id, scheduler_id, status, submission FROM scheduled_compute_node WHERE workflow_id = ? "
+        "AND scheduler_type = 'slurm' AND status IN ('pending', 'active') ORDER BY id", (workflow_id,))
+    allocations = []
+    for record_id, slurm_job_id, status, text in rows:
+        settings = json.loads(text) if text else {}
+        submitted_at = settings.get('submitted_at')
+        allocations.append({'id': record_id, 'slurm_job_id': slurm_job_id, 'status': status,
+                            'cluster': settings.get('cluster') or '',
+                            'age_s': submitted_at and max(0.0, context.now() - submitted_at)})
+    known = {row['slurm_job_id'] for row in allocations}
+    nodes = context.rows('SELECT id, hostname, pid, identity FROM compute_node WHERE workflow_id = ? '
+                         'AND is_active = 1 AND lease_s IS NOT NULL ORDER BY id', (workflow_id,))
+    active = slurm_jobs_of_nodes(context, workflow_id)
+    others = {int(active[row[0]]) for row in nodes if active.get(row[0], '').isdigit()} - known
+    allocations += [{'id': 0, 'slurm_job_id': number, 'status': 'active', 'cluster': '', 'age_s': None}
+                    for number in sorted(others)]
+    return {'allocations': allocations, 'user': context.value('SELECT user FROM workflow WHERE id = ?',
+                                                              (workflow_id,)),
+            'nodes': [dict(zip(('compute_node_id', 'hostname', 'pid', 'identity'), row)) for row in nodes]}
+
+
+def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values:
+    """Take in which allocations are gone, or were put back into the queue, and which runners are dead.
+
+    Then running jobs that no active node holds have failed. `is_dry_run`: only tell what would be done.
+    """
+    state, service = workflow_state(context, workflow_id), context.service
+    before = [(known, dict(known)) for known in (service.leases, service.heard, service.turns, service.wants)]
+    found = {'slurm_jobs_failed': 0, 'pending_allocations_cleaned': 0, 'running_jobs_failed': 0,
+             'compute_nodes_deactivated': 0, 'failed_job_details': [], 'jobs_requeued': 0,
+             'requeued_job_details': [], 'allocations': [], 'doubts': []}   # type: Values
+    is_dry_run = bool(body.get('is_dry_run'))
+    with context.savepoint(keeps=not is_dry_run):
+        for seen in body['allocations']:
+            sync_allocation(context, state, seen, found)
+        dead = {row['compute_node_id']: row['reason'] for row in body.get('dead_nodes') or ()}
+        for node_id, lease_s in context.rows('SELECT id, lease_s FROM compute_node WHERE workflow_id = ? '
+                                             'AND is_active = 1 AND lease_s IS NOT NULL', (workflow_id,)):
+            if service.clock() > service.leases.get(node_id, math.inf):
+                dead.setdefault(node_id, f'nothing was heard of it for {lease_s:.0f} s, its lease')
+            if node_id in dead:
+                take_node(context, node_id, {'reason': dead[node_id]}, found)
+        for job_id, name in context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id',
+                                         (workflow_id,)):
+            reason = 'no active compute node runs it'
+            assume_failed(context, state, job_id, reason)
+            note_lost_job(found, 'running_jobs_failed', (job_id, name), {'reason': reason})
+        note_if_complete(context, workflow_id)
+    if is_dry_run:
+        for known, values in before:
+            known.clear()
+            known.update(values)
+    return found
+
+
+def sync_allocation(context: Context, state: WorkflowState, seen: Values, found: Values) -> None:
+    """Take in what Slurm says of one of its jobs, unless a runner in it has contradicted that."""
+    slurm_job_id = seen['slurm_job_id']
+    nodes = [node_id for node_id, _ in active_nodes_of(context, state.id, slurm_job_id)]
+    doubts = list(filter(None, (doubt_end(context, node_id, seen) for node_id in nodes)))
+    if doubts:
+        found['doubts'].append(f"{seen['reason']}, but {doubts[0]}")
+        return
+    for node_id in nodes:
+        take_node(context, node_id, seen, found)
+    status = 'pending' if seen.get('is_queued') else 'complete'
+    for record in records_of(context, state.id, slurm_job_id):
+        if record['status'] == status:
+            continue
+        if seen.get('is_interrupted'):
+            requeue_assumed(context, state, seen, found)
+        found['pending_allocations_cleaned'] += record['status'] == 'pending'
+        set_allocation_status(context, record, status, seen['reason'])
+        found['allocations'].append({
+            'scheduled_compute_node_id': record['id'], 'slurm_job_id': slurm_job_id, 'status': status,
+            'previous_status': record['status'], 'reason': seen['reason']})
+
+
+def doubt_end(context: Context, node_id: int, seen: Values) -> str:
+    """Why the runner of a node may live although its Slurm job is said to be over; '' if nothing says so.
+
+    A node that was cut off from Slurm runs on what Slurm starts again elsewhere. Times that have gone by are
+    compared, each by one clock. A server that has just begun has heard of nobody: then Slurm's word counts.
+    """
+    heard_at = context.service.heard.get(node_id)
+    lease_s = context.value('SELECT lease_s FROM compute_node WHERE id = ?', (node_id,))
+    if heard_at is None or lease_s is None:
+        return ''
+    silent_s, ended_s = context.service.clock() - heard_at, seen.get('ended_s')
+    # without an end: longer than a living runner ever pauses
+    limit_s = lease_s / 2 if ended_s is None else ended_s - END_MARGIN_S
+    if silent_s >= min(limit_s, lease_s):
+        return ''
+    return (f'compute node {node_id} has reported {silent_s:.0f} s ago: left alone until it has been silent '
+            f'for {lease_s if ended_s is not None else lease_s / 2:.0f} s')
+
+
+def take_node(context: Context, node_id: int, seen: Values, found: Values) -> None:
+    """An active node is gone: its jobs have failed, or are ready again if it was only interrupted."""
+    jobs = context.rows('SELECT id, name, status FROM job WHERE compute_node_id = ? '
+                        f'AND status IN ({PENDING}, {RUNNING}) ORDER BY id', (node_id,))
+    if seen.get('is_interrupted'):
+        interrupt_jobs(context, node_id, seen['reason'])
+    end_node(context, node_id, seen['reason'])
+    found['compute_nodes_deactivated'] += 1
+    failed = 'slurm_jobs_failed' if 'slurm_job_id' in seen else 'running_jobs_failed'
+    for *job, status in jobs:
+        is_failed = status == RUNNING and not seen.get('is_interrupted')
+        note_lost_job(found, failed if is_failed else 'jobs_requeued', job, seen)
+
+
+def note_lost_job(found: Values, count: str, job: Cells, seen: Values) -> None:
+    """Count a job that was lost, and tell which."""
+    details = found['requeued_job_details' if count == 'jobs_requeued' else 'failed_job_details']
+    details.append({'job_id': job[0], 'job_name': job[1], 'reason': seen['reason'],
+                    'slurm_job_id': seen.get('slurm_job_id')})
+    found[count] += 1
+
+
+def requeue_assumed(context: Context, state: WorkflowState, seen: Values, found: Values) -> None:
+    """Jobs whose leases ended before it was known that their allocation was interrupted: ready after all."""
+    number = str(seen['slurm_job_id'])
+    nodes = [node_id for node_id, slurm_job in slurm_jobs_of_nodes(context, state.id).items()
+             if slurm_job == number]
+    lost = (f'SELECT job_id, attempt_id FROM result WHERE run_id = {state.run_id} AND {ASSUMED} '
+            f'AND status = {FAILED} AND compute_node_id IN')
+    for job_id, attempt_id in rows_by_ids(context, lost, nodes):
+        job = undo_assumed_end(context, state, job_state(context, job_id), attempt_id, None)
+        if job is not None:
+            assume_interrupted(context, state, job, seen['reason'])
+            begin_next_attempt(context, state, job)
+            note_lost_job(found, 'jobs_requeued', (job.id, job.name), seen)
+
 
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
@@ -11844,6 +12507,10 @@ MODELS = {
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
     'CheckChangesResponse': 'changed:[@ChangedJob]! downstream_jobs:[@ChangedJob]!',
     'ClaimActionRequest': 'compute_node_id:int',
+    'Classification': 'job_id:int! action:str! reason:str! memory:str runtime:str',
+    'ClassifyJobsRequest': 'classifications:[@Classification]!',
+    'ClassifyJobsResponse': 'failed:[int]! retried:[int]! workflow_id:int!',
+    'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:int runtime:str',
     'ClaimActionResponse': 'action_id:int! success:bool',
     'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
     'ClaimNextJobsResponse': 'jobs:[@JobModel]',
@@ -11866,6 +12533,11 @@ MODELS = {
     'DeleteCountResponse': 'count:int!',
     'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
     'DeletedUserData': 'deleted_count:int! message:str!',
+    'DemandKind': 'id:int! scheduler_id:int has_labels:bool! requirements_id:int! name:str! num_cpus:int! '
+        'memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
+    'DemandResponse': 'allocations:[@WaitingAllocation]! job_ids:[int]! job_names:[str]! kind_ids:[int]! '
+        'kinds:[@DemandKind]! newest_scheduler_id:int! run_id:int! set_numbers:[int]! sets:[[int]]! '
+        'statuses:[@JobStatus]!',
     'DependencyGraph': 'job_ids:[int]! job_names:[str]! set_numbers:[int]! sets:[[int]]!',
     'DynamicJobsConfig': 'max_iterations:int',
     'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
@@ -11903,6 +12575,10 @@ MODELS = {
     'JobUserDataRelationshipModel': 'consumer_job_id:int consumer_job_name:str producer_job_id:int '
         'producer_job_name:str user_data_id:int! user_data_name:str! workflow_id:int!',
     'JobsModel': 'jobs:[@JobModel]!',
+    'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
+        'torc_py:@JournaledDetails',
+    'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
+        'contents:[content] accounting:?RunnerAccount job_name:str database_id:str',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'ListJobIdsResponse': 'count:int! job_ids:[int]!',
     'ListMissingUserDataResponse': 'user_data:[int]!',
@@ -11916,8 +12592,14 @@ MODELS = {
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] '
         'persistent:bool',
     'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
+    'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:object '
+        'files:{float?}',
+    'RecoverJobsResponse': 'changed:[@ChangedJob]! requirements:[@CorrectedRequirements]! reset_count:int! '
+        'run_id:int! to_run:[int]! workflow_id:int!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
+    'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]!',
+    'ReplayResponse': 'accepted:[attempt]! known:int! rejected:[@RunnerError]!',
     'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
         'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
@@ -11942,7 +12624,8 @@ MODELS = {
         'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
-    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
+    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
+        'completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
         'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
         'held_actions:[int] turn:int submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
@@ -11957,7 +12640,7 @@ MODELS = {
     'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str '
         'scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
-        'status:str! workflow_id:int!',
+        'status:str! workflow_id:int! reason:str',
     'SecondsSpan': 'count:int! max_seconds:int! median_seconds:int! min_seconds:int!',
     'SetFileTimesRequest': 'files:{float?}! contents:[content]',
     'SetFileTimesResponse': 'count:int!',
@@ -11973,6 +12656,12 @@ MODELS = {
         'name:name! priority:int resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
+    'StoreAllocationsRequest': 'newest_scheduler_id:int! run_id:int! schedulers:[@StoredScheduler]! '
+        'submission:@SubmissionRequest taken:[int]!',
+    'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
+        'submitters:[str]! taken:int!',
+    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! stages:[@StoredStage]!',
+    'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
     'ScheduledAction': 'action_id:int! count:ordinal',
     'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
@@ -11983,6 +12672,18 @@ MODELS = {
     'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
         'scheduler_config_id:int count:ordinal ended:[str]',
     'SubmissionResponse': 'allocations:[@SubmissionModel]! submitters:[str]! idle_actions:[int]!',
+    'SurveyedAllocation': 'id:int! slurm_job_id:int! status:str! cluster:str! age_s:float',
+    'SurveyedNode': 'compute_node_id:int! hostname:str! pid:int! identity:str',
+    'SurveyResponse': 'allocations:[@SurveyedAllocation]! nodes:[@SurveyedNode]! user:str!',
+    'SeenAllocation': 'slurm_job_id:int! reason:str! is_queued:bool is_interrupted:bool ended_s:float',
+    'DeadNode': 'compute_node_id:int! reason:str!',
+    'LostJob': 'job_id:int! job_name:str! reason:str! slurm_job_id:int',
+    'SyncedAllocation': 'scheduled_compute_node_id:int! slurm_job_id:int! status:str! previous_status:str! '
+        'reason:str!',
+    'SyncRequest': 'allocations:[@SeenAllocation]! dead_nodes:[@DeadNode] is_dry_run:bool',
+    'SyncResponse': 'slurm_jobs_failed:int! pending_allocations_cleaned:int! running_jobs_failed:int! '
+        'compute_nodes_deactivated:int! failed_job_details:[@LostJob]! jobs_requeued:int! '
+        'requeued_job_details:[@LostJob]! allocations:[@SyncedAllocation]! doubts:[str]!',
     'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int '
         'status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
@@ -12004,6 +12705,11 @@ MODELS = {
     'WaitingRunner': 'compute_node_id:int! compute_node_type:str! hostname:str! '
         'labels:[str]! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int! num_nodes:int! '
         'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
+    'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
+        'schedules:bool',
+    'WatchResponse': 'began_at:float granted:bool! has_scheduler:bool is_begun:bool is_recovered:bool '
+        'now:float process:any recoveries:int run_id:int scheduled_at:float status:@WorkflowStatusResponse '
+        'until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
@@ -12477,6 +13183,7 @@ ROUTES = (
              query='limit:int labels:str'),
     route_to('POST', 'batch_complete_jobs', batch_complete_jobs, '@BatchCompleteJobsResponse',
              body='BatchCompleteJobsRequest'),
+    route_to('POST', 'replay_completions', replay_completions, '@ReplayResponse', body='ReplayRequest'),
     route_to('POST', 'runner_sync', runner_sync, '@RunnerSyncResponse', body='RunnerSyncRequest'),
 
     route_to('POST', '/jobs', create_job, '@JobModel', body='JobModel'),
@@ -12541,10 +13248,21 @@ ROUTES = (
     *usual_routes('slurm_scheduler', 'slurm_schedulers'),
     *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
-                  'scheduler_id:int scheduler_config_id:int status:str'),
+                  'scheduler_id:int scheduler_config_id:int status:str',
+                  update={'verb': update_scheduled_compute_node}),
     route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
     route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
              body='SubmissionReport'),
+    route_to('GET', 'demand', get_demand, '@DemandResponse'),
+    route_to('POST', 'store_allocations', store_allocations, '@StoreAllocationsResponse',
+             body='StoreAllocationsRequest'),
+    route_to('POST', 'recover_jobs', recover_jobs, '@RecoverJobsResponse', body='RecoverJobsRequest',
+             query='dry_run:bool'),
+    route_to('POST', 'classify_jobs', classify_jobs, '@ClassifyJobsResponse', body='ClassifyJobsRequest'),
+    route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
+    route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
+    route_to('POST', 'watch', watch_workflow, '@WatchResponse', body='WatchRequest'),
+    route_to('GET', 'unplanned_jobs', list_unplanned_jobs, '@ListJobIdsResponse'),
 
     route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
     route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
@@ -12613,7 +13331,7 @@ TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 't
 # Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
 # tells of them or their jobs, and the start of another.
 ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
-                           'reset_job_status', 'reset_status', 'status'))
+                           'recover_jobs', 'reset_job_status', 'reset_status', 'status', 'watch'))
 
 
 def is_about_runners(path: str) -> bool:
@@ -12623,7 +13341,8 @@ def is_about_runners(path: str) -> bool:
 
 def body_limit(path: str) -> int:
     """How many bytes the body of a request to this path may have."""
-    return MAX_BULK_BODY_BYTES if path in BULK_PATHS or path.endswith('/apply_spec') else MAX_BODY_BYTES
+    is_bulk = path in BULK_PATHS or path.endswith(('/apply_spec', '/recover_jobs'))
+    return MAX_BULK_BODY_BYTES if is_bulk else MAX_BODY_BYTES
 
 
 @functools.lru_cache(maxsize=None)
@@ -14253,6 +14972,7 @@ def read_fingerprint(path: str) -> str:
 #     for.
 #   * An error of a connection closes that connection, and nothing else.
 
+BUSY_S = 0.1                        # a server that did not listen for longer allows clients as much more
 CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
 DRAIN_S = 2.0                       # to read on after a refusal: a close would destroy it (RFC 9112, 9.6)
 RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
@@ -14531,6 +15251,12 @@ class Connections:
         """Read again after a pause."""
         connection.state, connection.deadline = READING, math.inf
         self.watch(connection, selectors.EVENT_READ)
+
+    def extend_deadlines(self, more_s: float) -> None:
+        """Allow all clients more time: nobody listened to them."""
+        for connection in self.timed:
+            connection.deadline += more_s
+        self.sweep_at += more_s
 
     def on_clock(self, now: float) -> None:
         """Act on the deadlines that have passed, and listen again when it is time."""
@@ -16068,6 +16794,7 @@ class Server:
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
         self.clocks = read_clocks()             # when this turn began
+        self.listened_at = time.monotonic()
         self.wake_reader, self.wake_writer = socket.socketpair()
         self.selector = selectors.DefaultSelector()
         for sock in (listener, self.wake_reader, self.wake_writer):
@@ -16143,7 +16870,9 @@ class Server:
     def turn(self) -> None:
         """Wait for something, read it, answer what is complete."""
         wait_s = self.wait_s()
+        self.make_up_time()
         ready = self.selector.select(wait_s)
+        self.listened_at = time.monotonic()
         self.look_at_clocks(math.inf if wait_s is None else wait_s)
         self.traffic.begin_turn()
         for key, mask in ready:
@@ -16154,6 +16883,7 @@ class Server:
         self.long.begin()
         if self.complete or self.backlog:
             self.answer_complete()
+        self.make_up_time()
         self.on_clock(time.monotonic())
         if self.long.has_store and (self.service.updates or self.streams.feeds.changed):
             self.streams.feeds.add_updates(self.service.take_updates())     # committed since the last time
@@ -16164,6 +16894,12 @@ class Server:
         if self.has_grown and not any(connection.unsent for connection in self.connections.all):
             self.has_grown = False
             give_memory_back()
+
+    def make_up_time(self) -> None:
+        """What clients have sent while this server was busy with others is not late."""
+        busy_s, self.listened_at = time.monotonic() - self.listened_at, time.monotonic()
+        if busy_s > BUSY_S:
+            self.connections.extend_deadlines(busy_s)
 
     def look_at_clocks(self, planned_s: float) -> None:
         """Renew all leases if no runner could reach us: this process or machine was stopped or busy.
@@ -20748,6 +21484,15 @@ class HpcConfig(Row):
     accounts: Dict[str, str] = {}       # by profile; '' for all
     notes: Sequence[str] = ()           # files that could not be read here
     is_strict: bool = False             # runners in allocations take no jobs of other schedulers
+    drains: bool = True                 # jobs go on while the server is away
+    ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests to it then
+
+
+CLIENT_SETTINGS = {     # fields of HpcConfig -> where they stand, and how they are read
+    'is_strict': ('client.slurm.strict_scheduler_match', read_bool),
+    'drains': ('client.offline.enabled', read_bool),
+    'ping_interval_s': ('client.offline.drain_ping_interval_secs', functools.partial(read_integer, least=1)),
+}
 
 
 def config_files(environment: Any = os.environ) -> List[str]:
@@ -20760,8 +21505,8 @@ def config_files(environment: Any = os.environ) -> List[str]:
 
 
 def read_config(environment: Any = os.environ) -> HpcConfig:
-    """Clusters and accounts that the user's configuration files name."""
-    profiles, accounts, notes, is_strict = {}, {}, [], False
+    """Clusters and accounts that the user's configuration files name, and how runners are to work."""
+    profiles, accounts, notes, settings = {}, {}, [], {}
     for path in config_files(environment):
         if path.endswith('.toml') and tomllib is None:
             other = os.path.join(environment.get('XDG_CONFIG_HOME') or '~/.config', 'torc', 'config.yaml')
@@ -20770,25 +21515,30 @@ def read_config(environment: Any = os.environ) -> HpcConfig:
         try:
             with open(path, 'rb') as file:
                 value = read_document(file.read(), path).value
-            found, strict = read_hpc_config(value), read_strict_match(value)
+            found = read_hpc_config(value)
+            settings.update(read_client_settings(value))
         except OSError as error:
             raise BadInput(f'cannot read {path}: {error.strerror}') from None
         except ValueError as error:
             raise BadInput(f'{path}: {error}') from None
         profiles.update(found.profiles)
         accounts.update(found.accounts)
-        is_strict = is_strict if strict is None else strict
-    return HpcConfig(profiles, accounts, notes, is_strict)
+    return HpcConfig(profiles, accounts, notes, **settings)
 
 
-def read_strict_match(value: Any) -> Optional[bool]:
-    """client.slurm.strict_scheduler_match of one file; None if it does not say. ValueErrors name the key."""
-    for key in ('client', 'slurm', 'strict_scheduler_match'):
-        value = value.get(key) if isinstance(value, dict) else None
-    if value not in (None, True, False):
-        raise ValueError('client.slurm.strict_scheduler_match must be true or false, '
-                         f'not {show_value(value)}')
-    return value
+def read_client_settings(value: Any) -> Dict[str, Any]:
+    """What one file says of CLIENT_SETTINGS. ValueErrors name the key."""
+    settings = {}
+    for field, (path, read) in CLIENT_SETTINGS.items():
+        found = value
+        for key in path.split('.'):
+            found = found.get(key) if isinstance(found, dict) else None
+        try:
+            if found is not None:
+                settings[field] = read(found)
+        except ValueError as error:
+            raise ValueError(f'{path} {error}') from None
+    return settings
 
 
 def read_hpc_config(value: Any) -> HpcConfig:
@@ -22273,8 +23023,9 @@ def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], Lis
         lines = [line for line in reply.err.splitlines() if line.strip()]
         if reply.code and not (lines and all(ENDED_JOB.search(line) for line in lines)):
             return [], [f'scancel: {explain_reply(reply)}']
+    end = {'status': 'canceled', 'reason': f'{user_name()} has canceled the workflow'}
     for row in rows:
-        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+        client.call('update_scheduled_compute_node', end, id=row['id'])
     return numbers, []
 
 
@@ -22917,6 +23668,238 @@ class StepUsage:
 # A journal has one writer, a runner, and Torc's table, so that either program reads the other's. It may lie
 # on a network file system: no write-ahead log, synchronous=FULL, and every end is committed before it counts
 # as kept. Nothing here deletes a journal or a row of it.
+#
+# A row is keyed by its job, as in Torc, so that a later attempt replaces an earlier one. Its payload is an
+# entry of the body of batch_complete_jobs; what that has no place for stands beside it, under 'torc_py'.
+
+JOURNAL_DIRECTORY = 'offline_journal'   # in the output directory
+JOURNAL_SCHEMA = """CREATE TABLE IF NOT EXISTS journaled_completions (
+    job_id       INTEGER PRIMARY KEY,
+    run_id       INTEGER NOT NULL,
+    status       INTEGER NOT NULL,
+    payload      TEXT NOT NULL,         -- JSON
+    journaled_at INTEGER NOT NULL       -- seconds since the epoch
+)"""
+JOURNAL_BUSY_S = 5.0        # so long a reader may hold it
+JOURNAL_FIGURES = ('attempt_id', 'return_code', 'exec_time_minutes', 'completion_time', 'peak_memory_bytes',
+                   'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')  # of a completion, in `result`
+JOURNAL_ADDITIONS = ('reason', 'retry', 'max_retries', 'interrupted', 'file_times',     # ... under 'torc_py'
+                     'accounting',      # a row of slurm_stats
+                     'job_name', 'database_id')     # ids mean something else in another database
+# Beside Torc's: the runner that writes, and when it left, having waited in vain (seconds since the epoch).
+RUNNER_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_runner (
+    compute_node_id INTEGER PRIMARY KEY,
+    hostname        TEXT,
+    pid             INTEGER,
+    identity        TEXT,
+    left_at         INTEGER
+)"""
+
+
+def journal_path(output_dir: str, workflow_id: int, run_id: int, label: str) -> str:
+    """Where a runner keeps its journal, as in Torc; `label` tells it from the other runners of the run."""
+    name = f'offline_results_wf{workflow_id}_r{run_id}_{label}.db'
+    return os.path.join(output_dir, JOURNAL_DIRECTORY, name)
+
+
+def format_journal_entry(completion: Dict[str, Any], workflow_id: int, run_id: int,
+                         node_id: int) -> Dict[str, Any]:
+    """A completion, as a turn of a runner carries it -> the payload of a row."""
+    names = {'job_id': completion['job_id'], 'status': completion['status'], 'run_id': run_id}
+    figures = {name: completion[name] for name in JOURNAL_FIGURES if name in completion}
+    more = {name: completion[name] for name in JOURNAL_ADDITIONS if completion.get(name) not in (None, False)}
+    return {**names, 'result': {**names, 'workflow_id': workflow_id, 'compute_node_id': node_id, **figures},
+            'torc_py': more}
+
+
+def parse_journal_entry(entry: Any) -> Dict[str, Any]:
+    """The payload of a row, also of Torc's -> its completion with run_id, workflow_id and compute_node_id.
+
+    ValueError if it is none.
+    """
+    result = entry.get('result') if isinstance(entry, dict) else None
+    more = entry.get('torc_py') or {} if isinstance(entry, dict) else {}
+    if not isinstance(result, dict) or not isinstance(more, dict):
+        raise ValueError('no completion')
+    for name in ('job_id', 'status', 'run_id'):
+        if result.get(name) is None or result[name] != entry.get(name):
+            raise ValueError(f'{name} of the completion and of its result differ, or are missing')
+    kept = {name: more[name] for name in JOURNAL_ADDITIONS if name in more}
+    return {'retry': False, **{name: value for name, value in result.items() if value is not None}, **kept}
+
+
+def new_journal_path(path: str) -> str:
+    """Make an empty journal for its user alone, under a path that no other runner uses. OSError, or Denied.
+
+    A log of SQLite's that a removed one has left counts as its journal: it would be applied to the new one.
+    """
+    make_private_directory(os.path.dirname(path))
+    stem, suffix = os.path.splitext(path)
+    names = itertools.chain([path], (f'{stem}_{number}{suffix}' for number in itertools.count(2)))
+    for name in names:
+        with contextlib.suppress(FileExistsError):
+            if not os.path.lexists(name + '-journal'):
+                os.close(os.open(name, NEW_FILE, 0o600))
+                return name
+    raise AssertionError('the numbers have no end')
+
+
+class Journal:
+    """The journal of one runner, while it is written. Errors are sqlite3.Errors, OSErrors, or Denied."""
+
+    def __init__(self, path: str) -> None:
+        """Open it; what is missing is made, for its user alone."""
+        make_private_directory(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, NEW_FILE, 0o600))
+        self.path = path
+        self.connection = sqlite3.connect(path, JOURNAL_BUSY_S, isolation_level=None)
+        try:
+            # FULL: on disk before it counts. TRUNCATE, since the end of a transaction that removes its
+            # log (DELETE) is on disk only with the directory, which FULL does not wait for.
+            for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
+                self.connection.execute(f'PRAGMA {name} = {value}')
+            for statement in (JOURNAL_SCHEMA, RUNNER_SCHEMA):
+                self.connection.execute(statement)
+        except BaseException:
+            self.connection.close()
+            raise
+
+    def keep(self, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = ()) -> None:
+        """Keep entries, all or none: they are on disk when this returns. `runner`: a row of RUNNER_SCHEMA."""
+        now = int(time.time())
+        rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
+                for entry in entries]
+        self.connection.execute('BEGIN IMMEDIATE')
+        try:
+            self.connection.executemany('INSERT OR REPLACE INTO journaled_completions VALUES (?, ?, ?, ?, ?)',
+                                        rows)
+            if runner:
+                self.connection.execute('INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)', runner)
+            self.connection.execute('COMMIT')
+        except BaseException:
+            if self.connection.in_transaction:      # SQLite has not ended it by itself, as on a full disk
+                self.connection.execute('ROLLBACK')
+            raise
+
+    def close(self) -> None:
+        """Close it."""
+        self.connection.close()
+
+# -------- journals, found and read --------
+#
+# Whatever a crash, a full disk or another program has left: what is whole is read, what is not is named, and
+# nothing is ever written into a journal or beside it. To read it, SQLite would have to roll back what a
+# killed writer had begun, or to make files beside a write-ahead log (of Torc's runners): it gets a copy.
+
+LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose writer was killed
+MAX_JOURNAL_BYTES = 2 ** 30             # of a million completions
+COPY_TRIES = 5                          # of a journal that is written meanwhile
+SQLITE_HEAD = b'SQLite format 3\0'      # https://sqlite.org/fileformat2.html, section 1.3
+
+
+def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
+    """Paths of the journals of a run below a directory, sorted; and what could not be looked at, in words.
+
+    Links are not followed: what they lead to is below the directory anyway, or somebody else's.
+    """
+    first, last = os.path.basename(journal_path('', workflow_id, run_id, '*')).split('*')
+    found, problems, waiting = [], [], [base_dir]   # type: List[str], List[str], List[str]
+    while waiting:
+        directory = waiting.pop()
+        try:
+            with os.scandir(directory) as entries:
+                kinds = [(entry, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        except OSError as error:
+            problems.append(f'{directory} cannot be searched: {error.strerror}')
+            continue
+        waiting += [entry.path for entry, is_directory in kinds if is_directory]
+        for entry, is_directory in kinds:
+            if not is_directory and entry.name.startswith(first) and entry.name.endswith(last):
+                is_file = entry.is_file(follow_symlinks=False)
+                (found if is_file else problems).append(
+                    entry.path if is_file else f'{entry.path} is not a regular file: it was passed over')
+    return sorted(found), sorted(problems)
+
+
+def read_journal(path: str) -> Tuple[List[Dict[str, Any]], str]:
+    """Entries of a journal, as far as they are whole, and what is wrong with it in words, or ''."""
+    entries, faults = [], []    # type: List[Dict[str, Any]], List[str]
+    try:
+        with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
+            rows, fault = read_rows(copy_journal(path, os.path.join(directory, 'journal.db')))
+        faults += [fault] if fault else []
+    except (OSError, sqlite3.Error) as error:
+        return [], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+    for job_id, payload in rows:
+        try:
+            entry = check_model('', 'JournaledCompletion', parse_json(payload.decode('utf-8')))
+            if entry['job_id'] != job_id:
+                raise ValueError(f"it is of job {entry['job_id']}")
+            entries.append(entry)
+        except (AttributeError, ValueError, BadInput) as error:     # AttributeError: it is no text
+            faults.append(f'the row of job {job_id} is no completion: {error}')
+    more = f', and {len(faults) - 1} more such faults' if len(faults) > 1 else ''
+    return entries, f'{path}: {faults[0]}{more}' if faults else ''
+
+
+def look_at_journal(path: str) -> List[Tuple[int, ...]]:
+    """Size, time of change and inode of a journal and of what lies beside it; () for what is not there."""
+    looks = []  # type: List[Tuple[int, ...]]
+    for suffix in ('', *LEFT_BESIDE):
+        try:
+            found = os.lstat(path + suffix)
+            looks.append((found.st_size, found.st_mtime_ns, found.st_ino))
+        except FileNotFoundError:
+            looks.append(())
+    return looks
+
+
+def copy_journal(path: str, copy: str) -> str:
+    """Copy a journal with what lies beside it, all as of one moment. Path of the copy."""
+    for _ in range(COPY_TRIES):
+        before = look_at_journal(path)
+        for suffix, look in zip(('', *LEFT_BESIDE), before):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(copy + suffix)
+            if look or not suffix:
+                copy_part(path + suffix, copy + suffix)
+        if look_at_journal(path) == before:
+            break
+    return copy
+
+
+def copy_part(path: str, copy: str) -> None:
+    """Copy one file."""
+    with open(path, 'rb', opener=open_regular) as file, open(copy, 'wb') as target:
+        if os.fstat(file.fileno()).st_size > MAX_JOURNAL_BYTES:
+            raise OSError(errno.EFBIG, f'it is larger than {format_memory(MAX_JOURNAL_BYTES)}')
+        shutil.copyfileobj(file, target, 2 ** 20)
+
+
+def read_rows(copy: str) -> Tuple[List[Tuple[Any, Any]], str]:
+    """(job id, payload) of the rows of a copied journal that can be read, and what is wrong, or ''."""
+    with open(copy, 'rb') as file:
+        head = file.read(len(SQLITE_HEAD))
+    if head != SQLITE_HEAD:     # the writer of an empty one was killed before it had written anything
+        return [], 'it is no SQLite file' if head else ''
+    rows, fault = {}, ''    # type: Dict[Any, Any], str
+    with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+        connection.text_factory = bytes     # a damaged row need not be UTF-8
+        # Otherwise SQLite refuses a file that was cut off, whatever is left (lockBtree() in btree.c).
+        connection.execute('PRAGMA writable_schema = ON')
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        if (b'journaled_completions',) not in tables:
+            return [], 'it has no table journaled_completions: it is damaged, or of another program'
+        for order in ('ASC', 'DESC'):       # from both ends up to what is damaged
+            try:
+                for job_id, payload in connection.execute(
+                        f'SELECT job_id, payload FROM journaled_completions ORDER BY job_id {order}'):
+                    rows[job_id] = payload
+                break
+            except sqlite3.Error as error:
+                fault = str(error)
+    return sorted(rows.items()), fault and f'it is damaged ({fault}): {len(rows)} rows can be read'
 
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
@@ -22943,6 +23926,8 @@ RECONNECT_S = 1.0           # so long at a time an unreachable server is looked 
 MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
+KEEP_S = 20.0               # so long a file system may take for entries of the journal
+KEEP_PAUSE_S = 10.0         # between tries while they can be kept nowhere
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
@@ -22971,6 +23956,8 @@ class RunnerOptions(Row):
     is_subtask: bool = False    # one of several runners that a batch script has started, one on each node
     record_id: Optional[int] = None     # of the allocation, where its script says it
     is_strict: bool = False     # no jobs of other schedulers than that of the allocation
+    drains: bool = True         # jobs go on when the server is away for too long, and are stopped otherwise
+    ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests then
 
 
 class RunOutcome(Row):
@@ -23914,11 +24901,18 @@ class RunLog:
 # * LINK_STATES says what the link knows of the server. Only the link decides what follows from a request
 #   without an answer: children go on and are reaped, and nothing is started once the lease is over.
 # * Who starts something asks for the lease: when it is over, as after a suspension, others may have our jobs.
+#
+# When the server has been silent for the window (compute_node_wait_for_healthy_database_minutes, anew in each
+# outage) the link is offline: the page's offline drain. There is no lease then, so that nothing is claimed or
+# started, be it a job, a command of an action or a recovery script, and the server is asked now and then.
+# Whatever is not acknowledged is held in memory as before, and goes with the first request that is answered;
+# what is due starts then. OfflineDrain keeps it in a journal, too, in case that the runner ends before: it
+# then leaves without the server as soon as nothing runs here. See also Runner.has_drained.
 
 LINK_STATES = {     # what is known of the server -> what may follow
     'online': ('silent',),              # it has answered the last request, or none was sent yet
     'silent': ('online', 'offline'),    # it has not; it is asked again, at growing intervals
-    'offline': ('online',),             # ... for longer than the window, and no child is left to wait for
+    'offline': ('online',),             # ... for longer than the window: it is asked once in a ping interval
 }
 
 
@@ -24038,6 +25032,8 @@ class ServerLink:
         self.client = client
         self.node = node            # all that this runner has
         self.num_nodes = 1
+        # With the pid: which process this is, should the server be back as an older copy of its database.
+        self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.attempts = attempts    # those that are `reported` are to be sent
         self.pace = pace
         self.call = LinkOutlets()
@@ -24054,6 +25050,8 @@ class ServerLink:
         self.state = 'online'
         self.silent_since = 0.0     # monotonic; unless online
         self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
+        self.ping_interval_s = context.options.ping_interval_s
+        self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.end = math.inf         # monotonic; then no answer is waited for
         self.error = ''
         self.retry_s = RETRY_FIRST_S
@@ -24085,8 +25083,8 @@ class ServerLink:
 
     @property
     def has_lease(self) -> bool:
-        """Whether our lease runs. If not, as after a suspension, others may have our jobs."""
-        return read_clocks().running < self.lease_ends_at
+        """Whether something may start. If not, as after a suspension, others may have our jobs."""
+        return self.state != 'offline' and read_clocks().running < self.lease_ends_at
 
     @property
     def must_ask(self) -> bool:
@@ -24143,7 +25141,8 @@ class ServerLink:
                 self.on_no_answer(error)
                 if self.state == 'offline':
                     raise
-            if set(wait(self.retry_s)) - {signal.SIGCHLD}:
+            pause_s = min(self.retry_s, self.window_ends_at - time.monotonic())
+            if set(wait(max(0.0, pause_s))) - {signal.SIGCHLD}:
                 raise KeyboardInterrupt
         self.set_online()
 
@@ -24155,8 +25154,7 @@ class ServerLink:
                 'num_nodes': self.num_nodes,
                 'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
                 'compute_node_type': 'local', 'is_active': True, 'lease_s': self.pace.lease_s(),
-                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/'
-                            f'{read_pid_namespace()}'}
+                'identity': self.identity}
         end_time = context.end_time()
         if end_time is not None:
             body['end_time'] = format_time(end_time)
@@ -24207,6 +25205,8 @@ class ServerLink:
         context.log.write('Job runner completed', workflow_id=context.workflow_id, run_id=context.run_id,
                           compute_node_id=context.node_id, had_failures=str(had_failures).lower(),
                           had_terminations=str(had_terminations).lower())
+        if self.state == 'offline':     # its lease ends by itself
+            return
         body = {'is_active': False, **figures}
         try:
             deadline_s = max(RECONNECT_S, min(ANSWER_DEADLINE_S, self.end - time.monotonic()))
@@ -24218,12 +25218,16 @@ class ServerLink:
 
     def due(self) -> float:
         """When a request is to be sent, or its answer is overdue. The loop watches for the answer itself."""
+        window_ends_at = self.window_ends_at if self.state == 'silent' else math.inf
         if self.pending is not None:
-            return self.sent_at + ANSWER_DEADLINE_S
-        return 0.0 if self.must_ask else min(self.poll_at, self.report_at)
+            return min(self.sent_at + ANSWER_DEADLINE_S, window_ends_at)
+        return 0.0 if self.must_ask else min(self.poll_at, self.report_at, window_ends_at)
 
     def act(self, now: float) -> None:
         """Send one request if it is time, and take its answer in if it is there."""
+        self.look_at_window(now)
+        if self.is_quiet and not self.has_asked and now < self.end:
+            self.poll_now()     # a last time
         if self.must_ask or self.pending is None and now >= min(self.poll_at, self.report_at):
             self.begin()
         if self.pending is not None:
@@ -24236,20 +25240,22 @@ class ServerLink:
 
         The children need us: the answer is fetched when it is there.
         """
+        self.sent_at = now = time.monotonic()
         if self.is_released and not self.register_again():
             return
-        now, context = time.monotonic(), self.context
+        context = self.context
         self.is_poll = now >= self.poll_at
         self.is_doubtful = self.is_doubtful or not self.has_lease
         want = self.call.want() if self.has_lease else None
-        self.sent_at, self.report_at = now, math.inf
+        self.report_at = math.inf
         self.asks_survey = want is not None and not self.has_survey
         body = self.updates()
         self.turn += 1
         lease_s = self.pace.lease_s()
         self.promised_until = read_clocks().running + lease_s
         body.update(
-            compute_node_id=context.node_id, run_id=context.run_id, turn=self.turn, lease_s=lease_s,
+            compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),   # others may have its id
+            run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
             submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
         if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
@@ -24287,7 +25293,7 @@ class ServerLink:
                 raise
             self.is_released, self.poll_at = True, 0.0
             return
-        self.is_doubtful, self.retry_s = False, RETRY_FIRST_S
+        self.is_doubtful, self.retry_s, was_offline = False, RETRY_FIRST_S, self.state == 'offline'
         self.lease_ends_at = self.promised_until
         for name, items in self.sent.items():
             del getattr(self, name)[:len(items)]    # what came up meanwhile stays
@@ -24296,6 +25302,8 @@ class ServerLink:
         wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children())
         if wait_s is not None:
             self.poll_at = time.monotonic() + wait_s
+        if was_offline:     # this request wanted nothing
+            self.poll_now()
         if self.attempts.by_state['reported'] or self.contents or self.accounting:  # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
 
@@ -24347,22 +25355,188 @@ class ServerLink:
             self.error = again.message
         self.exempt_server()
         now = time.monotonic()
-        self.poll_at = now + self.retry_s
+        self.poll_at = now + (self.ping_interval_s if self.state == 'offline' else self.retry_s)
         if is_new:
             reason = self.error.partition('\n')[0]      # the rest says how to do without this server
             self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
-        waited_s = now - max(self.silent_since, self.pace.ended_at)
-        is_over = waited_s >= self.window_s and not self.call.has_children()
-        if self.state == 'silent' and (is_over or now >= self.end):
+        self.look_at_window(now)
+
+    @property
+    def window_ends_at(self) -> float:
+        """When a server that is silent has been so for too long (monotonic)."""
+        return min(self.silent_since + self.window_s, self.end)
+
+    def look_at_window(self, now: float) -> None:
+        """The page's offline drain begins when the window is over, or our own time."""
+        if self.state == 'silent' and now >= self.window_ends_at:
             self.change('offline')
-            self.context.log.write('Server unreachable past the retry window', 'error',
+            self.poll_at = now + self.ping_interval_s
+            self.context.log.write('Server unreachable past the retry window: entering offline-drain mode.',
+                                   'warning', running=self.attempts.count(*STARTED),
                                    unreported=self.attempts.count('reported'))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the server is away for too long, and no child is left."""
+        return self.state == 'offline' and not self.call.has_children()
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the server was asked in vain since the last job ended, or there is no time for it."""
+        return self.pending is None and (self.sent_at > self.pace.ended_at or time.monotonic() >= self.end)
 
     def exempt_server(self) -> None:
         """A server that was started through us has become our child, but it is no job's."""
         if self.client.servers_started != self.servers_exempt:
             self.servers_exempt = self.client.servers_started
             self.call.exempt_children()
+
+
+class OfflineDrain:
+    """Keeps completions on disk while the server is away, in case that this runner ends before it is back.
+
+    A part. Each write is an errand, so that no file system holds up the loop. Where the output directory
+    cannot be written to, or does not answer, a directory of this machine is used in its place, and if that
+    fails, too, memory must do until one of them can be. Nothing else depends on it: jobs never do.
+    """
+
+    def __init__(self, context: NodeContext, link: ServerLink, launcher: Launcher) -> None:
+        self.context = context
+        self.link = link
+        self.attempts = link.attempts
+        self.begin = launcher.begin
+        self.pid = os.getpid()
+        self.path = ''              # of the journal, as soon as there is one
+        self.is_local = False       # it is not, or will not be, in the output directory
+        self.errand = None          # type: Optional[Errand]
+        self.writing = {}           # type: Dict[Attempt, Tuple[str, bool]]  # what that writes, and
+        self.kept = {}              # type: Dict[Attempt, Tuple[str, bool]]  # ... what is in the journal
+        self.failures = 0           # in a row
+        self.retry_at = -math.inf   # monotonic; nothing is written before
+        self.is_last = False        # the runner ends: whatever is not acknowledged is kept
+
+    def unkept(self) -> Dict[Attempt, Tuple[str, bool]]:
+        """Completions to be written: state, and whether its row of slurm_stats is there. Both may follow."""
+        is_away = self.is_last or self.link.state == 'offline'
+        if not (is_away or self.kept):
+            return {}
+        accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
+        found = {attempt: (attempt.state, attempt.key in accounts)
+                 for attempt in self.attempts.of('recovering', 'reported') if is_away or attempt in self.kept}
+        return {attempt: seen for attempt, seen in found.items() if self.kept.get(attempt) != seen}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all is kept that can be kept now."""
+        return self.errand is None and (time.monotonic() < self.retry_at or not self.unkept())
+
+    def due(self) -> float:
+        """The next try, or the end of the patience with the last one."""
+        if self.errand is not None:
+            return self.errand.began + KEEP_S
+        return max(0.0, self.retry_at) if self.unkept() else math.inf
+
+    def act(self, now: float) -> None:
+        """See how the last write has ended; begin the next."""
+        if self.errand is not None:
+            self.look(now)
+        if self.kept and self.link.state == 'online':
+            self.kept = {attempt: seen for attempt, seen in self.kept.items()
+                         if ATTEMPT_STATES[attempt.state].next}
+        found = self.unkept() if self.errand is None and now >= self.retry_at else {}
+        if found:
+            self.writing = found
+            self.errand = self.begin(functools.partial(self.write, self.entries(found)))
+
+    def entries(self, attempts: Iterable[Attempt]) -> List[Dict[str, Any]]:
+        """Their completions, as the journal has them."""
+        context = self.context
+        accounts = {(row['job_id'], row['attempt_id']): row for row in self.link.accounting}
+        database_id = context.output.record.get('id')
+        return [format_journal_entry(dict(attempt.completion, accounting=accounts.get(attempt.key),
+                                          job_name=attempt.name, database_id=database_id),
+                                     context.workflow_id, context.run_id, context.node_id)
+                for attempt in attempts]
+
+    def write(self, entries: Sequence[Dict[str, Any]], left_at: Optional[int] = None) -> str:
+        """In an errand: keep entries, in a new journal if there is none; its path."""
+        with contextlib.suppress(AttributeError):   # not Linux
+            # What was begun is finished though the runner is killed.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        path = self.path or self.make_journal()
+        try:
+            with contextlib.closing(Journal(path)) as journal:
+                journal.keep(entries, (self.context.node_id, socket.gethostname(), self.pid, self.link.identity,
+                                       left_at))
+        except (OSError, sqlite3.Error):
+            for name in (path, path + '-journal') if not self.path else ():     # nothing is in it
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+            raise
+        return path
+
+    def make_journal(self) -> str:
+        """Make an empty journal; its path. OSError, or Denied."""
+        context, allocation = self.context, self.context.allocation
+        label = allocation.label(context.workflow_id) if allocation else socket.gethostname()
+        names = context.workflow_id, context.run_id, label
+        if self.is_local:
+            return new_journal_path(journal_path(tempfile.mkdtemp(prefix='torc-offline-'), *names))
+        with hold_top(context.output.path) as top:
+            path = journal_path(top.path, *names)
+            make_own_directory(JOURNAL_DIRECTORY, top.descriptor, 0o700)
+            with refuse_danger(HeldDirectory(os.path.dirname(path), top.descriptor, False), False):
+                return new_journal_path(path)
+
+    def look(self, now: float) -> None:
+        """How a write has ended. One that takes too long is killed, and its end not waited for."""
+        errand = self.errand
+        is_late = not errand.look() and now >= errand.began + KEEP_S
+        if is_late:
+            errand.kill()
+        if not (is_late or errand.look()):
+            return
+        self.errand = None
+        if errand.result:
+            self.on_kept(errand.result)
+        else:
+            self.on_failure(f'no answer within {KEEP_S:g} s' if is_late else errand.error, now)
+
+    def on_kept(self, path: str) -> None:
+        """Completions are on disk."""
+        if path != self.path:
+            level = 'warning' if self.is_local else 'info'
+            self.context.say(f'what ends while the server is away is kept in {path}', level)
+        self.path, self.failures = path, 0
+        for attempt in self.writing:
+            if attempt not in self.kept:
+                self.context.log.write('Journaled completion (offline)', **self.context.names(attempt),
+                                       status=attempt.completion['status'])
+        self.kept.update(self.writing)
+
+    def on_failure(self, reason: str, now: float) -> None:
+        """Nothing was kept there: all goes to the other place, into a new journal."""
+        directory = os.path.join(self.context.output.path, JOURNAL_DIRECTORY)
+        place = self.path or ('the local temporary directory' if self.is_local else directory)
+        self.context.say_once(f'{place} cannot be written to ({printable_line(reason)})',
+                              'what ends while the server is away is kept elsewhere: ')
+        self.path, self.is_local, self.kept = '', not self.is_local, {}
+        self.failures += 1
+        if self.failures > 1:
+            self.retry_at = now + KEEP_PAUSE_S
+            self.context.say_once('results are kept in memory only, until one of these can be written to')
+
+    def close(self, limit_s: float) -> None:
+        """The runner ends: keep what is not acknowledged, for so long."""
+        give_up_at = time.monotonic() + limit_s
+        self.is_last, self.retry_at, self.failures = True, -math.inf, 0
+        self.act(time.monotonic())
+        while self.errand is not None and time.monotonic() < give_up_at:
+            self.errand.wait((give_up_at - time.monotonic()) / 2)   # the other half is for the other place
+            self.act(time.monotonic())
+        if self.path and self.errand is None and self.link.state == 'offline':
+            self.begin(functools.partial(self.write, [], int(time.time()))).wait(
+                max(0.1, give_up_at - time.monotonic()))
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
@@ -26580,19 +27754,24 @@ class Submissions:
 
     def due(self) -> float:
         """The next call. Replies, and the end of an errand, wake the loop."""
+        if self.link.state == 'offline':
+            return math.inf
         if not self.unwritten or self.errand is not None or not (self.replies is None or self.knows_site):
             return self.work.due()
         return min(self.work.due(), self.write_at)
 
     def act(self, now: float) -> None:
         """Ask what the site gives; write scripts; submit them one after the other; report."""
+        if self.errand is not None and self.errand.look():
+            self.take_scripts()
+        self.take_ends()
+        if self.link.state == 'offline':    # others may have it
+            return
         if self.unwritten and self.replies is None:
             self.replies = {}
             for index, words in enumerate(SITE_QUESTIONS):
                 on_reply = functools.partial(self.replies.__setitem__, index)
                 self.launcher.query(slurm_argv(*words), SLURM_QUERY_S, on_reply, query_variables())
-        if self.errand is not None and self.errand.look():
-            self.take_scripts()
         if self.unwritten and self.errand is None and self.knows_site and now >= self.write_at:
             self.writing = list(self.unwritten.values())
             self.errand = self.launcher.begin(functools.partial(self.write_scripts, self.writing))
@@ -26788,7 +27967,7 @@ class Shutdown:
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
-        return min(self.stop_at, math.inf if self.is_killed else self.last_at)
+        return 0.0 if self.gives_up else min(self.stop_at, math.inf if self.is_killed else self.last_at)
 
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
@@ -26798,9 +27977,19 @@ class Shutdown:
                              'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
                              'and sigkill_headroom_seconds, is over')
             self.leave('deadline', self.end - self.dispatcher.starter.kill_before_s - now)
+        if self.gives_up:
+            self.context.say('the server is away, and jobs do not go on without it (--no-offline-drain): '
+                             f'stopping {self.dispatcher.attempts.count(*STARTED)}', 'warning')
+            self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
         if now >= self.last_at and not self.is_killed:
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether jobs are to be stopped since the server is away."""
+        return self.link.state == 'offline' and not (self.context.options.drains
+                                                     or self.reason in SIGNAL_REASONS)
 
     def kill_all(self) -> None:
         """SIGKILL everything that still runs."""
@@ -27014,7 +28203,9 @@ def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]],
         context.say(f'scancel: {explain_reply(reply)}', 'warning')
         return
     for row in chosen:
-        client.call('update_scheduled_compute_node', {'status': 'canceled'}, id=row['id'])
+        client.call('update_scheduled_compute_node', {
+            'status': 'canceled', 'reason': 'no job was left for it when the last runner of Slurm job '
+            f'{context.allocation.job_id} left'}, id=row['id'])
     if chosen:
         message = f'canceled {len(chosen)} queued allocations: nothing is left for them to do'
         context.say(message)
@@ -27116,6 +28307,7 @@ class Runner:
         self.allocation_watch.stop_at = lambda: self.shutdown.stop_at
         self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
+        self.drain = OfflineDrain(context, link, launcher)
         self.connect_link()
         self.parts = [
             launcher,
@@ -27132,6 +28324,7 @@ class Runner:
             self.submissions,
             link,
             self.dispatcher,        # again: what an answer brings starts in the same turn
+            self.drain,
             ProgressView(context, link),
         ]
 
@@ -27221,10 +28414,11 @@ class Runner:
             if self.link.answer['is_complete'] and not self.link.answer['is_canceled']:
                 self.perform('on_workflow_complete')
             self.perform('on_worker_complete')
-            while self.has_slurm_work and self.link.state != 'offline':
+            while self.has_slurm_work and not self.has_drained:
                 self.turn()
                 self.wait()
         finally:
+            self.drain.close(min(KEEP_S, max(1.0, self.shutdown.end - time.monotonic())))
             self.starter.close()
             self.launcher.kill_children()
             figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.shutdown.end - time.monotonic())))
@@ -27237,7 +28431,7 @@ class Runner:
         link, answers = self.link, self.link.num_answers
         link.triggers, self.dispatcher.may_claim = triggers, False
         link.poll_now()
-        while link.state != 'offline' and not self.shutdown.is_killed:
+        while not (self.has_drained or self.shutdown.is_killed):
             self.turn()
             self.exit_rules.look_for_cancel()
             if link.num_answers > answers and not self.actions.is_busy and not link.action_results:
@@ -27249,7 +28443,7 @@ class Runner:
         link = self.link
         link.triggers, self.dispatcher.may_claim = JOB_TRIGGERS, True
         link.poll_now()
-        while link.state != 'offline':
+        while not self.has_drained:
             self.turn()
             self.exit_rules.look()
             is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
@@ -27258,6 +28452,13 @@ class Runner:
             if self.shutdown.reason and not (is_busy or is_waiting):
                 break
             self.wait()
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether the server is away for too long and nothing is left to wait for: the drained exit."""
+        is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
+        is_waiting = is_asking or self.attempts.by_state['ended']
+        return bool(self.link.is_quiet and self.link.has_asked and not is_waiting and self.drain.is_settled)
 
     @property
     def has_slurm_work(self) -> bool:
@@ -27274,14 +28475,35 @@ class Runner:
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
         if self.link.state == 'offline':
-            lost = [attempt.name for attempt in self.attempts.of('ended', 'judged', 'recovering', 'reported')]
-            named = f" {len(lost)} ended jobs could not be reported: {', '.join(lost[:5])}." if lost else ''
-            raise Unreachable(f'{self.link.error}.{named} See {self.context.output.path}')
+            raise self.explain_drain()
         counts, answer, shutdown = self.completions.counts, self.link.answer, self.shutdown
         return RunOutcome(
             counts['completed'], counts['failed'], counts['terminated'], counts['canceled'],
             self.completions.failed_jobs, answer['is_complete'], answer['is_canceled'],
             shutdown.interrupted_by, shutdown.reason, time.monotonic() - self.began, answer['jobs_by_status'])
+
+    def explain_drain(self) -> Unreachable:
+        """The error of a runner that has left without its server: what it could not report, and where it is.
+
+        Its details, if anything is kept: `journal`, a path, and what `workflows reconcile` needs to know,
+        `run_id` and `base_dir`.
+        """
+        context, drain = self.context, self.drain
+        left = self.attempts.of('ended', 'judged', 'recovering', 'reported')
+        lost = [attempt.name for attempt in left if attempt not in drain.kept]
+        lines, where = [self.link.error], {}    # type: List[str], Dict[str, Any]
+        if lost:
+            lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
+        if len(left) > len(lost):
+            where = {'journal': drain.path, 'base_dir': os.path.dirname(os.path.dirname(drain.path)),
+                     'run_id': context.run_id}
+            lines.append(f"{len(left) - len(lost)} jobs that ended meanwhile are kept in {where['journal']}")
+        words = lines[1:] or ['nothing is left to be reported']
+        if where:
+            words.append(f'torc.py workflows reconcile {context.workflow_id} {context.run_id} --base-dir '
+                         f"{shlex.quote(where['base_dir'])}, when the server is back")
+        context.log.write(f"Offline drain complete: {'; '.join(words)}", 'warning')
+        return Unreachable('\n'.join(lines), **where)
 
 
 def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wakeup: Wakeup,
@@ -27413,9 +28635,9 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if leftovers:
             context.say(leftovers, 'warning')
         runner.run()
-        if context.allocation is not None:
+        if context.allocation is not None and runner.link.state != 'offline':
             finish_allocation(runner, client, began_at)
-    return runner.outcome()
+        return runner.outcome()
 
 
 # ======== 17. Recovery: allocations that are gone, and jobs that nobody runs ========
@@ -27423,23 +28645,1060 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
 # Evidence is gathered here, by few calls of Slurm's programs for all allocations at once, and judged by the
 # server (8j). What is doubtful is left alone, and named.
 
+SEEN_FORMAT = '%i|%T|%e'            # of squeue: id, state, end
+END_FORMAT = 'JobID,State,ExitCode,End,UID,User'
+# The allocation was ended, not the jobs in it: they may run again as they are. One that has used up its time
+# or memory (TIMEOUT, DEADLINE, OUT_OF_MEMORY), or whose runner was killed (FAILED), is not among them: what
+# ran in it may be the cause, and would run for ever if that spent no attempt.
+INTERRUPTED_STATES = frozenset(('NODE_FAIL', 'PREEMPTED', 'BOOT_FAIL', 'CANCELLED', 'LAUNCH_FAILED',
+                                'RECONFIG_FAIL', 'REVOKED'))
+# Slurm is about to do something with it: whatever that will be, it is too early to judge.
+PASSING_STATES = frozenset(('COMPLETING', 'REQUEUED', 'REQUEUE_FED', 'RESIZING', 'SIGNALING', 'STAGE_OUT',
+                            'STOPPED', 'SUSPENDED'))
+NEW_ALLOCATION_S = 120.0            # so long squeue and sacct may not know what sbatch has just submitted
+DRAINED_EXIT = '3:0'                # exit code of a runner without a server, as sacct prints it
+
+
+class AllocationsSeen:
+    """What one squeue says of a workflow's allocations (rows of survey_allocations)."""
+
+    def __init__(self) -> None:
+        self.alive = {'pending': [], 'active': []}      # type: Dict[str, List[Dict[str, Any]]]
+        self.requeued = []          # type: List[Dict[str, Any]]  # active ones that wait in the queue again
+        self.gone = {}              # type: Dict[int, SlurmEnd]  # by Slurm job
+        self.doubts = []            # type: List[str]  # what is left alone, and why
+
+    @property
+    def num_alive(self) -> Dict[str, int]:
+        """How many wait, and how many have nodes."""
+        return {name: len(rows) for name, rows in self.alive.items()}
+
+
+class SlurmEnd(Row):
+    """How a Slurm job ended, as far as that is known."""
+    row: Dict[str, Any]             # of survey_allocations
+    state: str = ''                 # of SLURM_STATES; '': not known
+    ended_at: Optional[float] = None
+    exit_code: str = ''             # as sacct prints it: code and signal
+    problem: str = ''               # why no more is known
+
+
+def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> AllocationsSeen:
+    """Which allocations are alive, which are gone, and which are neither for certain.
+
+    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue.
+    """
+    seen = AllocationsSeen()
+    listed = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 3)}
+    for row in rows:
+        number, doubt = row['slurm_job_id'], ''
+        name, end = listed.get(str(number), ('', ''))
+        state = SLURM_STATES.get(parse_slurm_state(name))
+        if number <= 0:
+            doubt = f"allocation {row['id']} has not been submitted yet, as far as is known"
+        elif reply.code:
+            doubt = f'Slurm job {number} may be anything: squeue failed: {explain_reply(reply)}'
+        elif str(number) not in listed:
+            if row.get('cluster'):
+                doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
+            else:
+                seen.gone[number] = SlurmEnd(row)
+        elif state is None:
+            doubt = f'Slurm job {number} is in a state that is not known here: {printable(name)}'
+        elif state.is_ended:
+            seen.gone[number] = SlurmEnd(row, parse_slurm_state(name), parse_slurm_instant(end))
+        else:
+            take_alive(seen, row, parse_slurm_state(name), state)
+        seen.doubts += [doubt] if doubt else []
+    return seen
+
+
+def take_alive(seen: AllocationsSeen, row: Dict[str, Any], name: str, state: SlurmState) -> None:
+    """Take in an allocation that is in the queue, or has nodes."""
+    if name in PASSING_STATES:
+        seen.doubts.append(f"Slurm job {row['slurm_job_id']} {state.meaning} ({name})")
+    if name != 'COMPLETING':
+        seen.alive['pending' if state.is_pending else 'active'].append(row)
+    if row['status'] == 'active' and state.is_pending and not state.is_live and name not in PASSING_STATES:
+        seen.requeued.append(row)
+
+
+def seen_argv() -> List[str]:
+    """squeue for all of the user's jobs, also those that have ended a short time ago (MinJobAge)."""
+    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', SEEN_FORMAT)
+
+
+def ends_argv(numbers: Iterable[int], since: float) -> List[str]:
+    """sacct for the last runs of jobs, but not of those that had these numbers before."""
+    start = time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))
+    return slurm_argv('sacct', '-X', '-n', '-P', '-S', start, '-j', ','.join(map(str, numbers)),
+                      '--format', END_FORMAT)
+
+
+def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
+    """Add to those that are gone what sacct says of their ends; it may also say that they are not gone.
+
+    `owner`: whose the workflow is.
+    """
+    records = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 6)} if reply.code == 0 else {}
+    problem = f'sacct cannot be asked: {explain_reply(reply)}' if reply.code else 'sacct does not know it'
+    for number, end in list(seen.gone.items()):
+        name, exit_code, ended, uid, user = records.get(str(number), ('', '', '', '', ''))
+        state, doubt = SLURM_STATES.get(parse_slurm_state(name)), ''
+        if state is not None and state.is_ended:
+            seen.gone[number] = end._replace(
+                state=parse_slurm_state(name), exit_code=exit_code,
+                ended_at=parse_slurm_instant(ended) or end.ended_at)
+        elif end.state:
+            pass        # the accounting is late
+        elif state is not None:
+            doubt = f'squeue does not list Slurm job {number}, but for sacct it {state.meaning} ({name})'
+        elif (end.row.get('age_s') or math.inf) < NEW_ALLOCATION_S:
+            age = f"{end.row['age_s']:.0f} s"
+            doubt = f'Slurm job {number} was submitted {age} ago, and may not be listed yet'
+        elif user_name() != owner:
+            doubt = f'Slurm job {number} may be one of {owner}, whose workflow it is: you are {user_name()}'
+        else:
+            seen.gone[number] = end._replace(problem=problem)
+        if uid.isdigit() and int(uid) != os.getuid():      # --me goes by it, too
+            doubt = f"Slurm job {number} is {user}'s (user id {uid}), and you are {os.getuid()}"
+        if doubt:
+            seen.gone.pop(number)
+            seen.doubts.append(doubt)
+
+
+def describe_slurm_end(number: int, end: SlurmEnd) -> str:
+    """One sentence, with the evidence."""
+    if not end.state:
+        return f'Slurm lists job {number} no longer, and {end.problem}'
+    said = [end.state] + ([f'exit code {end.exit_code}'] if end.exit_code not in ('', '0:0') else [])
+    said += [f'at {format_time(end.ended_at)}'] if end.ended_at else []
+    text = f"Slurm job {number} {SLURM_STATES[end.state].meaning} ({', '.join(said)})"
+    if (end.state, end.exit_code) == ('FAILED', DRAINED_EXIT):
+        text += '; its runner had no server, and may have a journal: workflows reconcile'
+    return text
+
+
+def evidence_of(seen: AllocationsSeen, now: float) -> List[Dict[str, Any]]:
+    """What the server is told: `allocations` of sync_allocations. `now` is in seconds since the epoch."""
+    found = []
+    for number, end in seen.gone.items():
+        row = {'slurm_job_id': number, 'reason': describe_slurm_end(number, end),
+               'is_interrupted': end.state in INTERRUPTED_STATES}
+        # a node that has failed Slurm may be at work all the same, cut off from it: its end says nothing
+        if end.ended_at is not None and end.state != 'NODE_FAIL':
+            row['ended_s'] = max(0.0, now - end.ended_at)
+        found.append(row)
+    return found + [{'slurm_job_id': row['slurm_job_id'], 'is_queued': True, 'is_interrupted': True,
+                     'reason': f"Slurm has put job {row['slurm_job_id']} into the queue again"}
+                    for row in seen.requeued]
+
+
+def find_dead_nodes(nodes: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Of the nodes of a survey those whose runners were processes of this host, and are no more."""
+    return [{'compute_node_id': node['compute_node_id'],
+             'reason': f"its process {node['pid']} on {node['hostname']} does not exist any more"}
+            for node in nodes
+            if node_lives(node['hostname'], node['pid'], node.get('identity') or '') is False]
+
 
 # ======== 17a. Diagnosis: what failed jobs lacked, and what they get instead ========
 #
-# Pure functions from results and resource requirements to classes of failures and corrections. Real evidence,
-# such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses from return codes and times.
+# Pure functions from results and resource requirements, as the API has them, to comparisons, classes of
+# failures and corrections. Real evidence, such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses
+# from return codes and times.
+#
+# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
+# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
+# no limit. Requirements are shared: what one job needs, all jobs that have them get, unless they are split.
+
+PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
+OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
+CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
+LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
+# What downsizing must save to be worth another requirement; as in Torc.
+LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
+TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
+
+
+class JobUse(Row):
+    """A job, its requirements, and the result that is looked at."""
+    job: Dict[str, Any]
+    needs: Dict[str, Any]
+    result: Dict[str, Any]
+    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
+    cause: str = ''             # name of one of FAILURE_CLASSES, where evidence says so; '': to be guessed
+
+
+class Comparison(Row):
+    """One resource of one job: what it asked for and used at most, in the same unit."""
+    use: JobUse
+    resource: str       # key of MEASURES
+    limit: float
+    used: float
+
+    @property
+    def over_percent(self) -> float:
+        """By how much of the limit more was used; 0 below it."""
+        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
+
+
+class Measure(Row):
+    """A resource as reports show it."""
+    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
+    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
+    show: Callable[[float], str]
+
+
+def report_memory(value_bytes: float) -> str:
+    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
+    megabytes = value_bytes / 1024 ** 2
+    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
+
+
+def report_duration(value_s: float) -> str:
+    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
+    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
+    if hours:
+        return f'{hours}h {minutes}m {seconds}s'
+    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
+
+
+def seconds_of(result: Dict[str, Any]) -> float:
+    """How long an attempt ran."""
+    return result['exec_time_minutes'] * 60
+
+
+MEASURES = {
+    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
+                      lambda result: result.get('peak_memory_bytes'), report_memory),
+    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
+                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
+    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
+}
+
+
+def is_placeholder(needs: Dict[str, Any]) -> bool:
+    """Whether requirements are those of jobs that name none."""
+    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
+
+
+def limit_of(resource: str, needs: Dict[str, Any]) -> float:
+    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
+    try:
+        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
+    except ValueError:
+        return 0.0
+
+
+def compare_use(use: JobUse) -> List[Comparison]:
+    """A job's resources that have a limit and were measured."""
+    found = []
+    for resource, measure in MEASURES.items():
+        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
+        if limit > 0 and used is not None:
+            found.append(Comparison(use, resource, limit, used))
+    return found
+
+
+def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
+    """A comparison as Torc's JSON has it."""
+    use, show = comparison.use, MEASURES[comparison.resource].show
+    specified = show(comparison.limit)
+    if comparison.resource == 'CPU':
+        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
+    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
+            'specified': specified, 'peak_used': show(comparison.used),
+            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
+
+
+def find_memory_violation(use: JobUse) -> str:
+    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
+
+    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
+    of the runtime counts as well.
+    """
+    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
+    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
+        return 'memory_exceeded'
+    if use.cause:
+        return 'out_of_memory' if use.cause == 'memory' and limit and not use.is_stale else ''
+    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
+    return 'sigkill_137' if is_killed and (not seconds
+                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
+
+
+def has_timed_out(use: JobUse) -> bool:
+    """Whether a job was ended for its time, by evidence or by its return code."""
+    if use.cause:
+        return use.cause == 'timeout'
+    return use.result['return_code'] == TERMINATED_CODES['time']
+
+
+def explain_failure(use: JobUse) -> Dict[str, Any]:
+    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
+    needs, result = use.needs, use.result
+    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
+    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
+    is_timeout, oom = has_timed_out(use), find_memory_violation(use)
+    is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < ran_s
+    found = {
+        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
+        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
+        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
+        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
+        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
+        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
+        'likely_timeout': is_timeout or is_guess or None,
+        'timeout_reason': 'sigxcpu_152' if is_timeout and not use.cause else None,
+        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
+        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
+        'peak_cpu_percent': cpu_percent,
+        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# -------- corrections --------
+
+class Multipliers(Row):
+    """By how much more than was seen is asked for."""
+    memory: float
+    cpu: float
+    runtime: float
+
+
+class Correction(Row):
+    """One resource of requirements, as it is and as it should be."""
+    resource: str               # 'memory', 'cpu' or 'runtime'
+    uses: List[JobUse]          # the jobs because of which
+    original: Any
+    new: Any
+    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
+
+
+ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
+    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
+    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
+    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
+}
+REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
+
+
+def round_memory_up(value_bytes: float) -> str:
+    """Bytes -> the next whole g, m or k: 13g, 300m."""
+    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
+    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
+
+
+def round_runtime_up(value_s: float) -> str:
+    """Seconds -> the next whole minute: PT2H5M."""
+    return format_duration(60 * max(1, math.ceil(value_s / 60)))
+
+
+def cpus_for(percent: float, multiplier: float) -> int:
+    """CPUs that are enough for a peak."""
+    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
+
+
+def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More memory, if one of the jobs needed more than it asked for."""
+    found = [(use, find_memory_violation(use)) for use in uses]
+    over = [use for use, reason in found if reason]
+    if not over:
+        return None
+    limit = limit_of('Memory', over[0].needs)
+    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
+               default=None)
+    is_guess = any(reason != 'memory_exceeded' for _, reason in found if reason)
+    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
+    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
+
+
+def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More CPUs, if one of the jobs kept more busy than it asked for."""
+    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
+            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
+    if not over:
+        return None
+    peak = max(use.result['peak_cpu_percent'] for use in over)
+    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
+
+
+def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More time, if one of the jobs took more than it asked for, or was killed for it."""
+    over, wanted_s, peak_s = [], 0.0, 0.0
+    for use in uses:
+        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
+        is_timeout = has_timed_out(use) and not use.is_stale
+        if limit_s and (is_timeout or ran_s > limit_s):
+            over.append(use)
+            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
+            peak_s = max(peak_s, ran_s)
+    if not over:
+        return None
+    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
+
+
+def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
+             multipliers: Multipliers) -> List[Correction]:
+    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
+    needs, found = uses[0].needs, []
+    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
+    percent_seen = [result.get('peak_cpu_percent') for result in seen]
+    limit = limit_of('Memory', needs)
+    if limit and all(bytes_seen):
+        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
+        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
+            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
+    limit = limit_of('CPU', needs)
+    if limit and all(percent_seen):
+        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
+        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
+            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
+    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
+    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
+    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
+        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
+    return found
+
+
+def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
+                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
+    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
+
+    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
+    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
+    """
+    groups: Dict[int, List[JobUse]] = {}
+    for use in uses:
+        groups.setdefault(use.needs['id'], []).append(use)
+    plan = []
+    for needs_id, group in sorted(groups.items()):
+        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
+              increase_runtime(group, multipliers.runtime)]
+        corrections = [correction for correction in up if correction]
+        if corrections:
+            plan.append(('upscale', corrections))
+        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
+                                                                       for use in group):
+            runs = {(use.job['id'], use.result['run_id']) for use in group}
+            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
+            corrections = decrease(group, seen, multipliers)
+            plan += [('downscale', corrections)] if corrections else []
+    return plan
+
+
+def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
+    """The corrections of one of the requirements, as Torc's JSON has them."""
+    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
+    found: Dict[str, Any] = {
+        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
+        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
+    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
+    for correction in corrections:
+        found[f'{correction.resource}_adjusted'] = True
+        values = correction.original, correction.new, correction.peak
+        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
+                     if value is not None)
+    return found
+
+
+# -------- why jobs failed, and what may help --------
+
+LOST_RETRIES = 3        # a job that was lost so often, in all runs, is not run again by itself
+# The runner gives a job so much less than it asked for when the end of an allocation cuts it off: claims are
+# generous (8c), and what is left after the headroom is rounded down to a minute.
+CUT_OFF_S = CLAIM_GRACE_S + 120
+
+
+class FailureClass(Row):
+    """A kind of failure."""
+    meaning: str        # of a job
+    resource: str       # of ADJUSTMENT_KEYS that it lacked; '': none
+    is_retried: bool    # without being asked
+    count_key: str      # under which recover's JSON counts what is retried; those of Torc first
+
+
+FAILURE_CLASSES = {
+    'memory':  FailureClass('ran out of memory',                  'memory',  True,  'oom_fixed'),
+    'timeout': FailureClass('ran out of time',                    'runtime', True,  'timeout_fixed'),
+    'unknown': FailureClass('failed for a reason of its own',     '',        False, 'unknown_retried'),
+    'lost':    FailureClass('was lost with its runner or node',   '',        True,  'lost_retried'),
+    'cpu':     FailureClass('used more CPUs than it asked for',   'cpu',     False, 'cpu_retried'),
+}
+# What our runners write as the reason of an end, at its beginning: evidence of what it is.
+REASON_SIGNS = (
+    ('memory', re.escape(STEP_OUTCOMES['memory'].meaning) + r'|used \d+MB of memory, and its limit was '
+               r'|killed by the kernel for lack of memory '),
+    ('timeout', re.escape(STEP_OUTCOMES['timeout'].meaning)),
+    ('deadline', r"stopped: the runner's time is over"),
+    ('unknown', 'declared output files are missing: |' + re.escape(STEP_OUTCOMES['canceled'].meaning)),
+)
+STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'node': 'lost', 'preempted': 'lost'}
+
+
+class Failure(Row):
+    """A job that did not complete, and why."""
+    use: JobUse         # with its cause, where there is evidence
+    kind: str           # of FAILURE_CLASSES
+    evidence: str       # one sentence
+
+    @property
+    def job_id(self) -> int:
+        """The job."""
+        return self.use.job['id']
+
+
+def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
+    """(cause, sentence) from Slurm's state of its step, or what its runner wrote; ('', '') without any."""
+    result, reason = use.result, use.result.get('reason') or ''
+    cause = STEP_CAUSES.get(STEP_STATES.get(state, ''), '')
+    if cause:
+        return cause, f'Slurm says {state} of its step'
+    sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+    if sign == 'deadline':
+        # Cut off long before it had the time that it asked for, it needs no more of it.
+        is_early = seconds_of(result) + CUT_OFF_S < TIMEOUT_SHARE * limit_of('Runtime', use.needs)
+        sign = 'lost' if is_early else 'timeout'
+    if not sign and result['return_code'] == ORPHAN_RETURN_CODE:
+        return 'lost', reason or 'its runner went away'
+    return sign, reason if sign else ''
+
+
+def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] = None,
+                     cpus_count: bool = False) -> Failure:
+    """Why a job failed: by evidence, else by Torc's table of flags.
+
+    `state`: Slurm's word for the end of its step, where sacct was asked. `max_rss_bytes`: what the accounting
+    measured. `cpus_count`: too few CPUs are taken for a cause, too.
+    """
+    peak = max(use.result.get('peak_memory_bytes') or 0, max_rss_bytes or 0)
+    if peak:
+        use = use._replace(result=dict(use.result, peak_memory_bytes=peak))
+    cause, evidence = read_evidence(use, state)
+    use = use._replace(cause=cause)
+    if cause:
+        return Failure(use, cause, evidence)
+    found = explain_failure(use)
+    seen = f"return code {found['return_code']} after {report_duration(seconds_of(use.result))}"
+    if found.get('memory_violation'):
+        why = f"{found['peak_memory_formatted']} used, {found['configured_memory']} asked for" \
+            if found['oom_reason'] == 'memory_exceeded' else 'as when it is killed for memory'
+        return Failure(use, 'memory', f'{seen}: {why}')
+    if found.get('likely_timeout'):
+        return Failure(use, 'timeout', f"{seen}: {found.get('runtime_utilization', 'all')} of its runtime")
+    if cpus_count and found.get('likely_cpu_violation'):
+        why = f"{found['peak_cpu_percent']:.0f}% CPU used, {found['configured_cpus']} CPUs asked for"
+        return Failure(use, 'cpu', f'{seen}: {why}')
+    return Failure(use, 'unknown', use.result.get('reason') or seen)
+
+
+class Ceiling(Row):
+    """The longest time that a job can get."""
+    seconds: float
+    where: str          # what gives it: 'partition long', 'the walltime that was given'
+
+
+class Remedy(Row):
+    """New values for the requirements of some jobs."""
+    needs: Dict[str, Any]
+    job_ids: List[int]              # that get them
+    corrections: List[Correction]
+    is_split: bool                  # other jobs keep what they have
+
+    @property
+    def fields(self) -> Dict[str, Any]:
+        """The fields of the requirements that change."""
+        return {REQUIREMENT_FIELDS[item.resource]: item.new for item in self.corrections}
+
+
+class Remedies(Row):
+    """What is done about failures."""
+    changes: List[Remedy]
+    retried: List[Failure]
+    left: List[Tuple[Failure, str]]     # not run again, with the reason
+    notes: List[str]
+
+
+class RemedyRules(Row):
+    """What is asked for."""
+    multipliers: Multipliers
+    kinds: Sequence[str]                # of FAILURE_CLASSES that are retried
+    is_shared: bool = False             # requirements change for all jobs that have them
+    cpus_change: bool = False
+    ceiling_of: Callable[[Dict[str, Any]], Optional[Ceiling]] = lambda needs: None
+    losses: Dict[int, int] = {}         # job -> how often it was lost, where that is more than once
+
+
+def plan_remedies(failures: Sequence[Failure], sharers: Dict[int, List[int]],
+                  rules: RemedyRules) -> Remedies:
+    """Which jobs run again, and with what. `sharers`: requirements -> all jobs that have them."""
+    made = Remedies([], [], [], [])
+    groups = collections.defaultdict(list)      # type: Dict[Any, List[Failure]]
+    for failure in sorted(failures, key=lambda failure: failure.job_id):
+        reason = why_left(failure, rules)
+        if reason:
+            made.left.append((failure, reason))
+            continue
+        key = lacking(failure.use, rules)
+        groups[failure.use.needs['id'], () if rules.is_shared else key].append(failure)
+    for (needs_id, _), group in sorted(groups.items()):
+        corrections = correct_group(group, rules, made)
+        if corrections:
+            ids = sharers[needs_id] if rules.is_shared else [failure.job_id for failure in group]
+            made.changes.append(Remedy(group[0].use.needs, ids, corrections,
+                                       len(ids) < len(sharers[needs_id])))
+    made.retried.sort(key=lambda failure: failure.job_id)
+    return made
+
+
+def why_left(failure: Failure, rules: RemedyRules) -> str:
+    """Why a job is not run again, before its requirements are looked at; '' if it is."""
+    if failure.kind not in rules.kinds:
+        return FAILURE_CLASSES[failure.kind].meaning
+    losses = rules.losses.get(failure.job_id, 0)
+    if failure.kind == 'lost' and losses >= LOST_RETRIES and 'unknown' not in rules.kinds:
+        return f'was lost {losses} times: it may be what brings its node down'
+    return ''
+
+
+def lacking(use: JobUse, rules: RemedyRules) -> Tuple[str, ...]:
+    """The resources of which a job needs more."""
+    return tuple(item.resource for item in increase_all([use], rules))
+
+
+def increase_all(uses: Sequence[JobUse], rules: RemedyRules) -> List[Correction]:
+    """More of everything that one of these jobs lacked."""
+    multipliers = rules.multipliers
+    found = [increase_memory(uses, multipliers.memory),
+             increase_cpus(uses, multipliers.cpu) if rules.cpus_change else None,
+             increase_runtime(uses, multipliers.runtime)]
+    return [item for item in found if item]
+
+
+def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) -> List[Correction]:
+    """The corrections for jobs with the same requirements; adds the jobs to those that run again, or not."""
+    needs, corrections = group[0].use.needs, []
+    ceiling = rules.ceiling_of(needs)
+    for item in increase_all([failure.use for failure in group], rules):
+        if item.resource == 'runtime' and ceiling and parse_duration(item.new) > ceiling.seconds:
+            item = item._replace(new=format_duration(60 * int(ceiling.seconds // 60)))
+            names = first_of([use.job['name'] for use in item.uses])
+            if ceiling.seconds <= limit_of('Runtime', needs):
+                made.notes.append(f"{names}: {item.original} cannot become more, {ceiling.where} gives at "
+                                  f'most {item.new}')
+                continue
+            made.notes.append(f'{names}: gets no more time than {ceiling.where} gives, {item.new}')
+        corrections.append(item)
+    helped = {(item.resource, use.job['id']) for item in corrections for use in item.uses}
+    for failure in group:
+        lacked = FAILURE_CLASSES[failure.kind].resource
+        if not lacked or (lacked, failure.job_id) in helped or failure.use.is_stale \
+                or 'unknown' in rules.kinds or failure.use.job.get('supports_termination'):
+            made.retried.append(failure)
+        else:
+            made.left.append((failure, why_not_helped(failure, lacked, needs)))
+    return corrections
+
+
+def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
+    """Why a job that lacked a resource gets no more of it."""
+    meaning, field = FAILURE_CLASSES[failure.kind].meaning, REQUIREMENT_FIELDS[lacked]
+    if is_placeholder(needs):
+        return f'{meaning}, and asks for none: give it resource_requirements'
+    return f'{meaning}, and cannot get more than {field} {needs[field]}: make it smaller, or let it go on ' \
+           'from a checkpoint'
+
+
+def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
+    """A change of requirements as Torc's JSON has adjustments, and for which jobs."""
+    return dict(describe_adjustment('upscale', remedy.corrections), split=remedy.is_split,
+                changed_job_ids=remedy.job_ids)
 
 
 # ======== 17b. Regeneration: allocations for the jobs that are left ========
 #
 # Pure functions from the jobs that are left to a graph for the planner (14b), and from its plan to what the
 # server stores in one transaction.
+#
+# A job counts as waiting for another as long as that is not done, whoever runs it. Jobs without labels that
+# are not in a runner's hands are planned for, less what allocations that are queued, or that still run, will
+# do for them; what waits for nothing is due at once, the rest when its gates are ready.
+
+LEFT_STATUSES = tuple(STATUS_NAMES[code] for code in (UNINITIALIZED, BLOCKED, READY))
+DONE_STATUSES = tuple(row.name for row in STATUSES if row.is_done)
+
+
+class RegenerateOptions(Row):
+    """What `slurm regenerate` is asked for. Jobs are known by their ids."""
+    account: Optional[str] = None
+    profile: Optional[str] = None
+    partition: Optional[str] = None     # no other one
+    walltime: Optional[int] = None      # seconds, in place of what is worked out
+    group_by: str = 'resource-requirements'     # of GROUPINGS
+    walltime_strategy: str = WALLTIME_STRATEGIES[0]
+    walltime_multiplier: float = DEFAULT_WALLTIME_MULTIPLIER
+    single_allocation: bool = False
+    include_job_ids: Sequence[int] = ()     # as if they were left, too
+    only_job_ids: Sequence[int] = ()        # of those that are left; empty: all
+    overrides: Any = ()                     # job -> fields of its requirements, as they will be; () is none
+    submits: bool = False
+    is_dry_run: bool = False
+    is_cleaned: bool = False        # queued and running allocations are known to be in the queue
+    settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
+
+    def for_plan(self, suffix: str) -> PlanOptions:
+        """The same for the planner, with what the names of the schedulers end in."""
+        return PlanOptions(self.group_by, self.walltime_strategy, self.walltime_multiplier,
+                           self.single_allocation, self.walltime, suffix)
+
+
+class Demand(Row):
+    """The jobs that are not done, by their indexes in the graph."""
+    graph: JobGraph             # those with a class are planned for
+    classes: List[ResourceClass]
+    job_ids: List[int]
+    bound_to: List[Optional[int]]       # schedulers
+    num_left: int               # nobody has begun them
+    others: List[int]           # of these not planned for, although allocations might run them
+    run_id: int
+    newest_scheduler_id: int
+
+
+def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
+    """The Demand of a workflow from what get_demand() answers. BadInput for jobs that it does not have."""
+    included, only = set(options.include_job_ids), set(options.only_job_ids)
+    overrides = dict(options.overrides)
+    unknown = sorted((included | only).difference(found['job_ids']))
+    if unknown:
+        raise BadInput(f'the workflow has no job {first_of(unknown)}')
+    rows = [index for index, (job_id, status) in enumerate(zip(found['job_ids'], found['statuses']))
+            if status not in DONE_STATUSES or job_id in included]
+    places = {found['job_ids'][row]: index for index, row in enumerate(rows)}
+    kinds, numbers = {kind['id']: kind for kind in found['kinds']}, {}  # type: Any, Dict[Tuple, int]
+    classes, class_numbers, others, num_left = [], [], [], 0    # type: Any, Any, List[int], int
+    for index, row in enumerate(rows):
+        job_id, kind, number = found['job_ids'][row], kinds[found['kind_ids'][row]], None
+        is_left = found['statuses'][row] in LEFT_STATUSES or job_id in included
+        num_left += is_left and (job_id in only or not only)
+        if is_left and not kind['has_labels']:
+            if job_id in only or not only:
+                changed = overrides.get(job_id, {})
+                key = kind['requirements_id'], *sorted(changed.items())
+                number = numbers.setdefault(key, len(classes))
+                classes += [override_class(kind, changed)] if number == len(classes) else []
+            else:
+                others.append(index)
+        class_numbers.append(number)
+    sets = [[places[job_id] for job_id in members if job_id in places] for members in found['sets']]
+    graph = JobGraph([found['job_names'][row] for row in rows], class_numbers,
+                     [found['set_numbers'][row] for row in rows], sets)
+    bound_to = [kinds[found['kind_ids'][row]]['scheduler_id'] for row in rows]
+    return Demand(graph, classes, list(places), bound_to, num_left, others, found['run_id'],
+                  found['newest_scheduler_id'])
+
+
+def override_class(kind: Dict[str, Any], changed: Dict[str, Any]) -> ResourceClass:
+    """What jobs of a class need, with the changes that are to come: fields of resource requirements."""
+    parsers = {'memory': ('memory_bytes', parse_memory), 'runtime': ('runtime_s', parse_duration)}
+    values = dict(kind)
+    for name, value in changed.items():
+        key, parse = parsers.get(name, (name, int))
+        values[key] = parse(value)
+    return ResourceClass(*(values[name] for name in ResourceClass._fields))
+
+
+class RenewedStage(Row):
+    """Allocations of a scheduler that are submitted together."""
+    gate_ids: List[int]         # when these jobs are ready; empty: at once
+    num_allocations: int
+
+
+class Renewal(Row):
+    """A planned scheduler, as far as its allocations are needed."""
+    made: PlannedScheduler
+    jobs: List[int]             # those that are bound to it
+    stages: List[RenewedStage]
+
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of all stages."""
+        return sum(stage.num_allocations for stage in self.stages)
+
+    @property
+    def num_due(self) -> int:
+        """Those that wait for nothing."""
+        return sum(stage.num_allocations for stage in self.stages if not stage.gate_ids)
+
+
+def share_left(row: Dict[str, Any], runtime_s: int) -> float:
+    """What part of its jobs an allocation has yet to begin, when they take so long: 1 is all."""
+    if row['status'] == 'pending' or row.get('remaining_seconds') is None or not runtime_s:
+        return 1.0
+    try:
+        rounds = parse_walltime(row['walltime']) // runtime_s
+    except ValueError:
+        rounds = 1
+    # Those that run now have taken a round.
+    left = row['remaining_seconds'] // runtime_s - (row['num_jobs'] > 0)
+    return min(1.0, max(0, left) / max(1, rounds))
+
+
+class Supply:
+    """Allocations that are queued or run, until they are taken into account."""
+
+    def __init__(self, demand: Demand, allocations: Sequence[Dict[str, Any]]) -> None:
+        self.demand = demand
+        self.num_counted = 0
+        # Where jobs that are not planned for share a scheduler with the others, they need its allocations.
+        others = {demand.bound_to[job] for job in demand.others}
+        self.rows = collections.defaultdict(list)   # type: Dict[int, List[Dict[str, Any]]]
+        for row in allocations:
+            if row['scheduler_config_id'] not in others:
+                self.rows[row['scheduler_config_id']].append(row)
+
+    def take(self, stage: Stage, runtime_s: int) -> float:
+        """How many of the allocations of a stage others replace; they do so once."""
+        taken = 0.0
+        bound = list(dict.fromkeys(self.demand.bound_to[job] for job in stage.jobs))
+        for scheduler_id in list(self.rows) if None in bound else bound:
+            rows = self.rows[scheduler_id]
+            while rows and taken < stage.num_allocations:
+                share = share_left(rows.pop(0), runtime_s)
+                taken += share
+                self.num_counted += share > 0
+        return min(taken, stage.num_allocations)
+
+
+def renew(demand: Demand, plan: AllocationPlan, supply: Supply) -> List[Renewal]:
+    """What is needed of a plan beside the supply."""
+    graph, renewals = demand.graph, []
+    for made in plan.schedulers:
+        runtime_s = max(demand.classes[number].runtime_s for number in made.class_numbers)
+        jobs, stages = [], []   # type: List[int], List[RenewedStage]
+        for stage in made.stages:
+            is_due = not any(graph.sets[graph.set_numbers[gate]] for gate in stage.gates)
+            taken = supply.take(stage, runtime_s) if is_due else 0.0
+            count = math.ceil(stage.num_allocations - taken - 1e-9)
+            if count:
+                jobs += stage.jobs[int(len(stage.jobs) * taken / stage.num_allocations):]
+                gates = [] if is_due else [demand.job_ids[gate] for gate in stage.gates]
+                stages.append(RenewedStage(gates, count))
+        if stages:
+            renewals.append(Renewal(made, sorted(jobs), stages))
+    return renewals
+
+
+def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict[str, Any]]) -> List[int]:
+    """The actions that would submit allocations, too, but those that jobs need that are not planned for."""
+    misfits = {number for number, _ in plan.problems}
+    numbers = demand.graph.class_numbers
+    others = demand.others + [job for job, number in enumerate(numbers) if number in misfits]
+    ids, bound = {demand.job_ids[job] for job in others}, {demand.bound_to[job] for job in others}
+    replaced = {demand.bound_to[job] for made in plan.schedulers for job in made.jobs}
+
+    def is_needed(action: Dict[str, Any]) -> bool:
+        scheduler_id, gates = action['action_config'].get('scheduler_id'), action.get('job_ids') or ()
+        return bool(ids.intersection(gates)) or scheduler_id in bound \
+            or None in bound and not gates and scheduler_id not in replaced
+    return [action['id'] for action in actions if action['action_type'] == 'schedule_nodes'
+            and not action['executed'] and not is_needed(action)]
+
+
+def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
+                   taken: Sequence[int]) -> Dict[str, Any]:
+    """What the server is to store: a StoreAllocationsRequest."""
+    return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id, 'taken': list(taken),
+            'schedulers': [
+                {'scheduler': block, 'is_bound': renewal.made.is_bound,
+                 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
+                 'stages': [{'job_ids': stage.gate_ids, 'num_allocations': stage.num_allocations}
+                            for stage in renewal.stages]}
+                for block, renewal in zip(blocks, renewals)]}
+
+
+def regeneration_rows(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
+                      scheduler_ids: Sequence[int]) -> List[Dict[str, Any]]:
+    """The schedulers as JSON shows them: those that were stored have ids."""
+    rows = []
+    for index, (renewal, block) in enumerate(zip(renewals, blocks)):
+        keys = ('name', 'account', 'partition', 'walltime') + (() if scheduler_ids else ('mem',)) + ('nodes',)
+        row = {'id': scheduler_ids[index]} if scheduler_ids else {}     # type: Dict[str, Any]
+        row.update({key: block[key] for key in keys}, num_allocations=renewal.num_allocations,
+                   job_count=len(renewal.jobs))
+        if not scheduler_ids:
+            row['job_names'] = [demand.graph.names[job] for job in renewal.jobs]
+        rows.append(dict(row, has_dependencies=renewal.made.has_dependencies))
+    return rows
 
 
 # ======== 17c. Watching: what is to be done about a workflow, poll after poll ========
 #
 # The rules by which `watch` decides, apart from the calls that it takes: a state that is fed with what was
 # seen, and says what to do next.
+#
+# Each poll begins with what the server says (watch_workflow), and goes on with steps until one is `wait` or
+# `end`; after each the server is asked again. What Slurm does not say clearly is not evidence: nothing
+# follows from it.
+
+WATCH_STEPS = {
+    'wait':     'nothing is to be done until the next poll',
+    'look':     'ask Slurm which allocations are there, and clean up after those that are gone',
+    'count':    'ask the server for jobs that nothing is planned for',
+    'schedule': 'plan and submit allocations: for all jobs that are left, or those that were counted',
+    'recover':  'run what failed again, with what it lacked',
+    'end':      'there is nothing left to watch'}
+SLURM_LOOK_S = 60.0         # Slurm is not asked more often, however often the server is
+STANDSTILL_POLLS = 2        # so many polls in a row must see nobody at work, for one may be about to begin
+SCHEDULE_RETRY_S = 60.0     # after the first failure; twice as long after each further one, up to
+SCHEDULE_RETRY_MOST_S = 1800.0
+SCHEDULE_FAILURES = 6       # in a row, after which a workflow that stands still is given up
+
+
+class WatchRules(Row):
+    """What the options of `watch` ask for."""
+    recovers: bool = False
+    max_retries: Optional[int] = None       # recoveries; None: any number
+    asks_agent: bool = False                # to decide on jobs that are pending_failed
+    is_persistent: bool = False
+    is_once: bool = False                   # there is no next poll
+    schedules: bool = False
+    threshold: int = 5                      # unplanned jobs that are worth an allocation
+    cooldown_s: float = 1800.0              # between two times
+    stranded_s: float = 7200.0              # ... after which one job is enough; 0: never
+
+
+class WatchStep(Row):
+    """What is to be done now."""
+    name: str               # of WATCH_STEPS
+    reason: str = ''        # for people
+    exit: int = 0           # of an end
+
+
+class Watcher:
+    """Decides what is to be done about a workflow. Times are given, monotonic; nothing is called."""
+
+    def __init__(self, rules: WatchRules) -> None:
+        self.rules = rules
+        self.looked_at = -math.inf      # when Slurm was last asked
+        self.doubts = []                # type: List[str]  # what it left open then
+        self.still_polls = 0            # in a row that saw nobody at work
+        self.unplanned = None           # type: Optional[List[int]]  # jobs, in this poll; None: not asked
+        self.num_failures = 0           # of `schedule`, in a row, and
+        self.failure = ''               # ... the last one
+        self.retry_at = -math.inf       # `schedule` is left alone until then
+        self.refusal = None             # type: Optional[Tuple[int, str]]  # run and reason: no recovery
+
+    def begin_poll(self) -> None:
+        """A poll begins."""
+        self.unplanned = None
+        self.still_polls += 1
+
+    def next_step(self, now: float, seen: Dict[str, Any]) -> WatchStep:
+        """What to do, by the server's answer (WatchResponse)."""
+        status = seen['status']
+        counts, num_allocations = status['jobs_by_status'], scheduled_nodes(status)
+        is_active = any(counts[STATUS_NAMES[code]] for code in ACTIVE)
+        has_workers = bool(num_allocations or status['active_compute_nodes'])
+        if status['is_canceled']:
+            return WatchStep('end', 'the workflow was canceled', 1)
+        if (num_allocations or is_active and not has_workers) and now - self.looked_at >= SLURM_LOOK_S:
+            return WatchStep('look')
+        if has_workers or is_active:
+            self.still_polls = 0
+        if has_workers and is_over(counts):
+            return WatchStep('wait', 'all jobs have ended; runners and allocations are about to')
+        if is_over(counts):
+            return self.judge(seen, counts)
+        if has_workers or is_active:
+            return self.look_for_unplanned(now, seen, counts)
+        return self.judge_standstill(now, seen, counts)
+
+    def judge(self, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+        """All jobs have ended, and nobody is at work."""
+        is_undecided = counts['pending_failed'] > 0
+        if not has_failed(counts):
+            number = seen['status']['total_jobs']
+            return WatchStep('end', f'the workflow is complete: {number} jobs ended well')
+        if is_undecided and not self.rules.asks_agent:
+            return WatchStep('end', 'failed jobs wait for a decision: see `jobs classify`', 1)
+        if not self.rules.recovers and not is_undecided:
+            return WatchStep('end', 'jobs failed, and --recover was not given', 1)
+        if self.refusal is not None and self.refusal[0] == seen['run_id']:
+            return WatchStep('end', f'what failed is not run again: {self.refusal[1]}', 1)
+        is_used_up = self.rules.max_retries is not None and seen['recoveries'] >= self.rules.max_retries
+        if is_used_up and not seen['is_begun']:     # one that was killed is finished
+            return WatchStep('end', f"jobs failed again after {seen['recoveries']} recoveries "
+                             '(--max-retries)', 1)
+        return WatchStep('recover', f'jobs failed: recovery {seen["recoveries"] + (not seen["is_begun"])}')
+
+    def look_for_unplanned(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+        """Jobs are left, and so are runners or allocations: is any job not among what these are for?"""
+        since_s = seen['now'] - (seen['began_at'] if seen['scheduled_at'] is None else seen['scheduled_at'])
+        is_due = self.rules.schedules and since_s >= self.rules.cooldown_s and now >= self.retry_at
+        if not is_due or not counts['ready']:
+            return WatchStep('wait', '; '.join(self.doubts))
+        if self.unplanned is None:
+            return WatchStep('count')
+        number, is_stranded = len(self.unplanned), 0 < self.rules.stranded_s <= since_s
+        if number < self.rules.threshold and not (number and is_stranded):
+            return WatchStep('wait', '; '.join(self.doubts))
+        return WatchStep('schedule', f'{number} ready jobs are in no plan')
+
+    def judge_standstill(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+        """Jobs are left, and nobody is at work."""
+        unserved = seen['status'].get('unserved_ready_labels') or {}
+        number = counts['ready'] - sum(unserved.values())
+        is_ours = self.rules.recovers and seen['is_recovered']
+        if number > 0 and (self.rules.schedules or is_ours) and seen['has_scheduler']:
+            is_given_up = self.num_failures >= SCHEDULE_FAILURES and not self.rules.is_persistent
+            if now >= self.retry_at and not is_given_up:
+                return WatchStep('schedule', f'{number} jobs are ready, and there is no allocation')
+            if not (is_given_up or self.rules.is_once):
+                return WatchStep('wait', f'no allocations: {self.failure}')
+            return WatchStep('end', f'no allocations: {self.failure}', 1)
+        labels = ''.join(f'; {count} are for runners with label {name}' for name, count in unserved.items())
+        reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
+        if self.rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not self.rules.is_once:
+            return WatchStep('wait', reason)
+        return WatchStep('end', reason, 1)
+
+    # -------- what came of a step --------
+
+    def on_look(self, now: float, doubts: Sequence[str]) -> None:
+        """Slurm was asked."""
+        self.looked_at, self.doubts = now, list(doubts)
+
+    def on_count(self, job_ids: Sequence[int]) -> None:
+        """The server was asked for jobs without a plan."""
+        self.unplanned = list(job_ids)
+
+    def on_schedule(self, now: float, failure: str) -> None:
+        """Allocations were submitted, or why not."""
+        self.num_failures = self.num_failures + 1 if failure else 0
+        pause_s = min(SCHEDULE_RETRY_S * 2 ** (self.num_failures - 1), SCHEDULE_RETRY_MOST_S)
+        self.failure, self.retry_at = failure, now + pause_s if failure else -math.inf
+
+    def on_recover(self, run_id: int, refusal: str) -> None:
+        """What failed in a run was reset, or why not."""
+        self.refusal = run_id, refusal or 'nothing came of it'
+
+
+def scheduled_nodes(status: Dict[str, Any]) -> int:
+    """Allocations that wait or are at work, by a workflow's status."""
+    return status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+
+
+def is_over(counts: Dict[str, int]) -> bool:
+    """Whether no job is left that might run by itself: what is blocked then waits for a decision."""
+    left = [row.name for row in STATUSES if not row.is_done and counts[row.name]]
+    return not left or 'pending_failed' in left and set(left) <= {'pending_failed', 'blocked'}
+
+
+def describe_left(counts: Dict[str, int]) -> str:
+    """'2 blocked, 1 ready': the jobs that are not done."""
+    return ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES
+                     if not row.is_done and counts[row.name])
 
 
 # ======== 19. Rendering: values -> text for people and programs ========
@@ -28137,296 +30396,9 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
     return bar + line if style.is_terminal and len(bar + line) < style.width else line
 
 
-# ======== 19a. Reports: what jobs used beside what they asked for, and errors in logs ========
+# ======== 19a. Reports: errors in logs ========
 #
-# Functions from values to values: comparisons, corrections, findings in logs. They know results and
-# resource requirements as the API has them, and neither sessions nor files.
-#
-# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
-# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
-# no limit. Requirements are shared: what one job needs, all jobs that have them get.
-
-PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
-OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
-CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
-LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
-# What downsizing must save to be worth another requirement; as in Torc.
-LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
-TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
-
-
-class JobUse(Row):
-    """A job, its requirements, and the result that is looked at."""
-    job: Dict[str, Any]
-    needs: Dict[str, Any]
-    result: Dict[str, Any]
-    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
-
-
-class Comparison(Row):
-    """One resource of one job: what it asked for and used at most, in the same unit."""
-    use: JobUse
-    resource: str       # key of MEASURES
-    limit: float
-    used: float
-
-    @property
-    def over_percent(self) -> float:
-        """By how much of the limit more was used; 0 below it."""
-        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
-
-
-class Measure(Row):
-    """A resource as reports show it."""
-    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
-    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
-    show: Callable[[float], str]
-
-
-def report_memory(value_bytes: float) -> str:
-    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
-    megabytes = value_bytes / 1024 ** 2
-    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
-
-
-def report_duration(value_s: float) -> str:
-    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
-    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
-    if hours:
-        return f'{hours}h {minutes}m {seconds}s'
-    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
-
-
-def seconds_of(result: Dict[str, Any]) -> float:
-    """How long an attempt ran."""
-    return result['exec_time_minutes'] * 60
-
-
-MEASURES = {
-    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
-                      lambda result: result.get('peak_memory_bytes'), report_memory),
-    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
-                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
-    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
-}
-
-
-def is_placeholder(needs: Dict[str, Any]) -> bool:
-    """Whether requirements are those of jobs that name none."""
-    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
-
-
-def limit_of(resource: str, needs: Dict[str, Any]) -> float:
-    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
-    try:
-        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
-    except ValueError:
-        return 0.0
-
-
-def compare_use(use: JobUse) -> List[Comparison]:
-    """A job's resources that have a limit and were measured."""
-    found = []
-    for resource, measure in MEASURES.items():
-        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
-        if limit > 0 and used is not None:
-            found.append(Comparison(use, resource, limit, used))
-    return found
-
-
-def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
-    """A comparison as Torc's JSON has it."""
-    use, show = comparison.use, MEASURES[comparison.resource].show
-    specified = show(comparison.limit)
-    if comparison.resource == 'CPU':
-        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
-    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
-            'specified': specified, 'peak_used': show(comparison.used),
-            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
-
-
-def find_memory_violation(use: JobUse) -> str:
-    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
-
-    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
-    of the runtime counts as well.
-    """
-    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
-    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
-        return 'memory_exceeded'
-    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
-    return 'sigkill_137' if is_killed and (not seconds
-                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
-
-
-def explain_failure(use: JobUse) -> Dict[str, Any]:
-    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
-    needs, result = use.needs, use.result
-    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
-    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
-    is_timeout = result['return_code'] == TERMINATED_CODES['time']
-    oom = find_memory_violation(use)
-    found = {
-        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
-        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
-        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
-        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
-        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
-        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
-        'likely_timeout': is_timeout or 0 < TIMEOUT_SHARE * runtime_s < ran_s or None,
-        'timeout_reason': 'sigxcpu_152' if is_timeout else None,
-        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
-        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
-        'peak_cpu_percent': cpu_percent,
-        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-# -------- corrections --------
-
-class Multipliers(Row):
-    """By how much more than was seen is asked for."""
-    memory: float
-    cpu: float
-    runtime: float
-
-
-class Correction(Row):
-    """One resource of requirements, as it is and as it should be."""
-    resource: str               # 'memory', 'cpu' or 'runtime'
-    uses: List[JobUse]          # the jobs because of which
-    original: Any
-    new: Any
-    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
-
-
-ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
-    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
-    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
-    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
-}
-
-
-def round_memory_up(value_bytes: float) -> str:
-    """Bytes -> the next whole g, m or k: 13g, 300m."""
-    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
-    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
-
-
-def round_runtime_up(value_s: float) -> str:
-    """Seconds -> the next whole minute: PT2H5M."""
-    return format_duration(60 * max(1, math.ceil(value_s / 60)))
-
-
-def cpus_for(percent: float, multiplier: float) -> int:
-    """CPUs that are enough for a peak."""
-    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
-
-
-def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More memory, if one of the jobs needed more than it asked for."""
-    found = [(use, find_memory_violation(use)) for use in uses]
-    over = [use for use, reason in found if reason]
-    if not over:
-        return None
-    limit = limit_of('Memory', over[0].needs)
-    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
-               default=None)
-    is_guess = any(reason == 'sigkill_137' for _, reason in found)
-    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
-    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
-
-
-def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More CPUs, if one of the jobs kept more busy than it asked for."""
-    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
-            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
-    if not over:
-        return None
-    peak = max(use.result['peak_cpu_percent'] for use in over)
-    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
-
-
-def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More time, if one of the jobs took more than it asked for, or was killed for it."""
-    over, wanted_s, peak_s = [], 0.0, 0.0
-    for use in uses:
-        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
-        is_timeout = use.result['return_code'] == TERMINATED_CODES['time'] and not use.is_stale
-        if limit_s and (is_timeout or ran_s > limit_s):
-            over.append(use)
-            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
-            peak_s = max(peak_s, ran_s)
-    if not over:
-        return None
-    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
-
-
-def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
-             multipliers: Multipliers) -> List[Correction]:
-    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
-    needs, found = uses[0].needs, []
-    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
-    percent_seen = [result.get('peak_cpu_percent') for result in seen]
-    limit = limit_of('Memory', needs)
-    if limit and all(bytes_seen):
-        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
-        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
-            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
-    limit = limit_of('CPU', needs)
-    if limit and all(percent_seen):
-        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
-        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
-            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
-    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
-    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
-    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
-        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
-    return found
-
-
-def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
-                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
-    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
-
-    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
-    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
-    """
-    groups: Dict[int, List[JobUse]] = {}
-    for use in uses:
-        groups.setdefault(use.needs['id'], []).append(use)
-    plan = []
-    for needs_id, group in sorted(groups.items()):
-        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
-              increase_runtime(group, multipliers.runtime)]
-        corrections = [correction for correction in up if correction]
-        if corrections:
-            plan.append(('upscale', corrections))
-        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
-                                                                       for use in group):
-            runs = {(use.job['id'], use.result['run_id']) for use in group}
-            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
-            corrections = decrease(group, seen, multipliers)
-            plan += [('downscale', corrections)] if corrections else []
-    return plan
-
-
-def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
-    """The corrections of one of the requirements, as Torc's JSON has them."""
-    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
-    found: Dict[str, Any] = {
-        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
-        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
-    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
-    for correction in corrections:
-        found[f'{correction.resource}_adjusted'] = True
-        values = correction.original, correction.new, correction.peak
-        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
-                     if value is not None)
-    return found
-
-
-# -------- errors in logs --------
+# Functions from values to values: findings in logs, which know neither sessions nor files.
 #
 # Each line has the first class of the table that it matches. The patterns are whole messages of the
 # programs that write them (errno texts of glibc, Slurm, Python, CUDA, MPI), not words that ordinary
@@ -29531,6 +31503,76 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     return int(word)
 
 
+def parse_number(text: str) -> int:
+    """A whole number."""
+    if not re.match(r'-?[0-9]{1,18}\Z', text):
+        raise ValueError(f'{text!r} is not a whole number')
+    return int(text)
+
+
+def parse_id(text: str) -> int:
+    """An id: a whole number from 1."""
+    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
+        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
+    return int(text)
+
+
+def parse_ids(text: str) -> List[int]:
+    """'3,5' -> [3, 5]."""
+    return [parse_id(word.strip()) for word in text.split(',')]
+
+
+def parse_factor(text: str) -> float:
+    """A multiplier of what was seen: 1 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= 1000:
+        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
+    return value
+
+
+def parse_time_span(text: str) -> int:
+    """A walltime as sbatch takes it, or as people write it -> seconds."""
+    return parse_walltime(normalize_walltime(text))
+
+
+def parse_percent(text: str) -> float:
+    """Percent, without the sign."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_INTEGER:
+        raise ValueError(f'{text!r} is not a number of percent, such as 5')
+    return value
+
+
+def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
+    """A parser of values with commas between them."""
+    return lambda text: list(map(parse, text.split(',')))
+
+
+def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
+    """A parser of numbers that are not below `least`."""
+    def read(text: str) -> Any:
+        value = parse(text)
+        if value < least:
+            raise ValueError(f'{text} is less than {least:g}')
+        return value
+    return read
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser of one of several words."""
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
+        return text
+    return read
+
+
 def command_line(session: Session, *words: Any) -> str:
     """A command for the user to type, that finds the same server or database as this one."""
     options = ['--standalone'] if session.options['standalone'] else []
@@ -29776,7 +31818,7 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'Data=data:1'),
     'scheduled-compute-nodes': Noun(
         'scheduled_compute_node', 'ID=id, Scheduler ID=scheduler_id, Config ID=scheduler_config_id, '
-        'Type=scheduler_type, Status=status'),
+        'Type=scheduler_type, Status=status, +Reason=reason'),
     'compute-nodes': Noun(
         'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
         'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
@@ -31091,7 +33133,6 @@ def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, Fi
 
 COMPARISON_COLUMNS = ('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share')
 CORRECTION_WORDS = {'memory': 'Memory', 'cpu': 'CPUs', 'runtime': 'Runtime'}
-REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
 
 
 def list_requirements(session: Session, workflow_id: int) -> Dict[int, Dict[str, Any]]:
@@ -31412,13 +33453,7 @@ def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOp
     profile = find_profile(args['profile'], config)
     defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
     account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
-    partitions = profile.partitions
-    if args.get('partition'):
-        partitions = [partition for partition in partitions if partition.name == args['partition']]
-        if not partitions:
-            names = dict.fromkeys(partition.name for partition in profile.partitions)
-            raise BadInput(f"{profile.name} has no partition '{shorten(args['partition'])}'"
-                           f"{did_you_mean(args['partition'], names)}; it has {', '.join(names)}")
+    partitions = chosen_partitions(profile, args.get('partition'))
     chosen = GenerateOptions(options, account, replaces, has_actions, bool(args['skip_checks']),
                              args['max_instances'] or MAX_INSTANCES)
     try:
@@ -31429,6 +33464,16 @@ def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOp
     for warning in made.warnings[:PROBLEMS_SHOWN]:
         session.report(f'warning: {placed(warning, path)}')
     return made, profile, account, document
+
+
+def chosen_partitions(profile: Profile, name: Optional[str]) -> Sequence[Partition]:
+    """The partitions of a cluster, or the one of a name."""
+    found = [partition for partition in profile.partitions if name in (None, partition.name)]
+    if not found:
+        names = dict.fromkeys(partition.name for partition in profile.partitions)
+        raise BadInput(f"{profile.name} has no partition '{shorten(name)}'{did_you_mean(name, names)}; "
+                       f"it has {', '.join(names)}")
+    return found
 
 
 def format_generated(made: GeneratedSpec, profile: Profile) -> str:
@@ -31674,7 +33719,15 @@ def runner_options(args: Arguments) -> RunnerOptions:
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
         end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
-        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'])
+        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'],
+        **offline_options(args, read_config()))
+
+
+def offline_options(args: Arguments, config: HpcConfig) -> Dict[str, Any]:
+    """What a runner does while its server is away: by the command line, else by the configuration."""
+    given_s = args['drain_ping_interval_secs']
+    return {'drains': config.drains and not args['no_offline_drain'],
+            'ping_interval_s': config.ping_interval_s if given_s is None else given_s}
 
 
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
@@ -31741,6 +33794,12 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     progress = Progress(session.err, style, session.options['quiet'])
     try:
         outcome = run_workflow(session.client, workflow['id'], options, progress)
+    except Unreachable as error:
+        if 'base_dir' in error.details:
+            hint = command_line(session, 'workflows', 'reconcile', workflow['id'], error.details['run_id'],
+                                '--base-dir', error.details['base_dir'])
+            error.message += f'\nWhen the server is back: {hint}'
+        raise
     finally:
         progress.finish()
     plot_run(session, workflow, options.output_dir)
@@ -31960,11 +34019,12 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
             'SLURM_JOB_ID', 'SLURM_NODEID', 'SLURM_TASK_PID'))]
         number = int(hashlib.sha256(' '.join(who).encode()).hexdigest()[:8], 16)
         time.sleep(number / 2 ** 32 * startup_delay_s)
+    config = read_config()
     options = RunnerOptions(
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
         max_parallel_jobs=args['max_parallel_jobs'], is_subtask=bool(args['is_subtask']),
         claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'],
-        is_strict=read_config().is_strict)
+        is_strict=config.is_strict, **offline_options(args, config))
     session.options['url' if '://' in args['server'] else 'db'] = args['server']
     await_server(session, options)
     code = run_to_end(session, Target(args['workflow_id'], False, is_allocation=True), options, True)
@@ -32235,14 +34295,22 @@ class Submitted(Row):
     message: str                # why that is
     idle: List[int]             # actions that had nothing left to do
     submitters: List[str]       # others, who are at it
+    answer: Dict[str, Any]      # of the server, which handed them out
 
 
-def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any]) -> Submitted:
-    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left."""
+def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any],
+                       plan: Optional[Dict[str, Any]] = None) -> Submitted:
+    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left.
+
+    With a plan, a StoreAllocationsRequest, that is stored first, and what is due of it is handed out.
+    """
     submitter = format_json(describe_process())
     wanted = sum(row.get('count') or 1 for row in request.get('actions') or ()) + (request.get('count') or 0)
+    stages = [stage for row in plan['schedulers'] for stage in row['stages']] if plan else []
+    wanted += sum(stage['num_allocations'] for stage in stages)
     request = dict(request, submitter=submitter, lease_s=SUBMISSION_LEASE_S + SLURM_QUERY_S * wanted)
-    answer = session.call('take_submissions', request, workflow_id=workflow['id'])
+    op = 'store_allocations' if plan else 'take_submissions'
+    answer = session.call(op, dict(plan, submission=request) if plan else request, workflow_id=workflow['id'])
     ended = [text for text in answer['submitters'] if has_ended(text)]
     if ended:   # killed: nobody else brings their allocations to Slurm
         more = {'submitter': submitter, 'lease_s': request['lease_s'], 'settings': {}, 'ended': ended}
@@ -32259,7 +34327,7 @@ def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict
         start_submissions(session, work, submissions)
     numbers, refusals = drive_submitter(session, workflow, work, submitter)
     return Submitted(numbers, refusals, [item.id for item in work.lost], work.message, answer['idle_actions'],
-                     answer['submitters'])
+                     answer['submitters'], answer)
 
 
 def has_ended(submitter: str) -> bool:
@@ -32332,8 +34400,8 @@ def remove_script(item: Optional[Underway]) -> None:
             os.unlink(item.script)
 
 
-def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
-    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+def report_troubles(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> None:
+    """Say what was not submitted. Refused if nothing was, in Slurm's words."""
     number = workflow['id']
     if outcome.submitters:
         session.report(f'{len(outcome.submitters)} other submitters of workflow {number} are at work')
@@ -32346,7 +34414,12 @@ def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submit
     for message in sorted(set(outcome.refusals)):
         count = outcome.refusals.count(message)
         session.report(f'torc: {count} allocations of workflow {number} were not submitted: {message}')
-    count = len(outcome.numbers)
+
+
+def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
+    """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
+    report_troubles(session, workflow, outcome)
+    number, count = workflow['id'], len(outcome.numbers)
     text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
         f'Submitted no allocation of workflow {number}'
     if not count and not outcome.lost:
@@ -33115,11 +35188,1074 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
 
+# -------- reconcile --------
+
+REPLAY_BYTES = 2 ** 20      # of completions in one request, so that no other waits long for the server
+
+
+class JournalFound(Row):
+    """A journal of a run, and what became of its completions."""
+    path: str
+    entries: List[Dict[str, Any]]
+    counts: Dict[str, int]      # completions: all; of these accepted, known, rejected
+
+
+def cmd_reconcile(session: Session, args: Arguments) -> int:
+    """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
+    workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
+    if not os.path.isdir(base_dir):
+        raise BadInput(printable(f'there is no directory {base_dir}: name the output directory of the '
+                                 'runners, or one above it, with --base-dir'))
+    session.workflow(workflow_id)   # refused before thousands of files are read
+    paths, problems = find_journals(base_dir, workflow_id, run_id)
+    journals = []
+    for path in paths:
+        entries, problem = read_journal(path)
+        journals.append(JournalFound(path, entries, {}))
+        problems += [problem] if problem else []
+    accepted, rejected = [], []     # type: List[Tuple[int, int]], List[Dict[str, Any]]
+    for entries in replay_pieces(journals):
+        answer = session.call('replay_completions', {'run_id': run_id, 'completions': entries},
+                              workflow_id=workflow_id)
+        accepted += map(tuple, answer['accepted'])
+        rejected += answer['rejected']
+    # The server looks for runners of its host that are dead: what they held has ended by now.
+    session.call('list_compute_nodes', workflow_id=workflow_id, is_active=True, limit=1)
+    count_brought(journals, accepted, [(row['job_id'], row['attempt_id']) for row in rejected])
+    show_reconciled(session, args, journals, [row['message'] for row in rejected], problems)
+    return 0
+
+
+def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, Any]]]:
+    """All completions in pieces for one request each, earlier attempts and ends first."""
+    entries = sorted((entry for journal in journals for entry in journal.entries), key=lambda entry: (
+        entry['result'].get('attempt_id') or 1, entry['result']['completion_time']))
+    piece, size = [], 0     # type: List[Dict[str, Any]], int
+    for entry in entries:
+        length = len(format_json(entry))
+        if length > REPLAY_BYTES:       # the end is worth more than the times of so many output files
+            entry = dict(entry, torc_py=dict(entry.get('torc_py') or {}, file_times=None, contents=None))
+        if piece and (len(piece) >= MAX_COMPLETIONS_PER_REQUEST or size + length > REPLAY_BYTES):
+            yield piece
+            piece, size = [], 0
+        piece.append(entry)
+        size += length
+    if piece:
+        yield piece
+
+
+def count_brought(journals: Sequence[JournalFound], accepted: Sequence[Tuple[int, int]],
+                  rejected: Sequence[Tuple[int, int]]) -> None:
+    """Note in journals what became of their completions; what is in several counts in the first."""
+    left = {'accepted': collections.Counter(accepted), 'rejected': collections.Counter(rejected)}
+    for journal in journals:
+        journal.counts.update(completions=len(journal.entries), accepted=0, known=0, rejected=0)
+        for entry in journal.entries:
+            key = entry['job_id'], entry['result'].get('attempt_id') or 1
+            became = next((word for word, keys in left.items() if keys[key]), 'known')
+            journal.counts[became] += 1
+            if became in left:
+                left[became][key] -= 1
+
+
+def show_reconciled(session: Session, args: Arguments, journals: Sequence[JournalFound],
+                    rejections: Sequence[str], problems: Sequence[str]) -> None:
+    """What each journal has brought, and all together; to stderr what is to be looked at."""
+    sums = {word: sum(journal.counts[word] for journal in journals)
+            for word in ('completions', 'accepted', 'rejected', 'known')}
+    value = {'files': len(journals), 'total_completions': sums.pop('completions'), **sums,
+             'journals': [{'path': journal.path, **journal.counts} for journal in journals],
+             'problems': list(problems)}
+    of_run = f"workflow_id={args['workflow_id']} run_id={args['run_id']}"
+    lines = [f"Reconciled {of_run}: {len(journals)} file(s), {value['total_completions']} completion(s) "
+             f"({sums['accepted']} accepted, {sums['rejected']} rejected)"]
+    line = '  {}: {completions} completions, {accepted} accepted, {known} known, {rejected} rejected'
+    lines += [line.format(journal.path, **journal.counts) for journal in journals]
+    session.answer(value, format_lines(lines))
+    session.report(*problems)
+    reasons = collections.Counter(rejections).most_common()
+    session.report(*(f'rejected: {count} completions: {message}'
+                     for message, count in reasons[:PROBLEMS_SHOWN]))
+    if len(reasons) > PROBLEMS_SHOWN:
+        session.report(f'... and for {len(reasons) - PROBLEMS_SHOWN} more reasons')
+    if not journals:
+        session.inform(f"no journal of {of_run} was found below {args['base_dir']}")
+    elif not sums['accepted'] and not sums['rejected']:
+        session.inform(f"nothing was new: all {sums['known']} completions were known")
+
+# -------- sync-status --------
+
+LOST_SHOWN = 10     # jobs named for people
+
+
+def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
+    """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
+
+    At most one squeue, and one sacct if any is gone; none of them without an allocation.
+    """
+    survey = session.call('survey_allocations', workflow_id=workflow_id)
+    seen = AllocationsSeen()
+    if survey['allocations']:
+        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()))
+    if seen.gone:
+        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
+        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
+    body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
+            'is_dry_run': is_dry_run}
+    found = session.call('sync_allocations', body, workflow_id=workflow_id)
+    return dict(found, doubts=seen.doubts + found['doubts'], alive=seen.num_alive, dry_run=is_dry_run,
+                workflow_id=workflow_id)
+
+
+def cmd_sync_status(session: Session, args: Arguments) -> int:
+    """Find allocations that are gone, and jobs that nobody runs, and set them right."""
+    found = clean_up_allocations(session, choose_workflow(session, args), bool(args['dry_run']))
+    session.answer(found, format_synced(found))
+    return 0
+
+
+def format_synced(found: Dict[str, Any]) -> str:
+    """What `sync-status` has done, or would do, for people."""
+    would, lines = 'would be ' if found['dry_run'] else '', []
+    for row in found['allocations']:
+        lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
+    for key, word in (('requeued_job_details', 'ready again'), ('failed_job_details', 'failed')):
+        rows = found[key]
+        lines += [f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
+                  for row in rows[:LOST_SHOWN]]
+        lines += [f'{len(rows) - LOST_SHOWN} more jobs {would}{word}'] if len(rows) > LOST_SHOWN else []
+    count = found['compute_nodes_deactivated']
+    lines += [f"{count} compute nodes {would}inactive"] if count else []
+    lines += [f'left alone: {doubt}' for doubt in found['doubts']]
+    alive = found['alive']
+    lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
+                 f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
+    return format_lines(lines)
+
+
+# -------- slurm regenerate --------
+
+class Regeneration(Row):
+    """Allocations that are planned for what is left."""
+    demand: Demand
+    renewals: List[Renewal]
+    blocks: List[Dict[str, Any]]    # the schedulers, as they are stored
+    taken: List[int]                # actions
+    warnings: List[str]
+
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of all schedulers."""
+        return sum(renewal.num_allocations for renewal in self.renewals)
+
+
+def regenerate_workflow(session: Session, workflow: Dict[str, Any],
+                        options: RegenerateOptions) -> Dict[str, Any]:
+    """Plan allocations for the jobs that are left, store them, and submit those that are due; Torc's JSON.
+
+    A dry run changes nothing. What a killed command has stored is submitted, not planned again. BadInput if
+    nothing can be planned, Refused if Slurm takes none of the allocations, each in words for the user.
+    """
+    number, settings = workflow['id'], options.settings or default_settings()
+    found = session.call('get_demand', workflow_id=number)
+    demand, config = read_demand(found, options), hpc_config(session)
+    if not demand.num_left:
+        return regeneration_value(number, demand, options, [])
+    profile = find_profile(options.profile, config)
+    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
+    account = find_account(options.account or (schedulers or [{}])[0].get('account'),
+                           workflow.get('slurm_defaults') or {}, profile, config)
+    plan = functools.partial(plan_regeneration, session, workflow, options, profile, account,
+                             find_gone(found['allocations'], options))
+    planned = plan(found)
+    for block in planned.blocks:
+        check_scheduler(workflow, dict(block, id=0), settings)
+    if options.is_dry_run:
+        rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks, ())
+        return {'dry_run': True, 'workflow_id': number, 'pending_jobs': demand.num_left,
+                'profile_name': profile.name, 'profile_display_name': profile.display_name,
+                'planned_schedulers': rows, 'total_allocations': planned.num_allocations,
+                'would_submit': options.submits, 'warnings': planned.warnings}
+    if options.submits or 'uninitialized' in found['statuses']:
+        begin_workflow(session, workflow, settings['output_dir'], False)
+        planned = plan(session.call('get_demand', workflow_id=number))
+    return perform_regeneration(session, workflow, options, planned, settings)
+
+
+def default_settings() -> Dict[str, Any]:
+    """SUBMISSION_SETTINGS without options on the command line."""
+    names = ('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs')
+    return submission_settings(dict(dict.fromkeys(names), output_dir=DEFAULT_OUTPUT_DIR))
+
+
+def find_gone(allocations: Sequence[Dict[str, Any]], options: RegenerateOptions) -> Tuple[Set[int], str]:
+    """Slurm jobs of a workflow that do nothing more for it, by one squeue; and why that is unknown, or ''."""
+    numbers = {row['slurm_job_id'] for row in allocations if row['slurm_job_id']}
+    if options.is_cleaned or not numbers:
+        return set(), ''
+    if not has_slurm_program('squeue'):
+        return set(), f'there is no {slurm_program("squeue")} on this machine'
+    reply = ask_slurm(find_own_jobs_argv())
+    if reply.code:
+        return set(), f'squeue failed: {explain_reply(reply)}'
+    alive = {job.id for job in parse_own_jobs(reply.out)
+             if job.state != 'COMPLETING' and not (job.state and SLURM_STATES[job.state].is_ended)}
+    return numbers - alive, ''
+
+
+def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
+                      profile: Profile, account: str, gone: Tuple[Set[int], str],
+                      found: Dict[str, Any]) -> Regeneration:
+    """New schedulers for what get_demand() answers."""
+    demand = read_demand(found, options)
+    partitions = chosen_partitions(profile, options.partition)
+    if options.walltime:
+        partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
+    suffix = time.strftime('regen_%Y%m%d_%H%M%S', time.gmtime())
+    made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(suffix))
+    problems = [f"resource_requirements '{shorten(demand.classes[number].name)}' fits no partition of "
+                f'{profile.name}: {reason}' for number, reason in made.problems]
+    if problems and not made.schedulers:
+        raise BadInput(problems[0])
+    supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
+    renewals = renew(demand, made, supply)
+    warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
+    warnings += [f'{row.made.name}: a walltime of {format_walltime(row.made.walltime_s)} is longer than the '
+                 f'{format_walltime(row.made.partition.max_walltime_secs)} of {row.made.partition.name}'
+                 for row in renewals if row.made.walltime_s > row.made.partition.max_walltime_secs]
+    warnings += supply_warnings(session, workflow, supply, found, gone)
+    actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+    taken = actions_to_take(demand, made, actions) if renewals else []
+    blocks = [scheduler_block(renewal.made, account) for renewal in renewals]
+    return Regeneration(demand, renewals, blocks, taken, warnings)
+
+
+def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
+                    gone: Tuple[Set[int], str]) -> Iterator[str]:
+    """What the user is told of allocations that are there already."""
+    if supply.num_counted:
+        yield (f'{supply.num_counted} allocations that are queued or running are counted: what they will do '
+               'is not planned again')
+    if gone[1] and found['allocations']:
+        yield (f'{gone[1]}: all {len(found["allocations"])} allocations that were not reported as ended are '
+               'taken to be in the queue')
+    lost = [row for row in found['allocations'] if row['slurm_job_id'] in gone[0]]
+    held = sum(row['num_jobs'] for row in lost)
+    if held:
+        sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
+        yield (f'{held} jobs count as running in {len(lost)} allocations that have ended: they are not '
+               f'planned for; first: {sync}')
+
+
+def perform_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
+                         planned: Regeneration, settings: Dict[str, Any]) -> Dict[str, Any]:
+    """Store what was planned, and submit what is due."""
+    number, outcome = workflow['id'], None      # type: int, Optional[Submitted]
+    stored = stored_plan_of(planned.demand, planned.renewals, planned.blocks, planned.taken) \
+        if planned.renewals else None
+    if options.submits:
+        outcome = submit_allocations(session, workflow, {'settings': settings}, stored)
+        report_troubles(session, workflow, outcome)
+        answer = outcome.answer
+    else:
+        answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
+    rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks,
+                             answer.get('scheduler_ids') or ())
+    value = regeneration_value(number, planned.demand, options, rows)
+    value.update(total_allocations=planned.num_allocations,
+                 allocations_submitted=len(outcome.numbers) if outcome else 0,
+                 allocations_deferred=sum(renewal.num_allocations - renewal.num_due
+                                          for renewal in planned.renewals),
+                 warnings=planned.warnings, actions_taken=answer.get('taken', 0),
+                 slurm_job_ids=outcome.numbers if outcome else [])
+    return value
+
+
+def regeneration_value(workflow_id: int, demand: Demand, options: RegenerateOptions,
+                       rows: List[Dict[str, Any]]) -> Dict[str, Any]:
+    """Torc's JSON, with our additions at the end, as long as nothing is stored or submitted."""
+    value = {'workflow_id': workflow_id, 'pending_jobs': demand.num_left}
+    if options.is_dry_run:
+        return dict(dict(value, dry_run=True), planned_schedulers=rows, total_allocations=0,
+                    would_submit=options.submits, warnings=[])
+    return dict(value, schedulers_created=rows, total_allocations=0, allocations_submitted=0,
+                allocations_deferred=0, warnings=[], submitted=options.submits, slurm_job_ids=[],
+                actions_taken=0)
+
+
+def cmd_regenerate(session: Session, args: Arguments) -> int:
+    """Plan allocations for the jobs of a workflow that are left, and submit them if so wanted."""
+    if args['submit'] and not args['dry_run']:
+        refuse_without_sbatch()
+    workflow = session.workflow(choose_workflow(session, args))
+    options = RegenerateOptions(
+        args['account'], args['profile'], args['partition'], args['walltime'], args['group_by'],
+        args['walltime_strategy'], args['walltime_multiplier'], bool(args['single_allocation']),
+        args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
+        settings=submission_settings(args))
+    value = regenerate_workflow(session, workflow, options)
+    for warning in value['warnings']:
+        session.report(f'warning: {warning}')
+    session.answer(value, format_regenerated(value, command_line(session, 'submit', workflow['id'])))
+    due = value['total_allocations'] - value.get('allocations_deferred', 0)
+    return 1 if options.submits and value.get('allocations_submitted', due) < due else 0
+
+
+def format_regenerated(value: Dict[str, Any], submit: str) -> str:
+    """What was planned, or done, for people. `submit`: the command that submits it later."""
+    number, is_dry_run = value['workflow_id'], value.get('dry_run')
+    rows = value['planned_schedulers' if is_dry_run else 'schedulers_created']
+    if not value['pending_jobs']:
+        return f'Workflow {number} has no job left that needs an allocation\n'
+    lines = [f"{value['pending_jobs']} jobs of workflow {number} are left"
+             + ('' if rows else ': no further allocation is needed')]
+    for row in rows:
+        nodes = f"{row['nodes']} nodes" if row['nodes'] > 1 else '1 node'
+        lines.append(f"  {row['name']}: {row['job_count']} jobs, {row['num_allocations']} x {nodes} of "
+                     f"{row['partition']} for {row['walltime']}"
+                     + (', when its jobs are ready' if row['has_dependencies'] else ''))
+    due = value['total_allocations'] - value.get('allocations_deferred', 0)
+    if is_dry_run:
+        lines += ['Nothing was changed']
+    elif value['slurm_job_ids']:
+        lines.append(f"Submitted {value['allocations_submitted']} allocations of workflow {number}: "
+                     + first_of(value['slurm_job_ids']))
+    elif due and not value['submitted']:
+        lines.append(f'{due} allocations are due; submit them with: {submit}')
+    return format_lines(lines)
+
+
+# -------- decisions about failures --------
+
+def cmd_classify(session: Session, args: Arguments) -> int:
+    """Decide about the failure of a pending_failed job."""
+    if args['action'] == 'fail' and (args['memory'] or args['runtime']):
+        raise BadInput('--memory and --runtime go with retry')
+    job = session.job(args['job_id'])
+    decision = {key: value for key, value in args.items() if value is not None}
+    found = session.call('classify_jobs', {'classifications': [decision]}, workflow_id=job['workflow_id'])
+    run = command_line(session, 'run', job['workflow_id'])
+    text = f"Job {job['name']} is to be run again: a runner takes it (or: {run})\n" if found['retried'] else \
+        f"Job {job['name']} has failed\n"
+    session.answer(found, text)
+    return 0
+
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
 #
 # Order: orphans, preconditions, diagnosis, choice, hook; then one request changes everything, and new
 # allocations are submitted. Killed anywhere, a second call finishes it.
+#
+# `watch` calls the same without questions. Requirements that jobs share are copied for those that lacked
+# something, so that the others stay as they are; a job that already has all the time that there is, is left.
+
+RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
+RECOVER_ROWS_SHOWN = 500        # of a class of failures
+AGENT_WORDS = {'claude': ['--print'], 'gh': ['copilot', 'suggest']}     # of programs that take a prompt
+AGENT_LIMIT_S = 3600.0
+FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
+
+
+class RecoverOptions(Row):
+    """What `recover` is asked for."""
+    output_dir: str = DEFAULT_OUTPUT_DIR
+    memory_multiplier: float = 1.5
+    runtime_multiplier: float = 1.5
+    cpu_multiplier: Optional[float] = None      # None: CPUs stay as they are
+    retry_unknown: bool = False
+    recovery_hook: Optional[str] = None
+    is_dry_run: bool = False
+    is_shared: bool = False         # requirements change for all jobs that share them
+    account: Optional[str] = None
+    profile: Optional[str] = None
+    partition: Optional[str] = None
+    walltime: Optional[int] = None  # of new allocations, seconds
+    ai_recovery: bool = False
+    ai_agent: Optional[str] = None  # command of a program that takes a prompt as its last word
+    settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
+
+    @property
+    def kinds(self) -> List[str]:
+        """The classes of failures that are retried."""
+        takes_all = self.retry_unknown or bool(self.recovery_hook)
+        asked = {'unknown': takes_all, 'cpu': takes_all or self.cpu_multiplier is not None}
+        return [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
+
+
+class SchedulerChoice(Row):
+    """Allocations of a scheduler that is there, in place of planned ones."""
+    scheduler: Dict[str, Any]
+    count: int
+    walltime: Optional[int] = None      # seconds; other than the scheduler's: of a copy of it
+    is_per_node: bool = False           # one worker on each node
+
+
+class Recovery:
+    """One call of recover: what it finds, what it is going to do, and what it has done."""
+
+    def __init__(self, session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> None:
+        self.session = session
+        self.workflow = workflow
+        self.options = options
+        self.multipliers = Multipliers(options.memory_multiplier, options.cpu_multiplier or 1.0,
+                                       options.runtime_multiplier)
+        self.kinds = options.kinds
+        self.cpus_change = options.cpu_multiplier is not None
+        self.mode = 'local'                     # slurm, remote, local
+        self.cleaned: Dict[str, Any] = {}       # see clean_up_allocations
+        self.jobs: List[Dict[str, Any]] = []
+        self.uses: List[JobUse] = []            # of all that ended
+        self.failures: List[Failure] = []
+        self.num_left = 0                       # jobs that wait, with nobody to run them
+        self.is_resumed = False                 # an earlier call was killed before it submitted
+        self.choice: Optional[SchedulerChoice] = None
+        self.remedies = Remedies([], [], [], [])
+        self.preview: Dict[str, Any] = {}       # what the server would do, or has done
+        self.slurm_plan: Optional[Dict[str, Any]] = None
+        self.submitted: Optional[Dict[str, Any]] = None
+        self._partitions: Optional[List[Partition]] = None
+
+    @property
+    def workflow_id(self) -> int:
+        """The workflow."""
+        return self.workflow['id']
+
+    # -------- what there is --------
+
+    def look(self) -> None:
+        """Clean up, check the preconditions, and find out why jobs failed. Refused if there is no use."""
+        self.session.client.need_server()       # it ends the jobs of runners that were killed
+        self.clean_up()
+        self.decide_undecided()
+        self.workflow = self.session.workflow(self.workflow_id)
+        status = self.session.call('get_workflow_status', workflow_id=self.workflow_id)
+        self.mode = self.find_mode()
+        self.refuse_at_work(status)
+        self.jobs = self.session.items('list_jobs', workflow_id=self.workflow_id)
+        self.diagnose()
+        counts = status['jobs_by_status']
+        self.num_left = counts['ready'] + counts['blocked'] + self.cleaned.get('jobs_requeued', 0)
+        if not self.failures:
+            self.refuse_without_failures(counts)
+
+    def clean_up(self) -> None:
+        """Set right what dead allocations and runners left; what fails here is only told."""
+        try:
+            self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
+        except (Refused, BadInput) as error:
+            self.session.report(f'warning: {error.message}')
+        for doubt in self.cleaned.get('doubts', ()):
+            self.session.report(printable_line(f'warning: {doubt}'))
+
+    def decide_undecided(self) -> None:
+        """Let an agent classify failures that wait for a decision, or tell how it is done."""
+        jobs = self.session.items('list_jobs', workflow_id=self.workflow_id, status='pending_failed')
+        if jobs and self.options.ai_recovery and not self.options.is_dry_run:
+            run_agent(self.session, self.workflow, self.options, jobs)
+            jobs = self.session.items('list_jobs', workflow_id=self.workflow_id, status='pending_failed')
+        if jobs:
+            names = first_of([f"{job['id']} ({job['name']})" for job in jobs], CANDIDATES_SHOWN)
+            decide = command_line(self.session, 'jobs', 'classify', jobs[0]['id'], 'retry', '--reason',
+                                  'TEXT')
+            self.session.report(printable_line(f'{len(jobs)} failed jobs wait for a decision: {names}'),
+                                f'retry or fail each: {decide}')
+
+    def find_mode(self) -> str:
+        """How the workflow runs: where it had allocations it gets new ones."""
+        workflow_id = self.workflow_id
+        if self.session.items('list_scheduled_compute_nodes', 1, workflow_id=workflow_id):
+            return 'slurm'
+        workers = self.session.call('list_remote_workers', workflow_id=workflow_id)
+        return 'remote' if workers else 'local'
+
+    def refuse_at_work(self, status: Dict[str, Any]) -> None:
+        """Refuse while anybody works on the workflow, or will."""
+        counts, alive = status['jobs_by_status'], self.cleaned.get('alive')
+        pending, active = status['pending_scheduled_nodes'], status['active_scheduled_nodes']
+        if alive is not None:       # a dry run has cleaned nothing
+            pending, active = alive['pending'], alive['active']
+        gone = self.options.is_dry_run and bool(self.cleaned.get('compute_nodes_deactivated'))
+        nodes = 0 if gone and not active else status['active_compute_nodes']
+        jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
+        if pending and self.was_killed():
+            pending -= len([row for row in self.session.items(
+                'list_scheduled_compute_nodes', workflow_id=self.workflow_id, status='pending')
+                if not row['scheduler_id']])
+        found = [f'{number} {words}' for number, words in (
+            (nodes, 'compute nodes at work'), (active, 'allocations active'),
+            (pending, 'allocations pending'), (jobs, 'jobs running')) if number > 0]
+        if found:
+            raise Refused(f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs "
+                          f"to finish or use '{command_line(self.session, 'cancel', self.workflow_id)}'")
+
+    def was_killed(self) -> bool:
+        """Whether an earlier call has begun this run, and was killed before it had submitted anything."""
+        events = self.session.items('list_events', workflow_id=self.workflow_id, category='recovery')
+        done = {event['data'].get('action') for event in events
+                if event['data'].get('run_id') == self.workflow.get('run_id')}
+        return 'recover' in done and 'recover_submitted' not in done
+
+    def refuse_without_failures(self, counts: Dict[str, int]) -> None:
+        """Nothing failed: go on only where jobs are left that had been begun."""
+        results = self.session.items('list_results', 1, workflow_id=self.workflow_id, all_runs=True)
+        if counts['uninitialized'] or self.num_left and not results:
+            raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
+                          f"'{command_line(self.session, 'cancel', self.workflow_id)}' (it has not begun: "
+                          f"'{command_line(self.session, 'run', self.workflow_id)}', or `submit`, starts it)")
+        if not self.num_left:
+            told = [f'{counts[key]} {words}' for key, words in (
+                ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled, which '
+                 '`run --retry-failed` takes up, and recover does not')) if counts[key]]
+            raise Refused('; '.join(['Cannot recover: no job failed', *told]))
+        self.is_resumed = True
+
+    def diagnose(self) -> None:
+        """Find out why jobs failed: by what Slurm and the runners said, else by Torc's table."""
+        session, number = self.session, self.workflow_id
+        needs = list_requirements(session, number)
+        newest = {item['job_id']: item for item in session.items('list_results', workflow_id=number,
+                                                                 sort_by='id')}
+        lost = {item['job_id']: item.get('reason') or '' for item in self.cleaned.get(
+            'failed_job_details', ())} if self.options.is_dry_run else {}
+        uses = []
+        for job in self.jobs:
+            if job['id'] in lost:
+                newest[job['id']] = lost_result(job, lost[job['id']])
+            elif job['status'] in RECOVERED_STATUSES:
+                newest.setdefault(job['id'], lost_result(job, ''))
+            if job['id'] in newest and job.get('resource_requirements_id') in needs:
+                uses.append(JobUse(job, needs[job['resource_requirements_id']], newest[job['id']]))
+        self.uses = [use for use in mark_stale(session, number, uses)
+                     if use.result['status'] in ('completed', *RECOVERED_STATUSES)]
+        failed = [use for use in self.uses if use.job['id'] in lost
+                  or use.job['status'] in RECOVERED_STATUSES]
+        if not failed:
+            return
+        sizes = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('max_rss_bytes')
+                 for item in session.items('list_slurm_stats', workflow_id=number)}
+        states = self.ask_states([use for use in failed if not read_evidence(use)[0]])
+        for use in failed:
+            key = use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)
+            self.failures.append(classify_failure(use, states.get(key, ''), sizes.get(key), True))
+
+    def ask_states(self, uses: Sequence[JobUse]) -> Dict[Tuple[int, int, int], str]:
+        """What sacct says of the steps of attempts of which nobody has said how they ended."""
+        job_ids = list_allocations(self.session, self.workflow_id) if uses and self.mode == 'slurm' else []
+        if not job_ids or not has_slurm_program('sacct'):
+            return {}
+        try:
+            accounts = ask_accounts(self.session, self.workflow_id, job_ids)
+        except Refused as error:
+            self.session.report(f'warning: {error.message}')
+            return {}
+        states = {account.name: parse_slurm_state(account.state) for account in accounts if account.step}
+        keys = [(use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)) for use in uses]
+        named = {key: f'wf{self.workflow_id}_j{key[0]}_r{key[1]}_a{key[2]}' for key in keys}
+        return {key: states[name] for key, name in named.items() if states.get(name)}
+
+    # -------- what is to be done --------
+
+    def plan(self) -> None:
+        """Work out all that is to be done, and let all that can fail do so before anything changes."""
+        self.remedies = plan_remedies(self.failures, self.sharers(), self.rules())
+        if self.mode == 'slurm' and not self.options.is_dry_run:
+            refuse_without_sbatch()
+        if not self.remedies.retried and not self.num_left:
+            if not self.options.is_dry_run:
+                self.refuse_nothing()
+            return
+        if not self.is_resumed:
+            self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
+                                             dry_run=True)
+        if self.mode != 'slurm':
+            return
+        if self.choice is not None:
+            check_scheduler(self.workflow, self.chosen_scheduler(), self.settings())
+            return
+        self.refuse_misfits()
+        overrides = {number: change.fields for change in self.remedies.changes for number in change.job_ids}
+        self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
+            include_job_ids=self.preview.get('to_run', ()), overrides=overrides, is_dry_run=True))
+
+    def sharers(self) -> Dict[int, List[int]]:
+        """Requirements -> the jobs that have them."""
+        found = collections.defaultdict(list)   # type: Dict[int, List[int]]
+        for job in self.jobs:
+            found[job.get('resource_requirements_id') or 0].append(job['id'])
+        return found
+
+    def rules(self) -> RemedyRules:
+        """What may be done about the failures."""
+        losses = collections.Counter()      # type: collections.Counter[int]
+        if any(failure.kind == 'lost' for failure in self.failures):
+            losses.update(item['job_id'] for item in self.session.items(
+                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True))
+        return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
+                           self.find_ceiling(), losses)
+
+    def find_ceiling(self) -> Callable[[Dict[str, Any]], Optional[Ceiling]]:
+        """How much time jobs can get: of the allocations to come, END_S before their end."""
+        walltime = self.options.walltime
+        if self.mode != 'slurm' or not any(lacking(failure.use, RemedyRules(self.multipliers, self.kinds))
+                                           for failure in self.failures):
+            return lambda needs: None
+        if self.choice is not None:
+            walltime = parse_walltime(self.chosen_scheduler()['walltime'])
+        if walltime is not None:
+            return lambda needs: Ceiling(walltime - END_S, 'the walltime of the allocations')
+        return functools.partial(longest_partition, self.partitions())
+
+    def partitions(self) -> List[Partition]:
+        """Where new allocations may be."""
+        if self._partitions is None:
+            self._partitions = chosen_partitions(chosen_profile(self.session, self.options.profile),
+                                                 self.options.partition)
+        return self._partitions
+
+    def refuse_misfits(self) -> None:
+        """Refuse corrections that no partition can satisfy: nothing is changed for some of the jobs only."""
+        for change in self.remedies.changes:
+            kind = read_resource_class(dict(change.needs, **change.fields))
+            if not fitting_partitions(self.partitions(), kind):
+                names = first_of([use.job['name'] for item in change.corrections for use in item.uses])
+                raise BadInput(printable_line(
+                    f'{names} would fit no partition: {explain_misfit(self.partitions(), kind)}; give a '
+                    'smaller multiplier, or make the jobs smaller'))
+
+    def refuse_nothing(self) -> None:
+        """Nothing is retried: say why, and what would."""
+        reasons = collections.Counter(reason for _, reason in self.remedies.left)
+        told = '; '.join(f"{count} {'job' if count == 1 else 'jobs'} {reason}"
+                         for reason, count in reasons.most_common(CANDIDATES_SHOWN))
+        raise Refused(printable_line(f'nothing to retry: {told}. --retry-unknown runs them again all the '
+                                     'same; canceled jobs are not recovered automatically'))
+
+    def request(self) -> Dict[str, Any]:
+        """Body of recover_jobs."""
+        options = self.options
+        event = {'mode': self.mode, 'memory_multiplier': options.memory_multiplier,
+                 'runtime_multiplier': options.runtime_multiplier, 'counts': self.count_retried(),
+                 'scheduler': None if self.choice is None else {
+                     'scheduler_id': self.choice.scheduler['id'], 'num_allocations': self.choice.count}}
+        changes = [dict(change.fields, from_id=change.needs['id'], job_ids=change.job_ids)
+                   for change in self.remedies.changes]
+        return {'run_id': self.workflow.get('run_id') or 0,
+                'reset': [failure.job_id for failure in self.remedies.retried], 'requirements': changes,
+                'event': event, 'files': file_times(self.session.client, self.workflow)}
+
+    def settings(self) -> Dict[str, Any]:
+        """How allocations are submitted."""
+        unset = dict.fromkeys(('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs'))
+        per_node = self.choice is not None and self.choice.is_per_node
+        return self.options.settings or submission_settings(dict(
+            unset, output_dir=self.options.output_dir, start_one_worker_per_node=per_node))
+
+    def regenerate_options(self) -> RegenerateOptions:
+        """What new allocations are planned and submitted with."""
+        options = self.options
+        return RegenerateOptions(account=options.account, profile=options.profile, walltime=options.walltime,
+                                 partition=options.partition, is_cleaned=True, settings=self.settings())
+
+    def chosen_scheduler(self) -> Dict[str, Any]:
+        """The chosen scheduler, or the copy that is going to be made of it."""
+        assert self.choice is not None
+        scheduler, walltime = self.choice.scheduler, self.choice.walltime
+        if walltime is None:
+            return scheduler
+        name = f"{scheduler.get('name') or 'scheduler'}_recovery"
+        return dict(scheduler, name=name, walltime=format_walltime(walltime))
+
+    # -------- doing it --------
+
+    def carry_out(self) -> None:
+        """The hook, which may veto; then the change; then the allocations."""
+        unknown = [failure for failure in self.remedies.retried if failure.kind == 'unknown']
+        if self.options.recovery_hook and unknown:
+            run_hook(self.session, self.workflow, self.options.recovery_hook)
+        if not self.is_resumed:
+            self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
+            self.workflow = self.session.workflow(self.workflow_id)
+        if self.mode == 'slurm':
+            self.submit()
+
+    def submit(self) -> None:
+        """Submit allocations for what is left, and note that it was done."""
+        os.makedirs(self.settings()['output_dir'], exist_ok=True)
+        if self.choice is None:
+            self.submitted = regenerate_workflow(self.session, self.workflow,
+                                                 self.regenerate_options()._replace(submits=True))
+        else:
+            self.submitted = self.submit_chosen()
+        self.session.call('create_event', {'workflow_id': self.workflow_id, 'data': {
+            'category': 'recovery', 'action': 'recover_submitted', 'run_id': self.workflow.get('run_id'),
+            'message': f'Submitted allocations of workflow {self.workflow_id}'}})
+
+    def submit_chosen(self) -> Dict[str, Any]:
+        """Submit allocations of the chosen scheduler, or of a copy with another walltime."""
+        assert self.choice is not None
+        scheduler = self.chosen_scheduler()
+        if self.choice.walltime is not None:
+            body = {key: value for key, value in scheduler.items() if key != 'id'}
+            scheduler = self.session.call('create_slurm_scheduler', body)
+        due = [action['id'] for action in due_schedules(self.session, self.workflow_id)]
+        disable_schedules(self.session, self.workflow, due)
+        outcome = submit_allocations(self.session, self.workflow, {
+            'settings': self.settings(), 'scheduler_config_id': scheduler['id'], 'count': self.choice.count})
+        if outcome.refusals and not outcome.numbers:
+            raise Refused(f'no allocation of workflow {self.workflow_id} was submitted: '
+                          f'{outcome.refusals[0]}')
+        return {'allocations_submitted': len(outcome.numbers), 'slurm_job_ids': outcome.numbers,
+                'warnings': outcome.refusals, 'scheduler_id': scheduler['id']}
+
+    # -------- telling it --------
+
+    def count_retried(self) -> Dict[str, int]:
+        """Jobs that run again, by the keys of Torc's JSON."""
+        counts = collections.Counter(failure.kind for failure in self.remedies.retried)
+        return {row.count_key: counts[kind] for kind, row in FAILURE_CLASSES.items()}
+
+    def describe(self) -> Dict[str, Any]:
+        """The answer of `recover`: Torc's keys, and ours behind them."""
+        counts, options = self.count_retried(), self.options
+        result = {key: counts.pop(key) for key in ('oom_fixed', 'timeout_fixed', 'unknown_retried')}
+        result['other_failures'] = sum(failure.kind in ('unknown', 'cpu') for failure in self.failures)
+        result['jobs_to_retry'] = [failure.job_id for failure in self.remedies.retried]
+        if self.remedies.changes:
+            result['adjustments'] = list(map(describe_remedy, self.remedies.changes))
+        if self.slurm_plan is not None and options.is_dry_run:
+            result['slurm_dry_run'] = self.slurm_plan
+        result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, not_retried=[
+            {'job_id': failure.job_id, 'job_name': failure.use.job['name'], 'failure_class': failure.kind,
+             'reason': reason} for failure, reason in self.remedies.left])
+        if self.submitted is not None:
+            result['slurm'] = self.submitted
+        answer_keys = ('workflow_id', 'dry_run')
+        answer = {'workflow_id': self.workflow_id, 'dry_run': options.is_dry_run,
+                  'memory_multiplier': self.multipliers.memory,
+                  'runtime_multiplier': self.multipliers.runtime,
+                  'result': result, 'diagnosis': self.describe_diagnosis(), 'mode': self.mode,
+                  'run_id': self.preview.get('run_id', self.workflow.get('run_id')), 'orphans': {
+                      key: value for key, value in self.cleaned.items() if key not in answer_keys},
+                  'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
+        if self.mode != 'slurm':
+            answer['next_command'] = self.next_command()
+        return answer
+
+    def describe_diagnosis(self) -> Dict[str, Any]:
+        """What jobs used and asked for, as `workflows check-resources` has it, and why they failed."""
+        found = [item for use in self.uses for item in compare_use(use)]
+        over = sorted((item for item in found if item.over_percent > 1),
+                      key=lambda item: -item.used / item.limit)
+        failures = [dict(explain_failure(failure.use), failure_class=failure.kind, evidence=failure.evidence)
+                    for failure in self.failures]
+        return {'workflow_id': self.workflow_id, 'total_results': len(self.uses),
+                'over_utilization_count': len(over),
+                'violations': [describe_comparison(item, True) for item in over],
+                'resource_violations_count': len(failures), 'resource_violations': failures}
+
+    def next_command(self) -> str:
+        """The command that goes on with a workflow without allocations."""
+        words = ['remote', 'run'] if self.mode == 'remote' else ['run']
+        return command_line(self.session, *words, self.workflow_id)
+
+
+def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
+    """The result that a job would get which nobody runs, or of one that has none."""
+    return {'job_id': job['id'], 'run_id': 0, 'attempt_id': job.get('attempt_id', 1), 'status': 'failed',
+            'return_code': ORPHAN_RETURN_CODE, 'exec_time_minutes': 0.0, 'reason': reason or None,
+            'completion_time': format_time(time.time())}
+
+
+def longest_partition(partitions: Sequence[Partition], needs: Dict[str, Any]) -> Optional[Ceiling]:
+    """The most time that a partition gives which can run such a job; special ones only without others."""
+    kind = read_resource_class(dict(needs, runtime='PT1S'))
+    fitting = fitting_partitions(partitions, kind)
+    fitting = [partition for partition in fitting if partition.is_auto_routed] or fitting
+    best = max(fitting, key=lambda partition: partition.max_walltime_secs, default=None)
+    return best and Ceiling(best.max_walltime_secs - END_S, f'partition {best.name}')
+
+
+def recover_workflow(session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> Dict[str, Any]:
+    """Let failed jobs run again with what they lacked, without questions: the JSON of `recover`.
+
+    Refused where nothing can be recovered, or somebody is at work.
+    """
+    recovery = Recovery(session, workflow, options)
+    recovery.look()
+    recovery.plan()
+    if not options.is_dry_run:
+        recovery.carry_out()
+    return recovery.describe()
+
+
+# -------- programs of the user --------
+
+def user_environment(session: Session, workflow: Dict[str, Any]) -> Dict[str, str]:
+    """What a hook or agent finds in its environment, beside ours."""
+    client = session.client
+    made = dict(os.environ, TORC_WORKFLOW_ID=str(workflow['id']), TORC_API_URL=client.url,
+                TORC_RUN_ID=str(workflow.get('run_id') or 0))
+    if client.token_file:
+        made['TORC_TOKEN_FILE'] = os.path.abspath(client.token_file)
+    return made
+
+
+def split_command(text: str, option: str) -> List[str]:
+    """Words of a command, as a shell would split them; of a file in this directory its path."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadInput(printable(f'{option} {text!r}: {error}')) from None
+    if not words:
+        raise BadInput(f'{option} is empty')
+    if os.sep not in words[0] and os.path.isfile(words[0]):
+        words[0] = os.path.join('.', words[0])
+    return words
+
+
+def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
+                limit_s: Optional[float] = None) -> int:
+    """Run a program of the user to its end, its output on our stderr; its return code."""
+    environment = user_environment(session, workflow)
+    try:
+        target = session.err.fileno()
+    except (OSError, ValueError, AttributeError):   # no file: in a test
+        target = subprocess.PIPE
+    try:
+        process = subprocess.Popen(list(words), env=environment, stdin=subprocess.DEVNULL, stdout=target,
+                                   stderr=subprocess.STDOUT)
+    except (OSError, ValueError) as error:
+        cause = getattr(error, 'strerror', None) or error
+        raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
+    with process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
+        except BaseException:
+            process.kill()
+            raise
+    if said:
+        session.report_message(said.decode('utf-8', 'replace').rstrip('\n'))
+    return process.returncode
+
+
+def run_hook(session: Session, workflow: Dict[str, Any], hook: str) -> None:
+    """Run the recovery hook, the workflow's id as its last word. Refused if it fails: nothing changes."""
+    words = [*split_command(hook, '--recovery-hook'), str(workflow['id'])]
+    code = run_program(session, words, workflow, '--recovery-hook')
+    if code:
+        raise Refused(printable_line(f"the recovery hook '{hook}' ended with return code {code}: nothing was "
+                                     'changed'))
+
+
+PROMPT = """Failed jobs of the workflow {workflow} wait for a decision: run again, or failed for good.
+For each of the jobs below look at what it wrote and decide whether another attempt may succeed (a network
+that was down, a busy file system, too little memory or time) or cannot (a bug, a wrong input). Then run for
+each job one of these commands:
+    {classify} JOB_ID retry --reason TEXT [--memory SIZE] [--runtime DURATION]
+    {classify} JOB_ID fail --reason TEXT
+What a job wrote is shown by: {logs} JOB_ID
+Jobs:
+{jobs}
+"""
+
+
+def run_agent(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
+              jobs: Sequence[Dict[str, Any]]) -> None:
+    """Let the program of the user's choice decide about failures; what it leaves stays undecided."""
+    if not options.ai_agent:
+        raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
+    words = split_command(options.ai_agent, '--ai-agent')
+    words += AGENT_WORDS.get(os.path.basename(words[0]), []) if len(words) == 1 else []
+    code = run_program(session, [*words, format_prompt(session, workflow, options, jobs)], workflow,
+                       '--ai-agent', AGENT_LIMIT_S)
+    if code:
+        session.report(printable_line(f'warning: {words[0]} ended with return code {code}'))
+
+
+def format_prompt(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
+                  jobs: Sequence[Dict[str, Any]]) -> str:
+    """What an agent is asked: the jobs, and the commands to decide with."""
+    results = {item['job_id']: item for item in session.items('list_results', workflow_id=workflow['id'])}
+    lines = []
+    for job in jobs[:RECOVER_ROWS_SHOWN]:
+        result = results.get(job['id'], {})
+        lines.append(f"    {job['id']} {job['name']}: return code {result.get('return_code')}, "
+                     f"{result.get('reason') or 'no message'}; command: {cut(job['command'], 300)}")
+    return printable_message(PROMPT.format(
+        workflow=f"{workflow['id']} ({workflow['name']})", classify=command_line(session, 'jobs', 'classify'),
+        logs=command_line(session, 'logs', '-o', options.output_dir, workflow['id']), jobs='\n'.join(lines)))
+
+
+# -------- questions --------
+
+def ask_value(session: Session, question: str, parse: Callable[[str], Any], default: Any = None) -> Any:
+    """A value, asked for until it can be read; Enter, or the end of the input, is the default."""
+    while True:
+        word = session.ask(question)
+        if not word:
+            return default
+        try:
+            return parse(word)
+        except ValueError as error:
+            session.report(printable_line(str(error)))
+
+
+def ask_recovery(recovery: Recovery) -> None:
+    """On a terminal: for each class of failures what is done about it, and where what is left runs."""
+    session, kinds = recovery.session, []
+    for kind, row in FAILURE_CLASSES.items():
+        failures = [failure for failure in recovery.failures if failure.kind == kind]
+        if not failures:
+            continue
+        style = style_of(session.err, os.environ)
+        session.report('', describe_class(kind, failures), *format_failures(failures, style).splitlines())
+        if ask_about_class(recovery, kind):
+            kinds.append(kind)
+    recovery.kinds = kinds
+    recovery.cpus_change = recovery.cpus_change or 'cpu' in kinds
+    if recovery.mode == 'slurm':
+        ask_allocations(recovery)
+
+
+def describe_class(kind: str, failures: Sequence[Failure]) -> str:
+    """How many jobs failed in this way."""
+    return f"{len(failures)} {'job' if len(failures) == 1 else 'jobs'} {FAILURE_CLASSES[kind].meaning}:"
+
+
+def ask_about_class(recovery: Recovery, kind: str) -> bool:
+    """Whether the jobs of a class run again; their multiplier may be changed."""
+    session, field = recovery.session, FAILURE_CLASSES[kind].resource
+    has_multiplier = field in ('memory', 'runtime')
+    default, words = 'r' if kind in recovery.kinds else 's', ['r', 'a', 's'] if has_multiplier else ['r', 's']
+    factor = f' with {getattr(recovery.multipliers, field):g} times as much' if has_multiplier else ''
+    adjust = ', a: adjust the multiplier' if has_multiplier else ''
+    word = ask_value(session, f'r: run again{factor}{adjust}, s: skip [{default}] ', one_of(*words), default)
+    if word == 'a':
+        current = getattr(recovery.multipliers, field)
+        value = ask_value(session, f'Multiplier [{current:g}]: ', parse_factor, current)
+        recovery.multipliers = recovery.multipliers._replace(**{field: value})
+    return word != 's'
+
+
+def ask_allocations(recovery: Recovery) -> None:
+    """Where the jobs run: in allocations that are planned for them, or of a scheduler that is there."""
+    session, options = recovery.session, recovery.options
+    schedulers = {str(row['id']): row for row in session.items('list_slurm_schedulers',
+                                                               workflow_id=recovery.workflow_id)}
+    for number, row in schedulers.items():
+        session.report(printable_line(f"  {number}: {row.get('name')}, {row['nodes']} nodes for "
+                                      f"{row['walltime']}, partition {row.get('partition') or 'default'}"))
+    word = ask_value(session, 'Enter: plan new allocations; or the id of a scheduler: ',
+                     one_of(*schedulers, 'a'), 'a')
+    if word == 'a':
+        partition = ask_value(session, f"Partition [{options.partition or 'chosen for the jobs'}]: ", str,
+                              options.partition)
+        shown = format_walltime(options.walltime) if options.walltime else 'planned'
+        walltime = ask_value(session, f'Walltime [{shown}]: ', parse_time_span, options.walltime)
+        recovery.options = options._replace(partition=partition, walltime=walltime)
+        return
+    scheduler, walltime = schedulers[word], None
+    wanted = ask_value(session, f"Walltime [{scheduler['walltime']}]: ", parse_time_span)
+    if wanted and format_walltime(wanted) != scheduler['walltime']:
+        if session.agrees(f"Make a copy {scheduler.get('name')}_recovery with {format_walltime(wanted)}?"):
+            walltime = wanted
+    count = ask_value(session, 'Allocations [1]: ', at_least(1), 1)
+    is_direct = (recovery.workflow.get('execution_config') or {}).get('mode') == 'direct'
+    is_per_node = scheduler['nodes'] > 1 and is_direct and session.agrees('One worker on each node?')
+    recovery.choice = SchedulerChoice(scheduler, count, walltime, is_per_node)
+
+
+# -------- the command --------
+
+def cmd_recover(session: Session, args: Arguments) -> int:
+    """Let failed jobs run again with what they lacked."""
+    workflow_id = choose_workflow(session, args)
+    names = set(RecoverOptions._fields) & set(args)
+    options = RecoverOptions(**{name: args[name] for name in names}, is_dry_run=bool(args['dry_run']))
+    try:
+        recovery = Recovery(session, session.workflow(workflow_id), options)
+        recovery.look()
+        is_asking = session.is_interactive and session.format != 'json'
+        if is_asking:
+            ask_recovery(recovery)
+        recovery.plan()
+        if is_asking and not options.is_dry_run:
+            session.report('', *format_plan(recovery, style_of(session.err, os.environ)).splitlines())
+            if not session.agrees(f'Recover workflow {workflow_id} so?'):
+                return 0
+        if not options.is_dry_run:
+            recovery.carry_out()
+    except TorcError as error:
+        error.details = dict(error.details, workflow_id=workflow_id, dry_run=options.is_dry_run)
+        raise
+    answer = recovery.describe()
+    session.answer(answer, format_recovery(session, recovery, answer))
+    return 0
+
+
+def format_failures(failures: Sequence[Failure], style: Style) -> str:
+    """Jobs of one class, for people."""
+    rows = []
+    for failure in failures[:RECOVER_ROWS_SHOWN]:
+        needs, found = failure.use.needs, explain_failure(failure.use)
+        rows.append((failure.job_id, failure.use.job['name'], found['return_code'],
+                     report_duration(seconds_of(failure.use.result)), needs['memory'],
+                     found.get('peak_memory_formatted', '-'), needs['runtime'], failure.evidence))
+    text = format_table(FAILURE_COLUMNS, rows, style)
+    more = len(failures) - len(rows)
+    return text + (f'and {more} more\n' if more else '')
+
+
+def format_remedies(remedies: Remedies, style: Style) -> str:
+    """What is to be changed and run again, and what is not, for people."""
+    rows = [(change.needs['name'], len(change.job_ids), 'only these' if change.is_split else 'all',
+             CORRECTION_WORDS[item.resource], item.original, item.new, show_peak(item))
+            for change in remedies.changes for item in change.corrections]
+    titles = ('Requirements', 'Jobs', 'For', 'Resource', 'Old', 'New', 'Peak')
+    text = format_table(titles, rows, style) if rows else ''
+    names = first_of([failure.use.job['name'] for failure in remedies.retried], CANDIDATES_SHOWN)
+    lines = [f'To run again: {names}'] if remedies.retried else []
+    lines += [f"{failure.use.job['name']} does not run again: {reason}"
+              for failure, reason in remedies.left[:RECOVER_ROWS_SHOWN]]
+    return text + format_lines(map(printable_line, [*lines, *remedies.notes]))
+
+
+def format_plan(recovery: Recovery, style: Style) -> str:
+    """What is going to be done, for people."""
+    lines = []
+    if recovery.num_left:
+        lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
+    if recovery.choice is not None:
+        scheduler = recovery.chosen_scheduler()
+        lines.append(f"{recovery.choice.count} allocations of scheduler {scheduler.get('name')} for "
+                     f"{scheduler['walltime']}")
+    for row in (recovery.slurm_plan or {}).get('planned_schedulers', ()):
+        lines.append(f"{row['name']}: {row['job_count']} jobs, {row['num_allocations']} x {row['nodes']} "
+                     f"nodes of {row['partition']} for {row['walltime']}")
+    lines += [f'warning: {text}' for text in (recovery.slurm_plan or {}).get('warnings', ())]
+    return format_remedies(recovery.remedies, style) + format_lines(map(printable_line, lines))
+
+
+def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any]) -> str:
+    """The answer of recover for people."""
+    text, style = '', style_of(session.out, os.environ)
+    for kind in FAILURE_CLASSES:
+        failures = [failure for failure in recovery.failures if failure.kind == kind]
+        if failures:
+            text += f'{describe_class(kind, failures)}\n{format_failures(failures, style)}'
+    text += format_plan(recovery, style)
+    run = f"Run {answer['run_id']} of workflow {recovery.workflow_id}"
+    if answer['dry_run']:
+        end = 'Nothing was changed: this is a dry run'
+    elif recovery.submitted is not None:
+        number = recovery.submitted.get('allocations_submitted', 0)
+        end = f"{run}: submitted {number} allocations for {answer['jobs_to_run']} jobs"
+    else:
+        end = f"{run}: {answer['jobs_to_run']} jobs are to run; go on with: {answer['next_command']}"
+    return text + format_lines([end])
 
 
 # ======== 20h. Watch: a workflow under supervision until it is complete ========
@@ -33492,71 +36628,6 @@ def key_of(argument: Argument) -> str:
     return argument.key or argument.names.split()[-1].lstrip('-').replace('-', '_').lower()
 
 
-def parse_number(text: str) -> int:
-    """A whole number."""
-    if not re.match(r'-?[0-9]{1,18}\Z', text):
-        raise ValueError(f'{text!r} is not a whole number')
-    return int(text)
-
-
-def parse_id(text: str) -> int:
-    """An id: a whole number from 1."""
-    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
-        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
-    return int(text)
-
-
-def parse_factor(text: str) -> float:
-    """A multiplier of what was seen: 1 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1 <= value <= 1000:
-        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
-    return value
-
-
-def parse_time_span(text: str) -> int:
-    """A walltime as sbatch takes it, or as people write it -> seconds."""
-    return parse_walltime(normalize_walltime(text))
-
-
-def parse_percent(text: str) -> float:
-    """Percent, without the sign."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f'{text!r} is not a number of percent, such as 5')
-    return value
-
-
-def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
-    """A parser of values with commas between them."""
-    return lambda text: list(map(parse, text.split(',')))
-
-
-def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
-    """A parser of numbers that are not below `least`."""
-    def read(text: str) -> Any:
-        value = parse(text)
-        if value < least:
-            raise ValueError(f'{text} is less than {least:g}')
-        return value
-    return read
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A parser of one of several words."""
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
-        return text
-    return read
-
-
 def parse_truth(text: str) -> bool:
     """true, yes, 1 or false, no, 0."""
     word = text.lower()
@@ -33633,6 +36704,11 @@ SPEC_OPTIONS = (
              at_least(1)),
     Argument('--no-resource-monitoring', '', 'do not measure what jobs use'),
 )
+OFFLINE_OPTIONS = (
+    Argument('--no-offline-drain', '', 'stop jobs, and leave, when the server is away for too long'),
+    Argument('--drain-ping-interval-secs', 'SECONDS', 'interval between requests to a server that is away '
+             f'for too long (default {DEFAULT_PING_INTERVAL_S:g})', at_least(1, parse_seconds)),
+)
 RUN_OPTIONS = (
     OUTPUT_DIR,
     Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
@@ -33650,6 +36726,7 @@ RUN_OPTIONS = (
     Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
     Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these', parse_labels,
              '*'),
+    *OFFLINE_OPTIONS,
 )
 ALLOCATION_OPTIONS = (
     OUTPUT_DIR._replace(names='-o --output --output-dir'),
@@ -33690,6 +36767,23 @@ PLAN_OPTIONS = (
              default=DEFAULT_WALLTIME_MULTIPLIER),
     Argument('--skip-checks', '', 'leave out jobs that fit no partition'),
     SPEC_OPTIONS[1],
+)
+# Of recover, and of watch, which calls it.
+RECOVER_OPTIONS = (
+    OUTPUT_DIR,
+    Argument('--memory-multiplier', 'N', 'of the memory that was not enough', parse_factor, default=1.5),
+    Argument('--runtime-multiplier', 'N', 'of the runtime that was not enough', parse_factor, default=1.5),
+    Argument('--cpu-multiplier', 'N', 'of the CPUs that jobs kept busy, where they were more than asked for '
+             '(default: CPUs stay as they are)', parse_factor),
+    Argument('--shared', '', 'change requirements for all jobs that share them, not only for those that '
+             'failed', key='is_shared'),
+    Argument('--retry-unknown', '', 'run again what failed for a reason of its own, too'),
+    Argument('--recovery-hook', 'CMD', 'run this first, with the id of the workflow as its last word; if it '
+             'fails nothing is changed; implies --retry-unknown'),
+    Argument('--ai-recovery', '', 'let --ai-agent decide about pending_failed jobs'),
+    Argument('--ai-agent', 'CMD', 'a program that takes a prompt as its last word (there is no default)'),
+    Argument('--partition', 'NAME', 'of new allocations'),
+    Argument('--walltime', 'TIME', 'of new allocations, such as 04:00:00', parse_time_span),
 )
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
@@ -33781,7 +36875,8 @@ COMMANDS = (
         Argument('--startup-delay-seconds', 'SECONDS', 'begin at some time within so many seconds',
                  at_least(0, parse_seconds), default=0.0),
         Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id),
-        Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node')),
+        Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node'),
+        *OFFLINE_OPTIONS),
         'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, without running it', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
@@ -33811,6 +36906,11 @@ COMMANDS = (
         Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
         *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+    Command('recover', cmd_recover, 'run failed jobs again with what they lacked, in new allocations', (
+        ASKED_WF, *RECOVER_OPTIONS,
+        Argument('--account', 'NAME', 'account to charge for new allocations'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'), DRY_RUN),
+        'recover 1 --dry-run'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
@@ -33981,11 +37081,27 @@ COMMANDS = (
         Argument('--job-ids', 'JOB,...', 'look only at these jobs', parse_ids, '*'), DRY_RUN,
         Argument('--no-downsize', '', 'only ask for more, never for less')),
         'workflows correct-resources 1 --dry-run'),
+    Command('workflows reconcile', cmd_reconcile,
+        'bring to the server what runners kept in their journals while it was away', (
+        NEEDED_WF, Argument('RUN', '', 'its run, as `status` shows it', at_least(0), key='run_id'),
+        Argument('--base-dir', 'DIR', 'look for journals here and in all directories below', default='.')),
+        'workflows reconcile 1 1 --base-dir torc_output'),
+    Command('workflows sync-status', cmd_sync_status,
+        'find allocations that are gone and jobs that nobody runs, and set them right',
+        (ASKED_WF, DRY_RUN), 'workflows sync-status 1 --dry-run'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('true|false', '', 'true: hide; false: show again', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
         'workflows archive true 1'),
 
+    Command('jobs classify', cmd_classify, 'decide about the failure of a pending_failed job', (
+        Argument('JOB', '', 'id of the job', parse_id, key='job_id'),
+        Argument('retry|fail', '', 'retry: another attempt; fail: it has failed', one_of('retry', 'fail'),
+                 key='action'),
+        Argument('--reason', 'TEXT', 'why', count='!'),
+        Argument('--memory', 'MEMORY', 'with retry: its memory from now on', normalize_memory),
+        Argument('--runtime', 'DURATION', 'with retry: its runtime from now on', normalize_duration)),
+        "jobs classify 7 retry --reason 'the licence server was down' --runtime 2h"),
     Command('jobs create', cmd_create, 'add a job to a workflow', (
         ASKED_WF, THE_NAME, Argument('-c --command', 'CMD', 'what it runs', count='!'),
         Argument('-r --resource-requirements-id', 'ID', 'what it needs', parse_id),
@@ -34190,6 +37306,16 @@ COMMANDS = (
         Argument('--overwrite', '', 'replace the schedulers and allocating actions that it has'),
         Argument('--dry-run', '', 'only show the schedulers and actions'), *PLAN_OPTIONS),
         'slurm generate --account acct --profile kestrel examples/resources.yaml'),
+    Command('slurm regenerate', cmd_regenerate,
+        'plan allocations for the jobs of a workflow that are left, instead of those of its actions', (
+        ASKED_WF, ACCOUNT._replace(meaning='account to charge (default: that of its first scheduler)'),
+        PROFILE, Argument('--partition', 'NAME', 'only of this partition'),
+        Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_time_span),
+        Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
+        PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:3],
+        Argument('--include-job-ids', 'ID,...', 'plan for these jobs, too, whatever their state', parse_ids),
+        Argument('--submit', '', 'submit what waits for no other job at once'), *ALLOCATION_OPTIONS, DRY_RUN),
+        'slurm regenerate 1 --account acct --profile kestrel --dry-run'),
     Command('slurm plan-allocations', cmd_plan_allocations,
         'recommend how many allocations of how many nodes a workflow file should ask for now', (
         *PLANNED_SPEC, Argument('-p --partition', 'NAME', 'only of this partition'),
@@ -34435,7 +37561,7 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 # Commands whose errors Torc 1.0 prints as JSON on stdout, too.
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
-               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status')
+               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 
 
