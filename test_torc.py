@@ -10961,6 +10961,73 @@ class LeaseTest(WorldTest):
         store.lease.release()
         self.assertFalse(os.path.exists(self.database + '.lease'))
 
+    def test_where_locks_are_refused_or_hang_the_lease_alone_keeps_others_away(self) -> None:
+        silenced(self)
+        for name, value in (('LOCAL_FILESYSTEMS', frozenset()), ('LOCK_TRIAL_S', 5.0)):
+            patch = unittest.mock.patch.object(torc, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.assertTrue(torc.can_lock(self.world.write('x.lease', '')))
+        refused = OSError(38, 'Function not implemented')
+        with unittest.mock.patch.object(torc.fcntl, 'lockf', side_effect=refused), \
+                self.assertLogs('torc', 'WARNING') as said:
+            store = torc.hold_database(self.database)
+        self.assertIn('refuses locks: only this lease keeps other servers away', said.output[0])
+        with store.transaction():
+            store.run('UPDATE identity SET id = ?', ('x' * 32,))
+        self.assertEqual(('wal', 'exclusive'), tuple(store.value(f'PRAGMA {name}') for name in ('journal_mode', 'locking_mode')))
+        self.assertFalse(os.path.exists(self.database + '-shm'))
+        with contextlib.closing(torc.Store(self.database)) as proof:    # nothing is locked
+            self.assertIsNotNone(proof)
+            self.assertRaisesRegex(torc.Conflict, 'is served by process', torc.hold_database, self.database)
+        store.close()
+        store.lease.release()
+
+    def test_a_lock_that_nobody_answers_is_not_waited_for_for_ever(self) -> None:
+        def hang(*_: Any) -> None:
+            signal.pause()
+
+        with unittest.mock.patch.object(torc.fcntl, 'lockf', hang), \
+                unittest.mock.patch.object(torc, 'LOCK_TRIAL_S', 0.3), self.assertLogs('torc', 'WARNING') as said:
+            self.assertFalse(torc.can_lock(self.world.write('x.lease', '')))
+        os.waitpid(-1, 0)
+        self.assertIn('does not answer within 0.3 s when asked for a lock', said.output[0])
+
+
+@slow
+class FuseTest(WorldTest):
+    """A database on a file system of FUSE, which counts as one of the network."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.place = self.world.path('mounted')
+        for path in (self.place, self.world.path('behind')):
+            os.mkdir(path, 0o700)
+        words = ['bindfs', self.world.path('behind'), self.place]
+        done = shutil.which('bindfs') and subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        need('fuse', done and done.returncode == 0, 'bindfs, root, and a kernel with FUSE')
+        self.addCleanup(subprocess.check_call, ['umount', '--lazy', self.place])
+        self.database = self.place + '/torc.db'
+
+    def test_a_killed_server_goes_on_with_all_that_it_has_acknowledged(self) -> None:
+        self.assertTrue(torc.filesystem_type(self.place).startswith('fuse'))
+        scribe = Scribe(self.world.serve('-d', self.database), self.database + '.token')
+        for _ in range(3):
+            for size in (10, 5000, 100000):
+                self.assertTrue(scribe.write(size))
+            self.assertTrue(os.path.exists(self.database + '.lease'))
+            self.assertFalse(os.path.exists(self.database + '-shm'))
+            self.world.server.kill()
+            scribe.move(self.world.serve('-d', self.database))
+            self.assertExit(0, self.world.cli('serve', '-d', self.database, '--backup', self.place + '/copy.db'))
+            self.assertEqual([('ok',)], ask_sqlite(self.place + '/copy.db', 'PRAGMA integrity_check'))
+        self.assertEqual([], list(scribe.missing()))
+        scribe.client.close()
+        self.world.server.send(signal.SIGTERM)
+        self.assertExit(0, self.world.server.finish(20))
+        self.assertEqual([('ok',)], ask_sqlite(self.database, 'PRAGMA integrity_check'))
+        self.assertFalse(os.path.exists(self.database + '.lease'))
+
 
 class NodeLifeTest(unittest.TestCase):
     """Whether a runner lives, as far as this host can know."""
@@ -31011,6 +31078,148 @@ class ClusterCase(SlurmTest, FlowTest):
     def count_calls(self) -> FakeSlurm:
         """Let the real programs be called through scripts that tell of it."""
         return self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+
+
+TRAVELLED = '''
+    name: travelled
+    resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
+    jobs:
+      - {name: "first_{i}", command: "{job} first_{i} 0 1 6", resource_requirements: r,
+         parameters: {i: "1:2"}}
+      - {name: "second_{i}", command: "{job} second_{i} 0 1 0.5", resource_requirements: r,
+         depends_on_regexes: ["first_.*"], parameters: {i: "1:6"}}
+      - {name: ask, command: "{torc} --url $TORC_API_URL -f json jobs list $TORC_WORKFLOW_ID",
+         resource_requirements: r, depends_on_regexes: ["second_.*"]}
+    '''
+
+
+@slow
+class SlurmTravelTest(SlurmTest, FlowTest):
+    """Where the server lives: in the allocation of its run, or in one after the other of its own."""
+    ALLOCATION = '--account=wfacct', '--time=00:20:00', '--nodes=1', '--ntasks=1', '--mem=600M'
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('job.py', CLUSTER_JOB)
+        self.database = self.world.path('study.db')
+        self.torc = f'{sys.executable} {shlex.quote(stub_path())}'
+
+    def state(self) -> str:
+        """For a failure."""
+        parts = list(map(str, self.allocations()))
+        for path in sorted(glob.glob(glob.escape(self.world.directory) + '/**/*', recursive=True)):
+            if re.search(r'(slurm-.*\.out|torc-.*\.log|job_runner_.*\.log|\.e)$', path):
+                parts.append(f'--- {path}\n{read_text(path)[-4000:]}')
+        return '\n'.join(parts)
+
+    def wait_state(self, job: str, *states: str, deadline_s: float = 60) -> None:
+        """Wait until a Slurm job is in one of some states."""
+        self.wait_slurm(lambda: [row for row in self.allocations(*states) if row.id == job], deadline_s,
+                        f'job {job} {states}', self.state)
+
+    def server(self, job: str = '') -> Optional[Dict[str, Any]]:
+        """What the connection file says of a server that is there, in a given allocation."""
+        found = torc.read_server_file(self.database + '.connection')
+        is_there = found is not None and not found.get('moved_at') and job in ('', found.get('allocation'))
+        return found if is_there else None
+
+    def wait_server(self, job: str, deadline_s: float = 60) -> Dict[str, Any]:
+        """The server of an allocation."""
+        return self.world.wait(lambda: self.server(job), deadline_s, f'server in job {job}', (), self.state)
+
+    def names_at(self, word: str) -> List[str]:
+        """Names of the jobs that have begun, or ended, once for each time."""
+        rows = [line.split() for line in self.world.read('trace').splitlines()]
+        return sorted(row[2] for row in rows if row[1] == word)
+
+    def create(self) -> None:
+        """The workflow, before any server."""
+        text = TRAVELLED.replace('{job}', f'{sys.executable} -S -E job.py').replace('{torc}', self.torc)
+        self.world.write('w.yaml', text)
+        self.assertExit(0, self.world.cli('--db', 'study.db', 'create', 'w.yaml'))
+
+    def test_run_and_exec_serve_themselves_in_one_allocation(self) -> None:
+        self.world.write('w.yaml', """
+            name: alone
+            jobs: [{name: "j{i}", command: "echo {i}", parameters: {i: "1:4"}}]
+            """)
+        job = self.sbatch(f"""
+            set -e
+            {self.torc} -s run w.yaml
+            {self.torc} -s exec -c 'echo of {{i}}' --param i=1:4 -j 2
+            {self.torc} -s --in-memory exec -c 'echo from memory'
+            """, *self.ALLOCATION, '--cpus-per-task=2')
+        self.wait_state(job, 'COMPLETED', 'FAILED', deadline_s=120)
+        self.assertEqual(['COMPLETED'], [row.state for row in self.allocations() if row.id == job], self.state())
+        found = [item['status'] for number in (1, 2, 3) for item in self.assertExit(0, self.world.cli(
+            '-s', '-f', 'json', 'jobs', 'list', number)).json()['items']]
+        self.assertEqual(['completed'] * 9, found)
+        database = self.world.path('torc_output', 'torc.db')
+        for end in ('.memory', '.connection', '.lease'):
+            self.assertFalse(os.path.exists(database + end), end)
+        self.assertEqual([('ok',)], ask_sqlite(database, 'PRAGMA integrity_check'))
+
+    def test_a_workflow_goes_on_while_its_server_moves_and_when_it_is_killed(self) -> None:
+        self.create()
+        self.world.write('on_network.py', """
+            import sys; sys.path.insert(0, sys.argv.pop(1)); import torc
+            torc.LOCAL_FILESYSTEMS, torc.Lease.PERIOD_S = frozenset(), 1.0
+            sys.exit(torc.main(sys.argv[1:]))
+            """)
+        program = f'{sys.executable} on_network.py {shlex.quote(os.path.dirname(stub_path()))}'
+        serve = f'exec {program} serve -d study.db'
+        flags = *self.ALLOCATION, '--job-name=torc-server', '--dependency=singleton'
+        first = self.sbatch(serve, *flags, '-w', 'node1')
+        before = self.wait_server(first)
+        runner = self.sbatch(f'exec {self.torc} --db study.db run 1 --poll-interval 1', *self.ALLOCATION,
+                             '--cpus-per-task=2', '-w', 'node3')
+        self.wait_slurm(lambda: len(self.names_at('begin')) == 2, 60, 'its first jobs', self.state)
+        second = self.sbatch(serve, *flags, '-w', 'node2')
+        self.bed.ask('scancel', first)
+        after = self.wait_server(second)
+        self.assertNotEqual((before['host'], before['url']), (after['host'], after['url']))
+        self.wait_slurm(lambda: self.names_at('end').count('first_1'), 60, 'the first jobs', self.state)
+        third = self.sbatch(serve, *flags, '-w', 'node1')
+        os.kill(after['pid'], signal.SIGKILL)
+        self.wait_server(third)
+        self.wait_state(runner, 'COMPLETED', 'FAILED', deadline_s=120)
+        names = [f'first_{i}' for i in (1, 2)] + [f'second_{i}' for i in range(1, 7)]
+        self.assertEqual((names, names), (self.names_at('begin'), self.names_at('end')), self.state())
+        with self.world.connect(database=self.database) as client:
+            statuses = {row['name']: row['status'] for row in client.list_jobs(workflow_id=1)['items']}
+        self.assertEqual(dict.fromkeys([*names, 'ask'], 'completed'), statuses, self.state())
+        texts = [read_text(path) for path in glob.glob(glob.escape(self.world.directory) + '/slurm-*.out')]
+        self.assertEqual(1, sum('to see whether it is renewed' in text for text in texts), self.state())
+        self.assertFalse(os.path.exists(self.world.path('torc_output', 'torc.db')))
+        self.bed.ask('scancel', '--batch', '--signal=INT', third)
+        self.wait_state(third, 'COMPLETED')
+        self.assertIsNone(torc.read_server_file(self.database + '.connection'))
+
+    def test_the_script_of_the_readme_submits_itself_until_it_is_ended_for_good(self) -> None:
+        form = re.compile(r'^#!/bin/bash\n#SBATCH --job-name=torc-server.*?^exec .*?\n', re.M | re.S)
+        script = form.search(read_text(os.path.join(HERE, 'README.md'))).group()
+        for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:05:00'), ('sleep 60', 'sleep 3'),
+                         ('python3 /path/torc.py', self.torc), ('torc-server', 'torc-' + self.world.mark)):
+            self.assertIn(old, script)
+            script = script.replace(old, new)
+        self.world.write('server.sh', script)
+        subprocess.check_call(['sbatch', 'server.sh'], cwd=self.world.directory, env=self.world.environment,
+                              stdout=subprocess.DEVNULL)
+        jobs = []
+        for _ in range(3):
+            found = self.world.wait(lambda: self.server() and self.server()['allocation'] not in jobs and self.server(),
+                                    60, 'the next server', (), self.state)
+            jobs.append(found['allocation'])
+            self.assertExit(0, self.world.cli('workflows', 'list'))
+            self.wait_slurm(lambda: len(self.live_allocations()) == 2, 60, 'the next one in the queue', self.state)
+            if len(jobs) < 3:
+                self.bed.ask('scancel', jobs[-1])
+        name = 'torc-' + self.world.mark
+        self.bed.ask('scancel', '-n', name, '-t', 'PD')
+        self.bed.ask('scancel', '-n', name, '--batch', '--signal=INT')
+        self.wait_slurm(lambda: not self.live_allocations(), 60, 'its end', self.state)
+        self.assertEqual((None, []), (self.server(), torc.registration_files()))
+        self.assertEqual(3, len(set(jobs)))
 
 
 class OrphanCase(ClusterCase):

@@ -6035,8 +6035,11 @@ class FileState(Row):
 class Store(Statements):
     """The workflow database: its files, and its transactions."""
 
-    def __init__(self, path: str, now: Callable[[], float] = time.time) -> None:
-        """Open or create the database file. BadInput if it is something else, Conflict if it is in use."""
+    def __init__(self, path: str, now: Callable[[], float] = time.time, has_locks: bool = True) -> None:
+        """Open or create the database file. BadInput if it is something else, Conflict if it is in use.
+
+        Without `has_locks`, of its file system, the caller keeps other processes away.
+        """
         self.path = path
         self.file_path = os.path.abspath(path)  # of the database file; another one if `path` is in memory
         self.copies = None                  # type: Any  # the CopyWriter of a database that is served
@@ -6053,7 +6056,7 @@ class Store(Statements):
         check_log(path)
         prepare_database_file(path)
         identity = file_identity(path)      # before it is opened: it may be replaced until it is locked
-        super().__init__(open_database(path), now, {})
+        super().__init__(open_database(path, has_locks), now, {})
         try:
             self.open_files()
             if self._files[0].identity != identity:
@@ -6437,12 +6440,14 @@ def prepare_database_file(path: str) -> None:
         raise BadInput(f'{reason}; give another place with --db') from None
 
 
-def open_database(path: str) -> sqlite3.Connection:
+def open_database(path: str, has_locks: bool = True) -> sqlite3.Connection:
     """Connect, with all pragmas set."""
+    # In exclusive mode the write-ahead log needs no locks (sqlite.org/vfs.html, section 2.1: unix-none).
+    name = path if has_locks else f'file:{urllib.parse.quote(os.path.abspath(path))}?vfs=unix-none'
     try:
         # Any thread may use it, but one at a time: the caller sees to that.
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None,
-                                     check_same_thread=False)
+        connection = sqlite3.connect(name, timeout=BUSY_TIMEOUT_S, isolation_level=None,
+                                     check_same_thread=False, uri=not has_locks)
     except sqlite3.Error as error:
         raise explain_database_error(error, path) from None
     try:
@@ -14201,7 +14206,7 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     closed it.
     """
     prepare_database_directory(database)
-    lease = None
+    lease, has_locks = None, True
     if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
         lease = Lease(database)
         with writing(lease.path, '--db'):
@@ -14209,17 +14214,63 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
             stack.callback(lease.release)
+            has_locks = can_lock(lease.path)
         drop_second_name(database)
         if in_memory:
             restore_snapshot(database, from_snapshot)
         takes_older = takes_over or from_snapshot
-        store = open_in_memory(database, takes_older) if in_memory else open_on_disk(database, takes_older)
+        opened = open_in_memory if in_memory else open_on_disk
+        store = opened(database, takes_older, has_locks)
         store.lease = lease
         stack.callback(store.close)
         with store.transaction():
             fail_open_tasks(Service(store).context())
         stack.pop_all()
         return store
+
+
+LOCK_TRIAL_S = 10.0
+LOCK_PAUSE_S = 0.002
+
+
+def can_lock(path: str) -> bool:
+    """Whether files can be locked where a file lies, which nobody else locks. Tried by a child: it may hang.
+
+    Lustre refuses locks when it is mounted with noflock; NFS version 3 waits for a lock server that is gone.
+    """
+    try:
+        pid = os.fork()
+    except OSError:     # no room for processes: the database says whether it can be locked
+        return True
+    if pid == 0:
+        try_lock(path)
+    deadline = time.monotonic() + LOCK_TRIAL_S
+    while True:
+        try:
+            found, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:   # the caller ignores SIGCHLD
+            return True
+        if found:
+            reason = 'refuses locks' if status else ''
+            break
+        if time.monotonic() >= deadline:
+            reason = f'does not answer within {LOCK_TRIAL_S:g} s when asked for a lock'
+            os.kill(pid, signal.SIGKILL)    # in vain as long as the kernel waits: it is left
+            break
+        time.sleep(LOCK_PAUSE_S)
+    if reason:
+        log.warning('the file system of %s %s: only this lease keeps other servers away', path, reason)
+    return not reason
+
+
+def try_lock(path: str) -> None:
+    """In the forked child: lock a file, and say by the exit code whether that went well. Never returns."""
+    code = 1
+    try:
+        fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        code = 0
+    finally:
+        os._exit(code)
 
 
 # -------- databases in memory --------
@@ -14292,10 +14343,10 @@ def read_memory_file(database: str, takes_over: bool) -> str:
     return live
 
 
-def open_on_disk(database: str, takes_over: bool = False) -> Store:
+def open_on_disk(database: str, takes_over: bool = False, has_locks: bool = True) -> Store:
     """Open a database in its file. What a killed server has left in memory is written back before."""
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(contextlib.closing(Store(database)))
+        store = stack.enter_context(contextlib.closing(Store(database, has_locks=has_locks)))
         live = read_memory_file(database, takes_over)
         if not live:
             stack.pop_all()
@@ -14308,12 +14359,13 @@ def open_on_disk(database: str, takes_over: bool = False) -> Store:
         os.unlink(database + '.memory')
     log.warning('%s was in memory when its server was killed: its changes were written back', database)
     shutil.rmtree(os.path.dirname(live), ignore_errors=True)
-    return Store(database)      # the file that was opened first was replaced
+    return Store(database, has_locks=has_locks)     # the file that was opened first was replaced
 
 
-def open_in_memory(database: str, takes_over: bool = False) -> Store:
+def open_in_memory(database: str, takes_over: bool = False, has_locks: bool = True) -> Store:
     """Put a database in memory and open it there, or continue with the live file of a killed server."""
-    with contextlib.closing(Store(database)) as saved, contextlib.ExitStack() as failures:
+    with contextlib.ExitStack() as failures, \
+            contextlib.closing(Store(database, has_locks=has_locks)) as saved:
         live = read_memory_file(database, takes_over)
         if not live:
             live = os.path.join(make_memory_directory(os.fstat(saved.main_file()).st_size), 'torc.db')
@@ -17410,7 +17462,7 @@ def list_candidates(address: str, host: str) -> List[str]:
         return [address] + ([host] if host != address else [])
     name = socket.gethostname()
     found = [name, socket.getfqdn(), name.partition('.')[0]] + (own_addresses() or ['127.0.0.1'])
-    return sorted(set(found), key=found.index)
+    return [other for other in sorted(set(found), key=found.index) if other not in LOOPBACK_NAMES] or [name]
 
 
 def own_addresses() -> List[str]:
