@@ -3125,7 +3125,7 @@ class StoreTest(unittest.TestCase):
     # What MIGRATIONS add, as SCHEMA has it.
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
                      r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',
-                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*',
+                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*\n    watcher .*',
                      r'\nCREATE INDEX job_by_name .*',
                      r',\n    failure           TEXT .*')
 
@@ -8440,6 +8440,138 @@ class ReplayTest(ServiceTest):
         self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
 
 
+class RecoverJobsTest(ServiceTest):
+    """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd!: b\ne:')
+        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.needs_id = self.call('list_resource_requirements', workflow_id=self.workflow_id)['items'][0]['id']
+        self.drive(self.workflow_id, {'a': 'failed', 'b': 'terminated'})
+        self.store.run('UPDATE compute_node SET is_active = 0')
+
+    def recover(self, reset: str, requirements: Sequence[Tuple[str, Dict[str, Any]]] = (), run_id: int = 1, **more: Any) -> Any:
+        """The request of a recover; jobs by name."""
+        rows = [dict(fields, from_id=self.needs_id, job_ids=[self.ids[name] for name in names.split()]) for names, fields in requirements]
+        body = {'run_id': run_id, 'reset': [self.ids[name] for name in reset.split()], 'requirements': rows, 'event': {'mode': 'local'}}
+        return self.call('recover_jobs', dict(body, **more.pop('body', {})), workflow_id=self.workflow_id, **more)
+
+    def requirements(self) -> Dict[str, Tuple[str, str, str]]:
+        """What each job asks for."""
+        rows = {row['id']: (row['name'], row['memory'], row['runtime'])
+                for row in self.call('list_resource_requirements', workflow_id=self.workflow_id)['items']}
+        return {job['name']: rows[job['resource_requirements_id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+
+    def test_failed_jobs_and_what_they_held_up_run_again_in_a_new_run(self):
+        self.assertEqual({'a': 'failed', 'b': 'terminated', 'c': 'canceled', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
+        answer = self.recover('a')
+        self.assertEqual((2, 1, [self.ids['a'], self.ids['c']]), (answer['run_id'], answer['reset_count'], answer['to_run']))
+        self.assertEqual({'a': 'ready', 'b': 'terminated', 'c': 'blocked', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
+        self.assertEqual(2, self.call('get_workflow', id=self.workflow_id)['run_id'])
+        (event,) = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']
+        self.assertEqual(('recover', 2, 'tester', [self.ids['a']], 'local'),
+                         tuple(event['data'][key] for key in ('action', 'run_id', 'user', 'reset_job_ids', 'mode')))
+        self.assertWhole()
+
+    def test_requirements_are_split_for_the_jobs_that_lacked_something_and_changed_in_place_for_all(self):
+        before = self.requirements()['e']
+        answer = self.recover('a b', [('a', {'memory': '2g'}), ('b', {'runtime': 'PT2H', 'num_cpus': 3})])
+        found = self.requirements()
+        self.assertEqual(('default_run2', '2g', before[2]), found['a'])
+        self.assertEqual(('default_run2_2', before[1], 'PT2H'), found['b'])
+        self.assertEqual([before] * 3, [found[name] for name in 'cde'])
+        self.assertEqual([self.needs_id] * 2, [row['from_id'] for row in answer['requirements']])
+        self.assertNotIn(self.needs_id, [row['id'] for row in answer['requirements']])
+        self.drive(self.workflow_id, {'a': 'failed'})
+        self.store.run('UPDATE compute_node SET is_active = 0')
+        self.needs_id = self.call('get_job', job_id=self.ids['b'])['resource_requirements_id']
+        answer = self.recover('a', [('b', {'memory': '3g'})], run_id=2)       # all that have them
+        self.assertEqual(self.needs_id, answer['requirements'][0]['id'])
+        self.assertEqual(('default_run2_2', '3g', 'PT2H'), self.requirements()['b'])
+
+    def test_a_dry_run_says_the_same_and_changes_nothing(self):
+        before = self.dump()
+        planned = self.recover('a b', [('a', {'memory': '2g'})], dry_run=True)
+        self.assertUnchanged(before)
+        self.assertEqual(planned, self.recover('a b', [('a', {'memory': '2g'})]))
+
+    def test_what_cannot_be_done_is_refused_whole(self):
+        before = self.dump()
+        (other,) = [job['id'] for job in self.call('list_jobs', workflow_id=self.create('x:'))['items']]
+        before = self.dump()
+        self.assertRefused('somebody else has recovered it', 'recover_jobs', {'run_id': 7, 'reset': [], 'requirements': []}, workflow_id=self.workflow_id)
+        for reset, requirements, words in (
+                ([self.ids['e']], [], 'job e is completed'), ([other], [], 'has no job'),
+                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [self.ids['a']], 'memory': 'much'}], 'memory'),
+                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [other], 'memory': '1g'}], 'does not have resource requirements'),
+                ([self.ids['a']], [{'from_id': 999, 'job_ids': [self.ids['a']], 'memory': '1g'}], 'has no resource requirements 999')):
+            with self.subTest(words):
+                self.assertRefused(words, 'recover_jobs', {'run_id': 1, 'reset': reset, 'requirements': requirements}, workflow_id=self.workflow_id)
+                self.assertUnchanged(before)
+
+    def test_nothing_is_recovered_under_the_hands_of_runners_and_allocations(self):
+        body = {'run_id': 1, 'reset': [self.ids['a']], 'requirements': []}
+        node_id = self.node(self.workflow_id)
+        self.assertRefused('runners are at work', 'recover_jobs', body, workflow_id=self.workflow_id)
+        self.store.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
+        scheduler = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': 's', 'account': 'a', 'nodes': 1, 'walltime': '1:00'})
+        self.call('create_scheduled_compute_node', {'workflow_id': self.workflow_id, 'scheduler_id': 7, 'scheduler_config_id': scheduler['id'],
+                                                    'scheduler_type': 'slurm', 'status': 'pending'})
+        self.assertRefused('1 allocations of workflow', 'recover_jobs', body, workflow_id=self.workflow_id)
+        self.store.run("UPDATE scheduled_compute_node SET status = 'complete'")
+        self.assertEqual(2, self.call('recover_jobs', body, workflow_id=self.workflow_id)['run_id'])
+        # A second caller that had seen run 1, too, changes nothing.
+        self.assertRefused('the current one is 2', 'recover_jobs', body, workflow_id=self.workflow_id)
+
+    def test_what_changed_since_runs_again_and_undecided_failures_stay_so(self):
+        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (self.ids['b'],))
+        self.store.run("UPDATE job SET command = 'echo other' WHERE id = ?", (self.ids['e'],))
+        answer = self.recover('a')
+        self.assertEqual(['e'], [row['job_name'] for row in answer['changed']])
+        self.assertEqual({'a': 'ready', 'b': 'pending_failed', 'c': 'blocked', 'd': 'completed', 'e': 'ready'}, self.statuses(self.workflow_id))
+
+
+class ClassifyJobsTest(ServiceTest):
+    """Decisions about failures that wait for one."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
+        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.drive(self.workflow_id, {'a': 'pending_failed', 'b': 'pending_failed'})
+
+    def classify(self, *rows: Any) -> Any:
+        """Decide about jobs by name."""
+        decisions = [dict({'job_id': self.ids[name], 'action': action, 'reason': reason}, **more) for name, action, reason, more in rows]
+        return self.call('classify_jobs', {'classifications': decisions}, workflow_id=self.workflow_id)
+
+    def test_a_retry_makes_the_job_ready_with_what_it_lacked_and_a_failure_cancels_what_waits(self):
+        self.assertEqual({'a': 'pending_failed', 'b': 'pending_failed', 'c': 'blocked', 'd': 'blocked'}, self.statuses(self.workflow_id))
+        answer = self.classify(('a', 'retry', 'the network was down', {'memory': '2g'}), ('b', 'fail', 'a bug', {}))
+        self.assertEqual(([self.ids['a']], [self.ids['b']]), (answer['retried'], answer['failed']))
+        self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'blocked', 'd': 'canceled'}, self.statuses(self.workflow_id))
+        job = self.call('get_job', job_id=self.ids['a'])
+        self.assertEqual(2, job['attempt_id'])
+        self.assertEqual('2g', self.call('get_resource_requirements', row_id=job['resource_requirements_id'])['memory'])
+        self.assertIn('failed, says tester: a bug', self.call('explain_job', job_id=self.ids['b'])['reason'])
+        self.assertEqual({'a': 'completed', 'b': 'failed', 'c': 'completed', 'd': 'canceled'}, self.drive(self.workflow_id, {}))
+        events = [item['data'] for item in self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']]
+        self.assertEqual([('a', 'retry'), ('b', 'fail')], [(event['job_name'], event['decision']) for event in events])
+        self.assertWhole()
+
+    def test_only_undecided_failures_are_decided_about_and_all_or_none_of_a_request(self):
+        self.classify(('a', 'fail', 'r', {}))
+        before = self.dump()
+        for rows, words in (([('b', 'retry', 'r', {}), ('a', 'retry', 'r', {})], 'is failed: only the failure of a'),
+                            ([('b', 'maybe', 'r', {})], "'maybe'"), ([('b', 'retry', 'r', {'memory': 'much'})], 'memory')):
+            with self.subTest(words):
+                with self.assertRaises(torc.TorcError) as caught:
+                    self.classify(*rows)
+                self.assertIn(words, caught.exception.message)
+                self.assertUnchanged(before)
+
+
 class SyncTest(ServiceTest):
     """sync_allocations: what it makes of what Slurm, and processes, say."""
     NODE_FAIL = {'slurm_job_id': 17, 'reason': 'Slurm job 17 lost a node (NODE_FAIL)', 'is_interrupted': True}
@@ -8627,6 +8759,135 @@ class SyncTest(ServiceTest):
         self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id), ('allocation_pending', other_id)],
                          [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
         self.assertEqual(f'Allocation {other_id} (Slurm job 18) is canceled: enough', events[1]['message'])
+
+
+class WatchRecordTest(ServiceTest):
+    """Who watches a workflow: one at a time; what was counted outlives them."""
+
+    def watch(self, name: str = 'a', **more: Any) -> Dict[str, Any]:
+        """Ask as a process of this name."""
+        body = dict({'process': {'host': name, 'pid': 1}, 'lease_s': 60.0}, **more)
+        return self.call('watch_workflow', body, workflow_id=self.workflow_id)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('x:\ny: x')
+
+    def rerun(self) -> None:
+        """What a recovery does: a new run."""
+        self.store.run('UPDATE workflow SET run_id = run_id + 1')
+
+    def test_a_second_one_is_refused_while_the_first_renews_and_takes_over_when_its_time_is_over(self):
+        first = self.watch('a')
+        self.assertEqual((True, 0, False, False, 1), tuple(first[key] for key in (
+            'granted', 'recoveries', 'is_begun', 'is_recovered', 'run_id')))
+        self.assertEqual(2, first['status']['total_jobs'])
+        for _ in range(3):
+            self.clock += 50
+            found = self.watch('b')
+            self.assertEqual((False, {'host': 'a', 'pid': 1}), (found['granted'], found['process']))
+            self.assertTrue(self.watch('a')['granted'])
+        self.clock += 61
+        self.assertTrue(self.watch('b')['granted'])
+        self.assertFalse(self.watch('a')['granted'])
+
+    def test_one_that_is_known_to_have_ended_or_has_left_is_taken_over_at_once(self):
+        self.watch('a')
+        self.assertFalse(self.watch('b', ended={'host': 'c', 'pid': 1})['granted'])
+        self.assertTrue(self.watch('b', ended={'host': 'a', 'pid': 1})['granted'])
+        self.assertTrue(self.watch('b', leaves=True)['granted'])
+        self.assertTrue(self.watch('c')['granted'])
+
+    def test_recoveries_are_counted_once_a_run_and_until_somebody_else_begins_a_run(self):
+        def counted(**more: Any) -> Tuple[int, bool, bool]:
+            found = self.watch(**more)
+            return found['recoveries'], found['is_begun'], found['is_recovered']
+        self.assertEqual((1, True, False), counted(recovers=True))
+        self.assertEqual((1, True, False), counted(recovers=True))      # killed, and begun again
+        self.rerun()
+        self.assertEqual((1, False, True), counted(name='b', ended={'host': 'a', 'pid': 1}))
+        self.assertEqual((2, True, False), counted(name='b', recovers=True))
+        self.rerun()
+        self.assertEqual((2, False, True), counted(name='b', leaves=True))
+        self.assertEqual((2, False, True), counted())
+        self.rerun()        # by somebody else
+        self.assertEqual((0, False, False), counted())
+
+    def test_what_was_scheduled_and_when_it_began_is_kept_until_all_is_over(self):
+        began = self.watch()['began_at']
+        self.clock += 10
+        found = self.watch(schedules=True)
+        self.assertEqual((began, began + 10), (found['began_at'], found['scheduled_at']))
+        self.clock += 10
+        self.watch(leaves=True)
+        found = self.watch('b')
+        self.assertEqual((began, began + 10), (found['began_at'], found['scheduled_at']))
+        self.assertEqual(began + 20, found['now'])
+        self.watch('b', leaves=True, is_over=True)
+        found = self.watch('c')
+        self.assertEqual((began + 20, None), (found['began_at'], found['scheduled_at']))
+        self.assertNotIn('watcher', self.call('get_workflow', id=self.workflow_id))
+
+
+class UnplannedJobsTest(ServiceTest):
+    """Which ready jobs no allocation was planned for, or is there for."""
+    HEAD, make, allocate = WaitingTest.HEAD, WaitingTest.make, WaitingTest.allocate
+    SCHEDULER = {'name': 's', 'nodes': 1, 'walltime': '01:00:00', 'mem': '2G'}
+
+    def unplanned(self, workflow_id: int) -> List[str]:
+        """Their names."""
+        found = self.call('list_unplanned_jobs', workflow_id=workflow_id)
+        self.assertEqual(len(found['job_ids']), found['count'])
+        names = {job['id']: job['name'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+        return [names[job_id] for job_id in found['job_ids']]
+
+    def retried(self, *names: str) -> None:
+        """Let jobs be those of a retry."""
+        for name in names:
+            self.store.run("UPDATE job SET origin = 'retry' WHERE name = ?", (name,))
+
+    def test_what_fits_a_queued_allocation_is_planned_and_what_fits_none_is_not(self):
+        workflow_id = self.make(self.HEAD + """
+            small     1  1g  -  1  PT1M  -  -  -
+            retried   1  1g  -  1  PT1M  -  -  -
+            large     1  9g  -  1  PT1M  -  -  -
+            labelled  1  9g  -  1  PT1M  x  -  -
+            blocked   1  9g  -  1  PT1M  -  -  small
+        """, [self.SCHEDULER])
+        self.retried('retried')
+        # There is nothing at all.
+        self.assertEqual(['small', 'retried', 'large'], self.unplanned(workflow_id))
+        self.allocate(workflow_id, 1)
+        self.assertEqual(['large'], self.unplanned(workflow_id))
+
+    def test_of_jobs_for_which_only_runners_at_work_are_left_those_of_retries_are_unplanned(self):
+        workflow_id = self.make(self.HEAD + """
+            busy     1  1g  -  1  PT1M  -  -  -
+            first    1  1g  -  1  PT1M  -  -  -
+            retried  1  1g  -  1  PT1M  -  -  -
+        """, [self.SCHEDULER])
+        self.retried('retried')
+        node_id = self.node(workflow_id)
+        self.claim(workflow_id, node_id, 1)
+        self.assertEqual(['retried'], self.unplanned(workflow_id))
+        self.allocate(workflow_id, 1)
+        self.assertEqual([], self.unplanned(workflow_id))
+
+    def test_what_an_action_to_come_is_for_is_planned(self):
+        config = {'scheduler_id': 1, 'scheduler_type': 'slurm', 'num_allocations': 1}
+        workflow_id = self.make(self.HEAD + """
+            gated  1  1g  -  1  PT1M  -  -  -
+            other  1  1g  -  1  PT1M  -  -  -
+            later  1  1g  -  1  PT1M  -  -  other
+        """, [self.SCHEDULER])
+        ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
+        self.call('create_workflow_action', {
+            'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
+            'action_config': config, 'job_ids': [ids['gated'], ids['later']]}, workflow_id=workflow_id)
+        self.assertEqual(['other'], self.unplanned(workflow_id))
+        self.call('claim_action', {}, workflow_id=workflow_id, action_id=1)
+        self.assertEqual(['gated', 'other'], self.unplanned(workflow_id))
+
 
 # ======== 9. API ========
 
@@ -8824,10 +9085,10 @@ class ApiTest(ServiceTest):
         additions = {'create_workflow_from_spec', 'apply_spec', 'runner_sync', 'check_changes',
                      'set_file_times', 'stream_workflow_events', 'stream_api_events',
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
-                     'list_workflow_statuses', 'get_database', 'snapshot_database',
+                     'list_workflow_statuses', 'get_database', 'snapshot_database', 'backup_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
-                     'report_submissions',
-                     'replay_completions', 'survey_allocations', 'sync_allocations'}
+                     'report_submissions', 'get_demand', 'store_allocations', 'recover_jobs', 'classify_jobs',
+                     'watch_workflow', 'list_unplanned_jobs', 'replay_completions', 'survey_allocations', 'sync_allocations'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -9167,6 +9428,9 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
     'BatchCompleteJobsRequest': {'completions': [{'job_id': '$running', 'run_id': 1, 'status': 'failed', 'result': '$result_of_running'}]},
     'CheckChangesRequest': {'files': {'$file': 1.5}, 'dry_run': False},
     'ClaimActionRequest': {'compute_node_id': '$compute_node'},
+    'RecoverJobsRequest': {'run_id': 1, 'reset': ['$failed'], 'event': {'mode': 'local'}, 'files': {'$file': 1.5},
+                           'requirements': [{'from_id': '$resource_requirements', 'job_ids': ['$failed'], 'memory': '4g'}]},
+    'ClassifyJobsRequest': {'classifications': [{'job_id': '$undecided', 'action': 'retry', 'reason': 'r', 'memory': '2g', 'runtime': 'PT2H'}]},
     'ComputeNodeModel': {
         'workflow_id': '$workflow', 'hostname': 'h', 'pid': 7, 'start_time': '2026-01-01T00:00:00Z',
         'end_time': '2026-01-02T00:00:00Z', 'duration_seconds': 1.5,
@@ -9211,6 +9475,8 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
                            'file_id': '$file', 'metadata': {'a': [1, None]}},
     'SubmissionRequest': {'submitter': 'me', 'lease_s': 60.0, 'settings': {'output_dir': '/o'}, 'scheduler_config_id': '$slurm_scheduler', 'count': 1,
                           'actions': [{'action_id': '$schedule', 'count': 1}], 'ended': ['nobody']},
+    'WatchRequest': {'process': {'host': 'h', 'pid': 1}, 'lease_s': 60.0, 'ended': {'host': 'h'},
+                     'recovers': True, 'schedules': True, 'leaves': False, 'is_over': False},
     'SubmissionReport': {'submitter': 'me', 'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}]},
     'RunnerSyncRequest': {
         'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0,
@@ -9283,7 +9549,7 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'create_remote_workers': {'body': ['u@host:22', 'other']}, 'delete_remote_worker': {'worker': 'host'},
     'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
     'add_workflow_to_group': {'group_id': '$other_group'}, 'remove_user_from_group': {'user_name': 'mia'},
-    'list_user_groups': {'user_name': 'mia'},
+    'recover_jobs': {'dry_run': True}, 'list_user_groups': {'user_name': 'mia'},
     'check_workflow_access': {'user_name': 'mia'}, 'explain_job': {'job_id': '$failed'},
     'list_workflow_statuses': {'ids': ['$workflow', '$idle_workflow']},
     'update_result': {'body': {'return_code': 4, 'exec_time_minutes': 2.5}}, 'update_event': {'body': {'category': 'other'}},
@@ -9351,7 +9617,7 @@ class LiveTest(ServiceTest):
         add('compute_node', 'create_compute_node')
         add('event', 'create_event')
         add('done', 'create_job', name='done', priority=9, depends_on_job_ids=[], labels=[])
-        for job in ('failed', 'running', 'pending', 'ready'):
+        for job in ('failed', 'running', 'pending', 'ready', 'undecided'):
             add(job, 'create_job', {'workflow_id': '$workflow', 'name': job, 'command': 'x',
                                     'resource_requirements_id': '$resource_requirements'})
         add('blocked', 'create_job', {'workflow_id': '$workflow', 'name': 'blocked', 'command': 'x', 'depends_on_job_ids': ['$running'],
@@ -9374,6 +9640,7 @@ class LiveTest(ServiceTest):
         add('schedule', 'create_workflow_action', trigger_type='on_workflow_start', action_type='schedule_nodes', job_ids=None,
             action_config={'scheduler_id': ids['slurm_scheduler'], 'num_allocations': 1}, persistent=False)
         self.sync(ids['workflow'], ids['compute_node'], want={'strategy': 'queue', 'limit': 4})
+        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (ids['undecided'],))
         self.store.run('UPDATE job SET status = 3, compute_node_id = ? WHERE id IN (?, ?, ?, ?)',
                        (ids['compute_node'], ids['done'], ids['failed'], ids['running'], ids['pending']))
         for job in ('done', 'failed', 'running'):
@@ -9781,6 +10048,7 @@ class MatrixTest(ServiceTest):
     # Operations about no workflow, or with rules of their own; all others are for everybody who has access to the workflow.
     WHO = {
         'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'get_database': ALL, 'snapshot_database': ALL,
+        'backup_database': {'server owner'},
         'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'},
         'create_workflow_from_spec': ALL - {'anonymous'},
         'create_access_group': OWNERS, 'list_access_groups': OWNERS, 'delete_access_group': OWNERS, 'reload_auth': OWNERS,
@@ -13367,7 +13635,7 @@ class MemoryDatabaseTest(WorldTest):
             self.end(number)
             self.assertEqual(total, self.count())
             self.assertFalse(os.path.exists(directory))
-            self.assertEqual({'my.db', 'my.db.token', 'looked at'}, set(os.listdir(self.world.directory)))
+            self.assertEqual({'my.db', 'my.db.previous', 'my.db.token', 'looked at'}, set(os.listdir(self.world.directory)))
         self.assertEqual(0o600, os.stat(self.database).st_mode & 0o777)
 
     def test_a_server_that_has_lost_its_lease_leaves_the_files_of_the_next_one_alone(self) -> None:
@@ -13469,6 +13737,50 @@ class MemoryDatabaseTest(WorldTest):
         os.unlink(shlex.split(outcome.err.rpartition(': rm ')[2])[0])
         self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'))
 
+    def spoil(self, path: str) -> None:
+        """Overwrite a page of a database, of which SQLite's header says nothing."""
+        with open(path, 'r+b') as file:
+            file.seek(4096)
+            file.write(b'x' * 4096)
+
+    def test_a_damaged_snapshot_is_replaced_by_the_one_before_it_only_when_that_is_wanted(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        self.assertEqual(2, self.count())
+        for path in (self.database, self.database + '.previous'):
+            self.assertEqual((0o600, 1), (os.stat(path).st_mode & 0o777, os.stat(path).st_nlink))
+        self.spoil(self.database)
+        outcome = self.world.cli('serve', '-d', 'my.db', '-p', 0, '--in-memory')
+        self.assertExit(4, outcome, f'the snapshot {self.database} is damaged (', 'the one before it, of 20',
+                        'is whole: --from-snapshot')
+        self.world.serve('-d', 'my.db', '--in-memory', '--from-snapshot')
+        self.assertRegex(self.world.server.err, r'was damaged \(.* and is .*my.db.damaged now; changes after 20')
+        self.end()
+        self.assertEqual(1, self.count())
+
+    def test_a_snapshot_that_was_interrupted_between_link_and_rename_is_no_obstacle(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        os.unlink(self.database + '.previous')
+        os.link(self.database, self.database + '.previous')
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.end()
+        self.assertEqual(1, self.count())
+
+    def test_an_allocation_goes_on_with_the_snapshot_if_it_was_told_so_in_advance(self) -> None:
+        directory = os.path.dirname(self.leave_behind(host='node7'))
+        self.addCleanup(shutil.rmtree, directory)
+        outcome = self.world.cli('serve', '-d', 'my.db', '-p', 0, '--in-memory')
+        self.assertExit(4, outcome, 'by `torc.py serve --from-snapshot` or: rm ')
+        self.world.serve('-d', 'my.db', '--in-memory', '--from-snapshot')
+        self.assertRegex(self.world.server.err, 'was in memory, which was lost with its server: changes after 20')
+        self.end()
+
     def test_what_a_server_that_was_killed_with_its_container_had_in_memory_is_gone_on_with(self) -> None:
         directory = os.path.dirname(self.leave_behind(pid_namespace=1))
         outcome = self.world.cli('--db', 'my.db', 'events', 'list', 1)
@@ -13568,6 +13880,280 @@ class MemoryDatabaseTest(WorldTest):
             path = torc.make_memory_directory(0)
         self.addCleanup(os.rmdir, path)
         self.assertEqual(tempfile.gettempdir(), os.path.dirname(path))
+
+
+class BackupTest(WorldTest):
+    """`serve --backup`."""
+
+    def names(self, path: str) -> List[str]:
+        """Names of the workflows in a copy, which is whole."""
+        self.assertEqual([('ok',)], ask_sqlite(path, 'PRAGMA integrity_check'))
+        return [name for name, in ask_sqlite(path, 'SELECT name FROM workflow ORDER BY id')]
+
+    def back_up(self, *words: Any) -> Outcome:
+        """Copy to copy.db."""
+        return self.assertExit(0, self.world.cli('serve', '--backup', 'copy.db', *words))
+
+    def create(self, name: str) -> None:
+        """A workflow on the server."""
+        with self.world.connect() as client:
+            client.create_workflow({'name': name, 'user': 'me'})
+
+    def test_it_is_a_whole_private_copy_through_the_server_or_without_one(self) -> None:
+        for flags in ((), ('--in-memory',)):
+            with self.subTest(flags):
+                self.world.serve('-d', 'my.db', *flags)
+                self.create('one')
+                outcome = self.back_up()
+                self.assertIn(f"Copied {self.world.path('my.db')} to {self.world.path('copy.db')} (", outcome.out)
+                self.assertEqual('one', self.names(self.world.path('copy.db'))[-1])
+                self.create('two')      # it goes on
+                self.world.server.send(signal.SIGTERM)
+                self.assertExit(0, self.world.server.finish(20))
+                value = self.assertExit(0, self.world.cli('-f', 'json', 'serve', '-d', 'my.db', '--backup', 'copy.db')).json()
+                copy = self.world.path('copy.db')
+                self.assertEqual({'database': self.world.path('my.db'), 'backup': copy}, value)
+                self.assertEqual(['one', 'two'], self.names(copy)[-2:])
+                self.assertEqual(0o600, os.stat(copy).st_mode & 0o777)
+        self.assertEqual([], glob.glob(glob.escape(self.world.directory) + '/*.new'))
+        with self.world.connect(database=copy) as client:
+            self.assertEqual(['one', 'two'], [row['name'] for row in client.list_workflows()['items']][-2:])
+
+    def test_copies_taken_under_load_are_each_a_state_that_was_there(self) -> None:
+        self.world.serve('-d', 'my.db')
+        is_over, told = threading.Event(), []
+
+        def write() -> None:
+            with contextlib.closing(client):
+                while not is_over.is_set():
+                    told.append(client.create_workflow({'name': str(len(told)), 'user': 'me'})['id'])
+        client = self.world.connect()
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for _ in range(5):
+                before = len(told)
+                self.back_up()
+                found = self.names(self.world.path('copy.db'))
+                self.assertEqual([str(number) for number in range(len(found))], found)
+                self.assertLessEqual(before, len(found))
+        finally:
+            is_over.set()
+            writer.join()
+        self.assertGreater(len(told), before)
+
+    def test_what_is_no_earlier_copy_is_not_replaced(self) -> None:
+        self.world.serve('-d', 'my.db')
+        self.world.write('notes.txt', 'mine')
+        os.symlink('my.db', self.world.path('link.db'))
+        os.mkdir(self.world.path('directory'))
+        torc.Store(self.world.path('left.db')).close()
+        self.world.write('left.db-wal', '')
+        other = torc.Store(self.world.path('other.db'))
+        self.addCleanup(other.close)
+        before = self.world.read('my.db.token')
+        for name, text in (('my.db', 'belongs to the database itself'), ('link.db', 'belongs to the database itself'),
+                           ('my.db.token', 'belongs to the database itself'), ('my.db-wal', 'belongs to'),
+                           ('notes.txt', 'is no database, and would be lost'), ('directory', 'Is a directory'),
+                           ('other.db', 'in use'), ('left.db', 'left.db-wal is beside it')):
+            with self.subTest(name):
+                outcome = self.world.cli('serve', '--backup', name)
+                self.assertIn(outcome.code, (2, 4), str(outcome))
+                self.assertIn(text, outcome.err)
+        self.assertExit(2, self.world.cli('serve', '--backup', 'no/such/copy.db'), 'there is no directory')
+        self.assertEqual((before, 'mine'), (self.world.read('my.db.token'), self.world.read('notes.txt')))
+        self.world.server.send(signal.SIGTERM)
+        self.assertExit(0, self.world.server.finish(20))
+        self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '--backup', 'my.db'), 'belongs to the database itself')
+        self.assertExit(4, self.world.cli('serve', '-d', 'none.db', '--backup', 'copy.db'), 'there is no server and no')
+
+    def test_a_damaged_copy_does_not_replace_a_whole_one(self) -> None:
+        store = torc.Store(self.world.path('my.db'))
+        self.addCleanup(store.close)
+        path = self.world.path('copy.db')
+        store.freeze()
+        torc.write_backup(store, path)
+        before = os.stat(path)
+        copy = torc.copy_descriptor
+
+        def copy_badly(descriptor: int, target: str, *more: Any) -> None:
+            copy(descriptor, target, *more)
+            os.truncate(target, 8192)
+        with unittest.mock.patch.object(torc, 'copy_descriptor', copy_badly):
+            self.assertRaisesRegex(torc.Refused, 'is damaged .* stays as it was', torc.write_backup, store, path)
+        found = os.stat(path)
+        self.assertEqual((before.st_ino, before.st_mtime_ns), (found.st_ino, found.st_mtime_ns))
+        self.assertEqual(['copy.db', 'my.db', 'my.db-wal'], sorted(os.listdir(self.world.directory)))
+
+    def test_the_end_of_a_server_does_not_wait_for_a_backup(self) -> None:
+        silenced(self)
+        store = torc.Store(self.world.path('my.db'))
+        self.addCleanup(store.close)
+        writer = torc.CopyWriter(store)
+        backup = writer.ask_backup(self.world.path('copy.db'))
+        writer.is_ending = True
+        writer.act(0.0)
+        writer.close()
+        self.assertEqual((True, 'the server ended meanwhile'), (backup.is_done, backup.error))
+        self.assertEqual(['my.db', 'my.db-wal'], sorted(os.listdir(self.world.directory)))
+
+
+class TravelTest(WorldTest):
+    """`serve` in allocations of Slurm: it moves with them, and its clients find it again."""
+    PERIOD_S = 0.3      # of the lease
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.database = self.world.path('my.db')
+        self.path = self.database + '.connection'
+        self.outside = dict(self.world.environment)
+
+    def serve_in(self, job: int, host: str, *flags: Any) -> Background:
+        """A server in an allocation, on a network file system that all hosts have; it answers."""
+        words = [sys.executable, '-B', '-c', OTHER_HOST, os.path.dirname(stub_path()), host, self.PERIOD_S]
+        words += ['serve', '--db', self.database, *flags]
+        stem = os.path.join(self.world.root, 'logs', f'{job} {host}')
+        process = Background([os.fsencode(str(word)) for word in words], self.world.directory,
+                             dict(self.outside, SLURM_JOB_ID=str(job), SLURMD_NODENAME=host), stem)
+        self.world.started.append(process)
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in process.out, 20, 'the server', [process])
+        return process
+
+    def content(self) -> Dict[str, Any]:
+        """What the connection file says."""
+        return torc.read_server_file(self.path)
+
+    def end(self, server: Background, number: int = signal.SIGTERM) -> Outcome:
+        """End a server with a signal."""
+        server.send(number)
+        return self.assertExit(0, server.finish(20))
+
+    def client(self, **how: Any) -> Any:
+        """A client of the database, on this host."""
+        client = torc.Client(database=self.database, **how)
+        self.addCleanup(client.close)
+        return client
+
+    def test_it_listens_where_other_nodes_reach_it_unless_options_say_otherwise(self) -> None:
+        node = {'SLURM_JOB_ID': '1', 'SLURMD_NODENAME': 'n'}
+        usual = '127.0.0.1', torc.DEFAULT_PORT, False
+        for words, environment, expected in (
+                ([], {}, usual),
+                ([], {'SLURM_JOB_ID': '1'}, usual),     # a shell of salloc(1), on a login node
+                ([], node, ('0.0.0.0', 0, True)),
+                (['--no-auth'], node, ('127.0.0.1', 0, True)),
+                (['--host', 'n-ib', '--port', '99'], node, ('n-ib', 99, True)),
+                (['-d', ':memory:'], node, usual)):
+            with self.subTest(words, environment=environment), \
+                    unittest.mock.patch.dict(os.environ, environment):
+                parsed = torc.parse_command_line(['serve', *words])
+                session = torc.Session(parsed.options, io.StringIO(), io.StringIO(), io.StringIO())
+                session.command = parsed.command
+                options = torc.server_options(session, parsed.args)
+                self.assertEqual(expected, (options.host, options.port, options.travels))
+
+    def test_its_connection_file_names_every_way_to_it_and_the_allocation(self) -> None:
+        self.end(self.serve_in(17, 'node1'), signal.SIGINT)
+        self.assertIsNone(self.content())
+        self.serve_in(18, 'node1')
+        found = self.content()
+        self.assertEqual(('18', 'node1'), (found['allocation'], torc.parse_url(found['url']).host))
+        hosts = {torc.parse_url(url).host for url in found['candidates']}
+        self.assertLessEqual({'node1', *torc.own_addresses()}, hosts)
+
+    def test_clients_wait_while_it_moves_and_find_it_in_the_next_allocation_by_themselves(self) -> None:
+        first = self.serve_in(17, 'node1')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        self.end(first)
+        found = self.content()
+        self.assertTrue(found['moved_at'], found)
+        with self.assertRaisesRegex(torc.Unreachable, 'ended at 20.* with its allocation, Slurm job 17 on host '
+                                    'node1, and goes on in the next one .`squeue --me`.') as caught:
+            client.reconnect(0.0)
+        self.assertTrue(caught.exception.passes)
+        self.assertEqual((0, False), (client.servers_started, os.path.exists(self.database + '.lease')))
+        second = self.serve_in(18, 'node2')
+        self.assertNotEqual(found['url'], self.content()['url'])
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertNotIn('to see whether it is renewed', second.err)
+        self.end(second)
+
+    def test_while_it_moves_no_runner_starts_a_server_in_its_way_and_questions_are_answered(self) -> None:
+        self.end(self.serve_in(17, 'node1'))
+        with unittest.mock.patch.object(torc, 'LOCAL_FILESYSTEMS', frozenset()):
+            runner = self.client()
+            runner.will_need_server = True
+            self.assertRaisesRegex(torc.Unreachable, 'goes on in the next one', runner.open)
+        outcome = self.assertExit(3, self.world.cli('workflows', 'list'), 'its allocation, Slurm job 17 on host')
+        self.assertIn(f"rm {shlex.quote(torc.registration_files()[0])} {shlex.quote(self.path)}", outcome.err)
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'No workflows found')
+        self.assertExit(3, self.world.cli('workflows', 'list'))     # ... by which nothing was forgotten
+        self.assertTrue(self.content()['moved_at'])
+
+    def test_one_registration_leads_to_it_wherever_it_is(self) -> None:
+        for job, host in ((17, 'node1'), (18, 'node2'), (19, 'node1')):
+            server = self.serve_in(job, host)
+            found = list(torc.list_registrations().values())
+            self.assertEqual([str(job)], [row['allocation'] for row in found])
+            self.assertExit(0, self.world.cli('ping'))
+            self.end(server)
+        self.assertEqual(1, len(torc.registration_files()))
+
+    def test_after_a_kill_the_next_one_watches_the_lease_and_takes_it_over(self) -> None:
+        first = self.serve_in(17, 'node1')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        first.kill()
+        self.assertRaises(torc.Unreachable, client.reconnect, 0.0)
+        second = self.serve_in(18, 'node2')
+        self.assertIn('to see whether it is renewed', second.err)
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertEqual(0, client.servers_started)
+
+    def test_a_killed_one_of_this_host_is_not_replaced_by_a_runner_either(self) -> None:
+        first = self.serve_in(17, socket.gethostname())
+        first.kill()
+        self.assertRaisesRegex(torc.Unreachable, 'was killed in its allocation, Slurm job 17',
+                               self.client(needs_server=True).open)
+        self.assertExit(3, self.world.cli('workflows', 'list'), 'was killed in its allocation')
+
+    def test_further_signals_do_not_cut_its_end_short(self) -> None:
+        server = self.serve_in(17, 'node1', '--in-memory')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        for _ in range(200):
+            if server.has_ended():
+                break
+            server.send(signal.SIGTERM)
+        self.assertExit(0, server.finish(20))
+        self.assertFalse(os.path.exists(self.database + '.memory'))
+        self.assertEqual([('kept',)], ask_sqlite(self.database, 'SELECT name FROM workflow'))
+
+    def test_in_an_allocation_it_waits_for_who_still_has_the_database(self) -> None:
+        holder = torc.hold_database(self.database)
+        server = self.world.start('serve', '--db', 'my.db')
+        self.assertExit(4, server.finish(20), 'in use by another')
+        self.world.environment.update(SLURM_JOB_ID='17', SLURMD_NODENAME='node1')
+        server = self.world.start('serve', '--db', 'my.db')
+        self.world.wait(lambda: 'Waiting for up to 180 s for its end' in server.err, 20, 'the notice', [server])
+        holder.close()
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in server.out, 20, 'the server', [server])
+        self.assertEqual(1, server.err.count('Waiting for'))
+
+    def test_a_job_that_was_told_its_former_address_finds_it(self) -> None:
+        first = self.serve_in(17, 'node1')
+        url, token_file = self.content()['url'].replace('node1', '127.0.0.1'), self.database + '.token'
+        client = torc.Client.connect(url, token_file=token_file)
+        self.addCleanup(client.close)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        self.end(first)
+        self.assertRaises(torc.Unreachable, client.reconnect, 0.0)
+        self.serve_in(18, 'node2')
+        client = torc.Client.connect(url, token_file=token_file)
+        self.addCleanup(client.close)
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertEqual(self.content()['url'].partition(':')[0], client.url.partition(':')[0])
 
 
 class EmbeddedTest(WorldTest):
@@ -23121,9 +23707,449 @@ class LookTest(unittest.TestCase):
 
 # ======== 17a. Diagnosis ========
 
+GIB = 2 ** 30
+
+
+def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1,
+            name: str = 'small', code: int = 0,
+            minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1) -> Any:
+    """A job, what it asked for, and its result."""
+    needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
+    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes,
+              'status': 'failed' if code else 'completed',
+              'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
+    return torc.JobUse({'id': number, 'name': f'job{number}', 'resource_requirements_id': needs_id}, needs, result)
+
+
+class UseTest(unittest.TestCase):
+    """What jobs used is compared with what they asked for, as Torc's reports do it."""
+
+    def compared(self, **how: Any) -> Dict[str, Tuple[str, str, str]]:
+        """Resource -> asked for, peak, and by how much it is more."""
+        found = [torc.describe_comparison(item, item.over_percent > 1) for item in torc.compare_use(job_use(**how))]
+        return {item['resource_type']: (item['specified'], item['peak_used'], item['over_utilization']) for item in found}
+
+    def test_each_resource_is_compared_in_its_unit(self):
+        self.assertEqual(
+            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'),
+             'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
+            self.compared(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165))
+        self.assertEqual({'Memory': ('100.0 MB', '0.0 MB', '0.0%'), 'Runtime': ('10m 0s', '2m 5s', '0.0%')},
+                         self.compared(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60))
+
+    def test_what_was_not_measured_or_is_no_limit_is_not_compared(self):
+        self.assertEqual(['Runtime'], list(self.compared()))
+        self.assertEqual({}, self.compared(name='default', memory='1m', runtime='P0DT1M', peak=GIB, cpu=800.0))
+        self.assertEqual(['CPU'], list(self.compared(memory='much', runtime='long', peak=GIB, cpu=10.0)))
+        self.assertEqual([], list(self.compared(memory='0', runtime='PT0S', peak=GIB)))
+
+    def test_a_failure_is_put_down_to_memory_or_time_by_the_rules_of_torc(self):
+        table = '''
+            code  minutes  peak/m  flags
+            1     1        0.5     -
+            1     1        1.5     memory_exceeded
+            137   47       -       sigkill_137
+            137   47       0.5     sigkill_137
+            137   49       -       -
+            137   55       -       timeout
+            137   55       1.5     memory_exceeded timeout
+            152   1        -       timeout sigxcpu_152
+            1     54       -       -
+            1     55       -       timeout
+            1     61       -       timeout runtime
+            '''
+        for line in textwrap.dedent(table).strip().splitlines()[1:]:
+            code, minutes, peak, flags = line.split(None, 3)
+            with self.subTest(line):
+                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes),
+                                                     peak=None if peak == '-' else int(float(peak) * GIB)))
+                said = [found.get('oom_reason'), 'timeout' if found.get('likely_timeout') else None, found.get('timeout_reason'),
+                        'runtime' if found.get('likely_runtime_violation') else None]
+                self.assertEqual(flags, ' '.join(filter(None, said)) or '-')
+                self.assertEqual(bool(found.get('memory_violation')), 'oom_reason' in found)
+        self.assertTrue(torc.explain_failure(job_use(code=1, cpu=101.0))['likely_cpu_violation'])
+        self.assertEqual('+50.0%', torc.explain_failure(job_use(code=1, peak=3 * GIB // 2))['memory_over_utilization'])
+
+
+class CorrectionTest(unittest.TestCase):
+    """Requirements follow what was seen, times a multiplier."""
+
+    def planned(self, uses: Sequence[Any], sharers: Optional[Dict[int, int]] = None, attempts: Sequence[Any] = (), multiplier: float = 1.2,
+                downsizes: bool = True) -> List[str]:
+        """'up memory 1g->2g because of 1,2', a line each."""
+        results = [use.result for use in uses] + list(attempts)
+        counted = sharers or dict(collections.Counter(use.needs['id'] for use in uses))
+        plan = torc.plan_corrections(uses, results, counted, torc.Multipliers(multiplier, multiplier, multiplier), downsizes)
+        return [f"{direction[:-5]} {item.resource} {item.original}->{item.new} because of {','.join(str(use.job['id']) for use in item.uses)}"
+                for direction, items in plan for item in items]
+
+    def test_each_resource_grows_to_the_peak_and_a_margin(self):
+        for how, expected in (
+                ({'peak': int(10.5 * GIB), 'memory': '8g'}, ['up memory 8g->13g']),
+                ({'peak': 150 * 2 ** 20, 'memory': '100m'}, ['up memory 100m->180m']),
+                ({'peak': 2 ** 20, 'memory': '1000k'}, ['up memory 1000k->2m']),
+                ({'code': 137, 'minutes': 10}, ['up memory 1g->2g']),
+                ({'code': 137, 'minutes': 10, 'peak': GIB // 2, 'memory': '10g'}, ['up memory 10g->12g']),
+                ({'code': 137, 'minutes': 55}, []),
+                ({'code': 1, 'minutes': 55}, []),
+                ({'cpu': 501.4, 'cpus': 3}, ['up cpu 3->7']),
+                ({'cpu': 100.9}, []),
+                ({'cpu': 250.0, 'cpus': 3}, []),
+                ({'minutes': 165, 'runtime': 'PT2H'}, ['up runtime PT2H->PT3H18M']),
+                ({'code': 152, 'minutes': 1}, ['up runtime PT1H->PT1H12M']),
+                ({'code': 152, 'minutes': 70}, ['up runtime PT1H->PT1H24M']),
+                ({'minutes': 70, 'peak': 2 * GIB, 'cpu': 150.0}, ['up memory 1g->3g', 'up cpu 1->2', 'up runtime PT1H->PT1H24M']),
+                ({'name': 'default', 'memory': '1m', 'runtime': 'P0DT1M', 'peak': GIB, 'code': 137}, [])):
+            with self.subTest(str(how)):
+                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)], downsizes=False))
+
+    def test_shared_requirements_follow_the_job_that_needs_most(self):
+        uses = [job_use(1, peak=2 * GIB), job_use(2, peak=GIB // 2), job_use(3, peak=5 * GIB), job_use(4, needs_id=2, peak=3 * GIB)]
+        self.assertEqual(['up memory 1g->6g because of 1,3', 'up memory 1g->4g because of 4'], self.planned(uses))
+
+    def test_only_much_too_large_ones_shrink(self):
+        for how, expected in (
+                ({'memory': '10g', 'peak': GIB}, ['down memory 10g->2g']),
+                ({'memory': '2g', 'peak': GIB}, []),
+                ({'memory': '10g', 'peak': 0}, []),
+                ({'memory': '10g'}, []),
+                ({'cpus': 8, 'cpu': 300.0}, ['down cpu 8->4']),
+                ({'cpus': 2, 'cpu': 196.0}, []),
+                ({'cpus': 4, 'cpu': 310.0}, []),
+                ({'runtime': 'PT2H', 'minutes': 10}, ['down runtime PT2H->PT12M']),
+                ({'runtime': 'PT40M', 'minutes': 10}, []),
+                ({'runtime': 'PT40M', 'minutes': 0.001}, ['down runtime PT40M->PT1M']),
+                ({'memory': '10g', 'peak': GIB, 'code': 1}, [])):
+            with self.subTest(str(how)):
+                how = dict({'minutes': 50}, **how)
+                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)]))
+                self.assertEqual([], self.planned([job_use(**how)], downsizes=False))
+
+    def test_they_shrink_only_when_every_job_that_has_them_was_seen_to_do_well(self):
+        small = {'memory': '10g', 'minutes': 50}
+        both = [job_use(1, peak=GIB, **small), job_use(2, peak=2 * GIB, **small)]
+        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both))
+        self.assertEqual([], self.planned(both, {1: 3}))
+        self.assertEqual([], self.planned([both[0], job_use(2, **small)]))
+        self.assertEqual([], self.planned([both[0], job_use(2, peak=GIB, code=1, **small)]))
+        # An earlier attempt of the same run counts, and one of an earlier run does not.
+        self.assertEqual(['down memory 10g->5g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB).result]))
+        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB, run_id=0).result]))
+
+    def test_nothing_is_ever_set_below_what_was_seen_times_the_multiplier(self):
+        chance = random.Random(11)
+        for trial in range(300):
+            factor = chance.choice((1.0, 1.2, 1.5, 3.0))
+            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16),
+                            f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
+                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB),
+                            cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
+            for use in uses:
+                use.needs.update(uses[0].needs)
+            plan = torc.plan_corrections(uses, [use.result for use in uses], {1: 2}, torc.Multipliers(factor, factor, factor), True)
+            new = {item.resource: item.new for _, items in plan for item in items}
+            with self.subTest(trial):
+                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes',
+                        'peak_cpu_percent', 'exec_time_minutes')]
+                self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
+                self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
+                self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
+
+
+class FailureTest(unittest.TestCase):
+    """Why jobs failed: what Slurm and the runners said comes before guesses."""
+
+    def test_evidence_comes_before_guesses(self):
+        memory, timeout = (torc.STEP_OUTCOMES[kind].meaning for kind in ('memory', 'timeout'))
+        over = "stopped: the runner's time is over"
+        for how, state, reason, expected in (
+                # return code, minutes of an hour; Slurm's word; what the runner wrote
+                ({'code': 137, 'minutes': 55}, 'OUT_OF_MEMORY', '', 'memory'),
+                ({'code': 137, 'minutes': 5}, 'TIMEOUT', '', 'timeout'),
+                ({'code': 152, 'minutes': 5}, 'OUT_OF_MEMORY', '', 'memory'),
+                ({'code': 1, 'minutes': 59}, 'NODE_FAIL', '', 'lost'),
+                ({'code': 137, 'minutes': 5}, 'PREEMPTED', '', 'lost'),
+                ({'code': 137, 'minutes': 5}, 'FAILED', '', 'memory'),
+                ({'code': 137, 'minutes': 59}, '', memory, 'memory'),
+                ({'code': 1, 'minutes': 59}, '', memory + ': slurmstepd said', 'memory'),
+                ({'code': 137, 'minutes': 5}, '', timeout, 'timeout'),
+                ({'code': 99, 'minutes': 55}, '', 'killed by the kernel for lack of memory (x counts it)', 'memory'),
+                ({'code': 99, 'minutes': 1}, '', 'used 155MB of memory, and its limit was 50MB: raise', 'memory'),
+                ({'code': 152, 'minutes': 57}, '', over, 'timeout'),
+                ({'code': 42, 'minutes': 59}, '', over, 'timeout'),
+                ({'code': 152, 'minutes': 20}, '', over, 'lost'),       # it had not what it asked for
+                ({'code': 1, 'minutes': 59}, '', 'declared output files are missing: x', 'unknown'),
+                ({'code': -128, 'minutes': 0}, '', '', 'lost'),
+                ({'code': -128, 'minutes': 70}, '', 'compute node 1 (n1), which ran it, went away', 'lost'),
+                # without evidence Torc's table
+                ({'code': 137, 'minutes': 47}, '', '', 'memory'), ({'code': 137, 'minutes': 49}, '', '', 'unknown'),
+                ({'code': 137, 'minutes': 55}, '', '', 'timeout'), ({'code': 152, 'minutes': 1}, '', '', 'timeout'),
+                ({'code': 1, 'minutes': 55}, '', 'Killed', 'timeout'), ({'code': 1, 'minutes': 5}, '', 'no such file', 'unknown'),
+                ({'code': 1, 'minutes': 5, 'peak': 2 * GIB}, '', '', 'memory'),
+                ({'code': 1, 'minutes': 5, 'cpu': 300.0}, '', '', 'unknown')):
+            with self.subTest(f'{how} {state} {reason}'):
+                use = job_use(**how)
+                use.result['reason'] = reason or None
+                found = torc.classify_failure(use, state)
+                self.assertEqual(expected, found.kind)
+                self.assertTrue(found.evidence)
+                if state in torc.STEP_STATES:
+                    self.assertEqual(f'Slurm says {state} of its step', found.evidence)
+
+    def test_the_words_of_runners_are_those_that_count_as_evidence(self):
+        end = torc.ProcessEnd(*[0] * len(torc.ProcessEnd._fields))._replace(return_code=143, signal_number=15)
+        verdict = torc.judge_end(end, 'deadline', 15, 152)
+        use = job_use(code=verdict.return_code, minutes=59)
+        use.result['reason'] = verdict.message
+        self.assertEqual(('timeout', verdict.message), torc.read_evidence(use))
+        source = read_text(torc.__file__)
+        for words in ("f'used {used_mb}MB of memory, and its limit was {limit_mb}MB:", "'killed by the kernel for lack of memory '",
+                      "'declared output files are missing: "):
+            self.assertIn(words, source)
+
+    def test_what_the_accounting_measured_counts_and_too_few_cpus_only_where_they_are_asked_about(self):
+        found = torc.classify_failure(job_use(code=1), max_rss_bytes=3 * GIB)
+        self.assertEqual(('memory', 3 * GIB), (found.kind, found.use.result['peak_memory_bytes']))
+        self.assertEqual('cpu', torc.classify_failure(job_use(code=1, cpu=300.0), cpus_count=True).kind)
+
+
+class RemedyTest(unittest.TestCase):
+    """What failed jobs get, and which of them do not run again."""
+
+    def planned(self, uses: Sequence[Tuple[Any, str]], sharers: Optional[Dict[int, List[int]]] = None, kinds: str = 'memory timeout lost',
+                **rules: Any) -> Any:
+        """Remedies for (use, state of Slurm)."""
+        failures = [torc.classify_failure(use, state, None, True) for use, state in uses]
+        found = collections.defaultdict(list)       # type: Dict[int, List[int]]
+        for use, _ in uses:
+            found[use.needs['id']].append(use.job['id'])
+        return torc.plan_remedies(failures, sharers or found, torc.RemedyRules(torc.Multipliers(1.5, 1.5, 1.5), kinds.split(), **rules))
+
+    @staticmethod
+    def changes(made: Any) -> List[Tuple[List[int], Dict[str, Any], bool]]:
+        """Jobs, new values, and whether others keep theirs."""
+        return [(change.job_ids, change.fields, change.is_split) for change in made.changes]
+
+    def test_each_job_gets_what_it_lacked_and_no_more(self):
+        uses = [(job_use(1, code=137, minutes=5), ''), (job_use(2, code=137, minutes=5, peak=int(2.5 * GIB)), 'OUT_OF_MEMORY'),
+                (job_use(3, code=1, minutes=60), 'TIMEOUT'), (job_use(4, code=137, minutes=61, peak=2 * GIB), 'TIMEOUT'),
+                (job_use(5, code=-128, minutes=0), ''), (job_use(6, code=3, minutes=1), '')]
+        made = self.planned(uses, {1: list(range(1, 9))})
+        self.assertEqual([([1, 2], {'memory': '4g'}, True), ([4], {'memory': '3g', 'runtime': 'PT1H32M'}, True), ([3], {'runtime': 'PT1H30M'}, True)],
+                         self.changes(made))
+        self.assertEqual([1, 2, 3, 4, 5], [failure.job_id for failure in made.retried])
+        self.assertEqual([(6, 'failed for a reason of its own')], [(failure.job_id, why) for failure, why in made.left])
+
+    def test_requirements_change_for_all_that_share_them_where_that_is_asked_for_or_all_lacked_the_same(self):
+        uses = [(job_use(1, code=137, minutes=5), ''), (job_use(2, code=152, minutes=60), '')]
+        made = self.planned(uses, {1: [1, 2, 3]}, is_shared=True)
+        self.assertEqual([([1, 2, 3], {'memory': '2g', 'runtime': 'PT1H30M'}, False)], self.changes(made))
+        self.assertEqual([([1], {'memory': '2g'}, False)], self.changes(self.planned(uses[:1])))
+
+    def test_the_memory_multiplier_moves_no_cpus(self):
+        uses = [(job_use(1, code=137, minutes=5, cpu=350.0), '')]
+        self.assertEqual([([1], {'memory': '2g'}, False)], self.changes(self.planned(uses)))
+        self.assertEqual([([1], {'memory': '2g', 'num_cpus': 6}, False)], self.changes(self.planned(uses, cpus_change=True)))
+
+    def test_nobody_gets_more_time_than_there_is_and_who_has_it_all_does_not_run_again(self):
+        ceiling = {'ceiling_of': lambda needs: torc.Ceiling(4 * 3600, 'partition short')}
+        made = self.planned([(job_use(1, runtime='PT3H', code=152, minutes=180), '')], **ceiling)
+        self.assertEqual([([1], {'runtime': 'PT4H'}, False)], self.changes(made))
+        self.assertEqual(['job1: gets no more time than partition short gives, PT4H'], made.notes)
+        use = job_use(1, runtime='PT4H', code=152, minutes=240)
+        made = self.planned([(use, '')], **ceiling)
+        self.assertEqual(([], []), (made.changes, made.retried))
+        self.assertEqual(['job1: PT4H cannot become more, partition short gives at most PT4H'], made.notes)
+        self.assertEqual('ran out of time, and cannot get more than runtime PT4H: make it smaller, or let it go on from a checkpoint',
+                         made.left[0][1])
+        for more in ({'kinds': 'memory timeout unknown lost'}, {}):
+            use.job['supports_termination'] = not more      # it writes a checkpoint
+            made = self.planned([(use, '')], **dict(ceiling, **more))
+            self.assertEqual([1], [failure.job_id for failure in made.retried])
+
+    def test_a_job_that_was_lost_again_and_again_is_left(self):
+        uses = [(job_use(1, code=-128, minutes=0), ''), (job_use(2, code=-128, minutes=0), '')]
+        made = self.planned(uses, losses={1: torc.LOST_RETRIES, 2: torc.LOST_RETRIES - 1})
+        self.assertEqual(([2], 'was lost 3 times: it may be what brings its node down'), ([made.retried[0].job_id], made.left[0][1]))
+        self.assertEqual(2, len(self.planned(uses, losses={1: 99}, kinds='unknown lost').retried))
+
+    def test_who_asks_for_nothing_cannot_get_more_of_it(self):
+        made = self.planned([(job_use(1, name='default', memory='1m', runtime='P0DT1M', code=137), 'OUT_OF_MEMORY')])
+        self.assertEqual(([], 'ran out of memory, and asks for none: give it resource_requirements'), (made.retried, made.left[0][1]))
+
+    def test_what_was_changed_since_is_not_raised_again(self):
+        use = job_use(1, memory='8g', code=137, minutes=5)._replace(is_stale=True)
+        made = self.planned([(use, 'OUT_OF_MEMORY')])
+        self.assertEqual(([], [1]), (made.changes, [failure.job_id for failure in made.retried]))
+
+
 # ======== 17b. Regeneration ========
 
 # ======== 17c. Watching ========
+
+def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
+    """What a server says: '2 ready, 1 failed'; '1 nodes, 1 active, 1 pending'."""
+    def numbers(text: str) -> Dict[str, int]:
+        return {word.split()[1]: int(word.split()[0]) for word in text.split(', ') if word}
+    found, at_work = dict(dict.fromkeys(torc.STATUS_CODES, 0), **numbers(counts)), numbers(workers)
+    status = {
+        'jobs_by_status': found, 'total_jobs': sum(found.values()),
+        'is_canceled': more.pop('is_canceled', False), 'active_compute_nodes': at_work.get('nodes', 0),
+        'active_scheduled_nodes': at_work.get('active', 0),
+        'pending_scheduled_nodes': at_work.get('pending', 0), 'unserved_ready_labels': more.pop('labels', {})}
+    return dict({'status': status, 'now': 10000.0, 'began_at': 10000.0, 'scheduled_at': None, 'recoveries': 0,
+                 'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'run_id': 1}, **more)
+
+
+class WatcherTest(unittest.TestCase):
+    """What is decided, on a clock that only the test moves."""
+
+    def step(self, watcher: Any, now: float, *said: Any, **more: Any) -> Tuple[str, str, int]:
+        """The first step of a poll: name, reason, exit code."""
+        watcher.begin_poll()
+        return tuple(watcher.next_step(now, watched(*said, **more)))
+
+    def test_what_follows_from_what_is_seen_after_slurm_was_asked(self):
+        rules = {
+            'plain': {}, 'recover': {'recovers': True}, 'agent': {'asks_agent': True},
+            'once': {'is_once': True}, 'schedule': {'schedules': True}, 'keep': {'is_persistent': True},
+            'twice': {'recovers': True, 'max_retries': 2}}
+        table = rows_of("""
+            counts                       workers    rules     more            step      exit  reason
+            3 completed                  -          plain     -               end       0     complete: 3
+            2 completed, 1 disabled      -          recover   -               end       0     complete
+            3 completed                  1 nodes    plain     -               wait      0     all jobs have
+            3 completed                  1 pending  recover   -               wait      0     all jobs have
+            1 failed, 2 completed        1 active   recover   -               wait      0     all jobs have
+            1 failed, 2 completed        -          plain     -               end       1     --recover
+            1 failed, 2 canceled         -          recover   -               recover   0     recovery 1
+            1 terminated                 -          twice     done=1          recover   0     recovery 2
+            1 terminated                 -          twice     done=2          end       1     after 2
+            1 terminated                 -          twice     done=2,begun=1  recover   0     recovery 2
+            1 terminated                 -          recover   done=99         recover   0     recovery 100
+            3 canceled                   -          recover   canceled=1      end       1     was canceled
+            2 ready                      1 pending  recover   canceled=1      end       1     was canceled
+            1 pending_failed, 1 failed   -          recover   -               end       1     jobs classify
+            1 pending_failed, 2 blocked  -          plain     -               end       1     jobs classify
+            1 pending_failed, 2 blocked  -          agent     -               recover   0     recovery 1
+            1 pending_failed, 2 ready    1 active   plain     -               wait      0     -
+            2 ready, 1 running           1 nodes    plain     -               wait      0     -
+            2 ready, 1 running           -          plain     -               wait      0     -
+            2 ready                      1 pending  schedule  -               wait      0     -
+            2 ready                      -          schedule  -               schedule  0     2 jobs are
+            2 ready, 1 failed            -          schedule  -               schedule  0     2 jobs are
+            2 ready                      -          schedule  scheduler=0     wait      0     left: 2 ready
+            2 blocked                    -          schedule  -               wait      0     left: 2 block
+            2 ready                      -          recover   -               wait      0     nobody is
+            2 ready                      -          recover   ours=1          schedule  0     2 jobs are
+            2 ready                      -          plain     ours=1          wait      0     nobody is
+            2 ready                      -          once      -               end       1     nobody is
+            2 ready                      -          keep      -               wait      0     nobody is
+            3 uninitialized              -          once      -               end       1     3 uninitialized
+        """)
+        keys = {'done': 'recoveries', 'begun': 'is_begun', 'ours': 'is_recovered',
+                'scheduler': 'has_scheduler', 'canceled': 'is_canceled'}
+        for row in table:
+            with self.subTest(**row):
+                pairs = [pair.split('=') for pair in filter(None, row['more'].split(','))]
+                watcher = torc.Watcher(torc.WatchRules(**rules[row['rules']]))
+                watcher.on_look(1000.0, [])
+                name, reason, code = self.step(watcher, 1001.0, row['counts'], row['workers'],
+                                               **{keys[key]: int(value) for key, value in pairs})
+                self.assertEqual((row['step'], int(row['exit'])), (name, code))
+                self.assertIn(row['reason'], reason)
+                self.assertIn(name, torc.WATCH_STEPS)
+
+    def test_after_two_polls_a_persistent_watch_still_waits(self):
+        watcher = torc.Watcher(torc.WatchRules(is_persistent=True))
+        for second in range(5):
+            self.assertEqual('wait', self.step(watcher, float(second), '2 ready')[0])
+
+    def test_slurm_is_asked_once_a_minute_at_most_and_only_if_there_is_something_to_ask_for(self):
+        watcher, looks = torc.Watcher(torc.WatchRules()), []
+        for second in range(600):
+            if self.step(watcher, float(second), '1 ready', '1 pending')[0] == 'look':
+                looks.append(second)
+                watcher.on_look(float(second), [])
+        self.assertEqual(list(range(0, 600, 60)), looks)
+        for said in (('1 ready', ''), ('1 running', '1 nodes'), ('1 failed', '')):
+            self.assertNotEqual('look', self.step(watcher, 1000.0, *said)[0], said)
+        self.assertEqual('look', self.step(watcher, 1000.0, '1 running', '')[0])     # whose runner is gone
+
+    def test_what_slurm_leaves_open_is_a_reason_to_wait_and_no_evidence(self):
+        watcher = torc.Watcher(torc.WatchRules(recovers=True, schedules=True))
+        watcher.on_look(0.0, ['squeue failed: Socket timed out'])
+        for second in range(1, 60):
+            self.assertEqual(('wait', 'squeue failed: Socket timed out', 0),
+                             self.step(watcher, float(second), '2 ready', '1 active'))
+
+    def test_a_workflow_that_stands_still_is_given_up_when_two_polls_have_seen_that(self):
+        watcher = torc.Watcher(torc.WatchRules())
+        self.assertEqual('wait', self.step(watcher, 0.0, '1 blocked')[0])
+        self.assertEqual('wait', self.step(watcher, 1.0, '1 ready', '1 nodes')[0])
+        self.assertEqual('wait', self.step(watcher, 2.0, '1 ready', labels={'gpu': 1})[0])
+        name, reason, code = self.step(watcher, 3.0, '1 ready', labels={'gpu': 1})
+        self.assertEqual(('end', 1), (name, code))
+        self.assertEqual('nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu',
+                         reason)
+
+    def test_labelled_jobs_get_no_allocation(self):
+        watcher = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True))
+        self.assertEqual('wait', self.step(watcher, 0.0, '2 ready', labels={'gpu': 2})[0])
+        self.assertEqual('schedule', self.step(watcher, 0.0, '3 ready', labels={'gpu': 2})[0])
+
+    def test_jobs_without_a_plan_get_allocations_when_they_are_many_or_have_waited_for_long(self):
+        rules = torc.WatchRules(schedules=True)
+        cases = ((1799, 9, {}, 'wait'), (1800, 9, {}, 'schedule'), (1800, 5, {}, 'schedule'),
+                 (1800, 4, {}, 'wait'), (7199, 1, {}, 'wait'), (7200, 1, {}, 'schedule'),
+                 (7200, 0, {}, 'wait'),
+                 (7200, 9, {'scheduled_at': 9000.0}, 'wait'), (7200, 9, {'scheduled_at': 8200.0}, 'schedule'))
+        for age_s, number, more, wanted in cases:
+            with self.subTest(age_s=age_s, number=number, more=more):
+                watcher = torc.Watcher(rules)
+                watcher.on_look(0.0, [])
+                said = watched('9 ready', '1 active', began_at=10000.0 - age_s, **more)
+                step = watcher.next_step(1.0, said)
+                if step.name == 'count':
+                    watcher.on_count(range(number))
+                    step = watcher.next_step(1.0, said)
+                self.assertEqual(wanted, step.name)
+        never = torc.Watcher(rules._replace(stranded_s=0))
+        never.on_look(0.0, [])
+        never.on_count([1])
+        self.assertEqual('wait', never.next_step(1.0, watched('9 ready', '1 active', began_at=0.0)).name)
+        plain = torc.Watcher(torc.WatchRules())
+        plain.on_look(0.0, [])
+        self.assertEqual('wait', plain.next_step(1.0, watched('9 ready', '1 active', began_at=0.0)).name)
+
+    def test_allocations_that_could_not_be_submitted_are_tried_again_at_growing_intervals(self):
+        watcher, now, pauses = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True)), 0.0, []
+        for _ in range(8):
+            self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
+            watcher.on_schedule(now, 'sbatch: no')
+            self.assertEqual(('wait', 'no allocations: sbatch: no', 0),
+                             self.step(watcher, now + 1, '2 ready'))
+            pauses.append(watcher.retry_at - now)
+            now = watcher.retry_at
+        self.assertEqual([60.0, 120.0, 240.0, 480.0, 960.0, 1800.0, 1800.0, 1800.0], pauses)
+        watcher.on_schedule(now, '')
+        self.assertEqual('schedule', self.step(watcher, now, '2 ready')[0])
+
+    def test_a_workflow_that_gets_no_allocations_is_given_up_after_the_sixth_failure_in_a_row(self):
+        watcher = torc.Watcher(torc.WatchRules(schedules=True))
+        for number in range(torc.SCHEDULE_FAILURES):
+            self.assertEqual('schedule', self.step(watcher, watcher.retry_at, '2 ready')[0], number)
+            watcher.on_schedule(max(0.0, watcher.retry_at), 'sbatch: no')
+        self.assertEqual(('end', 'no allocations: sbatch: no', 1), self.step(watcher, 1.0, '2 ready'))
+
+    def test_a_recovery_that_was_refused_is_not_tried_again_in_the_same_run(self):
+        watcher = torc.Watcher(torc.WatchRules(recovers=True))
+        self.assertEqual('recover', self.step(watcher, 0.0, '1 failed')[0])
+        watcher.on_recover(1, 'the hook said no')
+        self.assertEqual(('end', 'what failed is not run again: the hook said no', 1),
+                         self.step(watcher, 0.0, '1 failed'))
+        self.assertEqual('recover', self.step(watcher, 0.0, '1 failed', run_id=2)[0])
+
 
 # ======== 19. Rendering ========
 #
@@ -23443,157 +24469,6 @@ class StyleTest(unittest.TestCase):
         self.assertGreater(torc.style_of(Terminal(), {}).width, 0)
         with unittest.mock.patch.object(torc.shutil, 'get_terminal_size', lambda: os.terminal_size((0, 0))):
             self.assertEqual(80, torc.style_of(Terminal(), {}).width)       # of `script` under cron
-
-
-# -------- what jobs used --------
-
-GIB = 2 ** 30
-
-
-def job_use(number: int = 1, memory: str = '1g', cpus: int = 1, runtime: str = 'PT1H', needs_id: int = 1,
-            name: str = 'small', code: int = 0,
-            minutes: float = 1.0, peak: Optional[int] = None, cpu: Optional[float] = None, run_id: int = 1) -> Any:
-    """A job, what it asked for, and its result."""
-    needs = {'id': needs_id, 'name': name, 'memory': memory, 'num_cpus': cpus, 'runtime': runtime, 'num_gpus': 0, 'num_nodes': 1}
-    result = {'job_id': number, 'run_id': run_id, 'return_code': code, 'exec_time_minutes': minutes,
-              'status': 'failed' if code else 'completed',
-              'peak_memory_bytes': peak, 'peak_cpu_percent': cpu}
-    return torc.JobUse({'id': number, 'name': f'job{number}', 'resource_requirements_id': needs_id}, needs, result)
-
-
-class UseTest(unittest.TestCase):
-    """What jobs used is compared with what they asked for, as Torc's reports do it."""
-
-    def compared(self, **how: Any) -> Dict[str, Tuple[str, str, str]]:
-        """Resource -> asked for, peak, and by how much it is more."""
-        found = [torc.describe_comparison(item, item.over_percent > 1) for item in torc.compare_use(job_use(**how))]
-        return {item['resource_type']: (item['specified'], item['peak_used'], item['over_utilization']) for item in found}
-
-    def test_each_resource_is_compared_in_its_unit(self):
-        self.assertEqual(
-            {'Memory': ('8.00 GB', '10.50 GB', '+31.2%'), 'CPU': ('300% (3 cores)', '501.4%', '+67.1%'),
-             'Runtime': ('2h 0m 0s', '2h 45m 0s', '+37.5%')},
-            self.compared(memory='8g', cpus=3, runtime='PT2H', peak=int(10.5 * GIB), cpu=501.4, minutes=165))
-        self.assertEqual({'Memory': ('100.0 MB', '0.0 MB', '0.0%'), 'Runtime': ('10m 0s', '2m 5s', '0.0%')},
-                         self.compared(memory='100m', runtime='PT10M', peak=0, minutes=125 / 60))
-
-    def test_what_was_not_measured_or_is_no_limit_is_not_compared(self):
-        self.assertEqual(['Runtime'], list(self.compared()))
-        self.assertEqual({}, self.compared(name='default', memory='1m', runtime='P0DT1M', peak=GIB, cpu=800.0))
-        self.assertEqual(['CPU'], list(self.compared(memory='much', runtime='long', peak=GIB, cpu=10.0)))
-        self.assertEqual([], list(self.compared(memory='0', runtime='PT0S', peak=GIB)))
-
-    def test_a_failure_is_put_down_to_memory_or_time_by_the_rules_of_torc(self):
-        table = '''
-            code  minutes  peak/m  flags
-            1     1        0.5     -
-            1     1        1.5     memory_exceeded
-            137   47       -       sigkill_137
-            137   47       0.5     sigkill_137
-            137   49       -       -
-            137   55       -       timeout
-            137   55       1.5     memory_exceeded timeout
-            152   1        -       timeout sigxcpu_152
-            1     54       -       -
-            1     55       -       timeout
-            1     61       -       timeout runtime
-            '''
-        for line in textwrap.dedent(table).strip().splitlines()[1:]:
-            code, minutes, peak, flags = line.split(None, 3)
-            with self.subTest(line):
-                found = torc.explain_failure(job_use(code=int(code), minutes=float(minutes),
-                                                     peak=None if peak == '-' else int(float(peak) * GIB)))
-                said = [found.get('oom_reason'), 'timeout' if found.get('likely_timeout') else None, found.get('timeout_reason'),
-                        'runtime' if found.get('likely_runtime_violation') else None]
-                self.assertEqual(flags, ' '.join(filter(None, said)) or '-')
-                self.assertEqual(bool(found.get('memory_violation')), 'oom_reason' in found)
-        self.assertTrue(torc.explain_failure(job_use(code=1, cpu=101.0))['likely_cpu_violation'])
-        self.assertEqual('+50.0%', torc.explain_failure(job_use(code=1, peak=3 * GIB // 2))['memory_over_utilization'])
-
-
-class CorrectionTest(unittest.TestCase):
-    """Requirements follow what was seen, times a multiplier."""
-
-    def planned(self, uses: Sequence[Any], sharers: Optional[Dict[int, int]] = None, attempts: Sequence[Any] = (), multiplier: float = 1.2,
-                downsizes: bool = True) -> List[str]:
-        """'up memory 1g->2g because of 1,2', a line each."""
-        results = [use.result for use in uses] + list(attempts)
-        counted = sharers or dict(collections.Counter(use.needs['id'] for use in uses))
-        plan = torc.plan_corrections(uses, results, counted, torc.Multipliers(multiplier, multiplier, multiplier), downsizes)
-        return [f"{direction[:-5]} {item.resource} {item.original}->{item.new} because of {','.join(str(use.job['id']) for use in item.uses)}"
-                for direction, items in plan for item in items]
-
-    def test_each_resource_grows_to_the_peak_and_a_margin(self):
-        for how, expected in (
-                ({'peak': int(10.5 * GIB), 'memory': '8g'}, ['up memory 8g->13g']),
-                ({'peak': 150 * 2 ** 20, 'memory': '100m'}, ['up memory 100m->180m']),
-                ({'peak': 2 ** 20, 'memory': '1000k'}, ['up memory 1000k->2m']),
-                ({'code': 137, 'minutes': 10}, ['up memory 1g->2g']),
-                ({'code': 137, 'minutes': 10, 'peak': GIB // 2, 'memory': '10g'}, ['up memory 10g->12g']),
-                ({'code': 137, 'minutes': 55}, []),
-                ({'code': 1, 'minutes': 55}, []),
-                ({'cpu': 501.4, 'cpus': 3}, ['up cpu 3->7']),
-                ({'cpu': 100.9}, []),
-                ({'cpu': 250.0, 'cpus': 3}, []),
-                ({'minutes': 165, 'runtime': 'PT2H'}, ['up runtime PT2H->PT3H18M']),
-                ({'code': 152, 'minutes': 1}, ['up runtime PT1H->PT1H12M']),
-                ({'code': 152, 'minutes': 70}, ['up runtime PT1H->PT1H24M']),
-                ({'minutes': 70, 'peak': 2 * GIB, 'cpu': 150.0}, ['up memory 1g->3g', 'up cpu 1->2', 'up runtime PT1H->PT1H24M']),
-                ({'name': 'default', 'memory': '1m', 'runtime': 'P0DT1M', 'peak': GIB, 'code': 137}, [])):
-            with self.subTest(str(how)):
-                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)], downsizes=False))
-
-    def test_shared_requirements_follow_the_job_that_needs_most(self):
-        uses = [job_use(1, peak=2 * GIB), job_use(2, peak=GIB // 2), job_use(3, peak=5 * GIB), job_use(4, needs_id=2, peak=3 * GIB)]
-        self.assertEqual(['up memory 1g->6g because of 1,3', 'up memory 1g->4g because of 4'], self.planned(uses))
-
-    def test_only_much_too_large_ones_shrink(self):
-        for how, expected in (
-                ({'memory': '10g', 'peak': GIB}, ['down memory 10g->2g']),
-                ({'memory': '2g', 'peak': GIB}, []),
-                ({'memory': '10g', 'peak': 0}, []),
-                ({'memory': '10g'}, []),
-                ({'cpus': 8, 'cpu': 300.0}, ['down cpu 8->4']),
-                ({'cpus': 2, 'cpu': 196.0}, []),
-                ({'cpus': 4, 'cpu': 310.0}, []),
-                ({'runtime': 'PT2H', 'minutes': 10}, ['down runtime PT2H->PT12M']),
-                ({'runtime': 'PT40M', 'minutes': 10}, []),
-                ({'runtime': 'PT40M', 'minutes': 0.001}, ['down runtime PT40M->PT1M']),
-                ({'memory': '10g', 'peak': GIB, 'code': 1}, [])):
-            with self.subTest(str(how)):
-                how = dict({'minutes': 50}, **how)
-                self.assertEqual([line + ' because of 1' for line in expected], self.planned([job_use(**how)]))
-                self.assertEqual([], self.planned([job_use(**how)], downsizes=False))
-
-    def test_they_shrink_only_when_every_job_that_has_them_was_seen_to_do_well(self):
-        small = {'memory': '10g', 'minutes': 50}
-        both = [job_use(1, peak=GIB, **small), job_use(2, peak=2 * GIB, **small)]
-        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both))
-        self.assertEqual([], self.planned(both, {1: 3}))
-        self.assertEqual([], self.planned([both[0], job_use(2, **small)]))
-        self.assertEqual([], self.planned([both[0], job_use(2, peak=GIB, code=1, **small)]))
-        # An earlier attempt of the same run counts, and one of an earlier run does not.
-        self.assertEqual(['down memory 10g->5g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB).result]))
-        self.assertEqual(['down memory 10g->3g because of 1,2'], self.planned(both, attempts=[job_use(1, peak=4 * GIB, run_id=0).result]))
-
-    def test_nothing_is_ever_set_below_what_was_seen_times_the_multiplier(self):
-        chance = random.Random(11)
-        for trial in range(300):
-            factor = chance.choice((1.0, 1.2, 1.5, 3.0))
-            uses = [job_use(number, f'{chance.randint(1, 64)}g', chance.randint(1, 16),
-                            f'PT{chance.randint(1, 600)}M', code=chance.choice((0, 0, 0, 137, 152)),
-                            minutes=chance.uniform(0.01, 700), peak=chance.randint(1, 70 * GIB),
-                            cpu=chance.uniform(0.1, 2000)) for number in (1, 2)]
-            for use in uses:
-                use.needs.update(uses[0].needs)
-            plan = torc.plan_corrections(uses, [use.result for use in uses], {1: 2}, torc.Multipliers(factor, factor, factor), True)
-            new = {item.resource: item.new for _, items in plan for item in items}
-            with self.subTest(trial):
-                peaks = [max(use.result[key] for use in uses) * factor for key in ('peak_memory_bytes',
-                        'peak_cpu_percent', 'exec_time_minutes')]
-                self.assertGreaterEqual(torc.parse_memory(new.get('memory', '1t')), peaks[0])
-                self.assertGreaterEqual(new.get('cpu', 1000) * 100 + 1e-4, peaks[1])
-                self.assertGreaterEqual(torc.parse_duration(new.get('runtime', 'P9D')), peaks[2] * 60)
 
 
 # -------- errors in logs --------
@@ -24032,6 +24907,8 @@ RECORDED = (
     ('workflows check-resources WF', 'workflows check-resources 1'),
     ('workflows check-resources WF --all --include-failed', 'workflows check-resources 1 --all --include-failed'),
     ('workflows correct-resources WF --dry-run', 'workflows correct-resources 1 --dry-run'),
+    ('recover WF --dry-run', 'recover 1 --dry-run'),
+    ('recover WF --dry-run --retry-unknown', 'recover 1 --dry-run --retry-unknown'),
     ('events list WF', 'events list 1'),
     ('job-dependencies job-job WF', 'job-dependencies job-job 1'),
     ('job-dependencies job-file WF', 'job-dependencies job-file 1'),
@@ -26893,6 +27770,196 @@ class SyncStatusTest(CommandTest):
         self.assertEqual([], fakes.calls())
 
 # ======== 20g. Recover ========
+
+RECOVERED = """
+    name: recovered
+    execution_config: {mode: direct}
+    resource_requirements: [{name: small, num_cpus: 1, memory: 40m, runtime: PT10M}]
+    jobs:
+      - {name: oom, command: "python3 -c 'import time; x = bytearray(100 * 2 ** 20); time.sleep(0.6)'", resource_requirements: small}
+      - {name: good, command: "true", resource_requirements: small}
+      - {name: bad, command: "test -e fixed || { echo no such luck >&2; exit 3; }", resource_requirements: small}
+      - {name: after, command: "true", depends_on: [oom], resource_requirements: small}
+      - {name: late, command: "true", depends_on: [bad], resource_requirements: small}
+    """
+
+
+class RecoverCase(CommandTest):
+    """A workflow whose jobs have ended as an SQL statement says."""
+
+    def ended(self, spec: str, ends: Dict[str, Tuple[int, str, float, Optional[str]]]) -> None:
+        """Make a workflow, and let its jobs have ended: name -> return code, status, minutes, reason; all others are canceled."""
+        self.make(spec)
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute('UPDATE job SET status = 7')
+            for name, (code, status, minutes, reason) in ends.items():
+                job_id, = database.execute('SELECT id FROM job WHERE name = ?', (name,)).fetchone()
+                status_code = torc.STATUS_CODES[status]
+                database.execute('UPDATE job SET status = ? WHERE id = ?', (status_code, job_id))
+                database.execute('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, '
+                                 "status, reason) VALUES (1, ?, 1, 1, ?, ?, '2026-01-01T00:00:00Z', ?, ?)", (job_id, code, minutes, status_code, reason))
+            database.execute('UPDATE dep_set SET pending = 0')
+
+    def statuses(self) -> Dict[str, str]:
+        """Status of each job."""
+        return {job['name']: job['status'] for job in self.json('jobs list 1')['items']}
+
+    def needs(self) -> Dict[str, Tuple[str, str]]:
+        """Memory and runtime of each job."""
+        return {row['job_name']: (row['memory'], row['runtime']) for row in self.json('jobs list-resource-requirements 1')}
+
+    def typed(self, lines: str, *argv: Any) -> Tuple[int, str]:
+        """A command on a terminal, at which these lines are typed one after the other; its exit code, and what was shown."""
+        ours, theirs = os.openpty()
+        process = subprocess.Popen([*World.command(argv)], cwd=self.world.directory, stdin=theirs, stdout=theirs, stderr=theirs,
+                                   env=dict(self.world.environment, COLUMNS='200'), start_new_session=True)
+        os.close(theirs)
+        said = b''
+        with contextlib.closing(open(ours, 'r+b', buffering=0)):
+            os.write(ours, lines.encode())
+            with contextlib.suppress(OSError):      # EIO: the other side has closed (pty(7))
+                while True:
+                    said += os.read(ours, 10000)
+        return process.wait(20), said.decode()
+
+
+class RecoverTest(RecoverCase):
+    """Failed jobs run again with what they lacked."""
+
+    SPEC = """
+        name: r
+        resource_requirements: [{name: small, num_cpus: 1, memory: 1g, runtime: PT1H}]
+        jobs:
+          - {name: oom, command: "true", resource_requirements: small}
+          - {name: slow, command: "true", resource_requirements: small}
+          - {name: bad, command: "true", resource_requirements: small}
+          - {name: gone, command: "true", resource_requirements: small}
+          - {name: good, command: "true", resource_requirements: small}
+          - {name: after, command: "true", depends_on: [oom], resource_requirements: small}
+          - {name: late, command: "true", depends_on: [bad], resource_requirements: small}
+        """
+    ENDS = {'oom': (137, 'failed', 5.0, None), 'slow': (152, 'terminated', 60.0, None), 'bad': (3, 'failed', 1.0, 'no such luck'),
+            'gone': (-128, 'failed', 2.0, 'compute node 1 (n1), which ran it, went away'), 'good': (0, 'completed', 1.0, None)}
+
+    def test_each_class_of_failure_gets_its_cure_and_the_rest_stays(self):
+        self.ended(self.SPEC, self.ENDS)
+        before = self.needs()
+        planned = self.json('recover 1 --dry-run')
+        self.assertEqual((before, 'failed'), (self.needs(), self.statuses()['oom']))
+        done = self.json('recover 1')
+        self.assertEqual(dict(planned, dry_run=False), done)
+        result = done['result']
+        self.assertEqual((1, 1, 0, 1, 1, [1, 2, 4]), tuple(result[key] for key in (
+            'oom_fixed', 'timeout_fixed', 'unknown_retried', 'other_failures', 'lost_retried', 'jobs_to_retry')))
+        self.assertEqual(('local', 2, 4, 'torc.py run 1'), tuple(done[key] for key in ('mode', 'run_id', 'jobs_to_run', 'next_command')))
+        self.assertEqual({'oom': 'ready', 'slow': 'ready', 'bad': 'failed', 'gone': 'ready', 'good': 'completed', 'after': 'blocked',
+                          'late': 'canceled'}, self.statuses())
+        self.assertEqual(dict(before, oom=('2g', 'PT1H'), slow=('1g', 'PT1H30M')), self.needs())
+        self.assertEqual([('bad', 'failed for a reason of its own')], [(row['job_name'], row['reason']) for row in result['not_retried']])
+        self.assertExit(1, self.world.cli('run', 1))
+        self.assertEqual(['bad', 'late'], sorted(name for name, status in self.statuses().items() if status != 'completed'))
+        outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1), 'nothing to retry: 1 job failed for a reason of its own.')
+        self.assertEqual((1, False), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
+
+    def test_options_choose_the_multipliers_the_sharing_and_what_is_unknown(self):
+        self.ended(self.SPEC, self.ENDS)
+        for options, retried, changes in (
+                ('--memory-multiplier 3', [1, 2, 4], {(1,): '3g', (2,): None}), ('--shared', [1, 2, 4], {tuple(range(1, 8)): '2g'}),
+                ('--retry-unknown', [1, 2, 3, 4], {(1,): '2g', (2,): None}), ('--recovery-hook true', [1, 2, 3, 4], {(1,): '2g', (2,): None})):
+            with self.subTest(options):
+                result = self.json('recover 1 --dry-run ' + options)['result']
+                self.assertEqual(retried, result['jobs_to_retry'])
+                self.assertEqual(changes, {tuple(row['changed_job_ids']): row.get('new_memory') for row in result['adjustments']})
+        self.assertIn("'0.5' is not a multiplier", self.assertExit(2, self.world.main('recover', 1, '--memory-multiplier', '0.5')).err)
+
+    def test_a_hook_goes_first_and_may_veto(self):
+        self.ended(self.SPEC, self.ENDS)
+        before = self.statuses()
+        self.assertExit(4, self.world.main('recover', 1, '--recovery-hook', 'false'), "the recovery hook 'false' ended with return code 1")
+        self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', '"'), '--recovery-hook')
+        self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', './none'), './none cannot be started')
+        self.assertEqual(before, self.statuses())
+        os.chmod(self.world.write('my hook.sh', '#!/bin/sh\necho "$@ $TORC_WORKFLOW_ID $TORC_RUN_ID $TORC_API_URL" > told\n'), 0o755)
+        self.assertExit(0, self.world.main('recover', 1, '--recovery-hook', "'my hook.sh' -x 'two words'"))
+        self.assertRegex(self.world.read('told'), r'^-x two words 1 1 1 http://127\.0\.0\.1:\d+/torc-service/v1\n$')
+        self.assertEqual('ready', self.statuses()['bad'])
+
+    def test_nothing_is_recovered_that_has_not_begun_or_is_at_work_or_is_well(self):
+        self.make(self.SPEC)
+        outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1, '--dry-run'), 'Cannot recover: workflow is not complete;')
+        self.assertEqual((1, True), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed')
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        self.assertExit(0, self.world.main('cancel', 1, '--no-prompts'))
+        self.assertExit(4, self.world.main('recover', 1), '7 were canceled, which `run --retry-failed` takes up')
+
+    def test_undecided_failures_are_named_and_an_agent_of_the_user_may_decide(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, 'no such luck'), 'slow': (3, 'pending_failed', 1.0, None),
+                               'oom': (137, 'failed', 5.0, None), 'good': (0, 'completed', 1.0, None)})
+        outcome = self.assertExit(0, self.world.main('recover', 1, '--dry-run'), 'retry or fail each: torc.py jobs classify 2 retry --reason TEXT')
+        self.assertIn('2 failed jobs wait for a decision: 2 (slow), 3 (bad)', outcome.err)
+        self.assertExit(2, self.world.main('recover', 1, '--ai-recovery'), '--ai-recovery needs --ai-agent PROGRAM')
+        agent = f"""#!/bin/sh
+            printf '%s' "$2" > prompt
+            exec {sys.executable} {shlex.quote(stub_path())} jobs classify 3 retry --reason 'it may work' --memory 5g
+            """
+        os.chmod(self.world.write('agent', agent.replace('\n            ', '\n')), 0o755)
+        self.assertExit(0, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'agent --ask'))
+        self.assertIn('3 bad: return code 3, no such luck; command: true', self.world.read('prompt'))
+        statuses = self.statuses()
+        self.assertEqual(('ready', 'pending_failed', 'ready'), (statuses['bad'], statuses['slow'], statuses['oom']))
+        self.assertEqual('5g', self.needs()['bad'][0])
+
+    def test_classify_decides_about_one_job(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None)})
+        self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail', '--reason', 'x', '--memory', '1g'), 'go with retry')
+        self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail'), '--reason')
+        self.assertEqual({'workflow_id': 1, 'retried': [], 'failed': [3]}, self.json('jobs classify 3 fail --reason "a bug"'))
+        self.assertIn('a bug', self.text('explain 1') + self.text('status 1'))
+        self.assertExit(4, self.world.main('jobs', 'classify', 3, 'retry', '--reason', 'x'), 'is failed: only the failure')
+
+    def test_on_a_terminal_each_class_is_asked_about(self):
+        self.ended(self.SPEC, self.ENDS)
+        code, said = self.typed('a\n4\ns\nr\nmaybe\ns\n\n', 'recover', 1)
+        self.assertEqual(0, code, said)
+        for words in ('1 job ran out of memory:', 'r: run again with 1.5 times as much, a: adjust the multiplier, s: skip [r]', 'Multiplier [1.5]:',
+                      '1 job ran out of time:', '1 job failed for a reason of its own:', 'r: run again, s: skip [s]', "'maybe' is none of r, s",
+                      'To run again: oom, bad', 'slow does not run again: ran out of time', 'Recover workflow 1 so? (y/N)', 'Cancelled'):
+            self.assertIn(words, said)
+        self.assertEqual('failed', self.statuses()['oom'])
+        code, said = self.typed('a\n4\ns\nr\ns\ny\n', 'recover', 1)
+        self.assertEqual((0, True), (code, 'go on with: torc.py run 1' in said), said)
+        self.assertEqual(('4g', 'PT1H'), self.needs()['oom'])
+        self.assertEqual({'oom': 'ready', 'bad': 'ready', 'slow': 'terminated', 'gone': 'failed'},
+                         {name: self.statuses()[name] for name in ('oom', 'bad', 'slow', 'gone')})
+
+    @slow
+    def test_a_job_killed_for_its_memory_completes_after_a_recover(self):
+        self.world.write('w.yaml', RECOVERED)
+        self.assertExit(1, self.world.cli('run', 'w.yaml'))
+        found = self.json('recover 1')
+        self.assertEqual(['used', 'no such luck'], [row['evidence'][:len(wanted)] for row, wanted in zip(
+            found['diagnosis']['resource_violations'], ('used', 'no such luck'))])
+        self.assertExit(1, self.world.cli('run', 1))
+        self.assertEqual({'oom': 'completed', 'good': 'completed', 'bad': 'failed', 'after': 'completed', 'late': 'canceled'}, self.statuses())
+        self.world.write('fixed', '')
+        self.assertExit(0, self.world.main('recover', 1, '--retry-unknown'))
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+
+    @slow
+    def test_a_job_that_was_ended_with_its_runner_gets_more_time_only_if_it_had_its_own(self):
+        self.world.write('w.yaml', 'name: w\ncompute_node_min_time_for_new_jobs_seconds: 1\nexecution_config: {sigterm_lead_seconds: 0, sigkill_headroom_seconds: 1}\n'
+                         'resource_requirements: [{name: s, runtime: PT1S}, {name: l, runtime: PT1H}]\njobs: [{name: short, command: '
+                         'sleep 60, resource_requirements: s}, {name: long, command: sleep 60, resource_requirements: l}]\n')
+        self.assertExit(1, self.world.cli('run', 'w.yaml', '--max-parallel-jobs', '2', '--time-limit', '3s'))
+        result = self.json('recover 1')
+        kinds = {row['job_name']: row['failure_class'] for row in result['diagnosis']['resource_violations']}
+        self.assertEqual({'short': 'timeout', 'long': 'lost'}, kinds, result)
+        self.assertEqual(([1, 2], 'PT1H'), (result['result']['jobs_to_retry'], self.needs()['long'][1]))
+
 
 # ======== 20h. Watch ========
 
@@ -33030,7 +34097,7 @@ BORDERS = {
     'LongRequests.carry_out': 'what a thread meets is raised in the loop',
     'run_reader': 'the last line of a forked process: nothing of its parent may run below it',
     'Server.work': 'a bug costs one look at the clock',
-    'SnapshotWriter.work': 'a bug costs one snapshot; finish() reports it',
+    'CopyWriter.work': 'a bug costs one snapshot; finish() reports it',
     'Users.work': 'a bug costs one look at a password, not all later ones',
     'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
     'main': 'a bug becomes a traceback and exit 70',

@@ -5324,7 +5324,8 @@ CREATE TABLE workflow (
     is_canceled             BOOL INTEGER NOT NULL DEFAULT 0,
     is_archived             BOOL INTEGER NOT NULL DEFAULT 0,
     is_run_zero             BOOL INTEGER NOT NULL DEFAULT 0, -- run 1 began without a reset: 0 means it too
-    spec_path               TEXT                        -- the workflow file that it was made from, absolute
+    spec_path               TEXT,                       -- the workflow file that it was made from, absolute
+    watcher                 JSON TEXT                   -- who watches it, until, and what was counted
 );
 CREATE INDEX workflow_by_name ON workflow (name);
 CREATE INDEX workflow_by_user ON workflow (user);
@@ -5757,6 +5758,7 @@ ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
 """,
     10: """
 ALTER TABLE scheduled_compute_node ADD COLUMN reason TEXT;
+ALTER TABLE workflow ADD COLUMN watcher JSON TEXT;
 """,
 }
 
@@ -5890,7 +5892,7 @@ ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the fre
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
                              'is_system', 'is_run_zero', 'is_declared', 'submission', 'made_for', 'submitter',
-                             'submitter_until'])
+                             'submitter_until', 'watcher'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -6037,7 +6039,8 @@ class Store(Statements):
         """Open or create the database file. BadInput if it is something else, Conflict if it is in use."""
         self.path = path
         self.file_path = os.path.abspath(path)  # of the database file; another one if `path` is in memory
-        self.snapshots = None               # type: Any  # the SnapshotWriter of a database in memory
+        self.copies = None                  # type: Any  # the CopyWriter of a database that is served
+        self.snapshots = None               # type: Any  # the same as a SnapshotWriter, if it is in memory
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
         self._is_spoilt = False             # ... because something else has written to the files
@@ -6498,6 +6501,42 @@ def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
     return TorcError(f'the database {path} cannot be used: {text}', http=503)
 
 
+def refuse_used_database(path: str) -> None:
+    """Conflict if a process has locked a database, which is none that this process has open."""
+    url = f'file:{urllib.parse.quote(os.path.abspath(path))}?mode=rw'
+    try:
+        with contextlib.closing(sqlite3.connect(url, 0.0, uri=True, isolation_level=None)) as connection:
+            connection.execute('PRAGMA locking_mode = EXCLUSIVE')
+            connection.execute('BEGIN IMMEDIATE')
+            connection.execute('ROLLBACK')
+    except sqlite3.Error as error:
+        if 'locked' in str(error) or 'busy' in str(error):
+            raise Conflict(f'{path} is a database in use: give another file') from None
+        # a damaged one is in nobody's use
+
+
+def find_damage(path: str, check: Callable[[], Any] = bool) -> str:
+    """What is wrong with a database file that nobody uses; '' if it is whole. `check` may raise."""
+    url = f'file:{urllib.parse.quote(os.path.abspath(path))}?mode=ro&immutable=1'
+    try:
+        with contextlib.closing(sqlite3.connect(url, uri=True, check_same_thread=False)) as connection:
+            connection.set_progress_handler(functools.partial(is_refused, check), 100000)
+            found = connection.execute('PRAGMA quick_check(1)').fetchone()[0]
+    except sqlite3.Error as error:
+        check()
+        found = str(error)
+    return '' if found == 'ok' else ' '.join(found.replace('*** in database main ***', '').split())
+
+
+def is_refused(check: Callable[[], Any]) -> bool:
+    """Whether a check raises. SQLite would ignore an exception."""
+    try:
+        check()
+    except TorcError:
+        return True
+    return False
+
+
 def keep_copy(connection: sqlite3.Connection, path: str) -> None:
     """Copy a database through its connection: reading the file itself would drop our locks on it."""
     os.close(open_new_private(path, os.O_WRONLY | os.O_TRUNC))
@@ -6632,6 +6671,7 @@ class Context(Statements):
         super().__init__(store.connection, store.now, store.known_columns)
         self.caller = caller                # who asks, for events and new workflows
         self.is_admin = is_admin            # ... and may use what is for administrators
+        self.is_owner = is_admin            # has shown the token, or opened the file
         self.state = None                   # type: Any  # WorkflowState at first, if the request names one
         # What is to be stored if the verb fails.
         self.on_failure = None              # type: Optional[Callable[[], Any]]
@@ -8403,8 +8443,11 @@ def refuse_archived(state: WorkflowState) -> None:
 
 
 def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool = False,
-                    clear_ephemeral_user_data: bool = True) -> Values:
-    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them."""
+                    clear_ephemeral_user_data: bool = True, keeps_undecided: bool = False) -> Values:
+    """Make jobs ready to run: all, or those uninitialized or pending_failed and what depends on them.
+
+    With `keeps_undecided` pending_failed ones stay so.
+    """
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     if not only_uninitialized:
@@ -8414,7 +8457,8 @@ def initialize_jobs(context: Context, workflow_id: int, only_uninitialized: bool
     context.run('UPDATE workflow SET is_canceled = 0 WHERE id = ?', (workflow_id,))
     rebuild_dependencies(context, workflow_id)
     if only_uninitialized:
-        uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
+        if not keeps_undecided:
+            uninitialize(context, ids_of_jobs(context, workflow_id, f'status = {PENDING_FAILED}'))
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     else:
         cancel_open_attempts(context, ids_of_jobs(context, workflow_id, OPEN_ATTEMPT))
@@ -11555,6 +11599,28 @@ def snapshot_database(context: Context) -> Values:
     return dict({'error': snapshots.error} if snapshots.error else {}, changes=changes, saved=snapshots.saved)
 
 
+def backup_database(context: Context, body: Values) -> Values:
+    """Copy the database to a file on the server's host; with `id`, see how far that is."""
+    # An administrator who has not shown the token is another user, who could write to any file of ours.
+    if not context.is_owner:
+        raise Denied('only the owner of the server, with its token, can have its database copied to a file')
+    copies = context.store.copies
+    if copies is None:
+        raise Refused('this database is not served: copy it with `torc.py serve --backup FILE`')
+    if body.get('id') is None:
+        return format_backup(copies.ask_backup(body['path']))
+    found = next((backup for backup in copies.backups if backup.id == body['id']), None)
+    if found is None:
+        raise NotFound(f"there is no backup {body['id']}")
+    return format_backup(found)
+
+
+def format_backup(backup: Any) -> Values:
+    """A backup as it is told."""
+    return dict({'error': backup.error} if backup.error else {}, id=backup.id, path=backup.path,
+                is_done=backup.is_done)
+
+
 # -------- streams --------
 
 class Subscription(Row):
@@ -12046,6 +12112,213 @@ def replay_completion(context: Context, state: WorkflowState, key: List[int], en
     return True
 
 
+# -------- failed jobs that run again --------
+
+RECOVERABLE = (FAILED, TERMINATED, CANCELED, PENDING_FAILED)
+
+
+def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
+    """Correct requirements, reset jobs, begin a new run and initialize it, with one event for all of it.
+
+    `run_id` is the run that the caller has looked at: where it is over, somebody else was first. With `files`
+    (present file times) what changed runs again, too. Jobs whose failure is undecided stay so. A dry run
+    allows for jobs and allocations that are only to be cleaned up.
+    """
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    if body['run_id'] != state.run_id:
+        raise Refused(f"run {body['run_id']} of workflow {workflow_id} is over, the current one is "
+                      f'{state.run_id}: somebody else has recovered it, or begun it anew')
+    if not dry_run:
+        refuse_runners(context, workflow_id)
+        refuse_allocations(context, workflow_id)
+    reset, times = sorted(set(body['reset'])), times_by_id(body.get('files') or {})
+    check_recoverable(context, workflow_id, reset, (*RECOVERABLE, *ACTIVE) if dry_run else RECOVERABLE)
+    check_owned(context, 'file', workflow_id, times)
+    with context.savepoint(keeps=not dry_run):
+        suffix = f'run{state.run_id + 1}'
+        changed = [correct_requirements(context, workflow_id, row, suffix) for row in body['requirements']]
+        reasons = find_outdated(context, workflow_id, times, {})
+        store_file_times(context, workflow_id, times)
+        uninitialize(context, [*reset, *reasons])
+        begin_run(context, workflow_id)
+        initialize_jobs(context, workflow_id, only_uninitialized=True, keeps_undecided=True)
+        run_id = state.run_id + 1
+        record_event(context, workflow_id, dict(body.get('event') or {}, **{
+            'category': 'recovery', 'action': 'recover', 'run_id': run_id, 'user': context.caller,
+            'reset_job_ids': reset, 'requirements': changed, 'workflow_id': workflow_id,
+            'message': f'Recovered workflow {workflow_id}: {len(reset)} jobs run again, as run {run_id}'}))
+        to_run = ids_of_jobs(context, workflow_id, f'status IN ({READY}, {BLOCKED}) ORDER BY id')
+    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', list(reasons)))
+    return {'workflow_id': workflow_id, 'run_id': run_id, 'reset_count': len(reset), 'to_run': to_run,
+            'requirements': changed, 'changed': [
+                {'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
+                for job_id, reason in sorted(reasons.items())]}
+
+
+def refuse_allocations(context: Context, workflow_id: int) -> None:
+    """Refuse while allocations wait or run: their runners would begin at once, and perhaps in the midst."""
+    count = context.value('SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? '
+                          "AND status IN ('pending', 'active')", (workflow_id,))
+    if count:
+        raise Refused(f'{count} allocations of workflow {workflow_id} wait or run: wait for their end, or '
+                      f'cancel it first (torc.py cancel {workflow_id})')
+
+
+def check_recoverable(context: Context, workflow_id: int, job_ids: Ids, statuses: Sequence[int]) -> None:
+    """Refuse jobs of other workflows, and those that did not end badly."""
+    check_owned(context, 'job', workflow_id, job_ids)
+    wrong = [(name, status) for name, status in rows_by_ids(context, 'SELECT name, status FROM job WHERE id '
+                                                            'IN', job_ids) if status not in statuses]
+    if wrong:
+        raise Refused(f'job {wrong[0][0]} is {STATUS_NAMES[wrong[0][1]]}: only failed, terminated, canceled '
+                      'and pending_failed ones are recovered')
+
+
+def correct_requirements(context: Context, workflow_id: int, row: Values, suffix: str) -> Values:
+    """Change requirements for some of the jobs that have them: in place if these are all, else in a copy."""
+    from_id, job_ids = row['from_id'], sorted(set(row['job_ids']))
+    check_owned(context, 'resource_requirements', workflow_id, [from_id])
+    fields = {key: row[key] for key in ('memory', 'runtime', 'num_cpus') if row.get(key) is not None}
+    kinds = context.ids('SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ?',
+                        (workflow_id, from_id))
+    holders = [held[0] for held in rows_by_ids(context, 'SELECT id FROM job WHERE kind_id IN', kinds)]
+    strangers = sorted(set(job_ids) - set(holders))
+    if strangers:
+        raise Refused(f'job {strangers[0]} does not have resource requirements {from_id}')
+    if len(job_ids) == len(holders):
+        update_requirements(context, 'resource_requirements', from_id, fields)
+        return dict(fields, from_id=from_id, id=from_id, job_ids=job_ids)
+    current = get_row(context, 'resource_requirements', from_id)
+    values = {key: current[key] for key in ('num_cpus', 'num_gpus', 'num_nodes', 'memory', 'runtime')}
+    name = unused_name(context, workflow_id, f"{current['name']}_{suffix}")
+    new_id = create_requirements(context, 'resource_requirements', dict(
+        values, **fields, workflow_id=workflow_id, name=name))['id']
+    for kind in (get_row(context, 'job_kind', kind_id) for kind_id in kinds):
+        new_kind = find_job_class(context, workflow_id, (new_id, kind['priority'], kind.get('scheduler_id'),
+                                                         kind.get('labels')))
+        run_by_ids(context, f"UPDATE job SET kind_id = {new_kind} WHERE kind_id = {kind['id']} AND id IN",
+                   job_ids)
+    return dict(fields, from_id=from_id, id=new_id, job_ids=job_ids)
+
+
+def unused_name(context: Context, workflow_id: int, name: str) -> str:
+    """A name for resource requirements that none have: this one, or with a number."""
+    taken = set(context.ids('SELECT name FROM resource_requirements WHERE workflow_id = ?', (workflow_id,)))
+    numbered = (f'{name}_{number}' for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
+
+
+def classify_jobs(context: Context, workflow_id: int, body: Values) -> Values:
+    """Decide about failures that wait for a decision: another attempt, perhaps with more, or failed."""
+    state = workflow_state(context, workflow_id)
+    refuse_archived(state)
+    retried, failed = [], []    # type: List[int], List[int]
+    for row in body['classifications']:
+        check_owned(context, 'job', workflow_id, [row['job_id']])
+        job = job_state(context, row['job_id'])
+        if job.status != PENDING_FAILED:
+            raise Refused(f'job {job.id} ({job.name}) is {STATUS_NAMES[job.status]}: only the failure of a '
+                          'pending_failed one is to be decided')
+        if row['action'] not in ('retry', 'fail'):
+            raise Refused(f"action is {printable(row['action'])!r}: retry or fail", field='action')
+        (retried if row['action'] == 'retry' else failed).append(job.id)
+        decide_about(context, state, job, row)
+    note_if_complete(context, workflow_id)
+    return {'workflow_id': workflow_id, 'retried': retried, 'failed': failed}
+
+
+def decide_about(context: Context, state: WorkflowState, job: JobState, row: Values) -> None:
+    """Carry out one decision about a pending_failed job, and keep its reason."""
+    known = context.one('SELECT id, return_code, reason FROM result WHERE job_id = ? AND is_current = 1',
+                        (job.id,)) or (0, 1, None)
+    is_retry = row['action'] == 'retry'
+    decision = f"{'to be retried' if is_retry else 'failed'}, says {context.caller}: {row['reason']}"
+    if is_retry:
+        if state.is_canceled:
+            raise Refused(f'workflow {state.id} is canceled: its jobs are not retried')
+        needs = get_row(context, 'job_view', job.id)['resource_requirements_id']
+        if row.get('memory') or row.get('runtime'):
+            correct_requirements(context, state.id, dict(row, from_id=needs, job_ids=[job.id]),
+                                 f'job{job.id}')
+        context.run(f'UPDATE result SET status = {FAILED} WHERE id = ?', (known[0],))
+        begin_next_attempt(context, state, job)
+    else:
+        decide_failure(context, state, job, {'status': 'failed', 'return_code': known[1]})
+    reason = '; '.join(filter(None, (known[2], decision)))[:MAX_REASON_CHARACTERS]
+    context.run('UPDATE result SET reason = ? WHERE id = ?', (reason, known[0]))
+    record_event(context, state.id, {
+        'category': 'recovery', 'action': 'classify', 'job_id': job.id, 'job_name': job.name,
+        'decision': row['action'], 'reason': row['reason'], 'user': context.caller, 'run_id': state.run_id,
+        'message': f'Job {job.name}: {decision}'})
+
+
+# -------- who watches a workflow --------
+#
+# One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
+# has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
+# run that somebody else has begun begins the count anew.
+
+def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
+    """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
+
+    Another one does until it leaves, its `lease_s` is over, or the caller knows that it has ended (`ended`).
+    """
+    state, now = workflow_state(context, workflow_id), context.now()
+    watcher = json.loads(context.value('SELECT watcher FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
+    holder = watcher.get('process')
+    if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
+        return {'granted': False, 'process': holder, 'until': watcher['until']}
+    runs = watcher.get('recovered_runs', [])
+    runs = [] if runs and state.run_id > runs[-1] + 1 else runs
+    if body.get('recovers') and state.run_id not in runs:
+        runs = runs + [state.run_id]
+    watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
+               'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
+               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
+    context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
+                (None if body.get('is_over') else format_json(watcher), workflow_id))
+    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
+    return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
+            'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
+            'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
+            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
+            'status': get_workflow_status(context, workflow_id)}
+
+
+UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
+    'lacks': '', 'no_runner': '', 'busy': 'AND origin IS NOT NULL', 'late': 'AND origin IS NOT NULL'}
+
+
+def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
+    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come.
+
+    Those of retries and spawns are among them if only runners at work could take them, which were planned
+    without them. What an allocation in the queue can take is planned.
+    """
+    runners = describe_runners(context, workflow_id)
+    places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
+    to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
+                           "AND action_type = 'schedule_nodes' AND executed = 0 AND failure IS NULL "
+                           f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
+    configs = [json.loads(config) for _, config in to_come]
+    schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
+    gated = set(context.ids('SELECT job_id FROM action_job WHERE action_id IN '
+                            f'{sql_list(action_id for action_id, _ in to_come)}'))
+    soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
+    found = []  # type: List[int]
+    for kind in (Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))):
+        is_planned = any(not find_lacks(kind, place.offer, place.by) for place in soon)
+        code = '' if is_planned else explain_kind(kind, places)[0]
+        if kind.labels or kind.scheduler_id in schedulers or code not in UNPLANNED_REASONS:
+            continue
+        job_ids = context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} '
+                              f'{UNPLANNED_REASONS[code]} ORDER BY id', (kind.id,))
+        found += [job_id for job_id in job_ids if job_id not in gated]
+    return {'job_ids': sorted(found), 'count': len(found)}
+
+
+
 # -------- allocations that are gone --------
 
 # For so long after the end of a Slurm job its processes may have been at work (KillWait is 30 s as a rule,
@@ -12229,6 +12502,10 @@ MODELS = {
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
     'CheckChangesResponse': 'changed:[@ChangedJob]! downstream_jobs:[@ChangedJob]!',
     'ClaimActionRequest': 'compute_node_id:int',
+    'Classification': 'job_id:int! action:str! reason:str! memory:str runtime:str',
+    'ClassifyJobsRequest': 'classifications:[@Classification]!',
+    'ClassifyJobsResponse': 'failed:[int]! retried:[int]! workflow_id:int!',
+    'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:int runtime:str',
     'ClaimActionResponse': 'action_id:int! success:bool',
     'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
     'ClaimNextJobsResponse': 'jobs:[@JobModel]',
@@ -12244,6 +12521,8 @@ MODELS = {
     'CreateJobsResponse': 'jobs:[@JobModel]',
     'CreateUserDataListResponse': 'user_data:[@UserDataModel]',
     'CreatedWorkflow': 'workflow_id:int! workflow_name:str! job_count:int!',
+    'DatabaseBackupModel': 'path:str! id:int',
+    'DatabaseBackupResponse': 'id:int! path:str! is_done:bool! error:str',
     'DatabaseResponse': 'id:str! path:str! host:str!',
     'DatabaseSnapshotResponse': 'changes:int! saved:int! error:str',
     'DeleteCountResponse': 'count:int!',
@@ -12308,6 +12587,10 @@ MODELS = {
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] '
         'persistent:bool',
     'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
+    'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:object '
+        'files:{float?}',
+    'RecoverJobsResponse': 'changed:[@ChangedJob]! requirements:[@CorrectedRequirements]! reset_count:int! '
+        'run_id:int! to_run:[int]! workflow_id:int!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
     'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]!',
@@ -12417,6 +12700,11 @@ MODELS = {
     'WaitingRunner': 'compute_node_id:int! compute_node_type:str! hostname:str! '
         'labels:[str]! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int! num_nodes:int! '
         'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
+    'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
+        'schedules:bool',
+    'WatchResponse': 'began_at:float granted:bool! has_scheduler:bool is_begun:bool is_recovered:bool '
+        'now:float process:any recoveries:int run_id:int scheduled_at:float status:@WorkflowStatusResponse '
+        'until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
@@ -12834,6 +13122,8 @@ ROUTES = (
     route_to('GET', OPENAPI_PATH, get_openapi, 'object'),
     route_to('GET', '/database', get_database, '@DatabaseResponse'),
     route_to('POST', '/database/snapshot', snapshot_database, '@DatabaseSnapshotResponse'),
+    route_to('POST', '/database/backup', backup_database, '@DatabaseBackupResponse',
+             body='DatabaseBackupModel'),
 
     route_to('POST', '/workflows', create_workflow, '@WorkflowModel', body='WorkflowModel'),
     route_to('POST', '/workflows/from_spec', create_workflow_from_spec, '@CreatedWorkflow', body='PlanModel'),
@@ -12958,11 +13248,16 @@ ROUTES = (
     route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
     route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
              body='SubmissionReport'),
-    route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
-    route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
     route_to('GET', 'demand', get_demand, '@DemandResponse'),
     route_to('POST', 'store_allocations', store_allocations, '@StoreAllocationsResponse',
              body='StoreAllocationsRequest'),
+    route_to('POST', 'recover_jobs', recover_jobs, '@RecoverJobsResponse', body='RecoverJobsRequest',
+             query='dry_run:bool'),
+    route_to('POST', 'classify_jobs', classify_jobs, '@ClassifyJobsResponse', body='ClassifyJobsRequest'),
+    route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
+    route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
+    route_to('POST', 'watch', watch_workflow, '@WatchResponse', body='WatchRequest'),
+    route_to('GET', 'unplanned_jobs', list_unplanned_jobs, '@ListJobIdsResponse'),
 
     route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
     route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
@@ -13019,8 +13314,8 @@ BULK_PATHS = frozenset(API_PREFIX + path for path in (
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
 # Operations that are not about one workflow: their verbs decide who may. All others need access to theirs.
 OPEN_OPERATIONS = frozenset((
-    'ping', 'get_version', 'get_openapi', 'get_database', 'snapshot_database', 'list_workflows',
-    'list_workflow_statuses',
+    'ping', 'get_version', 'get_openapi', 'get_database', 'snapshot_database', 'backup_database',
+    'list_workflows', 'list_workflow_statuses',
     'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
     'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth'))
@@ -13031,7 +13326,7 @@ TABLES_BY_PARAMETER = {'job_id': 'job', 'node_id': 'compute_node', 'task_id': 't
 # Last parts of the paths of what depends on the runners at work: what is refused while there are any, what
 # tells of them or their jobs, and the start of another.
 ABOUT_RUNNERS = frozenset(('apply_spec', 'compute_nodes', 'explanation', 'initialize_jobs', 'jobs',
-                           'reset_job_status', 'reset_status', 'status'))
+                           'recover_jobs', 'reset_job_status', 'reset_status', 'status', 'watch'))
 
 
 def is_about_runners(path: str) -> bool:
@@ -13041,7 +13336,8 @@ def is_about_runners(path: str) -> bool:
 
 def body_limit(path: str) -> int:
     """How many bytes the body of a request to this path may have."""
-    return MAX_BULK_BODY_BYTES if path in BULK_PATHS or path.endswith('/apply_spec') else MAX_BODY_BYTES
+    is_bulk = path in BULK_PATHS or path.endswith(('/apply_spec', '/recover_jobs'))
+    return MAX_BULK_BODY_BYTES if is_bulk else MAX_BODY_BYTES
 
 
 @functools.lru_cache(maxsize=None)
@@ -13411,11 +13707,18 @@ def describe_interface() -> Dict[str, Any]:
 # locks cannot be trusted), torc.db.memory (where a server has it in memory), and torc.db.log (of a server in
 # the background). An embedded server is forked by the first client that needs one and leaves when its last
 # connection has closed. Which process serves is decided by the database's lock and nothing else.
+#
+# A server in an allocation of Slurm travels: the next allocation goes on with the same database, on another
+# host. When Slurm ends it (SIGTERM; SIGINT ends it for good) its connection files stay, and say that it has
+# moved. Until the next one is there its clients wait, and no runner starts a server that would be in its way.
 
 IN_MEMORY = ':memory:'              # for a database: one that lasts as long as its server
 DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
 MEMORY_RESERVE_BYTES = 32 * 2 ** 20     # that must be free in memory beside twice the size of the database
 COPY_BYTES = 2 ** 20                # read and written at once
+DATABASE_MAGIC = b'SQLite format 3\0'     # at its beginning (sqlite.org/fileformat2.html, section 1.3)
+STATE_ENDS = ('', '-wal', '-shm', '-journal', '.new', '.previous', '.token', '.connection', '.lease',
+              '.memory', '.log', '.loss')
 
 
 def state_directory() -> str:
@@ -13586,7 +13889,26 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
 def read_living_server(path: str) -> Optional[Dict[str, Any]]:
     """The same. None also if the server is known to have ended."""
     found = read_server_file(path)
-    return None if found is None or process_lives(found) is False else found
+    return None if found is None or is_server_over(found) else found
+
+
+def is_server_over(server: Dict[str, Any]) -> bool:
+    """Whether a server is known to have ended, by what its connection file says."""
+    return bool(server.get('moved_at')) or process_lives(server) is False
+
+
+def is_between_allocations(server: Dict[str, Any]) -> bool:
+    """Whether a server has ended that goes on in the next allocation: nobody else is to take its database."""
+    return bool(server.get('travels')) and is_server_over(server)
+
+
+def explain_server_end(server: Dict[str, Any]) -> str:
+    """How a server has ended, and what that means."""
+    if not server.get('travels'):
+        return 'was killed, or the machine was restarted'
+    how = f"ended at {server['moved_at']} with" if server.get('moved_at') else 'was killed in'
+    return (f"{how} its allocation, Slurm job {server.get('allocation')} on host {server.get('host')}, and "
+            'goes on in the next one (`squeue --me`)')
 
 
 # -------- registered servers --------
@@ -13630,7 +13952,8 @@ def register_server(server: Dict[str, Any]) -> str:
     try:
         make_private_directory(os.path.dirname(path))
         write_atomically(path, format_json(server).encode())
-        if is_network_path(server['database']):     # another host may have served it before
+        # Another host may have served it before.
+        if server.get('travels') or is_network_path(server['database']):
             for other, old in list_registrations().items():
                 if other != path and old['database'] == server['database']:
                     os.unlink(other)
@@ -13640,17 +13963,24 @@ def register_server(server: Dict[str, Any]) -> str:
     return path
 
 
-def unregister_server(path: str, server: Dict[str, Any]) -> None:
-    """Remove a connection file, if it is still this server's."""
+def unregister_server(path: str, server: Dict[str, Any], goes_on: bool = False) -> None:
+    """Remove a connection file, if it is still this server's; or say in it that another one is to come."""
     with contextlib.suppress(OSError, Denied):      # it was removed already
-        if (read_server_file(path) or {}).get('server_id') == server['server_id']:
+        if (read_server_file(path) or {}).get('server_id') != server['server_id']:
+            return
+        if goes_on:
+            write_atomically(path, format_json(dict(server, moved_at=format_time(time.time()))).encode())
+        else:
             os.unlink(path)
 
 
 def forget_server(database: str) -> None:
     """Remove the registration of a killed server. Callers have the database, so that no server has."""
-    with contextlib.suppress(OSError):      # there is none; or it stays, where the home is read-only
-        os.unlink(registration_path(database))
+    path = registration_path(database)
+    with contextlib.suppress(OSError, Denied):      # there is none; or it stays, where the home is read-only
+        if is_between_allocations(read_server_file(path) or {}):
+            return
+        os.unlink(path)
         log.warning('the server of %s was killed earlier and is no longer registered: '
                     'commands find this database only with --db', database)
 
@@ -13785,10 +14115,12 @@ class Lease:
 
 
 def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
-                  in_memory: bool = False) -> Store:
+                  in_memory: bool = False, from_snapshot: bool = False) -> Store:
     """Open a database as its only process, or put it in memory. Conflict if another process has it.
 
-    Callers release the lease of the store, if it has one, when they have closed it.
+    `from_snapshot`: where its newest state was in the memory of another host, or its newest snapshot is
+    damaged, go on with what there is. Callers release the lease of the store, if it has one, when they have
+    closed it.
     """
     prepare_database_directory(database)
     lease = None
@@ -13799,7 +14131,11 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
             stack.callback(lease.release)
-        store = open_in_memory(database, takes_over) if in_memory else open_on_disk(database, takes_over)
+        drop_second_name(database)
+        if in_memory:
+            restore_snapshot(database, from_snapshot)
+        takes_older = takes_over or from_snapshot
+        store = open_in_memory(database, takes_older) if in_memory else open_on_disk(database, takes_older)
         store.lease = lease
         stack.callback(store.close)
         with store.transaction():
@@ -13820,6 +14156,29 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
 # Snapshots do not hold up the loop: a checkpoint makes the main file whole, and while a thread copies it no
 # other checkpoint runs, so that all changes go to the write-ahead log (sqlite.org/wal.html). SQLite's backup
 # interface would need Python 3.7, and VACUUM INTO SQLite 3.27 and the loop.
+
+def restore_snapshot(database: str, from_snapshot: bool) -> None:
+    """Put the snapshot before the newest one in its place if that is damaged. Refused unless that is wanted.
+
+    No server has its lock; a plain one that is at work on the file has not left an older one beside it.
+    """
+    previous = database + '.previous'
+    if not os.path.exists(previous) or not os.path.exists(database) or os.path.exists(database + '-wal'):
+        return
+    damage = find_damage(database)
+    if not damage or find_damage(previous):     # if both are, opening it says what is wrong
+        return
+    saved_at = format_time(os.stat(previous).st_mtime)
+    if not from_snapshot:
+        raise Refused(f'the snapshot {database} is damaged ({damage}); the one before it, of {saved_at}, is '
+                      'whole: --from-snapshot continues with that, without the changes after it')
+    refuse_used_database(database)
+    aside = free_name(database + '.damaged')
+    os.rename(database, aside)
+    os.rename(previous, database)
+    log.warning('the snapshot %s was damaged (%s) and is %s now; changes after %s, when the one before it '
+                'was written, are lost', database, damage, aside, saved_at)
+
 
 def read_memory_file(database: str, takes_over: bool) -> str:
     """Path of the live file that a killed server of a database has left, or ''. Callers have its lock.
@@ -13846,7 +14205,7 @@ def read_memory_file(database: str, takes_over: bool) -> str:
     if lives is None and is_lost and not takes_over:
         raise Refused(f'the newest state of {database} is in the memory of host {found["host"]}: use it '
                       f'there first; or, if that host was restarted, continue with the snapshot of {saved_at}'
-                      f': rm {shlex.quote(path)}')
+                      f', by `torc.py serve --from-snapshot` or: rm {shlex.quote(path)}')
     if is_lost:
         log.warning('%s was in memory, which was lost with its server: changes after %s are lost',
                     database, saved_at)
@@ -13906,95 +14265,243 @@ def make_memory_directory(size_bytes: int) -> str:
                    f'{format_memory(size_bytes)}')
 
 
-def copy_descriptor(descriptor: int, path: str) -> None:
-    """Copy a whole file to a private one, on disk at the end."""
+def copy_descriptor(descriptor: int, path: str, check: Callable[[], Any] = bool) -> None:
+    """Copy a whole file to a private one, on disk at the end. `check` may raise, so that it ends."""
     with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as target:
         offset = 0
         for piece in iter(lambda: os.pread(descriptor, COPY_BYTES, offset), b''):
+            check()
             target.write(piece)
             offset += len(piece)
         target.flush()
         os.fsync(target.fileno())
 
 
-def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool) -> None:
-    """Replace a database file with a copy of a frozen main file, after a last check that may raise."""
+def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool,
+                     keeps_old: bool = False) -> None:
+    """Replace a database file with a copy of a frozen main file, after a last check that may raise.
+
+    With `keeps_old` the file before is DATABASE.previous from then on.
+    """
     copy_descriptor(descriptor, database + '.new')
     check()
+    if keeps_old:
+        previous = database + '.previous'
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(previous)
+        with contextlib.suppress(OSError):      # some file systems have no links: then there is none
+            os.link(database, previous)
     os.replace(database + '.new', database)
+    sync_directory(os.path.dirname(database))
 
 
-class SnapshotWriter:
-    """Writes snapshots of a database in memory to its file: at an interval, and when asked to.
+def sync_directory(path: str) -> None:
+    """See that a rename is on disk, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def drop_second_name(database: str) -> None:
+    """Remove what a process left that was killed between two steps of replace_database()."""
+    previous = database + '.previous'
+    with contextlib.suppress(OSError):
+        if os.path.samefile(database, previous):
+            os.unlink(previous)
+
+
+class Backup:
+    """A copy of a database that somebody has asked for."""
+
+    def __init__(self, number: int, path: str) -> None:
+        self.id = number
+        self.path = path        # from the root
+        self.is_done = False
+        self.error = ''         # why there is none
+
+    def finish(self, failure: Optional[Exception]) -> None:
+        """It was written, or could not be."""
+        self.is_done = True
+        if failure is None:
+            log.info('the database was copied to %s', self.path)
+        else:
+            self.error = str(failure)
+            log.error('the database could not be copied to %s: %s', self.path, failure)
+
+
+def write_backup(store: Store, path: str, check: Callable[[], Any] = bool) -> None:
+    """Copy the frozen main file of a store to a file, which is replaced as a whole when the copy is whole.
+
+    `check` may raise, so that the copying ends. OSError, sqlite3.Error, or a TorcError.
+    """
+    refuse_backup_target(store, path)
+    temporary = f'{path}.{secrets.token_hex(4)}.new'
+    try:
+        copy_descriptor(store.main_file(), temporary, check)
+        damage = find_damage(temporary, check)
+        if damage:
+            raise Refused(f'the database {store.path} is damaged ({damage}): {path} stays as it was')
+        refuse_backup_target(store, path)       # it may have been taken into use meanwhile
+        os.replace(temporary, path)
+        sync_directory(os.path.dirname(path))
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def refuse_backup_target(store: Store, path: str) -> None:
+    """Refused or Conflict if a backup would replace something else than an earlier one."""
+    refuse_special_file(path)
+    own = [name + end for name in (store.path, store.file_path) for end in STATE_ENDS]
+    if os.path.realpath(path) in map(os.path.realpath, own) or os.path.exists(path) and any(
+            os.path.exists(name) and os.path.samefile(name, path) for name in own):
+        raise Refused(f'{path} belongs to the database itself: give another file')
+    others = [path + end for end in ('-wal', '-journal', '.memory', '.lease') if os.path.exists(path + end)]
+    if others:
+        raise Conflict(f'{path} is a database in use, or was left by a process that was killed: {others[0]} '
+                       'is beside it; give another file')
+    if os.path.exists(path) and os.path.getsize(path):
+        with open(path, 'rb') as file:
+            if file.read(len(DATABASE_MAGIC)) != DATABASE_MAGIC:
+                raise Refused(f'{path} is no database, and would be lost: give another file')
+        refuse_used_database(path)
+
+
+class CopyWriter:
+    """Writes copies of a database that is in use, one at a time, each in a thread.
 
     Everything but work() runs in the server's thread, between transactions.
     """
+    BACKUPS_KEPT = 100      # that are asked about later
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.backups = collections.deque(maxlen=self.BACKUPS_KEPT)      # type: Any
+        self.ids = itertools.count(1)
+        self.is_ending = False
+        self.thread = None          # type: Optional[threading.Thread]
+        self.failure = None         # type: Optional[Exception]  # of the thread
+        self.is_over = False        # the thread has done its work
+        self.on_end = lambda failure: None  # type: Callable[[Optional[Exception]], Any]  # ... is told here
+        self.wake = lambda: None    # type: Callable[[], Any]  # called in the thread then
+        store.main_file()           # open from now on: the file may be removed (logind.conf(5), RemoveIPC)
+
+    def ask_backup(self, path: str) -> Backup:
+        """Copy the database to a file as soon as possible."""
+        if not os.path.isabs(path):
+            raise BadInput(f'{printable(path)} is not a path from the root')
+        backup = Backup(next(self.ids), path)
+        if len([other for other in self.backups if not other.is_done]) >= self.BACKUPS_KEPT // 2:
+            raise Conflict('too many backups are waiting')
+        self.backups.append(backup)
+        return backup
+
+    def next_backup(self) -> Optional[Backup]:
+        """The backup that has waited longest."""
+        return next((backup for backup in self.backups if not backup.is_done), None)
+
+    def next_at(self) -> float:
+        """When to act; inf while there is nothing to do, or the thread is going to wake us."""
+        if self.is_over:
+            return -math.inf
+        return math.inf if self.thread is not None or self.next_backup() is None else -math.inf
+
+    def act(self, now: float) -> None:
+        """Do what is due."""
+        if self.is_over:
+            self.finish()
+        backup = self.next_backup()
+        if self.thread is None and backup is not None:
+            self.start(functools.partial(write_backup, self.store, backup.path, self.check), backup.finish)
+
+    def check(self) -> None:
+        """Raise if a backup is not to be finished."""
+        if self.is_ending:
+            raise Refused('the server ended meanwhile')
+
+    def start(self, write: Callable[[], Any], on_end: Callable[[Optional[Exception]], Any]) -> None:
+        """Have a thread write a copy; on_end gets its failure, or None."""
+        try:
+            is_frozen = self.store.freeze()
+        except sqlite3.Error as error:
+            return on_end(error)
+        self.on_end = on_end
+        self.thread = threading.Thread(target=self.work, args=(write,), name='snapshot', daemon=True)
+        self.thread.start()
+        if not is_frozen:
+            self.finish()
+
+    def work(self, write: Callable[[], Any]) -> None:
+        """The thread."""
+        try:
+            write()
+        except Exception as error:      # border: reported by finish(), and tried again later
+            self.failure = error
+        self.is_over = True
+        self.wake()
+
+    def finish(self) -> None:
+        """Wait for the copy that is being written, if there is one."""
+        if self.thread is None:
+            return
+        self.thread.join()
+        self.store.thaw()
+        failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
+        self.on_end(failure)
+
+    def close(self) -> None:
+        """End what is being written: a backup is not worth that the database is given back late."""
+        self.is_ending = True
+        self.finish()
+
+
+class SnapshotWriter(CopyWriter):
+    """Writes snapshots of a database in memory to its file, too: at an interval, and when asked to."""
 
     def __init__(self, store: Store, interval_s: float, announce: Callable[[str], Any]) -> None:
-        self.store = store
+        super().__init__(store)
         self.interval_s = interval_s
         self.announce = announce    # gets a line for each snapshot
         self.due_at = time.monotonic() + interval_s
         self.saved = -1             # Store.changes that the file holds
         self.saving = -1            # ... and the snapshot that is being written
         self.error = ''             # why the last one failed
-        self.thread = None          # type: Optional[threading.Thread]
-        self.failure = None         # type: Optional[Exception]  # of the thread
-        self.is_over = False        # the thread has done its work
-        self.wake = lambda: None    # type: Callable[[], Any]  # called in the thread then
-        store.main_file()           # open from now on: the file may be removed (logind.conf(5), RemoveIPC)
 
     def ask(self) -> None:
         """Write a snapshot as soon as possible."""
         self.due_at = -math.inf
 
-    def next_at(self) -> float:
-        """When to act; inf while nothing has changed, or the thread is going to wake us."""
-        if self.is_over:
-            return -math.inf
+    def next_snapshot_at(self) -> float:
+        """When the next one is due; inf while nothing has changed."""
         is_idle = self.due_at > -math.inf and self.saved == self.store.changes
         return math.inf if self.thread is not None or is_idle else self.due_at
 
+    def next_at(self) -> float:
+        """The same, or when to see to backups."""
+        return min(super().next_at(), self.next_snapshot_at())
+
     def act(self, now: float) -> None:
         """Do what is due."""
-        if self.is_over:
-            self.finish()
-        if self.next_at() <= now:
+        super().act(now)
+        if self.next_snapshot_at() <= now:
             self.begin()
 
     def begin(self) -> None:
         """Begin a snapshot."""
         self.due_at = time.monotonic() + self.interval_s
-        try:
-            is_frozen = self.store.freeze()
-        except sqlite3.Error as error:
-            return self.report(error)
         self.saving = self.store.changes
-        self.thread = threading.Thread(target=self.work, name='snapshot', daemon=True)
-        self.thread.start()
-        if not is_frozen:
-            self.finish()
-
-    def work(self) -> None:
-        """The thread."""
-        try:
-            self.write()
-        except Exception as error:      # border: reported by finish(), and tried again later
-            self.failure = error
-        self.is_over = True
-        self.wake()
+        self.start(self.write, self.on_snapshot)
 
     def write(self) -> None:
         """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
-        replace_database(self.store.main_file(), self.store.file_path, lambda: self.store.check_lease(True))
+        path = self.store.file_path
+        replace_database(self.store.main_file(), path, lambda: self.store.check_lease(True), keeps_old=True)
 
-    def finish(self) -> None:
-        """Wait for the snapshot that is being written, if there is one."""
-        if self.thread is None:
-            return
-        self.thread.join()
-        self.store.thaw()
-        failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
+    def on_snapshot(self, failure: Optional[Exception]) -> None:
+        """A snapshot was written, or could not be."""
         self.report(failure)
         if failure is None:
             self.saved = self.saving
@@ -14010,8 +14517,8 @@ class SnapshotWriter:
 
     def close(self) -> None:
         """Write the last snapshot. If that fails the live file stays, for the next process."""
+        super().close()
         try:
-            self.finish()
             self.store.check_lease(True)    # if another process has the database, its files are not ours
             if self.saved < self.store.changes:
                 self.store.freeze()
@@ -16230,6 +16737,7 @@ class Server:
         self.has_grown = False                  # by a large request or answer, or many rows
         self.changed_rows = 0                   # of the store, when that was last looked at
         self.is_leaving = False
+        self.ended_by = 0                       # the signal; 0: none has come
         # unless there are connections then
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
@@ -16287,16 +16795,9 @@ class Server:
     def signals(self) -> Iterator[None]:
         """While the block runs, SIGTERM, SIGINT and SIGHUP stop the server. In the main thread only."""
         before = signal.set_wakeup_fd(self.wake_writer.fileno())
-        numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
-        numbers += self.signal_calls
-        # handlers do nothing: the wakeup descriptor gets the number
-        handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
-        handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
         try:
             yield
         finally:
-            for number, handler in handlers:
-                signal.signal(number, handler)
             signal.set_wakeup_fd(before)
 
     def close(self) -> None:
@@ -16374,8 +16875,8 @@ class Server:
         if self.long.has_store:
             yield self.tick_at, self.on_tick
             yield self.streams.keep_alive_at, self.streams.keep_alive
-            if self.store.snapshots is not None:
-                yield self.store.snapshots.next_at(), self.store.snapshots.act
+            if self.store.copies is not None:
+                yield self.store.copies.next_at(), self.store.copies.act
 
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
@@ -16425,7 +16926,7 @@ class Server:
                 self.put_off.append(self.signal_calls[number])
             elif number in STOP_NUMBERS:    # others are those of a program that runs us inside
                 log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
-                self.is_leaving = True
+                self.is_leaving, self.ended_by = True, number
         self.logins.on_verdicts()
         self.long.on_wake()
         while self.long.has_store and self.put_off:
@@ -16614,6 +17115,8 @@ class Server:
 # files written that lead clients to it, and all of that undone in the opposite order at every end.
 
 START_DEADLINE_S = 30.0             # for an embedded server to answer
+HOLDER_PATIENCE_S = 180.0           # of a server in an allocation, with who still has its database
+HOLDER_PAUSE_S = 0.5
 MAX_LOG_BYTES = 10 * 2 ** 20        # of torc-server.log; LOGS_KEPT of them
 LOGS_KEPT = 5
 MAX_EMBEDDED_LOG_BYTES = 2 ** 20    # of an embedded server's log, of which there is one
@@ -16628,7 +17131,9 @@ class ServerOptions(Row):
     needs_token: bool = True
     new_token: bool = False
     takes_over: bool = False        # the lease of a server that is gone for certain
+    from_snapshot: bool = False     # go on without what was lost in memory
     is_embedded: bool = False
+    travels: bool = False           # it lives in an allocation, and goes on in the next one
     watches_lease: bool = True      # of another host, and takes it over when it is not renewed
     allows_sql: bool = True         # of administrators
     allows_sql_writes: bool = True
@@ -16650,12 +17155,27 @@ class ServerOptions(Row):
         return self.needs_token or bool(self.auth_file)
 
 
+@contextlib.contextmanager
+def ignoring_signals(numbers: Sequence[int]) -> Iterator[None]:
+    """While the block runs, these signals do nothing but wake the server, and SIGPIPE is an error."""
+    # Slurm sends SIGTERM more than once to a job that it ends (--signal, scancel, time limit): a second one
+    # must not cut the last snapshot short.
+    handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
+    handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
+    try:
+        yield
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
 def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
     """Serve a database until a signal. `announce` gets lines for stdout, first when the server answers."""
     raise_descriptor_limit()
     users = Users(options.auth_file, options.known_s) if options.auth_file else None
     tls = open_tls(options.tls_certificate, options.tls_key) if options.tls_certificate else None
-    with contextlib.ExitStack() as stack:
+    numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
+    with contextlib.ExitStack() as ignoring, contextlib.ExitStack() as stack:
         if options.database == IN_MEMORY:
             directory = make_memory_directory(0)
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -16675,17 +17195,20 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         service.allows_sql, service.allows_sql_writes = options.allows_sql, options.allows_sql_writes
         service.enforces_access = options.enforces_access
         stack.callback(server.close)
+        store.copies.wake = server.wake
         if store.snapshots is not None:
-            store.snapshots.wake = server.wake
             server.signal_calls[signal.SIGUSR1] = store.snapshots.ask
         elif options.snapshot:
             server.signal_calls[signal.SIGUSR1] = functools.partial(keep_snapshot, store, options, announce)
+        # Until the very end, when the database has been given back.
+        ignoring.enter_context(ignoring_signals([*numbers, *server.signal_calls]))
         stack.enter_context(server.signals())
         scheme = 'http' if tls is None else 'https'
         hosts = [f'[{name}]' if ':' in name else name for name in candidates]
         urls = [f'{scheme}://{name}:{port}{API_PREFIX}' for name in hosts]
         # Only now: who finds the file may connect at once, and is answered by the first turns of the loop.
-        stack.enter_context(connection_file(options, urls, server.id))
+        stack.enter_context(connection_file(options, urls, server.id,
+                                            lambda: options.travels and server.ended_by == signal.SIGTERM))
         if options.pid_file:
             stack.enter_context(pid_file(options.pid_file))
         log.info('serving %s at %s, for %s', options.database, ' '.join(urls),
@@ -16721,21 +17244,43 @@ def last_change(database: str) -> float:
     return max(times)
 
 
+def await_database(options: ServerOptions) -> Store:
+    """The database to serve. In an allocation its former holder may need a while to be gone: it is awaited.
+
+    The file server of NFS version 4 keeps the locks of a host that has died for as long as its lease, mostly
+    90 s (RFC 8881, 8.3); and a runner may have started a server of its own meanwhile.
+    """
+    deadline, is_logged = time.monotonic() + (HOLDER_PATIENCE_S if options.travels else 0.0), False
+    while True:
+        try:
+            return hold_database(options.database, options.takes_over, lease_wait_s(options),
+                                 options.snapshot_interval_s is not None, options.from_snapshot)
+        except Conflict as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_logged:
+                is_logged = True
+                log.warning('%s. Waiting for up to %g s for its end', error.message, HOLDER_PATIENCE_S)
+        time.sleep(HOLDER_PAUSE_S)
+
+
 def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
                          announce: Callable[[str], Any]) -> Store:
     """The database to serve, until the stack ends."""
     in_memory = options.snapshot_interval_s is not None
     changed_at = last_change(options.database)      # before it is opened, which may change it
-    store = hold_database(options.database, options.takes_over, lease_wait_s(options), in_memory)
+    store = await_database(options)
     if store.lease is not None:
         stack.callback(store.lease.release)
     if in_memory:
         stack.callback(remove_memory_directory, store)
     stack.callback(store.close)
     if in_memory:       # its file may be older than its last change
-        store.snapshots = SnapshotWriter(store, options.snapshot_interval_s, announce)
+        store.copies = store.snapshots = SnapshotWriter(store, options.snapshot_interval_s, announce)
         stack.callback(store.snapshots.close)
         return store
+    store.copies = CopyWriter(store)
+    stack.callback(store.copies.close)
     count = store.value('SELECT count(*) FROM compute_node WHERE is_active = 1 AND lease_s IS NOT NULL')
     if count:
         log.info('this database was last changed at %s and not served since: the leases of %d compute nodes '
@@ -16805,8 +17350,12 @@ def own_addresses() -> List[str]:
 
 
 @contextlib.contextmanager
-def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> Iterator[None]:
-    """While the block runs, the files that lead clients to the server of a database."""
+def connection_file(options: ServerOptions, urls: List[str], server_id: str,
+                    goes_on: Callable[[], bool] = bool) -> Iterator[None]:
+    """While the block runs, the files that lead clients to the server of a database.
+
+    They stay where goes_on() says at the end that another server is to come, and say so to clients.
+    """
     database = os.path.abspath(options.database)
     path = database + '.connection'
     content = dict(
@@ -16814,6 +17363,8 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> 
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
         in_memory=options.snapshot_interval_s is not None,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
+    if options.travels:
+        content.update(travels=True, allocation=os.environ['SLURM_JOB_ID'])
     paths = [path, '' if options.is_embedded else register_server(content)]
     try:
         try:
@@ -16824,7 +17375,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> 
         yield
     finally:
         for path in filter(None, paths):
-            unregister_server(path, content)
+            unregister_server(path, content, goes_on())
 
 
 @contextlib.contextmanager
@@ -17525,7 +18076,7 @@ def find_database() -> Tuple[str, str]:
     if found is not None and found.get('server_id') not in [old.get('server_id') for old in servers.values()]:
         servers[legacy] = found
     for path, server in list(servers.items()):
-        if process_lives(server) is False and is_deleted(server['database']):
+        if is_server_over(server) and is_deleted(server['database']):
             log.warning('the server of %s was killed and the database deleted: it is no longer registered',
                         server['database'])
             with contextlib.suppress(OSError):      # a read-only home
@@ -17536,17 +18087,18 @@ def find_database() -> Tuple[str, str]:
         raise BadInput('several servers are registered: choose one with --url URL, TORC_API_URL or --db FILE'
                        f', or the database of this directory with -s:{described}')
     for path, server in servers.items():
-        if process_lives(server) is False:
-            raise absent(explain_dead_server(path, server, 'was killed, or the machine was restarted'))
+        if is_server_over(server):
+            raise absent(explain_dead_server(path, server, explain_server_end(server)))
         return server['database'], path
     return os.path.abspath(EMBEDDED_DATABASE), ''
 
 
 def describe_server(path: str, server: Dict[str, Any]) -> str:
     """A line on a registered server."""
-    lives = process_lives(server)
-    state = f' (killed; to remove it: rm {shlex.quote(path)})' if lives is False else ''
-    state = f" (on host {server.get('host')})" if lives is None else state
+    state = f" (on host {server.get('host')})" if process_lives(server) is None else ''
+    if is_server_over(server):
+        how = 'between two allocations' if is_between_allocations(server) else 'killed'
+        state = f' ({how}; to remove it: rm {shlex.quote(path)})'
     return f"\n    {server['url']}  {server['database']}{state}"
 
 
@@ -17554,11 +18106,12 @@ def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
     """Why a registered server cannot be used, and the ways out."""
     database = shlex.quote(server['database'])
     memory = ' --in-memory' if server.get('in_memory') else ''
+    paths = dict.fromkeys([path, server['database'] + '.connection' if server.get('travels') else path])
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
             f'  to start it again:                  torc.py serve -d {database}{memory}\n'
             f'  to use its database without it:     --db {database}\n'
             f'  to use that of this directory:      -s\n'
-            f'  to forget the server:               rm {shlex.quote(path)}')
+            f"  to forget the server:               rm {' '.join(map(shlex.quote, paths))}")
 
 
 def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
@@ -17610,6 +18163,7 @@ class Connector:
         self.token_file = token_file            # path of the token's file, or ''
         self.tls = tls or TlsSettings()
         self.needs_server = needs_server        # fork an embedded server rather than open the database
+        self.will_need_server = False           # ... later: take no database that a server comes back to
         self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
         self.in_memory = False                  # the embedded server in use has its database in memory
         self.server_file = ''                   # registration of the lasting server; '': none
@@ -17694,6 +18248,17 @@ class Connector:
             if service.store.lease is not None:
                 service.store.lease.release()
 
+    def copy_to(self, path: str) -> None:
+        """Copy the database of a direct client to a file."""
+        store = self._service.store
+        try:
+            store.freeze()
+            write_backup(store, path)
+        except OSError as error:
+            raise BadInput(f'cannot write {path}: {error.strerror}; give another file') from None
+        except sqlite3.Error as error:
+            raise explain_database_error(error, store.path) from None
+
     def need_server(self) -> None:
         """From now on through a server: a direct client hands its database to an embedded one."""
         if self.database and not self.needs_server:
@@ -17730,15 +18295,14 @@ class Connector:
     def open(self) -> None:
         """One try to find what reconnect() wants."""
         if self.named_url:
-            connection = self.open_connection([self.named_url])
-            connection.show(self.credentials)
-            if self.token_file:
-                server = find_server_file(self.named_url, self.token_file)
-                is_its = server.get('token_file') == self.token_file
-                connection = self.ask_proof(connection, server if is_its else {})
-            self._connection = connection
+            try:
+                self._connection = self.open_named()
+            except Unreachable:
+                self._connection = self.open_moved()
+                if self._connection is None:
+                    raise
             return
-        found = read_living_server(self.server_file or self.database + '.connection')
+        found = self.find_server()
         unreachable = None      # type: Optional[Unreachable]  # of a server that may live on another host
         if found is not None:
             was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
@@ -17769,6 +18333,47 @@ class Connector:
             if unreachable is not None:     # it holds the database
                 raise unreachable from None
             raise
+
+    def open_named(self) -> HttpConnection:
+        """Connect to the server that was named."""
+        connection = self.open_connection([self.named_url])
+        connection.show(self.credentials)
+        if not self.token_file:
+            return connection
+        server = find_server_file(self.named_url, self.token_file)
+        is_its = server.get('token_file') == self.token_file
+        return self.ask_proof(connection, server if is_its else {})
+
+    def open_moved(self) -> Optional[HttpConnection]:
+        """Connect to the server that was named where it is now, in another allocation; None if it is not.
+
+        A job has been told an address at its start; the file beside that of the token knows the new one.
+        """
+        if not self.token_file.endswith('.token'):
+            return None
+        found = read_server_file(self.token_file[:-len('.token')] + '.connection')
+        if found is None or not found.get('travels') or is_server_over(found):
+            return None
+        if found.get('token_file') != self.token_file:
+            return None
+        self.tls = self.tls._replace(fingerprint=found.get('fingerprint') or '')
+        return self.open_proven(found)
+
+    def find_server(self) -> Optional[Dict[str, Any]]:
+        """What the connection file says of a server that may be there; None if there is none.
+
+        Unreachable while it is between two allocations: another server would be in its way. Who asks only
+        once for a database by its name takes it meanwhile.
+        """
+        path = self.server_file or self.database + '.connection'
+        found = read_server_file(path)
+        if found is None or not is_server_over(found):
+            return found
+        is_awaited = self.needs_server or self.will_need_server or self.server_file or self.is_lasting
+        if is_between_allocations(found) and is_awaited:
+            self.is_lasting = True
+            raise absent(explain_dead_server(path, found, explain_server_end(found)))
+        return None
 
     def take_database(self, is_lost: bool) -> None:
         """Open the embedded database, or start a server for it. Conflict if another process has it.
@@ -24680,6 +25285,8 @@ class ServerLink:
             self.change('online')
             elapsed = format_elapsed(time.monotonic() - self.silent_since)
             self.context.say(f'the server answers again after {elapsed}')
+            if self.context.variables:      # its address may be another one now, for jobs that ask it
+                self.context.variables['TORC_API_URL'] = self.client.url
 
     def on_no_answer(self, error: TorcError) -> None:
         """Children go on; wake a server of our own that has died; ask again until the window is over."""
@@ -28145,8 +28752,516 @@ def find_dead_nodes(nodes: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
 
 # ======== 17a. Diagnosis: what failed jobs lacked, and what they get instead ========
 #
-# Pure functions from results and resource requirements to classes of failures and corrections. Real evidence,
-# such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses from return codes and times.
+# Pure functions from results and resource requirements, as the API has them, to comparisons, classes of
+# failures and corrections. Real evidence, such as Slurm's OUT_OF_MEMORY and TIMEOUT, comes before guesses
+# from return codes and times.
+#
+# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
+# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
+# no limit. Requirements are shared: what one job needs, all jobs that have them get, unless they are split.
+
+PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
+OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
+CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
+LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
+# What downsizing must save to be worth another requirement; as in Torc.
+LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
+TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
+
+
+class JobUse(Row):
+    """A job, its requirements, and the result that is looked at."""
+    job: Dict[str, Any]
+    needs: Dict[str, Any]
+    result: Dict[str, Any]
+    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
+    cause: str = ''             # name of one of FAILURE_CLASSES, where evidence says so; '': to be guessed
+
+
+class Comparison(Row):
+    """One resource of one job: what it asked for and used at most, in the same unit."""
+    use: JobUse
+    resource: str       # key of MEASURES
+    limit: float
+    used: float
+
+    @property
+    def over_percent(self) -> float:
+        """By how much of the limit more was used; 0 below it."""
+        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
+
+
+class Measure(Row):
+    """A resource as reports show it."""
+    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
+    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
+    show: Callable[[float], str]
+
+
+def report_memory(value_bytes: float) -> str:
+    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
+    megabytes = value_bytes / 1024 ** 2
+    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
+
+
+def report_duration(value_s: float) -> str:
+    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
+    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
+    if hours:
+        return f'{hours}h {minutes}m {seconds}s'
+    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
+
+
+def seconds_of(result: Dict[str, Any]) -> float:
+    """How long an attempt ran."""
+    return result['exec_time_minutes'] * 60
+
+
+MEASURES = {
+    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
+                      lambda result: result.get('peak_memory_bytes'), report_memory),
+    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
+                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
+    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
+}
+
+
+def is_placeholder(needs: Dict[str, Any]) -> bool:
+    """Whether requirements are those of jobs that name none."""
+    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
+
+
+def limit_of(resource: str, needs: Dict[str, Any]) -> float:
+    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
+    try:
+        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
+    except ValueError:
+        return 0.0
+
+
+def compare_use(use: JobUse) -> List[Comparison]:
+    """A job's resources that have a limit and were measured."""
+    found = []
+    for resource, measure in MEASURES.items():
+        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
+        if limit > 0 and used is not None:
+            found.append(Comparison(use, resource, limit, used))
+    return found
+
+
+def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
+    """A comparison as Torc's JSON has it."""
+    use, show = comparison.use, MEASURES[comparison.resource].show
+    specified = show(comparison.limit)
+    if comparison.resource == 'CPU':
+        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
+    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
+            'specified': specified, 'peak_used': show(comparison.used),
+            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
+
+
+def find_memory_violation(use: JobUse) -> str:
+    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
+
+    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
+    of the runtime counts as well.
+    """
+    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
+    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
+        return 'memory_exceeded'
+    if use.cause:
+        return 'out_of_memory' if use.cause == 'memory' and limit and not use.is_stale else ''
+    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
+    return 'sigkill_137' if is_killed and (not seconds
+                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
+
+
+def has_timed_out(use: JobUse) -> bool:
+    """Whether a job was ended for its time, by evidence or by its return code."""
+    if use.cause:
+        return use.cause == 'timeout'
+    return use.result['return_code'] == TERMINATED_CODES['time']
+
+
+def explain_failure(use: JobUse) -> Dict[str, Any]:
+    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
+    needs, result = use.needs, use.result
+    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
+    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
+    is_timeout, oom = has_timed_out(use), find_memory_violation(use)
+    is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < ran_s
+    found = {
+        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
+        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
+        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
+        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
+        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
+        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
+        'likely_timeout': is_timeout or is_guess or None,
+        'timeout_reason': 'sigxcpu_152' if is_timeout and not use.cause else None,
+        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
+        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
+        'peak_cpu_percent': cpu_percent,
+        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+# -------- corrections --------
+
+class Multipliers(Row):
+    """By how much more than was seen is asked for."""
+    memory: float
+    cpu: float
+    runtime: float
+
+
+class Correction(Row):
+    """One resource of requirements, as it is and as it should be."""
+    resource: str               # 'memory', 'cpu' or 'runtime'
+    uses: List[JobUse]          # the jobs because of which
+    original: Any
+    new: Any
+    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
+
+
+ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
+    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
+    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
+    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
+}
+REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
+
+
+def round_memory_up(value_bytes: float) -> str:
+    """Bytes -> the next whole g, m or k: 13g, 300m."""
+    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
+    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
+
+
+def round_runtime_up(value_s: float) -> str:
+    """Seconds -> the next whole minute: PT2H5M."""
+    return format_duration(60 * max(1, math.ceil(value_s / 60)))
+
+
+def cpus_for(percent: float, multiplier: float) -> int:
+    """CPUs that are enough for a peak."""
+    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
+
+
+def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More memory, if one of the jobs needed more than it asked for."""
+    found = [(use, find_memory_violation(use)) for use in uses]
+    over = [use for use, reason in found if reason]
+    if not over:
+        return None
+    limit = limit_of('Memory', over[0].needs)
+    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
+               default=None)
+    is_guess = any(reason != 'memory_exceeded' for _, reason in found if reason)
+    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
+    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
+
+
+def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More CPUs, if one of the jobs kept more busy than it asked for."""
+    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
+            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
+    if not over:
+        return None
+    peak = max(use.result['peak_cpu_percent'] for use in over)
+    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
+
+
+def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More time, if one of the jobs took more than it asked for, or was killed for it."""
+    over, wanted_s, peak_s = [], 0.0, 0.0
+    for use in uses:
+        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
+        is_timeout = has_timed_out(use) and not use.is_stale
+        if limit_s and (is_timeout or ran_s > limit_s):
+            over.append(use)
+            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
+            peak_s = max(peak_s, ran_s)
+    if not over:
+        return None
+    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
+
+
+def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
+             multipliers: Multipliers) -> List[Correction]:
+    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
+    needs, found = uses[0].needs, []
+    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
+    percent_seen = [result.get('peak_cpu_percent') for result in seen]
+    limit = limit_of('Memory', needs)
+    if limit and all(bytes_seen):
+        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
+        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
+            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
+    limit = limit_of('CPU', needs)
+    if limit and all(percent_seen):
+        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
+        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
+            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
+    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
+    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
+    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
+        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
+    return found
+
+
+def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
+                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
+    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
+
+    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
+    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
+    """
+    groups: Dict[int, List[JobUse]] = {}
+    for use in uses:
+        groups.setdefault(use.needs['id'], []).append(use)
+    plan = []
+    for needs_id, group in sorted(groups.items()):
+        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
+              increase_runtime(group, multipliers.runtime)]
+        corrections = [correction for correction in up if correction]
+        if corrections:
+            plan.append(('upscale', corrections))
+        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
+                                                                       for use in group):
+            runs = {(use.job['id'], use.result['run_id']) for use in group}
+            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
+            corrections = decrease(group, seen, multipliers)
+            plan += [('downscale', corrections)] if corrections else []
+    return plan
+
+
+def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
+    """The corrections of one of the requirements, as Torc's JSON has them."""
+    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
+    found: Dict[str, Any] = {
+        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
+        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
+    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
+    for correction in corrections:
+        found[f'{correction.resource}_adjusted'] = True
+        values = correction.original, correction.new, correction.peak
+        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
+                     if value is not None)
+    return found
+
+
+# -------- why jobs failed, and what may help --------
+
+LOST_RETRIES = 3        # a job that was lost so often, in all runs, is not run again by itself
+# The runner gives a job so much less than it asked for when the end of an allocation cuts it off: claims are
+# generous (8c), and what is left after the headroom is rounded down to a minute.
+CUT_OFF_S = CLAIM_GRACE_S + 120
+
+
+class FailureClass(Row):
+    """A kind of failure."""
+    meaning: str        # of a job
+    resource: str       # of ADJUSTMENT_KEYS that it lacked; '': none
+    is_retried: bool    # without being asked
+    count_key: str      # under which recover's JSON counts what is retried; those of Torc first
+
+
+FAILURE_CLASSES = {
+    'memory':  FailureClass('ran out of memory',                  'memory',  True,  'oom_fixed'),
+    'timeout': FailureClass('ran out of time',                    'runtime', True,  'timeout_fixed'),
+    'unknown': FailureClass('failed for a reason of its own',     '',        False, 'unknown_retried'),
+    'lost':    FailureClass('was lost with its runner or node',   '',        True,  'lost_retried'),
+    'cpu':     FailureClass('used more CPUs than it asked for',   'cpu',     False, 'cpu_retried'),
+}
+# What our runners write as the reason of an end, at its beginning: evidence of what it is.
+REASON_SIGNS = (
+    ('memory', re.escape(STEP_OUTCOMES['memory'].meaning) + r'|used \d+MB of memory, and its limit was '
+               r'|killed by the kernel for lack of memory '),
+    ('timeout', re.escape(STEP_OUTCOMES['timeout'].meaning)),
+    ('deadline', r"stopped: the runner's time is over"),
+    ('unknown', 'declared output files are missing: |' + re.escape(STEP_OUTCOMES['canceled'].meaning)),
+)
+STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'node': 'lost', 'preempted': 'lost'}
+
+
+class Failure(Row):
+    """A job that did not complete, and why."""
+    use: JobUse         # with its cause, where there is evidence
+    kind: str           # of FAILURE_CLASSES
+    evidence: str       # one sentence
+
+    @property
+    def job_id(self) -> int:
+        """The job."""
+        return self.use.job['id']
+
+
+def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
+    """(cause, sentence) from Slurm's state of its step, or what its runner wrote; ('', '') without any."""
+    result, reason = use.result, use.result.get('reason') or ''
+    cause = STEP_CAUSES.get(STEP_STATES.get(state, ''), '')
+    if cause:
+        return cause, f'Slurm says {state} of its step'
+    sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+    if sign == 'deadline':
+        # Cut off long before it had the time that it asked for, it needs no more of it.
+        is_early = seconds_of(result) + CUT_OFF_S < TIMEOUT_SHARE * limit_of('Runtime', use.needs)
+        sign = 'lost' if is_early else 'timeout'
+    if not sign and result['return_code'] == ORPHAN_RETURN_CODE:
+        return 'lost', reason or 'its runner went away'
+    return sign, reason if sign else ''
+
+
+def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] = None,
+                     cpus_count: bool = False) -> Failure:
+    """Why a job failed: by evidence, else by Torc's table of flags.
+
+    `state`: Slurm's word for the end of its step, where sacct was asked. `max_rss_bytes`: what the accounting
+    measured. `cpus_count`: too few CPUs are taken for a cause, too.
+    """
+    peak = max(use.result.get('peak_memory_bytes') or 0, max_rss_bytes or 0)
+    if peak:
+        use = use._replace(result=dict(use.result, peak_memory_bytes=peak))
+    cause, evidence = read_evidence(use, state)
+    use = use._replace(cause=cause)
+    if cause:
+        return Failure(use, cause, evidence)
+    found = explain_failure(use)
+    seen = f"return code {found['return_code']} after {report_duration(seconds_of(use.result))}"
+    if found.get('memory_violation'):
+        why = f"{found['peak_memory_formatted']} used, {found['configured_memory']} asked for" \
+            if found['oom_reason'] == 'memory_exceeded' else 'as when it is killed for memory'
+        return Failure(use, 'memory', f'{seen}: {why}')
+    if found.get('likely_timeout'):
+        return Failure(use, 'timeout', f"{seen}: {found.get('runtime_utilization', 'all')} of its runtime")
+    if cpus_count and found.get('likely_cpu_violation'):
+        why = f"{found['peak_cpu_percent']:.0f}% CPU used, {found['configured_cpus']} CPUs asked for"
+        return Failure(use, 'cpu', f'{seen}: {why}')
+    return Failure(use, 'unknown', use.result.get('reason') or seen)
+
+
+class Ceiling(Row):
+    """The longest time that a job can get."""
+    seconds: float
+    where: str          # what gives it: 'partition long', 'the walltime that was given'
+
+
+class Remedy(Row):
+    """New values for the requirements of some jobs."""
+    needs: Dict[str, Any]
+    job_ids: List[int]              # that get them
+    corrections: List[Correction]
+    is_split: bool                  # other jobs keep what they have
+
+    @property
+    def fields(self) -> Dict[str, Any]:
+        """The fields of the requirements that change."""
+        return {REQUIREMENT_FIELDS[item.resource]: item.new for item in self.corrections}
+
+
+class Remedies(Row):
+    """What is done about failures."""
+    changes: List[Remedy]
+    retried: List[Failure]
+    left: List[Tuple[Failure, str]]     # not run again, with the reason
+    notes: List[str]
+
+
+class RemedyRules(Row):
+    """What is asked for."""
+    multipliers: Multipliers
+    kinds: Sequence[str]                # of FAILURE_CLASSES that are retried
+    is_shared: bool = False             # requirements change for all jobs that have them
+    cpus_change: bool = False
+    ceiling_of: Callable[[Dict[str, Any]], Optional[Ceiling]] = lambda needs: None
+    losses: Dict[int, int] = {}         # job -> how often it was lost, where that is more than once
+
+
+def plan_remedies(failures: Sequence[Failure], sharers: Dict[int, List[int]],
+                  rules: RemedyRules) -> Remedies:
+    """Which jobs run again, and with what. `sharers`: requirements -> all jobs that have them."""
+    made = Remedies([], [], [], [])
+    groups = collections.defaultdict(list)      # type: Dict[Any, List[Failure]]
+    for failure in sorted(failures, key=lambda failure: failure.job_id):
+        reason = why_left(failure, rules)
+        if reason:
+            made.left.append((failure, reason))
+            continue
+        key = lacking(failure.use, rules)
+        groups[failure.use.needs['id'], () if rules.is_shared else key].append(failure)
+    for (needs_id, _), group in sorted(groups.items()):
+        corrections = correct_group(group, rules, made)
+        if corrections:
+            ids = sharers[needs_id] if rules.is_shared else [failure.job_id for failure in group]
+            made.changes.append(Remedy(group[0].use.needs, ids, corrections,
+                                       len(ids) < len(sharers[needs_id])))
+    made.retried.sort(key=lambda failure: failure.job_id)
+    return made
+
+
+def why_left(failure: Failure, rules: RemedyRules) -> str:
+    """Why a job is not run again, before its requirements are looked at; '' if it is."""
+    if failure.kind not in rules.kinds:
+        return FAILURE_CLASSES[failure.kind].meaning
+    losses = rules.losses.get(failure.job_id, 0)
+    if failure.kind == 'lost' and losses >= LOST_RETRIES and 'unknown' not in rules.kinds:
+        return f'was lost {losses} times: it may be what brings its node down'
+    return ''
+
+
+def lacking(use: JobUse, rules: RemedyRules) -> Tuple[str, ...]:
+    """The resources of which a job needs more."""
+    return tuple(item.resource for item in increase_all([use], rules))
+
+
+def increase_all(uses: Sequence[JobUse], rules: RemedyRules) -> List[Correction]:
+    """More of everything that one of these jobs lacked."""
+    multipliers = rules.multipliers
+    found = [increase_memory(uses, multipliers.memory),
+             increase_cpus(uses, multipliers.cpu) if rules.cpus_change else None,
+             increase_runtime(uses, multipliers.runtime)]
+    return [item for item in found if item]
+
+
+def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) -> List[Correction]:
+    """The corrections for jobs with the same requirements; adds the jobs to those that run again, or not."""
+    needs, corrections = group[0].use.needs, []
+    ceiling = rules.ceiling_of(needs)
+    for item in increase_all([failure.use for failure in group], rules):
+        if item.resource == 'runtime' and ceiling and parse_duration(item.new) > ceiling.seconds:
+            item = item._replace(new=format_duration(60 * int(ceiling.seconds // 60)))
+            names = first_of([use.job['name'] for use in item.uses])
+            if ceiling.seconds <= limit_of('Runtime', needs):
+                made.notes.append(f"{names}: {item.original} cannot become more, {ceiling.where} gives at "
+                                  f'most {item.new}')
+                continue
+            made.notes.append(f'{names}: gets no more time than {ceiling.where} gives, {item.new}')
+        corrections.append(item)
+    helped = {(item.resource, use.job['id']) for item in corrections for use in item.uses}
+    for failure in group:
+        lacked = FAILURE_CLASSES[failure.kind].resource
+        if not lacked or (lacked, failure.job_id) in helped or failure.use.is_stale \
+                or 'unknown' in rules.kinds or failure.use.job.get('supports_termination'):
+            made.retried.append(failure)
+        else:
+            made.left.append((failure, why_not_helped(failure, lacked, needs)))
+    return corrections
+
+
+def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
+    """Why a job that lacked a resource gets no more of it."""
+    meaning, field = FAILURE_CLASSES[failure.kind].meaning, REQUIREMENT_FIELDS[lacked]
+    if is_placeholder(needs):
+        return f'{meaning}, and asks for none: give it resource_requirements'
+    return f'{meaning}, and cannot get more than {field} {needs[field]}: make it smaller, or let it go on ' \
+           'from a checkpoint'
+
+
+def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
+    """A change of requirements as Torc's JSON has adjustments, and for which jobs."""
+    return dict(describe_adjustment('upscale', remedy.corrections), split=remedy.is_split,
+                changed_job_ids=remedy.job_ids)
 
 
 # ======== 17b. Regeneration: allocations for the jobs that are left ========
@@ -28369,6 +29484,169 @@ def regeneration_rows(demand: Demand, renewals: Sequence[Renewal], blocks: Seque
 #
 # The rules by which `watch` decides, apart from the calls that it takes: a state that is fed with what was
 # seen, and says what to do next.
+#
+# Each poll begins with what the server says (watch_workflow), and goes on with steps until one is `wait` or
+# `end`; after each the server is asked again. What Slurm does not say clearly is not evidence: nothing
+# follows from it.
+
+WATCH_STEPS = {
+    'wait':     'nothing is to be done until the next poll',
+    'look':     'ask Slurm which allocations are there, and clean up after those that are gone',
+    'count':    'ask the server for jobs that nothing is planned for',
+    'schedule': 'plan and submit allocations: for all jobs that are left, or those that were counted',
+    'recover':  'run what failed again, with what it lacked',
+    'end':      'there is nothing left to watch'}
+SLURM_LOOK_S = 60.0         # Slurm is not asked more often, however often the server is
+STANDSTILL_POLLS = 2        # so many polls in a row must see nobody at work, for one may be about to begin
+SCHEDULE_RETRY_S = 60.0     # after the first failure; twice as long after each further one, up to
+SCHEDULE_RETRY_MOST_S = 1800.0
+SCHEDULE_FAILURES = 6       # in a row, after which a workflow that stands still is given up
+
+
+class WatchRules(Row):
+    """What the options of `watch` ask for."""
+    recovers: bool = False
+    max_retries: Optional[int] = None       # recoveries; None: any number
+    asks_agent: bool = False                # to decide on jobs that are pending_failed
+    is_persistent: bool = False
+    is_once: bool = False                   # there is no next poll
+    schedules: bool = False
+    threshold: int = 5                      # unplanned jobs that are worth an allocation
+    cooldown_s: float = 1800.0              # between two times
+    stranded_s: float = 7200.0              # ... after which one job is enough; 0: never
+
+
+class WatchStep(Row):
+    """What is to be done now."""
+    name: str               # of WATCH_STEPS
+    reason: str = ''        # for people
+    exit: int = 0           # of an end
+
+
+class Watcher:
+    """Decides what is to be done about a workflow. Times are given, monotonic; nothing is called."""
+
+    def __init__(self, rules: WatchRules) -> None:
+        self.rules = rules
+        self.looked_at = -math.inf      # when Slurm was last asked
+        self.doubts = []                # type: List[str]  # what it left open then
+        self.still_polls = 0            # in a row that saw nobody at work
+        self.unplanned = None           # type: Optional[List[int]]  # jobs, in this poll; None: not asked
+        self.num_failures = 0           # of `schedule`, in a row, and
+        self.failure = ''               # ... the last one
+        self.retry_at = -math.inf       # `schedule` is left alone until then
+        self.refusal = None             # type: Optional[Tuple[int, str]]  # run and reason: no recovery
+
+    def begin_poll(self) -> None:
+        """A poll begins."""
+        self.unplanned = None
+        self.still_polls += 1
+
+    def next_step(self, now: float, seen: Dict[str, Any]) -> WatchStep:
+        """What to do, by the server's answer (WatchResponse)."""
+        status = seen['status']
+        counts, num_allocations = status['jobs_by_status'], scheduled_nodes(status)
+        is_active = any(counts[STATUS_NAMES[code]] for code in ACTIVE)
+        has_workers = bool(num_allocations or status['active_compute_nodes'])
+        if status['is_canceled']:
+            return WatchStep('end', 'the workflow was canceled', 1)
+        if (num_allocations or is_active and not has_workers) and now - self.looked_at >= SLURM_LOOK_S:
+            return WatchStep('look')
+        if has_workers or is_active:
+            self.still_polls = 0
+        if has_workers and is_over(counts):
+            return WatchStep('wait', 'all jobs have ended; runners and allocations are about to')
+        if is_over(counts):
+            return self.judge(seen, counts)
+        if has_workers or is_active:
+            return self.look_for_unplanned(now, seen, counts)
+        return self.judge_standstill(now, seen, counts)
+
+    def judge(self, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+        """All jobs have ended, and nobody is at work."""
+        is_undecided = counts['pending_failed'] > 0
+        if not has_failed(counts):
+            number = seen['status']['total_jobs']
+            return WatchStep('end', f'the workflow is complete: {number} jobs ended well')
+        if is_undecided and not self.rules.asks_agent:
+            return WatchStep('end', 'failed jobs wait for a decision: see `jobs classify`', 1)
+        if not self.rules.recovers and not is_undecided:
+            return WatchStep('end', 'jobs failed, and --recover was not given', 1)
+        if self.refusal is not None and self.refusal[0] == seen['run_id']:
+            return WatchStep('end', f'what failed is not run again: {self.refusal[1]}', 1)
+        is_used_up = self.rules.max_retries is not None and seen['recoveries'] >= self.rules.max_retries
+        if is_used_up and not seen['is_begun']:     # one that was killed is finished
+            return WatchStep('end', f"jobs failed again after {seen['recoveries']} recoveries "
+                             '(--max-retries)', 1)
+        return WatchStep('recover', f'jobs failed: recovery {seen["recoveries"] + (not seen["is_begun"])}')
+
+    def look_for_unplanned(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+        """Jobs are left, and so are runners or allocations: is any job not among what these are for?"""
+        since_s = seen['now'] - (seen['began_at'] if seen['scheduled_at'] is None else seen['scheduled_at'])
+        is_due = self.rules.schedules and since_s >= self.rules.cooldown_s and now >= self.retry_at
+        if not is_due or not counts['ready']:
+            return WatchStep('wait', '; '.join(self.doubts))
+        if self.unplanned is None:
+            return WatchStep('count')
+        number, is_stranded = len(self.unplanned), 0 < self.rules.stranded_s <= since_s
+        if number < self.rules.threshold and not (number and is_stranded):
+            return WatchStep('wait', '; '.join(self.doubts))
+        return WatchStep('schedule', f'{number} ready jobs are in no plan')
+
+    def judge_standstill(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+        """Jobs are left, and nobody is at work."""
+        unserved = seen['status'].get('unserved_ready_labels') or {}
+        number = counts['ready'] - sum(unserved.values())
+        is_ours = self.rules.recovers and seen['is_recovered']
+        if number > 0 and (self.rules.schedules or is_ours) and seen['has_scheduler']:
+            is_given_up = self.num_failures >= SCHEDULE_FAILURES and not self.rules.is_persistent
+            if now >= self.retry_at and not is_given_up:
+                return WatchStep('schedule', f'{number} jobs are ready, and there is no allocation')
+            if not (is_given_up or self.rules.is_once):
+                return WatchStep('wait', f'no allocations: {self.failure}')
+            return WatchStep('end', f'no allocations: {self.failure}', 1)
+        labels = ''.join(f'; {count} are for runners with label {name}' for name, count in unserved.items())
+        reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
+        if self.rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not self.rules.is_once:
+            return WatchStep('wait', reason)
+        return WatchStep('end', reason, 1)
+
+    # -------- what came of a step --------
+
+    def on_look(self, now: float, doubts: Sequence[str]) -> None:
+        """Slurm was asked."""
+        self.looked_at, self.doubts = now, list(doubts)
+
+    def on_count(self, job_ids: Sequence[int]) -> None:
+        """The server was asked for jobs without a plan."""
+        self.unplanned = list(job_ids)
+
+    def on_schedule(self, now: float, failure: str) -> None:
+        """Allocations were submitted, or why not."""
+        self.num_failures = self.num_failures + 1 if failure else 0
+        pause_s = min(SCHEDULE_RETRY_S * 2 ** (self.num_failures - 1), SCHEDULE_RETRY_MOST_S)
+        self.failure, self.retry_at = failure, now + pause_s if failure else -math.inf
+
+    def on_recover(self, run_id: int, refusal: str) -> None:
+        """What failed in a run was reset, or why not."""
+        self.refusal = run_id, refusal or 'nothing came of it'
+
+
+def scheduled_nodes(status: Dict[str, Any]) -> int:
+    """Allocations that wait or are at work, by a workflow's status."""
+    return status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+
+
+def is_over(counts: Dict[str, int]) -> bool:
+    """Whether no job is left that might run by itself: what is blocked then waits for a decision."""
+    left = [row.name for row in STATUSES if not row.is_done and counts[row.name]]
+    return not left or 'pending_failed' in left and set(left) <= {'pending_failed', 'blocked'}
+
+
+def describe_left(counts: Dict[str, int]) -> str:
+    """'2 blocked, 1 ready': the jobs that are not done."""
+    return ', '.join(f'{counts[row.name]} {row.name}' for row in STATUSES
+                     if not row.is_done and counts[row.name])
 
 
 # ======== 19. Rendering: values -> text for people and programs ========
@@ -29066,296 +30344,9 @@ def format_progress(counts: Dict[str, int], finished: int, elapsed_s: float, sty
     return bar + line if style.is_terminal and len(bar + line) < style.width else line
 
 
-# ======== 19a. Reports: what jobs used beside what they asked for, and errors in logs ========
+# ======== 19a. Reports: errors in logs ========
 #
-# Functions from values to values: comparisons, corrections, findings in logs. They know results and
-# resource requirements as the API has them, and neither sessions nor files.
-#
-# A figure that was not measured is None and proves nothing; neither does a peak of 0, which Torc stores
-# for a job that ended before its first sample. The placeholder requirements of jobs that name none are
-# no limit. Requirements are shared: what one job needs, all jobs that have them get.
-
-PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
-OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
-CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
-LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
-# What downsizing must save to be worth another requirement; as in Torc.
-LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
-TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
-
-
-class JobUse(Row):
-    """A job, its requirements, and the result that is looked at."""
-    job: Dict[str, Any]
-    needs: Dict[str, Any]
-    result: Dict[str, Any]
-    is_stale: bool = False      # the requirements were changed since: what it was killed for is not known
-
-
-class Comparison(Row):
-    """One resource of one job: what it asked for and used at most, in the same unit."""
-    use: JobUse
-    resource: str       # key of MEASURES
-    limit: float
-    used: float
-
-    @property
-    def over_percent(self) -> float:
-        """By how much of the limit more was used; 0 below it."""
-        return max(0.0, round((self.used / self.limit - 1) * 100, 6))
-
-
-class Measure(Row):
-    """A resource as reports show it."""
-    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
-    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
-    show: Callable[[float], str]
-
-
-def report_memory(value_bytes: float) -> str:
-    """Bytes -> '100.0 MB' or '8.00 GB', as in Torc's reports."""
-    megabytes = value_bytes / 1024 ** 2
-    return f'{megabytes:.1f} MB' if megabytes < 1024 else f'{megabytes / 1024:.2f} GB'
-
-
-def report_duration(value_s: float) -> str:
-    """Seconds -> '12.3s', '2m 5s' or '2h 45m 0s', as in Torc's reports."""
-    hours, minutes, seconds = int(value_s // 3600), int(value_s // 60 % 60), int(value_s % 60)
-    if hours:
-        return f'{hours}h {minutes}m {seconds}s'
-    return f'{minutes}m {seconds}s' if minutes else f'{value_s:.1f}s'
-
-
-def seconds_of(result: Dict[str, Any]) -> float:
-    """How long an attempt ran."""
-    return result['exec_time_minutes'] * 60
-
-
-MEASURES = {
-    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
-                      lambda result: result.get('peak_memory_bytes'), report_memory),
-    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
-                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
-    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
-}
-
-
-def is_placeholder(needs: Dict[str, Any]) -> bool:
-    """Whether requirements are those of jobs that name none."""
-    return all(needs.get(key) == DEFAULT_REQUIREMENTS[key] for key in PLACEHOLDER_KEYS)
-
-
-def limit_of(resource: str, needs: Dict[str, Any]) -> float:
-    """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
-    try:
-        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
-    except ValueError:
-        return 0.0
-
-
-def compare_use(use: JobUse) -> List[Comparison]:
-    """A job's resources that have a limit and were measured."""
-    found = []
-    for resource, measure in MEASURES.items():
-        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
-        if limit > 0 and used is not None:
-            found.append(Comparison(use, resource, limit, used))
-    return found
-
-
-def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
-    """A comparison as Torc's JSON has it."""
-    use, show = comparison.use, MEASURES[comparison.resource].show
-    specified = show(comparison.limit)
-    if comparison.resource == 'CPU':
-        specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
-    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
-            'specified': specified, 'peak_used': show(comparison.used),
-            'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
-
-
-def find_memory_violation(use: JobUse) -> str:
-    """Why a job seems to have needed more memory, in Torc's word; '' if it does not.
-
-    Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
-    of the runtime counts as well.
-    """
-    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
-    if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
-        return 'memory_exceeded'
-    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
-    return 'sigkill_137' if is_killed and (not seconds
-                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
-
-
-def explain_failure(use: JobUse) -> Dict[str, Any]:
-    """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
-    needs, result = use.needs, use.result
-    peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
-    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
-    is_timeout = result['return_code'] == TERMINATED_CODES['time']
-    oom = find_memory_violation(use)
-    found = {
-        'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
-        'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
-        'configured_runtime': needs['runtime'], 'configured_cpus': needs['num_cpus'],
-        'peak_memory_bytes': peak, 'peak_memory_formatted': None if peak is None else report_memory(peak),
-        'memory_violation': bool(oom) or None, 'oom_reason': oom or None,
-        'memory_over_utilization': f'+{(peak / limit - 1) * 100:.1f}%' if oom == 'memory_exceeded' else None,
-        'likely_timeout': is_timeout or 0 < TIMEOUT_SHARE * runtime_s < ran_s or None,
-        'timeout_reason': 'sigxcpu_152' if is_timeout else None,
-        'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
-        'likely_runtime_violation': 0 < runtime_s < ran_s or None,
-        'peak_cpu_percent': cpu_percent,
-        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-# -------- corrections --------
-
-class Multipliers(Row):
-    """By how much more than was seen is asked for."""
-    memory: float
-    cpu: float
-    runtime: float
-
-
-class Correction(Row):
-    """One resource of requirements, as it is and as it should be."""
-    resource: str               # 'memory', 'cpu' or 'runtime'
-    uses: List[JobUse]          # the jobs because of which
-    original: Any
-    new: Any
-    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
-
-
-ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
-    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
-    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
-    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
-}
-
-
-def round_memory_up(value_bytes: float) -> str:
-    """Bytes -> the next whole g, m or k: 13g, 300m."""
-    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
-    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
-
-
-def round_runtime_up(value_s: float) -> str:
-    """Seconds -> the next whole minute: PT2H5M."""
-    return format_duration(60 * max(1, math.ceil(value_s / 60)))
-
-
-def cpus_for(percent: float, multiplier: float) -> int:
-    """CPUs that are enough for a peak."""
-    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
-
-
-def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More memory, if one of the jobs needed more than it asked for."""
-    found = [(use, find_memory_violation(use)) for use in uses]
-    over = [use for use, reason in found if reason]
-    if not over:
-        return None
-    limit = limit_of('Memory', over[0].needs)
-    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
-               default=None)
-    is_guess = any(reason == 'sigkill_137' for _, reason in found)
-    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
-    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
-
-
-def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More CPUs, if one of the jobs kept more busy than it asked for."""
-    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
-            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
-    if not over:
-        return None
-    peak = max(use.result['peak_cpu_percent'] for use in over)
-    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
-
-
-def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More time, if one of the jobs took more than it asked for, or was killed for it."""
-    over, wanted_s, peak_s = [], 0.0, 0.0
-    for use in uses:
-        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
-        is_timeout = use.result['return_code'] == TERMINATED_CODES['time'] and not use.is_stale
-        if limit_s and (is_timeout or ran_s > limit_s):
-            over.append(use)
-            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
-            peak_s = max(peak_s, ran_s)
-    if not over:
-        return None
-    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
-
-
-def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
-             multipliers: Multipliers) -> List[Correction]:
-    """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
-    needs, found = uses[0].needs, []
-    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
-    percent_seen = [result.get('peak_cpu_percent') for result in seen]
-    limit = limit_of('Memory', needs)
-    if limit and all(bytes_seen):
-        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
-        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
-            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
-    limit = limit_of('CPU', needs)
-    if limit and all(percent_seen):
-        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
-        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
-            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
-    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
-    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
-    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
-        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
-    return found
-
-
-def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
-                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
-    """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
-
-    `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
-    is downsized. `sharers`: requirements -> how many jobs have them: all must have been seen to do that.
-    """
-    groups: Dict[int, List[JobUse]] = {}
-    for use in uses:
-        groups.setdefault(use.needs['id'], []).append(use)
-    plan = []
-    for needs_id, group in sorted(groups.items()):
-        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
-              increase_runtime(group, multipliers.runtime)]
-        corrections = [correction for correction in up if correction]
-        if corrections:
-            plan.append(('upscale', corrections))
-        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
-                                                                       for use in group):
-            runs = {(use.job['id'], use.result['run_id']) for use in group}
-            seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
-            corrections = decrease(group, seen, multipliers)
-            plan += [('downscale', corrections)] if corrections else []
-    return plan
-
-
-def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Dict[str, Any]:
-    """The corrections of one of the requirements, as Torc's JSON has them."""
-    uses = {use.job['id']: use for correction in corrections for use in correction.uses}
-    found: Dict[str, Any] = {
-        'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
-        'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
-    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
-    for correction in corrections:
-        found[f'{correction.resource}_adjusted'] = True
-        values = correction.original, correction.new, correction.peak
-        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
-                     if value is not None)
-    return found
-
-
-# -------- errors in logs --------
+# Functions from values to values: findings in logs, which know neither sessions nor files.
 #
 # Each line has the first class of the table that it matches. The patterns are whole messages of the
 # programs that write them (errno texts of glibc, Slurm, Python, CUDA, MPI), not words that ordinary
@@ -30216,6 +31207,7 @@ TASK_PAUSE_S = 1.0          # longest between looks at a task
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
+RUNNER_COMMANDS = ('run', 'exec', 'slurm-job-runner')
 MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new')     # they make a database where there is none
 
 Arguments = Dict[str, Any]
@@ -30251,6 +31243,7 @@ class Session:
             client = Client.find(self.options['url'] or '', self.database or '', '', tls, self.credentials)
             if is_reading:
                 client.check_exists()
+            client.will_need_server = self.command.name in RUNNER_COMMANDS
             client.reconnect()
             self._client = client
             self._client.snapshot_interval_s = interval_s
@@ -30456,6 +31449,76 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     if word not in {str(item['id']) for item in own}:
         raise BadInput(printable(f'{word!r} is not one of these ids'))
     return int(word)
+
+
+def parse_number(text: str) -> int:
+    """A whole number."""
+    if not re.match(r'-?[0-9]{1,18}\Z', text):
+        raise ValueError(f'{text!r} is not a whole number')
+    return int(text)
+
+
+def parse_id(text: str) -> int:
+    """An id: a whole number from 1."""
+    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
+        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
+    return int(text)
+
+
+def parse_ids(text: str) -> List[int]:
+    """'3,5' -> [3, 5]."""
+    return [parse_id(word.strip()) for word in text.split(',')]
+
+
+def parse_factor(text: str) -> float:
+    """A multiplier of what was seen: 1 or more."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= 1000:
+        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
+    return value
+
+
+def parse_time_span(text: str) -> int:
+    """A walltime as sbatch takes it, or as people write it -> seconds."""
+    return parse_walltime(normalize_walltime(text))
+
+
+def parse_percent(text: str) -> float:
+    """Percent, without the sign."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_INTEGER:
+        raise ValueError(f'{text!r} is not a number of percent, such as 5')
+    return value
+
+
+def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
+    """A parser of values with commas between them."""
+    return lambda text: list(map(parse, text.split(',')))
+
+
+def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
+    """A parser of numbers that are not below `least`."""
+    def read(text: str) -> Any:
+        value = parse(text)
+        if value < least:
+            raise ValueError(f'{text} is less than {least:g}')
+        return value
+    return read
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """A parser of one of several words."""
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
+        return text
+    return read
 
 
 def command_line(session: Session, *words: Any) -> str:
@@ -32018,7 +33081,6 @@ def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, Fi
 
 COMPARISON_COLUMNS = ('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share')
 CORRECTION_WORDS = {'memory': 'Memory', 'cpu': 'CPUs', 'runtime': 'Runtime'}
-REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
 
 
 def list_requirements(session: Session, workflow_id: int) -> Dict[int, Dict[str, Any]]:
@@ -34218,6 +35280,7 @@ def format_synced(found: Dict[str, Any]) -> str:
                  f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
     return format_lines(lines)
 
+
 # -------- slurm regenerate --------
 
 class Regeneration(Row):
@@ -34410,11 +35473,737 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
     return format_lines(lines)
 
 
+# -------- decisions about failures --------
+
+def cmd_classify(session: Session, args: Arguments) -> int:
+    """Decide about the failure of a pending_failed job."""
+    if args['action'] == 'fail' and (args['memory'] or args['runtime']):
+        raise BadInput('--memory and --runtime go with retry')
+    job = session.job(args['job_id'])
+    decision = {key: value for key, value in args.items() if value is not None}
+    found = session.call('classify_jobs', {'classifications': [decision]}, workflow_id=job['workflow_id'])
+    run = command_line(session, 'run', job['workflow_id'])
+    text = f"Job {job['name']} is to be run again: a runner takes it (or: {run})\n" if found['retried'] else \
+        f"Job {job['name']} has failed\n"
+    session.answer(found, text)
+    return 0
+
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
 #
 # Order: orphans, preconditions, diagnosis, choice, hook; then one request changes everything, and new
 # allocations are submitted. Killed anywhere, a second call finishes it.
+#
+# `watch` calls the same without questions. Requirements that jobs share are copied for those that lacked
+# something, so that the others stay as they are; a job that already has all the time that there is, is left.
+
+RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
+RECOVER_ROWS_SHOWN = 500        # of a class of failures
+AGENT_WORDS = {'claude': ['--print'], 'gh': ['copilot', 'suggest']}     # of programs that take a prompt
+AGENT_LIMIT_S = 3600.0
+FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
+
+
+class RecoverOptions(Row):
+    """What `recover` is asked for."""
+    output_dir: str = DEFAULT_OUTPUT_DIR
+    memory_multiplier: float = 1.5
+    runtime_multiplier: float = 1.5
+    cpu_multiplier: Optional[float] = None      # None: CPUs stay as they are
+    retry_unknown: bool = False
+    recovery_hook: Optional[str] = None
+    is_dry_run: bool = False
+    is_shared: bool = False         # requirements change for all jobs that share them
+    account: Optional[str] = None
+    profile: Optional[str] = None
+    partition: Optional[str] = None
+    walltime: Optional[int] = None  # of new allocations, seconds
+    ai_recovery: bool = False
+    ai_agent: Optional[str] = None  # command of a program that takes a prompt as its last word
+    settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
+
+    @property
+    def kinds(self) -> List[str]:
+        """The classes of failures that are retried."""
+        takes_all = self.retry_unknown or bool(self.recovery_hook)
+        asked = {'unknown': takes_all, 'cpu': takes_all or self.cpu_multiplier is not None}
+        return [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
+
+
+class SchedulerChoice(Row):
+    """Allocations of a scheduler that is there, in place of planned ones."""
+    scheduler: Dict[str, Any]
+    count: int
+    walltime: Optional[int] = None      # seconds; other than the scheduler's: of a copy of it
+    is_per_node: bool = False           # one worker on each node
+
+
+class Recovery:
+    """One call of recover: what it finds, what it is going to do, and what it has done."""
+
+    def __init__(self, session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> None:
+        self.session = session
+        self.workflow = workflow
+        self.options = options
+        self.multipliers = Multipliers(options.memory_multiplier, options.cpu_multiplier or 1.0,
+                                       options.runtime_multiplier)
+        self.kinds = options.kinds
+        self.cpus_change = options.cpu_multiplier is not None
+        self.mode = 'local'                     # slurm, remote, local
+        self.cleaned: Dict[str, Any] = {}       # see clean_up_allocations
+        self.jobs: List[Dict[str, Any]] = []
+        self.uses: List[JobUse] = []            # of all that ended
+        self.failures: List[Failure] = []
+        self.num_left = 0                       # jobs that wait, with nobody to run them
+        self.is_resumed = False                 # an earlier call was killed before it submitted
+        self.choice: Optional[SchedulerChoice] = None
+        self.remedies = Remedies([], [], [], [])
+        self.preview: Dict[str, Any] = {}       # what the server would do, or has done
+        self.slurm_plan: Optional[Dict[str, Any]] = None
+        self.submitted: Optional[Dict[str, Any]] = None
+        self._partitions: Optional[List[Partition]] = None
+
+    @property
+    def workflow_id(self) -> int:
+        """The workflow."""
+        return self.workflow['id']
+
+    # -------- what there is --------
+
+    def look(self) -> None:
+        """Clean up, check the preconditions, and find out why jobs failed. Refused if there is no use."""
+        self.session.client.need_server()       # it ends the jobs of runners that were killed
+        self.clean_up()
+        self.decide_undecided()
+        self.workflow = self.session.workflow(self.workflow_id)
+        status = self.session.call('get_workflow_status', workflow_id=self.workflow_id)
+        self.mode = self.find_mode()
+        self.refuse_at_work(status)
+        self.jobs = self.session.items('list_jobs', workflow_id=self.workflow_id)
+        self.diagnose()
+        counts = status['jobs_by_status']
+        self.num_left = counts['ready'] + counts['blocked'] + self.cleaned.get('jobs_requeued', 0)
+        if not self.failures:
+            self.refuse_without_failures(counts)
+
+    def clean_up(self) -> None:
+        """Set right what dead allocations and runners left; what fails here is only told."""
+        try:
+            self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
+        except (Refused, BadInput) as error:
+            self.session.report(f'warning: {error.message}')
+        for doubt in self.cleaned.get('doubts', ()):
+            self.session.report(printable_line(f'warning: {doubt}'))
+
+    def decide_undecided(self) -> None:
+        """Let an agent classify failures that wait for a decision, or tell how it is done."""
+        jobs = self.session.items('list_jobs', workflow_id=self.workflow_id, status='pending_failed')
+        if jobs and self.options.ai_recovery and not self.options.is_dry_run:
+            run_agent(self.session, self.workflow, self.options, jobs)
+            jobs = self.session.items('list_jobs', workflow_id=self.workflow_id, status='pending_failed')
+        if jobs:
+            names = first_of([f"{job['id']} ({job['name']})" for job in jobs], CANDIDATES_SHOWN)
+            decide = command_line(self.session, 'jobs', 'classify', jobs[0]['id'], 'retry', '--reason',
+                                  'TEXT')
+            self.session.report(printable_line(f'{len(jobs)} failed jobs wait for a decision: {names}'),
+                                f'retry or fail each: {decide}')
+
+    def find_mode(self) -> str:
+        """How the workflow runs: where it had allocations it gets new ones."""
+        workflow_id = self.workflow_id
+        if self.session.items('list_scheduled_compute_nodes', 1, workflow_id=workflow_id):
+            return 'slurm'
+        workers = self.session.call('list_remote_workers', workflow_id=workflow_id)
+        return 'remote' if workers else 'local'
+
+    def refuse_at_work(self, status: Dict[str, Any]) -> None:
+        """Refuse while anybody works on the workflow, or will."""
+        counts, alive = status['jobs_by_status'], self.cleaned.get('alive')
+        pending, active = status['pending_scheduled_nodes'], status['active_scheduled_nodes']
+        if alive is not None:       # a dry run has cleaned nothing
+            pending, active = alive['pending'], alive['active']
+        gone = self.options.is_dry_run and bool(self.cleaned.get('compute_nodes_deactivated'))
+        nodes = 0 if gone and not active else status['active_compute_nodes']
+        jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
+        if pending and self.was_killed():
+            pending -= len([row for row in self.session.items(
+                'list_scheduled_compute_nodes', workflow_id=self.workflow_id, status='pending')
+                if not row['scheduler_id']])
+        found = [f'{number} {words}' for number, words in (
+            (nodes, 'compute nodes at work'), (active, 'allocations active'),
+            (pending, 'allocations pending'), (jobs, 'jobs running')) if number > 0]
+        if found:
+            raise Refused(f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs "
+                          f"to finish or use '{command_line(self.session, 'cancel', self.workflow_id)}'")
+
+    def was_killed(self) -> bool:
+        """Whether an earlier call has begun this run, and was killed before it had submitted anything."""
+        events = self.session.items('list_events', workflow_id=self.workflow_id, category='recovery')
+        done = {event['data'].get('action') for event in events
+                if event['data'].get('run_id') == self.workflow.get('run_id')}
+        return 'recover' in done and 'recover_submitted' not in done
+
+    def refuse_without_failures(self, counts: Dict[str, int]) -> None:
+        """Nothing failed: go on only where jobs are left that had been begun."""
+        results = self.session.items('list_results', 1, workflow_id=self.workflow_id, all_runs=True)
+        if counts['uninitialized'] or self.num_left and not results:
+            raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
+                          f"'{command_line(self.session, 'cancel', self.workflow_id)}' (it has not begun: "
+                          f"'{command_line(self.session, 'run', self.workflow_id)}', or `submit`, starts it)")
+        if not self.num_left:
+            told = [f'{counts[key]} {words}' for key, words in (
+                ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled, which '
+                 '`run --retry-failed` takes up, and recover does not')) if counts[key]]
+            raise Refused('; '.join(['Cannot recover: no job failed', *told]))
+        self.is_resumed = True
+
+    def diagnose(self) -> None:
+        """Find out why jobs failed: by what Slurm and the runners said, else by Torc's table."""
+        session, number = self.session, self.workflow_id
+        needs = list_requirements(session, number)
+        newest = {item['job_id']: item for item in session.items('list_results', workflow_id=number,
+                                                                 sort_by='id')}
+        lost = {item['job_id']: item.get('reason') or '' for item in self.cleaned.get(
+            'failed_job_details', ())} if self.options.is_dry_run else {}
+        uses = []
+        for job in self.jobs:
+            if job['id'] in lost:
+                newest[job['id']] = lost_result(job, lost[job['id']])
+            elif job['status'] in RECOVERED_STATUSES:
+                newest.setdefault(job['id'], lost_result(job, ''))
+            if job['id'] in newest and job.get('resource_requirements_id') in needs:
+                uses.append(JobUse(job, needs[job['resource_requirements_id']], newest[job['id']]))
+        self.uses = [use for use in mark_stale(session, number, uses)
+                     if use.result['status'] in ('completed', *RECOVERED_STATUSES)]
+        failed = [use for use in self.uses if use.job['id'] in lost
+                  or use.job['status'] in RECOVERED_STATUSES]
+        if not failed:
+            return
+        sizes = {(item['job_id'], item['run_id'], item['attempt_id']): item.get('max_rss_bytes')
+                 for item in session.items('list_slurm_stats', workflow_id=number)}
+        states = self.ask_states([use for use in failed if not read_evidence(use)[0]])
+        for use in failed:
+            key = use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)
+            self.failures.append(classify_failure(use, states.get(key, ''), sizes.get(key), True))
+
+    def ask_states(self, uses: Sequence[JobUse]) -> Dict[Tuple[int, int, int], str]:
+        """What sacct says of the steps of attempts of which nobody has said how they ended."""
+        job_ids = list_allocations(self.session, self.workflow_id) if uses and self.mode == 'slurm' else []
+        if not job_ids or not has_slurm_program('sacct'):
+            return {}
+        try:
+            accounts = ask_accounts(self.session, self.workflow_id, job_ids)
+        except Refused as error:
+            self.session.report(f'warning: {error.message}')
+            return {}
+        states = {account.name: parse_slurm_state(account.state) for account in accounts if account.step}
+        keys = [(use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)) for use in uses]
+        named = {key: f'wf{self.workflow_id}_j{key[0]}_r{key[1]}_a{key[2]}' for key in keys}
+        return {key: states[name] for key, name in named.items() if states.get(name)}
+
+    # -------- what is to be done --------
+
+    def plan(self) -> None:
+        """Work out all that is to be done, and let all that can fail do so before anything changes."""
+        self.remedies = plan_remedies(self.failures, self.sharers(), self.rules())
+        if self.mode == 'slurm' and not self.options.is_dry_run:
+            refuse_without_sbatch()
+        if not self.remedies.retried and not self.num_left:
+            if not self.options.is_dry_run:
+                self.refuse_nothing()
+            return
+        if not self.is_resumed:
+            self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
+                                             dry_run=True)
+        if self.mode != 'slurm':
+            return
+        if self.choice is not None:
+            check_scheduler(self.workflow, self.chosen_scheduler(), self.settings())
+            return
+        self.refuse_misfits()
+        overrides = {number: change.fields for change in self.remedies.changes for number in change.job_ids}
+        self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
+            include_job_ids=self.preview.get('to_run', ()), overrides=overrides, is_dry_run=True))
+
+    def sharers(self) -> Dict[int, List[int]]:
+        """Requirements -> the jobs that have them."""
+        found = collections.defaultdict(list)   # type: Dict[int, List[int]]
+        for job in self.jobs:
+            found[job.get('resource_requirements_id') or 0].append(job['id'])
+        return found
+
+    def rules(self) -> RemedyRules:
+        """What may be done about the failures."""
+        losses = collections.Counter()      # type: collections.Counter[int]
+        if any(failure.kind == 'lost' for failure in self.failures):
+            losses.update(item['job_id'] for item in self.session.items(
+                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True))
+        return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
+                           self.find_ceiling(), losses)
+
+    def find_ceiling(self) -> Callable[[Dict[str, Any]], Optional[Ceiling]]:
+        """How much time jobs can get: of the allocations to come, END_S before their end."""
+        walltime = self.options.walltime
+        if self.mode != 'slurm' or not any(lacking(failure.use, RemedyRules(self.multipliers, self.kinds))
+                                           for failure in self.failures):
+            return lambda needs: None
+        if self.choice is not None:
+            walltime = parse_walltime(self.chosen_scheduler()['walltime'])
+        if walltime is not None:
+            return lambda needs: Ceiling(walltime - END_S, 'the walltime of the allocations')
+        return functools.partial(longest_partition, self.partitions())
+
+    def partitions(self) -> List[Partition]:
+        """Where new allocations may be."""
+        if self._partitions is None:
+            self._partitions = chosen_partitions(chosen_profile(self.session, self.options.profile),
+                                                 self.options.partition)
+        return self._partitions
+
+    def refuse_misfits(self) -> None:
+        """Refuse corrections that no partition can satisfy: nothing is changed for some of the jobs only."""
+        for change in self.remedies.changes:
+            kind = read_resource_class(dict(change.needs, **change.fields))
+            if not fitting_partitions(self.partitions(), kind):
+                names = first_of([use.job['name'] for item in change.corrections for use in item.uses])
+                raise BadInput(printable_line(
+                    f'{names} would fit no partition: {explain_misfit(self.partitions(), kind)}; give a '
+                    'smaller multiplier, or make the jobs smaller'))
+
+    def refuse_nothing(self) -> None:
+        """Nothing is retried: say why, and what would."""
+        reasons = collections.Counter(reason for _, reason in self.remedies.left)
+        told = '; '.join(f"{count} {'job' if count == 1 else 'jobs'} {reason}"
+                         for reason, count in reasons.most_common(CANDIDATES_SHOWN))
+        raise Refused(printable_line(f'nothing to retry: {told}. --retry-unknown runs them again all the '
+                                     'same; canceled jobs are not recovered automatically'))
+
+    def request(self) -> Dict[str, Any]:
+        """Body of recover_jobs."""
+        options = self.options
+        event = {'mode': self.mode, 'memory_multiplier': options.memory_multiplier,
+                 'runtime_multiplier': options.runtime_multiplier, 'counts': self.count_retried(),
+                 'scheduler': None if self.choice is None else {
+                     'scheduler_id': self.choice.scheduler['id'], 'num_allocations': self.choice.count}}
+        changes = [dict(change.fields, from_id=change.needs['id'], job_ids=change.job_ids)
+                   for change in self.remedies.changes]
+        return {'run_id': self.workflow.get('run_id') or 0,
+                'reset': [failure.job_id for failure in self.remedies.retried], 'requirements': changes,
+                'event': event, 'files': file_times(self.session.client, self.workflow)}
+
+    def settings(self) -> Dict[str, Any]:
+        """How allocations are submitted."""
+        unset = dict.fromkeys(('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs'))
+        per_node = self.choice is not None and self.choice.is_per_node
+        return self.options.settings or submission_settings(dict(
+            unset, output_dir=self.options.output_dir, start_one_worker_per_node=per_node))
+
+    def regenerate_options(self) -> RegenerateOptions:
+        """What new allocations are planned and submitted with."""
+        options = self.options
+        return RegenerateOptions(account=options.account, profile=options.profile, walltime=options.walltime,
+                                 partition=options.partition, is_cleaned=True, settings=self.settings())
+
+    def chosen_scheduler(self) -> Dict[str, Any]:
+        """The chosen scheduler, or the copy that is going to be made of it."""
+        assert self.choice is not None
+        scheduler, walltime = self.choice.scheduler, self.choice.walltime
+        if walltime is None:
+            return scheduler
+        name = f"{scheduler.get('name') or 'scheduler'}_recovery"
+        return dict(scheduler, name=name, walltime=format_walltime(walltime))
+
+    # -------- doing it --------
+
+    def carry_out(self) -> None:
+        """The hook, which may veto; then the change; then the allocations."""
+        unknown = [failure for failure in self.remedies.retried if failure.kind == 'unknown']
+        if self.options.recovery_hook and unknown:
+            run_hook(self.session, self.workflow, self.options.recovery_hook)
+        if not self.is_resumed:
+            self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
+            self.workflow = self.session.workflow(self.workflow_id)
+        if self.mode == 'slurm':
+            self.submit()
+
+    def submit(self) -> None:
+        """Submit allocations for what is left, and note that it was done."""
+        os.makedirs(self.settings()['output_dir'], exist_ok=True)
+        if self.choice is None:
+            self.submitted = regenerate_workflow(self.session, self.workflow,
+                                                 self.regenerate_options()._replace(submits=True))
+        else:
+            self.submitted = self.submit_chosen()
+        self.session.call('create_event', {'workflow_id': self.workflow_id, 'data': {
+            'category': 'recovery', 'action': 'recover_submitted', 'run_id': self.workflow.get('run_id'),
+            'message': f'Submitted allocations of workflow {self.workflow_id}'}})
+
+    def submit_chosen(self) -> Dict[str, Any]:
+        """Submit allocations of the chosen scheduler, or of a copy with another walltime."""
+        assert self.choice is not None
+        scheduler = self.chosen_scheduler()
+        if self.choice.walltime is not None:
+            body = {key: value for key, value in scheduler.items() if key != 'id'}
+            scheduler = self.session.call('create_slurm_scheduler', body)
+        due = [action['id'] for action in due_schedules(self.session, self.workflow_id)]
+        disable_schedules(self.session, self.workflow, due)
+        outcome = submit_allocations(self.session, self.workflow, {
+            'settings': self.settings(), 'scheduler_config_id': scheduler['id'], 'count': self.choice.count})
+        if outcome.refusals and not outcome.numbers:
+            raise Refused(f'no allocation of workflow {self.workflow_id} was submitted: '
+                          f'{outcome.refusals[0]}')
+        return {'allocations_submitted': len(outcome.numbers), 'slurm_job_ids': outcome.numbers,
+                'warnings': outcome.refusals, 'scheduler_id': scheduler['id']}
+
+    # -------- telling it --------
+
+    def count_retried(self) -> Dict[str, int]:
+        """Jobs that run again, by the keys of Torc's JSON."""
+        counts = collections.Counter(failure.kind for failure in self.remedies.retried)
+        return {row.count_key: counts[kind] for kind, row in FAILURE_CLASSES.items()}
+
+    def describe(self) -> Dict[str, Any]:
+        """The answer of `recover`: Torc's keys, and ours behind them."""
+        counts, options = self.count_retried(), self.options
+        result = {key: counts.pop(key) for key in ('oom_fixed', 'timeout_fixed', 'unknown_retried')}
+        result['other_failures'] = sum(failure.kind in ('unknown', 'cpu') for failure in self.failures)
+        result['jobs_to_retry'] = [failure.job_id for failure in self.remedies.retried]
+        if self.remedies.changes:
+            result['adjustments'] = list(map(describe_remedy, self.remedies.changes))
+        if self.slurm_plan is not None and options.is_dry_run:
+            result['slurm_dry_run'] = self.slurm_plan
+        result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, not_retried=[
+            {'job_id': failure.job_id, 'job_name': failure.use.job['name'], 'failure_class': failure.kind,
+             'reason': reason} for failure, reason in self.remedies.left])
+        if self.submitted is not None:
+            result['slurm'] = self.submitted
+        answer_keys = ('workflow_id', 'dry_run')
+        answer = {'workflow_id': self.workflow_id, 'dry_run': options.is_dry_run,
+                  'memory_multiplier': self.multipliers.memory,
+                  'runtime_multiplier': self.multipliers.runtime,
+                  'result': result, 'diagnosis': self.describe_diagnosis(), 'mode': self.mode,
+                  'run_id': self.preview.get('run_id', self.workflow.get('run_id')), 'orphans': {
+                      key: value for key, value in self.cleaned.items() if key not in answer_keys},
+                  'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
+        if self.mode != 'slurm':
+            answer['next_command'] = self.next_command()
+        return answer
+
+    def describe_diagnosis(self) -> Dict[str, Any]:
+        """What jobs used and asked for, as `workflows check-resources` has it, and why they failed."""
+        found = [item for use in self.uses for item in compare_use(use)]
+        over = sorted((item for item in found if item.over_percent > 1),
+                      key=lambda item: -item.used / item.limit)
+        failures = [dict(explain_failure(failure.use), failure_class=failure.kind, evidence=failure.evidence)
+                    for failure in self.failures]
+        return {'workflow_id': self.workflow_id, 'total_results': len(self.uses),
+                'over_utilization_count': len(over),
+                'violations': [describe_comparison(item, True) for item in over],
+                'resource_violations_count': len(failures), 'resource_violations': failures}
+
+    def next_command(self) -> str:
+        """The command that goes on with a workflow without allocations."""
+        words = ['remote', 'run'] if self.mode == 'remote' else ['run']
+        return command_line(self.session, *words, self.workflow_id)
+
+
+def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
+    """The result that a job would get which nobody runs, or of one that has none."""
+    return {'job_id': job['id'], 'run_id': 0, 'attempt_id': job.get('attempt_id', 1), 'status': 'failed',
+            'return_code': ORPHAN_RETURN_CODE, 'exec_time_minutes': 0.0, 'reason': reason or None,
+            'completion_time': format_time(time.time())}
+
+
+def longest_partition(partitions: Sequence[Partition], needs: Dict[str, Any]) -> Optional[Ceiling]:
+    """The most time that a partition gives which can run such a job; special ones only without others."""
+    kind = read_resource_class(dict(needs, runtime='PT1S'))
+    fitting = fitting_partitions(partitions, kind)
+    fitting = [partition for partition in fitting if partition.is_auto_routed] or fitting
+    best = max(fitting, key=lambda partition: partition.max_walltime_secs, default=None)
+    return best and Ceiling(best.max_walltime_secs - END_S, f'partition {best.name}')
+
+
+def recover_workflow(session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> Dict[str, Any]:
+    """Let failed jobs run again with what they lacked, without questions: the JSON of `recover`.
+
+    Refused where nothing can be recovered, or somebody is at work.
+    """
+    recovery = Recovery(session, workflow, options)
+    recovery.look()
+    recovery.plan()
+    if not options.is_dry_run:
+        recovery.carry_out()
+    return recovery.describe()
+
+
+# -------- programs of the user --------
+
+def user_environment(session: Session, workflow: Dict[str, Any]) -> Dict[str, str]:
+    """What a hook or agent finds in its environment, beside ours."""
+    client = session.client
+    made = dict(os.environ, TORC_WORKFLOW_ID=str(workflow['id']), TORC_API_URL=client.url,
+                TORC_RUN_ID=str(workflow.get('run_id') or 0))
+    if client.token_file:
+        made['TORC_TOKEN_FILE'] = os.path.abspath(client.token_file)
+    return made
+
+
+def split_command(text: str, option: str) -> List[str]:
+    """Words of a command, as a shell would split them; of a file in this directory its path."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadInput(printable(f'{option} {text!r}: {error}')) from None
+    if not words:
+        raise BadInput(f'{option} is empty')
+    if os.sep not in words[0] and os.path.isfile(words[0]):
+        words[0] = os.path.join('.', words[0])
+    return words
+
+
+def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
+                limit_s: Optional[float] = None) -> int:
+    """Run a program of the user to its end, its output on our stderr; its return code."""
+    environment = user_environment(session, workflow)
+    try:
+        target = session.err.fileno()
+    except (OSError, ValueError, AttributeError):   # no file: in a test
+        target = subprocess.PIPE
+    try:
+        process = subprocess.Popen(list(words), env=environment, stdin=subprocess.DEVNULL, stdout=target,
+                                   stderr=subprocess.STDOUT)
+    except (OSError, ValueError) as error:
+        cause = getattr(error, 'strerror', None) or error
+        raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
+    with process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
+        except BaseException:
+            process.kill()
+            raise
+    if said:
+        session.report_message(said.decode('utf-8', 'replace').rstrip('\n'))
+    return process.returncode
+
+
+def run_hook(session: Session, workflow: Dict[str, Any], hook: str) -> None:
+    """Run the recovery hook, the workflow's id as its last word. Refused if it fails: nothing changes."""
+    words = [*split_command(hook, '--recovery-hook'), str(workflow['id'])]
+    code = run_program(session, words, workflow, '--recovery-hook')
+    if code:
+        raise Refused(printable_line(f"the recovery hook '{hook}' ended with return code {code}: nothing was "
+                                     'changed'))
+
+
+PROMPT = """Failed jobs of the workflow {workflow} wait for a decision: run again, or failed for good.
+For each of the jobs below look at what it wrote and decide whether another attempt may succeed (a network
+that was down, a busy file system, too little memory or time) or cannot (a bug, a wrong input). Then run for
+each job one of these commands:
+    {classify} JOB_ID retry --reason TEXT [--memory SIZE] [--runtime DURATION]
+    {classify} JOB_ID fail --reason TEXT
+What a job wrote is shown by: {logs} JOB_ID
+Jobs:
+{jobs}
+"""
+
+
+def run_agent(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
+              jobs: Sequence[Dict[str, Any]]) -> None:
+    """Let the program of the user's choice decide about failures; what it leaves stays undecided."""
+    if not options.ai_agent:
+        raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
+    words = split_command(options.ai_agent, '--ai-agent')
+    words += AGENT_WORDS.get(os.path.basename(words[0]), []) if len(words) == 1 else []
+    code = run_program(session, [*words, format_prompt(session, workflow, options, jobs)], workflow,
+                       '--ai-agent', AGENT_LIMIT_S)
+    if code:
+        session.report(printable_line(f'warning: {words[0]} ended with return code {code}'))
+
+
+def format_prompt(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
+                  jobs: Sequence[Dict[str, Any]]) -> str:
+    """What an agent is asked: the jobs, and the commands to decide with."""
+    results = {item['job_id']: item for item in session.items('list_results', workflow_id=workflow['id'])}
+    lines = []
+    for job in jobs[:RECOVER_ROWS_SHOWN]:
+        result = results.get(job['id'], {})
+        lines.append(f"    {job['id']} {job['name']}: return code {result.get('return_code')}, "
+                     f"{result.get('reason') or 'no message'}; command: {cut(job['command'], 300)}")
+    return printable_message(PROMPT.format(
+        workflow=f"{workflow['id']} ({workflow['name']})", classify=command_line(session, 'jobs', 'classify'),
+        logs=command_line(session, 'logs', '-o', options.output_dir, workflow['id']), jobs='\n'.join(lines)))
+
+
+# -------- questions --------
+
+def ask_value(session: Session, question: str, parse: Callable[[str], Any], default: Any = None) -> Any:
+    """A value, asked for until it can be read; Enter, or the end of the input, is the default."""
+    while True:
+        word = session.ask(question)
+        if not word:
+            return default
+        try:
+            return parse(word)
+        except ValueError as error:
+            session.report(printable_line(str(error)))
+
+
+def ask_recovery(recovery: Recovery) -> None:
+    """On a terminal: for each class of failures what is done about it, and where what is left runs."""
+    session, kinds = recovery.session, []
+    for kind, row in FAILURE_CLASSES.items():
+        failures = [failure for failure in recovery.failures if failure.kind == kind]
+        if not failures:
+            continue
+        style = style_of(session.err, os.environ)
+        session.report('', describe_class(kind, failures), *format_failures(failures, style).splitlines())
+        if ask_about_class(recovery, kind):
+            kinds.append(kind)
+    recovery.kinds = kinds
+    recovery.cpus_change = recovery.cpus_change or 'cpu' in kinds
+    if recovery.mode == 'slurm':
+        ask_allocations(recovery)
+
+
+def describe_class(kind: str, failures: Sequence[Failure]) -> str:
+    """How many jobs failed in this way."""
+    return f"{len(failures)} {'job' if len(failures) == 1 else 'jobs'} {FAILURE_CLASSES[kind].meaning}:"
+
+
+def ask_about_class(recovery: Recovery, kind: str) -> bool:
+    """Whether the jobs of a class run again; their multiplier may be changed."""
+    session, field = recovery.session, FAILURE_CLASSES[kind].resource
+    has_multiplier = field in ('memory', 'runtime')
+    default, words = 'r' if kind in recovery.kinds else 's', ['r', 'a', 's'] if has_multiplier else ['r', 's']
+    factor = f' with {getattr(recovery.multipliers, field):g} times as much' if has_multiplier else ''
+    adjust = ', a: adjust the multiplier' if has_multiplier else ''
+    word = ask_value(session, f'r: run again{factor}{adjust}, s: skip [{default}] ', one_of(*words), default)
+    if word == 'a':
+        current = getattr(recovery.multipliers, field)
+        value = ask_value(session, f'Multiplier [{current:g}]: ', parse_factor, current)
+        recovery.multipliers = recovery.multipliers._replace(**{field: value})
+    return word != 's'
+
+
+def ask_allocations(recovery: Recovery) -> None:
+    """Where the jobs run: in allocations that are planned for them, or of a scheduler that is there."""
+    session, options = recovery.session, recovery.options
+    schedulers = {str(row['id']): row for row in session.items('list_slurm_schedulers',
+                                                               workflow_id=recovery.workflow_id)}
+    for number, row in schedulers.items():
+        session.report(printable_line(f"  {number}: {row.get('name')}, {row['nodes']} nodes for "
+                                      f"{row['walltime']}, partition {row.get('partition') or 'default'}"))
+    word = ask_value(session, 'Enter: plan new allocations; or the id of a scheduler: ',
+                     one_of(*schedulers, 'a'), 'a')
+    if word == 'a':
+        partition = ask_value(session, f"Partition [{options.partition or 'chosen for the jobs'}]: ", str,
+                              options.partition)
+        shown = format_walltime(options.walltime) if options.walltime else 'planned'
+        walltime = ask_value(session, f'Walltime [{shown}]: ', parse_time_span, options.walltime)
+        recovery.options = options._replace(partition=partition, walltime=walltime)
+        return
+    scheduler, walltime = schedulers[word], None
+    wanted = ask_value(session, f"Walltime [{scheduler['walltime']}]: ", parse_time_span)
+    if wanted and format_walltime(wanted) != scheduler['walltime']:
+        if session.agrees(f"Make a copy {scheduler.get('name')}_recovery with {format_walltime(wanted)}?"):
+            walltime = wanted
+    count = ask_value(session, 'Allocations [1]: ', at_least(1), 1)
+    is_direct = (recovery.workflow.get('execution_config') or {}).get('mode') == 'direct'
+    is_per_node = scheduler['nodes'] > 1 and is_direct and session.agrees('One worker on each node?')
+    recovery.choice = SchedulerChoice(scheduler, count, walltime, is_per_node)
+
+
+# -------- the command --------
+
+def cmd_recover(session: Session, args: Arguments) -> int:
+    """Let failed jobs run again with what they lacked."""
+    workflow_id = choose_workflow(session, args)
+    names = set(RecoverOptions._fields) & set(args)
+    options = RecoverOptions(**{name: args[name] for name in names}, is_dry_run=bool(args['dry_run']))
+    try:
+        recovery = Recovery(session, session.workflow(workflow_id), options)
+        recovery.look()
+        is_asking = session.is_interactive and session.format != 'json'
+        if is_asking:
+            ask_recovery(recovery)
+        recovery.plan()
+        if is_asking and not options.is_dry_run:
+            session.report('', *format_plan(recovery, style_of(session.err, os.environ)).splitlines())
+            if not session.agrees(f'Recover workflow {workflow_id} so?'):
+                return 0
+        if not options.is_dry_run:
+            recovery.carry_out()
+    except TorcError as error:
+        error.details = dict(error.details, workflow_id=workflow_id, dry_run=options.is_dry_run)
+        raise
+    answer = recovery.describe()
+    session.answer(answer, format_recovery(session, recovery, answer))
+    return 0
+
+
+def format_failures(failures: Sequence[Failure], style: Style) -> str:
+    """Jobs of one class, for people."""
+    rows = []
+    for failure in failures[:RECOVER_ROWS_SHOWN]:
+        needs, found = failure.use.needs, explain_failure(failure.use)
+        rows.append((failure.job_id, failure.use.job['name'], found['return_code'],
+                     report_duration(seconds_of(failure.use.result)), needs['memory'],
+                     found.get('peak_memory_formatted', '-'), needs['runtime'], failure.evidence))
+    text = format_table(FAILURE_COLUMNS, rows, style)
+    more = len(failures) - len(rows)
+    return text + (f'and {more} more\n' if more else '')
+
+
+def format_remedies(remedies: Remedies, style: Style) -> str:
+    """What is to be changed and run again, and what is not, for people."""
+    rows = [(change.needs['name'], len(change.job_ids), 'only these' if change.is_split else 'all',
+             CORRECTION_WORDS[item.resource], item.original, item.new, show_peak(item))
+            for change in remedies.changes for item in change.corrections]
+    titles = ('Requirements', 'Jobs', 'For', 'Resource', 'Old', 'New', 'Peak')
+    text = format_table(titles, rows, style) if rows else ''
+    names = first_of([failure.use.job['name'] for failure in remedies.retried], CANDIDATES_SHOWN)
+    lines = [f'To run again: {names}'] if remedies.retried else []
+    lines += [f"{failure.use.job['name']} does not run again: {reason}"
+              for failure, reason in remedies.left[:RECOVER_ROWS_SHOWN]]
+    return text + format_lines(map(printable_line, [*lines, *remedies.notes]))
+
+
+def format_plan(recovery: Recovery, style: Style) -> str:
+    """What is going to be done, for people."""
+    lines = []
+    if recovery.num_left:
+        lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
+    if recovery.choice is not None:
+        scheduler = recovery.chosen_scheduler()
+        lines.append(f"{recovery.choice.count} allocations of scheduler {scheduler.get('name')} for "
+                     f"{scheduler['walltime']}")
+    for row in (recovery.slurm_plan or {}).get('planned_schedulers', ()):
+        lines.append(f"{row['name']}: {row['job_count']} jobs, {row['num_allocations']} x {row['nodes']} "
+                     f"nodes of {row['partition']} for {row['walltime']}")
+    lines += [f'warning: {text}' for text in (recovery.slurm_plan or {}).get('warnings', ())]
+    return format_remedies(recovery.remedies, style) + format_lines(map(printable_line, lines))
+
+
+def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any]) -> str:
+    """The answer of recover for people."""
+    text, style = '', style_of(session.out, os.environ)
+    for kind in FAILURE_CLASSES:
+        failures = [failure for failure in recovery.failures if failure.kind == kind]
+        if failures:
+            text += f'{describe_class(kind, failures)}\n{format_failures(failures, style)}'
+    text += format_plan(recovery, style)
+    run = f"Run {answer['run_id']} of workflow {recovery.workflow_id}"
+    if answer['dry_run']:
+        end = 'Nothing was changed: this is a dry run'
+    elif recovery.submitted is not None:
+        number = recovery.submitted.get('allocations_submitted', 0)
+        end = f"{run}: submitted {number} allocations for {answer['jobs_to_run']} jobs"
+    else:
+        end = f"{run}: {answer['jobs_to_run']} jobs are to run; go on with: {answer['next_command']}"
+    return text + format_lines([end])
 
 
 # ======== 20h. Watch: a workflow under supervision until it is complete ========
@@ -34554,7 +36343,9 @@ def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
 # -------- serving --------
 
 def cmd_serve(session: Session, args: Arguments) -> int:
-    """Serve a database until a signal."""
+    """Serve a database until a signal; or have it copied."""
+    if args['backup'] is not None:
+        return back_up(session, args)
     if args['require_auth'] and args['no_auth']:
         raise BadInput('--require-auth and --no-auth contradict each other')
     options = server_options(session, args)
@@ -34585,6 +36376,37 @@ def cmd_serve(session: Session, args: Arguments) -> int:
     return 0
 
 
+BACKUP_POLL_S = 0.05
+
+
+def back_up(session: Session, args: Arguments) -> int:
+    """Copy a database to a file: through its server, or, if it has none, directly."""
+    path = absolute(args['backup'])
+    if not path:
+        raise BadInput('--backup takes the path of a file')
+    if not os.path.isdir(os.path.dirname(path)):
+        raise BadInput(f'there is no directory {os.path.dirname(path)} for the backup')
+    named = args['db'] or session.options['db'] or os.environ.get('DATABASE_URL')
+    database = '' if session.options['url'] or not named else served_database(session, args)
+    client = Client.find(session.options['url'] or '', '' if database == IN_MEMORY else database)
+    client.check_exists()
+    with contextlib.closing(client):
+        client.reconnect()
+        if client.is_direct:
+            client.copy_to(path)
+        else:
+            backup = client.call('backup_database', {'path': path})
+            while not backup['is_done']:
+                time.sleep(BACKUP_POLL_S)
+                backup = client.call('backup_database', {'path': path, 'id': backup['id']})
+            if backup.get('error'):
+                raise Refused(backup['error'])
+        value = {'database': client.database or client.named_url, 'backup': path}
+    text = f"Copied {value['database']} to {path} ({format_memory(os.path.getsize(path))})"
+    session.answer(value, format_lines([text]))
+    return 0
+
+
 def server_options(session: Session, args: Arguments) -> ServerOptions:
     """How to serve, from the command line and the environment."""
     certificate, key = (args[name] or os.environ.get('TORC_' + name.upper(), '')
@@ -34595,9 +36417,13 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
     if not re.match(r'[1-9][0-9]{0,5}\Z', kept):
         raise BadInput(printable(f'TORC_SERVER_SNAPSHOT_KEEP={kept}: write how many copies are kept, from 1'))
     database = served_database(session, args)
+    travels = in_slurm_job() and database != IN_MEMORY
+    host, port = '0.0.0.0' if travels and not args['no_auth'] else '127.0.0.1', 0 if travels else DEFAULT_PORT
     return ServerOptions(
-        database=database, host=args['host'], port=args['port'], needs_token=not args['no_auth'],
+        database=database, host=args['host'] or host, port=port if args['port'] is None else args['port'],
+        travels=travels, needs_token=not args['no_auth'],
         new_token=bool(args['new_token']), takes_over=bool(args['takeover']),
+        from_snapshot=bool(args['from_snapshot']),
         tls_certificate=absolute(certificate), tls_key=absolute(key),
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
         snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH')) or snapshot_path(database),
@@ -34750,76 +36576,6 @@ def key_of(argument: Argument) -> str:
     return argument.key or argument.names.split()[-1].lstrip('-').replace('-', '_').lower()
 
 
-def parse_number(text: str) -> int:
-    """A whole number."""
-    if not re.match(r'-?[0-9]{1,18}\Z', text):
-        raise ValueError(f'{text!r} is not a whole number')
-    return int(text)
-
-
-def parse_id(text: str) -> int:
-    """An id: a whole number from 1."""
-    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
-        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
-    return int(text)
-
-
-def parse_ids(text: str) -> List[int]:
-    """'3,5' -> [3, 5]."""
-    return [parse_id(word.strip()) for word in text.split(',')]
-
-
-def parse_factor(text: str) -> float:
-    """A multiplier of what was seen: 1 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1 <= value <= 1000:
-        raise ValueError(f'{text!r} is not a multiplier: write a number from 1 to 1000, such as 1.2')
-    return value
-
-
-def parse_time_span(text: str) -> int:
-    """A walltime as sbatch takes it, or as people write it -> seconds."""
-    return parse_walltime(normalize_walltime(text))
-
-
-def parse_percent(text: str) -> float:
-    """Percent, without the sign."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f'{text!r} is not a number of percent, such as 5')
-    return value
-
-
-def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
-    """A parser of values with commas between them."""
-    return lambda text: list(map(parse, text.split(',')))
-
-
-def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
-    """A parser of numbers that are not below `least`."""
-    def read(text: str) -> Any:
-        value = parse(text)
-        if value < least:
-            raise ValueError(f'{text} is less than {least:g}')
-        return value
-    return read
-
-
-def one_of(*choices: str) -> Callable[[str], str]:
-    """A parser of one of several words."""
-    def read(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
-        return text
-    return read
-
-
 def parse_truth(text: str) -> bool:
     """true, yes, 1 or false, no, 0."""
     word = text.lower()
@@ -34960,6 +36716,23 @@ PLAN_OPTIONS = (
     Argument('--skip-checks', '', 'leave out jobs that fit no partition'),
     SPEC_OPTIONS[1],
 )
+# Of recover, and of watch, which calls it.
+RECOVER_OPTIONS = (
+    OUTPUT_DIR,
+    Argument('--memory-multiplier', 'N', 'of the memory that was not enough', parse_factor, default=1.5),
+    Argument('--runtime-multiplier', 'N', 'of the runtime that was not enough', parse_factor, default=1.5),
+    Argument('--cpu-multiplier', 'N', 'of the CPUs that jobs kept busy, where they were more than asked for '
+             '(default: CPUs stay as they are)', parse_factor),
+    Argument('--shared', '', 'change requirements for all jobs that share them, not only for those that '
+             'failed', key='is_shared'),
+    Argument('--retry-unknown', '', 'run again what failed for a reason of its own, too'),
+    Argument('--recovery-hook', 'CMD', 'run this first, with the id of the workflow as its last word; if it '
+             'fails nothing is changed; implies --retry-unknown'),
+    Argument('--ai-recovery', '', 'let --ai-agent decide about pending_failed jobs'),
+    Argument('--ai-agent', 'CMD', 'a program that takes a prompt as its last word (there is no default)'),
+    Argument('--partition', 'NAME', 'of new allocations'),
+    Argument('--walltime', 'TIME', 'of new allocations, such as 04:00:00', parse_time_span),
+)
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
 PASSWORD = Argument('-p --password', 'PW', 'the password; without it you are asked, or stdin is read')
@@ -35081,6 +36854,11 @@ COMMANDS = (
         Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
         *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+    Command('recover', cmd_recover, 'run failed jobs again with what they lacked, in new allocations', (
+        ASKED_WF, *RECOVER_OPTIONS,
+        Argument('--account', 'NAME', 'account to charge for new allocations'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'), DRY_RUN),
+        'recover 1 --dry-run'),
     Command('status', cmd_status, "show a workflow's progress", (ASKED_WF,), 'status 1'),
     Command('explain', cmd_explain, 'show why jobs are not running', (ASKED_WF,), 'explain 1'),
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
@@ -35132,16 +36910,19 @@ COMMANDS = (
         f'plot-resources {DEFAULT_OUTPUT_DIR}/resource_utilization/resource_metrics_wf1_r1.db -o plots'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as in torc-server', parse_server_verb, '?', key='word'),
-        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)',
-                 default='127.0.0.1'),
-        Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT})', at_least(0),
-                 default=DEFAULT_PORT),
+        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1; in an allocation of '
+                 'Slurm 0.0.0.0: all of its node)'),
+        Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT}; in an allocation 0)',
+                 at_least(0)),
         Argument('-d --database --db', 'FILE',
                  "database (default: DATABASE_URL, else torc/torc.db in the user's state directory); "
                  ":memory: for one that ends with the server"),
         Argument('--no-auth', '', 'accept requests without token or password; on 127.0.0.1 only'),
         Argument('--new-token', '', 'replace the token of this database'),
         Argument('--takeover', '', 'take over the lease of a server that is known to be gone'),
+        Argument('--from-snapshot', '', 'with a database that was in memory: where its newest state was '
+                 'lost, go on with the newest snapshot that is whole'),
+        Argument('--backup', 'FILE', 'only copy the database to FILE, while its server, if any, works'),
         Argument('--disable-admin-sql', '', 'refuse `admin sql`'),
         Argument('--disable-admin-sql-writes', '', 'refuse `admin sql --write`'),
         Argument('--auth-file', 'FILE', 'accept the users of this password file, as well as the token'),
@@ -35261,6 +37042,14 @@ COMMANDS = (
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
         'workflows archive true 1'),
 
+    Command('jobs classify', cmd_classify, 'decide about the failure of a pending_failed job', (
+        Argument('JOB', '', 'id of the job', parse_id, key='job_id'),
+        Argument('retry|fail', '', 'retry: another attempt; fail: it has failed', one_of('retry', 'fail'),
+                 key='action'),
+        Argument('--reason', 'TEXT', 'why', count='!'),
+        Argument('--memory', 'MEMORY', 'with retry: its memory from now on', normalize_memory),
+        Argument('--runtime', 'DURATION', 'with retry: its runtime from now on', normalize_duration)),
+        "jobs classify 7 retry --reason 'the licence server was down' --runtime 2h"),
     Command('jobs create', cmd_create, 'add a job to a workflow', (
         ASKED_WF, THE_NAME, Argument('-c --command', 'CMD', 'what it runs', count='!'),
         Argument('-r --resource-requirements-id', 'ID', 'what it needs', parse_id),
@@ -35720,7 +37509,7 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
 # Commands whose errors Torc 1.0 prints as JSON on stdout, too.
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
-               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status')
+               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 
 
