@@ -4235,7 +4235,7 @@ class RearmTest(ServiceTest):
     def found(self) -> Dict[Tuple[str, bool, bool], str]:
         """What the actions are like, as the table says it."""
         takers = set(self.store.ids('SELECT action_id FROM action_execution'))
-        return {self.names[action['id']]: 'x-'[not (action['id'] in takers if action['persistent'] else action['executed'])]
+        return {self.names[action['id']]: 'x-'[not (action['executed'] or action['id'] in takers)]
                 + str(action['trigger_count']) for action in self.call('get_workflow_actions', id=self.workflow_id)}
 
     def operate(self, words: str) -> None:
@@ -4262,6 +4262,38 @@ class RearmTest(ServiceTest):
                 wanted = {key: '-' + cells[key[0]][1:] for key in self.names.values() if not (key[2] and 'initialize' in words)}
                 self.assertEqual(wanted, self.found())
 
+
+    def recover(self) -> None:
+        """What `recover` asks of the server, when all runners have left."""
+        for node in self.call('list_compute_nodes', workflow_id=self.workflow_id)['items']:
+            self.call('update_compute_node', {'is_active': False}, id=node['id'])
+        self.call('recover_jobs', {'run_id': 1, 'reset': self.jobs['bad'], 'requirements': []}, workflow_id=self.workflow_id)
+
+    def regenerate(self) -> None:
+        """What `slurm regenerate` asks of it."""
+        taken = [action['id'] for action in self.call('get_workflow_actions', id=self.workflow_id)
+                 if action['action_type'] == 'schedule_nodes' and not action['executed'] and not action['is_recovery']]
+        stages = [{'num_allocations': 1}, {'num_allocations': 1, 'job_ids': self.jobs['last']}]
+        planned = {'scheduler': {'name': 's_regen', 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'}, 'job_ids': self.jobs['all'],
+                   'stages': stages, 'is_bound': True}
+        run_id = self.call('get_workflow', id=self.workflow_id)['run_id']
+        self.call('store_allocations', {'run_id': run_id, 'newest_scheduler_id': self.scheduler_id, 'schedulers': [planned],
+                                        'taken': taken}, workflow_id=self.workflow_id)
+
+    def test_recover_arms_like_a_partial_initialize_and_regenerate_takes_what_would_allocate_twice(self):
+        self.carry_out()
+        cells = self.expected['reset jobs, reinitialize']
+        self.recover()
+        wanted = {key: cells[key[0]] for key in self.names.values() if not key[2]}
+        self.assertEqual(wanted, self.found())
+        self.regenerate()
+        for number in (1, 2):   # the recovery actions: for what is ready, and for what waits
+            self.names[max(self.names) + 1] = f'recovery {number}', False, True
+        wanted = {key: cell.replace('-', 'x') if key[0].startswith('schedule') else cell for key, cell in wanted.items()}
+        self.assertEqual(wanted, {key: cell for key, cell in self.found().items() if not key[2]})
+        self.assertEqual({'recovery 1': '-1', 'recovery 2': '-0'}, {key[0]: cell for key, cell in self.found().items() if key[2]})
+        self.operate('initialize')
+        self.assertEqual({key: self.expected['initialize'][key[0]] for key in wanted}, self.found())
 
     def test_allocations_come_again_for_jobs_whose_recovery_is_over(self):
         mine = self.add('schedule_nodes on_workflow_start')
@@ -33717,6 +33749,7 @@ def lie_about_allocations(world: World, rounds: int) -> str:
 
 NIGHT = '''
 torc.RETRY_MAX_S, torc.MAX_RETRY_PAUSE_S = 2.0, 2.0
+torc.SLURM_LOOK_S, torc.SCHEDULE_RETRY_S = 10.0, 10.0
 '''
 NIGHT_SPEC = '''
 name: night
@@ -34002,6 +34035,35 @@ class FaultTest(WorldTest):
 
     def test_a_runner_that_sleeps_for_longer_than_its_lease_doubles_nothing(self):
         self.be_away('a remote runner that sleeps while another works')
+
+    def test_a_server_that_dies_for_longer_than_runners_wait_costs_no_job(self):
+        self.assertIn('exit', lose_server(self.world, [(2, 'done', RETURNS[1]), (4, 'asked', RETURNS[0])]))
+
+    def test_a_server_that_comes_back_as_an_older_copy_takes_in_what_ran_meanwhile(self):
+        self.assertEqual('exit 0', return_older_once(self.world, RETURNS[0]))
+
+    def test_what_two_runners_ended_without_their_server_is_recorded_once(self):
+        self.assertIn('40 ends from 2 journals', journal_together(self.world, 20))
+
+    def test_what_a_killed_runner_kept_is_read(self):
+        self.assertIn('none torn', kill_journal_writers(10, 5))
+        self.assertIn('1 kills', kill_offline_runners(self.world, 1, 5))
+
+    def test_a_reconcile_that_was_killed_is_finished_by_the_next(self):
+        self.assertIn('20 ends each recorded once', kill_reconcilers(self.world, 10, 2, 5))
+
+    def test_what_squeue_says_wrongly_fails_nothing(self):
+        self.assertIn('nothing was failed', lie_about_allocations(self.world, 1))
+
+    def test_a_recover_or_regenerate_that_was_killed_is_finished_by_the_next(self):
+        for what in PLANNERS:
+            with self.subTest(what):
+                self.assertIn('1 kills', kill_planners(self.world, what, 1, 5))
+                self.doCleanups()
+                self.setUp()
+
+    def test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies(self):
+        self.assertIn('24 jobs completed once each', live_through_night(self.world, 24, 5, 4, 300))
 
     def test_two_runners_share_the_jobs_of_one_server_and_none_runs_twice(self):
         share_jobs(self.world, 150)
