@@ -4244,7 +4244,7 @@ class RearmTest(ServiceTest):
     def found(self) -> Dict[Tuple[str, bool, bool], str]:
         """What the actions are like, as the table says it."""
         takers = set(self.store.ids('SELECT action_id FROM action_execution'))
-        return {self.names[action['id']]: 'x-'[not (action['id'] in takers if action['persistent'] else action['executed'])]
+        return {self.names[action['id']]: 'x-'[not (action['executed'] or action['id'] in takers)]
                 + str(action['trigger_count']) for action in self.call('get_workflow_actions', id=self.workflow_id)}
 
     def operate(self, words: str) -> None:
@@ -4271,6 +4271,38 @@ class RearmTest(ServiceTest):
                 wanted = {key: '-' + cells[key[0]][1:] for key in self.names.values() if not (key[2] and 'initialize' in words)}
                 self.assertEqual(wanted, self.found())
 
+
+    def recover(self) -> None:
+        """What `recover` asks of the server, when all runners have left."""
+        for node in self.call('list_compute_nodes', workflow_id=self.workflow_id)['items']:
+            self.call('update_compute_node', {'is_active': False}, id=node['id'])
+        self.call('recover_jobs', {'run_id': 1, 'reset': self.jobs['bad'], 'requirements': []}, workflow_id=self.workflow_id)
+
+    def regenerate(self) -> None:
+        """What `slurm regenerate` asks of it."""
+        taken = [action['id'] for action in self.call('get_workflow_actions', id=self.workflow_id)
+                 if action['action_type'] == 'schedule_nodes' and not action['executed'] and not action['is_recovery']]
+        stages = [{'num_allocations': 1}, {'num_allocations': 1, 'job_ids': self.jobs['last']}]
+        planned = {'scheduler': {'name': 's_regen', 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'}, 'job_ids': self.jobs['all'],
+                   'stages': stages, 'is_bound': True}
+        run_id = self.call('get_workflow', id=self.workflow_id)['run_id']
+        self.call('store_allocations', {'run_id': run_id, 'newest_scheduler_id': self.scheduler_id, 'schedulers': [planned],
+                                        'taken': taken}, workflow_id=self.workflow_id)
+
+    def test_recover_arms_like_a_partial_initialize_and_regenerate_takes_what_would_allocate_twice(self):
+        self.carry_out()
+        cells = self.expected['reset jobs, reinitialize']
+        self.recover()
+        wanted = {key: cells[key[0]] for key in self.names.values() if not key[2]}
+        self.assertEqual(wanted, self.found())
+        self.regenerate()
+        for number in (1, 2):   # the recovery actions: for what is ready, and for what waits
+            self.names[max(self.names) + 1] = f'recovery {number}', False, True
+        wanted = {key: cell.replace('-', 'x') if key[0].startswith('schedule') else cell for key, cell in wanted.items()}
+        self.assertEqual(wanted, {key: cell for key, cell in self.found().items() if not key[2]})
+        self.assertEqual({'recovery 1': '-1', 'recovery 2': '-0'}, {key[0]: cell for key, cell in self.found().items() if key[2]})
+        self.operate('initialize')
+        self.assertEqual({key: self.expected['initialize'][key[0]] for key in wanted}, self.found())
 
     def test_allocations_come_again_for_jobs_whose_recovery_is_over(self):
         mine = self.add('schedule_nodes on_workflow_start')
@@ -34448,6 +34480,677 @@ def hang_up(world: World, rounds: int, seed: int, how: str) -> str:
     return f'{rounds} runs, {killed} stopped and started again, {saved} jobs had saved their work, none began twice'
 
 
+# -------- servers that are away for longer than runners wait --------
+#
+# The window in which runners wait for their server is a second. A trial kills the server at a point of the
+# loop, lets the window pass, and starts it again at one of three times. The oracle are the jobs' own traces:
+# whatever is recorded, each attempt began once, and each job ended once.
+
+OUTAGE = """
+torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S, torc.RECONNECT_S = 0.2, 0.8, 0.2, 0.2
+torc.TICK_S, torc.ABSENCE_S = 0.1, 1.0
+setting = torc.NodeContext.setting
+torc.NodeContext.setting = lambda self, name: (
+    1 / 60 if name == 'compute_node_wait_for_healthy_database_minutes' else setting(self, name))
+"""
+# The server dies at the request of that number that a runner makes: before it is looked at, or when what it
+# does is on disk and its answer still to be sent.
+MORTAL = """
+import signal
+number, where = os.environ['DIES_AT'].split()
+left, call_route, on_commit = [int(number)], torc.call_route, torc.Store.on_commit
+def die(place):
+    if left[0] == 0 and where == place:
+        os.kill(os.getpid(), signal.SIGKILL)
+def call_mortal(context, route, parameters, body):
+    if route.name in ('create_compute_node', 'runner_sync', 'update_compute_node'):
+        left[0] -= 1
+        die('asked')
+    return call_route(context, route, parameters, body)
+def on_mortal_commit(store):
+    on_commit(store)
+    die('done')
+torc.call_route, torc.Store.on_commit = call_mortal, on_mortal_commit
+"""
+
+
+RETURNS = ('while jobs run', 'after all are gone')
+
+
+class Outage:
+    """A workflow whose runners lose their server for longer than they wait."""
+    DATABASE = ('home', 'state', 'torc', 'torc.db')
+
+    def __init__(self, world: World, jobs: Sequence[Dict[str, Any]], **fields: Any) -> None:
+        self.world, self.traces, self.count = world, Traces(world), len(jobs)
+        world.environment['TORC_TEST_SETUP'] = OUTAGE
+        self.runners = []       # type: List[Background]
+        self.serve(0)
+        self.port = urllib.parse.urlsplit(world.url).port
+        spec = self.traces.spec([self.traces.job(**job) for job in jobs], **fields)
+        for words in (('create', spec), ('workflows', 'init', 1, '--no-prompts')):
+            outcome = world.cli(*words)
+            assert outcome.code == 0, str(outcome)
+
+    @property
+    def database(self) -> str:
+        """The lasting server's."""
+        return os.path.join(self.world.root, *self.DATABASE)
+
+    def serve(self, port: int, dies_at: str = '') -> None:
+        """Start a server, which may be mortal."""
+        setup = self.world.environment['TORC_TEST_SETUP']
+        if dies_at:
+            self.world.environment.update(DIES_AT=dies_at, TORC_TEST_SETUP=setup + MORTAL)
+        try:
+            self.world.serve('--port', port)
+        finally:
+            self.world.environment['TORC_TEST_SETUP'] = setup
+
+    def revive(self) -> None:
+        """Start the server again."""
+        self.world.server.kill()
+        self.serve(self.port)
+
+    def run(self, *flags: Any, **more: Any) -> Background:
+        """Start a runner."""
+        runner = self.world.start('run', 1, '-p', '0.1', '--claim-backoff-max-secs', '0.2', '--drain-ping-interval-secs', 1,
+                                  *flags, **more)
+        self.runners.append(runner)
+        return runner
+
+    def ended(self) -> int:
+        """How many attempts have come to their end."""
+        return len(glob.glob(glob.escape(self.world.path('ledger')) + '/*.end'))
+
+    def begun(self) -> int:
+        """How many attempts have begun."""
+        return len(glob.glob(glob.escape(self.world.path('ledger')) + '/*.begin'))
+
+    def journals(self) -> List[str]:
+        """Journals of all runners."""
+        return glob.glob(glob.escape(self.world.directory) + '/**/offline_journal/*.db', recursive=True)
+
+    def reconcile(self) -> Dict[str, Any]:
+        """`workflows reconcile`: what it says."""
+        outcome = self.world.cli('-f', 'json', 'workflows', 'reconcile', 1, 1, '--base-dir', self.world.directory)
+        assert outcome.code == 0, str(outcome)
+        return outcome.json()
+
+    def logs(self) -> str:
+        """What the runners have noted."""
+        return ''.join(map(read_text, glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*.log')))
+
+    def wait_offline(self) -> None:
+        """Wait until all runners have waited for long enough."""
+        self.world.wait(lambda: self.logs().count('entering offline-drain mode') == len(self.runners), 60, 'the window',
+                        self.runners, self.logs)
+
+    def lose_together(self, count: int) -> None:
+        """Two runners end so many jobs each, all of which wait for `gate`, without their server, and leave."""
+        os.mkfifo(self.world.path('gate'))
+        for number in (1, 2):
+            runner = self.run('--max-parallel-jobs', count)
+            self.world.wait(lambda number=number: self.begun() == number * count, 120, 'all jobs', [runner], self.begun)
+        self.world.server.kill()
+        self.wait_offline()
+        with open(self.world.path('gate'), 'r+b', 0):
+            outcomes = [runner.finish(180) for runner in self.runners]
+        assert [outcome.code for outcome in outcomes] == [3, 3], '\n'.join(map(str, outcomes))
+        assert len(self.journals()) == 2, self.journals()
+
+    def copy(self) -> List[Tuple[str, bytes]]:
+        """The files of the database, whose server is dead."""
+        return [(path, read_bytes(path)) for path in glob.glob(glob.escape(self.database) + '*')
+                if os.path.basename(path) in ('torc.db', 'torc.db-wal')]
+
+    def restore(self, copies: List[Tuple[str, bytes]]) -> None:
+        """Put an older copy of the database in its place."""
+        self.world.server.kill()
+        for path in glob.glob(glob.escape(self.database) + '-*'):
+            os.unlink(path)
+        for path, content in copies:
+            with open(path, 'wb') as file:
+                file.write(content)
+
+    def statuses(self) -> Dict[str, int]:
+        """How many jobs have each status."""
+        with contextlib.closing(self.world.connect()) as client:
+            return dict(collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=1)))
+
+    def complete(self) -> None:
+        """Let a runner finish what is left, and look at everything."""
+        last = self.world.cli('run', 1, '-p', '0.1', '--num-cpus', 4, timeout=120)
+        assert last.code == 0, '\n'.join(map(str, [last, *self.runners]))
+        self.check()
+
+    def check(self) -> None:
+        """No job lost, none completed twice, nothing alive; the database whole."""
+        self.traces.check({'completed': self.count}, 10 ** 6)
+        ends = collections.Counter(key[0] for key, row in self.traces.rows().items() if row[1] is not None)
+        twice = [job_id for job_id, number in ends.items() if number > 1]
+        assert not twice and len(ends) == self.count, (twice, len(ends), '\n'.join(map(str, self.runners)))
+        self.world.server.send(signal.SIGTERM)
+        self.world.server.finish(20)
+        left = self.world.leave()
+        assert not left, left
+        assert ask_sqlite(self.database, 'PRAGMA integrity_check') == [('ok',)]
+        assert ask_sqlite(self.database, 'PRAGMA foreign_key_check') == []
+
+
+def lose_server_at(world: World, dies_at: str, returns: str) -> str:
+    """One trial: the server dies at this point, and is back while jobs run, or after all are gone."""
+    chance = random.Random(f'{dies_at} {returns}')
+    lengths = [2.5] * 2 + [chance.uniform(0.01, 0.3) for _ in range(8)]
+    outage = Outage(world, [{'work': f'sleep {length:.2f}', 'priority': int(length > 1)} for length in lengths])
+    world.server.kill()
+    outage.serve(outage.port, dies_at)
+    runner = outage.run('--num-cpus', 4)
+    world.wait(lambda: world.server.has_ended() or runner.has_ended(), 60, 'the end of the server')
+    if not world.server.has_ended():
+        return 'survived'       # so many requests are never made
+    if returns == RETURNS[0]:
+        world.wait(lambda: outage.journals() or runner.has_ended(), 30, 'the journal', state=outage.logs)
+    else:
+        runner.finish(30)
+    outage.revive()
+    code = runner.finish(60).code
+    found = outage.reconcile() if outage.journals() else {}
+    if found:
+        again = outage.reconcile()
+        assert not again.get('accepted'), again
+    outage.complete()
+    return f'exit {code}'
+
+
+def lose_server(world: World, points: Sequence[Tuple[int, str, str]]) -> str:
+    """The server dies at every point of the loop that is named; how the runners ended."""
+    ends = collections.Counter()    # type: collections.Counter
+    for number, place, returns in points:
+        with contextlib.closing(World()) as inner:
+            try:
+                ends[lose_server_at(inner, f'{number} {place}', returns)] += 1
+            except AssertionError as error:
+                raise AssertionError(f'request {number} {place}, back {returns}, after {dict(ends)}: {error}') from error
+    return ', '.join(f'{end}: {count}' for end, count in sorted(ends.items()))
+
+
+POINTS = 14     # more requests than a runner makes in a trial
+
+
+def points_of_loop(some: int, seed: Any) -> List[Tuple[int, str, str]]:
+    """(request, place, when the server is back) of all points, or of some."""
+    points = list(itertools.product(range(1, POINTS + 1), ('asked', 'done'), RETURNS))
+    return random.Random(seed).sample(points, some) if some else points
+
+
+def return_older(world: World, rounds: int) -> str:
+    """The server comes back as a copy from before its runner came: what ran meanwhile is taken from the runner or its journal."""
+    told = collections.Counter()    # type: collections.Counter
+    for number in range(2 * rounds):
+        with contextlib.closing(World()) as inner:
+            returns = RETURNS[number % 2]
+            told[f'{return_older_once(inner, returns)}, back {returns}'] += 1
+    return ', '.join(f'{end}: {count}' for end, count in sorted(told.items()))
+
+
+def return_older_once(world: World, returns: str) -> str:
+    """One trial."""
+    outage = Outage(world, [{'work': 'until test -e go; do sleep 0.02; done', 'priority': 1}] * 3
+                    + [{'work': 'until test -e stop; do sleep 0.02; done', 'priority': 1}] + [{'work': 'true'}] * 6)
+    world.server.kill()
+    copies = outage.copy()
+    outage.serve(outage.port)
+    runner = outage.run('--num-cpus', 4)
+    world.wait(lambda: outage.begun() == 4, 30, 'the first jobs', [runner], outage.begun)
+    world.server.kill()
+    world.write('go', '')
+    world.wait(lambda: outage.ended() == 3 and outage.journals(), 30, 'the journal', [runner])
+    if returns == RETURNS[1]:
+        world.write('stop', '')
+        runner.finish(30)
+    outage.restore(copies)
+    outage.revive()
+    if returns == RETURNS[1]:
+        assert outage.reconcile(), runner
+    world.write('stop', '')
+    code = runner.finish(60).code
+    outage.complete()
+    return f'exit {code}'
+
+
+def journal_together(world: World, count: int) -> str:
+    """Two runners end so many jobs each without their server; both journals are reconciled, twice."""
+    outage = Outage(world, [{'work': ': < gate'}] * (2 * count))
+    outage.lose_together(count)
+    outage.revive()
+    began = time.monotonic()
+    found = outage.reconcile()
+    took_s = time.monotonic() - began
+    again = outage.reconcile()
+    outage.complete()
+    assert (found['accepted'], again['accepted'], again['known']) == (2 * count, 0, 2 * count), (found, again)
+    return f'{2 * count:,} ends from {found["files"]} journals recorded in {took_s:.1f} s, and known when they came again'
+
+
+def kill_journal_writers(kills: int, seed: int) -> str:
+    """kill -9 of who writes a journal, at any moment: what was kept is read, and nothing torn."""
+    chance, kept, read = random.Random(seed), 0, 0
+    for number in range(kills):
+        with tempfile.TemporaryDirectory() as directory:
+            path = torc.journal_path(directory, 1, 1, 'x')
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                keep_until_killed(path, writer)
+            os.close(writer)
+            os.read(reader, 1)
+            select.select([], [], [], chance.uniform(0, 0.03))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            with open(reader, 'rb') as pipe:
+                sure = 1 + len(pipe.read())
+            entries, problem = torc.read_journal(path)
+            found = [(entry['job_id'], entry['torc_py']['reason']) for entry in entries]
+            assert sorted(found)[:sure] == [(job_id, 'x' * 500) for job_id in range(1, sure + 1)], (number, sure, problem)
+            assert len(found) - sure <= 3, (number, sure, len(found))
+            kept, read = kept + sure, read + len(found)
+    return f'{kept:,} entries kept for certain, {read:,} read, none torn'
+
+
+def keep_until_killed(path: str, writer: int) -> None:
+    """In a child: keep entries, one or some at a time, and tell of each."""
+    try:
+        journal = torc.Journal(path)
+        for job_id in itertools.count(1, 3):
+            ends = [{'job_id': number, 'attempt_id': 1, 'return_code': 0, 'status': 'completed', 'exec_time_minutes': 0.5,
+                     'completion_time': '2026-01-01T00:10:00.000Z', 'reason': 'x' * 500} for number in range(job_id, job_id + 3)]
+            journal.keep([torc.format_journal_entry(end, 1, 1, 1) for end in ends])
+            os.write(writer, b'...')
+    finally:
+        os._exit(1)
+
+
+def kill_offline_runners(world: World, rounds: int, seed: int) -> str:
+    """kill -9 of a runner that has lost its server: what its journal has is recorded, all else runs again, all gets done."""
+    sums = collections.Counter()    # type: collections.Counter
+    for number in range(rounds):
+        with contextlib.closing(World()) as inner:
+            sums.update(kill_offline_runner(inner, random.Random(f'{seed} {number}')))
+    return ', '.join(f'{count} {what}' for what, count in sums.items())
+
+
+def kill_offline_runner(world: World, chance: random.Random) -> Dict[str, int]:
+    """One trial."""
+    outage = Outage(world, [{'work': f'until test -e go; do sleep 0.02; done; sleep {chance.uniform(0, 0.5):.2f}'} for _ in range(12)])
+    runner = outage.run('--num-cpus', 12)
+    world.wait(lambda: outage.begun() == 12, 30, 'all jobs', [runner], outage.begun)
+    world.server.kill()
+    outage.wait_offline()
+    world.write('go', '')
+    world.wait(lambda: outage.ended(), 10, 'an end', [runner])
+    select.select([], [], [], chance.uniform(0, 0.5))
+    runner.kill()
+    kept = [entry for path in outage.journals() for entry in torc.read_journal(path)[0]]
+    outage.revive()
+    if outage.journals():
+        outage.reconcile()
+    last = world.cli('run', 1, '-p', '0.1', '--retry-failed', '--num-cpus', 12)
+    assert last.code == 0, f'{last}\n{runner}'
+    outage.traces.check({'completed': 12}, 10 ** 6)
+    ends = collections.Counter(key[0] for key, row in outage.traces.rows().items() if row[1] is not None)
+    twice = {job_id for job_id, count in ends.items() if count > 1}
+    recorded = {entry['job_id'] for entry in kept if entry['status'] == 'completed'}
+    assert not twice & recorded, (twice, recorded)
+    return {'kills': 1, 'ends recorded': len(recorded), 'ended a moment before the kill, and ran again': len(twice)}
+
+
+def kill_reconcilers(world: World, count: int, kills: int, seed: int) -> str:
+    """kill -9 of `workflows reconcile`, or of its server, at any moment: a second call finishes it."""
+    outage = Outage(world, [{'work': ': < gate'}] * (2 * count))
+    outage.lose_together(count)
+    copies, chance, finished = outage.copy(), random.Random(seed), 0
+    for number in range(kills + 1):
+        outage.restore(copies)
+        outage.revive()
+        began = time.monotonic()
+        command = world.start('workflows', 'reconcile', 1, 1, '--base-dir', world.directory)
+        if number == 0:     # how long it takes
+            command.finish()
+            took_s = time.monotonic() - began
+            continue
+        select.select([], [], [], chance.uniform(0, took_s))
+        finished += command.has_ended()
+        if chance.random() < 0.5:
+            command.kill()
+        else:
+            outage.revive()
+            assert command.finish().code in (0, 3), str(command)
+        outage.reconcile()
+        again = world.cli('workflows', 'reconcile', 1, 1, '--base-dir', world.directory)
+        assert again.code == 0 and 'nothing' in again.out + again.err, str(again)
+        assert outage.statuses() == {'completed': 2 * count}, outage.statuses()
+    outage.complete()
+    return f'{kills} kills within {took_s:.1f} s, {finished} of them too late; {2 * count} ends each recorded once'
+
+
+PARKED = '''
+name: parked
+slurm_defaults: {begin: now+1hour, account: wfacct, partition: main}
+resource_requirements:
+  - {name: small, num_cpus: 1, memory: 100m, runtime: PT1M}
+  - {name: large, num_cpus: 2, memory: 200m, runtime: PT1M}
+slurm_schedulers: [{name: given, account: wfacct, walltime: "00:10:00", partition: main}]
+jobs:
+  - {name: "bad_{i}", command: "exit 1", resource_requirements: small, parameters: {i: "1:4"}}
+  - {name: "after_{i}", command: "true", resource_requirements: large, depends_on: ["bad_{i}"], parameters: {i: "1:4"}}
+actions:
+  - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: given, scheduler_type: slurm, num_allocations: 2}
+'''
+PLANNERS = {
+    'recover': ('recover', '{}', '--no-prompts', '--retry-unknown', '--partition', 'main'),
+    'slurm regenerate': ('slurm', 'regenerate', '{}', '--account', 'wfacct', '--partition', 'main', '--submit', '--no-prompts')}
+
+
+class Parking:
+    """Workflows on a cluster whose allocations all wait for an hour."""
+
+    def __init__(self, world: World, bed: Bed) -> None:
+        self.world, self.bed = world, bed
+        world.environment['SLURM_CONF'] = bed.conf
+        world.serve('--host', '0.0.0.0')
+        self.spec = world.write('parked.yaml', PARKED)
+
+    def live(self) -> Set[int]:
+        """Slurm jobs of this world."""
+        rows = self.bed.rows('squeue', '-h', '-t', 'PD,R,CG', '-o', '%i|%Z')
+        return {int(row[0]) for row in rows if row[1].startswith(self.world.root + '/')}
+
+    def clear(self) -> None:
+        """End them all."""
+        live = self.live()
+        if live:
+            self.bed.ask('scancel', *live)
+        self.world.wait(lambda: not self.live(), 30, 'the end of all allocations')
+
+    def begin(self, what: str) -> int:
+        """A workflow for a planner; its id."""
+        workflow_id = self.world.cli('-f', 'json', 'create', self.spec).json()['workflow_id']
+        if what == 'recover':
+            outcome = self.world.cli('run', workflow_id, '-p', '0.1')
+            assert outcome.code == 1, str(outcome)
+        return workflow_id
+
+    def found(self, workflow_id: int) -> Dict[str, Any]:
+        """What a planner has left behind."""
+        with contextlib.closing(self.world.connect()) as client:
+            rows = [row for row in client.pages('list_scheduled_compute_nodes', workflow_id=workflow_id)
+                    if row['status'] in ('pending', 'active')]
+            statuses = collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=workflow_id))
+            actions = client.call('get_workflow_actions', workflow_id=workflow_id)
+            run_id = client.call('get_workflow', workflow_id=workflow_id)['run_id']
+        live = self.live()
+        assert sorted(row['scheduler_id'] for row in rows) == sorted(live), (rows, live)
+        recovery = collections.Counter((action['executed'], action['trigger_count'] >= action['required_triggers'])
+                                       for action in actions if action['is_recovery'])
+        return {'allocations': len(live), 'jobs': dict(statuses), 'run': run_id, 'recovery actions': dict(recovery),
+                'others open': [action['id'] for action in actions if not action['is_recovery'] and not action['executed']]}
+
+
+def kill_planners(world: World, what: str, kills: int, seed: int) -> str:
+    """kill -9 of a command that plans and submits: it is done or not, a second call finishes it, nothing is there twice."""
+    bed, chance, finished, codes = Bed.find(SHARED_NODES, False), random.Random(f'{seed} {what}'), 0, collections.Counter()   # type: Any
+    with bed.held(False):
+        parking, wanted = Parking(world, bed), {}   # type: Parking, Dict[str, Any]
+        try:
+            for number in range(kills + 1):
+                workflow_id = parking.begin(what)
+                words = [word.format(workflow_id) for word in PLANNERS[what]]
+                began, command = time.monotonic(), world.start(*words)
+                if number == 0:
+                    outcome = command.finish(120)
+                    assert outcome.code == 0, str(outcome)
+                    took_s, wanted = time.monotonic() - began, parking.found(workflow_id)
+                else:
+                    select.select([], [], [], chance.uniform(0.1, took_s))
+                    finished += command.has_ended()
+                    command.kill()
+                    again = world.cli(*words, timeout=180)
+                    codes[again.code] += 1
+                    found = parking.found(workflow_id)
+                    assert found == wanted, f'kill {number}: {found}, not {wanted}\n{command}\n{again}'
+                assert world.cli('cancel', workflow_id).code == 0
+                parking.clear()
+        finally:
+            parking.clear()
+    return f'{kills} kills within {took_s:.1f} s, {finished} of them too late, second calls ended with {dict(codes)}: {wanted}'
+
+
+LIES = {    # what a squeue may do that is asked about an allocation that runs
+    'fails': 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1',
+    'hangs': 'sleep 1000',
+    'is slow': 'sleep 4; exec squeue "$@"',
+    'says nothing': 'exit 0',
+    'speaks nonsense': 'echo "what|is this"; echo ";;"; exit 0',
+    'is torn': 'squeue "$@" | head -c 7; exit 0'}
+
+
+def lie_about_allocations(world: World, rounds: int) -> str:
+    """squeue fails, hangs, is slow or lies while an allocation runs: `sync-status` and `recover` fail nothing."""
+    bed = Bed.find(SHARED_NODES, False)
+    with bed.held(False):
+        parking = Parking(world, bed)
+        world.environment['TORC_TEST_SETUP'] = 'torc.SLURM_QUERY_S = torc.SQUEUE_LIMIT_S = 6.0'
+        fakes = world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        world.write('lying.yaml', """
+            name: lying
+            resource_requirements: [{name: small, num_cpus: 1, memory: 100m, runtime: PT1M}]
+            slurm_schedulers: [{name: given, account: wfacct, walltime: "00:10:00", partition: main}]
+            jobs: [{name: held, command: "echo begin >> trace; until test -e go; do sleep 0.2; done", resource_requirements: small}]
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: given, scheduler_type: slurm}]
+            """)
+        try:
+            outcome = world.cli('submit', '-p', 1, 'lying.yaml')
+            assert outcome.code == 0, str(outcome)
+            world.wait(lambda: world.read('trace'), 60, 'the job')
+            for _, (how, script) in itertools.product(range(rounds), LIES.items()):
+                fakes.write('squeue', script)
+                for words in (('-f', 'json', 'workflows', 'sync-status', 1), ('recover', 1, '--no-prompts', '--retry-unknown')):
+                    said = world.cli(*words, timeout=120)
+                    assert 'Traceback' not in said.err, str(said)
+                    with contextlib.closing(world.connect()) as client:
+                        job, = client.pages('list_jobs', workflow_id=1)
+                        rows = [row['status'] for row in client.pages('list_scheduled_compute_nodes', workflow_id=1)]
+                    assert (job['status'], rows) == ('running', ['active']), (how, job, rows, str(said))
+            fakes.write('squeue', 'exec squeue "$@"')
+            world.write('go', '')
+            world.wait(lambda: world.cli('workflows', 'is-complete', 1).code == 0 and not parking.live(), 60, 'the end')
+            assert world.read('trace') == 'begin\n', world.read('trace')
+        finally:
+            parking.clear()
+    return f'{rounds} times {len(LIES)} ways, nothing was failed'
+
+
+# -------- a night on a cluster: allocations, runners and the server die, and one `watch` keeps the workflow going --------
+#
+# Times are shortened: what `watch` and the runners do in minutes takes seconds here, and so does what kills them.
+
+NIGHT = '''
+torc.RETRY_MAX_S, torc.MAX_RETRY_PAUSE_S = 2.0, 2.0
+torc.SLURM_LOOK_S, torc.SCHEDULE_RETRY_S = 10.0, 10.0
+'''
+NIGHT_SPEC = '''
+name: night
+compute_node_wait_for_new_jobs_seconds: 5
+resource_requirements: [{{name: small, num_cpus: 1, memory: 100m, runtime: PT1M}}]
+slurm_schedulers: [{{name: nodes, account: wfacct, walltime: "00:10:00", partition: main}}]
+jobs:
+  - {{name: "first_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes, parameters: {{i: "1:{half}"}}}}
+  - {{name: "second_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes,
+     depends_on: ["first_{{i}}"], parameters: {{i: "1:{third}"}}}}
+  - {{name: "third_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes,
+     depends_on_regexes: ["second_.*"], parameters: {{i: "1:{rest}"}}}}
+actions:
+  - {{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: nodes, scheduler_type: slurm, num_allocations: 4}}
+  - {{trigger_type: on_jobs_ready, action_type: schedule_nodes, job_name_regexes: ["third_.*"], scheduler: nodes,
+     scheduler_type: slurm, num_allocations: 2}}
+'''
+
+
+class Night:
+    """A staged workflow on a cluster, and what happens to it."""
+    KILL_S, SERVER_S, NODE_S = 20.0, 60.0, 25.0     # between kills; between those of the server; until a node is back
+
+    def __init__(self, world: World, bed: Bed, count: int, seed: Any, work_s: float) -> None:
+        self.world, self.bed, self.count, self.chance = world, bed, count, random.Random(f'{seed} night')
+        self.happened = collections.Counter()   # type: collections.Counter
+        self.log = []               # type: List[str]
+        self.dead_nodes = {}        # type: Dict[str, float]  # -> when it is started again
+        self.began = time.monotonic()
+        world.environment.update(SLURM_CONF=bed.conf, TORC_TEST_SETUP=NIGHT)
+        os.mkdir(world.path('ledger'))
+        traced = Traces.BEGIN.replace('${CUDA_VISIBLE_DEVICES:--}', '-') + f'sleep {work_s:g}' + Traces.END
+        half, third = count // 2, count * 3 // 10
+        world.write('job.sh', traced + '\n')
+        self.spec = world.write('night.yaml', NIGHT_SPEC.format(first='bash job.sh', half=half, third=third,
+                                                                rest=count - half - third))
+        self.port = urllib.parse.urlsplit(world.serve('--host', '0.0.0.0')).port
+        self.server_back = 0.0      # monotonic; while it is dead
+
+    def say(self, what: str, where: str) -> None:
+        """Note what happens."""
+        self.happened[what] += 1
+        self.log.append(f'{time.monotonic() - self.began:6.1f} s  {what} {where}')
+
+    def allocations(self, *states: str) -> List[List[str]]:
+        """[id, node] of the allocations in these states."""
+        return [row for row in self.bed.rows('squeue', '-h', '-t', ','.join(states), '-o', '%i|%N|%Z')
+                if row[2].startswith(self.world.root + '/')]
+
+    def runners(self) -> List[int]:
+        """Processes of runners in allocations, without their guardians."""
+        found = {pid for pid, words in processes_with(self.world.mark).items()
+                 if ' run 1 ' in words + ' ' and b'SLURM_JOB_ID=' in read_bytes(f'/proc/{pid}/environ')}
+        return sorted(pid for pid in found if read_parent(pid) not in found)
+
+    def kill_something(self) -> None:
+        """An allocation ends before its time, in one of three ways."""
+        running = self.allocations('RUNNING')
+        how = self.chance.choice(['scancel', 'kill -9 of a runner', 'kill-node'])
+        if not running:
+            return
+        number, node, _ = self.chance.choice(running)
+        if how == 'scancel':
+            self.bed.ask('scancel', number)
+            self.say(how, number)
+        elif how == 'kill-node' and node not in self.dead_nodes and len(self.dead_nodes) < 2:
+            self.bed.control('kill-node', node)
+            self.dead_nodes[node] = time.monotonic() + self.NODE_S
+            self.say(how, f'{node} with {number}')
+        else:
+            for pid in self.runners()[:1]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    self.say('kill -9 of a runner', str(pid))
+
+    def restore(self, is_over: bool = False) -> None:
+        """Start again what has been dead for long enough."""
+        now = time.monotonic()
+        for node, at in list(self.dead_nodes.items()):
+            if is_over or now >= at:
+                del self.dead_nodes[node]
+                self.bed.control('start-node', node)
+        if self.server_back and (is_over or now >= self.server_back):
+            self.server_back = 0.0
+            self.world.serve('--host', '0.0.0.0', '--port', self.port)
+
+    def carry_out(self, limit_s: float) -> str:
+        """Submit, watch, kill; what has become of all jobs."""
+        submitted = self.world.cli('submit', '-p', 1, self.spec)
+        assert submitted.code == 0, str(submitted)
+        watch = self.world.start('watch', 1, '--recover', '--retry-unknown', '--auto-schedule', '--auto-schedule-threshold', 1,
+                                 '--auto-schedule-cooldown', 20, '--auto-schedule-stranded-timeout', 30, '-p', 5,
+                                 '--show-job-counts')
+        kill_at, server_at = self.began + self.KILL_S, self.began + self.SERVER_S
+        try:
+            while not watch.has_ended():
+                now = time.monotonic()
+                assert now < self.began + limit_s, f'not complete within {limit_s:g} s'
+                self.restore()
+                if now >= kill_at:
+                    kill_at = now + self.KILL_S
+                    self.kill_something()
+                if now >= server_at and not self.server_back:
+                    server_at = now + self.SERVER_S
+                    self.world.server.kill()
+                    self.server_back = now + self.chance.uniform(0.5, 6)
+                    self.say('kill -9 of the server', '')
+                select.select([], [], [], 0.3)
+            self.restore(is_over=True)
+            return self.check(watch.finish())
+        except AssertionError as error:
+            raise AssertionError('\n'.join([str(error), *self.log, str(watch), self.situation()])) from error
+        finally:
+            self.restore(is_over=True)
+            left = [row[0] for row in self.allocations('PENDING', 'RUNNING', 'SUSPENDED', 'CONFIGURING')]
+            if left:
+                self.bed.ask('scancel', *left)
+            self.world.wait(lambda: not self.allocations('PENDING', 'RUNNING', 'COMPLETING'), 60, 'the end of all allocations')
+
+    def situation(self) -> str:
+        """What a developer wants to see."""
+        paths = sorted(glob.glob(glob.escape(self.world.path()) + '/torc_output/*'), key=os.path.getmtime)
+        logs = [f'--- {path}\n{read_text(path)[-1500:]}' for path in paths if path.endswith(('.log', '.o', '.e', '.out'))][-12:]
+        words = [self.world.cli('status', 1), self.world.cli('explain', 1),
+                 self.world.cli('slurm', 'stats', 1), self.world.cli('-f', 'json', 'events', 'list', 1)]
+        return '\n'.join([*logs, *(str(each)[-4000:] for each in words)])
+
+    def check(self, outcome: Outcome) -> str:
+        """All done, each job completed once, each attempt began once."""
+        assert outcome.code == 0, str(outcome)
+        with contextlib.closing(self.world.connect()) as client:
+            statuses = collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=1))
+            results = list(client.pages('list_results', workflow_id=1, all_runs=True))
+            run_id = client.call('get_workflow', workflow_id=1)['run_id']
+            allocations = len(list(client.pages('list_scheduled_compute_nodes', workflow_id=1)))
+        assert dict(statuses) == {'completed': self.count}, statuses
+        completed = collections.Counter(row['job_id'] for row in results if row['status'] == 'completed')
+        assert set(completed.values()) == {1} and len(completed) == self.count, completed
+        rows = Traces.rows(self)    # type: ignore
+        keys = {(row['job_id'], row['run_id'], row['attempt_id']) for row in results}
+        assert set(rows) <= keys and not [row for row in results if row['return_code'] == 99], set(rows) - keys
+        ends = collections.Counter(key[0] for key, row in rows.items() if row[1] is not None)
+        assert len(ends) == self.count, self.count - len(ends)
+        twice = sum(count > 1 for count in ends.values())
+        took_s = time.monotonic() - self.began
+        happened = ', '.join(f'{count} x {what}' for what, count in sorted(self.happened.items()))
+        return (f'{self.count} jobs completed once each in {took_s:.0f} s and {run_id} runs; {happened}; {allocations} allocations, '
+                f'{len(rows)} attempts began, {twice} jobs had ended unseen and ran again')
+
+
+def read_parent(pid: int) -> int:
+    """Parent of a process, 0 if it has gone."""
+    match = re.match(r'\d+ \(.*\) \S (\d+)', read_text(f'/proc/{pid}/stat'), re.DOTALL)
+    return int(match.group(1)) if match else 0
+
+
+def read_bytes(path: str) -> bytes:
+    """Content of a file, b'' if there is none, or no right to it."""
+    try:
+        with open(path, 'rb') as file:
+            return file.read()
+    except OSError:
+        return b''
+
+
+def live_through_night(world: World, count: int, seed: Any, work_s: float, limit_s: float) -> str:
+    """A night on the cluster, alone there."""
+    bed = Bed.find(SHARED_NODES, is_alone=True)
+    with bed.held(True):
+        bed.repair()
+        return Night(world, bed, count, seed, work_s).carry_out(limit_s)
+
+
 @slow
 class FaultTest(WorldTest):
     """Small versions of what `faults` does at length."""
@@ -34561,6 +35264,35 @@ class FaultTest(WorldTest):
     def test_a_runner_that_sleeps_for_longer_than_its_lease_doubles_nothing(self):
         self.be_away('a remote runner that sleeps while another works')
 
+    def test_a_server_that_dies_for_longer_than_runners_wait_costs_no_job(self):
+        self.assertIn('exit', lose_server(self.world, [(2, 'done', RETURNS[1]), (4, 'asked', RETURNS[0])]))
+
+    def test_a_server_that_comes_back_as_an_older_copy_takes_in_what_ran_meanwhile(self):
+        self.assertEqual('exit 0', return_older_once(self.world, RETURNS[0]))
+
+    def test_what_two_runners_ended_without_their_server_is_recorded_once(self):
+        self.assertIn('40 ends from 2 journals', journal_together(self.world, 20))
+
+    def test_what_a_killed_runner_kept_is_read(self):
+        self.assertIn('none torn', kill_journal_writers(10, 5))
+        self.assertIn('1 kills', kill_offline_runners(self.world, 1, 5))
+
+    def test_a_reconcile_that_was_killed_is_finished_by_the_next(self):
+        self.assertIn('20 ends each recorded once', kill_reconcilers(self.world, 10, 2, 5))
+
+    def test_what_squeue_says_wrongly_fails_nothing(self):
+        self.assertIn('nothing was failed', lie_about_allocations(self.world, 1))
+
+    def test_a_recover_or_regenerate_that_was_killed_is_finished_by_the_next(self):
+        for what in PLANNERS:
+            with self.subTest(what):
+                self.assertIn('1 kills', kill_planners(self.world, what, 1, 5))
+                self.doCleanups()
+                self.setUp()
+
+    def test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies(self):
+        self.assertIn('24 jobs completed once each', live_through_night(self.world, 24, 5, 4, 300))
+
     def test_two_runners_share_the_jobs_of_one_server_and_none_runs_twice(self):
         share_jobs(self.world, 150)
         self.assertEqual(151, len(os.listdir(self.world.path('ledger'))) + 1)
@@ -34603,7 +35335,22 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              *((f'away: {way.title}', lambda world, way=way: be_away(way, rounds, seed)) for way in AWAY),
              (f'{requests // 20:,} requests through a relay that meddles', lambda world: meddle_on_the_way(world, requests // 20, seed)),
              (f'{many // 10} logins beside 70 clients that guess, thrice', lambda world: log_in_beside(world, many // 10, seed)),
-             ('long bodies and 12 uploads that never end', lambda world: send_long_bodies(world, LONG_BODIES, 12)))
+             ('long bodies and 12 uploads that never end', lambda world: send_long_bodies(world, LONG_BODIES, 12)),
+             (f'a server that dies at {"some" if is_quick else "all"} points of the loop, for longer than runners wait',
+              lambda world: lose_server(world, points_of_loop(8 if is_quick else 0, seed))),
+             (f'a server that comes back as an older copy, {rounds} times two', lambda world: return_older(world, rounds)),
+             (f'two runners without a server, {count // 4 if is_quick else count} jobs each',
+              lambda world: journal_together(world, count // 4 if is_quick else count)),
+             (f'kill -9 of a journal\'s writer, {many} times', lambda world: kill_journal_writers(many, seed)),
+             (f'kill -9 of runners without a server, {rounds} times', lambda world: kill_offline_runners(world, rounds, seed)),
+             (f'kill -9 of reconcile or of its server, {rounds} times',
+              lambda world: kill_reconcilers(world, count // 5, rounds, seed)),
+             *(((f'squeue fails, hangs, is slow or lies, {max(1, rounds // 10)} times', lambda world: lie_about_allocations(world, max(1, rounds // 10))),
+                *((f'kill -9 of {what}, {rounds} times', lambda world, what=what: kill_planners(world, what, rounds, seed))
+                  for what in PLANNERS),
+                (f'a night on a cluster: {40 if is_quick else 200} jobs',
+                 lambda world: live_through_night(world, 40 if is_quick else 200, seed, 6 if is_quick else 15, 1800)))
+               if SLURM_BEDS else ()))
     works = [row for row in works if not parts or any(part in row[0] for part in parts)]
     failed = 0
     for title, work in works:
@@ -34668,6 +35415,10 @@ PAUSES = {
     'AwayTrial.pause': 'longer than a lease', 'AwayTrial.stop': 'wakes up after another one',
     'orphan_trial': 'dies at a moment that chance decides', 'kill_under_clerks': 'dies at a moment that chance decides',
     'Intruder.pause': 'acts at a moment that chance decides',
+    'kill_journal_writers': 'dies at a moment that chance decides',
+    'kill_offline_runner': 'dies at a moment that chance decides',
+    'kill_reconcilers': 'dies at a moment that chance decides', 'kill_planners': 'dies at a moment that chance decides',
+    'Night.carry_out': 'until the next kill, or the end',
 }
 
 # Words that belong to no file of this project: where it is made, and by whose tools. Split, so that this list is not found.
