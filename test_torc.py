@@ -31874,38 +31874,6 @@ def ask_sqlite(path: str, statement: str) -> List[Tuple[Any, ...]]:
         connection.close()
 
 
-def kill_journal_writers(world: World, times: int, seed: int) -> str:
-    """kill -9 of who writes a journal, at any moment: what was said to be kept is there, once. What was seen."""
-    chance, total, hot = random.Random(seed), 0, 0
-    completion = dict(status='completed', return_code=0, exec_time_minutes=0.1, completion_time='2026-01-01T00:00:00.000Z')
-    for number in range(times):
-        path, (reader, writer) = torc.journal_path(world.path('out'), 1, 1, f'node{number}'), os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                journal = torc.Journal(path)
-                for job_id in itertools.count(1):
-                    entry = torc.format_journal_entry(dict(completion, job_id=job_id, attempt_id=1, reason='x' * 3000), 1, 1, 1)
-                    journal.keep([entry])
-                    os.write(writer, b'%d\n' % job_id)
-            finally:
-                os._exit(0)
-        os.close(writer)
-        os.read(reader, 1)      # it is at work
-        select.select([], [], [], chance.uniform(0, 0.03))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        with open(reader, 'rb') as pipe:
-            said = max(map(int, (b'1' + pipe.read()).split()), default=0)
-        hot += os.path.getsize(path + '-journal') > 0
-        assert ask_sqlite(path, 'PRAGMA integrity_check') == [('ok',)]
-        found = [(job_id, json.loads(text)['job_id']) for job_id, text in
-                 ask_sqlite(path, 'SELECT job_id, payload FROM journaled_completions ORDER BY job_id')]
-        assert found in ([(job_id, job_id) for job_id in range(1, most + 1)] for most in (said, said + 1)), (said, found[-3:])
-        total += said
-    return f'all of {total:,} entries that were kept are there, once; {hot} of {times} writers died in the midst of a transaction'
-
-
 def kill_lasting_server(world: World, count: int, kills: int, seed: int) -> None:
     """`serve` is killed and started again on its database and port; two runners go on."""
     url = world.serve()
@@ -33629,16 +33597,13 @@ class OfflineDrainFlowTest(FlowTest):
         self.assertExit(3, runner.finish(), f'2 jobs that ended meanwhile are kept in {out}/offline_journal/offline_results_wf1_r1_',
                         f'When the server is back: torc.py workflows reconcile 1 1 --base-dir {shlex.quote(out)}')
         self.world.serve('--port', port)
-        path, = glob.glob(glob.escape(out) + '/offline_journal/*.db')
-        entries = [json.loads(text) for text, in ask_sqlite(path, 'SELECT payload FROM journaled_completions')]
-        client = self.world.connect()
-        self.addCleanup(client.close)
-        for entry in entries:
-            del entry['torc_py']
+        words = shlex.split(runner.err[runner.err.index('workflows reconcile'):])
         for _ in range(2):
-            self.assertEqual([], client.call('batch_complete_jobs', {'completions': entries}, workflow_id=1)['errors'])
-        self.assertEqual([('completed', 'long1'), ('completed', 'long2'), ('ready', 'after')],
-                         sorted((job['status'], job['name']) for job in client.call('list_jobs', workflow_id=1)['items']))
+            found = self.assertExit(0, self.world.cli('-f', 'json', *words)).json()
+            self.assertEqual((1, 2, 0), (found['files'], found['total_completions'], found['rejected']), found)
+        results = self.ask_json('results', 'list', 1)['items']
+        self.assertEqual([(1, 'completed'), (2, 'completed')], sorted((row['job_id'], row['status']) for row in results))
+        self.assertExit(0, self.world.cli('run', '-p', 0.2, 1), '3 completed')
 
     @slow
     def test_a_server_that_is_started_again_while_jobs_run_misses_nothing(self):
@@ -33664,9 +33629,6 @@ class OfflineDrainFlowTest(FlowTest):
     def test_without_the_drain_the_runner_stops_its_jobs_and_leaves(self):
         runner, _ = self.lose_server('--no-offline-drain')
         self.assertExit(3, runner.finish(), 'stopping 2', '2 jobs that ended meanwhile are kept in')
-
-    def test_a_runner_that_was_killed_at_work_has_left_a_whole_journal(self):
-        self.assertRegex(kill_journal_writers(self.world, 5, 5), 'all of [1-9][0-9,]* entries')
 
 
 class OutputCapTest(FlowTest):
@@ -35314,7 +35276,6 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              (f'kill -9 of runners, {rounds} times in {len(KILLS)} ways',
               lambda world: outlive_runners(world, rounds, seed)),
              (f'kill -9 of runners, {many} times one after the other', lambda world: kill_runners(world, many, seed)),
-             (f'kill -9 of {many} writers of journals', lambda world: kill_journal_writers(world, many, seed)),
              (f'{many} nasty jobs', lambda world: run_nasty_jobs(world, many, seed)),
              (f'{rounds} pids that are used again', lambda world: reuse_pids(world, rounds, seed)),
              (f'{rounds} jobs in uninterruptible sleep', lambda world: sleep_unkillably(rounds)),
@@ -35407,7 +35368,6 @@ CONSTANTS = (ast.Constant,) if sys.version_info >= (3, 8) else (ast.Str, ast.Byt
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
-    'kill_journal_writers': 'the moment of a kill is random',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
     'GuardianTest.fork_runner': 'a runner at rest, in a process of its own',
     'kill_runners': 'dies at a moment that chance decides', 'run_nasty_jobs': 'is stopped at a moment that chance decides',
