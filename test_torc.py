@@ -18869,6 +18869,31 @@ class JournalReaderTest(WorldTest):
                 self.assertIsInstance(entry['result']['return_code'], int)
             self.assertTrue(problem or not data or len(found) == 40, (len(data), len(found)))
 
+    @slow
+    def test_what_a_writer_had_kept_is_read_wherever_it_is_killed(self):
+        chance = random.Random(13)
+        for number in range(300):
+            path = self.world.path('out', self.NAME.format(number))
+            source, sink = os.pipe()
+            pid = os.fork()
+            if not pid:
+                journal = torc.Journal(path)
+                for job_id in itertools.cycle(range(1, 60)):
+                    journal.keep([journal_entry(job_id)])
+                    os.write(sink, b'.')
+            os.close(sink)
+            time.sleep(chance.uniform(0, 0.03))     # wherever it is by then
+            end_child(pid, signal.SIGKILL)
+            with open(source, 'rb') as file:
+                count = len(file.read())
+            if not os.path.exists(path):
+                self.assertEqual(0, count)
+                continue
+            found, problem = self.read(path)
+            self.assertEqual('', problem if count else '')
+            self.assertTrue(min(59, count) <= len(found) <= min(59, count + 1), (count, found))
+            self.assertEqual(sorted(set(found)), found)
+
     def test_what_is_no_journal_is_named(self):
         path = self.world.path('out', self.NAME.format('x'))
         for data, problem in ((b'', ''), (b'hello', 'it is no SQLite file'), (bytes(10000), 'it is no SQLite file')):

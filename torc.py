@@ -9503,22 +9503,26 @@ def undo_assumed_end(context: Context, state: WorkflowState, job: JobState, atte
                 "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
                 (attempt_id, start_time, node_id, attempt_id, job.id))
     if not state.is_canceled:
-        wait_again(context, [job.id])
+        wait_again(context, [job.id], job.status == FAILED)
     expect_completion(context, state.id)
     return job_state(context, job.id)
 
 
-def wait_again(context: Context, job_ids: List[int]) -> None:
+def wait_again(context: Context, job_ids: List[int], had_ended: bool) -> None:
     """Jobs have not ended after all: those canceled for nothing else wait for them again, and so on.
 
-    So do ready ones, which run whatever becomes of their prerequisites, but after these.
+    So do ready ones, which run whatever becomes of their prerequisites, but after these. `had_ended`: the
+    jobs counted as failed until now, and not as to be run again.
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
         uncount_trigger(context, 'on_jobs_complete', job_ids)
         rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
-        sets = sorted({row[0] for row in rows})
-        run_by_ids(context, RECOUNT + 'id IN', sets)
+        counts = collections.Counter(row[0] for row in rows)
+        sets = sorted(counts)
+        if had_ended:       # counting anew would take as long as there are members, for each that is back
+            context.run_many('UPDATE dep_set SET pending = pending + ?, failed = failed - ? WHERE id = ?',
+                             ((count, count, set_id) for set_id, count in counts.items()))
         ready = [row[0] for row in rows_by_ids(
             context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
@@ -9527,6 +9531,7 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
             context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
             f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
+        had_ended = True
 
 
 # -------- attempts that this database knows nothing of --------
