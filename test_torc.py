@@ -19604,6 +19604,16 @@ class JobPartsTest(PartTest):
         dispatcher.stop('interrupt', 5, signal.SIGTERM)
         self.assertEqual(['', 'interrupt', 'memory'], [attempt.stopped_for for attempt in ended])
 
+    def test_a_job_whose_leftovers_live_was_interrupted_if_the_signal_had_reached_it_first(self):
+        dispatcher = self.build(num_cpus=2)
+        self.claim(1, 2)
+        dispatcher.act(time.monotonic())
+        running = self.attempts.of('running')
+        for attempt, code in zip(running, (128 + signal.SIGTERM, 3)):
+            attempt.process = types.SimpleNamespace(end=torc.ProcessEnd(code, 0, 1.0, 0.0, 0, 0.0))
+        dispatcher.stop('interrupt', 5, signal.SIGTERM)
+        self.assertEqual(['interrupt', ''], [attempt.stopped_for for attempt in running])
+
     def test_what_cannot_start_in_time_goes_back(self):
         dispatcher = self.build(num_cpus=1)
         self.claim(1, 2)
