@@ -23991,7 +23991,7 @@ class LookTest(unittest.TestCase):
 
     def test_ends(self):
         for line in self.ENDS.splitlines():
-            account, kind, wanted = re.split('  +| (?=interrupted|failed)', line, 2)
+            account, kind, wanted = re.split('  +| (?=interrupted|failed)', line, maxsplit=2)
             with self.subTest(line):
                 seen = self.judge('17|{}|1700000000|UID|me\n'.format(account))
                 row, = torc.evidence_of(seen, 1700000090.0)
