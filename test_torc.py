@@ -19876,6 +19876,16 @@ class JobPartsTest(PartTest):
         dispatcher.stop('interrupt', 5, signal.SIGTERM)
         self.assertEqual(['', 'interrupt', 'memory'], [attempt.stopped_for for attempt in ended])
 
+    def test_a_job_whose_leftovers_live_was_interrupted_if_the_signal_had_reached_it_first(self):
+        dispatcher = self.build(num_cpus=2)
+        self.claim(1, 2)
+        dispatcher.act(time.monotonic())
+        running = self.attempts.of('running')
+        for attempt, code in zip(running, (128 + signal.SIGTERM, 3)):
+            attempt.process = types.SimpleNamespace(end=torc.ProcessEnd(code, 0, 1.0, 0.0, 0, 0.0))
+        dispatcher.stop('interrupt', 5, signal.SIGTERM)
+        self.assertEqual(['interrupt', ''], [attempt.stopped_for for attempt in running])
+
     def test_what_cannot_start_in_time_goes_back(self):
         dispatcher = self.build(num_cpus=1)
         self.claim(1, 2)
@@ -24007,7 +24017,7 @@ class LookTest(unittest.TestCase):
 
     def test_ends(self):
         for line in self.ENDS.splitlines():
-            account, kind, wanted = re.split('  +| (?=interrupted|failed)', line, 2)
+            account, kind, wanted = re.split('  +| (?=interrupted|failed)', line, maxsplit=2)
             with self.subTest(line):
                 seen = self.judge('17|{}|1700000000|UID|me\n'.format(account))
                 row, = torc.evidence_of(seen, 1700000090.0)

@@ -26439,9 +26439,10 @@ class Dispatcher:
             if not attempt.stopped_for and may_share_signal(attempt.end):
                 self.set_stopping(attempt, reason, signal_number)
         for attempt in attempts:
-            if attempt.process.end is None:     # otherwise only its leftovers live
-                if not attempt.stopped_for:
-                    self.set_stopping(attempt, reason, signal_number)
+            end = attempt.process.end       # if there is one, only leftovers of the job live
+            if not attempt.stopped_for and (end is None or signal_number and may_share_signal(end)):
+                self.set_stopping(attempt, reason, signal_number)
+            if end is None:
                 self.context.log.write(f'Job {name}', workflow_id=self.context.workflow_id, job_id=attempt.id)
         self.starter.stop(attempts, lead_s)
 
