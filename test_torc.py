@@ -7513,11 +7513,11 @@ class SubmissionRecordTest(ServiceTest):
     def test_the_largest_of_the_jobs_that_are_left_decides_what_is_asked_for(self):
         workflow_id = self.prepare()
         needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'r', 'num_cpus': 3, 'memory': '2g'})['id']
-        self.assertEqual({'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 2}, self.take(workflow_id, count=1, actions=False,
+        self.assertEqual({'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 2, 'runtime_s': 60}, self.take(workflow_id, count=1, actions=False,
                          scheduler_config_id=self.scheduler_id)['allocations'][0]['needs'])
         self.call('update_job', {'resource_requirements_id': needs, 'scheduler_id': self.scheduler_id}, id=2)
         found = self.take(workflow_id, actions=False, scheduler_config_id=self.scheduler_id)['allocations']
-        self.assertEqual({'num_cpus': 3, 'memory_bytes': 2 << 30, 'num_jobs': 1}, found[0]['needs'])
+        self.assertEqual({'num_cpus': 3, 'memory_bytes': 2 << 30, 'num_jobs': 1, 'runtime_s': 60}, found[0]['needs'])
 
 
 # ======== 8h. Administration ========
@@ -17767,7 +17767,7 @@ class RegenerationTest(unittest.TestCase):
         schedulers = {7: {'name': 'c', 'walltime': '02:00:00'}, 8: {'name': 'd', 'walltime': '01:00:00'}}
         for allocations, wanted in (((), [(7, [([], 3)]), (8, [([11], 1)])]), ([self.allocation(7)] * 2, [(7, [([], 1)]), (8, [([11], 1)])]),
                                     ([self.allocation(7)] * 3 + [self.allocation(8)], [])):
-            found = torc.renew_chains(demand, torc.Supply(demand, allocations), schedulers)
+            found = torc.renew_chains(demand, torc.Supply(demand, allocations), schedulers, 300)
             self.assertEqual(wanted, [(row.scheduler_id, [(stage.gate_ids, stage.num_allocations) for stage in row.stages]) for row in found])
 
 
@@ -27756,8 +27756,9 @@ class ChainTest(SubmitCase):
 
     def test_a_chain_is_as_long_as_its_jobs_take(self):
         for num_jobs, walltime, runtime_s, count in ((500, '12:00:00', 4 * 3600, 167), (10, '12:00:00', 4 * 3600, 4), (3, '01:00:00', 7200, 3),
-                                                     (5, '01:00:00', 0, 1), (0, '01:00:00', 60, 1), (10 ** 6, '01:00:00', 3600, 10000)):
-            self.assertEqual(count, torc.count_links(num_jobs, walltime, runtime_s))
+                                                     (12, '00:10:00', 60, 2), (2, '00:04:00', 60, 2), (5, '01:00:00', 0, 1), (0, '01:00:00', 60, 1),
+                                                     (4, 'what', 60, 4), (10 ** 6, '01:00:00', 3600, 10000)):
+            self.assertEqual(count, torc.count_links(num_jobs, walltime, runtime_s, 300), (num_jobs, walltime, runtime_s))
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
         self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
 

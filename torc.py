@@ -10126,16 +10126,22 @@ def default_count(context: Context, workflow_id: int, scheduler_id: int) -> int:
     needs = allocation_needs(context, workflow_id, scheduler_id)
     if not scheduler['serialize_allocations']:
         return 1
-    return count_links(needs['num_jobs'], scheduler['walltime'], needs['runtime_s'])
+    least_s = context.value('SELECT compute_node_min_time_for_new_jobs_seconds FROM workflow WHERE id = ?',
+                            (workflow_id,))
+    return count_links(needs['num_jobs'], scheduler['walltime'], needs['runtime_s'], least_s)
 
 
-def count_links(num_jobs: int, walltime: str, runtime_s: int) -> int:
-    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end."""
+def count_links(num_jobs: int, walltime: str, runtime_s: int, least_s: int) -> int:
+    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end.
+
+    `least_s`: with less time left, runners with --max-parallel-jobs begin no job, however short it is.
+    """
     try:
-        jobs_each = max(1, parse_walltime(walltime) // runtime_s) if runtime_s else num_jobs
+        usable_s = parse_walltime(walltime) - max(0, least_s - runtime_s)
     except ValueError:      # Slurm will say so
-        jobs_each = 1
-    return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // max(1, jobs_each))))
+        usable_s = 0
+    jobs_each = max(1, usable_s // runtime_s) if runtime_s else max(1, num_jobs)
+    return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // jobs_each)))
 
 
 def chain_jobs(context: Context, workflow_id: int, scheduler: Values) -> List[int]:
@@ -29631,15 +29637,19 @@ def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) ->
     return renewals
 
 
-def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str, Any]]) -> List[Renewal]:
-    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id."""
+def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str, Any]],
+                 least_s: int) -> List[Renewal]:
+    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id.
+
+    `least_s`: see count_links.
+    """
     renewals, levels = [], find_levels(demand.graph) if demand.chains else []
     for chain_id, members in sorted(demand.chains.items()):
         block, jobs = schedulers[chain_id], [job for job, _ in members]
         runtime_s, first = max(runtime_s for _, runtime_s in members), min(levels[job] for job in jobs)
         # What is first of them waits for none of the others.
         gates = [demand.job_ids[job] for job in jobs if levels[job] == first] if first else []
-        count = count_links(len(jobs), block['walltime'], runtime_s)
+        count = count_links(len(jobs), block['walltime'], runtime_s, least_s)
         count = math.ceil(count - supply.take(Stage(jobs, [], count), runtime_s) - 1e-9)
         if count:
             renewals.append(Renewal(block, bool(first), True, jobs, [RenewedStage(gates, count)], chain_id))
@@ -35623,7 +35633,9 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     if problems and not (made.schedulers or demand.chains):
         raise BadInput(problems[0])
     supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
-    renewals = renew(demand, made, supply, account) + renew_chains(demand, supply, schedulers)
+    renewals = renew(demand, made, supply, account)
+    renewals += renew_chains(demand, supply, schedulers,
+                             workflow['compute_node_min_time_for_new_jobs_seconds'])
     warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
     warnings += [f'{row.name}: a walltime of {format_walltime(row.walltime_s)} is longer than the '
                  f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
