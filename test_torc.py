@@ -7513,11 +7513,11 @@ class SubmissionRecordTest(ServiceTest):
     def test_the_largest_of_the_jobs_that_are_left_decides_what_is_asked_for(self):
         workflow_id = self.prepare()
         needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'r', 'num_cpus': 3, 'memory': '2g'})['id']
-        self.assertEqual({'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 2}, self.take(workflow_id, count=1, actions=False,
+        self.assertEqual({'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 2, 'runtime_s': 60}, self.take(workflow_id, count=1, actions=False,
                          scheduler_config_id=self.scheduler_id)['allocations'][0]['needs'])
         self.call('update_job', {'resource_requirements_id': needs, 'scheduler_id': self.scheduler_id}, id=2)
         found = self.take(workflow_id, actions=False, scheduler_config_id=self.scheduler_id)['allocations']
-        self.assertEqual({'num_cpus': 3, 'memory_bytes': 2 << 30, 'num_jobs': 1}, found[0]['needs'])
+        self.assertEqual({'num_cpus': 3, 'memory_bytes': 2 << 30, 'num_jobs': 1, 'runtime_s': 60}, found[0]['needs'])
 
 
 # ======== 8h. Administration ========
@@ -17767,8 +17767,8 @@ class RegenerationTest(unittest.TestCase):
         schedulers = {7: {'name': 'c', 'walltime': '02:00:00'}, 8: {'name': 'd', 'walltime': '01:00:00'}}
         for allocations, wanted in (((), [(7, [([], 3)]), (8, [([11], 1)])]), ([self.allocation(7)] * 2, [(7, [([], 1)]), (8, [([11], 1)])]),
                                     ([self.allocation(7)] * 3 + [self.allocation(8)], [])):
-            found = torc.renew_chains(demand, torc.Supply(demand, allocations), schedulers)
-            self.assertEqual(wanted, [(row.chain_id, [(stage.gate_ids, stage.num_allocations) for stage in row.stages]) for row in found])
+            found = torc.renew_chains(demand, torc.Supply(demand, allocations), schedulers, 300)
+            self.assertEqual(wanted, [(row.scheduler_id, [(stage.gate_ids, stage.num_allocations) for stage in row.stages]) for row in found])
 
 
 class RecordedPlanTest(unittest.TestCase):
@@ -27659,15 +27659,33 @@ class RegenerateTest(SubmitCase):
         self.assertEqual((4, 3, 1, True, [100, 101, 102]), tuple(made[key] for key in (
             'total_allocations', 'allocations_submitted', 'allocations_deferred', 'submitted', 'slurm_job_ids')))
         again = self.regenerate('--submit')
-        self.assertEqual((1, 0, 1, []), tuple(again[key] for key in (
-            'total_allocations', 'allocations_submitted', 'allocations_deferred', 'slurm_job_ids')))
+        self.assertEqual((1, 0, 1, [], 0, [4]), (*(again[key] for key in (
+            'total_allocations', 'allocations_submitted', 'allocations_deferred', 'slurm_job_ids', 'actions_taken')),
+            [row['id'] for row in again['schedulers_created']]))
         self.assertEqual(['3 allocations that are queued or running are counted: what they will do is not planned again'], again['warnings'])
         self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], self.records())
         self.assertEqual(1, [executed for _, _, executed, _ in self.actions()[3:]].count(False))
 
+    @slow
+    def test_what_an_earlier_call_has_planned_is_submitted_not_planned_anew(self):
+        made = [row['id'] for row in self.regenerate()['schedulers_created']]
+        with self.world.inside():
+            before = self.dump()
+            self.assertEqual(made, [row['id'] for row in self.regenerate()['schedulers_created']])
+            self.assertEqual(before, self.dump())
+        done = self.regenerate('--submit')
+        self.assertEqual((made, 3, 0), ([row['id'] for row in done['schedulers_created']], done['allocations_submitted'], done['actions_taken']))
+        other = self.regenerate('--walltime', '01:00:00', '--submit')     # of what waits; the others are queued
+        self.assertEqual([(5, '01:00:00')], [(row['id'], row['walltime']) for row in other['schedulers_created']])
+        self.assertEqual(3, len(self.records()))
+
+    def dump(self) -> List[str]:
+        """All of the database."""
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
+            return list(connection.iterdump())
+
     def test_a_dry_run_changes_nothing(self):
-        with self.world.inside(), contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
-            before = list(connection.iterdump())
+        before = self.dump()
         made = self.regenerate('--dry-run', '--submit')
         wanted = next(case['stdout'] for case in read_shared('torc/cli_json.json') if case['command'] == 'slurm regenerate WF2 --dry-run')
         self.assertEqual(list(wanted), list(made))
@@ -27677,8 +27695,7 @@ class RegenerateTest(SubmitCase):
         text = self.text('slurm regenerate 1 --profile kestrel --dry-run')
         self.assertIn('32 jobs of workflow 1 are left\n', text)
         self.assertRegex(text, r'  small_deferred_regen_\d+_\d+: 1 jobs, 1 x 1 node of short for 00:45:00, when its jobs are ready\nNothing was changed')
-        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
-            self.assertEqual(before, list(connection.iterdump()))
+        self.assertEqual(before, self.dump())
 
 
     def test_an_include_of_an_unknown_job_and_what_fits_nothing_are_refused_before_anything_changes(self):
@@ -27693,6 +27710,7 @@ class RegenerateTest(SubmitCase):
                          (32 + len(self.json('slurm list 1')['items']), self.actions()[:1]))
         self.assertEqual(32, self.json('status 1')['jobs_by_status']['uninitialized'])
 
+    @slow
     def test_jobs_that_fit_no_partition_keep_their_actions(self):
         made = self.regenerate('--partition', 'short')
         self.assertEqual(['short'] * 2, [row['partition'] for row in made['schedulers_created']])
@@ -27700,6 +27718,7 @@ class RegenerateTest(SubmitCase):
                       'its jobs keep what they have', made['warnings'])
         self.assertEqual([False, False], [executed for _, _, executed, is_recovery in self.actions() if not is_recovery][:2])
 
+    @slow
     def test_allocations_that_are_gone_are_planned_again(self):
         self.regenerate('--submit')
         for number in (100, 101):
@@ -27713,6 +27732,7 @@ class RegenerateTest(SubmitCase):
         self.assertEqual((1, True), (made['total_allocations'], any('squeue failed: slurm_load_jobs error: all 5 allocations' in text
                                                                     for text in made['warnings'])))
 
+    @slow
     def test_a_refusal_leaves_the_actions_due_for_the_next_submit(self):
         self.hook('hook', 'echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1')
         done = self.assertExit(4, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit'),
@@ -27772,11 +27792,13 @@ class ChainTest(SubmitCase):
 
     def test_a_chain_is_as_long_as_its_jobs_take(self):
         for num_jobs, walltime, runtime_s, count in ((500, '12:00:00', 4 * 3600, 167), (10, '12:00:00', 4 * 3600, 4), (3, '01:00:00', 7200, 3),
-                                                     (5, '01:00:00', 0, 1), (0, '01:00:00', 60, 1), (10 ** 6, '01:00:00', 3600, 10000)):
-            self.assertEqual(count, torc.count_links(num_jobs, walltime, runtime_s))
+                                                     (12, '00:10:00', 60, 2), (2, '00:04:00', 60, 2), (5, '01:00:00', 0, 1), (0, '01:00:00', 60, 1),
+                                                     (4, 'what', 60, 4), (10 ** 6, '01:00:00', 3600, 10000)):
+            self.assertEqual(count, torc.count_links(num_jobs, walltime, runtime_s, 300), (num_jobs, walltime, runtime_s))
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
         self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
 
+    @slow
     def test_regenerate_adds_the_links_that_are_missing(self):
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
         os.unlink(self.fakes.path('job_101'))
@@ -27786,6 +27808,7 @@ class ChainTest(SubmitCase):
                                              for row in made['schedulers_created']])
         self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
 
+    @slow
     def test_a_dependency_in_extra_is_warned_of(self):
         self.text('slurm update 1 --extra --dependency=afterok:1')
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '-n', 2), 'warning: scheduler s: the dependency in its extra replaces')

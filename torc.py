@@ -10131,16 +10131,22 @@ def default_count(context: Context, workflow_id: int, scheduler_id: int) -> int:
     needs = allocation_needs(context, workflow_id, scheduler_id)
     if not scheduler['serialize_allocations']:
         return 1
-    return count_links(needs['num_jobs'], scheduler['walltime'], needs['runtime_s'])
+    least_s = context.value('SELECT compute_node_min_time_for_new_jobs_seconds FROM workflow WHERE id = ?',
+                            (workflow_id,))
+    return count_links(needs['num_jobs'], scheduler['walltime'], needs['runtime_s'], least_s)
 
 
-def count_links(num_jobs: int, walltime: str, runtime_s: int) -> int:
-    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end."""
+def count_links(num_jobs: int, walltime: str, runtime_s: int, least_s: int) -> int:
+    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end.
+
+    `least_s`: with less time left, runners with --max-parallel-jobs begin no job, however short it is.
+    """
     try:
-        jobs_each = max(1, parse_walltime(walltime) // runtime_s) if runtime_s else num_jobs
+        usable_s = parse_walltime(walltime) - max(0, least_s - runtime_s)
     except ValueError:      # Slurm will say so
-        jobs_each = 1
-    return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // max(1, jobs_each))))
+        usable_s = 0
+    jobs_each = max(1, usable_s // runtime_s) if runtime_s else max(1, num_jobs)
+    return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // jobs_each)))
 
 
 def chain_jobs(context: Context, workflow_id: int, scheduler: Values) -> List[int]:
@@ -12084,6 +12090,7 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
             bind_jobs(context, workflow_id, planned['job_ids'], bound_to)
         check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
         scheduler_ids.append(scheduler_id)
+        due += [{'action_id': action_id} for action_id in planned.get('due_actions') or ()]
         for stage in planned['stages']:
             gates = stage.get('job_ids')
             action = create_workflow_action(context, workflow_id, {
@@ -12741,8 +12748,8 @@ MODELS = {
         'submission:@SubmissionRequest taken:[int]!',
     'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
         'submitters:[str]! taken:int!',
-    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! scheduler_id:int '
-        'stages:[@StoredStage]!',
+    'StoredScheduler': 'due_actions:[int] is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! '
+        'scheduler_id:int stages:[@StoredStage]!',
     'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
     'ScheduledAction': 'action_id:int! count:ordinal',
@@ -29567,7 +29574,8 @@ class Renewal(Row):
     is_bound: bool
     jobs: List[int]             # that it is for, and is bound to
     stages: List[RenewedStage]
-    chain_id: Optional[int] = None      # it is there already
+    scheduler_id: Optional[int] = None  # it is there already
+    action_ids: Sequence[int] = ()      # ... with these actions, one for each stage
 
     @property
     def num_allocations(self) -> int:
@@ -29639,19 +29647,42 @@ def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) ->
     return renewals
 
 
-def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str, Any]]) -> List[Renewal]:
-    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id."""
+def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str, Any]],
+                 least_s: int) -> List[Renewal]:
+    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id.
+
+    `least_s`: see count_links.
+    """
     renewals, levels = [], find_levels(demand.graph) if demand.chains else []
     for chain_id, members in sorted(demand.chains.items()):
         block, jobs = schedulers[chain_id], [job for job, _ in members]
         runtime_s, first = max(runtime_s for _, runtime_s in members), min(levels[job] for job in jobs)
         # What is first of them waits for none of the others.
         gates = [demand.job_ids[job] for job in jobs if levels[job] == first] if first else []
-        count = count_links(len(jobs), block['walltime'], runtime_s)
+        count = count_links(len(jobs), block['walltime'], runtime_s, least_s)
         count = math.ceil(count - supply.take(Stage(jobs, [], count), runtime_s) - 1e-9)
         if count:
             renewals.append(Renewal(block, bool(first), True, jobs, [RenewedStage(gates, count)], chain_id))
     return renewals
+
+
+def keep_earlier(demand: Demand, renewal: Renewal, schedulers: Dict[int, Dict[str, Any]],
+                 actions: Sequence[Dict[str, Any]]) -> Renewal:
+    """A renewal with what an earlier call has made for the very same allocations, if nobody has taken it."""
+    bound = {demand.bound_to[job] for job in renewal.jobs}
+    scheduler_id = next(iter(bound)) if len(bound) == 1 else None
+    own = [job for job, other in enumerate(demand.bound_to) if other == scheduler_id]
+    is_same = scheduler_id in schedulers and own == renewal.jobs and all(
+        schedulers[scheduler_id].get(key) == value for key, value in renewal.block.items() if key != 'name')
+    waiting = [action for action in actions if action['action_config'].get('scheduler_id') == scheduler_id
+               and action['action_type'] == 'schedule_nodes' and not action['executed']] if is_same else []
+    made = [((action.get('job_ids') or []), action['action_config'].get('num_allocations'))
+            for action in waiting if action.get('is_recovery')]
+    if len(made) < len(waiting) or made != [(sorted(stage.gate_ids), stage.num_allocations)
+                                            for stage in renewal.stages]:
+        return renewal
+    return renewal._replace(block=schedulers[scheduler_id], scheduler_id=scheduler_id,
+                            action_ids=[action['id'] for action in waiting])
 
 
 def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict[str, Any]]) -> List[int]:
@@ -29674,10 +29705,12 @@ def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], taken: Sequence[
     """What the server is to store: a StoreAllocationsRequest."""
     return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id, 'taken': list(taken),
             'schedulers': [
-                {'scheduler': renewal.block, 'scheduler_id': renewal.chain_id, 'is_bound': renewal.is_bound,
-                 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
+                {'scheduler': renewal.block, 'scheduler_id': renewal.scheduler_id,
+                 'is_bound': renewal.is_bound, 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
+                 'due_actions': [number for number, stage in zip(renewal.action_ids, renewal.stages)
+                                 if not stage.gate_ids],
                  'stages': [{'job_ids': stage.gate_ids, 'num_allocations': stage.num_allocations}
-                            for stage in renewal.stages]}
+                            for stage in renewal.stages if not renewal.action_ids]}
                 for renewal in renewals]}
 
 
@@ -35610,14 +35643,19 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     if problems and not (made.schedulers or demand.chains):
         raise BadInput(problems[0])
     supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
-    renewals = renew(demand, made, supply, account) + renew_chains(demand, supply, schedulers)
+    renewals = renew(demand, made, supply, account)
+    renewals += renew_chains(demand, supply, schedulers,
+                             workflow['compute_node_min_time_for_new_jobs_seconds'])
     warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
     warnings += [f'{row.name}: a walltime of {format_walltime(row.walltime_s)} is longer than the '
                  f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
                  for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
     warnings += supply_warnings(session, workflow, supply, found, gone)
     actions = session.call('get_workflow_actions', workflow_id=number)
-    taken = actions_to_take(demand, made, actions) if renewals else []
+    renewals = [keep_earlier(demand, renewal, schedulers, actions) for renewal in renewals]
+    kept = {action_id for renewal in renewals for action_id in renewal.action_ids}
+    taken = [action_id for action_id in actions_to_take(demand, made, actions) if action_id not in kept] \
+        if renewals else []
     return Regeneration(demand, renewals, taken, warnings)
 
 
@@ -35643,13 +35681,15 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any], options: Re
     """Store what was planned, and submit what is due."""
     number, outcome = workflow['id'], None      # type: int, Optional[Submitted]
     stored = stored_plan_of(planned.demand, planned.renewals, planned.taken) if planned.renewals else None
+    is_new = planned.taken or any(not renewal.action_ids for renewal in planned.renewals)
     if options.submits:
         outcome = submit_allocations(session, workflow, {'settings': settings}, stored)
         report_troubles(session, workflow, outcome)
         answer = outcome.answer
     else:
-        answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
-    rows = regeneration_rows(planned.demand, planned.renewals, answer.get('scheduler_ids') or ())
+        answer = session.call('store_allocations', stored, workflow_id=number) if is_new else {}
+    known = [renewal.scheduler_id for renewal in planned.renewals]
+    rows = regeneration_rows(planned.demand, planned.renewals, answer.get('scheduler_ids') or known)
     value = regeneration_value(number, planned.demand, options, rows)
     value.update(total_allocations=planned.num_allocations,
                  allocations_submitted=len(outcome.numbers) if outcome else 0,
