@@ -28749,6 +28749,17 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
                 names = [line.split('|')[2] for line in self.queue()]
                 self.assertEqual((3, 3), (len(names), len(set(names))))
 
+    def test_what_sacct_says_of_a_step_comes_before_return_codes(self):
+        rows = ['50|wf1_a1|COMPLETED|0:0|90|||1|n1', '50.0|wf1_j1_r1_a1|TIMEOUT|0:0|60|1000K|00:01|1|n1',
+                '50.1|wf1_j3_r1_a1|OUT_OF_MEMORY|0:125|60|900M|00:01|1|n1', '50.2|wf1_j2_r1_a1|FAILED|3:0|60||00:01|1|n1']
+        self.fakes.write('sacct', 'printf "%s\\n" ' + ' '.join(map(shlex.quote, rows)))
+        violations = self.recover('--dry-run')['diagnosis']['resource_violations']
+        self.assertEqual({'oom': ('timeout', 'Slurm says TIMEOUT of its step'), 'bad': ('memory', 'Slurm says OUT_OF_MEMORY of its step')},
+                         {row['job_name']: (row['failure_class'], row['evidence']) for row in violations if row['job_name'] in ('oom', 'bad')})
+        self.assertEqual({'oom': 'timeout', 'slow': 'timeout', 'bad': 'memory', 'gone': 'lost'},
+                         {row['job_name']: row['failure_class'] for row in violations})
+        self.assertEqual(1, len(self.fakes.calls('sacct')))
+
     @slow
     def test_where_slurm_refuses_the_way_on_is_told(self):
         self.hook('hook', 'echo "sbatch: error: no more jobs" >&2; exit 1')
@@ -28775,6 +28786,57 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertEqual([('one', '02:00:00'), ('one_recovery', '03:00:00')],
                          [(row['name'], row['walltime']) for row in self.json('slurm list 1')['items']])
         self.assertEqual(2, len(self.fakes.calls('sbatch')))
+
+
+@slow
+class RecoverOrphansTest(RecoverCase):
+    """What a dead allocation left is recovered, and a dry run, which cleans nothing up, says the same."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.make("""
+            name: w
+            resource_requirements: [{name: s, memory: 1g, runtime: PT1H}]
+            slurm_schedulers: [{name: cpu, account: a, walltime: "01:00:00"}]
+            jobs:
+              - {name: first, command: "true", resource_requirements: s}
+              - {name: second, command: "true", resource_requirements: s}
+              - {name: last, command: "true", depends_on: [first], resource_requirements: s}
+            """)
+        self.text('workflows init 1 --no-prompts')
+        now = torc.format_time(time.time())
+        with self.world.connect() as client:
+            client.call('create_scheduled_compute_node', {'workflow_id': 1, 'scheduler_id': 71, 'scheduler_config_id': 1, 'status': 'active',
+                                                          'scheduler_type': 'slurm'})
+            node = client.call('create_compute_node', {
+                'workflow_id': 1, 'hostname': 'node1', 'pid': 1, 'start_time': now, 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1,
+                'compute_node_type': 'slurm', 'is_active': True, 'lease_s': 600.0, 'scheduler': {'slurm_job_id': 71}})['id']
+            body = {'compute_node_id': node, 'run_id': 1, 'lease_s': 600.0}
+            jobs = client.call('runner_sync', dict(body, want={'strategy': 'queue', 'limit': 9}), workflow_id=1)['jobs']
+            client.call('runner_sync', dict(body, started=[[job['id'], 1, now] for job in jobs]), workflow_id=1)
+
+    def recover(self, *argv: Any) -> Any:
+        """Its JSON."""
+        return self.assertExit(0, self.world.main('-f', 'json', 'recover', 1, '--profile', 'kestrel', *argv)).json()
+
+    def test_jobs_of_a_failed_allocation_run_again_and_those_of_a_lost_node_go_on(self):
+        for state, retried, run_id in (('FAILED', [1, 2], 2), ('NODE_FAIL', [], 1)):
+            with self.subTest(state):
+                if state != 'FAILED':
+                    self.doCleanups()
+                    self.setUp()
+                accounts = r'71|%s|1:0|%d|%d|me\n' % (state, time.time() - 9, os.getuid())
+                self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='true', sacct=f"printf '{accounts}'"))
+                planned = self.recover('--dry-run')
+                self.assertEqual({'first': 'running', 'second': 'running', 'last': 'blocked'}, self.statuses())
+                self.assertEqual((retried, run_id), (planned['result']['jobs_to_retry'], planned['run_id']))
+                done = self.recover()
+                self.assertEqual((retried, run_id), (done['result']['jobs_to_retry'], done['run_id']))
+                self.assertEqual({'first': 'ready', 'second': 'ready', 'last': 'blocked'}, self.statuses())
+                self.assertGreater(done['result']['slurm']['allocations_submitted'], 0)
+                planned_jobs, made_jobs = (sorted((row['job_count'], row['has_dependencies']) for row in rows) for rows in (
+                    planned['result']['slurm_dry_run']['planned_schedulers'], done['result']['slurm']['schedulers_created']))
+                self.assertEqual(planned_jobs, made_jobs)
 
 
 @slow

@@ -36006,8 +36006,11 @@ class Recovery:
             return
         self.refuse_misfits()
         overrides = {number: change.fields for change in self.remedies.changes for number in change.job_ids}
+        cleaned = self.cleaned if self.options.is_dry_run else {}      # else it has been done
+        requeued = [row['job_id'] for row in cleaned.get('requeued_job_details', ())]
         self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
-            include_job_ids=self.preview.get('to_run', ()), overrides=overrides, is_dry_run=True))
+            include_job_ids=self.preview.get('to_run', requeued), overrides=overrides, is_dry_run=True,
+            is_cleaned=not cleaned.get('allocations')))
 
     def sharers(self) -> Dict[int, List[int]]:
         """Requirements -> the jobs that have them."""
