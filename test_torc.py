@@ -3122,6 +3122,15 @@ class StoreTest(unittest.TestCase):
         with contextlib.closing(torc.Store(copy)) as store:
             self.assertEqual(['old'], store.ids('SELECT name FROM workflow'))
 
+    def test_whether_ids_belong_to_a_workflow_is_looked_up_by_id(self):
+        context = unittest.mock.Mock(rows=unittest.mock.Mock(return_value=[(2,), (3,)]))
+        torc.check_owned(context, 'job', 1, [3, 2])
+        (query, ids), _ = context.rows.call_args
+        with contextlib.closing(sqlite3.connect(':memory:')) as connection:
+            connection.executescript(torc.SCHEMA)
+            plan = str(connection.execute('EXPLAIN QUERY PLAN ' + query, ids).fetchall())
+        self.assertIn('INTEGER PRIMARY KEY', plan)
+
     # What MIGRATIONS add, as SCHEMA has it.
     ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
                      r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',
@@ -4174,6 +4183,156 @@ class ActionTest(ServiceTest):
         self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['success'])
         with self.assertRaises(torc.Conflict):
             self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
+
+
+class RearmTest(ServiceTest):
+    """What becomes of actions when work begins again. Jobs: `done` has completed; `bad` failed, which canceled `last`."""
+    # x: carried out, -: not; then the trigger count. Recovery actions are deleted by every initialize.
+    CELLS = """
+        action                                before  initialize  reinitialize  reset  reset jobs  reset jobs, reinitialize
+        run_commands on_workflow_start        x1      -1          x1            x1     x1          x1
+        run_commands on_worker_start          x1      -1          -1            x1     x1          -1
+        run_commands on_worker_complete       x1      -1          -1            x1     x1          -1
+        run_commands on_workflow_complete     x1      -0          x1            x1     x0          -0
+        run_commands on_jobs_ready done       x1      -1          x1            x1     x1          x1
+        run_commands on_jobs_ready bad        x1      -0          x1            x1     x1          -1
+        run_commands on_jobs_ready last       x1      -0          x1            x1     x1          -0
+        run_commands on_jobs_complete done    x1      -0          x1            x1     x1          x1
+        run_commands on_jobs_complete bad     x1      -0          x1            x1     x1          -0
+        run_commands on_jobs_complete all     x3      -0          x3            x3     x3          -1
+        schedule_nodes on_workflow_start      x1      -1          x1            x1     x1          -1
+        schedule_nodes on_worker_start        x1      -1          x1            x1     x1          -1
+        schedule_nodes on_worker_complete     x1      -1          x1            x1     x1          -1
+        schedule_nodes on_workflow_complete   x1      -0          x1            x1     x0          -0
+        schedule_nodes on_jobs_ready done     x1      -1          x1            x1     x1          x1
+        schedule_nodes on_jobs_ready bad      x1      -0          x1            x1     x1          -1
+        schedule_nodes on_jobs_ready last     x1      -0          x1            x1     x1          -0
+        schedule_nodes on_jobs_complete done  x1      -0          x1            x1     x1          -1
+        schedule_nodes on_jobs_complete bad   x1      -0          x1            x1     x1          -0
+        schedule_nodes on_jobs_complete all   x3      -0          x3            x3     x3          -1"""
+
+    def setUp(self) -> None:
+        super().setUp()
+        header, *rows = (re.split('  +', line.strip()) for line in self.CELLS.strip().splitlines())
+        self.expected = {column: {row[0]: row[place] for row in rows} for place, column in enumerate(header) if place}
+        self.workflow_id = self.create('done:\nbad: done\nlast: bad')
+        self.scheduler_id = self.scheduler('s')
+        self.jobs = {job['name']: [job['id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        self.jobs['all'] = sum(self.jobs.values(), [])
+        self.names = {self.add(name, persistent=persistent, is_recovery=is_recovery): (name, persistent, is_recovery)
+                      for name in self.expected['before'] for persistent, is_recovery in itertools.product((False, True), repeat=2)}
+        self.drive(self.workflow_id, {'bad': 'failed'})
+        self.node_id = self.node(self.workflow_id)
+        self.sync(self.workflow_id, self.node_id)       # it is complete
+
+    def scheduler(self, name: str) -> int:
+        return self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': name, 'account': 'x', 'nodes': 1,
+                                                    'walltime': '01:00:00'})['id']
+
+    def add(self, name: str, **more: Any) -> int:
+        """An action by its name in the table."""
+        kind, trigger, *gate = name.split()
+        config = {'commands': ['x']} if kind == 'run_commands' else {'scheduler_id': self.scheduler_id}
+        body = {'workflow_id': self.workflow_id, 'trigger_type': trigger, 'action_type': kind, 'action_config': config,
+                **({'job_ids': self.jobs[gate[0]]} if gate else {})}
+        return self.call('create_workflow_action', dict(body, **more), workflow_id=self.workflow_id)['id']
+
+    def carry_out(self) -> None:
+        for action_id in self.names:
+            self.call('claim_action', {'compute_node_id': self.node_id}, workflow_id=self.workflow_id, action_id=action_id)
+
+    def found(self) -> Dict[Tuple[str, bool, bool], str]:
+        """What the actions are like, as the table says it."""
+        takers = set(self.store.ids('SELECT action_id FROM action_execution'))
+        return {self.names[action['id']]: 'x-'[not (action['executed'] or action['id'] in takers)]
+                + str(action['trigger_count']) for action in self.call('get_workflow_actions', id=self.workflow_id)}
+
+    def operate(self, words: str) -> None:
+        if 'reset jobs' in words:
+            self.call('reset_workflow_status', id=self.workflow_id)
+            self.call('reset_job_status', id=self.workflow_id, failed_only=True)
+        elif 'reset' in words:
+            self.call('reset_workflow_status', id=self.workflow_id)
+        if 'initialize' in words:
+            self.call('initialize_jobs', id=self.workflow_id, only_uninitialized='reinitialize' in words)
+
+    def test_every_kind_of_action_is_armed_again_as_the_table_says(self):
+        self.carry_out()
+        for words, cells in self.expected.items():
+            with self.subTest(words), self.undone():
+                self.operate(words)
+                self.assertEqual({key: cells[key[0]] for key in self.names.values() if not (key[2] and 'initialize' in words)},
+                                 self.found())
+
+    def test_an_action_that_was_never_carried_out_stays_due_or_waiting(self):
+        for words, cells in self.expected.items():
+            with self.subTest(words), self.undone():
+                self.operate(words)
+                wanted = {key: '-' + cells[key[0]][1:] for key in self.names.values() if not (key[2] and 'initialize' in words)}
+                self.assertEqual(wanted, self.found())
+
+
+    def recover(self) -> None:
+        """What `recover` asks of the server, when all runners have left."""
+        for node in self.call('list_compute_nodes', workflow_id=self.workflow_id)['items']:
+            self.call('update_compute_node', {'is_active': False}, id=node['id'])
+        self.call('recover_jobs', {'run_id': 1, 'reset': self.jobs['bad'], 'requirements': []}, workflow_id=self.workflow_id)
+
+    def regenerate(self) -> None:
+        """What `slurm regenerate` asks of it."""
+        taken = [action['id'] for action in self.call('get_workflow_actions', id=self.workflow_id)
+                 if action['action_type'] == 'schedule_nodes' and not action['executed'] and not action['is_recovery']]
+        stages = [{'num_allocations': 1}, {'num_allocations': 1, 'job_ids': self.jobs['last']}]
+        planned = {'scheduler': {'name': 's_regen', 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'}, 'job_ids': self.jobs['all'],
+                   'stages': stages, 'is_bound': True}
+        run_id = self.call('get_workflow', id=self.workflow_id)['run_id']
+        self.call('store_allocations', {'run_id': run_id, 'newest_scheduler_id': self.scheduler_id, 'schedulers': [planned],
+                                        'taken': taken}, workflow_id=self.workflow_id)
+
+    def test_recover_arms_like_a_partial_initialize_and_regenerate_takes_what_would_allocate_twice(self):
+        self.carry_out()
+        cells = self.expected['reset jobs, reinitialize']
+        self.recover()
+        wanted = {key: cells[key[0]] for key in self.names.values() if not key[2]}
+        self.assertEqual(wanted, self.found())
+        self.regenerate()
+        for number in (1, 2):   # the recovery actions: for what is ready, and for what waits
+            self.names[max(self.names) + 1] = f'recovery {number}', False, True
+        wanted = {key: cell.replace('-', 'x') if key[0].startswith('schedule') else cell for key, cell in wanted.items()}
+        self.assertEqual(wanted, {key: cell for key, cell in self.found().items() if not key[2]})
+        self.assertEqual({'recovery 1': '-1', 'recovery 2': '-0'}, {key[0]: cell for key, cell in self.found().items() if key[2]})
+        self.operate('initialize')
+        self.assertEqual({key: self.expected['initialize'][key[0]] for key in wanted}, self.found())
+
+    def test_allocations_come_again_for_jobs_whose_recovery_is_over(self):
+        mine = self.add('schedule_nodes on_workflow_start')
+        body = {'submitter': 'me', 'lease_s': 60.0, 'settings': {}, 'actions': [{'action_id': mine}]}
+        for job_id in self.jobs['all']:
+            self.call('update_job', {'scheduler_id': self.scheduler('s_regen')}, id=job_id)
+        self.operate('reset jobs, reinitialize')
+        allocation, = self.call('take_submissions', body, workflow_id=self.workflow_id)['allocations']
+        self.call('update_scheduled_compute_node', {'status': 'complete'}, id=allocation['id'])
+        self.drive(self.workflow_id, {'bad': 'failed'})
+        self.operate('reset jobs, reinitialize')    # a scheduler that has an action of its own needs no other's
+        for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']:
+            self.scheduler_id = job['scheduler_id']
+            self.add('schedule_nodes on_workflow_start')
+        self.assertEqual([mine], self.call('take_submissions', body, workflow_id=self.workflow_id)['idle_actions'])
+
+    def test_what_a_job_that_never_got_ready_gates_does_not_wait_for_ever(self):
+        for by_hand in (False, True):
+            workflow_id = self.create('a:\nb: a')
+            first, last = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
+            self.call('create_workflow_action', {
+                'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands',
+                'action_config': {'commands': ['x']}, 'job_ids': [first, last]}, workflow_id=workflow_id)
+            with self.subTest(by_hand=by_hand):
+                self.assertEqual([], self.call('get_pending_actions', id=workflow_id))
+                if by_hand:
+                    self.call('manage_status_change', id=last, status='disabled', run_id=1)
+                else:
+                    self.drive(workflow_id, {'a': 'failed'})
+                self.assertEqual(1, len(self.call('get_pending_actions', id=workflow_id)))
 
 
 class GraphTest(ServiceTest):
@@ -7954,6 +8113,386 @@ class AdminSqlTest(ServiceTest):
 
 # ======== 8j. Recovery rules ========
 
+
+TORC_JOURNAL = """CREATE TABLE journaled_completions (job_id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL,
+    status INTEGER NOT NULL, payload TEXT NOT NULL, journaled_at INTEGER NOT NULL)"""
+
+
+def journal_entry(job_id: int, workflow_id: int = 1, **more: Any) -> Dict[str, Any]:
+    """A row's payload as Torc's runner writes it; `more` are fields of the result, or `torc_py`."""
+    details = {'torc_py': more.pop('torc_py')} if 'torc_py' in more else {}
+    result = dict({'job_id': job_id, 'workflow_id': workflow_id, 'run_id': 1, 'attempt_id': 1, 'compute_node_id': 1, 'return_code': 0,
+                   'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:10:00.000Z', 'status': 'completed',
+                   'peak_memory_bytes': None, 'avg_memory_bytes': None, 'peak_cpu_percent': None, 'avg_cpu_percent': None}, **more)
+    return dict({key: result[key] for key in ('job_id', 'status', 'run_id')}, result=result, **details)
+
+
+def write_journal(path: str, entries: Iterable[Any], mode: str = 'WAL') -> str:
+    """A journal as Torc's runner leaves it: its table, its pragmas. An entry may be any text."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(f'PRAGMA journal_mode = {mode}')
+        connection.execute(TORC_JOURNAL)
+        connection.execute('BEGIN')
+        for number, entry in enumerate(entries, 1):
+            text = entry if isinstance(entry, (str, bytes)) else json.dumps(entry)
+            job_id, code = (entry['job_id'], torc.STATUS_CODES[entry['status']]) if isinstance(entry, dict) else (number, 5)
+            connection.execute('INSERT OR REPLACE INTO journaled_completions VALUES (?, 1, ?, ?, 1767225600)', (job_id, code, text))
+        connection.execute('COMMIT')
+    return path
+
+
+class ReplayTest(ServiceTest):
+    """Completions from journals of runners, and servers that are back as older copies of themselves."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('a:\nb: a\nc: b')
+        self.node_id = self.node(self.workflow_id)
+        self.job = self.claim(self.workflow_id, self.node_id)['a']
+        self.sync(self.workflow_id, self.node_id, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+
+    def entry(self, job: Optional[Dict[str, Any]] = None, **more: Any) -> Dict[str, Any]:
+        job = job or self.job
+        return journal_entry(job['id'], self.workflow_id, **dict({'attempt_id': job['attempt_id'], 'compute_node_id': self.node_id}, **more))
+
+    def replay(self, *entries: Dict[str, Any], run_id: int = 1) -> Tuple[List[List[int]], int, List[str]]:
+        """What was accepted, how many were known, and why others were rejected."""
+        answer = self.call('replay_completions', {'run_id': run_id, 'completions': list(entries)}, workflow_id=self.workflow_id)
+        self.assertWhole()
+        return answer['accepted'], answer['known'], [row['message'] for row in answer['rejected']]
+
+    def lose(self, node_id: int = 0) -> None:
+        """The node is given up."""
+        with self.service.transaction():
+            torc.end_node(self.context, node_id or self.node_id)
+
+    def results(self) -> List[Tuple[Any, ...]]:
+        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        return [(row['job_name'], row['run_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows]
+
+    def copy(self) -> None:
+        """Keep a copy of the database; back() goes back to it."""
+        self.kept = os.path.join(self.directory, 'copy.db')
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.kept)
+        torc.keep_copy(self.store.connection, self.kept)
+
+    def back(self) -> None:
+        """A server begins with the copy."""
+        self.store.close()
+        shutil.copy(self.kept, self.store.path)
+        for suffix in ('-wal', '-shm'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.store.path + suffix)
+        self.store = FreeStore(self.store.path, lambda: self.clock)
+        self.addCleanup(self.store.close)
+        self.service = torc.Service(self.store)
+        self.service.clock = self.store.now
+
+    # -------- in time, late, again --------
+
+    def test_a_completion_counts_once_and_what_follows_from_it_follows(self):
+        key = [self.job['id'], 1]
+        self.assertEqual(([key], 0, []), self.replay(self.entry()))
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        before = self.dump()
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+        self.assertUnchanged(before)
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+    def test_one_that_is_in_a_request_twice_counts_once(self):
+        self.assertEqual(([[self.job['id'], 1]], 1, []), self.replay(self.entry(), self.entry()))
+
+    def test_what_a_runner_had_reported_itself_is_known(self):
+        self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_what_really_happened_beats_what_was_assumed_of_a_lost_job(self):
+        self.lose()
+        self.assertEqual({'a': 'failed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(self.workflow_id))
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_one_that_was_claimed_and_not_known_to_have_started_counts_too(self):
+        self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])
+        job = self.claim(self.workflow_id, self.node_id)['b']
+        self.lose()     # b is ready for attempt 2
+        self.assertEqual(([[job['id'], 1]], 0, []), self.replay(self.entry(job)))
+        self.assertEqual({'a': 'completed', 'b': 'completed', 'c': 'ready'}, self.statuses(self.workflow_id))
+        self.assertEqual(1, self.call('get_job', id=job['id'])['attempt_id'])
+
+    def test_none_counts_once_a_later_attempt_has_begun(self):
+        self.lose()
+        self.call('retry_job', id=self.job['id'], run_id=1, max_retries=3)
+        self.claim(self.workflow_id, self.node(self.workflow_id))
+        accepted, _, messages = self.replay(self.entry())
+        self.assertEqual(([], 1), (accepted, len(messages)))
+        self.assertIn('attempt 1 of job 1 is already complete, as failed with return code -128', messages[0])
+        self.assertEqual('pending', self.statuses(self.workflow_id)['a'])
+
+    def test_a_superseded_run_is_rejected_in_words(self):
+        self.call('reset_workflow_status', id=self.workflow_id, force=True)
+        self.call('initialize_jobs', id=self.workflow_id)
+        before = self.dump()
+        self.assertEqual(([], 0, ['run 1 of workflow 1 is over: the current one is 2']), self.replay(self.entry()))
+        self.assertEqual(([], 0, ['it is of run 1, and not of run 2']), self.replay(self.entry(), run_id=2))
+        self.assertUnchanged(before)
+
+    def test_another_end_of_an_attempt_is_rejected_in_words(self):
+        self.replay(self.entry())
+        self.assertEqual(([], 0, ['attempt 1 of job 1 is already complete, as completed with return code 0']),
+                         self.replay(self.entry(status='failed', return_code=3)))
+
+    def test_what_is_wrong_with_one_keeps_no_other_back(self):
+        other = self.create('x:')
+        job = self.claim(other, self.node(other))['x']
+        accepted, known, messages = self.replay(
+            journal_entry(99, self.workflow_id), journal_entry(job['id'], self.workflow_id), journal_entry(job['id'], other),
+            dict(self.entry(), run_id=1, status='failed'), self.entry(status='ready'), self.entry(torc_py={'job_name': 'z'}),
+            self.entry(torc_py={'database_id': 'another'}), self.entry(torc_py={'file_times': {'x': 1.5}}), self.entry())
+        self.assertEqual(([[self.job['id'], 1]], 0), (accepted, known))
+        self.assertEqual([
+            'job_id: workflow 1 has no job 99', 'job_id: workflow 1 has no job 4', 'workflow_id of the result is 2, and 1 in the request',
+            'status of the result is completed, and failed in the request', "a job cannot complete as 'ready'",
+            "job 1 is 'a' here, and 'z' in the journal", "it is of a workflow with the same id in another database, and not of this server's",
+            "files: 'x' is not the id of a file"], messages)
+
+    def test_a_failure_cancels_what_waits_for_it_and_says_why(self):
+        self.replay(self.entry(status='failed', return_code=3, torc_py={'reason': 'no such file'}))
+        self.assertEqual({'a': 'failed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(self.workflow_id))
+        self.assertEqual('no such file', self.call('explain_job', id=self.job['id'])['reason'])
+
+    def test_a_retry_that_was_recorded_follows_and_none_that_was_not(self):
+        for lost in (False, True):
+            with self.subTest(lost=lost), self.undone():
+                if lost:
+                    self.lose()
+                entry = self.entry(status='failed', return_code=3, torc_py={'retry': True, 'max_retries': 2})
+                self.replay(entry)
+                self.assertEqual({'a': 'ready', 'b': 'blocked', 'c': 'blocked'}, self.statuses(self.workflow_id))
+                self.assertEqual(([], 1, []), self.replay(entry))
+                node_id = self.node(self.workflow_id)
+                job = self.claim(self.workflow_id, node_id)['a']
+                self.assertEqual(2, job['attempt_id'])
+                self.replay(self.entry(job, compute_node_id=node_id, status='failed', return_code=3, torc_py={'retry': True, 'max_retries': 2}))
+                self.assertEqual('failed', self.statuses(self.workflow_id)['a'], 'two attempts were all')
+        self.replay(self.entry(status='failed', return_code=3))
+        self.assertEqual('failed', self.statuses(self.workflow_id)['a'])
+
+    def test_an_interrupted_attempt_runs_again_and_spends_no_retry(self):
+        self.replay(self.entry(status='terminated', return_code=143, torc_py={'interrupted': True}))
+        self.assertEqual('ready', self.statuses(self.workflow_id)['a'])
+        job = self.claim(self.workflow_id, self.node(self.workflow_id))['a']
+        self.assertEqual((2, 1), (job['attempt_id'], job['interruptions']))
+
+    def test_an_end_counts_after_its_node_was_deleted(self):
+        self.call('delete_compute_node', id=self.node_id)
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+    def test_one_that_was_decided_about_is_known(self):
+        entry = self.entry(status='pending_failed', return_code=3)
+        self.replay(entry)
+        self.assertEqual(([], 1, []), self.replay(entry))
+        result = dict(completion_of(self.job['id'], self.workflow_id, self.node_id), status='failed', return_code=3)
+        self.call('complete_job', result, id=self.job['id'], status='failed', run_id=1)
+        self.assertEqual(([], 1, []), self.replay(entry))
+
+    def test_file_times_and_accounting_are_taken_in(self):
+        made = self.call('create_file', {'workflow_id': self.workflow_id, 'name': 'f', 'path': 'f'})['id']
+        account = {'job_id': self.job['id'], 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 4096, 'ave_cpu_seconds': 15.0}
+        self.replay(self.entry(torc_py={'file_times': {str(made): 12.5}, 'accounting': account}))
+        self.assertEqual(12.5, self.call('get_file', id=made)['st_mtime'])
+        self.assertEqual('7', self.call('list_slurm_stats', workflow_id=self.workflow_id)['items'][0]['slurm_job_id'])
+        result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
+        self.assertEqual((4096, 50.0), (result['peak_memory_bytes'], result['avg_cpu_percent']))
+
+    def test_a_job_of_a_canceled_workflow_gets_its_result(self):
+        self.call('cancel_workflow', id=self.workflow_id)
+        self.replay(self.entry())
+        self.assertEqual([('a', 1, 1, 0, 'canceled')], self.results())
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+
+    def test_an_action_is_due_when_the_jobs_have_ended_after_all(self):
+        actions = [{'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': jobs,
+                    'persistent': False} for trigger, jobs in (('on_jobs_complete', [0, 1]), ('on_jobs_ready', [2]), ('on_workflow_complete', None))]
+        self.workflow_id = self.create('a:\nb: a\nc!: a', actions=actions)
+        self.node_id = self.node(self.workflow_id)
+        self.job = self.claim(self.workflow_id, self.node_id)['a']
+        self.sync(self.workflow_id, self.node_id, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+
+        def due() -> List[str]:
+            return [action['trigger_type'] for action in self.call('get_pending_actions', workflow_id=self.workflow_id)]
+        self.lose()
+        self.assertEqual(['on_jobs_complete', 'on_jobs_ready'], due())
+        with self.undone():     # it still runs
+            again = self.node(self.workflow_id)
+            self.sync(self.workflow_id, again, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+            self.assertEqual([], due())
+        self.replay(self.entry())
+        self.assertEqual(['on_jobs_ready'], due(), 'b has not run')
+        self.drive(self.workflow_id, {})
+        self.assertEqual(['on_jobs_complete', 'on_jobs_ready', 'on_workflow_complete'], due())
+
+    def test_the_last_completion_completes_the_workflow(self):
+        action = {'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+                  'job_indexes': None, 'persistent': False}
+        self.workflow_id = self.create('a:', actions=[action])
+        self.node_id = self.node(self.workflow_id)
+        job = self.claim(self.workflow_id, self.node_id)['a']
+        self.replay(self.entry(job))
+        self.assertTrue(self.call('is_workflow_complete', id=self.workflow_id)['is_complete'])
+        self.assertEqual(1, len(self.call('get_pending_actions', workflow_id=self.workflow_id)))
+        event = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items'][-1]['data']
+        self.assertEqual('1 completions were taken in from journals of runners', event['message'])
+
+    def test_what_torcs_own_runner_wrote_counts_too(self):
+        entry = self.entry()
+        self.assertNotIn('torc_py', entry)
+        entry['result'].update(id=None, attempt_id=None)
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
+
+    def test_the_node_of_a_runner_that_has_left_is_released_and_of_no_other(self):
+        runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        node_id = self.node(self.workflow_id, **runner)
+        body = {'run_id': 1, 'completions': [self.entry()]}
+        for left, released in (({'pid': 8}, []), ({'hostname': 'h'}, []), ({'identity': 'boot/2'}, []), ({'compute_node_id': 99}, []),
+                               ({}, [node_id]), ({}, [])):
+            answer = self.call('replay_completions', dict(body, left=[dict({'compute_node_id': node_id, **runner}, **left)]),
+                               workflow_id=self.workflow_id)
+            self.assertEqual(released, answer['released'], left)
+        active = self.call('list_compute_nodes', workflow_id=self.workflow_id, is_active=True)['items']
+        self.assertEqual([self.node_id], [node['id'] for node in active], 'the one that has not left lives')
+
+    # -------- a server that is back as an older copy of its database --------
+
+    def test_an_end_of_what_the_copy_does_not_know_to_run_counts(self):
+        ready, claimed = 'ready', 'pending'
+        workflow_id = self.workflow_id = self.create('a:\nb: a')
+        self.copy()
+        for before in (ready, claimed):
+            with self.subTest(before):
+                self.back()
+                if before == claimed:
+                    self.claim(workflow_id, self.node(workflow_id))
+                    self.copy()
+                job = {'id': next(job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']), 'attempt_id': 1}
+                lost = self.node(workflow_id)   # which the copy does not know
+                self.back()
+                self.assertEqual(before, self.statuses(workflow_id)['a'])
+                if before == claimed:
+                    self.lose(lost - 1)     # its lease is over
+                entry = self.entry(job, compute_node_id=lost)
+                self.assertEqual(([[job['id'], 1]], 0, []), self.replay(entry))
+                self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
+                self.assertEqual(([], 1, []), self.replay(entry))
+
+    def test_ends_of_jobs_and_of_those_that_waited_for_them_count_in_any_order(self):
+        self.copy()
+        jobs = [{'id': job['id'], 'attempt_id': 1} for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
+        for order in itertools.permutations(jobs):
+            self.back()
+            for job in order:
+                self.assertEqual(([[job['id'], 1]], 0, []), self.replay(self.entry(job)))
+            self.assertEqual({'completed'}, set(self.statuses(self.workflow_id).values()))
+
+    def test_a_later_attempt_than_the_copy_knows_counts(self):
+        self.copy()
+        later = self.entry(attempt_id=3)
+        for state in ('running', 'lost', 'ready'):
+            with self.subTest(state):
+                self.back()
+                if state == 'lost':
+                    self.lose()
+                elif state == 'ready':
+                    self.call('retry_job', id=self.job['id'], run_id=1, max_retries=9)
+                self.assertEqual(([[self.job['id'], 3]], 0, []), self.replay(later))
+                self.assertEqual(([], 1, []), self.replay(later))
+                self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
+                self.assertEqual(3, self.call('get_job', id=self.job['id'])['attempt_id'])
+                self.assertEqual(([], 0, ['attempt 1 of job 1 is over: the current one is 3']),
+                                 (self.replay(self.entry()) if state != 'lost' else ([], 0, ['attempt 1 of job 1 is over: the current one is 3'])))
+
+    def test_a_later_attempt_of_what_has_ended_or_runs_elsewhere_is_rejected_in_words(self):
+        other = self.entry(attempt_id=2, compute_node_id=99)
+        self.assertEqual(([], 0, [f'job 1 is held by compute node {self.node_id}']), self.replay(other))
+        self.replay(self.entry())
+        self.assertEqual(([], 0, ['job 1 has no attempt 2: the last one is 1, and it is completed']), self.replay(other))
+
+    def test_jobs_that_the_copy_has_not_are_rejected(self):
+        self.copy()
+        spawned = self.call('spawn_jobs', {'jobs': [{'name': 'more', 'command': 'x'}]}, job_id=self.job['id'])['spawned_job_ids']
+        self.back()
+        entry = self.entry({'id': spawned[0], 'attempt_id': 1})
+        self.assertEqual(([], 0, [f'job_id: workflow 1 has no job {spawned[0]}']), self.replay(entry))
+
+    def test_a_runner_goes_on_with_its_jobs_at_a_server_that_does_not_know_it(self):
+        workflow_id = self.create('a:\nb: a\nc:\nd:')
+        self.copy()
+        node_id = self.node(workflow_id, pid=7, identity='boot/1')
+        jobs = self.claim(workflow_id, node_id)
+        self.sync(workflow_id, node_id, completions=[self.end(jobs['c'], 'failed', 1, retry=True)])
+        jobs.update(self.claim(workflow_id, node_id))
+        started = [[jobs[name]['id'], jobs[name]['attempt_id'], torc.format_time(self.clock)] for name in 'acd']
+        self.sync(workflow_id, node_id, started=started)
+        self.back()
+        again = {'compute_node_id': node_id, 'run_id': 1, 'lease_s': 60.0, 'pid': 7, 'identity': 'boot/1'}
+        with self.assertRaises(torc.Refused) as caught:
+            self.call('runner_sync', again, id=workflow_id)
+        self.assertTrue(caught.exception.details.get('gone'))
+        self.assertEqual(node_id, self.node(workflow_id, pid=8, identity='boot/1'), 'its id is given once more')
+        with self.assertRaises(torc.Refused) as caught:
+            self.call('runner_sync', again, id=workflow_id)
+        self.assertTrue(caught.exception.details.get('gone'))
+        answer = self.sync(workflow_id, self.node(workflow_id, pid=7, identity='boot/1'), started=started,
+                           held=[start[:2] for start in started])
+        self.assertEqual([], answer['revoked'])
+        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'running', 'd': 'running'}, self.statuses(workflow_id))
+        self.assertEqual(2, self.call('get_job', id=jobs['c']['id'])['attempt_id'])
+        self.assertWhole()
+
+    def test_what_another_has_begun_meanwhile_is_revoked(self):
+        workflow_id = self.create('a:')
+        self.copy()
+        job = self.claim(workflow_id, self.node(workflow_id))['a']
+        self.back()
+        self.claim(workflow_id, self.node(workflow_id))
+        again = self.node(workflow_id)
+        start = [job['id'], 1, torc.format_time(self.clock)]
+        self.assertEqual([start[:2]], self.sync(workflow_id, again, started=[start], held=[start[:2]])['revoked'])
+        answer = self.sync(workflow_id, again, completions=[self.end(job)])
+        self.assertIn('is held by compute node', answer['errors'][0]['message'])
+
+    # -------- a server that was away --------
+
+    def test_nobody_is_lost_before_the_lease_and_the_longest_pause_are_over_and_a_journal_counts_after_it(self):
+        self.clock += 1e6
+        self.copy()
+        self.back()     # a server that was away, and its leases with it
+        with self.service.transaction():
+            lives = lambda *runner: None
+            self.assertEqual([], torc.release_lost_nodes(self.context, lives))
+            self.clock += 60 + torc.MAX_RETRY_PAUSE_S
+            self.assertEqual([], torc.release_lost_nodes(self.context, lives))
+            self.clock += 1
+            self.assertEqual([self.node_id], torc.release_lost_nodes(self.context, lives))
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
+        self.assertEqual('completed', self.statuses(self.workflow_id)['a'])
+
+    def test_a_completion_on_its_way_when_the_server_died_counts_once(self):
+        end = self.end(self.job)
+        for _ in range(2):      # the answer to the first was lost, and the server is another one now
+            self.copy()
+            self.assertEqual([[self.job['id'], 1, 'completed']], self.sync(self.workflow_id, self.node_id, completions=[end])['accepted'])
+            self.copy()
+            self.back()
+        self.assertEqual(([], 1, []), self.replay(self.entry()))
+        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+
+
 class RecoverJobsTest(ServiceTest):
     """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
 
@@ -8090,18 +8629,21 @@ class SyncTest(ServiceTest):
     """sync_allocations: what it makes of what Slurm, and processes, say."""
     NODE_FAIL = {'slurm_job_id': 17, 'reason': 'Slurm job 17 lost a node (NODE_FAIL)', 'is_interrupted': True}
     TIMEOUT = {'slurm_job_id': 17, 'reason': 'Slurm job 17 reached its time limit (TIMEOUT)', 'ended_s': 5.0}
-    QUEUED = {'slurm_job_id': 17, 'reason': 'Slurm has put job 17 into the queue again', 'is_queued': True, 'is_interrupted': True}
+    QUEUED = {'slurm_job_id': 17, 'reason': 'Slurm has put job 17 into the queue again', 'is_queued': True,
+              'is_interrupted': True}
 
     def setUp(self) -> None:
         super().setUp()
         self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
-        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1,
+        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id,
+                                                                 'account': 'x', 'nodes': 1,
                                                                  'walltime': '01:00:00'})['id']
 
     def record(self, slurm_job_id: int, status: str = 'pending') -> int:
         """A record of an allocation."""
         return self.call('create_scheduled_compute_node', {
-            'workflow_id': self.workflow_id, 'scheduler_id': slurm_job_id, 'scheduler_config_id': self.scheduler_id,
+            'workflow_id': self.workflow_id, 'scheduler_id': slurm_job_id,
+            'scheduler_config_id': self.scheduler_id,
             'scheduler_type': 'slurm', 'status': status})['id']
 
     def begin(self, started: Sequence[str] = ('a', 'b'), **more: Any) -> int:
@@ -8109,12 +8651,13 @@ class SyncTest(ServiceTest):
         scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
         node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, **more)
         jobs = self.claim(self.workflow_id, node_id)
-        self.sync(self.workflow_id, node_id, started=[[jobs[name]['id'], jobs[name]['attempt_id'], '2023-11-14T22:13:20Z']
+        self.sync(self.workflow_id, node_id, started=[[jobs[name]['id'], jobs[name]['attempt_id'],
+                                                       '2023-11-14T22:13:20Z']
                                                       for name in started])
         return node_id
 
     def tell(self, *seen: Dict[str, Any], **more: Any) -> Any:
-        """Evidence comes; a dry run before says the same and changes nothing, and once more there is nothing left to do."""
+        """Evidence comes. A dry run before says the same, and changes nothing; once more nothing is new."""
         body = dict({'allocations': list(seen)}, **more)
         before, leases = self.dump(), dict(self.service.leases)
         preview = self.call('sync_allocations', dict(body, is_dry_run=True), workflow_id=self.workflow_id)
@@ -8125,7 +8668,8 @@ class SyncTest(ServiceTest):
         after = self.dump()
         again = self.call('sync_allocations', body, workflow_id=self.workflow_id)
         self.assertUnchanged(after)
-        self.assertEqual(([], [], []), (again['allocations'], again['failed_job_details'], again['requeued_job_details']))
+        self.assertEqual(([], [], []), (again['allocations'], again['failed_job_details'],
+                                        again['requeued_job_details']))
         self.assertWhole()
         return found
 
@@ -8134,7 +8678,7 @@ class SyncTest(ServiceTest):
         rows = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
         return ' '.join([*self.statuses(self.workflow_id).values(), *(row['status'] for row in rows)])
 
-    def test_jobs_of_an_interrupted_allocation_are_ready_without_an_attempt_spent_and_others_have_failed(self):
+    def test_jobs_of_an_interrupted_allocation_are_ready_without_an_attempt_spent_and_others_fail(self):
         for seen, states, counts in (
                 (self.NODE_FAIL, 'ready ready blocked blocked complete', (0, 2)),
                 (self.QUEUED,    'ready ready blocked blocked pending', (0, 2)),
@@ -8144,7 +8688,8 @@ class SyncTest(ServiceTest):
                 node_id = self.begin(['a'])
                 self.clock += 31
                 found = self.tell(seen)
-                self.assertEqual((states, counts), (self.states(), (found['slurm_jobs_failed'], found['jobs_requeued'])))
+                self.assertEqual((states, counts), (self.states(), (found['slurm_jobs_failed'],
+                                                                    found['jobs_requeued'])))
                 self.assertEqual((1, 0), (found['compute_nodes_deactivated'], found['running_jobs_failed']))
                 self.assertFalse(self.call('get_compute_node', id=node_id)['is_active'])
                 details = found['failed_job_details'] + found['requeued_job_details']
@@ -8152,19 +8697,22 @@ class SyncTest(ServiceTest):
                                  [(row['job_name'], row['reason'], row['slurm_job_id']) for row in details])
                 record = self.call('get_scheduled_compute_node', id=record_id)
                 self.assertEqual(seen['reason'], record['reason'])
-                events = [row['data'].get('message', '') for row in self.call('list_events', workflow_id=self.workflow_id)['items']]
-                self.assertIn(f"Allocation {record_id} (Slurm job 17) is {record['status']}: {seen['reason']}", events)
+                events = self.call('list_events', workflow_id=self.workflow_id)['items']
+                said = f"Allocation {record_id} (Slurm job 17) is {record['status']}: {seen['reason']}"
+                self.assertIn(said, [row['data'].get('message', '') for row in events])
                 results = self.call('list_results', workflow_id=self.workflow_id)['items']
                 self.assertEqual({-128}, {row['return_code'] for row in results})
                 self.assertTrue(all(seen['reason'] in row['reason'] for row in results), results)
                 claimed = self.claim(self.workflow_id, self.node(self.workflow_id))
-                self.assertEqual({(2, 1)}, {(job['attempt_id'], job['interruptions']) for job in claimed.values()})
+                self.assertEqual([(2, 1)] * len(claimed), [
+                    (job['attempt_id'], job['interruptions']) for job in claimed.values()])
 
     def test_a_pending_allocation_that_is_gone_is_complete(self):
         self.record(17)
         self.record(18)
         found = self.tell(dict(self.TIMEOUT, reason='Slurm job 17 was canceled'))
-        self.assertEqual(('ready ready blocked blocked complete pending', 1), (self.states(), found['pending_allocations_cleaned']))
+        self.assertEqual('ready ready blocked blocked complete pending', self.states())
+        self.assertEqual(1, found['pending_allocations_cleaned'])
 
     def test_a_runner_that_has_reported_since_is_left_alone_until_it_is_silent(self):
         for seen, passed_s, is_left in (        # the lease is 60 s
@@ -8173,7 +8721,8 @@ class SyncTest(ServiceTest):
                 (dict(self.TIMEOUT, ended_s=59.0), 0, False),       # its last words, and clocks
                 (dict(self.TIMEOUT, ended_s=95.0), 30, True),
                 (dict(self.TIMEOUT, ended_s=95.0), 36, False),
-                (dict(self.TIMEOUT, ended_s=9000.0), 59, True), (dict(self.TIMEOUT, ended_s=9000.0), 60, False)):
+                (dict(self.TIMEOUT, ended_s=9000.0), 59, True),
+                (dict(self.TIMEOUT, ended_s=9000.0), 60, False)):
             with self.subTest(seen, passed_s=passed_s), self.undone():
                 self.record(17)
                 self.begin()
@@ -8183,7 +8732,8 @@ class SyncTest(ServiceTest):
                 self.assertEqual(not is_left, bool(found['compute_nodes_deactivated']))
                 if is_left:
                     self.assertEqual('running running blocked blocked active', self.states())
-                    self.assertRegex(found['doubts'][0], re.escape(seen['reason']) + r', but compute node \d+ has reported '
+                    self.assertRegex(found['doubts'][0],
+                                     re.escape(seen['reason']) + r', but compute node \d+ has reported '
                                      fr'{passed_s} s ago: left alone until it has been silent for (30|60) s')
 
     def test_a_server_that_has_just_begun_believes_slurm(self):
@@ -8192,7 +8742,7 @@ class SyncTest(ServiceTest):
         self.service.leases, self.service.heard = {}, {}
         self.assertEqual(2, self.tell(self.NODE_FAIL)['jobs_requeued'])
 
-    def test_jobs_that_were_taken_for_lost_before_are_ready_after_all_once_it_is_known_that_they_were_interrupted(self):
+    def test_jobs_that_were_taken_for_lost_before_are_ready_once_their_interruption_is_known(self):
         self.record(17)
         self.begin()
         self.clock += 61
@@ -8203,7 +8753,8 @@ class SyncTest(ServiceTest):
         self.assertEqual(('ready ready blocked blocked complete', 2, 0),
                          (self.states(), found['jobs_requeued'], found['compute_nodes_deactivated']))
         claimed = self.claim(self.workflow_id, self.node(self.workflow_id))
-        self.assertEqual([(2, 1)] * 2, [(job['attempt_id'], job['interruptions']) for job in claimed.values()])
+        self.assertEqual([(2, 1)] * 2, [
+            (job['attempt_id'], job['interruptions']) for job in claimed.values()])
 
     def test_what_has_failed_of_itself_stays_failed(self):
         self.record(17)
@@ -8211,7 +8762,8 @@ class SyncTest(ServiceTest):
         job = {'id': self.call('list_jobs', workflow_id=self.workflow_id)['items'][0]['id'], 'attempt_id': 1}
         self.sync(self.workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
         self.clock += 31
-        self.assertEqual(['b'], [row['job_name'] for row in self.tell(self.NODE_FAIL)['requeued_job_details']])
+        self.assertEqual(['b'],
+                         [row['job_name'] for row in self.tell(self.NODE_FAIL)['requeued_job_details']])
         self.assertEqual('failed ready canceled blocked complete', self.states())
 
     def set(self, sql: str) -> None:
@@ -8227,7 +8779,8 @@ class SyncTest(ServiceTest):
             self.set(f"UPDATE job SET status = {torc.READY}, compute_node_id = NULL WHERE name = 'b'")
             self.set('UPDATE compute_node SET is_active = 0')
             found = self.tell()
-            self.assertEqual(('failed ready canceled blocked', 1), (self.states(), found['running_jobs_failed']))
+            self.assertEqual(('failed ready canceled blocked', 1), (self.states(),
+                                                                    found['running_jobs_failed']))
             self.assertEqual('no active compute node runs it', found['failed_job_details'][0]['reason'])
         self.begin()
         self.set('UPDATE compute_node SET is_active = 0')
@@ -8237,25 +8790,32 @@ class SyncTest(ServiceTest):
     def test_dead_processes_and_leases_that_are_over_are_taken_in(self):
         node_id = self.node(self.workflow_id)
         jobs = self.claim(self.workflow_id, node_id)
-        self.sync(self.workflow_id, node_id, started=[[job['id'], 1, '2023-11-14T22:13:20Z'] for job in jobs.values()])
+        self.sync(self.workflow_id, node_id, started=[[job['id'], 1,
+                                                       '2023-11-14T22:13:20Z'] for job in jobs.values()])
         with self.undone():
             found = self.tell(dead_nodes=[{'compute_node_id': node_id, 'reason': 'its process is gone'}])
-            self.assertEqual((2, 0, 1), (found['running_jobs_failed'], found['slurm_jobs_failed'], found['compute_nodes_deactivated']))
+            self.assertEqual((2, 0, 1), (found['running_jobs_failed'], found['slurm_jobs_failed'],
+                                         found['compute_nodes_deactivated']))
             result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
-            self.assertEqual(f'compute node {node_id} (h), which ran it, went away: its process is gone', result['reason'])
+            self.assertEqual(f'compute node {node_id} (h), which ran it, went away: its process is gone',
+                             result['reason'])
         self.service.leases[node_id] = self.clock + 60      # undone() keeps the database only
         self.assertEqual(0, self.tell()['running_jobs_failed'])
         self.clock += 61
-        self.assertIn('nothing was heard of it for 60 s, its lease', self.tell()['failed_job_details'][0]['reason'])
+        self.assertIn('nothing was heard of it for 60 s, its lease',
+                      self.tell()['failed_job_details'][0]['reason'])
 
     def test_the_survey_names_allocations_and_slurm_jobs_of_nodes_without_a_record(self):
         record_id = self.record(0)
         scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
-        node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, identity='x/1/2')
+        node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler,
+                            identity='x/1/2')
         found = self.call('survey_allocations', workflow_id=self.workflow_id)
         self.assertEqual([(record_id, 0, 'pending', None), (0, 17, 'active', None)],
-                         [(row['id'], row['slurm_job_id'], row['status'], row['age_s']) for row in found['allocations']])
-        self.assertEqual(([{'compute_node_id': node_id, 'hostname': 'h', 'pid': 1, 'identity': 'x/1/2'}], 'u'),
+                         [(row['id'], row['slurm_job_id'], row['status'],
+                           row['age_s']) for row in found['allocations']])
+        self.assertEqual(([{'compute_node_id': node_id, 'hostname': 'h', 'pid': 1, 'identity': 'x/1/2'}],
+                          'u'),
                          (found['nodes'], found['user']))
 
     def test_reasons_stand_wherever_an_allocation_ends(self):
@@ -8263,14 +8823,18 @@ class SyncTest(ServiceTest):
         node_id = self.begin()
         self.call('update_compute_node', {'is_active': False}, id=node_id)
         record = self.call('get_scheduled_compute_node', id=record_id)
-        self.assertEqual(('complete', f'its last runner (compute node {node_id}) has left'), (record['status'], record['reason']))
+        self.assertEqual(('complete', f'its last runner (compute node {node_id}) has left'),
+                         (record['status'], record['reason']))
         other_id = self.record(18)
-        for body, reason in (({'status': 'canceled', 'reason': 'enough'}, 'enough'), ({'status': 'canceled'}, 'enough'),
+        for body, reason in (({'status': 'canceled', 'reason': 'enough'}, 'enough'),
+                             ({'status': 'canceled'}, 'enough'),
                              ({'status': 'pending'}, None)):
             self.call('update_scheduled_compute_node', body, id=other_id)
             self.assertEqual(reason, self.call('get_scheduled_compute_node', id=other_id).get('reason'))
-        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
-        self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id), ('allocation_pending', other_id)],
+        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id,
+                                                   category='scheduler')['items']]
+        self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id),
+                          ('allocation_pending', other_id)],
                          [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
         self.assertEqual(f'Allocation {other_id} (Slurm job 18) is canceled: enough', events[1]['message'])
 
@@ -8599,11 +9163,10 @@ class ApiTest(ServiceTest):
         additions = {'create_workflow_from_spec', 'apply_spec', 'runner_sync', 'check_changes',
                      'set_file_times', 'stream_workflow_events', 'stream_api_events',
                      'get_api_stats', 'get_openapi', 'explain_job', 'explain_workflow',
-                     'list_workflow_statuses', 'get_database', 'snapshot_database',
+                     'list_workflow_statuses', 'get_database', 'snapshot_database', 'backup_database',
                      'get_dependency_graph', 'explain_waiting', 'diagnose_workflow', 'take_submissions',
                      'report_submissions', 'get_demand', 'store_allocations', 'recover_jobs', 'classify_jobs',
-                     'survey_allocations', 'sync_allocations',
-                     'watch_workflow', 'list_unplanned_jobs'}
+                     'watch_workflow', 'list_unplanned_jobs', 'replay_completions', 'survey_allocations', 'sync_allocations'}
         ours = {route.name: (route.method, re.sub(r'{\w+}', '{}', route.path)) for route in torc.ROUTES}
         self.assertEqual({name: official.get(name) for name in ours if name not in additions},
                          {name: place for name, place in ours.items() if name not in additions})
@@ -9563,6 +10126,7 @@ class MatrixTest(ServiceTest):
     # Operations about no workflow, or with rules of their own; all others are for everybody who has access to the workflow.
     WHO = {
         'ping': ALL, 'get_version': ALL, 'get_openapi': ALL, 'get_database': ALL, 'snapshot_database': ALL,
+        'backup_database': {'server owner'},
         'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'},
         'create_workflow_from_spec': ALL - {'anonymous'},
         'create_access_group': OWNERS, 'list_access_groups': OWNERS, 'delete_access_group': OWNERS, 'reload_auth': OWNERS,
@@ -10427,6 +10991,73 @@ class LeaseTest(WorldTest):
         self.assertRaises(torc.Conflict, torc.hold_database, self.database)
         store.close()
         store.lease.release()
+        self.assertFalse(os.path.exists(self.database + '.lease'))
+
+    def test_where_locks_are_refused_or_hang_the_lease_alone_keeps_others_away(self) -> None:
+        silenced(self)
+        for name, value in (('LOCAL_FILESYSTEMS', frozenset()), ('LOCK_TRIAL_S', 5.0)):
+            patch = unittest.mock.patch.object(torc, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.assertTrue(torc.can_lock(self.world.write('x.lease', '')))
+        refused = OSError(38, 'Function not implemented')
+        with unittest.mock.patch.object(torc.fcntl, 'lockf', side_effect=refused), \
+                self.assertLogs('torc', 'WARNING') as said:
+            store = torc.hold_database(self.database)
+        self.assertIn('refuses locks: only this lease keeps other servers away', said.output[0])
+        with store.transaction():
+            store.run('UPDATE identity SET id = ?', ('x' * 32,))
+        self.assertEqual(('wal', 'exclusive'), tuple(store.value(f'PRAGMA {name}') for name in ('journal_mode', 'locking_mode')))
+        self.assertFalse(os.path.exists(self.database + '-shm'))
+        with contextlib.closing(torc.Store(self.database)) as proof:    # nothing is locked
+            self.assertIsNotNone(proof)
+            self.assertRaisesRegex(torc.Conflict, 'is served by process', torc.hold_database, self.database)
+        store.close()
+        store.lease.release()
+
+    def test_a_lock_that_nobody_answers_is_not_waited_for_for_ever(self) -> None:
+        def hang(*_: Any) -> None:
+            signal.pause()
+
+        with unittest.mock.patch.object(torc.fcntl, 'lockf', hang), \
+                unittest.mock.patch.object(torc, 'LOCK_TRIAL_S', 0.3), self.assertLogs('torc', 'WARNING') as said:
+            self.assertFalse(torc.can_lock(self.world.write('x.lease', '')))
+        os.waitpid(-1, 0)
+        self.assertIn('does not answer within 0.3 s when asked for a lock', said.output[0])
+
+
+@slow
+class FuseTest(WorldTest):
+    """A database on a file system of FUSE, which counts as one of the network."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.place = self.world.path('mounted')
+        for path in (self.place, self.world.path('behind')):
+            os.mkdir(path, 0o700)
+        words = ['bindfs', self.world.path('behind'), self.place]
+        done = shutil.which('bindfs') and subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        need('fuse', done and done.returncode == 0, 'bindfs, root, and a kernel with FUSE')
+        self.addCleanup(subprocess.check_call, ['umount', '--lazy', self.place])
+        self.database = self.place + '/torc.db'
+
+    def test_a_killed_server_goes_on_with_all_that_it_has_acknowledged(self) -> None:
+        self.assertTrue(torc.filesystem_type(self.place).startswith('fuse'))
+        scribe = Scribe(self.world.serve('-d', self.database), self.database + '.token')
+        for _ in range(3):
+            for size in (10, 5000, 100000):
+                self.assertTrue(scribe.write(size))
+            self.assertTrue(os.path.exists(self.database + '.lease'))
+            self.assertFalse(os.path.exists(self.database + '-shm'))
+            self.world.server.kill()
+            scribe.move(self.world.serve('-d', self.database))
+            self.assertExit(0, self.world.cli('serve', '-d', self.database, '--backup', self.place + '/copy.db'))
+            self.assertEqual([('ok',)], ask_sqlite(self.place + '/copy.db', 'PRAGMA integrity_check'))
+        self.assertEqual([], list(scribe.missing()))
+        scribe.client.close()
+        self.world.server.send(signal.SIGTERM)
+        self.assertExit(0, self.world.server.finish(20))
+        self.assertEqual([('ok',)], ask_sqlite(self.database, 'PRAGMA integrity_check'))
         self.assertFalse(os.path.exists(self.database + '.lease'))
 
 
@@ -12394,6 +13025,29 @@ class ServerTest(WorldTest):
             quiet.sendall(http_request())
             self.assertEqual([200], statuses(read_answers(quiet, 1)))
 
+    def test_what_arrives_while_the_server_is_busy_is_in_time(self) -> None:
+        server, begun, over = self.server.server, threading.Event(), threading.Event()
+        answer = server.answer_complete
+
+        def be_busy() -> None:
+            begun.set()
+            over.wait(10)
+            answer()
+
+        self.set_constant('CLIENT_DEADLINE_S', 0.3)
+        with self.server.connect() as late, self.server.connect() as other:
+            late.sendall(http_request()[:-2])
+            self.world.wait(lambda: any(one.received for one in list(server.connections.all)), 10, 'half of a request')
+            server.answer_complete = be_busy
+            other.sendall(http_request())
+            self.assertTrue(begun.wait(10))
+            until = max(one.deadline for one in list(server.connections.all) if one.deadline < math.inf)
+            self.world.wait(lambda: time.monotonic() > until, 10, 'the deadline')
+            late.sendall(http_request()[-2:])
+            server.answer_complete = answer
+            over.set()
+            self.assertEqual([[200], [200]], [statuses(read_answers(one, 1)) for one in (other, late)])
+
     @slow
     def test_a_reader_that_does_not_read_is_closed_and_delays_nobody(self) -> None:
         body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1000000}}).encode()
@@ -13126,7 +13780,7 @@ class MemoryDatabaseTest(WorldTest):
             self.end(number)
             self.assertEqual(total, self.count())
             self.assertFalse(os.path.exists(directory))
-            self.assertEqual({'my.db', 'my.db.token', 'looked at'}, set(os.listdir(self.world.directory)))
+            self.assertEqual({'my.db', 'my.db.previous', 'my.db.token', 'looked at'}, set(os.listdir(self.world.directory)))
         self.assertEqual(0o600, os.stat(self.database).st_mode & 0o777)
 
     def test_a_server_that_has_lost_its_lease_leaves_the_files_of_the_next_one_alone(self) -> None:
@@ -13228,6 +13882,50 @@ class MemoryDatabaseTest(WorldTest):
         os.unlink(shlex.split(outcome.err.rpartition(': rm ')[2])[0])
         self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'))
 
+    def spoil(self, path: str) -> None:
+        """Overwrite a page of a database, of which SQLite's header says nothing."""
+        with open(path, 'r+b') as file:
+            file.seek(4096)
+            file.write(b'x' * 4096)
+
+    def test_a_damaged_snapshot_is_replaced_by_the_one_before_it_only_when_that_is_wanted(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        self.assertEqual(2, self.count())
+        for path in (self.database, self.database + '.previous'):
+            self.assertEqual((0o600, 1), (os.stat(path).st_mode & 0o777, os.stat(path).st_nlink))
+        self.spoil(self.database)
+        outcome = self.world.cli('serve', '-d', 'my.db', '-p', 0, '--in-memory')
+        self.assertExit(4, outcome, f'the snapshot {self.database} is damaged (', 'the one before it, of 20',
+                        'is whole: --from-snapshot')
+        self.world.serve('-d', 'my.db', '--in-memory', '--from-snapshot')
+        self.assertRegex(self.world.server.err, r'was damaged \(.* and is .*my.db.damaged now; changes after 20')
+        self.end()
+        self.assertEqual(1, self.count())
+
+    def test_a_snapshot_that_was_interrupted_between_link_and_rename_is_no_obstacle(self) -> None:
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.add_events(1)
+        self.end()
+        os.unlink(self.database + '.previous')
+        os.link(self.database, self.database + '.previous')
+        self.world.serve('-d', 'my.db', '--in-memory')
+        self.end()
+        self.assertEqual(1, self.count())
+
+    def test_an_allocation_goes_on_with_the_snapshot_if_it_was_told_so_in_advance(self) -> None:
+        directory = os.path.dirname(self.leave_behind(host='node7'))
+        self.addCleanup(shutil.rmtree, directory)
+        outcome = self.world.cli('serve', '-d', 'my.db', '-p', 0, '--in-memory')
+        self.assertExit(4, outcome, 'by `torc.py serve --from-snapshot` or: rm ')
+        self.world.serve('-d', 'my.db', '--in-memory', '--from-snapshot')
+        self.assertRegex(self.world.server.err, 'was in memory, which was lost with its server: changes after 20')
+        self.end()
+
     def test_what_a_server_that_was_killed_with_its_container_had_in_memory_is_gone_on_with(self) -> None:
         directory = os.path.dirname(self.leave_behind(pid_namespace=1))
         outcome = self.world.cli('--db', 'my.db', 'events', 'list', 1)
@@ -13327,6 +14025,280 @@ class MemoryDatabaseTest(WorldTest):
             path = torc.make_memory_directory(0)
         self.addCleanup(os.rmdir, path)
         self.assertEqual(tempfile.gettempdir(), os.path.dirname(path))
+
+
+class BackupTest(WorldTest):
+    """`serve --backup`."""
+
+    def names(self, path: str) -> List[str]:
+        """Names of the workflows in a copy, which is whole."""
+        self.assertEqual([('ok',)], ask_sqlite(path, 'PRAGMA integrity_check'))
+        return [name for name, in ask_sqlite(path, 'SELECT name FROM workflow ORDER BY id')]
+
+    def back_up(self, *words: Any) -> Outcome:
+        """Copy to copy.db."""
+        return self.assertExit(0, self.world.cli('serve', '--backup', 'copy.db', *words))
+
+    def create(self, name: str) -> None:
+        """A workflow on the server."""
+        with self.world.connect() as client:
+            client.create_workflow({'name': name, 'user': 'me'})
+
+    def test_it_is_a_whole_private_copy_through_the_server_or_without_one(self) -> None:
+        for flags in ((), ('--in-memory',)):
+            with self.subTest(flags):
+                self.world.serve('-d', 'my.db', *flags)
+                self.create('one')
+                outcome = self.back_up()
+                self.assertIn(f"Copied {self.world.path('my.db')} to {self.world.path('copy.db')} (", outcome.out)
+                self.assertEqual('one', self.names(self.world.path('copy.db'))[-1])
+                self.create('two')      # it goes on
+                self.world.server.send(signal.SIGTERM)
+                self.assertExit(0, self.world.server.finish(20))
+                value = self.assertExit(0, self.world.cli('-f', 'json', 'serve', '-d', 'my.db', '--backup', 'copy.db')).json()
+                copy = self.world.path('copy.db')
+                self.assertEqual({'database': self.world.path('my.db'), 'backup': copy}, value)
+                self.assertEqual(['one', 'two'], self.names(copy)[-2:])
+                self.assertEqual(0o600, os.stat(copy).st_mode & 0o777)
+        self.assertEqual([], glob.glob(glob.escape(self.world.directory) + '/*.new'))
+        with self.world.connect(database=copy) as client:
+            self.assertEqual(['one', 'two'], [row['name'] for row in client.list_workflows()['items']][-2:])
+
+    def test_copies_taken_under_load_are_each_a_state_that_was_there(self) -> None:
+        self.world.serve('-d', 'my.db')
+        is_over, told = threading.Event(), []
+
+        def write() -> None:
+            with contextlib.closing(client):
+                while not is_over.is_set():
+                    told.append(client.create_workflow({'name': str(len(told)), 'user': 'me'})['id'])
+        client = self.world.connect()
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for _ in range(5):
+                before = len(told)
+                self.back_up()
+                found = self.names(self.world.path('copy.db'))
+                self.assertEqual([str(number) for number in range(len(found))], found)
+                self.assertLessEqual(before, len(found))
+        finally:
+            is_over.set()
+            writer.join()
+        self.assertGreater(len(told), before)
+
+    def test_what_is_no_earlier_copy_is_not_replaced(self) -> None:
+        self.world.serve('-d', 'my.db')
+        self.world.write('notes.txt', 'mine')
+        os.symlink('my.db', self.world.path('link.db'))
+        os.mkdir(self.world.path('directory'))
+        torc.Store(self.world.path('left.db')).close()
+        self.world.write('left.db-wal', '')
+        other = torc.Store(self.world.path('other.db'))
+        self.addCleanup(other.close)
+        before = self.world.read('my.db.token')
+        for name, text in (('my.db', 'belongs to the database itself'), ('link.db', 'belongs to the database itself'),
+                           ('my.db.token', 'belongs to the database itself'), ('my.db-wal', 'belongs to'),
+                           ('notes.txt', 'is no database, and would be lost'), ('directory', 'Is a directory'),
+                           ('other.db', 'in use'), ('left.db', 'left.db-wal is beside it')):
+            with self.subTest(name):
+                outcome = self.world.cli('serve', '--backup', name)
+                self.assertIn(outcome.code, (2, 4), str(outcome))
+                self.assertIn(text, outcome.err)
+        self.assertExit(2, self.world.cli('serve', '--backup', 'no/such/copy.db'), 'there is no directory')
+        self.assertEqual((before, 'mine'), (self.world.read('my.db.token'), self.world.read('notes.txt')))
+        self.world.server.send(signal.SIGTERM)
+        self.assertExit(0, self.world.server.finish(20))
+        self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '--backup', 'my.db'), 'belongs to the database itself')
+        self.assertExit(4, self.world.cli('serve', '-d', 'none.db', '--backup', 'copy.db'), 'there is no server and no')
+
+    def test_a_damaged_copy_does_not_replace_a_whole_one(self) -> None:
+        store = torc.Store(self.world.path('my.db'))
+        self.addCleanup(store.close)
+        path = self.world.path('copy.db')
+        store.freeze()
+        torc.write_backup(store, path)
+        before = os.stat(path)
+        copy = torc.copy_descriptor
+
+        def copy_badly(descriptor: int, target: str, *more: Any) -> None:
+            copy(descriptor, target, *more)
+            os.truncate(target, 8192)
+        with unittest.mock.patch.object(torc, 'copy_descriptor', copy_badly):
+            self.assertRaisesRegex(torc.Refused, 'is damaged .* stays as it was', torc.write_backup, store, path)
+        found = os.stat(path)
+        self.assertEqual((before.st_ino, before.st_mtime_ns), (found.st_ino, found.st_mtime_ns))
+        self.assertEqual(['copy.db', 'my.db', 'my.db-wal'], sorted(os.listdir(self.world.directory)))
+
+    def test_the_end_of_a_server_does_not_wait_for_a_backup(self) -> None:
+        silenced(self)
+        store = torc.Store(self.world.path('my.db'))
+        self.addCleanup(store.close)
+        writer = torc.CopyWriter(store)
+        backup = writer.ask_backup(self.world.path('copy.db'))
+        writer.is_ending = True
+        writer.act(0.0)
+        writer.close()
+        self.assertEqual((True, 'the server ended meanwhile'), (backup.is_done, backup.error))
+        self.assertEqual(['my.db', 'my.db-wal'], sorted(os.listdir(self.world.directory)))
+
+
+class TravelTest(WorldTest):
+    """`serve` in allocations of Slurm: it moves with them, and its clients find it again."""
+    PERIOD_S = 0.3      # of the lease
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.database = self.world.path('my.db')
+        self.path = self.database + '.connection'
+        self.outside = dict(self.world.environment)
+
+    def serve_in(self, job: int, host: str, *flags: Any) -> Background:
+        """A server in an allocation, on a network file system that all hosts have; it answers."""
+        words = [sys.executable, '-B', '-c', OTHER_HOST, os.path.dirname(stub_path()), host, self.PERIOD_S]
+        words += ['serve', '--db', self.database, *flags]
+        stem = os.path.join(self.world.root, 'logs', f'{job} {host}')
+        process = Background([os.fsencode(str(word)) for word in words], self.world.directory,
+                             dict(self.outside, SLURM_JOB_ID=str(job), SLURMD_NODENAME=host), stem)
+        self.world.started.append(process)
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in process.out, 20, 'the server', [process])
+        return process
+
+    def content(self) -> Dict[str, Any]:
+        """What the connection file says."""
+        return torc.read_server_file(self.path)
+
+    def end(self, server: Background, number: int = signal.SIGTERM) -> Outcome:
+        """End a server with a signal."""
+        server.send(number)
+        return self.assertExit(0, server.finish(20))
+
+    def client(self, **how: Any) -> Any:
+        """A client of the database, on this host."""
+        client = torc.Client(database=self.database, **how)
+        self.addCleanup(client.close)
+        return client
+
+    def test_it_listens_where_other_nodes_reach_it_unless_options_say_otherwise(self) -> None:
+        node = {'SLURM_JOB_ID': '1', 'SLURMD_NODENAME': 'n'}
+        usual = '127.0.0.1', torc.DEFAULT_PORT, False
+        for words, environment, expected in (
+                ([], {}, usual),
+                ([], {'SLURM_JOB_ID': '1'}, usual),     # a shell of salloc(1), on a login node
+                ([], node, ('0.0.0.0', 0, True)),
+                (['--no-auth'], node, ('127.0.0.1', 0, True)),
+                (['--host', 'n-ib', '--port', '99'], node, ('n-ib', 99, True)),
+                (['-d', ':memory:'], node, usual)):
+            with self.subTest(words, environment=environment), \
+                    unittest.mock.patch.dict(os.environ, environment):
+                parsed = torc.parse_command_line(['serve', *words])
+                session = torc.Session(parsed.options, io.StringIO(), io.StringIO(), io.StringIO())
+                session.command = parsed.command
+                options = torc.server_options(session, parsed.args)
+                self.assertEqual(expected, (options.host, options.port, options.travels))
+
+    def test_its_connection_file_names_every_way_to_it_and_the_allocation(self) -> None:
+        self.end(self.serve_in(17, 'node1'), signal.SIGINT)
+        self.assertIsNone(self.content())
+        self.serve_in(18, 'node1')
+        found = self.content()
+        self.assertEqual(('18', 'node1'), (found['allocation'], torc.parse_url(found['url']).host))
+        hosts = {torc.parse_url(url).host for url in found['candidates']}
+        self.assertLessEqual({'node1', *torc.own_addresses()}, hosts)
+
+    def test_clients_wait_while_it_moves_and_find_it_in_the_next_allocation_by_themselves(self) -> None:
+        first = self.serve_in(17, 'node1')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        self.end(first)
+        found = self.content()
+        self.assertTrue(found['moved_at'], found)
+        with self.assertRaisesRegex(torc.Unreachable, 'ended at 20.* with its allocation, Slurm job 17 on host '
+                                    'node1, and goes on in the next one .`squeue --me`.') as caught:
+            client.reconnect(0.0)
+        self.assertTrue(caught.exception.passes)
+        self.assertEqual((0, False), (client.servers_started, os.path.exists(self.database + '.lease')))
+        second = self.serve_in(18, 'node2')
+        self.assertNotEqual(found['url'], self.content()['url'])
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertNotIn('to see whether it is renewed', second.err)
+        self.end(second)
+
+    def test_while_it_moves_no_runner_starts_a_server_in_its_way_and_questions_are_answered(self) -> None:
+        self.end(self.serve_in(17, 'node1'))
+        with unittest.mock.patch.object(torc, 'LOCAL_FILESYSTEMS', frozenset()):
+            runner = self.client()
+            runner.will_need_server = True
+            self.assertRaisesRegex(torc.Unreachable, 'goes on in the next one', runner.open)
+        outcome = self.assertExit(3, self.world.cli('workflows', 'list'), 'its allocation, Slurm job 17 on host')
+        self.assertIn(f"rm {shlex.quote(torc.registration_files()[0])} {shlex.quote(self.path)}", outcome.err)
+        self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'No workflows found')
+        self.assertExit(3, self.world.cli('workflows', 'list'))     # ... by which nothing was forgotten
+        self.assertTrue(self.content()['moved_at'])
+
+    def test_one_registration_leads_to_it_wherever_it_is(self) -> None:
+        for job, host in ((17, 'node1'), (18, 'node2'), (19, 'node1')):
+            server = self.serve_in(job, host)
+            found = list(torc.list_registrations().values())
+            self.assertEqual([str(job)], [row['allocation'] for row in found])
+            self.assertExit(0, self.world.cli('ping'))
+            self.end(server)
+        self.assertEqual(1, len(torc.registration_files()))
+
+    def test_after_a_kill_the_next_one_watches_the_lease_and_takes_it_over(self) -> None:
+        first = self.serve_in(17, 'node1')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        first.kill()
+        self.assertRaises(torc.Unreachable, client.reconnect, 0.0)
+        second = self.serve_in(18, 'node2')
+        self.assertIn('to see whether it is renewed', second.err)
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertEqual(0, client.servers_started)
+
+    def test_a_killed_one_of_this_host_is_not_replaced_by_a_runner_either(self) -> None:
+        first = self.serve_in(17, socket.gethostname())
+        first.kill()
+        self.assertRaisesRegex(torc.Unreachable, 'was killed in its allocation, Slurm job 17',
+                               self.client(needs_server=True).open)
+        self.assertExit(3, self.world.cli('workflows', 'list'), 'was killed in its allocation')
+
+    def test_further_signals_do_not_cut_its_end_short(self) -> None:
+        server = self.serve_in(17, 'node1', '--in-memory')
+        client = self.client(needs_server=True)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        for _ in range(200):
+            if server.has_ended():
+                break
+            server.send(signal.SIGTERM)
+        self.assertExit(0, server.finish(20))
+        self.assertFalse(os.path.exists(self.database + '.memory'))
+        self.assertEqual([('kept',)], ask_sqlite(self.database, 'SELECT name FROM workflow'))
+
+    def test_in_an_allocation_it_waits_for_who_still_has_the_database(self) -> None:
+        holder = torc.hold_database(self.database)
+        server = self.world.start('serve', '--db', 'my.db')
+        self.assertExit(4, server.finish(20), 'in use by another')
+        self.world.environment.update(SLURM_JOB_ID='17', SLURMD_NODENAME='node1')
+        server = self.world.start('serve', '--db', 'my.db')
+        self.world.wait(lambda: 'Waiting for up to 180 s for its end' in server.err, 20, 'the notice', [server])
+        holder.close()
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in server.out, 20, 'the server', [server])
+        self.assertEqual(1, server.err.count('Waiting for'))
+
+    def test_a_job_that_was_told_its_former_address_finds_it(self) -> None:
+        first = self.serve_in(17, 'node1')
+        url, token_file = self.content()['url'].replace('node1', '127.0.0.1'), self.database + '.token'
+        client = torc.Client.connect(url, token_file=token_file)
+        self.addCleanup(client.close)
+        client.call('create_workflow', {'name': 'kept', 'user': 'me'})
+        self.end(first)
+        self.assertRaises(torc.Unreachable, client.reconnect, 0.0)
+        self.serve_in(18, 'node2')
+        client = torc.Client.connect(url, token_file=token_file)
+        self.addCleanup(client.close)
+        self.assertEqual(['kept'], [row['name'] for row in client.call('list_workflows')['items']])
+        self.assertEqual(self.content()['url'].partition(':')[0], client.url.partition(':')[0])
 
 
 class EmbeddedTest(WorldTest):
@@ -16422,6 +17394,19 @@ class HpcConfigTest(WorldTest):
                                     'client.slurm.strict_scheduler_match must be true or false, not 7'):
             torc.read_config({'XDG_CONFIG_HOME': self.world.path('xdg')})
 
+    def test_what_runners_do_without_a_server_may_be_configured_and_the_command_line_wins(self):
+        config = self.read('client: {offline: {enabled: false, drain_ping_interval_secs: 7}}')
+        self.assertEqual((False, 7), (config.drains, config.ping_interval_s))
+        given = {'no_offline_drain': False, 'drain_ping_interval_secs': None}
+        self.assertEqual({'drains': False, 'ping_interval_s': 7}, torc.offline_options(given, config))
+        given = {'no_offline_drain': True, 'drain_ping_interval_secs': 2.0}
+        self.assertEqual({'drains': False, 'ping_interval_s': 2.0}, torc.offline_options(given, torc.HpcConfig()))
+        self.assertEqual((True, 120), torc.HpcConfig()[-2:])
+        for text, wrong in (('{enabled: 1}', 'enabled must be true or false, not 1'),
+                            ('{drain_ping_interval_secs: 0}', 'drain_ping_interval_secs must be at least 1, not 0')):
+            with self.assertRaisesRegex(torc.BadInput, f'client.offline.{wrong}'):
+                self.read(f'client: {{offline: {text}}}')
+
     def test_the_users_own_are_known_and_replace_those_built_in(self):
         config = self.read(self.CONFIG)
         known = {profile.name: profile for profile in torc.known_profiles(config)}
@@ -16670,6 +17655,120 @@ PLANNED_OTHERWISE = {
 SHORT_JOBS_S = 240      # below it, 1.5 times the runtime leaves no time for the end
 UNREADABLE_HERE = ('multi_node_parallel_jobs_test_workflow.yaml',)      # granularity: TimeSeries
 UNREADABLE_THERE = ('timeout_auto_recovery_test_workflow.yaml',)        # a field of a scheduler that is replaced here
+
+
+def demand_of(jobs: Sequence[Tuple[Any, ...]], schedulers: Sequence[Tuple[Any, ...]] = (), **options: Any) -> Any:
+    """The answer of get_demand for jobs (name, status, needs, scheduler, prerequisites), and the Demand of it."""
+    kinds = sorted({(needs, scheduler or 0) for _, _, needs, scheduler, _ in jobs})
+    ids = {name: number for number, (name, *_) in enumerate(jobs, 1)}
+    sets = list(dict.fromkeys(waits for *_, waits in jobs))
+    chains = {number for number, is_chain in schedulers if is_chain}
+    found = {
+        'run_id': 1, 'newest_scheduler_id': 9, 'job_ids': list(ids.values()), 'job_names': list(ids),
+        'statuses': [status for _, status, *_ in jobs], 'set_numbers': [sets.index(waits) for *_, waits in jobs],
+        'sets': [[ids[name] for name in waits.split()] for waits in sets],
+        'kind_ids': [kinds.index((needs, scheduler or 0)) + 1 for _, _, needs, scheduler, _ in jobs],
+        'kinds': [{'id': number, 'scheduler_id': scheduler or None, 'has_labels': needs == 'labelled', 'in_chain': scheduler in chains,
+                   'requirements_id': 1 if needs != 'gpu' else 2, 'name': needs, 'num_cpus': 4, 'memory_bytes': 8 * GB,
+                   'num_gpus': int(needs == 'gpu'), 'num_nodes': 1, 'runtime_s': 1800} for number, (needs, scheduler) in enumerate(kinds, 1)]}
+    return torc.read_demand(found, torc.RegenerateOptions(**options))
+
+
+class RegenerationTest(unittest.TestCase):
+    """From the jobs that are left to allocations for them."""
+    PAGE = (('A', 'ready', 'default', None, ''), ('B', 'ready', 'default', None, ''), ('C', 'blocked', 'default', None, 'A'),
+            ('D', 'ready', 'gpu', None, ''))
+
+    def renewed(self, demand: Any, *allocations: Dict[str, Any], group_by: str = 'resource-requirements') -> List[Tuple[Any, ...]]:
+        """(name, jobs, allocations with their gates) of each scheduler."""
+        plan = torc.plan_allocations(demand.graph, demand.classes, KESTREL, torc.PlanOptions(group_by, suffix='regen'))
+        self.supply = torc.Supply(demand, allocations)
+        found = torc.renew(demand, plan, self.supply, 'acct')
+        names = demand.graph.names
+        return [(row.block['name'], ' '.join(names[job] for job in row.jobs),
+                 [(stage.num_allocations, ' '.join(names[demand.job_ids.index(gate)] for gate in stage.gate_ids)) for stage in row.stages])
+                for row in found]
+
+    @staticmethod
+    def allocation(scheduler: int, status: str = 'pending', left_s: Optional[int] = None, num_jobs: int = 0) -> Dict[str, Any]:
+        return {'scheduler_config_id': scheduler, 'status': status, 'remaining_seconds': left_s, 'num_jobs': num_jobs, 'walltime': '02:00:00'}
+
+    def test_the_groups_of_the_page(self):
+        demand = demand_of(self.PAGE)
+        self.assertEqual([('default_regen', 'A B', [(1, '')]), ('default_deferred_regen', 'C', [(1, 'C')]), ('gpu_regen', 'D', [(1, '')])],
+                         self.renewed(demand))
+        self.assertEqual([('short_regen', 'A B C', [(1, '')]), ('gpu-h100s_regen', 'D', [(1, '')])], self.renewed(demand, group_by='partition'))
+
+    def test_what_is_not_done_is_waited_for_whoever_has_it(self):
+        for status, is_waited_for in (('ready', True), ('pending', True), ('running', True), ('pending_failed', True), ('blocked', True),
+                                      ('uninitialized', True), ('completed', False), ('failed', False), ('canceled', False),
+                                      ('terminated', False), ('disabled', False)):
+            demand = demand_of([('A', status, 'gpu', None, ''), ('B', 'blocked', 'default', None, 'A')])
+            found = [row for row in self.renewed(demand) if row[1] == 'B']
+            name, gates = ('default_deferred_regen', 'B') if is_waited_for else ('default_regen', '')
+            self.assertEqual([(name, 'B', [(1, gates)])], found, status)
+            self.assertEqual(1 + (status in torc.LEFT_STATUSES), demand.num_left)
+
+    def test_included_jobs_count_as_left_with_the_requirements_that_they_will_have(self):
+        jobs = [('A', 'failed', 'default', None, ''), ('B', 'canceled', 'default', None, 'A'), ('C', 'ready', 'default', None, '')]
+        demand = demand_of(jobs, include_job_ids=[1, 2], overrides={1: {'memory': '16g', 'runtime': 'PT1H', 'num_cpus': 8}})
+        self.assertEqual(3, demand.num_left)
+        self.assertEqual([(8, 16 * GB, 3600), (4, 8 * GB, 1800)], [(row.num_cpus, row.memory_bytes, row.runtime_s) for row in demand.classes])
+        self.assertEqual([('A', [(1, '')]), ('B', [(1, 'B')]), ('C', [(1, '')])], [row[1:] for row in self.renewed(demand)])
+        with self.assertRaisesRegex(torc.BadInput, 'no job 4, 5'):
+            demand_of(jobs, include_job_ids=[5], only_job_ids=[4])
+
+    def test_what_queued_and_running_allocations_will_do_is_not_planned_again(self):
+        jobs = [(f'j{number:02d}', 'ready', 'default', 7, '') for number in range(78)]     # 26 fit a node: 3 allocations
+        everything = ' '.join(name for name, *_ in jobs)
+        active = functools.partial(self.allocation, 7, 'active')
+        for allocations, count, num_jobs, counted in (
+                ((), 3, 78, 0), ((self.allocation(7),), 2, 52, 1), ((self.allocation(7),) * 3, 0, 0, 3), ((self.allocation(7),) * 9, 0, 0, 3),
+                ((self.allocation(8),) * 9, 3, 78, 0),          # other jobs' allocations
+                ((active(7000, 26),), 3, 65, 1),                # two of its four rounds are left: half an allocation
+                ((active(7000, 26),) * 2, 2, 52, 2), ((active(1700, 0),), 3, 78, 0), ((active(1900, 26),), 3, 78, 0), ((active(None, 0),), 2, 52, 1)):
+            found = self.renewed(demand_of(jobs), *allocations)
+            wanted = [('default_regen', everything[(78 - num_jobs) * 4:], [(count, '')])] if count else []
+            self.assertEqual((wanted, counted), (found, self.supply.num_counted), (allocations, count))
+
+    def test_jobs_that_wait_get_allocations_of_their_own(self):
+        jobs = [('A', 'ready', 'default', 7, ''), ('B', 'blocked', 'default', 7, 'A')]
+        self.assertEqual([('default_deferred_regen', 'B', [(1, 'B')])], self.renewed(demand_of(jobs), *[self.allocation(7)] * 5))
+
+    def test_some_jobs_alone_get_allocations_beside_those_of_the_others(self):
+        jobs = [('A', 'ready', 'default', 7, ''), ('B', 'ready', 'default', 7, ''), ('C', 'ready', 'default', 8, '')]
+        demand = demand_of(jobs, only_job_ids=[1, 3])
+        self.assertEqual((2, [1]), (demand.num_left, demand.others))
+        self.assertEqual([('default_regen', 'A C', [(1, '')])], self.renewed(demand, self.allocation(7)))
+        self.assertEqual([], self.renewed(demand, self.allocation(8)))
+        plan = torc.plan_allocations(demand.graph, demand.classes, KESTREL)
+        self.assertEqual([2, 3], torc.actions_to_take(demand, plan, [
+            self.action(1, 7), self.action(2, 8), self.action(3, 9, [1]), self.action(4, 9, [2]), self.action(5, 9, [1, 2]),
+            dict(self.action(6, 8), executed=True), dict(self.action(7, 8), action_type='run_commands')]))
+
+    @staticmethod
+    def action(number: int, scheduler: int, gates: Sequence[int] = ()) -> Dict[str, Any]:
+        return {'id': number, 'action_type': 'schedule_nodes', 'executed': False, 'job_ids': list(gates),
+                'action_config': {'scheduler_id': scheduler}}
+
+    def test_actions_of_jobs_that_fit_nothing_are_left(self):
+        jobs = [('A', 'ready', 'default', 7, ''), ('G', 'ready', 'gpu', None, ''), ('L', 'ready', 'labelled', 8, '')]
+        demand = demand_of(jobs)
+        short = [partition for partition in KESTREL if partition.name == 'short']
+        plan = torc.plan_allocations(demand.graph, demand.classes, short)
+        self.assertEqual([1, 2], torc.actions_to_take(demand, plan, [
+            self.action(1, 7), self.action(2, 9, [1]), self.action(3, 9), self.action(4, 9, [2])]))     # 3: G may need them
+
+    def test_a_chain_gets_the_links_that_it_lacks(self):
+        jobs = [(f'j{number}', 'ready', 'default', 7, '') for number in range(10)] + [('after', 'blocked', 'default', 8, 'j0'),
+                                                                                     ('last', 'blocked', 'default', 8, 'after')]
+        demand = demand_of(jobs, [(7, True), (8, True)])
+        self.assertEqual([], self.renewed(demand))
+        schedulers = {7: {'name': 'c', 'walltime': '02:00:00'}, 8: {'name': 'd', 'walltime': '01:00:00'}}
+        for allocations, wanted in (((), [(7, [([], 3)]), (8, [([11], 1)])]), ([self.allocation(7)] * 2, [(7, [([], 1)]), (8, [([11], 1)])]),
+                                    ([self.allocation(7)] * 3 + [self.allocation(8)], [])):
+            found = torc.renew_chains(demand, torc.Supply(demand, allocations), schedulers)
+            self.assertEqual(wanted, [(row.chain_id, [(stage.gate_ids, stage.num_allocations) for stage in row.stages]) for row in found])
 
 
 class RecordedPlanTest(unittest.TestCase):
@@ -17539,6 +18638,259 @@ class SlurmFuzzTest(unittest.TestCase):
 
 # ======== 15. Journal ========
 
+class JournalTest(WorldTest):
+    """What a runner keeps on disk, in Torc's table."""
+
+    COMPLETION = {'job_id': 7, 'attempt_id': 2, 'return_code': 3, 'status': 'failed', 'exec_time_minutes': 0.5,
+                  'completion_time': '2026-01-01T00:00:00.000Z', 'retry': True, 'max_retries': 5, 'peak_memory_bytes': 4096,
+                  'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}
+
+    def entry(self, job_id: int = 7, **more: Any) -> Dict[str, Any]:
+        """The payload of a row."""
+        return torc.format_journal_entry(dict(self.COMPLETION, job_id=job_id, **more), 42, 1, 9)
+
+    def rows(self, path: str) -> List[Tuple[Any, ...]]:
+        """All of a journal, as another program reads it."""
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            return connection.execute('SELECT job_id, run_id, status, payload FROM journaled_completions ORDER BY job_id').fetchall()
+
+    def test_an_entry_is_one_of_torcs_bulk_request_with_ours_beside_it(self):
+        self.assertEqual({
+            'job_id': 7, 'status': 'failed', 'run_id': 1,
+            'result': {'job_id': 7, 'status': 'failed', 'run_id': 1, 'workflow_id': 42, 'compute_node_id': 9, 'attempt_id': 2,
+                       'return_code': 3, 'exec_time_minutes': 0.5, 'completion_time': '2026-01-01T00:00:00.000Z',
+                       'peak_memory_bytes': 4096},
+            'torc_py': {'retry': True, 'max_retries': 5, 'file_times': {'4': 1.5}, 'reason': 'no \u00e9 left'}}, self.entry())
+        torc.check_value('completion', '@JobCompletionEntry', {key: self.entry()[key] for key in ('job_id', 'status', 'run_id', 'result')})
+
+    def test_entries_become_the_completions_that_they_were(self):
+        done = {key: value for key, value in self.COMPLETION.items() if key not in ('reason', 'file_times', 'max_retries')}
+        for completion in (self.COMPLETION, dict(done, status='completed', return_code=0, retry=False), dict(done, interrupted=True)):
+            with self.subTest(completion=completion):
+                entry = json.loads(torc.format_json(torc.format_journal_entry(completion, 42, 1, 9)))
+                self.assertEqual(dict(completion, run_id=1, workflow_id=42, compute_node_id=9), torc.parse_journal_entry(entry))
+        theirs = {key: value for key, value in self.entry().items() if key != 'torc_py'}
+        theirs['result']['peak_cpu_percent'] = None
+        found = torc.parse_journal_entry(theirs)
+        self.assertEqual((False, None, None), (found['retry'], found.get('reason'), found.get('peak_cpu_percent')))
+
+    def test_what_is_no_entry_is_refused(self):
+        entry = self.entry()
+        for wrong in (None, 3, [], {}, dict(entry, result=None), dict(entry, torc_py='x'), dict(entry, run_id=2),
+                      dict(entry, result=dict(entry['result'], job_id=8)), dict(entry, status=None, result=dict(entry['result'], status=None))):
+            with self.subTest(wrong=wrong):
+                self.assertRaises(ValueError, torc.parse_journal_entry, wrong)
+
+    def test_another_program_reads_what_was_kept_and_a_later_attempt_replaces_an_earlier_one(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        self.assertEqual(self.world.path('offline_journal/offline_results_wf42_r1_node1.db'), path)
+        for entries in ([self.entry(8), self.entry(7)], [self.entry(7, attempt_id=3, status='completed')]):
+            journal = torc.Journal(path)
+            journal.keep(entries)
+            found = self.rows(path)     # while its writer has it open
+            journal.close()
+        self.assertEqual([(7, 1, 5), (8, 1, 6)], [row[:3] for row in found])
+        self.assertEqual([3, 2], [json.loads(row[3])['result']['attempt_id'] for row in found])
+        self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
+
+    def test_of_entries_that_cannot_all_be_kept_none_is(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        journal = torc.Journal(path)
+        self.addCleanup(journal.close)
+        self.assertRaises(sqlite3.Error, journal.keep, [self.entry(7), self.entry([])])
+        self.assertEqual([], self.rows(path))
+        journal.keep([self.entry(9)])
+        self.assertEqual([9], [row[0] for row in self.rows(path)])
+
+    def test_it_needs_no_shared_memory_and_loses_nothing_with_the_power(self):
+        journal = torc.Journal(torc.journal_path(self.world.directory, 42, 1, 'node1'))
+        self.addCleanup(journal.close)
+        self.assertEqual(('truncate', 2), tuple(journal.connection.execute(f'PRAGMA {name}').fetchone()[0]
+                                                for name in ('journal_mode', 'synchronous')))
+
+
+class JournalReaderTest(WorldTest):
+    """Journals are found and read as far as they are whole, and never changed."""
+
+    NAME = 'offline_results_wf1_r1_{}.db'
+
+    def journal(self, label: str, entries: Iterable[Any] = (), mode: str = 'DELETE') -> str:
+        return write_journal(self.world.path('out', 'offline_journal', self.NAME.format(label)), entries, mode)
+
+    def snapshot(self, path: str) -> List[Tuple[Any, ...]]:
+        """All that lies in a journal's directory, with times and contents."""
+        folder = os.path.dirname(path)
+        found = []
+        for name in sorted(os.listdir(folder)):
+            state = os.stat(os.path.join(folder, name))
+            with open(os.path.join(folder, name), 'rb') as file:
+                found.append((name, state.st_mtime_ns, state.st_ino, file.read()))
+        return found
+
+    def read(self, path: str) -> Tuple[List[int], str]:
+        """Jobs of the entries of a journal, and its problem; nothing was changed by that."""
+        before = self.snapshot(path)
+        entries, problem, _ = torc.read_journal(path)
+        self.assertEqual(before, self.snapshot(path))
+        return [entry['job_id'] for entry in entries], problem
+
+    def test_those_of_the_run_are_found_wherever_they_lie(self):
+        names = ('a/offline_results_wf1_r1_x.db', 'b/c d/offline_results_wf1_r1_y_2.db', "offline_results_wf1_r1_'z\n.db")
+        others = ('offline_results_wf11_r1_x.db', 'offline_results_wf1_r11_x.db', 'offline_results_wf1_r1_x.db-journal', 'x.db')
+        for name in names + others:
+            self.world.write(name, '')
+        os.mkdir(self.world.path('offline_results_wf1_r1_dir.db'))
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual((sorted(map(self.world.path, names)), []), (found, problems))
+
+    def test_loops_of_links_are_harmless_and_a_linked_journal_is_named(self):
+        path = self.journal('x')
+        os.symlink('..', self.world.path('out', 'up'))
+        os.symlink(self.world.path('out'), self.world.path('out', 'self'))
+        link = self.world.path('out', self.NAME.format('link'))
+        os.symlink(path, link)
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual(([path], [f'{link} is not a regular file: it was passed over']), (found, problems))
+        os.symlink(self.world.path('out'), self.world.path('named'))
+        self.assertEqual(1, len(torc.find_journals(self.world.path('named'), 1, 1)[0]), 'the named directory may be a link')
+
+    def test_what_cannot_be_searched_or_read_is_named_and_passed_over(self):
+        path, hidden = self.journal('x', [journal_entry(1)]), self.journal('y')
+        deep = self.world.path('deep')
+        folder = os.open(self.world.directory, os.O_RDONLY)     # deeper than a path may be long
+        self.addCleanup(os.close, folder)
+        for number in range(30):
+            name = 'deep' if not number else 'd' * 200
+            os.mkdir(name, dir_fd=folder)
+            inner = os.open(name, os.O_RDONLY, dir_fd=folder)
+            os.dup2(inner, folder)
+            os.close(inner)
+        found, problems = torc.find_journals(self.world.directory, 1, 1)
+        self.assertEqual([path, hidden], found)
+        self.assertEqual(1, len(problems))
+        self.assertTrue(problems[0].startswith(deep) and problems[0].endswith('cannot be searched: File name too long'), problems)
+        os.unlink(hidden)
+        self.assertEqual(([], f'{hidden} cannot be read: No such file or directory', []), torc.read_journal(hidden))
+        os.mkfifo(hidden)
+        self.assertEqual(([], f'{hidden} cannot be read: Is not a regular file', []), torc.read_journal(hidden))
+        self.assertIn('is not a regular file', torc.find_journals(self.world.path('out'), 1, 1)[1][0])
+
+    def test_closed_directories_and_files_are_named(self):
+        path, closed = self.journal('x', [journal_entry(1)]), self.world.path('closed')
+        os.mkdir(closed, 0)
+        os.chmod(path, 0o600)
+        for folder in (self.world.root, self.world.directory):
+            os.chmod(folder, 0o755)
+
+        def look() -> None:
+            answers = torc.find_journals(self.world.directory, 1, 1), torc.read_journal(path)
+            os._exit(0 if answers == (([path], [f'{closed} cannot be searched: Permission denied']),
+                                      ([], f'{path} cannot be read: Permission denied', [])) else 1)
+        self.assertEqual(0, end_child(run_as(look)))
+
+    def test_ten_thousand_files_are_searched_quickly(self):
+        for number in range(10000):
+            if number % 500 == 0:
+                os.mkdir(self.world.path(str(number)))
+            os.close(os.open(self.world.path(str(number - number % 500), f'f{number}'), os.O_CREAT | os.O_WRONLY))
+        path = self.journal('x')
+        began = time.process_time()
+        self.assertEqual(([path], []), torc.find_journals(self.world.directory, 1, 1))
+        self.assertLess(time.process_time() - began, 1)
+
+    def test_torcs_and_ours_are_read_whole(self):
+        for mode in ('WAL', 'DELETE', 'TRUNCATE', 'PERSIST'):
+            with self.subTest(mode):
+                path = self.journal(mode, [journal_entry(job_id) for job_id in (3, 1, 2)], mode)
+                self.assertEqual(([1, 2, 3], ''), self.read(path))
+        entry = torc.read_journal(path)[0][0]
+        self.assertEqual((1, 0), (entry['result']['attempt_id'], entry['result']['return_code']))
+
+    def test_a_write_ahead_log_that_was_left_is_read_too(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        source = write_journal(self.world.path('live', 'x.db'), [journal_entry(1)])
+        connection = sqlite3.connect(source, isolation_level=None)
+        self.addCleanup(connection.close)
+        connection.execute("INSERT INTO journaled_completions VALUES (2, 1, 5, ?, 0)", (json.dumps(journal_entry(2)),))
+        os.mkdir(self.world.path('out'))
+        for suffix in ('', '-wal'):     # as after kill -9, in a directory where nothing can be made
+            shutil.copy(source + suffix, path + suffix)
+        os.chmod(os.path.dirname(path), 0o500)
+        self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
+        self.assertEqual(([1, 2], ''), self.read(path))
+        with open(path + '-wal', 'r+b') as file:
+            file.truncate(os.fstat(file.fileno()).st_size - 1)      # torn: its last transaction was not complete
+        self.assertEqual(([1], ''), self.read(path))
+
+    def test_what_a_killed_writer_had_begun_is_rolled_back_in_a_copy(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        source = write_journal(self.world.path('live', 'x.db'), [journal_entry(job_id) for job_id in range(1, 301)], 'TRUNCATE')
+        connection = sqlite3.connect(source, isolation_level=None)
+        self.addCleanup(connection.close)
+        connection.execute('PRAGMA cache_size = 2')     # so that pages reach the file before the end
+        connection.execute('BEGIN')
+        connection.execute("UPDATE journaled_completions SET payload = 'x' || payload")
+        os.mkdir(self.world.path('out'))
+        for suffix in ('', '-journal'):
+            shutil.copy(source + suffix, path + suffix)
+        os.chmod(os.path.dirname(path), 0o500)
+        self.addCleanup(os.chmod, os.path.dirname(path), 0o700)
+        self.assertEqual((list(range(1, 301)), ''), self.read(path))
+
+    def test_of_one_that_was_cut_off_or_damaged_the_rest_is_read(self):
+        jobs = list(range(1, 501))
+        path = self.journal('x', map(journal_entry, jobs))
+        with open(path, 'rb') as file:
+            whole = file.read()
+        for name, data, least in (('cut', whole[:len(whole) * 3 // 4], 300), ('cut in a page', whole[:-5000], 400),
+                                  ('zeroed', whole[:80 * 1024] + bytes(4096) + whole[84 * 1024:], 400), ('head', whole[:100], 0)):
+            with self.subTest(name):
+                with open(path, 'wb') as file:
+                    file.write(data)
+                found, problem = self.read(path)
+                self.assertIn(path, problem)
+                self.assertTrue(set(found) <= set(jobs) and least <= len(found) < len(jobs), (len(found), problem))
+
+    def test_no_damage_raises_or_invents_a_completion(self):
+        entries = {job_id: journal_entry(job_id, return_code=job_id) for job_id in range(1, 41)}
+        path = self.journal('x', entries.values())
+        with open(path, 'rb') as file:
+            whole = file.read()
+        chance = random.Random(13)
+        for _ in range(150):
+            data = bytearray(whole[:chance.randrange(len(whole))] if chance.random() < 0.4 else whole)
+            for _ in range(chance.randrange(1, 200) if data else 0):
+                start = chance.randrange(len(data))
+                data[start:start + 1] = bytes([chance.randrange(256)])
+            with open(path, 'wb') as file:
+                file.write(data)
+            found, problem, _ = torc.read_journal(path)
+            for entry in found:
+                self.assertIsInstance(entry['result']['return_code'], int)
+            self.assertTrue(problem or not data or len(found) == 40, (len(data), len(found)))
+
+    def test_what_is_no_journal_is_named(self):
+        path = self.world.path('out', self.NAME.format('x'))
+        for data, problem in ((b'', ''), (b'hello', 'it is no SQLite file'), (bytes(10000), 'it is no SQLite file')):
+            self.world.write(path, data)
+            self.assertEqual(([], problem and f'{path}: {problem}'), self.read(path))
+        os.unlink(path)
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute('CREATE TABLE things (id INTEGER)')
+        self.assertEqual(([], f'{path}: it has no table journaled_completions: it is damaged, or of another program'), self.read(path))
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute('CREATE TABLE journaled_completions (id INTEGER)')
+        self.assertIn('no such column', self.read(path)[1])
+
+    def test_rows_that_are_no_completions_are_named_and_the_others_read(self):
+        wrong = ['{', b'\xff', '[]', '{"job_id": 2}', json.dumps(journal_entry(9)), json.dumps(dict(journal_entry(7), status='odd'))]
+        path = self.journal('x', [*wrong, journal_entry(7)])
+        self.assertEqual([7], self.read(path)[0])
+        problem = self.read(path)[1]
+        self.assertIn(f'{path}: the row of job 1 is no completion: ', problem)
+        self.assertIn(f', and {len(wrong) - 1} more such faults', problem)
+
+
 # ======== 16. Runner ========
 
 class StoreClient:
@@ -18171,17 +19523,71 @@ class LinkTest(PartTest):
         self.assertEqual([2, 2, 1], [len(request['completions']) for request in self.client.requests])
         self.assertGreater(link.due(), time.monotonic() + 1)
 
-    def test_a_server_is_waited_for_as_long_as_children_run_and_then_for_the_window(self):
-        link = self.link(*[NO_ANSWER] * 9, compute_node_wait_for_healthy_database_minutes=0)
+    # The window is 1 minute, a ping 120 s: what happens at these seconds -> state, and when it asks next.
+    OUTAGE = rows_of("""
+        at     event      state     asks_at  starts
+        0      silence    silent    0.1      yes
+        30     silence    silent    30.2     yes
+        59.9   silence    silent    60.3     yes
+        60     -          offline   180      no
+        100    -          offline   180      no
+        180    silence    offline   300      no
+        300    answer     online    now      yes
+        300    answer     online    305      yes
+        400    silence    silent    400.1    yes
+        459    answer     online    469      yes
+        500    silence    silent    500.1    yes
+        560    -          offline   680      no
+        """)
+
+    def test_it_goes_offline_after_the_window_of_each_outage_and_starts_nothing_there(self):
+        with FakeClock().set() as clock:
+            link = self.link(compute_node_wait_for_healthy_database_minutes=1)
+            link.call.has_children, began = lambda: True, clock.now
+            for row in self.OUTAGE:
+                clock.now = began + float(row['at'])
+                self.client.answers = {'silence': [NO_ANSWER], 'answer': [{}], '': []}[row['event']]
+                if row['event']:
+                    link.poll_now()
+                link.lease_ends_at = clock.now + 1
+                link.act(clock.now)
+                link.lease_ends_at = clock.now + 1      # the server's word would still do
+                asks_at = 'now' if link.poll_at < clock.now else f'{link.poll_at - began:g}'
+                with self.subTest(row=row):
+                    self.assertEqual((row['state'], row['asks_at'], row['starts']),
+                                     (link.state, asks_at, 'yes' if link.has_lease else 'no'))
+
+    def test_no_answer_is_waited_for_when_nothing_runs_but_after_the_last_end_it_is_asked_once_more(self):
+        link = self.link(*[NO_ANSWER] * 3, compute_node_wait_for_healthy_database_minutes=0)
         children = [1]
         link.call.has_children = lambda: bool(children)
-        for _ in range(3):
-            link.act(max(link.due(), time.monotonic()))
-            self.assertEqual('silent', link.state)
+        link.act(time.monotonic())
+        self.assertEqual(('offline', True, False), (link.state, link.due() > time.monotonic() + 60, link.is_quiet))
         children.clear()
-        link.act(link.due())
+        self.pace.on_end()
+        self.assertEqual((True, False), (link.is_quiet, link.has_asked))
+        link.act(time.monotonic())
+        self.assertEqual((2, True, True), (len(self.client.requests), link.is_quiet, link.has_asked))
+        link.act(time.monotonic())
+        self.assertEqual(2, len(self.client.requests))
+
+    def test_offline_what_is_due_waits_and_what_has_ended_is_held_until_an_answer(self):
+        link, acted = self.link(NO_ANSWER, {}, compute_node_wait_for_healthy_database_minutes=0), []
+        reported = self.attempt('reported', 1)
+        link.call.want = lambda: {'strategy': 'queue', 'limit': 1}
+        link.call.has_children, link.call.on_answer = lambda: True, lambda answer: link.go_on()
+        link.act(time.monotonic())
         self.assertEqual('offline', link.state)
-        self.assertEqual(1, len(self.progress.messages))
+        link.under_lease(lambda: acted.append('script'))
+        self.assertRaises(torc.LeaseOver, link.check_lease)
+        self.assertEqual([], acted)
+        link.poll_now()
+        link.act(time.monotonic())
+        request = self.client.requests[-1]
+        self.assertEqual((None, [reported.completion], ['script'], 'online', 0.0),
+                         (request['want'], request['completions'], acted, link.state, link.due()))
+        link.act(time.monotonic())
+        self.assertEqual(1, self.client.requests[-1]['want']['limit'])
 
     def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
         for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
@@ -21476,7 +22882,7 @@ class RunnerTest(RunnerCase):
         self.assertEqual(sorted(map(str, range(1, 21))), sorted(self.world.read('ran').split()))
         self.assertTrue(any('held' in request for request in self.client.requests))
 
-    def test_a_server_that_stays_away_is_given_up_when_all_has_ended(self):
+    def test_a_server_that_stays_away_is_given_up_when_all_has_ended_and_all_is_kept(self):
         self.create('true', 'sleep 0.5; echo > ended', compute_node_wait_for_healthy_database_minutes=0)
 
         def fail(number: int) -> None:
@@ -21485,7 +22891,7 @@ class RunnerTest(RunnerCase):
         self.client.before = fail
         with self.assertRaises(torc.Unreachable) as caught:
             self.run_it()
-        self.assertIn('2 ended jobs could not be reported: j1, j2', str(caught.exception))
+        self.assertIn('2 jobs that ended meanwhile are kept in', str(caught.exception))
         self.assertTrue(os.path.exists(self.world.path('ended')))
 
     def test_a_runner_that_cannot_read_where_its_server_is_kills_nothing(self):
@@ -22114,6 +23520,306 @@ class Lateness:
 
 
 @slow
+class OfflineDrainTest(RunnerCase):
+    """A runner whose server is away for longer than the window, which is 0 here, with real jobs."""
+
+    UNTIL = 'touch ran{0}; until test -e go{0}; do sleep 0.01; done'
+    NO_WINDOW = {'compute_node_wait_for_healthy_database_minutes': 0}
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.is_away, self.asked = (lambda: False), (lambda: None)   # type: Callable[[], bool], Callable[[], Any]
+        self.temporary = self.world.path('tmp')
+        os.mkdir(self.temporary, 0o700)
+        saved, self.client.call = self.client.call, self.call_if_there
+        self.real_call = saved
+        self.addCleanup(setattr, tempfile, 'tempdir', tempfile.tempdir)
+        tempfile.tempdir = self.temporary
+
+    def call_if_there(self, op: str, *arguments: Any, **params: Any) -> Any:
+        """What a client does when its server may be away."""
+        if self.is_away():
+            self.asked()
+        if self.is_away():
+            raise torc.Unreachable('nobody there')
+        return self.real_call(op, *arguments, **params)
+
+    def has(self, *names: str) -> bool:
+        """Whether jobs have made all these files."""
+        return all(os.path.exists(self.world.path(name)) for name in names)
+
+    def go(self, *numbers: int) -> None:
+        """Let jobs go on."""
+        for number in numbers:
+            self.world.write(f'go{number}', '')
+
+    def run_offline(self, **options: Any) -> torc.Unreachable:
+        """The error of a runner that leaves without its server."""
+        with self.assertRaises(torc.Unreachable) as caught:
+            self.run_it(**dict({'ping_interval_s': 0.2}, **options))
+        self.is_away = lambda: False
+        return caught.exception
+
+    def entries(self, where: str = 'out') -> Dict[int, Dict[str, Any]]:
+        """Job -> payload, of all journals below a directory."""
+        found = {}      # type: Dict[int, Dict[str, Any]]
+        pattern = os.path.join(glob.escape(self.world.path(where)), '**', 'offline_results_wf1_r1_*.db')
+        for path in glob.glob(pattern, recursive=True):
+            with contextlib.closing(sqlite3.connect(path)) as connection:
+                with contextlib.suppress(sqlite3.OperationalError):     # it is just being made
+                    found.update((job_id, json.loads(text)) for job_id, text in connection.execute(
+                        'SELECT job_id, payload FROM journaled_completions'))
+        return found
+
+    def ends(self, where: str = 'out') -> Dict[int, Tuple[str, int]]:
+        """Job -> status and return code, of the journals."""
+        return {job_id: (entry['status'], entry['result']['return_code']) for job_id, entry in self.entries(where).items()}
+
+    def test_a_server_that_is_back_while_jobs_run_gets_what_ended_and_gives_new_work(self):
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), 'touch ran3', **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+        seen = []       # type: List[Any]
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                seen.append((self.ends(), self.has('ran3')))
+                self.world.write('back', '')
+                self.go(2)
+        self.asked = asked
+        outcome = self.run_it(ping_interval_s=0.2)
+        self.assertEqual([({1: ('completed', 0)}, False)], seen)
+        self.assertEqual((3, [(1, 1, 0, 'completed'), (2, 1, 0, 'completed'), (3, 1, 0, 'completed')]), (outcome.completed, self.results()))
+        for words in ('entering offline-drain mode', 'Journaled completion (offline) workflow_id=1 job_id=1 run_id=1', 'answers again'):
+            self.assertIn(words, self.log())
+
+    def test_when_all_have_ended_without_it_the_runner_leaves_with_their_ends_on_disk(self):
+        self.create(self.UNTIL.format(1), {'command': self.UNTIL.format(2) + '; exit 3'}, 'touch ran3', **self.NO_WINDOW,
+                    actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['touch action']}])
+        self.is_away = lambda: self.has('ran1', 'ran2')
+        self.asked = lambda: self.go(1, 2)
+        error = self.run_offline()
+        path, = glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')
+        self.assertEqual((path, self.world.path('out'), 1), tuple(error.details[key] for key in ('journal', 'base_dir', 'run_id')))
+        self.assertEqual(f'nobody there\n2 jobs that ended meanwhile are kept in {path}', error.message)
+        self.assertEqual({1: ('completed', 0), 2: ('failed', 3)}, self.ends())
+        self.assertEqual((0o600, 0o700), tuple(stat.S_IMODE(os.stat(name).st_mode) for name in (path, os.path.dirname(path))))
+        self.assertEqual((False, False), (self.has('ran3'), os.path.exists(self.world.path('out/action'))))
+        self.assertEqual([True], [node['is_active'] for node in self.client.rows('list_compute_nodes', workflow_id=1)])
+        self.assertRegex(self.log(), r'Offline drain complete: 2 jobs.*torc.py workflows reconcile 1 1 --base-dir .*out')
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            row, = connection.execute('SELECT compute_node_id, hostname, pid, left_at FROM torc_py_runner').fetchall()
+        self.assertEqual((1, socket.gethostname(), os.getpid()), row[:3])
+        self.assertLess(abs(row[3] - time.time()), 60)
+        # Torc's own bulk request takes them.
+        plain = [{key: value for key, value in entry.items() if key != 'torc_py'} for entry in self.entries().values()]
+        answer = self.client.call('batch_complete_jobs', {'completions': plain}, workflow_id=1)
+        self.assertEqual(({1, 2}, []), (set(answer['completed']), answer['errors']))
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 3, 'failed')], self.results())
+
+    def test_a_completion_whose_answer_was_lost_is_in_the_journal_too(self):
+        self.create(self.UNTIL.format(1), 'true', **self.NO_WINDOW)
+        self.is_away = lambda: self.has('gone')
+
+        def lose(number: int) -> None:      # the server has taken it in, and its answer is lost
+            if any(end['job_id'] == 2 for end in self.client.requests[-1]['completions']) and not self.has('gone'):
+                self.world.write('gone', '')
+                raise torc.Unreachable('died')
+        self.client.after = lose
+        self.asked = lambda: self.go(1)
+        self.run_offline()
+        self.assertEqual({1: ('completed', 0), 2: ('completed', 0)}, self.ends())
+
+    def test_a_retry_is_written_down_and_not_begun_nor_is_its_script(self):
+        handler = {'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': 'touch recovered', 'max_retries': 2}, {'exit_codes': [6]}]}
+        jobs = [{'command': f'{self.UNTIL.format(number)}; exit {code}', 'failure_handler': 'h'} for number, code in ((1, 5), (2, 6))]
+        self.create(*jobs, failure_handlers=[handler], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+        self.asked = lambda: self.go(1, 2)
+        self.run_offline()
+        self.assertEqual([(True, 2), (True, 3)], [(entry['torc_py']['retry'], entry['torc_py']['max_retries'])
+                                                  for _, entry in sorted(self.entries().items())])
+        self.assertFalse(self.has('recovered'))
+
+    def test_a_recovery_script_begins_when_the_server_is_back_and_its_veto_counts(self):
+        handler = {'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': 'touch recovered; exit 1'}]}
+        self.create({'command': f'{self.UNTIL.format(1)}; exit 5', 'failure_handler': 'h'}, self.UNTIL.format(2),
+                    failure_handlers=[handler], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                self.assertFalse(self.has('recovered'))
+                self.world.write('back', '')
+                self.go(2)
+        self.asked = asked
+        self.run_it(ping_interval_s=0.2)
+        self.assertEqual(([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], True), (self.results(), self.has('recovered')))
+
+    def test_a_signal_ends_jobs_as_it_does_online_and_their_ends_are_kept(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: os.kill(os.getpid(), signal.SIGTERM) if not self.has('sent') and self.world.write('sent', '') else None
+        self.run_offline()
+        entry = self.entries()[1]
+        self.assertEqual(('terminated', 128 + signal.SIGTERM, True),
+                         (entry['status'], entry['result']['return_code'], entry['torc_py']['interrupted']))
+
+    def test_what_is_unacknowledged_when_a_signal_ends_a_runner_in_the_window_is_kept(self):
+        self.create(self.UNTIL.format(1))       # the window is 20 minutes
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: os.kill(os.getpid(), signal.SIGTERM) if not self.has('sent') and self.world.write('sent', '') else None
+        with unittest.mock.patch.object(torc, 'LAST_REPORT_S', 0.3):
+            self.run_offline()
+        self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+
+    def test_the_end_of_the_nodes_time_holds_without_a_server(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1, 'sigkill_headroom_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.run_offline(end_time=time.time() + 3.5)
+        self.assertEqual({1: ('terminated', 152)}, self.ends())
+
+    def test_at_the_end_of_the_nodes_time_the_window_is_over_too(self):
+        self.create(self.UNTIL.format(1), execution_config={'sigterm_lead_seconds': 1, 'sigkill_headroom_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        began = time.monotonic()
+        self.run_offline(end_time=time.time() + 3.5)
+        self.assertEqual(({1: ('terminated', 152)}, True), (self.ends(), time.monotonic() - began < 15))
+
+    def test_the_user_is_told_what_goes_on(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+        self.is_away, self.asked = lambda: self.has('ran1'), lambda: self.go(1)
+        path = self.run_offline().details['journal']
+        self.assertEqual(['no answer from the server, trying again: nobody there',
+                          'no job is started until the server is back, which is asked every 0.2 s; what runs goes on',
+                          f'what ends while the server is away is kept in {path}'], self.progress.messages)
+
+    def test_a_memory_limit_holds_without_a_server(self):
+        hog = f"{self.UNTIL.format(1)}; exec {shlex.quote(sys.executable)} -c 'x = bytearray(200 << 20); import time; time.sleep(60)'"
+        self.create({'command': hog, 'resource_requirements': 'r'},
+                    resource_requirements=[{'name': 'r', 'num_cpus': 1, 'memory': '60m', 'runtime': 'PT1M'}],
+                    resource_monitor={'sample_interval_seconds': 1}, **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1')
+        self.asked = lambda: self.go(1)
+        self.run_offline()
+        self.assertEqual({1: ('failed', 137)}, self.ends())
+        self.assertIn('60MB', self.entries()[1]['torc_py']['reason'])
+
+    def test_without_the_drain_jobs_are_stopped_and_their_ends_kept(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
+        self.is_away = lambda: self.has('ran1')
+        self.run_offline(drains=False)
+        self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+        self.assertTrue(any('--no-offline-drain' in message for message in self.progress.messages))
+
+    def drain_elsewhere(self) -> torc.Unreachable:
+        """Two jobs end one after the other, and what ends must not be kept in the output directory."""
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends('tmp'):
+                self.go(2)
+        self.asked = asked
+        error = self.run_offline()
+        self.assertEqual(({}, {1: ('completed', 0), 2: ('completed', 0)}), (self.ends(), self.ends('tmp')))
+        self.assertTrue(error.details['base_dir'].startswith(self.temporary + '/torc-offline-'), error.details)
+        self.assertEqual(0o700, stat.S_IMODE(os.stat(error.details['base_dir']).st_mode))
+        self.assertTrue(any(error.details['journal'] in message for message in self.progress.messages))
+        return error
+
+    def test_where_the_output_directory_cannot_have_a_journal_it_goes_to_a_local_directory(self):
+        self.world.write('out/offline_journal', 'in the way')
+        self.drain_elsewhere()
+
+    def test_where_locks_fail_it_goes_to_a_local_directory(self):
+        with self.broken_journal(lambda: sqlite3.OperationalError('locking protocol')):
+            self.drain_elsewhere()
+        self.assertTrue(any('cannot be written to (locking protocol)' in message for message in self.progress.messages))
+
+    def test_a_file_system_that_does_not_answer_holds_nothing_up(self):
+        with unittest.mock.patch.object(torc, 'KEEP_S', 0.5), self.broken_journal(lambda: os.read(os.pipe()[0], 1)):
+            began = time.monotonic()
+            self.drain_elsewhere()
+        self.assertLess(time.monotonic() - began, 30)
+        self.assertTrue(any('no answer within 0.5 s' in message for message in self.progress.messages))
+
+    def test_on_a_full_disk_it_goes_to_a_local_directory(self):
+        with small_disk(self.world.path('out'), '200k'):
+            filler = self.world.path('out/filler')
+            self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+
+            def asked() -> None:
+                with contextlib.suppress(OSError), open(filler, 'wb', 0) as file:
+                    while True:
+                        file.write(bytes(4096))
+                self.go(1)
+            self.is_away, self.asked = lambda: self.has('ran1'), asked
+            self.run_offline()
+            self.assertEqual({}, self.ends())
+        self.assertEqual({1: ('completed', 0)}, self.ends('tmp'))
+
+    def test_what_can_be_kept_nowhere_stays_in_memory_and_is_reported(self):
+        self.create(self.UNTIL.format(1), self.UNTIL.format(2), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+
+        def asked() -> None:
+            self.go(1)
+            if any('in memory only' in message for message in self.progress.messages):
+                self.world.write('back', '')
+                self.go(2)
+        self.asked, tempfile.tempdir = asked, '/proc/nowhere'
+        with self.broken_journal(lambda: sqlite3.OperationalError('disk I/O error')):
+            self.assertEqual(2, self.run_it(ping_interval_s=0.2).completed)
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
+
+    def test_every_runner_makes_a_journal_of_its_own(self):
+        for name in ('', '_2'):
+            path = torc.journal_path(self.world.path('out'), 1, 1, socket.gethostname() + name)
+            os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+            self.world.write(os.path.relpath(path + ('-journal' if name else ''), self.world.directory), 'of another')
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+        self.is_away, self.asked = lambda: self.has('ran1'), lambda: self.go(1)
+        error = self.run_offline()
+        self.assertEqual(torc.journal_path(self.world.path('out'), 1, 1, socket.gethostname() + '_3'), error.details['journal'])
+
+    def test_a_second_outage_adds_to_the_first_ones_journal(self):
+        self.create(*map(self.UNTIL.format, (1, 2)), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and self.has('back') == self.has('again')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                self.world.write('back', '')
+        self.asked = asked
+
+        def after(number: int) -> None:
+            if self.has('back') and self.results() and not self.has('again'):
+                self.world.write('again', '')
+                self.go(2)
+        self.client.after = after
+        self.run_offline(poll_interval_s=0.1)
+        self.assertEqual([(1, 1, 0, 'completed')], self.results())
+        self.assertEqual({1: ('completed', 0), 2: ('completed', 0)}, self.ends())
+        self.assertEqual(1, len(glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')))
+
+    @contextlib.contextmanager
+    def broken_journal(self, happens: Callable[[], Any]) -> Iterator[None]:
+        """What happens in place of writing to the output directory; the writer is a fork of us."""
+        real = torc.Journal.keep
+
+        def keep(journal: Any, *arguments: Any) -> None:
+            if journal.path.startswith(self.world.path('out')):
+                error = happens()
+                if isinstance(error, Exception):
+                    raise error
+            real(journal, *arguments)
+        with unittest.mock.patch.object(torc.Journal, 'keep', keep):
+            yield
+
+
 class TerminationTest(RunnerCase):
     """When and how a runner stops its jobs, and what that means for them."""
 
@@ -22234,17 +23940,18 @@ class LookTest(unittest.TestCase):
         active   WHATEVER       left alone: Slurm job 17 is in a state that is not known here: WHATEVER
         """).strip()
     ENDS = textwrap.dedent("""
-        NODE_FAIL|0:0      interrupted  lost a node (NODE_FAIL, at 2023-11-14T22:13:20.000Z)
-        PREEMPTED|0:0      interrupted  was preempted by a job of higher priority (PREEMPTED, at 2023-11-14T22:13:20.000Z)
-        BOOT_FAIL|0:0      interrupted  could not boot its nodes (BOOT_FAIL, at 2023-11-14T22:13:20.000Z)
-        CANCELLED by 0|0:0 interrupted  was canceled by a user or administrator (CANCELLED, at 2023-11-14T22:13:20.000Z)
-        TIMEOUT|0:0        failed       reached its time limit (TIMEOUT, at 2023-11-14T22:13:20.000Z)
-        DEADLINE|0:0       failed       reached its deadline (DEADLINE, at 2023-11-14T22:13:20.000Z)
-        OUT_OF_MEMORY|0:125 failed      was killed for lack of memory (OUT_OF_MEMORY, exit code 0:125, at 2023-11-14T22:13:20.000Z)
-        FAILED|0:9         failed       ended with another exit code (FAILED, exit code 0:9, at 2023-11-14T22:13:20.000Z)
-        FAILED|3:0         failed       ended with another exit code (FAILED, exit code 3:0, at 2023-11-14T22:13:20.000Z); its runner had no server, and may have a journal: workflows reconcile
-        COMPLETED|0:0      failed       ended with exit code 0 (COMPLETED, at 2023-11-14T22:13:20.000Z)
-        """).strip()
+        NODE_FAIL|0:0       interrupted  lost a node (NODE_FAIL, END)
+        PREEMPTED|0:0       interrupted  was preempted by a job of higher priority (PREEMPTED, END)
+        BOOT_FAIL|0:0       interrupted  could not boot its nodes (BOOT_FAIL, END)
+        CANCELLED by 0|0:0  interrupted  was canceled by a user or administrator (CANCELLED, END)
+        TIMEOUT|0:0         failed       reached its time limit (TIMEOUT, END)
+        DEADLINE|0:0        failed       reached its deadline (DEADLINE, END)
+        OUT_OF_MEMORY|0:125 failed       was killed for lack of memory (OUT_OF_MEMORY, exit code 0:125, END)
+        FAILED|0:9          failed       ended with another exit code (FAILED, exit code 0:9, END)
+        FAILED|3:0          failed       ended with another exit code (FAILED, exit code 3:0, END)JOURNAL
+        COMPLETED|0:0       failed       ended with exit code 0 (COMPLETED, END)
+        """).strip().replace('END)', 'at 2023-11-14T22:13:20.000Z)').replace(
+            'JOURNAL', '; its runner had no server, and may have a journal: workflows reconcile')
 
     @staticmethod
     def row(status: str = 'active', **more: Any) -> Dict[str, Any]:
@@ -22255,7 +23962,8 @@ class LookTest(unittest.TestCase):
         """What is made of one squeue, which lists other jobs, too."""
         return torc.look_at_allocations([row], torc.Reply(code, 'Welcome!\n170|RUNNING|N/A\n' + out, err))
 
-    def judge(self, account: str, row: Optional[Dict[str, Any]] = None, code: int = 0, user: str = torc.user_name(), out: str = '') -> Any:
+    def judge(self, account: str, row: Optional[Dict[str, Any]] = None, code: int = 0,
+              user: str = torc.user_name(), out: str = '') -> Any:
         """An allocation that is gone, after one sacct; UID is this user's id."""
         seen = self.look(row or self.row(), out)
         account = account.replace('UID', str(os.getuid()))
@@ -22277,36 +23985,49 @@ class LookTest(unittest.TestCase):
             with self.subTest(line):
                 seen = self.judge('17|{}|1700000000|UID|me\n'.format(account))
                 row, = torc.evidence_of(seen, 1700000090.0)
-                self.assertEqual((f'Slurm job 17 {wanted.strip()}', kind == 'interrupted'), (row['reason'], row['is_interrupted']))
+                self.assertEqual((f'Slurm job 17 {wanted.strip()}', kind == 'interrupted'),
+                                 (row['reason'], row['is_interrupted']))
                 self.assertEqual(None if account.startswith('NODE') else 90.0, row.get('ended_s'))
 
     def test_what_is_not_certain_is_left_alone_with_the_reason(self):
         for row, reply, doubt in (
-                (self.row(), (1, 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)'),
-                 'Slurm job 17 may be anything: squeue failed: slurm_load_jobs error: Unable to contact slurm controller (connect failure)'),
+                (self.row(), (1, 'slurm_load_jobs error: Unable to contact slurm controller'),
+                 'Slurm job 17 may be anything: squeue failed: slurm_load_jobs error: Unable to contact '
+                 'slurm controller'),
                 (self.row(), (torc.REPLY_TIMED_OUT, 'squeue: no answer within 60 s'),
                  'Slurm job 17 may be anything: squeue failed: squeue: no answer within 60 s'),
-                (self.row('pending', slurm_job_id=0), (0, ''), 'allocation 3 has not been submitted yet, as far as is known'),
-                (self.row(cluster='other'), (0, ''), 'Slurm job 17 is on cluster other, which squeue does not show here')):
-            seen = self.look(row, '', *reply)
-            self.assertEqual(([doubt], {}, {'pending': 0, 'active': 0}), (seen.doubts, seen.gone, seen.num_alive))
+                (self.row('pending', slurm_job_id=0), (0, ''),
+                 'allocation 3 has not been submitted yet, as far as is known'),
+                (self.row(cluster='other'), (0, '', '17|CANCELLED|1700000000\n'),
+                 'Slurm job 17 is on cluster other, which squeue does not show here')):
+            seen = self.look(row, *(reply[2:] or ('',)), *reply[:2])
+            self.assertEqual(([doubt], {}, {'pending': 0, 'active': 0}), (seen.doubts, seen.gone,
+                                                                          seen.num_alive))
         me = torc.user_name()
         for row, account, user, doubt in (
-                (self.row(), '17|RUNNING|0:0|Unknown|UID|me', me, 'squeue does not list Slurm job 17, but for sacct it runs (RUNNING)'),
+                (self.row(), '17|RUNNING|0:0|Unknown|UID|me', me,
+                 'squeue does not list Slurm job 17, but for sacct it runs (RUNNING)'),
                 (self.row(), '17|PENDING|0:0|Unknown|UID|me', me,
                  'squeue does not list Slurm job 17, but for sacct it waits in the queue (PENDING)'),
                 (self.row(), '17|CANCELLED by 5|0:0|1700000000|99999|ann', me,
                  f"Slurm job 17 is ann's (user id 99999), and you are {os.getuid()}"),
-                (self.row(), '', 'ann', f'Slurm job 17 may be one of ann, whose workflow it is: you are {me}'),
-                (self.row(age_s=3.0), '', me, 'Slurm job 17 was submitted 3 s ago, and may not be listed yet')):
+                (self.row(), '', 'ann',
+                 f'Slurm job 17 may be one of ann, whose workflow it is: you are {me}'),
+                (self.row(age_s=3.0), '', me,
+                 'Slurm job 17 was submitted 3 s ago, and may not be listed yet')):
             seen = self.judge(account, row, 0, user)
             self.assertEqual(([doubt], {}), (seen.doubts, seen.gone))
+
+    def test_the_cluster_that_slurm_speaks_of_here_is_known_by_its_name(self):
+        row, reply = self.row(cluster='c'), torc.Reply(0, '17|CANCELLED|1700000000\n', '')
+        self.assertEqual([17], list(torc.look_at_allocations([row], reply, 'c').gone))
 
     def test_without_an_account_squeue_alone_counts(self):
         self.assertEqual(['Slurm lists job 17 no longer, and sacct does not know it'],
                          [row['reason'] for row in torc.evidence_of(self.judge(''), 0.0)])
         row, = torc.evidence_of(self.judge('', code=1), 0.0)
-        self.assertEqual(('Slurm lists job 17 no longer, and sacct cannot be asked: sacct: error: down', False, None),
+        self.assertEqual(('Slurm lists job 17 no longer, and sacct cannot be asked: sacct: error: down',
+                          False, None),
                          (row['reason'], row['is_interrupted'], row.get('ended_s')))
         for account in ('', '17|RUNNING|0:0|Unknown|UID|me'):       # the accounting is late
             row, = torc.evidence_of(self.judge(account, out='17|CANCELLED|1700000000\n'), 1700000060.0)
@@ -22492,6 +24213,9 @@ class FailureTest(unittest.TestCase):
                 ({'code': 1, 'minutes': 59}, '', 'declared output files are missing: x', 'unknown'),
                 ({'code': -128, 'minutes': 0}, '', '', 'lost'),
                 ({'code': -128, 'minutes': 70}, '', 'compute node 1 (n1), which ran it, went away', 'lost'),
+                ({'code': -128, 'minutes': 59}, '', 'Slurm job 17 reached its time limit (TIMEOUT, at 2026-01-01T00:00:00Z)', 'timeout'),
+                ({'code': -128, 'minutes': 20}, '', 'Slurm job 17 reached its time limit (TIMEOUT)', 'lost'),
+                ({'code': -128, 'minutes': 59}, '', 'Slurm job 17 lost a node (NODE_FAIL, exit code 1:0)', 'lost'),
                 # without evidence Torc's table
                 ({'code': 137, 'minutes': 47}, '', '', 'memory'), ({'code': 137, 'minutes': 49}, '', '', 'unknown'),
                 ({'code': 137, 'minutes': 55}, '', '', 'timeout'), ({'code': 152, 'minutes': 1}, '', '', 'timeout'),
@@ -25171,6 +26895,7 @@ class ExplainTest(CommandTest):
         self.assertEqual(('no_runner', 2, True), (found['ready'][0]['code'], found['ready'][0]['count'],
                                                   found['allocations'][0]['has_ended']))
         self.assertIn('Submit another allocation: torc.py slurm schedule-nodes 1', found['next_steps'])
+        self.assertIn('Set right what an allocation has left: torc.py workflows sync-status 1', found['next_steps'])
         self.allocate(72)       # within the same minute
         found = self.json('explain 1')
         self.assertEqual([True, False], [row['has_ended'] for row in found['allocations']])
@@ -25572,6 +27297,71 @@ class SlurmSubmitTest(SlurmTest):
         self.assertExit(2, self.world.main('submit', '--account', 'x', 1), '--account and --profile plan the allocations of a workflow file')
 
 
+STAGED_AGAIN = """
+name: w
+resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M}]
+jobs:
+  - {name: "a{i}", command: "echo {i}", parameters: {i: "1:3"}, scheduler: s, resource_requirements: r}
+  - {name: "b{i}", command: "echo {i}", parameters: {i: "1:2"}, depends_on: [a1, a2, a3], scheduler: t, resource_requirements: r}
+slurm_schedulers:
+  - {name: s, account: wfacct, walltime: "00:10:00", extra: "--begin=now+1hour"}
+  - {name: t, account: wfacct, walltime: "00:10:00", extra: "--begin=now+1hour"}
+actions:
+  - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm, num_allocations: 2}
+  - {trigger_type: on_jobs_ready, jobs: [b1, b2], action_type: schedule_nodes, scheduler: t, scheduler_type: slurm, num_allocations: 1}
+"""
+
+
+@slow
+class SlurmRegenerateTest(SlurmTest):
+    """Allocations planned anew, and chains, on a real Slurm."""
+
+    def wait_completed(self, count: int, deadline_s: float = 300) -> None:
+        """Wait until no allocation is left, and all jobs are completed."""
+        self.wait_slurm(lambda: not self.live_allocations(), deadline_s, 'the end of the allocations',
+                        lambda: [self.allocations(), self.world.main('status', 1), self.world.main('explain', 1)])
+        counts = self.assertExit(0, self.world.main('-f', 'json', 'status', 1)).json()['jobs_by_status']
+        self.assertEqual({'completed': count}, {name: number for name, number in counts.items() if number})
+
+    def test_a_staged_workflow_whose_allocations_were_canceled_is_completed(self):
+        self.world.write('w.yaml', STAGED_AGAIN)
+        lost = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml')).json()['slurm_job_ids']
+        self.bed.ask('scancel', *lost)
+        self.wait_slurm(lambda: not self.live_allocations(), 20, 'the end of the canceled allocations')
+        made = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'slurm', '--submit', '-p', 1)).json()
+        self.assertEqual((5, 2, 1, 1, []), tuple(made[key] for key in (
+            'pending_jobs', 'total_allocations', 'allocations_submitted', 'allocations_deferred', 'warnings')))
+        again = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'slurm', '--dry-run')).json()
+        self.assertLessEqual(again['total_allocations'], 2)
+        self.wait_completed(5)
+        self.assertEqual(4, len(self.allocations()))
+
+    def test_a_chain_ends_with_its_work_and_the_links_that_are_left_are_canceled(self):
+        self.world.write('w.yaml', """
+            name: w
+            compute_node_min_time_for_new_jobs_seconds: 60
+            execution_config: {sigkill_headroom_seconds: 30}
+            resource_requirements: [{name: r, num_cpus: 1, memory: 100m, runtime: PT1M30S}]
+            jobs: [{name: "j{i}", command: "sleep 21", parameters: {i: "1:6"}, resource_requirements: r, scheduler: s}]
+            slurm_schedulers: [{name: s, account: wfacct, walltime: "00:03:00", serialize_allocations: true}]
+            """)
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'slurm', 'schedule-nodes', 1, '-m', 1, '-p', 1))
+        self.assertEqual(3, len(done.json()['slurm_job_ids']))
+        most = 0
+
+        def has_ended() -> bool:
+            nonlocal most
+            live = self.live_allocations()
+            most = max(most, sum(row.state not in ('PENDING', 'COMPLETING') for row in live))
+            return not live
+        self.wait_slurm(has_ended, 400, 'the end of the chain', lambda: [self.allocations(), self.world.main('status', 1)])
+        self.wait_completed(6)
+        self.assertEqual((1, ['CANCELLED', 'COMPLETED', 'COMPLETED']), (most, sorted(row.state for row in self.allocations())))
+        records = self.assertExit(0, self.world.main('-f', 'json', 'scheduled-compute-nodes', 'list', 1)).json()['items']
+        self.assertEqual(['complete', 'complete', 'canceled'], [row['status'] for row in records])
+
+
 @slow
 class WholeNodeSubmitTest(SlurmTest):
     """Where a site gives whole nodes and all their memory, neither is asked for."""
@@ -25855,6 +27645,130 @@ class RegenerateTest(SubmitCase):
             self.assertEqual(before, list(connection.iterdump()))
 
 
+    def test_an_include_of_an_unknown_job_and_what_fits_nothing_are_refused_before_anything_changes(self):
+        for words, code, message in ((('--include-job-ids', '3,99'), 2, 'the workflow has no job 99'),
+                                     (('--include-job-ids', '3,x'), 2, "'x' is not an id"),
+                                     (('--partition', 'nope'), 2, "kestrel has no partition 'nope'"),
+                                     (('--profile', 'nope'), 2, "there is no profile 'nope'"),
+                                     (('--submit', '--account', 'a b'), 4, "account 'a b' cannot be given to sbatch")):
+            with self.subTest(words=words):
+                self.assertExit(code, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', *words), message)
+        self.assertEqual((33, [('on_workflow_start', 1, False, False)]),
+                         (32 + len(self.json('slurm list 1')['items']), self.actions()[:1]))
+        self.assertEqual(32, self.json('status 1')['jobs_by_status']['uninitialized'])
+
+    def test_jobs_that_fit_no_partition_keep_their_actions(self):
+        made = self.regenerate('--partition', 'short')
+        self.assertEqual(['short'] * 2, [row['partition'] for row in made['schedulers_created']])
+        self.assertIn("resource_requirements 'gpu' fits no partition of kestrel: num_gpus 1 is more than 0, the most of a node; "
+                      'its jobs keep what they have', made['warnings'])
+        self.assertEqual([False, False], [executed for _, _, executed, is_recovery in self.actions() if not is_recovery][:2])
+
+    def test_allocations_that_are_gone_are_planned_again(self):
+        self.regenerate('--submit')
+        for number in (100, 101):
+            os.unlink(self.fakes.path(f'job_{number}'))
+        self.fakes.write('sbatch', FAKE_QUEUE['sbatch'].replace('number=$((100 +', 'number=$((200 +'))
+        made = self.regenerate('--submit')
+        self.assertEqual((3, 2), (made['total_allocations'], made['allocations_submitted']))
+        self.assertEqual(['small', 'small'], [row['name'].partition('_')[0] for row in made['schedulers_created']])
+        self.fakes.write('squeue', 'echo "slurm_load_jobs error" >&2; exit 1')
+        made = self.regenerate('--dry-run')
+        self.assertEqual((1, True), (made['total_allocations'], any('squeue failed: slurm_load_jobs error: all 5 allocations' in text
+                                                                    for text in made['warnings'])))
+
+    def test_a_refusal_leaves_the_actions_due_for_the_next_submit(self):
+        self.hook('hook', 'echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1')
+        done = self.assertExit(4, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit'),
+                               'no allocation of workflow 1 was submitted: sbatch: error: Batch job submission failed: Invalid account')
+        self.assertEqual('', done.out)
+        self.hook('hook')
+        self.assertEqual('Submitted 3 allocations of workflow 1: 100, 101, 102\n', self.text('submit 1'))
+
+    def test_two_at_once_do_not_both_plan(self):
+        with self.world.inside():
+            client = torc.Client.find('', self.world.path('torc_output', 'torc.db'), '', torc.TlsSettings('', False), torc.Credentials('', ''))
+            self.addCleanup(client.close)
+            client.reconnect()
+            client.call('initialize_jobs', workflow_id=1)
+            found = client.call('get_demand', workflow_id=1)
+            body = {'run_id': found['run_id'], 'newest_scheduler_id': found['newest_scheduler_id'], 'taken': [1], 'schedulers': [
+                {'scheduler': {'name': 'n', 'account': 'a', 'walltime': '01:00:00', 'nodes': 1}, 'is_bound': True, 'job_ids': [1],
+                 'stages': [{'num_allocations': 2}]}]}
+            answer = client.call('store_allocations', body, workflow_id=1)
+            self.assertEqual(([2], 1, []), (answer['scheduler_ids'], answer['taken'], answer['allocations']))
+            with self.assertRaisesRegex(torc.Conflict, 'got other schedulers, while these were planned'):
+                client.call('store_allocations', body, workflow_id=1)
+
+    @slow
+    def test_killed_anywhere_a_second_call_finishes_it_and_doubles_nothing(self):
+        once = 'rm -f "$0.hook"; [ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = {} ] && kill -9 $PPID && sleep 0.1; true'
+        for name, count in (('hook_before', 0), ('hook', 0), ('hook', 1), ('hook_after', 2), ('hook_after', 3)):
+            with self.subTest(name=name, count=count):
+                self.doCleanups()
+                self.setUp()
+                self.hook(name, once.format(count))
+                words = ('slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')
+                self.assertEqual(-signal.SIGKILL, self.world.cli(*words).code)
+                self.hook(name)
+                with unittest.mock.patch.object(torc.Submitter, 'pause_s', 0.3):
+                    self.assertExit(0, self.world.main(*words), 'interrupted: looking into the queue in')
+                self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], sorted(self.records()))
+                due = [scheduler for _, scheduler, executed, is_recovery in self.actions() if is_recovery and not executed]
+                self.assertEqual(1, len(due), 'the allocations of the job that waits are to be submitted once')
+
+
+CHAINED = """
+name: w
+resource_requirements: [{name: r, num_cpus: 1, memory: 1g, runtime: PT4H}]
+jobs: [{name: "j{i}", command: c, parameters: {i: "1:10"}, resource_requirements: r, scheduler: s}]
+slurm_schedulers: [{name: s, account: acct, walltime: "12:00:00", serialize_allocations: true}]
+"""
+
+
+class ChainTest(SubmitCase):
+    """serialize_allocations, on a scripted Slurm."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('w.yaml', CHAINED)
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+
+    def test_a_chain_is_as_long_as_its_jobs_take(self):
+        for num_jobs, walltime, runtime_s, count in ((500, '12:00:00', 4 * 3600, 167), (10, '12:00:00', 4 * 3600, 4), (3, '01:00:00', 7200, 3),
+                                                     (5, '01:00:00', 0, 1), (0, '01:00:00', 60, 1), (10 ** 6, '01:00:00', 3600, 10000)):
+            self.assertEqual(count, torc.count_links(num_jobs, walltime, runtime_s))
+        self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
+        self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
+
+    def test_regenerate_adds_the_links_that_are_missing(self):
+        self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
+        os.unlink(self.fakes.path('job_101'))
+        self.fakes.write('sbatch', FAKE_QUEUE['sbatch'].replace('number=$((100 +', 'number=$((200 +'))
+        made = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')).json()
+        self.assertEqual([(1, 's', 1, 10)], [tuple(row[key] for key in ('id', 'name', 'num_allocations', 'job_count'))
+                                             for row in made['schedulers_created']])
+        self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
+
+    def test_a_dependency_in_extra_is_warned_of(self):
+        self.text('slurm update 1 --extra --dependency=afterok:1')
+        self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '-n', 2), 'warning: scheduler s: the dependency in its extra replaces')
+
+    @slow
+    def test_links_whose_replies_were_lost_are_found_by_the_name_that_they_share(self):
+        own = FAKE_QUEUE['sbatch'].replace("$(sed -n 's/^#SBATCH --comment=//p' \"$script\")", 'of the site')
+        self.fakes.write('sbatch', own)
+        self.hook('hook_after', '[ -e "$fake/job_101" ] && kill -9 $PPID; true')
+        self.assertEqual(-signal.SIGKILL, self.world.cli('slurm', 'schedule-nodes', 1).code)
+        self.hook('hook_after')
+        self.assertEqual([100, 0, 0, 0], [number for number, _ in self.records()])
+        with unittest.mock.patch.object(torc.Submitter, 'pause_s', 0.3):
+            self.world.main('submit', 1)
+            self.world.main('slurm', 'schedule-nodes', 1, '-n', 1)
+        self.assertEqual([100, 101, 102, 103, 104], sorted(number for number, _ in self.records()))
+        self.assertEqual(5, len(self.queue()))
+
+
 class SubmitPlannedTest(WorldTest):
     """`submit --account`: plan and submit in one."""
 
@@ -26060,12 +27974,251 @@ class LivePlanTest(SlurmTest):
 
 # ======== 20f. Recovery commands ========
 
+
+class ReconcileTest(WorldTest):
+    """`workflows reconcile`: from the journals of runners to the server."""
+
+    def create(self, count: int = 6, **more: Any) -> Any:
+        """A workflow of that many jobs, of which the last waits for all others, initialized. What its client is."""
+        jobs = [dict({'name': f'j{number}', 'command': 'true'}, **more) for number in range(1, count)]
+        jobs.append({'name': 'last', 'command': 'true', 'depends_on': [job['name'] for job in jobs]})
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs}))
+        self.assertExit(0, self.world.main('create', 'w.json'))
+        self.assertExit(0, self.world.main('workflows', 'init', 1))
+
+    def journal(self, label: str, jobs: Iterable[int], **more: Any) -> str:
+        path = self.world.path('torc_output', 'offline_journal', f'offline_results_wf1_r1_{label}.db')
+        return write_journal(path, [journal_entry(job_id, **more) for job_id in jobs])
+
+    def reconcile(self, *words: Any) -> Any:
+        return self.assertExit(0, self.world.main('-f', 'json', 'workflows', 'reconcile', 1, 1, *words)).json()
+
+    def counts(self) -> Dict[str, int]:
+        rows = self.world.main('-f', 'json', 'jobs', 'list', 1).json()['items']
+        return dict(collections.Counter(row['status'] for row in rows))
+
+    def results(self) -> List[int]:
+        return sorted(row['job_id'] for row in self.world.main('-f', 'json', 'results', 'list', 1, '--all-runs').json()['items'])
+
+    def test_the_document_has_torcs_keys_and_says_what_each_journal_brought(self):
+        self.create()
+        recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'].startswith('workflows reconcile'))['stdout']
+        answer = self.reconcile()
+        self.assertEqual(recorded, {key: answer[key] for key in list(answer)[:len(recorded)]})
+        self.assertEqual(list(recorded), list(answer)[:len(recorded)])
+        paths = [self.journal('n1', (1, 2)), self.journal('n2', (2, 3, 99))]
+        answer = self.reconcile()
+        self.assertEqual((2, 5, 3, 1, 1), tuple(answer[key] for key in ('files', 'total_completions', 'accepted', 'rejected', 'known')))
+        self.assertEqual([(os.path.relpath(path, self.world.directory), *counts) for path, counts in zip(paths, ((2, 2, 0, 0), (3, 1, 1, 1)))],
+                         [(os.path.normpath(row['path']), row['completions'], row['accepted'], row['known'], row['rejected'])
+                          for row in answer['journals']])
+        self.assertEqual({'completed': 3, 'ready': 2, 'blocked': 1}, self.counts())
+
+    def test_it_says_torcs_line_what_was_rejected_and_that_a_second_call_found_nothing_new(self):
+        self.create()
+        path = self.journal('n1', (1, 2))
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertEqual('Reconciled workflow_id=1 run_id=1: 1 file(s), 2 completion(s) (2 accepted, 0 rejected)\n'
+                         '  ./torc_output/offline_journal/offline_results_wf1_r1_n1.db: 2 completions, 2 accepted, 0 known, 0 rejected\n', said.out)
+        with open(path, 'rb') as file:
+            kept = file.read()
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertIn('(0 accepted, 0 rejected)\n', said.out)
+        self.assertEqual('nothing was new: all 2 completions were known\n', said.err)
+        with open(path, 'rb') as file:
+            self.assertEqual(kept, file.read())
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 2))
+        self.assertEqual('Reconciled workflow_id=1 run_id=2: 0 file(s), 0 completion(s) (0 accepted, 0 rejected)\n', said.out)
+        self.assertEqual('no journal of workflow_id=1 run_id=2 was found below .\n', said.err)
+        self.assertExit(0, self.world.main('workflows', 'reset-status', 1, '-r', '--no-prompts'))
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertIn('(0 accepted, 2 rejected)\n', said.out)
+        self.assertEqual('rejected: 2 completions: run 1 of workflow 1 is over: the current one is 2\n', said.err)
+
+    def test_faulty_journals_are_named_and_the_others_brought(self):
+        self.create()
+        good, bad = self.journal('n1', (1, 2)), self.journal('n2', ())
+        self.world.write(bad, 'no database')
+        said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'torc_output'))
+        self.assertIn('2 file(s), 2 completion(s) (2 accepted', said.out)
+        self.assertIn('_n2.db: it is no SQLite file\n', said.err)
+        self.assertTrue(os.path.exists(good) and os.path.exists(bad))
+
+    def test_a_directory_or_workflow_that_is_not_there_is_an_error(self):
+        self.create()
+        self.assertExit(2, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'nowhere'), 'there is no directory nowhere')
+        self.assertExit(4, self.world.main('workflows', 'reconcile', 7, 1), 'there is no workflow 7')
+
+    def test_a_torn_journal_brings_what_is_whole_of_it(self):
+        self.create(400)
+        path = self.journal('n1', range(1, 400))
+        os.truncate(path, os.path.getsize(path) * 3 // 4)
+        answer = self.reconcile()
+        self.assertEqual(1, len(answer['problems']))
+        self.assertTrue(200 < answer['accepted'] < 399, answer['accepted'])
+        self.assertEqual(answer['accepted'], len(self.results()))
+
+    def test_two_runners_with_a_thousand_jobs_each_together_and_twice(self):
+        self.create(2001)
+        for label, first in (('n1', 1), ('n2', 1001)):
+            self.journal(label, range(first, first + 1000))
+        answer = self.reconcile()
+        self.assertEqual((2000, 0, 0), tuple(answer[key] for key in ('accepted', 'rejected', 'known')))
+        self.assertEqual({'completed': 2000, 'ready': 1}, self.counts())
+        answer = self.reconcile()
+        self.assertEqual((0, 0, 2000), tuple(answer[key] for key in ('accepted', 'rejected', 'known')))
+        self.assertEqual(list(range(1, 2001)), self.results())
+
+    def test_a_journal_of_torc_py_with_a_retry_makes_the_job_ready_again(self):
+        self.create()
+        path = torc.journal_path(self.world.path('torc_output'), 1, 1, 'n1')
+        journal = torc.Journal(path)
+        completion = {'job_id': 1, 'attempt_id': 1, 'return_code': 3, 'status': 'failed', 'exec_time_minutes': 0.5,
+                      'completion_time': '2026-01-01T00:00:00.000Z', 'retry': True, 'max_retries': 2, 'reason': 'no licence'}
+        journal.keep([torc.format_journal_entry(completion, 1, 1, 9)])
+        self.assertEqual(1, self.reconcile()['accepted'], 'while its writer has it open')
+        journal.close()
+        job = self.world.main('-f', 'json', 'jobs', 'get', 1).json()
+        self.assertEqual(('ready', 2), (job['status'], job['attempt_id']))
+        self.assertEqual(1, self.reconcile()['known'])
+
+    def test_the_node_of_a_runner_elsewhere_that_has_left_is_settled(self):
+        self.create()
+        client = self.world.connect()
+        runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        node_id = client.call('create_compute_node', dict(
+            runner, workflow_id=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0, num_gpus=0, num_nodes=1,
+            compute_node_type='local', is_active=True, lease_s=60.0))['id']
+        client.close()
+        for left_at, is_active in ((None, True), (1767225600, False)):
+            journal = torc.Journal(torc.journal_path(self.world.path('torc_output'), 1, 1, 'far'))
+            journal.keep([journal_entry(1, compute_node_id=node_id)], (node_id, *runner.values(), left_at))
+            journal.close()
+            self.reconcile()
+            nodes = self.world.main('-f', 'json', 'compute-nodes', 'list', 1).json()['items']
+            self.assertEqual([is_active], [node['is_active'] for node in nodes])
+        self.assertEqual({'completed': 1, 'ready': 4, 'blocked': 1}, self.counts())
+
+    def test_requests_carry_what_a_server_takes_and_earlier_attempts_come_first(self):
+        self.set_constant('REPLAY_BYTES', 1500)
+        entries = [journal_entry(number, attempt_id=1 + number % 2) for number in range(1, 8)]
+        entries.append(journal_entry(9, torc_py={'reason': 'x', 'file_times': {str(number): 1.5 for number in range(200)}}))
+        pieces = list(torc.replay_pieces([torc.JournalFound('x', entries, {})]))
+        self.assertEqual([2, 4, 6, 9, 1, 3, 5, 7], [entry['job_id'] for piece in pieces for entry in piece])
+        self.assertTrue(all(len(torc.format_json(piece)) <= 1600 for piece in pieces))
+        large = next(entry for piece in pieces for entry in piece if entry['job_id'] == 9)
+        self.assertEqual(('x', None), (large['torc_py']['reason'], large['torc_py']['file_times']))
+
+    def test_killed_anywhere_a_second_call_finishes_it(self):
+        self.create(40)
+        self.journal('n1', range(1, 21))
+        self.journal('n2', range(21, 40))
+        setup = ('import signal\ntorc.MAX_COMPLETIONS_PER_REQUEST = 5\nplain, left = torc.record_end, [{}]\n'
+                 'def record_end(*args):\n    left[0] -= 1\n    if left[0] == 0: os.kill(os.getpid(), signal.SIGKILL)\n'
+                 '    return plain(*args)\ntorc.record_end = record_end')
+        for number in (1, 4, 6, 13):
+            killed = self.world.cli('workflows', 'reconcile', 1, 1, env={'TORC_TEST_SETUP': setup.format(number)})
+            self.assertEqual(-signal.SIGKILL, killed.code, killed)
+            self.assertEqual(self.counts().get('completed', 0), len(self.results()))
+        self.assertEqual(0, len(self.results()) % 5, 'each request is done or not done')
+        answer = self.reconcile()
+        self.assertEqual(39, answer['accepted'] + answer['known'])
+        self.assertTrue(answer['known'] > 0)
+        self.assertEqual({'completed': 39, 'ready': 1}, self.counts())
+        self.assertEqual(list(range(1, 40)), self.results())
+
+    @slow
+    def test_jobs_go_on_at_a_server_that_is_back_as_an_older_copy_of_its_database(self):
+        jobs = [{'name': name, 'command': f'echo x >> {name}; while test ! -e go; do sleep 0.1; done'} for name in 'ab']
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs + [{'name': 'c', 'command': 'echo x >> c', 'depends_on': ['a']}]}))
+        self.world.serve('--db', 'torc.db')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+
+        def stop() -> None:
+            self.world.server.process.kill()
+            self.world.server.process.wait()
+        stop()
+        names = [name for name in ('torc.db', 'torc.db-wal') if os.path.exists(self.world.path(name))]
+        for name in names:
+            shutil.copy(self.world.path(name), self.world.path('old-' + name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        runner = self.world.start('--url', self.world.url, 'run', 1, '--poll-interval', '0.2', '--num-cpus', 2)
+        self.world.wait(lambda: self.world.read('a') and self.world.read('b'), 30, 'the jobs', [runner])
+        listing = ('--url', self.world.url, '-f', 'json', 'jobs', 'list', 1, '-s', 'running')
+        self.world.wait(lambda: len(self.world.main(*listing).json()['items']) == 2, 30, 'their starts', [runner])
+        stop()
+        for name in ('torc.db', 'torc.db-wal', 'torc.db-shm'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.world.path(name))
+        for name in names:
+            shutil.copy(self.world.path('old-' + name), self.world.path(name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.world.wait(lambda: 'had released compute node' in runner.err + runner.out, 60, 'its registration', [runner])
+        self.world.write('go', '')
+        self.world.wait(lambda: runner.process.poll() is not None, 60, 'the end of the runner')
+        self.assertEqual(0, runner.process.returncode, runner.err)
+        self.assertEqual(['x\n'] * 3, [self.world.read(name) for name in 'abc'], 'each ran once')
+        found = self.world.main('--url', self.world.url, '-f', 'json', 'results', 'list', 1, '--all-runs').json()['items']
+        self.assertEqual([(1, 1, 0), (2, 1, 0), (3, 1, 0)], sorted((row['job_id'], row['attempt_id'], row['return_code']) for row in found))
+
+    @slow
+    def test_what_ran_while_the_server_was_away_is_brought_by_the_command_that_its_runner_named(self):
+        jobs = [{'name': 'a', 'command': 'while test ! -e go; do sleep 0.1; done'}, {'name': 'b', 'command': 'true', 'depends_on': ['a']}]
+        self.world.write('w.json', json.dumps({'name': 'w', 'compute_node_wait_for_healthy_database_minutes': 0, 'jobs': jobs}))
+        self.world.serve('--db', 'torc.db')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+        runner = self.world.start('--url', self.world.url, 'run', 1, '--poll-interval', '0.2')
+        listing = ('--url', self.world.url, '-f', 'json', 'jobs', 'list', 1)
+        self.world.wait(lambda: self.world.main(*listing, '-s', 'running').json()['items'], 30, 'the job', [runner])
+        self.world.server.process.kill()
+        self.world.server.process.wait()
+        self.world.write('go', '')
+        self.assertEqual(3, self.world.wait(lambda: runner.process.poll(), 60, 'the end of the runner'), runner.err)
+        self.assertIn('workflows reconcile 1 1', runner.err)
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.assertEqual([('a', 'failed'), ('b', 'canceled')], [(row['name'], row['status']) for row in self.world.main(*listing).json()['items']],
+                         'its runner is known to be dead')
+        said = self.assertExit(0, self.world.cli('--url', self.world.url, '-f', 'json', 'workflows', 'reconcile', 1, 1)).json()
+        self.assertEqual((1, 1, 0, []), tuple(said[key] for key in ('files', 'accepted', 'rejected', 'problems')))
+        self.assertEqual([('a', 'completed'), ('b', 'ready')], [(row['name'], row['status']) for row in self.world.main(*listing).json()['items']])
+        nodes = self.world.main('--url', self.world.url, '-f', 'json', 'compute-nodes', 'list', 1).json()['items']
+        self.assertEqual([False], [node['is_active'] for node in nodes])
+        self.assertExit(0, self.world.cli('--url', self.world.url, 'run', 1))
+
+    @slow
+    def test_a_server_that_is_killed_meanwhile_loses_nothing(self):
+        self.world.environment['TORC_TEST_SETUP'] = 'torc.MAX_COMPLETIONS_PER_REQUEST = 20'
+        self.world.serve('--db', 'torc.db')
+        jobs = [{'name': 'j{i}', 'command': 'true', 'parameters': {'i': '1:2000'}}]
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs}))
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+        for label, first in (('n1', 1), ('n2', 1001)):
+            self.journal(label, range(first, first + 1000))
+        command = self.world.start('--url', self.world.url, 'workflows', 'reconcile', 1, 1)
+        reader = self.world.connect(url=self.world.url)
+        self.addCleanup(reader.close)
+        self.world.wait(lambda: reader.call('list_results', workflow_id=1, limit=1)['total_count'] > 100, 30, 'some results')
+        self.world.server.process.kill()
+        code = self.world.wait(lambda: command.process.poll(), 90, 'the end of the command')
+        self.assertEqual(3, code, command.err)
+        self.world.serve('--db', 'torc.db')
+        said = self.assertExit(0, self.world.cli('--url', self.world.url, '-f', 'json', 'workflows', 'reconcile', 1, 1)).json()
+        self.assertEqual((2000, 0), (said['accepted'] + said['known'], said['rejected']))
+        self.assertTrue(100 < said['known'] < 2000, said['known'])
+
+
 class SyncStatusTest(CommandTest):
     """`workflows sync-status`, on a scripted Slurm."""
     SPEC = """
         name: w
         slurm_schedulers: [{name: cpu, account: a, walltime: "01:00:00"}]
-        jobs: [{name: first, command: "true"}, {name: second, command: "true"}, {name: last, command: "true", depends_on: [first]}]
+        jobs: [{name: first, command: "true"}, {name: second, command: "true"},
+               {name: last, command: "true", depends_on: [first]}]
     """
 
     def setUp(self) -> None:
@@ -26085,13 +28238,17 @@ class SyncStatusTest(CommandTest):
         kind = {'scheduler': {'slurm_job_id': slurm_job_id}} if slurm_job_id else {}
         with self.world.connect() as client:
             node = client.call('create_compute_node', dict({
-                'workflow_id': 1, 'hostname': 'node1', 'pid': 1, 'start_time': torc.format_time(time.time()), 'num_cpus': 4,
-                'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm', 'is_active': True,
+                'workflow_id': 1, 'hostname': 'node1', 'pid': 1, 'start_time': torc.format_time(time.time()),
+                'num_cpus': 4,
+                'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm',
+                'is_active': True,
                 'lease_s': 600.0}, **kind, **more))
-            body = {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0, 'want': {'strategy': 'queue', 'limit': 9}}
+            body = {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0,
+                    'want': {'strategy': 'queue', 'limit': 9}}
             jobs = client.call('runner_sync', body, workflow_id=1)['jobs']
             started = [[job['id'], 1, torc.format_time(time.time())] for job in jobs]
-            client.call('runner_sync', {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0, 'started': started}, workflow_id=1)
+            client.call('runner_sync', {'compute_node_id': node['id'], 'run_id': 1, 'lease_s': 600.0,
+                                        'started': started}, workflow_id=1)
 
     def slurm(self, queue: str = '', accounts: str = '') -> FakeSlurm:
         """What squeue and sacct say."""
@@ -26105,24 +28262,30 @@ class SyncStatusTest(CommandTest):
         fakes = self.slurm()
         found = self.json('workflows sync-status 1')
         self.assertEqual((0, 0, 0, 0, [], {'pending': 0, 'active': 0}), tuple(found[key] for key in (
-            'slurm_jobs_failed', 'pending_allocations_cleaned', 'running_jobs_failed', 'compute_nodes_deactivated', 'doubts', 'alive')))
-        self.assertEqual('Allocations of workflow 1: 0 active, 0 pending; nothing was lost\n', self.text('workflows sync-status 1'))
+            'slurm_jobs_failed', 'pending_allocations_cleaned', 'running_jobs_failed',
+            'compute_nodes_deactivated', 'doubts', 'alive')))
+        self.assertEqual('Allocations of workflow 1: 0 active, 0 pending; nothing was lost\n',
+                         self.text('workflows sync-status 1'))
         self.assertEqual([], fakes.calls())
 
     def test_one_squeue_and_one_sacct_are_asked_for_all_and_a_dry_run_says_what_is_done_then(self):
         now, uid = int(time.time()), os.getuid()
         fakes = self.slurm(r'71|CANCELLED|%d\n72|RUNNING|%d\n' % (now - 9, now + 900),
-                           r'71|CANCELLED by 0|0:0|%d|%d|me\n73|TIMEOUT|0:0|%d|%d|me\n' % (now - 9, uid, now - 99, uid))
+                           r'71|CANCELLED by 0|0:0|%d|%d|me\n73|TIMEOUT|0:0|%d|%d|me\n' % (now - 9, uid,
+                                                                                           now - 99, uid))
         for slurm_job_id in (71, 72, 73, 0):
             self.allocate(slurm_job_id)
         self.begin(71)
         text = self.text('workflows sync-status 1 --dry-run')
         self.assertEqual({'first': 'running', 'second': 'running', 'last': 'blocked'}, self.states())
         done = text.replace('would be ', '')
-        said = f'Slurm job 71 was canceled by a user or administrator (CANCELLED, at {torc.format_time(now - 9)})'
-        for line in (f'allocation 1 complete: {said}', f'job 1 (first) ready again: {said}', f'job 2 (second) ready again: {said}',
-                     f'allocation 3 complete: Slurm job 73 reached its time limit (TIMEOUT, at {torc.format_time(now - 99)})',
-                     '1 compute nodes inactive', 'left alone: allocation 4 has not been submitted yet, as far as is known',
+        times = [torc.format_time(now - age_s) for age_s in (9, 99)]
+        said = f'Slurm job 71 was canceled by a user or administrator (CANCELLED, at {times[0]})'
+        for line in (f'allocation 1 complete: {said}', f'job 1 (first) ready again: {said}',
+                     f'job 2 (second) ready again: {said}',
+                     f'allocation 3 complete: Slurm job 73 reached its time limit (TIMEOUT, at {times[1]})',
+                     '1 compute nodes inactive',
+                     'left alone: allocation 4 has not been submitted yet, as far as is known',
                      'Allocations of workflow 1: 1 active, 0 pending'):
             self.assertIn(line + '\n', done)
         self.assertEqual(2, len(fakes.calls()))
@@ -26131,21 +28294,51 @@ class SyncStatusTest(CommandTest):
         self.assertEqual(dict(preview, dry_run=False), found)
         self.assertEqual((2, 1, [1, 3]), (found['jobs_requeued'], found['pending_allocations_cleaned'],
                                           [row['scheduled_compute_node_id'] for row in found['allocations']]))
-        self.assertEqual(['71,73'] * 3, [call.argv[call.argv.index('-j') + 1] for call in fakes.calls('sacct')])
+        self.assertEqual(['71,73'] * 3,
+                         [call.argv[call.argv.index('-j') + 1] for call in fakes.calls('sacct')])
         self.assertNotIn('-j', fakes.calls('squeue')[0].argv)
         self.assertEqual({'first': 'ready', 'second': 'ready', 'last': 'blocked'}, self.states())
+        self.check_reasons(said)
         again = self.text('workflows sync-status 1')
         self.assertEqual('left alone: allocation 4 has not been submitted yet, as far as is known\n'
                          'Allocations of workflow 1: 1 active, 0 pending\n', again)
         self.assertEqual(3, len(fakes.calls('sacct')))
+
+    def check_reasons(self, said: str) -> None:
+        """Two jobs run again since their allocation, which is the first, has ended as is said."""
+        text = self.text('status 1')
+        self.assertIn(f'  o first: runs again, like 1 more: {said}\n', text)
+        self.assertIn(f'  - allocation 1 is complete: {said}\n', text)
+        self.assertIn(f'allocation 1 is complete: {said}\n', self.text('explain 1'))
+        self.assertIn(said, self.text('scheduled-compute-nodes list 1'))
+        rows = self.json('scheduled-compute-nodes list 1')['items']
+        self.assertEqual([said, None], [row.get('reason') for row in rows[:2]])
+        self.assertEqual([said, said, None], [job.get('reason') for job in self.json('jobs list 1')['items']])
+        self.assertNotIn('return_code', self.json('jobs list 1')['items'][0])
+        reason = self.json('jobs get 1')['reason']
+        self.assertTrue(reason.endswith(f'; its last attempt was interrupted: {said}'), reason)
+
+    def test_a_job_of_another_cluster_is_not_looked_for_here(self):
+        fakes = self.slurm('71|CANCELLED|1700000000')
+        fakes.write('scontrol', 'echo "ClusterName             = here"')
+        self.allocate(71)
+        doubt = 'Slurm job 71 is on cluster there, which squeue does not show here'
+        for cluster, doubts in (('there', [doubt]), ('here', [])):
+            value = json.dumps({'cluster': cluster})
+            self.assertExit(0, self.world.main(
+                'admin', 'sql', '-y', '--write',
+                f"UPDATE scheduled_compute_node SET submission = '{value}' WHERE id = 1"))
+            self.assertEqual(doubts, self.json('workflows sync-status 1 --dry-run')['doubts'])
 
     def test_a_squeue_that_fails_or_lies_changes_nothing(self):
         self.allocate(71)
         self.begin(71)
         fakes = self.slurm()
         for queue, accounts, doubt in (
-                ('echo "Unable to contact slurm controller" >&2; exit 1', 'exit 1', 'squeue failed: Unable to contact slurm controller'),
-                ('exit 0', 'echo "71|RUNNING|0:0|Unknown||"', 'squeue does not list Slurm job 71, but for sacct it runs'),
+                ('echo "Unable to contact slurm controller" >&2; exit 1', 'exit 1',
+                 'squeue failed: Unable to contact slurm controller'),
+                ('exit 0', 'echo "71|RUNNING|0:0|Unknown||"',
+                 'squeue does not list Slurm job 71, but for sacct it runs'),
                 ('echo "71|COMPLETING|Unknown"', 'exit 1', 'Slurm job 71 is ending (COMPLETING)')):
             with self.subTest(doubt):
                 fakes.write('squeue', queue)
@@ -26153,6 +28346,10 @@ class SyncStatusTest(CommandTest):
                 found = self.json('workflows sync-status 1')
                 self.assertEqual((0, 0), (found['jobs_requeued'], found['slurm_jobs_failed']), found)
                 self.assertIn(doubt, str(found['doubts']))
+        fakes.write('squeue', 'exec sleep 100')
+        ask_slurm = torc.ask_slurm
+        with unittest.mock.patch.object(torc, 'ask_slurm', lambda argv: ask_slurm(argv, 0.2)):
+            self.assertIn('squeue: no answer within 0.2 s', str(self.json('workflows sync-status 1')['doubts']))
         self.assertEqual('running', self.states()['first'])
         self.world.environment['TORC_FAKE_SQUEUE'] = '/no/squeue'
         self.assertIn('/no/squeue', str(self.json('workflows sync-status 1')['doubts']))
@@ -26163,7 +28360,8 @@ class SyncStatusTest(CommandTest):
         self.begin(71)
         found = self.json('workflows sync-status 1')
         if found['doubts']:     # an embedded server that lives on has heard of the runner
-            self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', 'UPDATE compute_node SET lease_s = 0'))
+            self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write',
+                                               'UPDATE compute_node SET lease_s = 0 WHERE id = 1'))
             found = self.json('workflows sync-status 1')
         self.assertEqual((2, 'Slurm lists job 71 no longer, and sacct does not know it'),
                          (found['slurm_jobs_failed'], found['failed_job_details'][0]['reason']))
@@ -26172,7 +28370,8 @@ class SyncStatusTest(CommandTest):
     def test_a_runner_of_this_host_whose_process_is_gone_is_found(self):
         fakes = self.slurm()
         process = subprocess.Popen(['sleep', '100'])
-        identity = f'{torc.read_boot_id()}/{torc.read_process_start_ticks(process.pid)}/{torc.read_pid_namespace()}'
+        identity = '/'.join(map(str, (torc.read_boot_id(), torc.read_process_start_ticks(process.pid),
+                                      torc.read_pid_namespace())))
         self.begin(None, hostname=socket.gethostname(), pid=process.pid, identity=identity)
         self.assertEqual(0, self.json('workflows sync-status 1')['running_jobs_failed'])
         process.kill()
@@ -26295,6 +28494,7 @@ class RecoverTest(RecoverCase):
         self.assertExit(4, self.world.main('recover', 1, '--recovery-hook', 'false'), "the recovery hook 'false' ended with return code 1")
         self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', '"'), '--recovery-hook')
         self.assertExit(2, self.world.main('recover', 1, '--recovery-hook', './none'), './none cannot be started')
+        self.assertExit(0, self.world.main('recover', 1, '--dry-run', '--recovery-hook', 'echo "a b"'), "First, the recovery hook: echo 'a b' 1")
         self.assertEqual(before, self.statuses())
         os.chmod(self.world.write('my hook.sh', '#!/bin/sh\necho "$@ $TORC_WORKFLOW_ID $TORC_RUN_ID $TORC_API_URL" > told\n'), 0o755)
         self.assertExit(0, self.world.main('recover', 1, '--recovery-hook', "'my hook.sh' -x 'two words'"))
@@ -26328,6 +28528,12 @@ class RecoverTest(RecoverCase):
         self.assertEqual(('ready', 'pending_failed', 'ready'), (statuses['bad'], statuses['slow'], statuses['oom']))
         self.assertEqual('5g', self.needs()['bad'][0])
 
+    def test_what_waits_for_a_decision_alone_is_not_taken_for_left(self):
+        self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None), 'good': (0, 'completed', 1.0, None)})
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE job SET status = 1 WHERE name = 'late'")
+        self.assertExit(4, self.world.main('recover', 1), 'Cannot recover: no job failed; 1 wait for a decision')
+
     def test_classify_decides_about_one_job(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None)})
         self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail', '--reason', 'x', '--memory', '1g'), 'go with retry')
@@ -26336,6 +28542,7 @@ class RecoverTest(RecoverCase):
         self.assertIn('a bug', self.text('explain 1') + self.text('status 1'))
         self.assertExit(4, self.world.main('jobs', 'classify', 3, 'retry', '--reason', 'x'), 'is failed: only the failure')
 
+    @slow
     def test_on_a_terminal_each_class_is_asked_about(self):
         self.ended(self.SPEC, self.ENDS)
         code, said = self.typed('a\n4\ns\nr\nmaybe\ns\n\n', 'recover', 1)
@@ -26355,7 +28562,7 @@ class RecoverTest(RecoverCase):
     def test_a_job_killed_for_its_memory_completes_after_a_recover(self):
         self.world.write('w.yaml', RECOVERED)
         self.assertExit(1, self.world.cli('run', 'w.yaml'))
-        found = self.json('recover 1')
+        found = self.json('recover 1 --memory-multiplier 6')      # it may have been seen while it grew
         self.assertEqual(['used', 'no such luck'], [row['evidence'][:len(wanted)] for row, wanted in zip(
             found['diagnosis']['resource_violations'], ('used', 'no such luck'))])
         self.assertExit(1, self.world.cli('run', 1))
@@ -26375,6 +28582,192 @@ class RecoverTest(RecoverCase):
         kinds = {row['job_name']: row['failure_class'] for row in result['diagnosis']['resource_violations']}
         self.assertEqual({'short': 'timeout', 'long': 'lost'}, kinds, result)
         self.assertEqual(([1, 2], 'PT1H'), (result['result']['jobs_to_retry'], self.needs()['long'][1]))
+
+
+class RecoverAllocationsTest(SubmitCase, RecoverCase):
+    """The same for a workflow that had allocations, on a scripted Slurm."""
+
+    SPEC = RecoverTest.SPEC + """
+        slurm_schedulers: [{name: one, account: acct, walltime: "02:00:00"}]
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one, scheduler_type: slurm, num_allocations: 1}]
+        """
+    OPTIONS = ('recover', 1, '--profile', 'kestrel')
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.ended(textwrap.dedent(RecoverTest.SPEC) + textwrap.dedent(self.SPEC[len(RecoverTest.SPEC):]), RecoverTest.ENDS)
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute('INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, status) '
+                             "VALUES (1, 50, 1, 'slurm', 'complete')")
+
+    def recover(self, *argv: Any, code: int = 0) -> Any:
+        """Its JSON."""
+        return self.assertExit(code, self.world.main('-f', 'json', *self.OPTIONS, *argv)).json()
+
+    def state(self) -> Any:
+        """Statuses, requirements, and the run."""
+        return self.statuses(), self.needs(), self.json('workflows get 1')['run_id']
+
+    @slow
+    def test_new_allocations_are_planned_with_what_jobs_get_and_submitted(self):
+        before = self.state()
+        planned = self.recover('--dry-run', '--memory-multiplier', '300')
+        schedulers = planned['result']['slurm_dry_run']['planned_schedulers']
+        self.assertEqual({'oom': 'medmem', 'slow': 'short', 'gone': 'short', 'after': 'short'},
+                         {name: row['partition'] for row in schedulers for name in row['job_names']})
+        self.assertEqual((before, []), (self.state(), self.fakes.calls('sbatch')))
+        done = self.recover()
+        self.assertEqual(('slurm', 2, 4), (done['mode'], done['run_id'], done['jobs_to_run']))
+        self.assertEqual(len(self.fakes.calls('sbatch')), done['result']['slurm']['allocations_submitted'])
+        self.assertEqual('ready', self.statuses()['oom'])
+        events = [event['data']['action'] for event in self.json('events list 1')['items'] if event['data'].get('category') == 'recovery']
+        self.assertEqual(['recover', 'recover_submitted'], events)
+        actions = [(row['trigger_type'], row['executed']) for row in self.json('workflows list-actions 1')['actions'] if not row['is_recovery']]
+        self.assertEqual([('on_workflow_start', True)], actions)        # taken: it would submit the same again
+
+    @slow
+    def test_what_can_fail_fails_before_anything_changes(self):
+        before = self.state()
+        for argv, words in ((['--partition', 'none'], 'has no partition'), (['--memory-multiplier', '1000', '--retry-unknown'], None),
+                            (['--profile', 'nowhere'], "no profile 'nowhere'")):
+            if words:
+                with self.subTest(words):
+                    self.assertExit(2, self.world.main(*self.OPTIONS, *argv), words)
+                    self.assertEqual(before, self.state())
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE resource_requirements SET memory = '1000g', memory_bytes = 1000 * 1024 * 1024 * 1024 WHERE name = 'small'")
+        before = self.state()
+        outcome = self.assertExit(2, self.world.main(*self.OPTIONS, '--memory-multiplier', '9'))
+        self.assertIn('oom would fit no partition: ', outcome.err)
+        self.assertEqual((before, []), (self.state(), self.fakes.calls('sbatch')))
+        self.assertExit(4, self.world.main(*self.OPTIONS, env={'TORC_FAKE_SBATCH': '/no/sbatch'}), 'there is no /no/sbatch here')
+        self.assertEqual(before, self.state())
+
+    def test_a_job_that_had_the_longest_walltime_is_told_so(self):
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE resource_requirements SET runtime = 'P10D', runtime_s = 864000 WHERE name = 'small'")
+            database.execute('UPDATE result SET exec_time_minutes = 14400 WHERE job_id = 2')
+        result = self.recover('--dry-run')['result']
+        self.assertEqual([1, 4], result['jobs_to_retry'])
+        self.assertRegex(result['notes'][0], r'^slow: P10D cannot become more, partition \w+ gives at most P9DT23H58M$')
+        self.assertIn('slow', [row['job_name'] for row in result['not_retried']])
+        result = self.recover('--dry-run', '--walltime', '1-00:00:00')['result']
+        self.assertIn('the walltime of the allocations gives at most PT23H58M', result['notes'][0])
+
+    @slow
+    def test_one_that_was_killed_before_the_submission_is_finished_by_the_next(self):
+        self.hook('hook', 'kill -9 $PPID; sleep 0.1')
+        self.assertEqual(-signal.SIGKILL, self.world.cli(*self.OPTIONS).code)
+        run = self.state()
+        self.assertEqual(('ready', 2), (run[0]['oom'], run[2]))
+        self.hook('hook')
+        done = self.recover()
+        self.assertEqual((run[1], 2, []), (self.needs(), done['run_id'], done['result']['jobs_to_retry']))
+        names = [line.split('|')[2] for line in self.queue()]
+        self.assertEqual((True, len(set(names))), (bool(names), len(names)))
+        self.assertExit(4, self.world.main(*self.OPTIONS), 'allocations pending')
+
+    KILLS, SEED = 3, 13
+
+    @slow
+    def test_killed_at_any_moment_it_is_done_or_not_and_the_next_call_finishes_it(self):
+        chance = random.Random(self.SEED)
+        for number in range(self.KILLS):
+            if number:
+                self.doCleanups()
+                self.setUp()
+            with self.subTest(seed=self.SEED, number=number):
+                started, killed = time.monotonic(), self.world.start(*self.OPTIONS)
+                end = started + chance.uniform(0.1, 1.5)
+                self.world.wait(lambda: killed.has_ended() or time.monotonic() > end, 20, 'the moment')
+                killed.kill()
+                for _ in range(3):      # the last one finds all done
+                    outcome = self.world.cli(*self.OPTIONS)
+                    self.assertIn(outcome.code, (0, 4), str(outcome))
+                self.assertIn('Cannot recover: workflow is not complete', outcome.err)
+                statuses, needs, run_id = self.state()
+                self.assertEqual((2, 'ready', 'failed', '2g', 'PT1H30M'), (run_id, statuses['oom'], statuses['bad'], needs['oom'][0], needs['slow'][1]))
+                names = [line.split('|')[2] for line in self.queue()]
+                self.assertEqual((3, 3), (len(names), len(set(names))))
+
+    @slow
+    def test_where_slurm_refuses_the_way_on_is_told(self):
+        self.hook('hook', 'echo "sbatch: error: no more jobs" >&2; exit 1')
+        self.assertExit(4, self.world.main(*self.OPTIONS), 'no more jobs', '(run 2 has begun; submit it with: torc.py recover 1)')
+        self.hook('hook')
+        self.assertEqual(2, self.recover()['run_id'])
+
+    @slow
+    def test_one_that_was_killed_right_after_the_change_is_finished_by_the_next(self):
+        patched = unittest.mock.patch.object(torc.Recovery, 'submit', side_effect=KeyboardInterrupt)
+        with patched:
+            self.assertExit(130, self.world.main(*self.OPTIONS))
+        self.assertEqual(([], 'ready'), (self.fakes.calls('sbatch'), self.statuses()['oom']))
+        done = self.recover()
+        self.assertEqual((2, True), (done['run_id'], bool(self.fakes.calls('sbatch'))))
+
+    @slow
+    def test_on_a_terminal_an_existing_scheduler_may_be_chosen(self):
+        code, said = self.typed('r\nr\ns\nr\n1\n3:00:00\ny\n2\ny\n', *self.OPTIONS)
+        self.assertEqual(0, code, said)
+        for words in ('1: one, 1 nodes for 02:00:00', 'Make a copy one_recovery with 03:00:00? (y/N)',
+                      '2 allocations of scheduler one_recovery for 03:00:00', 'submitted 2 allocations for'):
+            self.assertIn(words, said)
+        self.assertEqual([('one', '02:00:00'), ('one_recovery', '03:00:00')],
+                         [(row['name'], row['walltime']) for row in self.json('slurm list 1')['items']])
+        self.assertEqual(2, len(self.fakes.calls('sbatch')))
+
+
+@slow
+class RecoverOnSlurmTest(SlurmTest):
+    """The same on a real Slurm: what it killed completes after a recover."""
+
+    SPEC = """
+        name: recovered
+        execution_config: {sigkill_headroom_seconds: 90}
+        resource_requirements: [{name: small, num_cpus: 1, memory: 60m, runtime: PT1M}]
+        slurm_schedulers: [{name: one, account: wfacct, walltime: "00:03:00"}]
+        jobs:
+          - {name: oom, command: "python3 -c 'import time; x = bytearray(150 * 2 ** 20); time.sleep(8)'", resource_requirements: small, scheduler: one}
+          - {name: slow, command: "sleep 95", resource_requirements: small, scheduler: one}
+          - {name: good, command: "true", resource_requirements: small, scheduler: one}
+          - {name: after, command: "true", depends_on: [oom, slow], resource_requirements: small, scheduler: one}
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: one, scheduler_type: slurm, num_allocations: 1}]
+        """
+
+    def wait_idle(self) -> Dict[str, str]:
+        """Wait until no allocation is left; status of each job."""
+        self.wait_slurm(lambda: self.allocations() and not self.live_allocations(), 300, 'the end of the allocations')
+        jobs = self.assertExit(0, self.world.main('-f', 'json', 'jobs', 'list', 1)).json()['items']
+        return {job['name']: job['status'] for job in jobs}
+
+    def recover(self, *argv: Any) -> Any:
+        """Its JSON."""
+        return self.assertExit(0, self.world.cli('-f', 'json', 'recover', 1, '--profile', 'slurm', *argv)).json()
+
+    def test_jobs_that_slurm_killed_for_memory_and_time_complete_in_the_next_run(self):
+        self.world.write('w.yaml', self.SPEC)
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'w.yaml'))
+        self.assertEqual({'oom': 'failed', 'slow': 'terminated', 'good': 'completed', 'after': 'canceled'}, self.wait_idle())
+        planned = self.recover('--dry-run')
+        self.assertEqual(3, sum(row['job_count'] for row in planned['result']['slurm_dry_run']['planned_schedulers']))
+        done = self.recover('--memory-multiplier', '4')     # it may have been seen while it grew
+        result = done['result']
+        self.assertEqual((1, 1, [1, 2], 2), (result['oom_fixed'], result['timeout_fixed'], result['jobs_to_retry'], done['run_id']))
+        self.assertEqual(2, result['slurm']['allocations_submitted'], done)
+        self.assertEqual({'completed'}, set(self.wait_idle().values()))
+
+    def test_what_an_allocation_left_that_was_canceled_goes_on_in_another(self):
+        self.world.write('w.yaml', self.SPEC.replace('sleep 95', 'until [ -e go ]; do sleep 0.2; done').replace('memory: 60m', 'memory: 300m'))
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'submit', '-p', '0.5', 'w.yaml')).json()
+        self.world.wait(lambda: 'running' in self.world.main('jobs', 'list', 1, '-f', 'csv').out, 60, 'the start of a job')
+        self.assertExit(4, self.world.cli('recover', 1), 'Cannot recover: workflow is not complete')
+        self.bed.ask('scancel', *done['slurm_job_ids'])
+        self.world.write('go', '')
+        statuses = self.wait_idle()
+        self.assertNotIn('failed', statuses.values())
+        self.assertEqual('slurm', self.recover()['mode'])
+        self.assertEqual({'completed'}, set(self.wait_idle().values()))
 
 
 # ======== 20h. Watch ========
@@ -28823,6 +31216,287 @@ class ClusterCase(SlurmTest, FlowTest):
         return self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
 
 
+TRAVELLED = '''
+    name: travelled
+    resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
+    jobs:
+      - {name: "first_{i}", command: "{job} first_{i} 0 1 6", resource_requirements: r,
+         parameters: {i: "1:2"}}
+      - {name: "second_{i}", command: "{job} second_{i} 0 1 0.5", resource_requirements: r,
+         depends_on_regexes: ["first_.*"], parameters: {i: "1:6"}}
+      - {name: ask, command: "{torc} --url $TORC_API_URL -f json jobs list $TORC_WORKFLOW_ID",
+         resource_requirements: r, depends_on_regexes: ["second_.*"]}
+    '''
+
+
+@slow
+class SlurmTravelTest(SlurmTest, FlowTest):
+    """Where the server lives: in the allocation of its run, or in one after the other of its own."""
+    ALLOCATION = '--account=wfacct', '--time=00:20:00', '--nodes=1', '--ntasks=1', '--mem=600M'
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.world.write('job.py', CLUSTER_JOB)
+        self.database = self.world.path('study.db')
+        self.torc = f'{sys.executable} {shlex.quote(stub_path())}'
+
+    def state(self) -> str:
+        """For a failure."""
+        parts = list(map(str, self.allocations()))
+        for path in sorted(glob.glob(glob.escape(self.world.directory) + '/**/*', recursive=True)):
+            if re.search(r'(slurm-.*\.out|torc-.*\.log|job_runner_.*\.log|\.e)$', path):
+                parts.append(f'--- {path}\n{read_text(path)[-4000:]}')
+        return '\n'.join(parts)
+
+    def wait_state(self, job: str, *states: str, deadline_s: float = 60) -> None:
+        """Wait until a Slurm job is in one of some states."""
+        self.wait_slurm(lambda: [row for row in self.allocations(*states) if row.id == job], deadline_s,
+                        f'job {job} {states}', self.state)
+
+    def server(self, job: str = '') -> Optional[Dict[str, Any]]:
+        """What the connection file says of a server that is there, in a given allocation."""
+        found = torc.read_server_file(self.database + '.connection')
+        is_there = found is not None and not found.get('moved_at') and job in ('', found.get('allocation'))
+        return found if is_there else None
+
+    def wait_server(self, job: str, deadline_s: float = 60) -> Dict[str, Any]:
+        """The server of an allocation."""
+        return self.world.wait(lambda: self.server(job), deadline_s, f'server in job {job}', (), self.state)
+
+    def names_at(self, word: str) -> List[str]:
+        """Names of the jobs that have begun, or ended, once for each time."""
+        rows = [line.split() for line in self.world.read('trace').splitlines()]
+        return sorted(row[2] for row in rows if row[1] == word)
+
+    def create(self) -> None:
+        """The workflow, before any server."""
+        text = TRAVELLED.replace('{job}', f'{sys.executable} -S -E job.py').replace('{torc}', self.torc)
+        self.world.write('w.yaml', text)
+        self.assertExit(0, self.world.cli('--db', 'study.db', 'create', 'w.yaml'))
+
+    def test_run_and_exec_serve_themselves_in_one_allocation(self) -> None:
+        self.world.write('w.yaml', """
+            name: alone
+            jobs: [{name: "j{i}", command: "echo {i}", parameters: {i: "1:4"}}]
+            """)
+        job = self.sbatch(f"""
+            set -e
+            {self.torc} -s run w.yaml
+            {self.torc} -s exec -c 'echo of {{i}}' --param i=1:4 -j 2
+            {self.torc} -s --in-memory exec -c 'echo from memory'
+            """, *self.ALLOCATION, '--cpus-per-task=2')
+        self.wait_state(job, 'COMPLETED', 'FAILED', deadline_s=120)
+        self.assertEqual(['COMPLETED'], [row.state for row in self.allocations() if row.id == job], self.state())
+        found = [item['status'] for number in (1, 2, 3) for item in self.assertExit(0, self.world.cli(
+            '-s', '-f', 'json', 'jobs', 'list', number)).json()['items']]
+        self.assertEqual(['completed'] * 9, found)
+        database = self.world.path('torc_output', 'torc.db')
+        for end in ('.memory', '.connection', '.lease'):
+            self.assertFalse(os.path.exists(database + end), end)
+        self.assertEqual([('ok',)], ask_sqlite(database, 'PRAGMA integrity_check'))
+
+    def test_a_workflow_goes_on_while_its_server_moves_and_when_it_is_killed(self) -> None:
+        self.create()
+        self.world.write('on_network.py', """
+            import sys; sys.path.insert(0, sys.argv.pop(1)); import torc
+            torc.LOCAL_FILESYSTEMS, torc.Lease.PERIOD_S = frozenset(), 1.0
+            sys.exit(torc.main(sys.argv[1:]))
+            """)
+        program = f'{sys.executable} on_network.py {shlex.quote(os.path.dirname(stub_path()))}'
+        serve = f'exec {program} serve -d study.db'
+        flags = *self.ALLOCATION, '--job-name=torc-server', '--dependency=singleton'
+        first = self.sbatch(serve, *flags, '-w', 'node1')
+        before = self.wait_server(first)
+        runner = self.sbatch(f'exec {self.torc} --db study.db run 1 --poll-interval 1', *self.ALLOCATION,
+                             '--cpus-per-task=2', '-w', 'node3')
+        self.wait_slurm(lambda: len(self.names_at('begin')) == 2, 60, 'its first jobs', self.state)
+        second = self.sbatch(serve, *flags, '-w', 'node2')
+        self.bed.ask('scancel', first)
+        after = self.wait_server(second)
+        self.assertNotEqual((before['host'], before['url']), (after['host'], after['url']))
+        self.wait_slurm(lambda: self.names_at('end').count('first_1'), 60, 'the first jobs', self.state)
+        third = self.sbatch(serve, *flags, '-w', 'node1')
+        os.kill(after['pid'], signal.SIGKILL)
+        self.wait_server(third)
+        self.wait_state(runner, 'COMPLETED', 'FAILED', deadline_s=120)
+        names = [f'first_{i}' for i in (1, 2)] + [f'second_{i}' for i in range(1, 7)]
+        self.assertEqual((names, names), (self.names_at('begin'), self.names_at('end')), self.state())
+        with self.world.connect(database=self.database) as client:
+            statuses = {row['name']: row['status'] for row in client.list_jobs(workflow_id=1)['items']}
+        self.assertEqual(dict.fromkeys([*names, 'ask'], 'completed'), statuses, self.state())
+        texts = [read_text(path) for path in glob.glob(glob.escape(self.world.directory) + '/slurm-*.out')]
+        self.assertEqual(1, sum('to see whether it is renewed' in text for text in texts), self.state())
+        self.assertFalse(os.path.exists(self.world.path('torc_output', 'torc.db')))
+        self.bed.ask('scancel', '--batch', '--signal=INT', third)
+        self.wait_state(third, 'COMPLETED')
+        self.assertIsNone(torc.read_server_file(self.database + '.connection'))
+
+    def test_the_script_of_the_readme_submits_itself_until_it_is_ended_for_good(self) -> None:
+        form = re.compile(r'^#!/bin/bash\n#SBATCH --job-name=torc-server.*?^exec .*?\n', re.M | re.S)
+        script = form.search(read_text(os.path.join(HERE, 'README.md'))).group()
+        for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:05:00'), ('sleep 60', 'sleep 3'),
+                         ('python3 /path/torc.py', self.torc), ('torc-server', 'torc-' + self.world.mark)):
+            self.assertIn(old, script)
+            script = script.replace(old, new)
+        self.world.write('server.sh', script)
+        subprocess.check_call(['sbatch', 'server.sh'], cwd=self.world.directory, env=self.world.environment,
+                              stdout=subprocess.DEVNULL)
+        jobs = []
+        for _ in range(3):
+            found = self.world.wait(lambda: self.server() and self.server()['allocation'] not in jobs and self.server(),
+                                    60, 'the next server', (), self.state)
+            jobs.append(found['allocation'])
+            self.assertExit(0, self.world.cli('workflows', 'list'))
+            self.wait_slurm(lambda: len(self.live_allocations()) == 2, 60, 'the next one in the queue', self.state)
+            if len(jobs) < 3:
+                self.bed.ask('scancel', jobs[-1])
+        name = 'torc-' + self.world.mark
+        self.bed.ask('scancel', '-n', name, '-t', 'PD')
+        self.bed.ask('scancel', '-n', name, '--batch', '--signal=INT')
+        self.wait_slurm(lambda: not self.live_allocations(), 60, 'its end', self.state)
+        self.assertEqual((None, []), (self.server(), torc.registration_files()))
+        self.assertEqual(3, len(set(jobs)))
+
+
+class OrphanCase(ClusterCase):
+    """Allocations that end without a word: what `workflows sync-status` makes of them."""
+    SPEC = """
+        name: orphans
+        execution_config: {mode: MODE}
+        resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT5M}]
+        slurm_schedulers: [{name: s, account: wfacct, walltime: "00:10:00", extra: "EXTRA"}]
+        jobs:
+          - {name: "j{i}", command: "echo x >> began; until [ -e go ]; do sleep 0.2; done; echo {i} >> done",
+             parameters: {i: "1:2"}, resource_requirements: r}
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s,
+                   scheduler_type: slurm}]
+    """
+
+    def begin(self, extra: str = '--no-requeue', mode: str = 'direct') -> Dict[str, Any]:
+        """Both jobs run in an allocation; its compute node."""
+        self.submit(self.SPEC.replace('EXTRA', extra).replace('MODE', mode))
+        self.wait_slurm(lambda: self.world.read('began').count('x') == 2 and self.count('running') == 2, 60,
+                        'both jobs', self.situation)
+        return self.rows('list_compute_nodes')[0]
+
+    def count(self, status: str) -> int:
+        """How many jobs have this status."""
+        return sum(row['status'] == status for row in self.rows('list_jobs'))
+
+    def sync(self, *flags: str) -> Dict[str, Any]:
+        """`workflows sync-status`."""
+        return self.assertExit(0, self.world.cli('-f', 'json', 'workflows', 'sync-status', 1, *flags)).json()
+
+    def wait_dry_run(self, key: str, deadline_s: float) -> Dict[str, Any]:
+        """What a dry run says, as soon as it finds something."""
+        def find() -> Dict[str, Any]:
+            found = self.sync('--dry-run')
+            return found if found[key] else {}
+        return self.wait_slurm(find, deadline_s, key, lambda: [self.sync('--dry-run'), self.situation()])
+
+    def sync_when_certain(self, key: str, deadline_s: float = 60) -> Dict[str, Any]:
+        """Once a dry run finds something it is done, and once more finds nothing new."""
+        before = self.wait_dry_run(key, deadline_s)
+        self.assertEqual(2, self.count('running'))
+        found, again = self.sync(), self.sync()
+        for row in (before, found):
+            row['doubts'] = []
+        self.assertEqual(dict(before, dry_run=False), found)
+        self.assertEqual(([], 0, []), (again['allocations'], again['compute_nodes_deactivated'],
+                                       again['failed_job_details'] + again['requeued_job_details']))
+        self.assertEqual(({'complete'}, found['allocations'][0]['reason']), (
+            {row['status'] for row in self.rows('list_scheduled_compute_nodes')},
+            self.rows('list_scheduled_compute_nodes')[0]['reason']))
+        return found
+
+    def go_on(self) -> None:
+        """Another allocation brings the jobs to their end, each once."""
+        self.world.write('go', '')
+        self.assertExit(0, self.world.cli('slurm', 'schedule-nodes', 1, '-p', 1))
+        self.wait_slurm(lambda: self.count('completed') == 2, 90, 'the end of the jobs', self.situation)
+        self.assertEqual(['1', '2'], sorted(self.world.read('done').split()))
+
+
+@slow
+class OrphanTest(OrphanCase):
+    """What needs no node for itself."""
+
+    def test_an_active_allocation_that_was_canceled_tells_it_itself(self):
+        self.begin()
+        self.bed.ask('scancel', self.live_allocations()[0].id)
+        self.wait_slurm(lambda: self.count('ready') == 2, 30, 'the last words of the runner', self.situation)
+        self.wait_gone()
+        found = self.sync()
+        self.assertEqual(([], 0, {'pending': 0, 'active': 0}), (found['allocations'], found['jobs_requeued'],
+                                                                found['alive']))
+        row, = self.rows('list_scheduled_compute_nodes')
+        self.assertEqual(('complete', 'its last runner (compute node 1) has left'), (row['status'],
+                                                                                     row['reason']))
+
+    def test_a_pending_allocation_that_was_canceled(self):
+        self.submit(self.SPEC.replace('EXTRA', '--begin=now+1hour').replace('MODE', 'direct'))
+        self.assertEqual({'pending': 1, 'active': 0}, self.sync('--dry-run')['alive'])
+        number = self.live_allocations()[0].id
+        self.bed.ask('scancel', number)
+        before = self.wait_dry_run('pending_allocations_cleaned', 30)
+        self.assertEqual('pending', self.rows('list_scheduled_compute_nodes')[0]['status'])
+        found, again = self.sync(), self.sync()
+        self.assertEqual((dict(before, dry_run=False), 0), (found, again['pending_allocations_cleaned']))
+        row, = self.rows('list_scheduled_compute_nodes')
+        self.assertEqual('complete', row['status'])
+        self.assertRegex(row['reason'],
+                         fr'^Slurm job {number} was canceled by a user or administrator \(CANCELLED')
+        self.assertIn(row['reason'], self.assertExit(0, self.world.cli('scheduled-compute-nodes', 'list',
+                                                                       1)).out)
+
+    def test_a_runner_that_was_killed_inside_its_allocation(self):
+        node = self.begin()
+        number = self.live_allocations()[0].id
+        os.kill(node['pid'], signal.SIGKILL)
+        found = self.sync_when_certain('slurm_jobs_failed')
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {number} ended with another exit code \(FAILED, exit code 0:9, at')
+        self.assertEqual((0, 2), (found['jobs_requeued'], found['slurm_jobs_failed']))
+        for row in self.rows('list_results'):
+            self.assertEqual((-128, 'failed'), (row['return_code'], row['status']))
+            self.assertIn(found['allocations'][0]['reason'], row['reason'])
+
+
+@slow
+class LostNodeTest(OrphanCase):
+    """What needs nodes for itself."""
+    is_alone = True
+
+    def test_an_active_allocation_that_was_canceled_while_its_runner_could_not_say_so(self):
+        node = self.begin()
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'thaw-node', allocation.nodes)
+        self.bed.control('freeze-node', allocation.nodes)
+        self.bed.ask('scancel', allocation.id)
+        self.assertIn(f'Slurm job {allocation.id} is ending (COMPLETING)', self.sync()['doubts'])
+        os.kill(node['pid'], signal.SIGKILL)
+        self.bed.control('thaw-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued')
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {allocation.id} was canceled by a user or '
+                         r'administrator \(CANCELLED, at .*Z\)$')
+        self.assertEqual((2, 0, 1), (found['jobs_requeued'], found['slurm_jobs_failed'],
+                                     found['compute_nodes_deactivated']))
+        self.go_on()
+        self.assertEqual({2}, {row['attempt_id'] for row in self.rows('list_results')})
+
+    def test_a_node_that_is_lost(self):
+        self.begin()
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'start-node', allocation.nodes)
+        self.bed.control('kill-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued', 150)
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {allocation.id} lost a node \(NODE_FAIL')
+        self.bed.control('start-node', allocation.nodes)
+        self.go_on()
+
+
 STAGED = '''
     name: staged
     compute_node_wait_for_new_jobs_seconds: 2
@@ -29301,6 +31975,38 @@ def ask_sqlite(path: str, statement: str) -> List[Tuple[Any, ...]]:
         return connection.execute(statement).fetchall()
     finally:
         connection.close()
+
+
+def kill_journal_writers(world: World, times: int, seed: int) -> str:
+    """kill -9 of who writes a journal, at any moment: what was said to be kept is there, once. What was seen."""
+    chance, total, hot = random.Random(seed), 0, 0
+    completion = dict(status='completed', return_code=0, exec_time_minutes=0.1, completion_time='2026-01-01T00:00:00.000Z')
+    for number in range(times):
+        path, (reader, writer) = torc.journal_path(world.path('out'), 1, 1, f'node{number}'), os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                journal = torc.Journal(path)
+                for job_id in itertools.count(1):
+                    entry = torc.format_journal_entry(dict(completion, job_id=job_id, attempt_id=1, reason='x' * 3000), 1, 1, 1)
+                    journal.keep([entry])
+                    os.write(writer, b'%d\n' % job_id)
+            finally:
+                os._exit(0)
+        os.close(writer)
+        os.read(reader, 1)      # it is at work
+        select.select([], [], [], chance.uniform(0, 0.03))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with open(reader, 'rb') as pipe:
+            said = max(map(int, (b'1' + pipe.read()).split()), default=0)
+        hot += os.path.getsize(path + '-journal') > 0
+        assert ask_sqlite(path, 'PRAGMA integrity_check') == [('ok',)]
+        found = [(job_id, json.loads(text)['job_id']) for job_id, text in
+                 ask_sqlite(path, 'SELECT job_id, payload FROM journaled_completions ORDER BY job_id')]
+        assert found in ([(job_id, job_id) for job_id in range(1, most + 1)] for most in (said, said + 1)), (said, found[-3:])
+        total += said
+    return f'all of {total:,} entries that were kept are there, once; {hot} of {times} writers died in the midst of a transaction'
 
 
 def kill_lasting_server(world: World, count: int, kills: int, seed: int) -> None:
@@ -30997,6 +33703,75 @@ class OutputSafetyTest(FlowTest):
         self.assertExit(2, self.world.cli('run', 1, '-o', small + '/out'), 'is full: name another one with --output-dir')
 
 
+class OfflineDrainFlowTest(FlowTest):
+    """Real servers that are killed under real runners."""
+
+    SPEC = '''
+        name: outage
+        compute_node_wait_for_healthy_database_minutes: 0
+        jobs:
+          - {name: "long{i}", command: "touch ran{i}; until test -e go{i}; do sleep 0.02; done", parameters: {i: "1:2"}}
+          - {name: after, command: "touch after", depends_on: [long1, long2]}
+        '''
+
+    def lose_server(self, *flags: Any) -> Tuple[Background, int]:
+        """A runner with two jobs whose server was killed, and the port of that."""
+        port = urllib.parse.urlsplit(self.world.serve()).port
+        words = '-p', 0.2, '--num-cpus', 2, '--drain-ping-interval-secs', 1, *flags
+        runner = self.world.start('run', *words, self.world.write('outage.yaml', self.SPEC))
+        self.world.wait(lambda: all(os.path.exists(self.world.path(f'ran{number}')) for number in (1, 2)), 20, 'the jobs', [runner])
+        self.world.server.kill()
+        return runner, port
+
+    @slow
+    def test_the_runner_of_a_server_that_died_leaves_with_exit_3_and_the_command_that_brings_its_results_in(self):
+        runner, port = self.lose_server()
+        for number in (1, 2):
+            self.world.write(f'go{number}', '')
+        out = self.world.path('torc_output')
+        self.assertExit(3, runner.finish(), f'2 jobs that ended meanwhile are kept in {out}/offline_journal/offline_results_wf1_r1_',
+                        f'When the server is back: torc.py workflows reconcile 1 1 --base-dir {shlex.quote(out)}')
+        self.world.serve('--port', port)
+        path, = glob.glob(glob.escape(out) + '/offline_journal/*.db')
+        entries = [json.loads(text) for text, in ask_sqlite(path, 'SELECT payload FROM journaled_completions')]
+        client = self.world.connect()
+        self.addCleanup(client.close)
+        for entry in entries:
+            del entry['torc_py']
+        for _ in range(2):
+            self.assertEqual([], client.call('batch_complete_jobs', {'completions': entries}, workflow_id=1)['errors'])
+        self.assertEqual([('completed', 'long1'), ('completed', 'long2'), ('ready', 'after')],
+                         sorted((job['status'], job['name']) for job in client.call('list_jobs', workflow_id=1)['items']))
+
+    @slow
+    def test_a_server_that_is_started_again_while_jobs_run_misses_nothing(self):
+        runner, port = self.lose_server()
+        self.world.write('go1', '')
+        self.world.wait(lambda: 'what ends while the server is away is kept in' in runner.err, 20, 'the journal', [runner])
+        self.world.serve('--port', port)
+        self.world.wait(lambda: 'the server answers again' in runner.err, 20, 'the answer', [runner])
+        self.world.write('go2', '')
+        self.assertExit(0, runner.finish(), '3 completed')
+
+    @slow
+    def test_what_a_runner_has_kept_outlives_its_kill(self):
+        runner, _ = self.lose_server()
+        self.world.write('go1', '')
+        self.world.wait(lambda: 'what ends while the server is away is kept in' in runner.err, 20, 'the journal', [runner])
+        runner.kill()
+        path, = glob.glob(glob.escape(self.world.path('torc_output')) + '/offline_journal/*.db')
+        (status, left_at), = ask_sqlite(path, 'SELECT status, left_at FROM journaled_completions, torc_py_runner')
+        self.assertEqual((5, None), (status, left_at))
+
+    @slow
+    def test_without_the_drain_the_runner_stops_its_jobs_and_leaves(self):
+        runner, _ = self.lose_server('--no-offline-drain')
+        self.assertExit(3, runner.finish(), 'stopping 2', '2 jobs that ended meanwhile are kept in')
+
+    def test_a_runner_that_was_killed_at_work_has_left_a_whole_journal(self):
+        self.assertRegex(kill_journal_writers(self.world, 5, 5), 'all of [1-9][0-9,]* entries')
+
+
 class OutputCapTest(FlowTest):
     """`--max-output-bytes` on the command line, and what dies or fills up beside it."""
 
@@ -31809,6 +34584,677 @@ def hang_up(world: World, rounds: int, seed: int, how: str) -> str:
     return f'{rounds} runs, {killed} stopped and started again, {saved} jobs had saved their work, none began twice'
 
 
+# -------- servers that are away for longer than runners wait --------
+#
+# The window in which runners wait for their server is a second. A trial kills the server at a point of the
+# loop, lets the window pass, and starts it again at one of three times. The oracle are the jobs' own traces:
+# whatever is recorded, each attempt began once, and each job ended once.
+
+OUTAGE = """
+torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S, torc.RECONNECT_S = 0.2, 0.8, 0.2, 0.2
+torc.TICK_S, torc.ABSENCE_S = 0.1, 1.0
+setting = torc.NodeContext.setting
+torc.NodeContext.setting = lambda self, name: (
+    1 / 60 if name == 'compute_node_wait_for_healthy_database_minutes' else setting(self, name))
+"""
+# The server dies at the request of that number that a runner makes: before it is looked at, or when what it
+# does is on disk and its answer still to be sent.
+MORTAL = """
+import signal
+number, where = os.environ['DIES_AT'].split()
+left, call_route, on_commit = [int(number)], torc.call_route, torc.Store.on_commit
+def die(place):
+    if left[0] == 0 and where == place:
+        os.kill(os.getpid(), signal.SIGKILL)
+def call_mortal(context, route, parameters, body):
+    if route.name in ('create_compute_node', 'runner_sync', 'update_compute_node'):
+        left[0] -= 1
+        die('asked')
+    return call_route(context, route, parameters, body)
+def on_mortal_commit(store):
+    on_commit(store)
+    die('done')
+torc.call_route, torc.Store.on_commit = call_mortal, on_mortal_commit
+"""
+
+
+RETURNS = ('while jobs run', 'after all are gone')
+
+
+class Outage:
+    """A workflow whose runners lose their server for longer than they wait."""
+    DATABASE = ('home', 'state', 'torc', 'torc.db')
+
+    def __init__(self, world: World, jobs: Sequence[Dict[str, Any]], **fields: Any) -> None:
+        self.world, self.traces, self.count = world, Traces(world), len(jobs)
+        world.environment['TORC_TEST_SETUP'] = OUTAGE
+        self.runners = []       # type: List[Background]
+        self.serve(0)
+        self.port = urllib.parse.urlsplit(world.url).port
+        spec = self.traces.spec([self.traces.job(**job) for job in jobs], **fields)
+        for words in (('create', spec), ('workflows', 'init', 1, '--no-prompts')):
+            outcome = world.cli(*words)
+            assert outcome.code == 0, str(outcome)
+
+    @property
+    def database(self) -> str:
+        """The lasting server's."""
+        return os.path.join(self.world.root, *self.DATABASE)
+
+    def serve(self, port: int, dies_at: str = '') -> None:
+        """Start a server, which may be mortal."""
+        setup = self.world.environment['TORC_TEST_SETUP']
+        if dies_at:
+            self.world.environment.update(DIES_AT=dies_at, TORC_TEST_SETUP=setup + MORTAL)
+        try:
+            self.world.serve('--port', port)
+        finally:
+            self.world.environment['TORC_TEST_SETUP'] = setup
+
+    def revive(self) -> None:
+        """Start the server again."""
+        self.world.server.kill()
+        self.serve(self.port)
+
+    def run(self, *flags: Any, **more: Any) -> Background:
+        """Start a runner."""
+        runner = self.world.start('run', 1, '-p', '0.1', '--claim-backoff-max-secs', '0.2', '--drain-ping-interval-secs', 1,
+                                  *flags, **more)
+        self.runners.append(runner)
+        return runner
+
+    def ended(self) -> int:
+        """How many attempts have come to their end."""
+        return len(glob.glob(glob.escape(self.world.path('ledger')) + '/*.end'))
+
+    def begun(self) -> int:
+        """How many attempts have begun."""
+        return len(glob.glob(glob.escape(self.world.path('ledger')) + '/*.begin'))
+
+    def journals(self) -> List[str]:
+        """Journals of all runners."""
+        return glob.glob(glob.escape(self.world.directory) + '/**/offline_journal/*.db', recursive=True)
+
+    def reconcile(self) -> Dict[str, Any]:
+        """`workflows reconcile`: what it says."""
+        outcome = self.world.cli('-f', 'json', 'workflows', 'reconcile', 1, 1, '--base-dir', self.world.directory)
+        assert outcome.code == 0, str(outcome)
+        return outcome.json()
+
+    def logs(self) -> str:
+        """What the runners have noted."""
+        return ''.join(map(read_text, glob.glob(glob.escape(self.world.path('torc_output')) + '/job_runner_*.log')))
+
+    def wait_offline(self) -> None:
+        """Wait until all runners have waited for long enough."""
+        self.world.wait(lambda: self.logs().count('entering offline-drain mode') == len(self.runners), 60, 'the window',
+                        self.runners, self.logs)
+
+    def lose_together(self, count: int) -> None:
+        """Two runners end so many jobs each, all of which wait for `gate`, without their server, and leave."""
+        os.mkfifo(self.world.path('gate'))
+        for number in (1, 2):
+            runner = self.run('--max-parallel-jobs', count)
+            self.world.wait(lambda number=number: self.begun() == number * count, 120, 'all jobs', [runner], self.begun)
+        self.world.server.kill()
+        self.wait_offline()
+        with open(self.world.path('gate'), 'r+b', 0):
+            outcomes = [runner.finish(180) for runner in self.runners]
+        assert [outcome.code for outcome in outcomes] == [3, 3], '\n'.join(map(str, outcomes))
+        assert len(self.journals()) == 2, self.journals()
+
+    def copy(self) -> List[Tuple[str, bytes]]:
+        """The files of the database, whose server is dead."""
+        return [(path, read_bytes(path)) for path in glob.glob(glob.escape(self.database) + '*')
+                if os.path.basename(path) in ('torc.db', 'torc.db-wal')]
+
+    def restore(self, copies: List[Tuple[str, bytes]]) -> None:
+        """Put an older copy of the database in its place."""
+        self.world.server.kill()
+        for path in glob.glob(glob.escape(self.database) + '-*'):
+            os.unlink(path)
+        for path, content in copies:
+            with open(path, 'wb') as file:
+                file.write(content)
+
+    def statuses(self) -> Dict[str, int]:
+        """How many jobs have each status."""
+        with contextlib.closing(self.world.connect()) as client:
+            return dict(collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=1)))
+
+    def complete(self) -> None:
+        """Let a runner finish what is left, and look at everything."""
+        last = self.world.cli('run', 1, '-p', '0.1', '--num-cpus', 4, timeout=120)
+        assert last.code == 0, '\n'.join(map(str, [last, *self.runners]))
+        self.check()
+
+    def check(self) -> None:
+        """No job lost, none completed twice, nothing alive; the database whole."""
+        self.traces.check({'completed': self.count}, 10 ** 6)
+        ends = collections.Counter(key[0] for key, row in self.traces.rows().items() if row[1] is not None)
+        twice = [job_id for job_id, number in ends.items() if number > 1]
+        assert not twice and len(ends) == self.count, (twice, len(ends), '\n'.join(map(str, self.runners)))
+        self.world.server.send(signal.SIGTERM)
+        self.world.server.finish(20)
+        left = self.world.leave()
+        assert not left, left
+        assert ask_sqlite(self.database, 'PRAGMA integrity_check') == [('ok',)]
+        assert ask_sqlite(self.database, 'PRAGMA foreign_key_check') == []
+
+
+def lose_server_at(world: World, dies_at: str, returns: str) -> str:
+    """One trial: the server dies at this point, and is back while jobs run, or after all are gone."""
+    chance = random.Random(f'{dies_at} {returns}')
+    lengths = [2.5] * 2 + [chance.uniform(0.01, 0.3) for _ in range(8)]
+    outage = Outage(world, [{'work': f'sleep {length:.2f}', 'priority': int(length > 1)} for length in lengths])
+    world.server.kill()
+    outage.serve(outage.port, dies_at)
+    runner = outage.run('--num-cpus', 4)
+    world.wait(lambda: world.server.has_ended() or runner.has_ended(), 60, 'the end of the server')
+    if not world.server.has_ended():
+        return 'survived'       # so many requests are never made
+    if returns == RETURNS[0]:
+        world.wait(lambda: outage.journals() or runner.has_ended(), 30, 'the journal', state=outage.logs)
+    else:
+        runner.finish(30)
+    outage.revive()
+    code = runner.finish(60).code
+    found = outage.reconcile() if outage.journals() else {}
+    if found:
+        again = outage.reconcile()
+        assert not again.get('accepted'), again
+    outage.complete()
+    return f'exit {code}'
+
+
+def lose_server(world: World, points: Sequence[Tuple[int, str, str]]) -> str:
+    """The server dies at every point of the loop that is named; how the runners ended."""
+    ends = collections.Counter()    # type: collections.Counter
+    for number, place, returns in points:
+        with contextlib.closing(World()) as inner:
+            try:
+                ends[lose_server_at(inner, f'{number} {place}', returns)] += 1
+            except AssertionError as error:
+                raise AssertionError(f'request {number} {place}, back {returns}, after {dict(ends)}: {error}') from error
+    return ', '.join(f'{end}: {count}' for end, count in sorted(ends.items()))
+
+
+POINTS = 14     # more requests than a runner makes in a trial
+
+
+def points_of_loop(some: int, seed: Any) -> List[Tuple[int, str, str]]:
+    """(request, place, when the server is back) of all points, or of some."""
+    points = list(itertools.product(range(1, POINTS + 1), ('asked', 'done'), RETURNS))
+    return random.Random(seed).sample(points, some) if some else points
+
+
+def return_older(world: World, rounds: int) -> str:
+    """The server comes back as a copy from before its runner came: what ran meanwhile is taken from the runner or its journal."""
+    told = collections.Counter()    # type: collections.Counter
+    for number in range(2 * rounds):
+        with contextlib.closing(World()) as inner:
+            returns = RETURNS[number % 2]
+            told[f'{return_older_once(inner, returns)}, back {returns}'] += 1
+    return ', '.join(f'{end}: {count}' for end, count in sorted(told.items()))
+
+
+def return_older_once(world: World, returns: str) -> str:
+    """One trial."""
+    outage = Outage(world, [{'work': 'until test -e go; do sleep 0.02; done', 'priority': 1}] * 3
+                    + [{'work': 'until test -e stop; do sleep 0.02; done', 'priority': 1}] + [{'work': 'true'}] * 6)
+    world.server.kill()
+    copies = outage.copy()
+    outage.serve(outage.port)
+    runner = outage.run('--num-cpus', 4)
+    world.wait(lambda: outage.begun() == 4, 30, 'the first jobs', [runner], outage.begun)
+    world.server.kill()
+    world.write('go', '')
+    world.wait(lambda: outage.ended() == 3 and outage.journals(), 30, 'the journal', [runner])
+    if returns == RETURNS[1]:
+        world.write('stop', '')
+        runner.finish(30)
+    outage.restore(copies)
+    outage.revive()
+    if returns == RETURNS[1]:
+        assert outage.reconcile(), runner
+    world.write('stop', '')
+    code = runner.finish(60).code
+    outage.complete()
+    return f'exit {code}'
+
+
+def journal_together(world: World, count: int) -> str:
+    """Two runners end so many jobs each without their server; both journals are reconciled, twice."""
+    outage = Outage(world, [{'work': ': < gate'}] * (2 * count))
+    outage.lose_together(count)
+    outage.revive()
+    began = time.monotonic()
+    found = outage.reconcile()
+    took_s = time.monotonic() - began
+    again = outage.reconcile()
+    outage.complete()
+    assert (found['accepted'], again['accepted'], again['known']) == (2 * count, 0, 2 * count), (found, again)
+    return f'{2 * count:,} ends from {found["files"]} journals recorded in {took_s:.1f} s, and known when they came again'
+
+
+def kill_journal_writers(kills: int, seed: int) -> str:
+    """kill -9 of who writes a journal, at any moment: what was kept is read, and nothing torn."""
+    chance, kept, read = random.Random(seed), 0, 0
+    for number in range(kills):
+        with tempfile.TemporaryDirectory() as directory:
+            path = torc.journal_path(directory, 1, 1, 'x')
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                keep_until_killed(path, writer)
+            os.close(writer)
+            os.read(reader, 1)
+            select.select([], [], [], chance.uniform(0, 0.03))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            with open(reader, 'rb') as pipe:
+                sure = 1 + len(pipe.read())
+            entries, problem = torc.read_journal(path)
+            found = [(entry['job_id'], entry['torc_py']['reason']) for entry in entries]
+            assert sorted(found)[:sure] == [(job_id, 'x' * 500) for job_id in range(1, sure + 1)], (number, sure, problem)
+            assert len(found) - sure <= 3, (number, sure, len(found))
+            kept, read = kept + sure, read + len(found)
+    return f'{kept:,} entries kept for certain, {read:,} read, none torn'
+
+
+def keep_until_killed(path: str, writer: int) -> None:
+    """In a child: keep entries, one or some at a time, and tell of each."""
+    try:
+        journal = torc.Journal(path)
+        for job_id in itertools.count(1, 3):
+            ends = [{'job_id': number, 'attempt_id': 1, 'return_code': 0, 'status': 'completed', 'exec_time_minutes': 0.5,
+                     'completion_time': '2026-01-01T00:10:00.000Z', 'reason': 'x' * 500} for number in range(job_id, job_id + 3)]
+            journal.keep([torc.format_journal_entry(end, 1, 1, 1) for end in ends])
+            os.write(writer, b'...')
+    finally:
+        os._exit(1)
+
+
+def kill_offline_runners(world: World, rounds: int, seed: int) -> str:
+    """kill -9 of a runner that has lost its server: what its journal has is recorded, all else runs again, all gets done."""
+    sums = collections.Counter()    # type: collections.Counter
+    for number in range(rounds):
+        with contextlib.closing(World()) as inner:
+            sums.update(kill_offline_runner(inner, random.Random(f'{seed} {number}')))
+    return ', '.join(f'{count} {what}' for what, count in sums.items())
+
+
+def kill_offline_runner(world: World, chance: random.Random) -> Dict[str, int]:
+    """One trial."""
+    outage = Outage(world, [{'work': f'until test -e go; do sleep 0.02; done; sleep {chance.uniform(0, 0.5):.2f}'} for _ in range(12)])
+    runner = outage.run('--num-cpus', 12)
+    world.wait(lambda: outage.begun() == 12, 30, 'all jobs', [runner], outage.begun)
+    world.server.kill()
+    outage.wait_offline()
+    world.write('go', '')
+    world.wait(lambda: outage.ended(), 10, 'an end', [runner])
+    select.select([], [], [], chance.uniform(0, 0.5))
+    runner.kill()
+    kept = [entry for path in outage.journals() for entry in torc.read_journal(path)[0]]
+    outage.revive()
+    if outage.journals():
+        outage.reconcile()
+    last = world.cli('run', 1, '-p', '0.1', '--retry-failed', '--num-cpus', 12)
+    assert last.code == 0, f'{last}\n{runner}'
+    outage.traces.check({'completed': 12}, 10 ** 6)
+    ends = collections.Counter(key[0] for key, row in outage.traces.rows().items() if row[1] is not None)
+    twice = {job_id for job_id, count in ends.items() if count > 1}
+    recorded = {entry['job_id'] for entry in kept if entry['status'] == 'completed'}
+    assert not twice & recorded, (twice, recorded)
+    return {'kills': 1, 'ends recorded': len(recorded), 'ended a moment before the kill, and ran again': len(twice)}
+
+
+def kill_reconcilers(world: World, count: int, kills: int, seed: int) -> str:
+    """kill -9 of `workflows reconcile`, or of its server, at any moment: a second call finishes it."""
+    outage = Outage(world, [{'work': ': < gate'}] * (2 * count))
+    outage.lose_together(count)
+    copies, chance, finished = outage.copy(), random.Random(seed), 0
+    for number in range(kills + 1):
+        outage.restore(copies)
+        outage.revive()
+        began = time.monotonic()
+        command = world.start('workflows', 'reconcile', 1, 1, '--base-dir', world.directory)
+        if number == 0:     # how long it takes
+            command.finish()
+            took_s = time.monotonic() - began
+            continue
+        select.select([], [], [], chance.uniform(0, took_s))
+        finished += command.has_ended()
+        if chance.random() < 0.5:
+            command.kill()
+        else:
+            outage.revive()
+            assert command.finish().code in (0, 3), str(command)
+        outage.reconcile()
+        again = world.cli('workflows', 'reconcile', 1, 1, '--base-dir', world.directory)
+        assert again.code == 0 and 'nothing' in again.out + again.err, str(again)
+        assert outage.statuses() == {'completed': 2 * count}, outage.statuses()
+    outage.complete()
+    return f'{kills} kills within {took_s:.1f} s, {finished} of them too late; {2 * count} ends each recorded once'
+
+
+PARKED = '''
+name: parked
+slurm_defaults: {begin: now+1hour, account: wfacct, partition: main}
+resource_requirements:
+  - {name: small, num_cpus: 1, memory: 100m, runtime: PT1M}
+  - {name: large, num_cpus: 2, memory: 200m, runtime: PT1M}
+slurm_schedulers: [{name: given, account: wfacct, walltime: "00:10:00", partition: main}]
+jobs:
+  - {name: "bad_{i}", command: "exit 1", resource_requirements: small, parameters: {i: "1:4"}}
+  - {name: "after_{i}", command: "true", resource_requirements: large, depends_on: ["bad_{i}"], parameters: {i: "1:4"}}
+actions:
+  - {trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: given, scheduler_type: slurm, num_allocations: 2}
+'''
+PLANNERS = {
+    'recover': ('recover', '{}', '--no-prompts', '--retry-unknown', '--partition', 'main'),
+    'slurm regenerate': ('slurm', 'regenerate', '{}', '--account', 'wfacct', '--partition', 'main', '--submit', '--no-prompts')}
+
+
+class Parking:
+    """Workflows on a cluster whose allocations all wait for an hour."""
+
+    def __init__(self, world: World, bed: Bed) -> None:
+        self.world, self.bed = world, bed
+        world.environment['SLURM_CONF'] = bed.conf
+        world.serve('--host', '0.0.0.0')
+        self.spec = world.write('parked.yaml', PARKED)
+
+    def live(self) -> Set[int]:
+        """Slurm jobs of this world."""
+        rows = self.bed.rows('squeue', '-h', '-t', 'PD,R,CG', '-o', '%i|%Z')
+        return {int(row[0]) for row in rows if row[1].startswith(self.world.root + '/')}
+
+    def clear(self) -> None:
+        """End them all."""
+        live = self.live()
+        if live:
+            self.bed.ask('scancel', *live)
+        self.world.wait(lambda: not self.live(), 30, 'the end of all allocations')
+
+    def begin(self, what: str) -> int:
+        """A workflow for a planner; its id."""
+        workflow_id = self.world.cli('-f', 'json', 'create', self.spec).json()['workflow_id']
+        if what == 'recover':
+            outcome = self.world.cli('run', workflow_id, '-p', '0.1')
+            assert outcome.code == 1, str(outcome)
+        return workflow_id
+
+    def found(self, workflow_id: int) -> Dict[str, Any]:
+        """What a planner has left behind."""
+        with contextlib.closing(self.world.connect()) as client:
+            rows = [row for row in client.pages('list_scheduled_compute_nodes', workflow_id=workflow_id)
+                    if row['status'] in ('pending', 'active')]
+            statuses = collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=workflow_id))
+            actions = client.call('get_workflow_actions', workflow_id=workflow_id)
+            run_id = client.call('get_workflow', workflow_id=workflow_id)['run_id']
+        live = self.live()
+        assert sorted(row['scheduler_id'] for row in rows) == sorted(live), (rows, live)
+        recovery = collections.Counter((action['executed'], action['trigger_count'] >= action['required_triggers'])
+                                       for action in actions if action['is_recovery'])
+        return {'allocations': len(live), 'jobs': dict(statuses), 'run': run_id, 'recovery actions': dict(recovery),
+                'others open': [action['id'] for action in actions if not action['is_recovery'] and not action['executed']]}
+
+
+def kill_planners(world: World, what: str, kills: int, seed: int) -> str:
+    """kill -9 of a command that plans and submits: it is done or not, a second call finishes it, nothing is there twice."""
+    bed, chance, finished, codes = Bed.find(SHARED_NODES, False), random.Random(f'{seed} {what}'), 0, collections.Counter()   # type: Any
+    with bed.held(False):
+        parking, wanted = Parking(world, bed), {}   # type: Parking, Dict[str, Any]
+        try:
+            for number in range(kills + 1):
+                workflow_id = parking.begin(what)
+                words = [word.format(workflow_id) for word in PLANNERS[what]]
+                began, command = time.monotonic(), world.start(*words)
+                if number == 0:
+                    outcome = command.finish(120)
+                    assert outcome.code == 0, str(outcome)
+                    took_s, wanted = time.monotonic() - began, parking.found(workflow_id)
+                else:
+                    select.select([], [], [], chance.uniform(0.1, took_s))
+                    finished += command.has_ended()
+                    command.kill()
+                    again = world.cli(*words, timeout=180)
+                    codes[again.code] += 1
+                    found = parking.found(workflow_id)
+                    assert found == wanted, f'kill {number}: {found}, not {wanted}\n{command}\n{again}'
+                assert world.cli('cancel', workflow_id).code == 0
+                parking.clear()
+        finally:
+            parking.clear()
+    return f'{kills} kills within {took_s:.1f} s, {finished} of them too late, second calls ended with {dict(codes)}: {wanted}'
+
+
+LIES = {    # what a squeue may do that is asked about an allocation that runs
+    'fails': 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1',
+    'hangs': 'sleep 1000',
+    'is slow': 'sleep 4; exec squeue "$@"',
+    'says nothing': 'exit 0',
+    'speaks nonsense': 'echo "what|is this"; echo ";;"; exit 0',
+    'is torn': 'squeue "$@" | head -c 7; exit 0'}
+
+
+def lie_about_allocations(world: World, rounds: int) -> str:
+    """squeue fails, hangs, is slow or lies while an allocation runs: `sync-status` and `recover` fail nothing."""
+    bed = Bed.find(SHARED_NODES, False)
+    with bed.held(False):
+        parking = Parking(world, bed)
+        world.environment['TORC_TEST_SETUP'] = 'torc.SLURM_QUERY_S = torc.SQUEUE_LIMIT_S = 6.0'
+        fakes = world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        world.write('lying.yaml', """
+            name: lying
+            resource_requirements: [{name: small, num_cpus: 1, memory: 100m, runtime: PT1M}]
+            slurm_schedulers: [{name: given, account: wfacct, walltime: "00:10:00", partition: main}]
+            jobs: [{name: held, command: "echo begin >> trace; until test -e go; do sleep 0.2; done", resource_requirements: small}]
+            actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: given, scheduler_type: slurm}]
+            """)
+        try:
+            outcome = world.cli('submit', '-p', 1, 'lying.yaml')
+            assert outcome.code == 0, str(outcome)
+            world.wait(lambda: world.read('trace'), 60, 'the job')
+            for _, (how, script) in itertools.product(range(rounds), LIES.items()):
+                fakes.write('squeue', script)
+                for words in (('-f', 'json', 'workflows', 'sync-status', 1), ('recover', 1, '--no-prompts', '--retry-unknown')):
+                    said = world.cli(*words, timeout=120)
+                    assert 'Traceback' not in said.err, str(said)
+                    with contextlib.closing(world.connect()) as client:
+                        job, = client.pages('list_jobs', workflow_id=1)
+                        rows = [row['status'] for row in client.pages('list_scheduled_compute_nodes', workflow_id=1)]
+                    assert (job['status'], rows) == ('running', ['active']), (how, job, rows, str(said))
+            fakes.write('squeue', 'exec squeue "$@"')
+            world.write('go', '')
+            world.wait(lambda: world.cli('workflows', 'is-complete', 1).code == 0 and not parking.live(), 60, 'the end')
+            assert world.read('trace') == 'begin\n', world.read('trace')
+        finally:
+            parking.clear()
+    return f'{rounds} times {len(LIES)} ways, nothing was failed'
+
+
+# -------- a night on a cluster: allocations, runners and the server die, and one `watch` keeps the workflow going --------
+#
+# Times are shortened: what `watch` and the runners do in minutes takes seconds here, and so does what kills them.
+
+NIGHT = '''
+torc.RETRY_MAX_S, torc.MAX_RETRY_PAUSE_S = 2.0, 2.0
+torc.SLURM_LOOK_S, torc.SCHEDULE_RETRY_S = 10.0, 10.0
+'''
+NIGHT_SPEC = '''
+name: night
+compute_node_wait_for_new_jobs_seconds: 5
+resource_requirements: [{{name: small, num_cpus: 1, memory: 100m, runtime: PT1M}}]
+slurm_schedulers: [{{name: nodes, account: wfacct, walltime: "00:10:00", partition: main}}]
+jobs:
+  - {{name: "first_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes, parameters: {{i: "1:{half}"}}}}
+  - {{name: "second_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes,
+     depends_on: ["first_{{i}}"], parameters: {{i: "1:{third}"}}}}
+  - {{name: "third_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes,
+     depends_on_regexes: ["second_.*"], parameters: {{i: "1:{rest}"}}}}
+actions:
+  - {{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: nodes, scheduler_type: slurm, num_allocations: 4}}
+  - {{trigger_type: on_jobs_ready, action_type: schedule_nodes, job_name_regexes: ["third_.*"], scheduler: nodes,
+     scheduler_type: slurm, num_allocations: 2}}
+'''
+
+
+class Night:
+    """A staged workflow on a cluster, and what happens to it."""
+    KILL_S, SERVER_S, NODE_S = 20.0, 60.0, 25.0     # between kills; between those of the server; until a node is back
+
+    def __init__(self, world: World, bed: Bed, count: int, seed: Any, work_s: float) -> None:
+        self.world, self.bed, self.count, self.chance = world, bed, count, random.Random(f'{seed} night')
+        self.happened = collections.Counter()   # type: collections.Counter
+        self.log = []               # type: List[str]
+        self.dead_nodes = {}        # type: Dict[str, float]  # -> when it is started again
+        self.began = time.monotonic()
+        world.environment.update(SLURM_CONF=bed.conf, TORC_TEST_SETUP=NIGHT)
+        os.mkdir(world.path('ledger'))
+        traced = Traces.BEGIN.replace('${CUDA_VISIBLE_DEVICES:--}', '-') + f'sleep {work_s:g}' + Traces.END
+        half, third = count // 2, count * 3 // 10
+        world.write('job.sh', traced + '\n')
+        self.spec = world.write('night.yaml', NIGHT_SPEC.format(first='bash job.sh', half=half, third=third,
+                                                                rest=count - half - third))
+        self.port = urllib.parse.urlsplit(world.serve('--host', '0.0.0.0')).port
+        self.server_back = 0.0      # monotonic; while it is dead
+
+    def say(self, what: str, where: str) -> None:
+        """Note what happens."""
+        self.happened[what] += 1
+        self.log.append(f'{time.monotonic() - self.began:6.1f} s  {what} {where}')
+
+    def allocations(self, *states: str) -> List[List[str]]:
+        """[id, node] of the allocations in these states."""
+        return [row for row in self.bed.rows('squeue', '-h', '-t', ','.join(states), '-o', '%i|%N|%Z')
+                if row[2].startswith(self.world.root + '/')]
+
+    def runners(self) -> List[int]:
+        """Processes of runners in allocations, without their guardians."""
+        found = {pid for pid, words in processes_with(self.world.mark).items()
+                 if ' run 1 ' in words + ' ' and b'SLURM_JOB_ID=' in read_bytes(f'/proc/{pid}/environ')}
+        return sorted(pid for pid in found if read_parent(pid) not in found)
+
+    def kill_something(self) -> None:
+        """An allocation ends before its time, in one of three ways."""
+        running = self.allocations('RUNNING')
+        how = self.chance.choice(['scancel', 'kill -9 of a runner', 'kill-node'])
+        if not running:
+            return
+        number, node, _ = self.chance.choice(running)
+        if how == 'scancel':
+            self.bed.ask('scancel', number)
+            self.say(how, number)
+        elif how == 'kill-node' and node not in self.dead_nodes and len(self.dead_nodes) < 2:
+            self.bed.control('kill-node', node)
+            self.dead_nodes[node] = time.monotonic() + self.NODE_S
+            self.say(how, f'{node} with {number}')
+        else:
+            for pid in self.runners()[:1]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    self.say('kill -9 of a runner', str(pid))
+
+    def restore(self, is_over: bool = False) -> None:
+        """Start again what has been dead for long enough."""
+        now = time.monotonic()
+        for node, at in list(self.dead_nodes.items()):
+            if is_over or now >= at:
+                del self.dead_nodes[node]
+                self.bed.control('start-node', node)
+        if self.server_back and (is_over or now >= self.server_back):
+            self.server_back = 0.0
+            self.world.serve('--host', '0.0.0.0', '--port', self.port)
+
+    def carry_out(self, limit_s: float) -> str:
+        """Submit, watch, kill; what has become of all jobs."""
+        submitted = self.world.cli('submit', '-p', 1, self.spec)
+        assert submitted.code == 0, str(submitted)
+        watch = self.world.start('watch', 1, '--recover', '--retry-unknown', '--auto-schedule', '--auto-schedule-threshold', 1,
+                                 '--auto-schedule-cooldown', 20, '--auto-schedule-stranded-timeout', 30, '-p', 5,
+                                 '--show-job-counts')
+        kill_at, server_at = self.began + self.KILL_S, self.began + self.SERVER_S
+        try:
+            while not watch.has_ended():
+                now = time.monotonic()
+                assert now < self.began + limit_s, f'not complete within {limit_s:g} s'
+                self.restore()
+                if now >= kill_at:
+                    kill_at = now + self.KILL_S
+                    self.kill_something()
+                if now >= server_at and not self.server_back:
+                    server_at = now + self.SERVER_S
+                    self.world.server.kill()
+                    self.server_back = now + self.chance.uniform(0.5, 6)
+                    self.say('kill -9 of the server', '')
+                select.select([], [], [], 0.3)
+            self.restore(is_over=True)
+            return self.check(watch.finish())
+        except AssertionError as error:
+            raise AssertionError('\n'.join([str(error), *self.log, str(watch), self.situation()])) from error
+        finally:
+            self.restore(is_over=True)
+            left = [row[0] for row in self.allocations('PENDING', 'RUNNING', 'SUSPENDED', 'CONFIGURING')]
+            if left:
+                self.bed.ask('scancel', *left)
+            self.world.wait(lambda: not self.allocations('PENDING', 'RUNNING', 'COMPLETING'), 60, 'the end of all allocations')
+
+    def situation(self) -> str:
+        """What a developer wants to see."""
+        paths = sorted(glob.glob(glob.escape(self.world.path()) + '/torc_output/*'), key=os.path.getmtime)
+        logs = [f'--- {path}\n{read_text(path)[-1500:]}' for path in paths if path.endswith(('.log', '.o', '.e', '.out'))][-12:]
+        words = [self.world.cli('status', 1), self.world.cli('explain', 1),
+                 self.world.cli('slurm', 'stats', 1), self.world.cli('-f', 'json', 'events', 'list', 1)]
+        return '\n'.join([*logs, *(str(each)[-4000:] for each in words)])
+
+    def check(self, outcome: Outcome) -> str:
+        """All done, each job completed once, each attempt began once."""
+        assert outcome.code == 0, str(outcome)
+        with contextlib.closing(self.world.connect()) as client:
+            statuses = collections.Counter(job['status'] for job in client.pages('list_jobs', workflow_id=1))
+            results = list(client.pages('list_results', workflow_id=1, all_runs=True))
+            run_id = client.call('get_workflow', workflow_id=1)['run_id']
+            allocations = len(list(client.pages('list_scheduled_compute_nodes', workflow_id=1)))
+        assert dict(statuses) == {'completed': self.count}, statuses
+        completed = collections.Counter(row['job_id'] for row in results if row['status'] == 'completed')
+        assert set(completed.values()) == {1} and len(completed) == self.count, completed
+        rows = Traces.rows(self)    # type: ignore
+        keys = {(row['job_id'], row['run_id'], row['attempt_id']) for row in results}
+        assert set(rows) <= keys and not [row for row in results if row['return_code'] == 99], set(rows) - keys
+        ends = collections.Counter(key[0] for key, row in rows.items() if row[1] is not None)
+        assert len(ends) == self.count, self.count - len(ends)
+        twice = sum(count > 1 for count in ends.values())
+        took_s = time.monotonic() - self.began
+        happened = ', '.join(f'{count} x {what}' for what, count in sorted(self.happened.items()))
+        return (f'{self.count} jobs completed once each in {took_s:.0f} s and {run_id} runs; {happened}; {allocations} allocations, '
+                f'{len(rows)} attempts began, {twice} jobs had ended unseen and ran again')
+
+
+def read_parent(pid: int) -> int:
+    """Parent of a process, 0 if it has gone."""
+    match = re.match(r'\d+ \(.*\) \S (\d+)', read_text(f'/proc/{pid}/stat'), re.DOTALL)
+    return int(match.group(1)) if match else 0
+
+
+def read_bytes(path: str) -> bytes:
+    """Content of a file, b'' if there is none, or no right to it."""
+    try:
+        with open(path, 'rb') as file:
+            return file.read()
+    except OSError:
+        return b''
+
+
+def live_through_night(world: World, count: int, seed: Any, work_s: float, limit_s: float) -> str:
+    """A night on the cluster, alone there."""
+    bed = Bed.find(SHARED_NODES, is_alone=True)
+    with bed.held(True):
+        bed.repair()
+        return Night(world, bed, count, seed, work_s).carry_out(limit_s)
+
+
 @slow
 class FaultTest(WorldTest):
     """Small versions of what `faults` does at length."""
@@ -31922,6 +35368,35 @@ class FaultTest(WorldTest):
     def test_a_runner_that_sleeps_for_longer_than_its_lease_doubles_nothing(self):
         self.be_away('a remote runner that sleeps while another works')
 
+    def test_a_server_that_dies_for_longer_than_runners_wait_costs_no_job(self):
+        self.assertIn('exit', lose_server(self.world, [(2, 'done', RETURNS[1]), (4, 'asked', RETURNS[0])]))
+
+    def test_a_server_that_comes_back_as_an_older_copy_takes_in_what_ran_meanwhile(self):
+        self.assertEqual('exit 0', return_older_once(self.world, RETURNS[0]))
+
+    def test_what_two_runners_ended_without_their_server_is_recorded_once(self):
+        self.assertIn('40 ends from 2 journals', journal_together(self.world, 20))
+
+    def test_what_a_killed_runner_kept_is_read(self):
+        self.assertIn('none torn', kill_journal_writers(10, 5))
+        self.assertIn('1 kills', kill_offline_runners(self.world, 1, 5))
+
+    def test_a_reconcile_that_was_killed_is_finished_by_the_next(self):
+        self.assertIn('20 ends each recorded once', kill_reconcilers(self.world, 10, 2, 5))
+
+    def test_what_squeue_says_wrongly_fails_nothing(self):
+        self.assertIn('nothing was failed', lie_about_allocations(self.world, 1))
+
+    def test_a_recover_or_regenerate_that_was_killed_is_finished_by_the_next(self):
+        for what in PLANNERS:
+            with self.subTest(what):
+                self.assertIn('1 kills', kill_planners(self.world, what, 1, 5))
+                self.doCleanups()
+                self.setUp()
+
+    def test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies(self):
+        self.assertIn('24 jobs completed once each', live_through_night(self.world, 24, 5, 4, 300))
+
     def test_two_runners_share_the_jobs_of_one_server_and_none_runs_twice(self):
         share_jobs(self.world, 150)
         self.assertEqual(151, len(os.listdir(self.world.path('ledger'))) + 1)
@@ -31942,6 +35417,7 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              (f'kill -9 of runners, {rounds} times in {len(KILLS)} ways',
               lambda world: outlive_runners(world, rounds, seed)),
              (f'kill -9 of runners, {many} times one after the other', lambda world: kill_runners(world, many, seed)),
+             (f'kill -9 of {many} writers of journals', lambda world: kill_journal_writers(world, many, seed)),
              (f'{many} nasty jobs', lambda world: run_nasty_jobs(world, many, seed)),
              (f'{rounds} pids that are used again', lambda world: reuse_pids(world, rounds, seed)),
              (f'{rounds} jobs in uninterruptible sleep', lambda world: sleep_unkillably(rounds)),
@@ -31963,7 +35439,22 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              *((f'away: {way.title}', lambda world, way=way: be_away(way, rounds, seed)) for way in AWAY),
              (f'{requests // 20:,} requests through a relay that meddles', lambda world: meddle_on_the_way(world, requests // 20, seed)),
              (f'{many // 10} logins beside 70 clients that guess, thrice', lambda world: log_in_beside(world, many // 10, seed)),
-             ('long bodies and 12 uploads that never end', lambda world: send_long_bodies(world, LONG_BODIES, 12)))
+             ('long bodies and 12 uploads that never end', lambda world: send_long_bodies(world, LONG_BODIES, 12)),
+             (f'a server that dies at {"some" if is_quick else "all"} points of the loop, for longer than runners wait',
+              lambda world: lose_server(world, points_of_loop(8 if is_quick else 0, seed))),
+             (f'a server that comes back as an older copy, {rounds} times two', lambda world: return_older(world, rounds)),
+             (f'two runners without a server, {count // 4 if is_quick else count} jobs each',
+              lambda world: journal_together(world, count // 4 if is_quick else count)),
+             (f'kill -9 of a journal\'s writer, {many} times', lambda world: kill_journal_writers(many, seed)),
+             (f'kill -9 of runners without a server, {rounds} times', lambda world: kill_offline_runners(world, rounds, seed)),
+             (f'kill -9 of reconcile or of its server, {rounds} times',
+              lambda world: kill_reconcilers(world, count // 5, rounds, seed)),
+             *(((f'squeue fails, hangs, is slow or lies, {max(1, rounds // 10)} times', lambda world: lie_about_allocations(world, max(1, rounds // 10))),
+                *((f'kill -9 of {what}, {rounds} times', lambda world, what=what: kill_planners(world, what, rounds, seed))
+                  for what in PLANNERS),
+                (f'a night on a cluster: {40 if is_quick else 200} jobs',
+                 lambda world: live_through_night(world, 40 if is_quick else 200, seed, 6 if is_quick else 15, 1800)))
+               if SLURM_BEDS else ()))
     works = [row for row in works if not parts or any(part in row[0] for part in parts)]
     failed = 0
     for title, work in works:
@@ -32001,7 +35492,7 @@ BORDERS = {
     'LongRequests.carry_out': 'what a thread meets is raised in the loop',
     'run_reader': 'the last line of a forked process: nothing of its parent may run below it',
     'Server.work': 'a bug costs one look at the clock',
-    'SnapshotWriter.work': 'a bug costs one snapshot; finish() reports it',
+    'CopyWriter.work': 'a bug costs one snapshot; finish() reports it',
     'Users.work': 'a bug costs one look at a password, not all later ones',
     'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
     'main': 'a bug becomes a traceback and exit 70',
@@ -32019,6 +35510,7 @@ CONSTANTS = (ast.Constant,) if sys.version_info >= (3, 8) else (ast.Str, ast.Byt
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
+    'kill_journal_writers': 'the moment of a kill is random',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
     'GuardianTest.fork_runner': 'a runner at rest, in a process of its own',
     'kill_runners': 'dies at a moment that chance decides', 'run_nasty_jobs': 'is stopped at a moment that chance decides',
@@ -32027,6 +35519,10 @@ PAUSES = {
     'AwayTrial.pause': 'longer than a lease', 'AwayTrial.stop': 'wakes up after another one',
     'orphan_trial': 'dies at a moment that chance decides', 'kill_under_clerks': 'dies at a moment that chance decides',
     'Intruder.pause': 'acts at a moment that chance decides',
+    'kill_journal_writers': 'dies at a moment that chance decides',
+    'kill_offline_runner': 'dies at a moment that chance decides',
+    'kill_reconcilers': 'dies at a moment that chance decides', 'kill_planners': 'dies at a moment that chance decides',
+    'Night.carry_out': 'until the next kill, or the end',
 }
 
 # Words that belong to no file of this project: where it is made, and by whose tools. Split, so that this list is not found.

@@ -364,7 +364,7 @@ ENVIRONMENT = (
              "where `serve` keeps torc/torc.db and registers servers; else ~/.local/state"),
     Variable('XDG_CONFIG_HOME', 'you',
              'where torc/config.yaml (.json, or .toml from Python 3.11) describes clusters, under '
-             'client.hpc; else ~/.config'),
+             'client.hpc, and what runners do without a server, under client.offline; else ~/.config'),
     Variable('NO_COLOR',                  'you',  'no colours on the terminal'),
     Variable('TORC_WORKFLOW_ID',          'torc', 'the workflow'),
     Variable('TORC_RUN_ID',               'torc', 'its run generation'),
@@ -424,6 +424,7 @@ DEFAULT_PORT = 8080
 API_PREFIX = '/torc-service/v1'
 DEFAULT_POLL_INTERVAL_S = 5.0
 DEFAULT_CLAIM_BACKOFF_MAX_S = 300.0
+DEFAULT_PING_INTERVAL_S = 120.0     # Torc's drain_ping_interval_secs
 SLURM_POLL_INTERVAL_S = 30.0        # of runners in allocations
 CLAIM_GRACE_S = 120                 # a job as long as its allocation must be taken at its start
 # Of requirements that a request makes without one, and of jobs that name none.
@@ -6034,11 +6035,15 @@ class FileState(Row):
 class Store(Statements):
     """The workflow database: its files, and its transactions."""
 
-    def __init__(self, path: str, now: Callable[[], float] = time.time) -> None:
-        """Open or create the database file. BadInput if it is something else, Conflict if it is in use."""
+    def __init__(self, path: str, now: Callable[[], float] = time.time, has_locks: bool = True) -> None:
+        """Open or create the database file. BadInput if it is something else, Conflict if it is in use.
+
+        Without `has_locks`, of its file system, the caller keeps other processes away.
+        """
         self.path = path
         self.file_path = os.path.abspath(path)  # of the database file; another one if `path` is in memory
-        self.snapshots = None               # type: Any  # the SnapshotWriter of a database in memory
+        self.copies = None                  # type: Any  # the CopyWriter of a database that is served
+        self.snapshots = None               # type: Any  # the same as a SnapshotWriter, if it is in memory
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
         self._is_spoilt = False             # ... because something else has written to the files
@@ -6051,7 +6056,7 @@ class Store(Statements):
         check_log(path)
         prepare_database_file(path)
         identity = file_identity(path)      # before it is opened: it may be replaced until it is locked
-        super().__init__(open_database(path), now, {})
+        super().__init__(open_database(path, has_locks), now, {})
         try:
             self.open_files()
             if self._files[0].identity != identity:
@@ -6435,12 +6440,14 @@ def prepare_database_file(path: str) -> None:
         raise BadInput(f'{reason}; give another place with --db') from None
 
 
-def open_database(path: str) -> sqlite3.Connection:
+def open_database(path: str, has_locks: bool = True) -> sqlite3.Connection:
     """Connect, with all pragmas set."""
+    # In exclusive mode the write-ahead log needs no locks (sqlite.org/vfs.html, section 2.1: unix-none).
+    name = path if has_locks else f'file:{urllib.parse.quote(os.path.abspath(path))}?vfs=unix-none'
     try:
         # Any thread may use it, but one at a time: the caller sees to that.
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None,
-                                     check_same_thread=False)
+        connection = sqlite3.connect(name, timeout=BUSY_TIMEOUT_S, isolation_level=None,
+                                     check_same_thread=False, uri=not has_locks)
     except sqlite3.Error as error:
         raise explain_database_error(error, path) from None
     try:
@@ -6497,6 +6504,42 @@ def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
         return TorcError(f'no space left for the database {path}; nothing of this request was stored',
                          http=503)
     return TorcError(f'the database {path} cannot be used: {text}', http=503)
+
+
+def refuse_used_database(path: str) -> None:
+    """Conflict if a process has locked a database, which is none that this process has open."""
+    url = f'file:{urllib.parse.quote(os.path.abspath(path))}?mode=rw'
+    try:
+        with contextlib.closing(sqlite3.connect(url, 0.0, uri=True, isolation_level=None)) as connection:
+            connection.execute('PRAGMA locking_mode = EXCLUSIVE')
+            connection.execute('BEGIN IMMEDIATE')
+            connection.execute('ROLLBACK')
+    except sqlite3.Error as error:
+        if 'locked' in str(error) or 'busy' in str(error):
+            raise Conflict(f'{path} is a database in use: give another file') from None
+        # a damaged one is in nobody's use
+
+
+def find_damage(path: str, check: Callable[[], Any] = bool) -> str:
+    """What is wrong with a database file that nobody uses; '' if it is whole. `check` may raise."""
+    url = f'file:{urllib.parse.quote(os.path.abspath(path))}?mode=ro&immutable=1'
+    try:
+        with contextlib.closing(sqlite3.connect(url, uri=True, check_same_thread=False)) as connection:
+            connection.set_progress_handler(functools.partial(is_refused, check), 100000)
+            found = connection.execute('PRAGMA quick_check(1)').fetchone()[0]
+    except sqlite3.Error as error:
+        check()
+        found = str(error)
+    return '' if found == 'ok' else ' '.join(found.replace('*** in database main ***', '').split())
+
+
+def is_refused(check: Callable[[], Any]) -> bool:
+    """Whether a check raises. SQLite would ignore an exception."""
+    try:
+        check()
+    except TorcError:
+        return True
+    return False
 
 
 def keep_copy(connection: sqlite3.Connection, path: str) -> None:
@@ -6633,6 +6676,7 @@ class Context(Statements):
         super().__init__(store.connection, store.now, store.known_columns)
         self.caller = caller                # who asks, for events and new workflows
         self.is_admin = is_admin            # ... and may use what is for administrators
+        self.is_owner = is_admin            # has shown the token, or opened the file
         self.state = None                   # type: Any  # WorkflowState at first, if the request names one
         # What is to be stored if the verb fails.
         self.on_failure = None              # type: Optional[Callable[[], Any]]
@@ -6777,7 +6821,8 @@ def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[in
     wanted = sorted(set(ids))
     if not wanted:
         return
-    query = f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN'
+    # The plus sign keeps SQLite from looking through all rows of the workflow for each piece of the ids.
+    query = f'SELECT id FROM {table} WHERE +workflow_id = {int(workflow_id)} AND id IN'
     owned = {row[0] for row in rows_by_ids(context, query, wanted)}     # of 100,000 jobs in 200 statements
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
@@ -7133,7 +7178,7 @@ def release_sets(context: Context, workflow_id: int, set_ids: Ids) -> List[Tuple
     run_by_ids(context, f'UPDATE job SET status = {READY} WHERE id IN', ready)
     run_by_ids(context, f'UPDATE job SET status = {CANCELED} WHERE id IN', canceled)
     announce_canceled(context, workflow_id, canceled)
-    count_trigger(context, workflow_id, 'on_jobs_ready', ready)
+    count_trigger(context, workflow_id, 'on_jobs_ready', ready + canceled)     # no action waits for ever
     return [(job_id, CANCELED) for job_id in canceled]
 
 
@@ -7152,6 +7197,19 @@ def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Ids
                      ((count, action_id) for action_id, count in counts.items()))
 
 
+def uncount_trigger(context: Context, trigger: str, job_ids: Ids) -> None:
+    """Take back what count_trigger() has noted: these jobs are not ready, or have not ended, after all.
+
+    An action that was executed stays so.
+    """
+    gates = rows_by_ids(context, 'SELECT action_id, job_id FROM action_job CROSS JOIN workflow_action action '
+                                 f"ON action.id = action_id WHERE trigger_type = '{trigger}' "
+                                 'AND executed = 0 AND is_counted = 1 AND job_id IN', job_ids)
+    context.run_many('UPDATE action_job SET is_counted = 0 WHERE action_id = ? AND job_id = ?', gates)
+    context.run_many('UPDATE workflow_action SET trigger_count = trigger_count - 1 WHERE id = ?',
+                     ((action_id,) for action_id, _ in gates))
+
+
 def expect_completion(context: Context, workflow_id: int) -> None:
     """The workflow has something to do again: what is due at its completion is due no longer."""
     context.run('UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? '
@@ -7161,24 +7219,59 @@ def expect_completion(context: Context, workflow_id: int) -> None:
 IS_GATED = f"trigger_type IN {JOB_TRIGGERS}"      # a tuple of texts is written as in SQL
 
 
+def has_work(context: Context, action: Values) -> bool:
+    """Whether a job is left that allocations of an action could run.
+
+    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
+    that is bound to none, or to one that no action submits (any more, after a recovery).
+    """
+    workflow_id = int(action['workflow_id'])
+    undone = f'workflow_id = {workflow_id} AND status IN {sql_list(NOT_DONE)}'
+    mine = action['action_config'].get('scheduler_id')
+    if action['trigger_type'] == 'on_jobs_ready':
+        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
+    else:
+        found = context.select('workflow_action', "WHERE workflow_id = ? AND action_type = 'schedule_nodes'",
+                               (workflow_id,))
+        submitted = {each['action_config'].get('scheduler_id') or 0 for each in found}
+        other = ('kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL '
+                 f'OR scheduler_id NOT IN {sql_list(submitted)})')
+    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
+    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
+                       (mine,)) is not None
+
+
 def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
     """At an initialize: recovery actions go, the others are to be executed again, counted anew from the jobs.
 
-    In a partial run what has been done stays done: on_workflow_start, job triggers whose jobs have all
-    finished, and on_workflow_complete if there is nothing to run.
+    In a partial run what has been done stays done.
     """
     context.run('DELETE FROM workflow_action WHERE workflow_id = ? AND is_recovery = 1', (workflow_id,))
     recount_actions(context, workflow_id, '1')
-    kept = '0'
-    if is_partial:
-        kept = (f"trigger_type = 'on_workflow_start' OR {IS_GATED} AND NOT EXISTS "
-                '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
-                f'WHERE action_id = workflow_action.id AND status NOT IN {sql_list(FINISHED)})')
-        kept += " OR trigger_type = 'on_workflow_complete'" if is_complete(context, workflow_id) else ''
+    kept = find_kept_actions(context, workflow_id) if is_partial else []
+    again = f'workflow_id = ? AND id NOT IN {sql_list(kept)}'
     context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
-                f'is_reported = 0, failure = NULL WHERE workflow_id = ? AND NOT ({kept})', (workflow_id,))
+                f'is_reported = 0, failure = NULL WHERE {again}', (workflow_id,))
     context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action '
-                'WHERE workflow_id = ? AND executed = 0)', (workflow_id,))
+                f'WHERE {again})', (workflow_id,))
+
+
+def find_kept_actions(context: Context, workflow_id: int) -> List[int]:
+    """The actions that a partial run does not repeat.
+
+    Of commands, those of on_workflow_start, of jobs that have all finished, and, if there is nothing to run,
+    of on_workflow_complete. Of allocations, those that no job is left for.
+    """
+    done = (f"trigger_type = 'on_workflow_start' OR {IS_GATED} AND NOT EXISTS "
+            '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
+            f'WHERE action_id = workflow_action.id AND status NOT IN {sql_list(FINISHED)})')
+    if is_complete(context, workflow_id):
+        done += " OR trigger_type = 'on_workflow_complete'"
+    commands = context.ids("SELECT id FROM workflow_action WHERE workflow_id = ? "
+                           f"AND action_type = 'run_commands' AND ({done})", (workflow_id,))
+    schedules = context.select('workflow_action', "WHERE workflow_id = ? AND action_type = 'schedule_nodes'",
+                               (workflow_id,))
+    return commands + [action['id'] for action in schedules if not has_work(context, action)]
 
 
 def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
@@ -9176,8 +9269,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
         if job is None:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
                           f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
-    if attempt_id != job.attempt_id:
-        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    job = believe_attempt(context, state, job, attempt_id, end)
     was_canceled = job.status == CANCELED and job.compute_node_id is not None
     if job.status not in OPEN and not was_canceled:
         raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
@@ -9258,7 +9350,8 @@ def record_unwritten_data(context: Context, state: WorkflowState, job: JobState)
 
 def is_same_end(known: Tuple[int, int], end: Values) -> bool:
     """Whether the end of an attempt, as known by return code and status, is this very one."""
-    return known[0] == end['return_code'] and known[1] in (STATUS_CODES[end['status']], CANCELED)
+    status = STATUS_CODES[end['status']]    # one that was to be decided about may have been
+    return known[0] == end['return_code'] and (known[1] in (status, CANCELED) or status == PENDING_FAILED)
 
 
 def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Values) -> str:
@@ -9351,8 +9444,8 @@ def reverse_or_settle(context: Context, job: JobState, code: int) -> None:
     recount_sets(context, job.workflow_id)
     sets = context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job.id,))
     settle(context, job.workflow_id, release_sets(context, job.workflow_id, sets))
-    if STATUSES[code].is_finished:
-        count_trigger(context, job.workflow_id, 'on_jobs_complete', [job.id])
+    for trigger in JOB_TRIGGERS if STATUSES[code].is_finished else ():
+        count_trigger(context, job.workflow_id, trigger, [job.id])
 
 
 def return_claims(context: Context, job_ids: Ids) -> None:
@@ -9405,7 +9498,8 @@ def undo_assumed_end(context: Context, state: WorkflowState, job: JobState, atte
         return None
     node_id = node_id or row[1]
     context.run('DELETE FROM result WHERE id = ?', row[:1])
-    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, compute_node_id = ?, '
+    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, '
+                'compute_node_id = (SELECT id FROM compute_node WHERE id = ?), '     # unless it was deleted
                 "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
                 (attempt_id, start_time, node_id, attempt_id, job.id))
     if not state.is_canceled:
@@ -9421,15 +9515,64 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
+        uncount_trigger(context, 'on_jobs_complete', job_ids)
         rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
         sets = sorted({row[0] for row in rows})
         run_by_ids(context, RECOUNT + 'id IN', sets)
-        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE status = {READY} AND dep_set_id IN',
-                   sets)
+        ready = [row[0] for row in rows_by_ids(
+            context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
+        run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
+        uncount_trigger(context, 'on_jobs_ready', ready)
         job_ids = [row[0] for row in rows_by_ids(
             context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
             f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
+
+
+# -------- attempts that this database knows nothing of --------
+#
+# A server may come back with an older copy of its database: a snapshot, after a disk was lost. Its runners,
+# and their journals, know of attempts that began after the copy was made. In a database that has forgotten
+# nothing an attempt that runs, or has ended, is either held by its node or has a result, and none is later
+# than its job's: so what is neither is believed, as long as no other node holds the job.
+
+def believe_attempt(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
+                    end: Values) -> JobState:
+    """The job, at the attempt of an end: the known one; or a later one, if that is open, or lost.
+
+    Refused for an earlier one; and also for a later one unless `is_witnessed`: by a runner, which knows.
+    """
+    node_id = end.get('compute_node_id')
+    if attempt_id == job.attempt_id:
+        return job
+    if attempt_id < job.attempt_id or not end.get('is_witnessed'):
+        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    if job.status == FAILED:
+        job = recover_lost(context, state, job, job.attempt_id, node_id) or job
+    if job.status not in OPEN:
+        raise Refused(f'job {job.id} has no attempt {attempt_id}: the last one is {job.attempt_id}, and '
+                      f'it is {STATUS_NAMES[job.status]}')
+    refuse_other_holder(context, job, node_id)
+    context.run('UPDATE job SET attempt_id = ? WHERE id = ?', (attempt_id, job.id))
+    record_event(context, state.id, {
+        'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
+        'run_id': state.run_id, 'attempt_id': attempt_id,
+        'message': f'Job {job.name}: its runner knows attempt {attempt_id}, and this database, an older copy '
+                   f'of itself, only attempt {job.attempt_id}'}, 'warning')
+    return job_state(context, job.id)
+
+
+def believe_start(context: Context, state: WorkflowState, job: JobState, start: Cells, node_id: int) -> None:
+    """A runner runs an attempt of a job that waits by the records: nobody else has it, so it is believed."""
+    job_id, attempt_id, start_time = start
+    has_result = 'SELECT 1 FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?'
+    if job.status not in (BLOCKED, READY) or attempt_id < job.attempt_id or job.has_results and context.one(
+            has_result, (job_id, state.run_id, attempt_id)):
+        return
+    job = believe_attempt(context, state, job, attempt_id, {'compute_node_id': node_id, 'is_witnessed': True})
+    note_unclaimed(context, job)
+    context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ?',
+                (start_time, node_id, job_id))
 
 
 # -------- why a job failed, or does not run --------
@@ -9443,6 +9586,7 @@ ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was ca
 BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
 BROKEN_WORDS = tuple(STATUS_NAMES[code] for code in BROKEN)
 HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)  # what blocked jobs wait for in the end
+RUNNER_LEFT = 'its last runner'     # so begins the reason of an allocation that ended as it should
 IDLE_REASONS = {READY: WAIT_REASONS['no_runner'], UNINITIALIZED: WAIT_REASONS['uninitialized']}
 PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
@@ -9463,6 +9607,9 @@ def explain_job(context: Context, job_id: int) -> Values:
         reason = WAIT_REASONS['prerequisites'].format(first_of(names, FAILURES_EXPLAINED))
     else:
         reason = IDLE_REASONS.get(job.status)
+        last = context.value('SELECT reason FROM result WHERE job_id = ? AND is_current = 1 '
+                             'AND is_interrupted = 1', (job_id,)) if job.status == READY else None
+        reason = f'{reason}; its last attempt was interrupted: {last}' if last else reason
     return dict(answer, reason=reason) if reason else answer
 
 
@@ -9513,10 +9660,29 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
         'SELECT job.id, job.name, result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
         f'WHERE result.workflow_id = ? AND is_current = 1 AND result.status = {COMPLETED} '
         'AND reason IS NOT NULL LIMIT ?', (workflow_id, limit))
+    ended = context.select('scheduled_compute_node', "WHERE workflow_id = ? AND status IN ('complete', "
+                           f"'canceled') AND reason NOT LIKE '{RUNNER_LEFT}%' ORDER BY id DESC LIMIT ?",
+                           (workflow_id, limit))
     return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
             'blockers': [explain_job(context, job_id) for job_id in blockers],
-            'remarks': [{'job_id': job_id, 'job_name': name, 'status': STATUS_NAMES[COMPLETED],
-                         'reason': reason} for job_id, name, reason in remarks]}
+            'remarks': explain_interruptions(context, workflow_id, limit) + [
+                {'job_id': job_id, 'job_name': name, 'status': STATUS_NAMES[COMPLETED], 'reason': reason}
+                for job_id, name, reason in remarks], 'ended_allocations': ended}
+
+
+def explain_interruptions(context: Context, workflow_id: int, limit: int) -> List[Values]:
+    """Which jobs are to run again since what they ran in was ended, those with the same reason together."""
+    groups = context.rows(
+        'SELECT min(job.id), count(*), result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
+        'WHERE result.workflow_id = ? AND is_current = 1 AND is_interrupted = 1 '
+        f'AND job.status IN ({READY}, {BLOCKED}) GROUP BY result.reason ORDER BY 2 DESC LIMIT ?',
+        (workflow_id, limit))
+    found = []
+    for job_id, count, reason in groups:
+        job, more = job_state(context, job_id), f', like {count - 1} more' if count > 1 else ''
+        found.append({'job_id': job_id, 'job_name': job.name, 'status': STATUS_NAMES[job.status],
+                      'reason': f'runs again{more}: {reason}'})
+    return found
 
 
 def find_blockers(context: Context, workflow_id: int, limit: int) -> List[int]:
@@ -9878,8 +10044,8 @@ def take_submissions(context: Context, workflow_id: int, body: Values) -> Values
         made += new or []
     if body.get('scheduler_config_id') is not None:
         check_owned(context, 'slurm_scheduler', workflow_id, [body['scheduler_config_id']])
-        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings,
-                                   body.get('count') or 1, None)
+        count = body.get('count') or default_count(context, workflow_id, body['scheduler_config_id'])
+        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings, count, None)
     taken = hold_submissions(context, workflow_id, submitter, context.now() + body['lease_s'], made)
     others = context.rows('SELECT DISTINCT submitter FROM scheduled_compute_node WHERE workflow_id = ? '
                           f'AND {IS_UNSUBMITTED} AND submitter <> ?', (workflow_id, submitter))
@@ -9943,21 +10109,6 @@ def execute_schedule(context: Context, action: Values, settings: Values, count: 
                               count, action['id'])
 
 
-def has_work(context: Context, action: Values) -> bool:
-    """Whether a job is left that allocations of an action could run.
-
-    That is one that on_jobs_ready names, or one that is bound to its scheduler; of another trigger also one
-    that is bound to none.
-    """
-    undone = f"workflow_id = {int(action['workflow_id'])} AND status IN {sql_list(NOT_DONE)}"
-    bound = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id = ?)'
-    other = 'kind_id IN (SELECT id FROM job_kind WHERE scheduler_id IS NULL)'
-    if action['trigger_type'] == 'on_jobs_ready':
-        other = f"id IN (SELECT job_id FROM action_job WHERE action_id = {int(action['id'])})"
-    return context.one(f'SELECT 1 FROM job WHERE {undone} AND ({bound} OR {other}) LIMIT 1',
-                       (action['action_config'].get('scheduler_id'),)) is not None
-
-
 def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, settings: Values, count: int,
                        action_id: Optional[int]) -> List[int]:
     """Rows of allocations that are to be submitted together; their ids."""
@@ -9967,6 +10118,32 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
               'scheduler_type': 'slurm', 'status': 'pending', 'made_for': action_id,
               'submission': dict(settings, num_allocations=count)}
     return [context.insert('scheduled_compute_node', values) for _ in range(count)]
+
+
+def default_count(context: Context, workflow_id: int, scheduler_id: int) -> int:
+    """Allocations to submit of a scheduler where nobody says how many: one, or a chain for all its jobs."""
+    scheduler = get_row(context, 'slurm_scheduler', scheduler_id)
+    needs = allocation_needs(context, workflow_id, scheduler_id)
+    if not scheduler['serialize_allocations']:
+        return 1
+    return count_links(needs['num_jobs'], scheduler['walltime'], needs['runtime_s'])
+
+
+def count_links(num_jobs: int, walltime: str, runtime_s: int) -> int:
+    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end."""
+    try:
+        jobs_each = max(1, parse_walltime(walltime) // runtime_s) if runtime_s else num_jobs
+    except ValueError:      # Slurm will say so
+        jobs_each = 1
+    return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // max(1, jobs_each))))
+
+
+def chain_jobs(context: Context, workflow_id: int, scheduler: Values) -> List[int]:
+    """The Slurm jobs of a chain that are known: by their names alone they cannot be told apart."""
+    if not scheduler['serialize_allocations']:
+        return []
+    return context.ids('SELECT scheduler_id FROM scheduled_compute_node WHERE workflow_id = ? '
+                       'AND scheduler_config_id = ? AND scheduler_id > 0', (workflow_id, scheduler['id']))
 
 
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
@@ -9983,24 +10160,30 @@ def hold_submissions(context: Context, workflow_id: int, submitter: str, until: 
     schedulers = {scheduler_id: (get_row(context, 'slurm_scheduler', scheduler_id),
                                  allocation_needs(context, workflow_id, scheduler_id))
                   for scheduler_id in {row[1] for row in rows}}
+    chains = {scheduler_id: chain_jobs(context, workflow_id, scheduler)
+              for scheduler_id, (scheduler, _) in schedulers.items()}
     return [{'id': row_id, 'scheduler': schedulers[scheduler_id][0], 'needs': schedulers[scheduler_id][1],
-             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made}
+             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made,
+             'known_jobs': chains[scheduler_id]}
             for row_id, scheduler_id, settings in rows]
 
 
 def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> Values:
     """What the largest of the jobs that are left for a scheduler needs, and how many they are."""
-    query = ('SELECT max(num_cpus), max(memory_bytes), total(count) FROM (SELECT needs.num_cpus, '
+    query = ('SELECT max(num_cpus), max(memory_bytes), total(count), max(runtime_s) FROM (SELECT '
+             'needs.num_cpus, needs.runtime_s, '
              'CASE WHEN needs.is_implicit THEN 0 ELSE needs.memory_bytes END AS memory_bytes, '
              '(SELECT count(*) FROM job WHERE kind_id = kind.id '
              f'AND status IN {sql_list(NOT_DONE)}) AS count FROM job_kind kind '
              'JOIN resource_requirements needs ON needs.id = resource_requirements_id '
              'WHERE kind.workflow_id = ? AND kind.scheduler_id {}) WHERE count > 0')
     for condition, values in (('= ?', (scheduler_id,)), ('IS NULL', ()), ('IS NOT NULL', ())):
-        num_cpus, memory_bytes, count = context.one(query.format(condition), (workflow_id, *values))
+        num_cpus, memory_bytes, count, runtime_s = context.one(query.format(condition),
+                                                               (workflow_id, *values))
         if count:
-            return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count)}
-    return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1}
+            return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count),
+                    'runtime_s': runtime_s}
+    return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1, 'runtime_s': 0}
 
 
 def report_submissions(context: Context, workflow_id: int, body: Values) -> Values:
@@ -10169,7 +10352,7 @@ def leave_allocation(context: Context, node: Values) -> None:
         for record in records_of(context, workflow_id, slurm_job_id):
             if record['status'] == 'active':
                 set_allocation_status(context, record, 'complete',
-                                      f"its last runner (compute node {node['id']}) has left")
+                                      f"{RUNNER_LEFT} (compute node {node['id']}) has left")
 
 
 def records_of(context: Context, workflow_id: int, slurm_job_id: int) -> List[Values]:
@@ -10332,7 +10515,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     state = context.state
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
-    renew_lease(context, workflow_id, node_id, body.get('lease_s'))
+    renew_lease(context, workflow_id, node_id, body)
     refuse_obsolete(context, node_id, body.get('turn'))
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
               'revoked_actions': []}     # type: Values
@@ -10384,12 +10567,15 @@ def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
     return any(context.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
 
 
-def renew_lease(context: Context, workflow_id: int, node_id: int, lease_s: Optional[float]) -> None:
+def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) -> None:
     """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere."""
-    row = context.one('SELECT is_active, lease_s FROM compute_node WHERE id = ? AND workflow_id = ?',
-                      (node_id, workflow_id))
-    if row is None:
-        raise NotFound(f'workflow {workflow_id} has no compute node {node_id}')
+    row = context.one('SELECT is_active, lease_s, pid, identity FROM compute_node '
+                      'WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
+    lease_s, identity = body.get('lease_s'), body.get('identity')
+    is_other = row is not None and identity and (body.get('pid'), identity) != row[2:]
+    if row is None or is_other:     # in an older copy of a database ids are given once more
+        raise Refused(f'workflow {workflow_id} has no compute node {node_id}: it was deleted, or this is an '
+                      'older copy of the database; register a new one', gone=True)
     if not row[0]:
         raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one',
                       gone=True)
@@ -10458,8 +10644,9 @@ def record_start(context: Context, state: WorkflowState, node_id: int, start: Ce
         return
     if (job.compute_node_id, job.attempt_id) == (node_id, attempt_id):
         mark_started(context, job_id, node_id, start_time)
-    elif job.workflow_id == state.id:
-        recover_lost(context, state, job, attempt_id, node_id, start_time)
+    elif job.workflow_id == state.id and not recover_lost(context, state, job, attempt_id, node_id,
+                                                          start_time):
+        believe_start(context, state, job, start, node_id)
 
 
 def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Values,
@@ -10468,16 +10655,23 @@ def record_reported_end(context: Context, state: WorkflowState, node_id: int, en
     try:
         check_final(end['status'])
         times = times_by_id(end.get('file_times') or {})
-        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id))
+        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id,
+                                                 is_witnessed=True))
     except TorcError as error:
         answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'],
                                  'message': error.message})
         return
     answer['accepted'].append([end['job_id'], end['attempt_id'], status])
-    if end.get('file_times'):
+    record_outputs(context, state, end['job_id'], times, status)
+
+
+def record_outputs(context: Context, state: WorkflowState, job_id: int, times: FileTimes,
+                   status: str) -> None:
+    """The times of the files that an attempt has left."""
+    if times:
         store_file_times(context, state.id, times)
         if status == 'completed':
-            note_job_outputs(context, state, job_state(context, end['job_id']))
+            note_job_outputs(context, state, job_state(context, job_id))
 
 
 def record_action_end(context: Context, workflow_id: int, node_id: int, result: Values) -> None:
@@ -11466,6 +11660,28 @@ def snapshot_database(context: Context) -> Values:
     return dict({'error': snapshots.error} if snapshots.error else {}, changes=changes, saved=snapshots.saved)
 
 
+def backup_database(context: Context, body: Values) -> Values:
+    """Copy the database to a file on the server's host; with `id`, see how far that is."""
+    # An administrator who has not shown the token is another user, who could write to any file of ours.
+    if not context.is_owner:
+        raise Denied('only the owner of the server, with its token, can have its database copied to a file')
+    copies = context.store.copies
+    if copies is None:
+        raise Refused('this database is not served: copy it with `torc.py serve --backup FILE`')
+    if body.get('id') is None:
+        return format_backup(copies.ask_backup(body['path']))
+    found = next((backup for backup in copies.backups if backup.id == body['id']), None)
+    if found is None:
+        raise NotFound(f"there is no backup {body['id']}")
+    return format_backup(found)
+
+
+def format_backup(backup: Any) -> Values:
+    """A backup as it is told."""
+    return dict({'error': backup.error} if backup.error else {}, id=backup.id, path=backup.path,
+                is_done=backup.is_done)
+
+
 # -------- streams --------
 
 class Subscription(Row):
@@ -11817,16 +12033,18 @@ def get_demand(context: Context, workflow_id: int) -> Values:
     """
     state, graph = workflow_state(context, workflow_id), get_dependency_graph(context, workflow_id)
     jobs = context.rows('SELECT status, kind_id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
-    columns = ('id', 'scheduler_id', 'has_labels', 'requirements_id', 'name', 'num_cpus', 'memory_bytes',
-               'num_gpus', 'num_nodes', 'runtime_s')
+    columns = ('id', 'scheduler_id', 'has_labels', 'in_chain', 'requirements_id', 'name', 'num_cpus',
+               'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s')
     kinds = context.rows(
-        'SELECT kind.id, kind.scheduler_id, kind.labels IS NOT NULL, needs.id, needs.'
-        f"{', needs.'.join(columns[4:])} FROM job_kind kind "
+        'SELECT kind.id, kind.scheduler_id, kind.labels IS NOT NULL, ifnull(serialize_allocations, 0), '
+        f"needs.id, needs.{', needs.'.join(columns[5:])} FROM job_kind kind "
+        'LEFT JOIN slurm_scheduler scheduler ON scheduler.id = kind.scheduler_id '
         'JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
         'WHERE kind.workflow_id = ? ORDER BY kind.id', (workflow_id,))
     return dict(graph, run_id=state.run_id, newest_scheduler_id=newest_scheduler(context, workflow_id),
                 statuses=[STATUS_NAMES[status] for status, _ in jobs], kind_ids=[row[1] for row in jobs],
-                kinds=[dict(zip(columns, row), has_labels=bool(row[2])) for row in kinds],
+                kinds=[dict(zip(columns, row), has_labels=bool(row[2]), in_chain=bool(row[3]))
+                       for row in kinds],
                 allocations=describe_allocations(context, workflow_id,
                                                  describe_runners(context, workflow_id)))
 
@@ -11853,16 +12071,20 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
     taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
     scheduler_ids, due = [], []     # type: List[int], List[Values]
     for planned in body['schedulers']:
-        values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
-        scheduler = create_row(context, 'slurm_scheduler', values)
-        scheduler_ids.append(scheduler['id'])
-        bind_jobs(context, workflow_id, planned['job_ids'], scheduler['id'] if planned['is_bound'] else None)
+        scheduler_id = planned.get('scheduler_id')
+        if scheduler_id is None:
+            values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
+            scheduler_id = create_row(context, 'slurm_scheduler', values)['id']
+            bound_to = scheduler_id if planned['is_bound'] else None
+            bind_jobs(context, workflow_id, planned['job_ids'], bound_to)
+        check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
+        scheduler_ids.append(scheduler_id)
         for stage in planned['stages']:
             gates = stage.get('job_ids')
             action = create_workflow_action(context, workflow_id, {
                 'trigger_type': 'on_jobs_ready' if gates else 'on_workflow_start', 'job_ids': gates,
                 'action_type': 'schedule_nodes', 'is_recovery': True, 'action_config': {
-                    'scheduler_type': 'slurm', 'scheduler_id': scheduler['id'],
+                    'scheduler_type': 'slurm', 'scheduler_id': scheduler_id,
                     'num_allocations': stage['num_allocations']}})
             due += [] if gates else [{'action_id': action['id']}]
     record_event(context, workflow_id, {
@@ -11894,6 +12116,81 @@ def bind_jobs(context: Context, workflow_id: int, job_ids: Ids, scheduler_id: Op
         parts = requirements, priority, scheduler_id, json.loads(labels) if labels else None
         run_by_ids(context, f'UPDATE job SET kind_id = {int(find_job_class(context, workflow_id, parts))} '
                             'WHERE id IN', bound)
+
+
+# -------- journals --------
+
+def replay_completions(context: Context, workflow_id: int, body: Values) -> Values:
+    """Take in completions from the journals of runners: each is accepted, known, or rejected with a reason.
+
+    What follows from one is what would have followed had it come in time. It counts also for a job that was
+    taken for lost, as long as no later attempt has begun. `left`: runners that have left since; their nodes
+    are released.
+    """
+    accepted, rejected = [], []     # type: List[List[int]], List[Values]
+    database_id = context.value('SELECT id FROM identity')
+    for entry in body['completions']:
+        key = [entry['job_id'], entry['result'].get('attempt_id') or 1]     # 1: Torc's default
+        try:
+            with context.savepoint():
+                check_journaled(context, entry, body['run_id'], database_id)
+                if replay_completion(context, context.state, key, entry):
+                    accepted.append(key)
+        except TorcError as error:
+            rejected.append({'job_id': key[0], 'attempt_id': key[1], 'message': error.message})
+    if accepted:
+        backfill_results(context, context.state.run_id, [job_id for job_id, _ in accepted])
+        note_if_complete(context, workflow_id)
+        record_event(context, workflow_id, {
+            'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
+            'message': f'{len(accepted)} completions were taken in from journals of runners'})
+    released = [node_id for node_id in map(functools.partial(find_left, context), body.get('left') or ())
+                if node_id]
+    for node_id in released:
+        end_node(context, node_id)
+        leave_allocation(context, get_row(context, 'compute_node', node_id))
+    return {'accepted': accepted, 'known': len(body['completions']) - len(accepted) - len(rejected),
+            'rejected': rejected, 'released': released}
+
+
+def find_left(context: Context, runner: Values) -> Optional[int]:
+    """The active compute node of a runner that has left, if it is that very process."""
+    return context.value('SELECT id FROM compute_node WHERE id = ? AND workflow_id = ? AND is_active = 1 '
+                         'AND hostname = ? AND pid = ? AND identity = ?',
+                         (runner['compute_node_id'], context.state.id, runner['hostname'], runner['pid'],
+                          runner['identity']))
+
+
+def check_journaled(context: Context, entry: Values, run_id: int, database_id: str) -> None:
+    """Refuse what is of another run, workflow, database or job, by all that its runner has noted."""
+    details = entry.get('torc_py') or {}
+    if details.get('database_id') not in (None, database_id):
+        raise Refused("it is of a workflow with the same id in another database, and not of this server's")
+    if entry['run_id'] != run_id:
+        raise Refused(f"it is of run {entry['run_id']}, and not of run {run_id}")
+    check_run(context.state, run_id)
+    # An older copy of a database does not know the node, or knows another one by its id.
+    check_result(context, dict(entry['result'], compute_node_id=None), job_id=entry['job_id'],
+                 workflow_id=context.state.id, status=entry['status'], run_id=entry['run_id'])
+    name, known = details.get('job_name'), job_state(context, entry['job_id']).name
+    if name not in (None, known):
+        raise Refused(printable(f"job {entry['job_id']} is {known!r} here, and {name!r} in the journal"))
+
+
+def replay_completion(context: Context, state: WorkflowState, key: List[int], entry: Values) -> bool:
+    """Take in one completion with its details. False if it is known."""
+    details, result = entry.get('torc_py') or {}, entry['result']
+    known = context.one('SELECT return_code, status FROM result WHERE job_id = ? AND run_id = ? '
+                        'AND attempt_id = ?', (key[0], state.run_id, key[1]))
+    if known and is_same_end(known, result):
+        return False
+    times = times_by_id(details.get('file_times') or {})
+    status = record_end(context, state, dict({**details, **result}, attempt_id=key[1], is_witnessed=True))
+    record_outputs(context, state, key[0], times, status)
+    note_contents(context, state.id, details.get('contents') or ())
+    if details.get('accounting'):
+        record_accounts(context, state, [dict(details['accounting'], job_id=key[0], attempt_id=key[1])])
+    return True
 
 
 # -------- failed jobs that run again --------
@@ -12304,13 +12601,15 @@ MODELS = {
     'CreateJobsResponse': 'jobs:[@JobModel]',
     'CreateUserDataListResponse': 'user_data:[@UserDataModel]',
     'CreatedWorkflow': 'workflow_id:int! workflow_name:str! job_count:int!',
+    'DatabaseBackupModel': 'path:str! id:int',
+    'DatabaseBackupResponse': 'id:int! path:str! is_done:bool! error:str',
     'DatabaseResponse': 'id:str! path:str! host:str!',
     'DatabaseSnapshotResponse': 'changes:int! saved:int! error:str',
     'DeleteCountResponse': 'count:int!',
     'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
     'DeletedUserData': 'deleted_count:int! message:str!',
-    'DemandKind': 'id:int! scheduler_id:int has_labels:bool! requirements_id:int! name:str! num_cpus:int! '
-        'memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
+    'DemandKind': 'id:int! scheduler_id:int has_labels:bool! in_chain:bool! requirements_id:int! name:str! '
+        'num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
     'DemandResponse': 'allocations:[@WaitingAllocation]! job_ids:[int]! job_names:[str]! kind_ids:[int]! '
         'kinds:[@DemandKind]! newest_scheduler_id:int! run_id:int! set_numbers:[int]! sets:[[int]]! '
         'statuses:[@JobStatus]!',
@@ -12351,6 +12650,10 @@ MODELS = {
     'JobUserDataRelationshipModel': 'consumer_job_id:int consumer_job_name:str producer_job_id:int '
         'producer_job_name:str user_data_id:int! user_data_name:str! workflow_id:int!',
     'JobsModel': 'jobs:[@JobModel]!',
+    'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
+        'torc_py:@JournaledDetails',
+    'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
+        'contents:[content] accounting:?RunnerAccount job_name:str database_id:str',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'ListJobIdsResponse': 'count:int! job_ids:[int]!',
     'ListMissingUserDataResponse': 'user_data:[int]!',
@@ -12370,6 +12673,8 @@ MODELS = {
         'run_id:int! to_run:[int]! workflow_id:int!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
+    'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]! left:[@RunnerLeft]',
+    'ReplayResponse': 'accepted:[attempt]! known:int! rejected:[@RunnerError]! released:[int]!',
     'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
         'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
@@ -12394,7 +12699,9 @@ MODELS = {
         'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
-    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float completions:[@RunnerEnd] '
+    'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str!',
+    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
+        'completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
         'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
         'held_actions:[int] turn:int submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
@@ -12429,13 +12736,14 @@ MODELS = {
         'submission:@SubmissionRequest taken:[int]!',
     'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
         'submitters:[str]! taken:int!',
-    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! stages:[@StoredStage]!',
+    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! scheduler_id:int '
+        'stages:[@StoredStage]!',
     'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
     'ScheduledAction': 'action_id:int! count:ordinal',
     'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
     'SubmissionModel': 'id:int! scheduler:@SlurmSchedulerModel! needs:object! settings:object! '
-        'database_id:str! is_new:bool!',
+        'database_id:str! is_new:bool! known_jobs:[int]!',
     'SubmissionReport': 'submitter:str! submitted:[@SubmissionEnd]!',
     'SubmissionReportResponse': 'surplus:[int]!',
     'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
@@ -12484,7 +12792,8 @@ MODELS = {
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
         'required_triggers:int trigger_count:int trigger_type:str! workflow_id:int!',
     'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! '
-        'blockers:[@JobExplanation]! remarks:[@JobExplanation]',
+        'blockers:[@JobExplanation]! remarks:[@JobExplanation] '
+        'ended_allocations:[@ScheduledComputeNodesModel]',
     'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int '
         'compute_node_ignore_workflow_completion:bool compute_node_min_time_for_new_jobs_seconds:int '
         'compute_node_wait_for_healthy_database_minutes:int compute_node_wait_for_new_jobs_seconds:int '
@@ -12896,6 +13205,8 @@ ROUTES = (
     route_to('GET', OPENAPI_PATH, get_openapi, 'object'),
     route_to('GET', '/database', get_database, '@DatabaseResponse'),
     route_to('POST', '/database/snapshot', snapshot_database, '@DatabaseSnapshotResponse'),
+    route_to('POST', '/database/backup', backup_database, '@DatabaseBackupResponse',
+             body='DatabaseBackupModel'),
 
     route_to('POST', '/workflows', create_workflow, '@WorkflowModel', body='WorkflowModel'),
     route_to('POST', '/workflows/from_spec', create_workflow_from_spec, '@CreatedWorkflow', body='PlanModel'),
@@ -12950,6 +13261,7 @@ ROUTES = (
              query='limit:int labels:str'),
     route_to('POST', 'batch_complete_jobs', batch_complete_jobs, '@BatchCompleteJobsResponse',
              body='BatchCompleteJobsRequest'),
+    route_to('POST', 'replay_completions', replay_completions, '@ReplayResponse', body='ReplayRequest'),
     route_to('POST', 'runner_sync', runner_sync, '@RunnerSyncResponse', body='RunnerSyncRequest'),
 
     route_to('POST', '/jobs', create_job, '@JobModel', body='JobModel'),
@@ -13022,13 +13334,11 @@ ROUTES = (
     route_to('GET', 'demand', get_demand, '@DemandResponse'),
     route_to('POST', 'store_allocations', store_allocations, '@StoreAllocationsResponse',
              body='StoreAllocationsRequest'),
-
     route_to('POST', 'recover_jobs', recover_jobs, '@RecoverJobsResponse', body='RecoverJobsRequest',
              query='dry_run:bool'),
     route_to('POST', 'classify_jobs', classify_jobs, '@ClassifyJobsResponse', body='ClassifyJobsRequest'),
     route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
     route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
-
     route_to('POST', 'watch', watch_workflow, '@WatchResponse', body='WatchRequest'),
     route_to('GET', 'unplanned_jobs', list_unplanned_jobs, '@ListJobIdsResponse'),
 
@@ -13087,8 +13397,8 @@ BULK_PATHS = frozenset(API_PREFIX + path for path in (
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
 # Operations that are not about one workflow: their verbs decide who may. All others need access to theirs.
 OPEN_OPERATIONS = frozenset((
-    'ping', 'get_version', 'get_openapi', 'get_database', 'snapshot_database', 'list_workflows',
-    'list_workflow_statuses',
+    'ping', 'get_version', 'get_openapi', 'get_database', 'snapshot_database', 'backup_database',
+    'list_workflows', 'list_workflow_statuses',
     'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
     'remove_user_from_group', 'list_user_groups', 'check_workflow_access', 'reload_auth'))
@@ -13480,11 +13790,18 @@ def describe_interface() -> Dict[str, Any]:
 # locks cannot be trusted), torc.db.memory (where a server has it in memory), and torc.db.log (of a server in
 # the background). An embedded server is forked by the first client that needs one and leaves when its last
 # connection has closed. Which process serves is decided by the database's lock and nothing else.
+#
+# A server in an allocation of Slurm travels: the next allocation goes on with the same database, on another
+# host. When Slurm ends it (SIGTERM; SIGINT ends it for good) its connection files stay, and say that it has
+# moved. Until the next one is there its clients wait, and no runner starts a server that would be in its way.
 
 IN_MEMORY = ':memory:'              # for a database: one that lasts as long as its server
 DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
 MEMORY_RESERVE_BYTES = 32 * 2 ** 20     # that must be free in memory beside twice the size of the database
 COPY_BYTES = 2 ** 20                # read and written at once
+DATABASE_MAGIC = b'SQLite format 3\0'     # at its beginning (sqlite.org/fileformat2.html, section 1.3)
+STATE_ENDS = ('', '-wal', '-shm', '-journal', '.new', '.previous', '.token', '.connection', '.lease',
+              '.memory', '.log', '.loss')
 
 
 def state_directory() -> str:
@@ -13655,7 +13972,26 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
 def read_living_server(path: str) -> Optional[Dict[str, Any]]:
     """The same. None also if the server is known to have ended."""
     found = read_server_file(path)
-    return None if found is None or process_lives(found) is False else found
+    return None if found is None or is_server_over(found) else found
+
+
+def is_server_over(server: Dict[str, Any]) -> bool:
+    """Whether a server is known to have ended, by what its connection file says."""
+    return bool(server.get('moved_at')) or process_lives(server) is False
+
+
+def is_between_allocations(server: Dict[str, Any]) -> bool:
+    """Whether a server has ended that goes on in the next allocation: nobody else is to take its database."""
+    return bool(server.get('travels')) and is_server_over(server)
+
+
+def explain_server_end(server: Dict[str, Any]) -> str:
+    """How a server has ended, and what that means."""
+    if not server.get('travels'):
+        return 'was killed, or the machine was restarted'
+    how = f"ended at {server['moved_at']} with" if server.get('moved_at') else 'was killed in'
+    return (f"{how} its allocation, Slurm job {server.get('allocation')} on host {server.get('host')}, and "
+            'goes on in the next one (`squeue --me`)')
 
 
 # -------- registered servers --------
@@ -13699,7 +14035,8 @@ def register_server(server: Dict[str, Any]) -> str:
     try:
         make_private_directory(os.path.dirname(path))
         write_atomically(path, format_json(server).encode())
-        if is_network_path(server['database']):     # another host may have served it before
+        # Another host may have served it before.
+        if server.get('travels') or is_network_path(server['database']):
             for other, old in list_registrations().items():
                 if other != path and old['database'] == server['database']:
                     os.unlink(other)
@@ -13709,17 +14046,24 @@ def register_server(server: Dict[str, Any]) -> str:
     return path
 
 
-def unregister_server(path: str, server: Dict[str, Any]) -> None:
-    """Remove a connection file, if it is still this server's."""
+def unregister_server(path: str, server: Dict[str, Any], goes_on: bool = False) -> None:
+    """Remove a connection file, if it is still this server's; or say in it that another one is to come."""
     with contextlib.suppress(OSError, Denied):      # it was removed already
-        if (read_server_file(path) or {}).get('server_id') == server['server_id']:
+        if (read_server_file(path) or {}).get('server_id') != server['server_id']:
+            return
+        if goes_on:
+            write_atomically(path, format_json(dict(server, moved_at=format_time(time.time()))).encode())
+        else:
             os.unlink(path)
 
 
 def forget_server(database: str) -> None:
     """Remove the registration of a killed server. Callers have the database, so that no server has."""
-    with contextlib.suppress(OSError):      # there is none; or it stays, where the home is read-only
-        os.unlink(registration_path(database))
+    path = registration_path(database)
+    with contextlib.suppress(OSError, Denied):      # there is none; or it stays, where the home is read-only
+        if is_between_allocations(read_server_file(path) or {}):
+            return
+        os.unlink(path)
         log.warning('the server of %s was killed earlier and is no longer registered: '
                     'commands find this database only with --db', database)
 
@@ -13854,13 +14198,15 @@ class Lease:
 
 
 def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
-                  in_memory: bool = False) -> Store:
+                  in_memory: bool = False, from_snapshot: bool = False) -> Store:
     """Open a database as its only process, or put it in memory. Conflict if another process has it.
 
-    Callers release the lease of the store, if it has one, when they have closed it.
+    `from_snapshot`: where its newest state was in the memory of another host, or its newest snapshot is
+    damaged, go on with what there is. Callers release the lease of the store, if it has one, when they have
+    closed it.
     """
     prepare_database_directory(database)
-    lease = None
+    lease, has_locks = None, True
     if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
         lease = Lease(database)
         with writing(lease.path, '--db'):
@@ -13868,13 +14214,63 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
             stack.callback(lease.release)
-        store = open_in_memory(database, takes_over) if in_memory else open_on_disk(database, takes_over)
+            has_locks = can_lock(lease.path)
+        drop_second_name(database)
+        if in_memory:
+            restore_snapshot(database, from_snapshot)
+        takes_older = takes_over or from_snapshot
+        opened = open_in_memory if in_memory else open_on_disk
+        store = opened(database, takes_older, has_locks)
         store.lease = lease
         stack.callback(store.close)
         with store.transaction():
             fail_open_tasks(Service(store).context())
         stack.pop_all()
         return store
+
+
+LOCK_TRIAL_S = 10.0
+LOCK_PAUSE_S = 0.002
+
+
+def can_lock(path: str) -> bool:
+    """Whether files can be locked where a file lies, which nobody else locks. Tried by a child: it may hang.
+
+    Lustre refuses locks when it is mounted with noflock; NFS version 3 waits for a lock server that is gone.
+    """
+    try:
+        pid = os.fork()
+    except OSError:     # no room for processes: the database says whether it can be locked
+        return True
+    if pid == 0:
+        try_lock(path)
+    deadline = time.monotonic() + LOCK_TRIAL_S
+    while True:
+        try:
+            found, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:   # the caller ignores SIGCHLD
+            return True
+        if found:
+            reason = 'refuses locks' if status else ''
+            break
+        if time.monotonic() >= deadline:
+            reason = f'does not answer within {LOCK_TRIAL_S:g} s when asked for a lock'
+            os.kill(pid, signal.SIGKILL)    # in vain as long as the kernel waits: it is left
+            break
+        time.sleep(LOCK_PAUSE_S)
+    if reason:
+        log.warning('the file system of %s %s: only this lease keeps other servers away', path, reason)
+    return not reason
+
+
+def try_lock(path: str) -> None:
+    """In the forked child: lock a file, and say by the exit code whether that went well. Never returns."""
+    code = 1
+    try:
+        fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        code = 0
+    finally:
+        os._exit(code)
 
 
 # -------- databases in memory --------
@@ -13889,6 +14285,29 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
 # Snapshots do not hold up the loop: a checkpoint makes the main file whole, and while a thread copies it no
 # other checkpoint runs, so that all changes go to the write-ahead log (sqlite.org/wal.html). SQLite's backup
 # interface would need Python 3.7, and VACUUM INTO SQLite 3.27 and the loop.
+
+def restore_snapshot(database: str, from_snapshot: bool) -> None:
+    """Put the snapshot before the newest one in its place if that is damaged. Refused unless that is wanted.
+
+    No server has its lock; a plain one that is at work on the file has not left an older one beside it.
+    """
+    previous = database + '.previous'
+    if not os.path.exists(previous) or not os.path.exists(database) or os.path.exists(database + '-wal'):
+        return
+    damage = find_damage(database)
+    if not damage or find_damage(previous):     # if both are, opening it says what is wrong
+        return
+    saved_at = format_time(os.stat(previous).st_mtime)
+    if not from_snapshot:
+        raise Refused(f'the snapshot {database} is damaged ({damage}); the one before it, of {saved_at}, is '
+                      'whole: --from-snapshot continues with that, without the changes after it')
+    refuse_used_database(database)
+    aside = free_name(database + '.damaged')
+    os.rename(database, aside)
+    os.rename(previous, database)
+    log.warning('the snapshot %s was damaged (%s) and is %s now; changes after %s, when the one before it '
+                'was written, are lost', database, damage, aside, saved_at)
+
 
 def read_memory_file(database: str, takes_over: bool) -> str:
     """Path of the live file that a killed server of a database has left, or ''. Callers have its lock.
@@ -13915,7 +14334,7 @@ def read_memory_file(database: str, takes_over: bool) -> str:
     if lives is None and is_lost and not takes_over:
         raise Refused(f'the newest state of {database} is in the memory of host {found["host"]}: use it '
                       f'there first; or, if that host was restarted, continue with the snapshot of {saved_at}'
-                      f': rm {shlex.quote(path)}')
+                      f', by `torc.py serve --from-snapshot` or: rm {shlex.quote(path)}')
     if is_lost:
         log.warning('%s was in memory, which was lost with its server: changes after %s are lost',
                     database, saved_at)
@@ -13924,10 +14343,10 @@ def read_memory_file(database: str, takes_over: bool) -> str:
     return live
 
 
-def open_on_disk(database: str, takes_over: bool = False) -> Store:
+def open_on_disk(database: str, takes_over: bool = False, has_locks: bool = True) -> Store:
     """Open a database in its file. What a killed server has left in memory is written back before."""
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(contextlib.closing(Store(database)))
+        store = stack.enter_context(contextlib.closing(Store(database, has_locks=has_locks)))
         live = read_memory_file(database, takes_over)
         if not live:
             stack.pop_all()
@@ -13940,12 +14359,13 @@ def open_on_disk(database: str, takes_over: bool = False) -> Store:
         os.unlink(database + '.memory')
     log.warning('%s was in memory when its server was killed: its changes were written back', database)
     shutil.rmtree(os.path.dirname(live), ignore_errors=True)
-    return Store(database)      # the file that was opened first was replaced
+    return Store(database, has_locks=has_locks)     # the file that was opened first was replaced
 
 
-def open_in_memory(database: str, takes_over: bool = False) -> Store:
+def open_in_memory(database: str, takes_over: bool = False, has_locks: bool = True) -> Store:
     """Put a database in memory and open it there, or continue with the live file of a killed server."""
-    with contextlib.closing(Store(database)) as saved, contextlib.ExitStack() as failures:
+    with contextlib.ExitStack() as failures, \
+            contextlib.closing(Store(database, has_locks=has_locks)) as saved:
         live = read_memory_file(database, takes_over)
         if not live:
             live = os.path.join(make_memory_directory(os.fstat(saved.main_file()).st_size), 'torc.db')
@@ -13975,95 +14395,243 @@ def make_memory_directory(size_bytes: int) -> str:
                    f'{format_memory(size_bytes)}')
 
 
-def copy_descriptor(descriptor: int, path: str) -> None:
-    """Copy a whole file to a private one, on disk at the end."""
+def copy_descriptor(descriptor: int, path: str, check: Callable[[], Any] = bool) -> None:
+    """Copy a whole file to a private one, on disk at the end. `check` may raise, so that it ends."""
     with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as target:
         offset = 0
         for piece in iter(lambda: os.pread(descriptor, COPY_BYTES, offset), b''):
+            check()
             target.write(piece)
             offset += len(piece)
         target.flush()
         os.fsync(target.fileno())
 
 
-def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool) -> None:
-    """Replace a database file with a copy of a frozen main file, after a last check that may raise."""
+def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool,
+                     keeps_old: bool = False) -> None:
+    """Replace a database file with a copy of a frozen main file, after a last check that may raise.
+
+    With `keeps_old` the file before is DATABASE.previous from then on.
+    """
     copy_descriptor(descriptor, database + '.new')
     check()
+    if keeps_old:
+        previous = database + '.previous'
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(previous)
+        with contextlib.suppress(OSError):      # some file systems have no links: then there is none
+            os.link(database, previous)
     os.replace(database + '.new', database)
+    sync_directory(os.path.dirname(database))
 
 
-class SnapshotWriter:
-    """Writes snapshots of a database in memory to its file: at an interval, and when asked to.
+def sync_directory(path: str) -> None:
+    """See that a rename is on disk, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def drop_second_name(database: str) -> None:
+    """Remove what a process left that was killed between two steps of replace_database()."""
+    previous = database + '.previous'
+    with contextlib.suppress(OSError):
+        if os.path.samefile(database, previous):
+            os.unlink(previous)
+
+
+class Backup:
+    """A copy of a database that somebody has asked for."""
+
+    def __init__(self, number: int, path: str) -> None:
+        self.id = number
+        self.path = path        # from the root
+        self.is_done = False
+        self.error = ''         # why there is none
+
+    def finish(self, failure: Optional[Exception]) -> None:
+        """It was written, or could not be."""
+        self.is_done = True
+        if failure is None:
+            log.info('the database was copied to %s', self.path)
+        else:
+            self.error = str(failure)
+            log.error('the database could not be copied to %s: %s', self.path, failure)
+
+
+def write_backup(store: Store, path: str, check: Callable[[], Any] = bool) -> None:
+    """Copy the frozen main file of a store to a file, which is replaced as a whole when the copy is whole.
+
+    `check` may raise, so that the copying ends. OSError, sqlite3.Error, or a TorcError.
+    """
+    refuse_backup_target(store, path)
+    temporary = f'{path}.{secrets.token_hex(4)}.new'
+    try:
+        copy_descriptor(store.main_file(), temporary, check)
+        damage = find_damage(temporary, check)
+        if damage:
+            raise Refused(f'the database {store.path} is damaged ({damage}): {path} stays as it was')
+        refuse_backup_target(store, path)       # it may have been taken into use meanwhile
+        os.replace(temporary, path)
+        sync_directory(os.path.dirname(path))
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def refuse_backup_target(store: Store, path: str) -> None:
+    """Refused or Conflict if a backup would replace something else than an earlier one."""
+    refuse_special_file(path)
+    own = [name + end for name in (store.path, store.file_path) for end in STATE_ENDS]
+    if os.path.realpath(path) in map(os.path.realpath, own) or os.path.exists(path) and any(
+            os.path.exists(name) and os.path.samefile(name, path) for name in own):
+        raise Refused(f'{path} belongs to the database itself: give another file')
+    others = [path + end for end in ('-wal', '-journal', '.memory', '.lease') if os.path.exists(path + end)]
+    if others:
+        raise Conflict(f'{path} is a database in use, or was left by a process that was killed: {others[0]} '
+                       'is beside it; give another file')
+    if os.path.exists(path) and os.path.getsize(path):
+        with open(path, 'rb') as file:
+            if file.read(len(DATABASE_MAGIC)) != DATABASE_MAGIC:
+                raise Refused(f'{path} is no database, and would be lost: give another file')
+        refuse_used_database(path)
+
+
+class CopyWriter:
+    """Writes copies of a database that is in use, one at a time, each in a thread.
 
     Everything but work() runs in the server's thread, between transactions.
     """
+    BACKUPS_KEPT = 100      # that are asked about later
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.backups = collections.deque(maxlen=self.BACKUPS_KEPT)      # type: Any
+        self.ids = itertools.count(1)
+        self.is_ending = False
+        self.thread = None          # type: Optional[threading.Thread]
+        self.failure = None         # type: Optional[Exception]  # of the thread
+        self.is_over = False        # the thread has done its work
+        self.on_end = lambda failure: None  # type: Callable[[Optional[Exception]], Any]  # ... is told here
+        self.wake = lambda: None    # type: Callable[[], Any]  # called in the thread then
+        store.main_file()           # open from now on: the file may be removed (logind.conf(5), RemoveIPC)
+
+    def ask_backup(self, path: str) -> Backup:
+        """Copy the database to a file as soon as possible."""
+        if not os.path.isabs(path):
+            raise BadInput(f'{printable(path)} is not a path from the root')
+        backup = Backup(next(self.ids), path)
+        if len([other for other in self.backups if not other.is_done]) >= self.BACKUPS_KEPT // 2:
+            raise Conflict('too many backups are waiting')
+        self.backups.append(backup)
+        return backup
+
+    def next_backup(self) -> Optional[Backup]:
+        """The backup that has waited longest."""
+        return next((backup for backup in self.backups if not backup.is_done), None)
+
+    def next_at(self) -> float:
+        """When to act; inf while there is nothing to do, or the thread is going to wake us."""
+        if self.is_over:
+            return -math.inf
+        return math.inf if self.thread is not None or self.next_backup() is None else -math.inf
+
+    def act(self, now: float) -> None:
+        """Do what is due."""
+        if self.is_over:
+            self.finish()
+        backup = self.next_backup()
+        if self.thread is None and backup is not None:
+            self.start(functools.partial(write_backup, self.store, backup.path, self.check), backup.finish)
+
+    def check(self) -> None:
+        """Raise if a backup is not to be finished."""
+        if self.is_ending:
+            raise Refused('the server ended meanwhile')
+
+    def start(self, write: Callable[[], Any], on_end: Callable[[Optional[Exception]], Any]) -> None:
+        """Have a thread write a copy; on_end gets its failure, or None."""
+        try:
+            is_frozen = self.store.freeze()
+        except sqlite3.Error as error:
+            return on_end(error)
+        self.on_end = on_end
+        self.thread = threading.Thread(target=self.work, args=(write,), name='snapshot', daemon=True)
+        self.thread.start()
+        if not is_frozen:
+            self.finish()
+
+    def work(self, write: Callable[[], Any]) -> None:
+        """The thread."""
+        try:
+            write()
+        except Exception as error:      # border: reported by finish(), and tried again later
+            self.failure = error
+        self.is_over = True
+        self.wake()
+
+    def finish(self) -> None:
+        """Wait for the copy that is being written, if there is one."""
+        if self.thread is None:
+            return
+        self.thread.join()
+        self.store.thaw()
+        failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
+        self.on_end(failure)
+
+    def close(self) -> None:
+        """End what is being written: a backup is not worth that the database is given back late."""
+        self.is_ending = True
+        self.finish()
+
+
+class SnapshotWriter(CopyWriter):
+    """Writes snapshots of a database in memory to its file, too: at an interval, and when asked to."""
 
     def __init__(self, store: Store, interval_s: float, announce: Callable[[str], Any]) -> None:
-        self.store = store
+        super().__init__(store)
         self.interval_s = interval_s
         self.announce = announce    # gets a line for each snapshot
         self.due_at = time.monotonic() + interval_s
         self.saved = -1             # Store.changes that the file holds
         self.saving = -1            # ... and the snapshot that is being written
         self.error = ''             # why the last one failed
-        self.thread = None          # type: Optional[threading.Thread]
-        self.failure = None         # type: Optional[Exception]  # of the thread
-        self.is_over = False        # the thread has done its work
-        self.wake = lambda: None    # type: Callable[[], Any]  # called in the thread then
-        store.main_file()           # open from now on: the file may be removed (logind.conf(5), RemoveIPC)
 
     def ask(self) -> None:
         """Write a snapshot as soon as possible."""
         self.due_at = -math.inf
 
-    def next_at(self) -> float:
-        """When to act; inf while nothing has changed, or the thread is going to wake us."""
-        if self.is_over:
-            return -math.inf
+    def next_snapshot_at(self) -> float:
+        """When the next one is due; inf while nothing has changed."""
         is_idle = self.due_at > -math.inf and self.saved == self.store.changes
         return math.inf if self.thread is not None or is_idle else self.due_at
 
+    def next_at(self) -> float:
+        """The same, or when to see to backups."""
+        return min(super().next_at(), self.next_snapshot_at())
+
     def act(self, now: float) -> None:
         """Do what is due."""
-        if self.is_over:
-            self.finish()
-        if self.next_at() <= now:
+        super().act(now)
+        if self.next_snapshot_at() <= now:
             self.begin()
 
     def begin(self) -> None:
         """Begin a snapshot."""
         self.due_at = time.monotonic() + self.interval_s
-        try:
-            is_frozen = self.store.freeze()
-        except sqlite3.Error as error:
-            return self.report(error)
         self.saving = self.store.changes
-        self.thread = threading.Thread(target=self.work, name='snapshot', daemon=True)
-        self.thread.start()
-        if not is_frozen:
-            self.finish()
-
-    def work(self) -> None:
-        """The thread."""
-        try:
-            self.write()
-        except Exception as error:      # border: reported by finish(), and tried again later
-            self.failure = error
-        self.is_over = True
-        self.wake()
+        self.start(self.write, self.on_snapshot)
 
     def write(self) -> None:
         """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
-        replace_database(self.store.main_file(), self.store.file_path, lambda: self.store.check_lease(True))
+        path = self.store.file_path
+        replace_database(self.store.main_file(), path, lambda: self.store.check_lease(True), keeps_old=True)
 
-    def finish(self) -> None:
-        """Wait for the snapshot that is being written, if there is one."""
-        if self.thread is None:
-            return
-        self.thread.join()
-        self.store.thaw()
-        failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
+    def on_snapshot(self, failure: Optional[Exception]) -> None:
+        """A snapshot was written, or could not be."""
         self.report(failure)
         if failure is None:
             self.saved = self.saving
@@ -14079,8 +14647,8 @@ class SnapshotWriter:
 
     def close(self) -> None:
         """Write the last snapshot. If that fails the live file stays, for the next process."""
+        super().close()
         try:
-            self.finish()
             self.store.check_lease(True)    # if another process has the database, its files are not ours
             if self.saved < self.store.changes:
                 self.store.freeze()
@@ -14482,6 +15050,7 @@ def read_fingerprint(path: str) -> str:
 #     for.
 #   * An error of a connection closes that connection, and nothing else.
 
+BUSY_S = 0.1                        # a server that did not listen for longer allows clients as much more
 CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
 DRAIN_S = 2.0                       # to read on after a refusal: a close would destroy it (RFC 9112, 9.6)
 RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
@@ -14760,6 +15329,12 @@ class Connections:
         """Read again after a pause."""
         connection.state, connection.deadline = READING, math.inf
         self.watch(connection, selectors.EVENT_READ)
+
+    def extend_deadlines(self, more_s: float) -> None:
+        """Allow all clients more time: nobody listened to them."""
+        for connection in self.timed:
+            connection.deadline += more_s
+        self.sweep_at += more_s
 
     def on_clock(self, now: float) -> None:
         """Act on the deadlines that have passed, and listen again when it is time."""
@@ -16292,10 +16867,12 @@ class Server:
         self.has_grown = False                  # by a large request or answer, or many rows
         self.changed_rows = 0                   # of the store, when that was last looked at
         self.is_leaving = False
+        self.ended_by = 0                       # the signal; 0: none has come
         # unless there are connections then
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
         self.clocks = read_clocks()             # when this turn began
+        self.listened_at = time.monotonic()
         self.wake_reader, self.wake_writer = socket.socketpair()
         self.selector = selectors.DefaultSelector()
         for sock in (listener, self.wake_reader, self.wake_writer):
@@ -16348,16 +16925,9 @@ class Server:
     def signals(self) -> Iterator[None]:
         """While the block runs, SIGTERM, SIGINT and SIGHUP stop the server. In the main thread only."""
         before = signal.set_wakeup_fd(self.wake_writer.fileno())
-        numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
-        numbers += self.signal_calls
-        # handlers do nothing: the wakeup descriptor gets the number
-        handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
-        handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
         try:
             yield
         finally:
-            for number, handler in handlers:
-                signal.signal(number, handler)
             signal.set_wakeup_fd(before)
 
     def close(self) -> None:
@@ -16378,7 +16948,9 @@ class Server:
     def turn(self) -> None:
         """Wait for something, read it, answer what is complete."""
         wait_s = self.wait_s()
+        self.make_up_time()
         ready = self.selector.select(wait_s)
+        self.listened_at = time.monotonic()
         self.look_at_clocks(math.inf if wait_s is None else wait_s)
         self.traffic.begin_turn()
         for key, mask in ready:
@@ -16389,6 +16961,7 @@ class Server:
         self.long.begin()
         if self.complete or self.backlog:
             self.answer_complete()
+        self.make_up_time()
         self.on_clock(time.monotonic())
         if self.long.has_store and (self.service.updates or self.streams.feeds.changed):
             self.streams.feeds.add_updates(self.service.take_updates())     # committed since the last time
@@ -16399,6 +16972,12 @@ class Server:
         if self.has_grown and not any(connection.unsent for connection in self.connections.all):
             self.has_grown = False
             give_memory_back()
+
+    def make_up_time(self) -> None:
+        """What clients have sent while this server was busy with others is not late."""
+        busy_s, self.listened_at = time.monotonic() - self.listened_at, time.monotonic()
+        if busy_s > BUSY_S:
+            self.connections.extend_deadlines(busy_s)
 
     def look_at_clocks(self, planned_s: float) -> None:
         """Renew all leases if no runner could reach us: this process or machine was stopped or busy.
@@ -16426,8 +17005,8 @@ class Server:
         if self.long.has_store:
             yield self.tick_at, self.on_tick
             yield self.streams.keep_alive_at, self.streams.keep_alive
-            if self.store.snapshots is not None:
-                yield self.store.snapshots.next_at(), self.store.snapshots.act
+            if self.store.copies is not None:
+                yield self.store.copies.next_at(), self.store.copies.act
 
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
@@ -16477,7 +17056,7 @@ class Server:
                 self.put_off.append(self.signal_calls[number])
             elif number in STOP_NUMBERS:    # others are those of a program that runs us inside
                 log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
-                self.is_leaving = True
+                self.is_leaving, self.ended_by = True, number
         self.logins.on_verdicts()
         self.long.on_wake()
         while self.long.has_store and self.put_off:
@@ -16666,6 +17245,8 @@ class Server:
 # files written that lead clients to it, and all of that undone in the opposite order at every end.
 
 START_DEADLINE_S = 30.0             # for an embedded server to answer
+HOLDER_PATIENCE_S = 180.0           # of a server in an allocation, with who still has its database
+HOLDER_PAUSE_S = 0.5
 MAX_LOG_BYTES = 10 * 2 ** 20        # of torc-server.log; LOGS_KEPT of them
 LOGS_KEPT = 5
 MAX_EMBEDDED_LOG_BYTES = 2 ** 20    # of an embedded server's log, of which there is one
@@ -16680,7 +17261,9 @@ class ServerOptions(Row):
     needs_token: bool = True
     new_token: bool = False
     takes_over: bool = False        # the lease of a server that is gone for certain
+    from_snapshot: bool = False     # go on without what was lost in memory
     is_embedded: bool = False
+    travels: bool = False           # it lives in an allocation, and goes on in the next one
     watches_lease: bool = True      # of another host, and takes it over when it is not renewed
     allows_sql: bool = True         # of administrators
     allows_sql_writes: bool = True
@@ -16702,12 +17285,27 @@ class ServerOptions(Row):
         return self.needs_token or bool(self.auth_file)
 
 
+@contextlib.contextmanager
+def ignoring_signals(numbers: Sequence[int]) -> Iterator[None]:
+    """While the block runs, these signals do nothing but wake the server, and SIGPIPE is an error."""
+    # Slurm sends SIGTERM more than once to a job that it ends (--signal, scancel, time limit): a second one
+    # must not cut the last snapshot short.
+    handlers = [(number, signal.signal(number, lambda *_: None)) for number in numbers]
+    handlers.append((signal.SIGPIPE, signal.signal(signal.SIGPIPE, signal.SIG_IGN)))
+    try:
+        yield
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
 def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
     """Serve a database until a signal. `announce` gets lines for stdout, first when the server answers."""
     raise_descriptor_limit()
     users = Users(options.auth_file, options.known_s) if options.auth_file else None
     tls = open_tls(options.tls_certificate, options.tls_key) if options.tls_certificate else None
-    with contextlib.ExitStack() as stack:
+    numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
+    with contextlib.ExitStack() as ignoring, contextlib.ExitStack() as stack:
         if options.database == IN_MEMORY:
             directory = make_memory_directory(0)
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -16727,17 +17325,20 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         service.allows_sql, service.allows_sql_writes = options.allows_sql, options.allows_sql_writes
         service.enforces_access = options.enforces_access
         stack.callback(server.close)
+        store.copies.wake = server.wake
         if store.snapshots is not None:
-            store.snapshots.wake = server.wake
             server.signal_calls[signal.SIGUSR1] = store.snapshots.ask
         elif options.snapshot:
             server.signal_calls[signal.SIGUSR1] = functools.partial(keep_snapshot, store, options, announce)
+        # Until the very end, when the database has been given back.
+        ignoring.enter_context(ignoring_signals([*numbers, *server.signal_calls]))
         stack.enter_context(server.signals())
         scheme = 'http' if tls is None else 'https'
         hosts = [f'[{name}]' if ':' in name else name for name in candidates]
         urls = [f'{scheme}://{name}:{port}{API_PREFIX}' for name in hosts]
         # Only now: who finds the file may connect at once, and is answered by the first turns of the loop.
-        stack.enter_context(connection_file(options, urls, server.id))
+        stack.enter_context(connection_file(options, urls, server.id,
+                                            lambda: options.travels and server.ended_by == signal.SIGTERM))
         if options.pid_file:
             stack.enter_context(pid_file(options.pid_file))
         log.info('serving %s at %s, for %s', options.database, ' '.join(urls),
@@ -16773,21 +17374,43 @@ def last_change(database: str) -> float:
     return max(times)
 
 
+def await_database(options: ServerOptions) -> Store:
+    """The database to serve. In an allocation its former holder may need a while to be gone: it is awaited.
+
+    The file server of NFS version 4 keeps the locks of a host that has died for as long as its lease, mostly
+    90 s (RFC 8881, 8.3); and a runner may have started a server of its own meanwhile.
+    """
+    deadline, is_logged = time.monotonic() + (HOLDER_PATIENCE_S if options.travels else 0.0), False
+    while True:
+        try:
+            return hold_database(options.database, options.takes_over, lease_wait_s(options),
+                                 options.snapshot_interval_s is not None, options.from_snapshot)
+        except Conflict as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not is_logged:
+                is_logged = True
+                log.warning('%s. Waiting for up to %g s for its end', error.message, HOLDER_PATIENCE_S)
+        time.sleep(HOLDER_PAUSE_S)
+
+
 def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
                          announce: Callable[[str], Any]) -> Store:
     """The database to serve, until the stack ends."""
     in_memory = options.snapshot_interval_s is not None
     changed_at = last_change(options.database)      # before it is opened, which may change it
-    store = hold_database(options.database, options.takes_over, lease_wait_s(options), in_memory)
+    store = await_database(options)
     if store.lease is not None:
         stack.callback(store.lease.release)
     if in_memory:
         stack.callback(remove_memory_directory, store)
     stack.callback(store.close)
     if in_memory:       # its file may be older than its last change
-        store.snapshots = SnapshotWriter(store, options.snapshot_interval_s, announce)
+        store.copies = store.snapshots = SnapshotWriter(store, options.snapshot_interval_s, announce)
         stack.callback(store.snapshots.close)
         return store
+    store.copies = CopyWriter(store)
+    stack.callback(store.copies.close)
     count = store.value('SELECT count(*) FROM compute_node WHERE is_active = 1 AND lease_s IS NOT NULL')
     if count:
         log.info('this database was last changed at %s and not served since: the leases of %d compute nodes '
@@ -16839,7 +17462,7 @@ def list_candidates(address: str, host: str) -> List[str]:
         return [address] + ([host] if host != address else [])
     name = socket.gethostname()
     found = [name, socket.getfqdn(), name.partition('.')[0]] + (own_addresses() or ['127.0.0.1'])
-    return sorted(set(found), key=found.index)
+    return [other for other in sorted(set(found), key=found.index) if other not in LOOPBACK_NAMES] or [name]
 
 
 def own_addresses() -> List[str]:
@@ -16857,8 +17480,12 @@ def own_addresses() -> List[str]:
 
 
 @contextlib.contextmanager
-def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> Iterator[None]:
-    """While the block runs, the files that lead clients to the server of a database."""
+def connection_file(options: ServerOptions, urls: List[str], server_id: str,
+                    goes_on: Callable[[], bool] = bool) -> Iterator[None]:
+    """While the block runs, the files that lead clients to the server of a database.
+
+    They stay where goes_on() says at the end that another server is to come, and say so to clients.
+    """
     database = os.path.abspath(options.database)
     path = database + '.connection'
     content = dict(
@@ -16866,6 +17493,8 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> 
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
         in_memory=options.snapshot_interval_s is not None,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
+    if options.travels:
+        content.update(travels=True, allocation=os.environ['SLURM_JOB_ID'])
     paths = [path, '' if options.is_embedded else register_server(content)]
     try:
         try:
@@ -16876,7 +17505,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str) -> 
         yield
     finally:
         for path in filter(None, paths):
-            unregister_server(path, content)
+            unregister_server(path, content, goes_on())
 
 
 @contextlib.contextmanager
@@ -17577,7 +18206,7 @@ def find_database() -> Tuple[str, str]:
     if found is not None and found.get('server_id') not in [old.get('server_id') for old in servers.values()]:
         servers[legacy] = found
     for path, server in list(servers.items()):
-        if process_lives(server) is False and is_deleted(server['database']):
+        if is_server_over(server) and is_deleted(server['database']):
             log.warning('the server of %s was killed and the database deleted: it is no longer registered',
                         server['database'])
             with contextlib.suppress(OSError):      # a read-only home
@@ -17588,17 +18217,18 @@ def find_database() -> Tuple[str, str]:
         raise BadInput('several servers are registered: choose one with --url URL, TORC_API_URL or --db FILE'
                        f', or the database of this directory with -s:{described}')
     for path, server in servers.items():
-        if process_lives(server) is False:
-            raise absent(explain_dead_server(path, server, 'was killed, or the machine was restarted'))
+        if is_server_over(server):
+            raise absent(explain_dead_server(path, server, explain_server_end(server)))
         return server['database'], path
     return os.path.abspath(EMBEDDED_DATABASE), ''
 
 
 def describe_server(path: str, server: Dict[str, Any]) -> str:
     """A line on a registered server."""
-    lives = process_lives(server)
-    state = f' (killed; to remove it: rm {shlex.quote(path)})' if lives is False else ''
-    state = f" (on host {server.get('host')})" if lives is None else state
+    state = f" (on host {server.get('host')})" if process_lives(server) is None else ''
+    if is_server_over(server):
+        how = 'between two allocations' if is_between_allocations(server) else 'killed'
+        state = f' ({how}; to remove it: rm {shlex.quote(path)})'
     return f"\n    {server['url']}  {server['database']}{state}"
 
 
@@ -17606,11 +18236,12 @@ def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
     """Why a registered server cannot be used, and the ways out."""
     database = shlex.quote(server['database'])
     memory = ' --in-memory' if server.get('in_memory') else ''
+    paths = dict.fromkeys([path, server['database'] + '.connection' if server.get('travels') else path])
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
             f'  to start it again:                  torc.py serve -d {database}{memory}\n'
             f'  to use its database without it:     --db {database}\n'
             f'  to use that of this directory:      -s\n'
-            f'  to forget the server:               rm {shlex.quote(path)}')
+            f"  to forget the server:               rm {' '.join(map(shlex.quote, paths))}")
 
 
 def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
@@ -17662,6 +18293,7 @@ class Connector:
         self.token_file = token_file            # path of the token's file, or ''
         self.tls = tls or TlsSettings()
         self.needs_server = needs_server        # fork an embedded server rather than open the database
+        self.will_need_server = False           # ... later: take no database that a server comes back to
         self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
         self.in_memory = False                  # the embedded server in use has its database in memory
         self.server_file = ''                   # registration of the lasting server; '': none
@@ -17746,6 +18378,17 @@ class Connector:
             if service.store.lease is not None:
                 service.store.lease.release()
 
+    def copy_to(self, path: str) -> None:
+        """Copy the database of a direct client to a file."""
+        store = self._service.store
+        try:
+            store.freeze()
+            write_backup(store, path)
+        except OSError as error:
+            raise BadInput(f'cannot write {path}: {error.strerror}; give another file') from None
+        except sqlite3.Error as error:
+            raise explain_database_error(error, store.path) from None
+
     def need_server(self) -> None:
         """From now on through a server: a direct client hands its database to an embedded one."""
         if self.database and not self.needs_server:
@@ -17782,15 +18425,14 @@ class Connector:
     def open(self) -> None:
         """One try to find what reconnect() wants."""
         if self.named_url:
-            connection = self.open_connection([self.named_url])
-            connection.show(self.credentials)
-            if self.token_file:
-                server = find_server_file(self.named_url, self.token_file)
-                is_its = server.get('token_file') == self.token_file
-                connection = self.ask_proof(connection, server if is_its else {})
-            self._connection = connection
+            try:
+                self._connection = self.open_named()
+            except Unreachable:
+                self._connection = self.open_moved()
+                if self._connection is None:
+                    raise
             return
-        found = read_living_server(self.server_file or self.database + '.connection')
+        found = self.find_server()
         unreachable = None      # type: Optional[Unreachable]  # of a server that may live on another host
         if found is not None:
             was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
@@ -17821,6 +18463,47 @@ class Connector:
             if unreachable is not None:     # it holds the database
                 raise unreachable from None
             raise
+
+    def open_named(self) -> HttpConnection:
+        """Connect to the server that was named."""
+        connection = self.open_connection([self.named_url])
+        connection.show(self.credentials)
+        if not self.token_file:
+            return connection
+        server = find_server_file(self.named_url, self.token_file)
+        is_its = server.get('token_file') == self.token_file
+        return self.ask_proof(connection, server if is_its else {})
+
+    def open_moved(self) -> Optional[HttpConnection]:
+        """Connect to the server that was named where it is now, in another allocation; None if it is not.
+
+        A job has been told an address at its start; the file beside that of the token knows the new one.
+        """
+        if not self.token_file.endswith('.token'):
+            return None
+        found = read_server_file(self.token_file[:-len('.token')] + '.connection')
+        if found is None or not found.get('travels') or is_server_over(found):
+            return None
+        if found.get('token_file') != self.token_file:
+            return None
+        self.tls = self.tls._replace(fingerprint=found.get('fingerprint') or '')
+        return self.open_proven(found)
+
+    def find_server(self) -> Optional[Dict[str, Any]]:
+        """What the connection file says of a server that may be there; None if there is none.
+
+        Unreachable while it is between two allocations: another server would be in its way. Who asks only
+        once for a database by its name takes it meanwhile.
+        """
+        path = self.server_file or self.database + '.connection'
+        found = read_server_file(path)
+        if found is None or not is_server_over(found):
+            return found
+        is_awaited = self.needs_server or self.will_need_server or self.server_file or self.is_lasting
+        if is_between_allocations(found) and is_awaited:
+            self.is_lasting = True
+            raise absent(explain_dead_server(path, found, explain_server_end(found)))
+        return None
 
     def take_database(self, is_lost: bool) -> None:
         """Open the embedded database, or start a server for it. Conflict if another process has it.
@@ -20879,6 +21562,15 @@ class HpcConfig(Row):
     accounts: Dict[str, str] = {}       # by profile; '' for all
     notes: Sequence[str] = ()           # files that could not be read here
     is_strict: bool = False             # runners in allocations take no jobs of other schedulers
+    drains: bool = True                 # jobs go on while the server is away
+    ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests to it then
+
+
+CLIENT_SETTINGS = {     # fields of HpcConfig -> where they stand, and how they are read
+    'is_strict': ('client.slurm.strict_scheduler_match', read_bool),
+    'drains': ('client.offline.enabled', read_bool),
+    'ping_interval_s': ('client.offline.drain_ping_interval_secs', functools.partial(read_integer, least=1)),
+}
 
 
 def config_files(environment: Any = os.environ) -> List[str]:
@@ -20891,8 +21583,8 @@ def config_files(environment: Any = os.environ) -> List[str]:
 
 
 def read_config(environment: Any = os.environ) -> HpcConfig:
-    """Clusters and accounts that the user's configuration files name."""
-    profiles, accounts, notes, is_strict = {}, {}, [], False
+    """Clusters and accounts that the user's configuration files name, and how runners are to work."""
+    profiles, accounts, notes, settings = {}, {}, [], {}
     for path in config_files(environment):
         if path.endswith('.toml') and tomllib is None:
             other = os.path.join(environment.get('XDG_CONFIG_HOME') or '~/.config', 'torc', 'config.yaml')
@@ -20901,25 +21593,30 @@ def read_config(environment: Any = os.environ) -> HpcConfig:
         try:
             with open(path, 'rb') as file:
                 value = read_document(file.read(), path).value
-            found, strict = read_hpc_config(value), read_strict_match(value)
+            found = read_hpc_config(value)
+            settings.update(read_client_settings(value))
         except OSError as error:
             raise BadInput(f'cannot read {path}: {error.strerror}') from None
         except ValueError as error:
             raise BadInput(f'{path}: {error}') from None
         profiles.update(found.profiles)
         accounts.update(found.accounts)
-        is_strict = is_strict if strict is None else strict
-    return HpcConfig(profiles, accounts, notes, is_strict)
+    return HpcConfig(profiles, accounts, notes, **settings)
 
 
-def read_strict_match(value: Any) -> Optional[bool]:
-    """client.slurm.strict_scheduler_match of one file; None if it does not say. ValueErrors name the key."""
-    for key in ('client', 'slurm', 'strict_scheduler_match'):
-        value = value.get(key) if isinstance(value, dict) else None
-    if value not in (None, True, False):
-        raise ValueError('client.slurm.strict_scheduler_match must be true or false, '
-                         f'not {show_value(value)}')
-    return value
+def read_client_settings(value: Any) -> Dict[str, Any]:
+    """What one file says of CLIENT_SETTINGS. ValueErrors name the key."""
+    settings = {}
+    for field, (path, read) in CLIENT_SETTINGS.items():
+        found = value
+        for key in path.split('.'):
+            found = found.get(key) if isinstance(found, dict) else None
+        try:
+            if found is not None:
+                settings[field] = read(found)
+        except ValueError as error:
+            raise ValueError(f'{path} {error}') from None
+    return settings
 
 
 def read_hpc_config(value: Any) -> HpcConfig:
@@ -21908,6 +22605,7 @@ class AllocationNeeds(Row):
     num_cpus: int = 1
     memory_bytes: int = 0
     num_jobs: int = 1
+    runtime_s: int = 0          # of the longest
 
 
 def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, site: Site, given: Set[str],
@@ -21961,6 +22659,7 @@ class Submission(Row):
     needs: AllocationNeeds
     database_id: str
     is_new: bool                # no job can name its record yet
+    known_jobs: Sequence[int] = ()      # of a chain: Slurm jobs of other records
 
 
 SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the record
@@ -22206,11 +22905,17 @@ def parse_own_jobs(text: str) -> List[OwnJob]:
             for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
 
 
-def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str) -> Optional[OwnJob]:
-    """The job of a record: by its comment, or by its name where a site has put another comment there."""
-    jobs = list(jobs)
+def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str, known: Iterable[int] = (),
+                   is_chain: bool = False) -> Optional[OwnJob]:
+    """The job of a record: by its comment, or by its name where a site has put another comment there.
+
+    `known` are jobs of other records. Those of a chain share their name, so that one that was canceled
+    before anybody knew it must not be taken for a link that is missing.
+    """
+    jobs = [job for job in jobs if job.id not in set(known)]
     found = [job for job in jobs if job.comment == tag]
-    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')]
+    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')
+                      and not (is_chain and job.state in SLURM_STATES and SLURM_STATES[job.state].is_ended)]
     return found[-1] if found else None
 
 
@@ -22262,6 +22967,7 @@ class Submitter:
         self.secrets = {}           # type: Dict[str, str]  # variables for the runners, which no script holds
         self.ends = []              # type: List[Dict[str, Any]]
         self.lost = []              # type: List[Submission]
+        self.found = set()          # type: Set[int]  # Slurm jobs
 
     def add(self, submission: Submission, script: str, now: float) -> None:
         """Submit an allocation; its script is there. What another has begun may still come into effect."""
@@ -22329,7 +23035,9 @@ class Submitter:
         """The queue, as it is: submit what is not in it."""
         self.failed_looks = 0
         for item in [item for item in self.waiting if item.needs_look]:
-            found = find_submitted(jobs, submission_tag(item.submission), submission_name(item.submission))
+            found = find_submitted(jobs, submission_tag(item.submission), job_name_of(item.submission),
+                                   self.found.union(item.submission.known_jobs),
+                                   bool(item.submission.scheduler.get('serialize_allocations')))
             if found is not None:
                 self.waiting.remove(item)
                 self.end(item, found.id, '')
@@ -22349,13 +23057,15 @@ class Submitter:
 
     def end(self, item: Underway, number: int, cluster: str) -> None:
         """It is in the queue."""
+        self.found.add(number)
         self.ends.append({'id': item.submission.id, 'slurm_job_id': number, 'cluster': cluster})
 
 
 def read_submissions(workflow: Dict[str, Any], answer: Dict[str, Any]) -> List[Submission]:
     """What the server has handed out to be submitted (`allocations` of its answer)."""
     return [Submission(row['id'], workflow, row['scheduler'], row['settings'],
-                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'])
+                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'],
+                       row.get('known_jobs') or ())
             for row in answer.get('allocations') or ()]
 
 
@@ -23049,6 +23759,261 @@ class StepUsage:
 # A journal has one writer, a runner, and Torc's table, so that either program reads the other's. It may lie
 # on a network file system: no write-ahead log, synchronous=FULL, and every end is committed before it counts
 # as kept. Nothing here deletes a journal or a row of it.
+#
+# A row is keyed by its job, as in Torc, so that a later attempt replaces an earlier one. Its payload is an
+# entry of the body of batch_complete_jobs; what that has no place for stands beside it, under 'torc_py'.
+
+JOURNAL_DIRECTORY = 'offline_journal'   # in the output directory
+JOURNAL_SCHEMA = """CREATE TABLE IF NOT EXISTS journaled_completions (
+    job_id       INTEGER PRIMARY KEY,
+    run_id       INTEGER NOT NULL,
+    status       INTEGER NOT NULL,
+    payload      TEXT NOT NULL,         -- JSON
+    journaled_at INTEGER NOT NULL       -- seconds since the epoch
+)"""
+JOURNAL_BUSY_S = 5.0        # so long a reader may hold it
+JOURNAL_FIGURES = ('attempt_id', 'return_code', 'exec_time_minutes', 'completion_time', 'peak_memory_bytes',
+                   'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')  # of a completion, in `result`
+JOURNAL_ADDITIONS = ('reason', 'retry', 'max_retries', 'interrupted', 'file_times',     # ... under 'torc_py'
+                     'accounting',      # a row of slurm_stats
+                     'job_name', 'database_id')     # ids mean something else in another database
+# Beside Torc's: the runner that writes, and when it left, having waited in vain (seconds since the epoch).
+RUNNER_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_runner (
+    compute_node_id INTEGER PRIMARY KEY,
+    hostname        TEXT,
+    pid             INTEGER,
+    identity        TEXT,
+    left_at         INTEGER
+)"""
+
+
+def journal_path(output_dir: str, workflow_id: int, run_id: int, label: str) -> str:
+    """Where a runner keeps its journal, as in Torc; `label` tells it from the other runners of the run."""
+    name = f'offline_results_wf{workflow_id}_r{run_id}_{label}.db'
+    return os.path.join(output_dir, JOURNAL_DIRECTORY, name)
+
+
+def format_journal_entry(completion: Dict[str, Any], workflow_id: int, run_id: int,
+                         node_id: int) -> Dict[str, Any]:
+    """A completion, as a turn of a runner carries it -> the payload of a row."""
+    names = {'job_id': completion['job_id'], 'status': completion['status'], 'run_id': run_id}
+    figures = {name: completion[name] for name in JOURNAL_FIGURES if name in completion}
+    more = {name: completion[name] for name in JOURNAL_ADDITIONS if completion.get(name) not in (None, False)}
+    return {**names, 'result': {**names, 'workflow_id': workflow_id, 'compute_node_id': node_id, **figures},
+            'torc_py': more}
+
+
+def parse_journal_entry(entry: Any) -> Dict[str, Any]:
+    """The payload of a row, also of Torc's -> its completion with run_id, workflow_id and compute_node_id.
+
+    ValueError if it is none.
+    """
+    result = entry.get('result') if isinstance(entry, dict) else None
+    more = entry.get('torc_py') or {} if isinstance(entry, dict) else {}
+    if not isinstance(result, dict) or not isinstance(more, dict):
+        raise ValueError('no completion')
+    for name in ('job_id', 'status', 'run_id'):
+        if result.get(name) is None or result[name] != entry.get(name):
+            raise ValueError(f'{name} of the completion and of its result differ, or are missing')
+    kept = {name: more[name] for name in JOURNAL_ADDITIONS if name in more}
+    return {'retry': False, **{name: value for name, value in result.items() if value is not None}, **kept}
+
+
+def new_journal_path(path: str) -> str:
+    """Make an empty journal for its user alone, under a path that no other runner uses. OSError, or Denied.
+
+    A log of SQLite's that a removed one has left counts as its journal: it would be applied to the new one.
+    """
+    make_private_directory(os.path.dirname(path))
+    stem, suffix = os.path.splitext(path)
+    names = itertools.chain([path], (f'{stem}_{number}{suffix}' for number in itertools.count(2)))
+    for name in names:
+        with contextlib.suppress(FileExistsError):
+            if not os.path.lexists(name + '-journal'):
+                os.close(os.open(name, NEW_FILE, 0o600))
+                return name
+    raise AssertionError('the numbers have no end')
+
+
+class Journal:
+    """The journal of one runner, while it is written. Errors are sqlite3.Errors, OSErrors, or Denied."""
+
+    def __init__(self, path: str) -> None:
+        """Open it; what is missing is made, for its user alone."""
+        make_private_directory(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, NEW_FILE, 0o600))
+        self.path = path
+        self.connection = sqlite3.connect(path, JOURNAL_BUSY_S, isolation_level=None)
+        try:
+            # FULL: on disk before it counts. TRUNCATE, since the end of a transaction that removes its
+            # log (DELETE) is on disk only with the directory, which FULL does not wait for.
+            for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
+                self.connection.execute(f'PRAGMA {name} = {value}')
+            for statement in (JOURNAL_SCHEMA, RUNNER_SCHEMA):
+                self.connection.execute(statement)
+        except BaseException:
+            self.connection.close()
+            raise
+
+    def keep(self, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = ()) -> None:
+        """Keep entries, all or none: they are on disk when this returns. `runner`: a row of RUNNER_SCHEMA."""
+        now = int(time.time())
+        rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
+                for entry in entries]
+        self.connection.execute('BEGIN IMMEDIATE')
+        try:
+            self.connection.executemany('INSERT OR REPLACE INTO journaled_completions VALUES (?, ?, ?, ?, ?)',
+                                        rows)
+            if runner:
+                statement = 'INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)'
+                self.connection.execute(statement, runner)
+            self.connection.execute('COMMIT')
+        except BaseException:
+            if self.connection.in_transaction:      # SQLite has not ended it by itself, as on a full disk
+                self.connection.execute('ROLLBACK')
+            raise
+
+    def close(self) -> None:
+        """Close it."""
+        self.connection.close()
+
+
+# -------- journals, found and read --------
+#
+# Whatever a crash, a full disk or another program has left: what is whole is read, what is not is named, and
+# nothing is ever written into a journal or beside it. To read it, SQLite would have to roll back what a
+# killed writer had begun, or to make files beside a write-ahead log (of Torc's runners): it gets a copy.
+
+LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose writer was killed
+MAX_JOURNAL_BYTES = 2 ** 30             # of a million completions
+COPY_TRIES = 5                          # of a journal that is written meanwhile
+SQLITE_HEAD = b'SQLite format 3\0'      # https://sqlite.org/fileformat2.html, section 1.3
+
+
+def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
+    """Paths of the journals of a run below a directory, sorted; and what could not be looked at, in words.
+
+    Links are not followed: what they lead to is below the directory anyway, or somebody else's.
+    """
+    first, last = os.path.basename(journal_path('', workflow_id, run_id, '*')).split('*')
+    found, problems, waiting = [], [], [base_dir]   # type: List[str], List[str], List[str]
+    while waiting:
+        directory = waiting.pop()
+        try:
+            with os.scandir(directory) as entries:
+                kinds = [(entry, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        except OSError as error:
+            problems.append(f'{directory} cannot be searched: {error.strerror}')
+            continue
+        waiting += [entry.path for entry, is_directory in kinds if is_directory]
+        for entry, is_directory in kinds:
+            if not is_directory and entry.name.startswith(first) and entry.name.endswith(last):
+                is_file = entry.is_file(follow_symlinks=False)
+                (found if is_file else problems).append(
+                    entry.path if is_file else f'{entry.path} is not a regular file: it was passed over')
+    return sorted(found), sorted(problems)
+
+
+class JournalContent(Row):
+    """What a journal holds, as far as it is whole."""
+    entries: List[Dict[str, Any]]   # of JournaledCompletion
+    problem: str                    # what is wrong with it, in words; or ''
+    left: List[Dict[str, Any]] = []     # of RunnerLeft: the runners that have said that they leave
+
+
+def read_journal(path: str) -> JournalContent:
+    """Read a journal without changing anything."""
+    entries, faults = [], []    # type: List[Dict[str, Any]], List[str]
+    try:
+        with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
+            copy = copy_journal(path, os.path.join(directory, 'journal.db'))
+            rows, fault = read_rows(copy)
+            left = read_left(copy) if rows else []
+        faults += [fault] if fault else []
+    except (OSError, sqlite3.Error) as error:
+        return JournalContent([], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+    for job_id, payload in rows:
+        try:
+            entry = check_model('', 'JournaledCompletion', parse_json(payload.decode('utf-8')))
+            if entry['job_id'] != job_id:
+                raise ValueError(f"it is of job {entry['job_id']}")
+            entries.append(entry)
+        except (AttributeError, ValueError, BadInput) as error:     # AttributeError: it is no text
+            faults.append(f'the row of job {job_id} is no completion: {error}')
+    more = f', and {len(faults) - 1} more such faults' if len(faults) > 1 else ''
+    return JournalContent(entries, f'{path}: {faults[0]}{more}' if faults else '', left)
+
+
+def read_left(copy: str) -> List[Dict[str, Any]]:
+    """The runners that have left without their server, from a copied journal; Torc's do not say it."""
+    names = ('compute_node_id', 'hostname', 'pid', 'identity')
+    try:
+        with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+            rows = connection.execute('SELECT compute_node_id, hostname, pid, identity FROM torc_py_runner '
+                                      'WHERE left_at IS NOT NULL')
+            return [check_model('', 'RunnerLeft', dict(zip(names, row))) for row in rows]
+    except (sqlite3.Error, BadInput):   # no such table, or damage, which was named: their leases end
+        return []
+
+
+def look_at_journal(path: str) -> List[Tuple[int, ...]]:
+    """Size, time of change and inode of a journal and of what lies beside it; () for what is not there."""
+    looks = []  # type: List[Tuple[int, ...]]
+    for suffix in ('', *LEFT_BESIDE):
+        try:
+            found = os.lstat(path + suffix)
+            looks.append((found.st_size, found.st_mtime_ns, found.st_ino))
+        except FileNotFoundError:
+            looks.append(())
+    return looks
+
+
+def copy_journal(path: str, copy: str) -> str:
+    """Copy a journal with what lies beside it, all as of one moment. Path of the copy."""
+    for _ in range(COPY_TRIES):
+        before = look_at_journal(path)
+        for suffix, look in zip(('', *LEFT_BESIDE), before):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(copy + suffix)
+            if look or not suffix:
+                copy_part(path + suffix, copy + suffix)
+        if look_at_journal(path) == before:
+            break
+    return copy
+
+
+def copy_part(path: str, copy: str) -> None:
+    """Copy one file."""
+    with open(path, 'rb', opener=open_regular) as file, open(copy, 'wb') as target:
+        if os.fstat(file.fileno()).st_size > MAX_JOURNAL_BYTES:
+            raise OSError(errno.EFBIG, f'it is larger than {format_memory(MAX_JOURNAL_BYTES)}')
+        shutil.copyfileobj(file, target, 2 ** 20)
+
+
+def read_rows(copy: str) -> Tuple[List[Tuple[Any, Any]], str]:
+    """(job id, payload) of the rows of a copied journal that can be read, and what is wrong, or ''."""
+    with open(copy, 'rb') as file:
+        head = file.read(len(SQLITE_HEAD))
+    if head != SQLITE_HEAD:     # the writer of an empty one was killed before it had written anything
+        return [], 'it is no SQLite file' if head else ''
+    rows, fault = {}, ''    # type: Dict[Any, Any], str
+    with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+        connection.text_factory = bytes     # a damaged row need not be UTF-8
+        # Otherwise SQLite refuses a file that was cut off, whatever is left (lockBtree() in btree.c).
+        connection.execute('PRAGMA writable_schema = ON')
+        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        if (b'journaled_completions',) not in tables:
+            return [], 'it has no table journaled_completions: it is damaged, or of another program'
+        for order in ('ASC', 'DESC'):       # from both ends up to what is damaged
+            try:
+                for job_id, payload in connection.execute(
+                        f'SELECT job_id, payload FROM journaled_completions ORDER BY job_id {order}'):
+                    rows[job_id] = payload
+                break
+            except sqlite3.Error as error:
+                fault = str(error)
+    return sorted(rows.items()), fault and f'it is damaged ({fault}): {len(rows)} rows can be read'
 
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
@@ -23075,6 +24040,8 @@ RECONNECT_S = 1.0           # so long at a time an unreachable server is looked 
 MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
+KEEP_S = 20.0               # so long a file system may take for entries of the journal
+KEEP_PAUSE_S = 10.0         # between tries while they can be kept nowhere
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
@@ -23103,6 +24070,8 @@ class RunnerOptions(Row):
     is_subtask: bool = False    # one of several runners that a batch script has started, one on each node
     record_id: Optional[int] = None     # of the allocation, where its script says it
     is_strict: bool = False     # no jobs of other schedulers than that of the allocation
+    drains: bool = True         # jobs go on when the server is away for too long, and are stopped otherwise
+    ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests then
 
 
 class RunOutcome(Row):
@@ -24046,11 +25015,18 @@ class RunLog:
 # * LINK_STATES says what the link knows of the server. Only the link decides what follows from a request
 #   without an answer: children go on and are reaped, and nothing is started once the lease is over.
 # * Who starts something asks for the lease: when it is over, as after a suspension, others may have our jobs.
+#
+# When the server has been silent for the window (compute_node_wait_for_healthy_database_minutes, anew in each
+# outage) the link is offline: the page's offline drain. There is no lease then, so that nothing is claimed or
+# started, be it a job, a command of an action or a recovery script, and the server is asked now and then.
+# Whatever is not acknowledged is held in memory as before, and goes with the first request that is answered;
+# what is due starts then. OfflineDrain keeps it in a journal, too, in case that the runner ends before: it
+# then leaves without the server as soon as nothing runs here. See also Runner.has_drained.
 
 LINK_STATES = {     # what is known of the server -> what may follow
     'online': ('silent',),              # it has answered the last request, or none was sent yet
     'silent': ('online', 'offline'),    # it has not; it is asked again, at growing intervals
-    'offline': ('online',),             # ... for longer than the window, and no child is left to wait for
+    'offline': ('online',),             # ... for longer than the window: it is asked once in a ping interval
 }
 
 
@@ -24186,6 +25162,8 @@ class ServerLink:
         self.state = 'online'
         self.silent_since = 0.0     # monotonic; unless online
         self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
+        self.ping_interval_s = context.options.ping_interval_s
+        self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.end = math.inf         # monotonic; then no answer is waited for
         self.error = ''
         self.retry_s = RETRY_FIRST_S
@@ -24217,8 +25195,8 @@ class ServerLink:
 
     @property
     def has_lease(self) -> bool:
-        """Whether our lease runs. If not, as after a suspension, others may have our jobs."""
-        return read_clocks().running < self.lease_ends_at
+        """Whether something may start. If not, as after a suspension, others may have our jobs."""
+        return self.state != 'offline' and read_clocks().running < self.lease_ends_at
 
     @property
     def must_ask(self) -> bool:
@@ -24275,7 +25253,8 @@ class ServerLink:
                 self.on_no_answer(error)
                 if self.state == 'offline':
                     raise
-            if set(wait(self.retry_s)) - {signal.SIGCHLD}:
+            pause_s = min(self.retry_s, self.window_ends_at - time.monotonic())
+            if set(wait(max(0.0, pause_s))) - {signal.SIGCHLD}:
                 raise KeyboardInterrupt
         self.set_online()
 
@@ -24287,8 +25266,7 @@ class ServerLink:
                 'num_nodes': self.num_nodes,
                 'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
                 'compute_node_type': 'local', 'is_active': True, 'lease_s': self.pace.lease_s(),
-                'identity': f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/'
-                            f'{read_pid_namespace()}'}
+                'identity': self.identity}
         end_time = context.end_time()
         if end_time is not None:
             body['end_time'] = format_time(end_time)
@@ -24339,6 +25317,8 @@ class ServerLink:
         context.log.write('Job runner completed', workflow_id=context.workflow_id, run_id=context.run_id,
                           compute_node_id=context.node_id, had_failures=str(had_failures).lower(),
                           had_terminations=str(had_terminations).lower())
+        if self.state == 'offline':     # its lease ends by itself
+            return
         body = {'is_active': False, **figures}
         try:
             deadline_s = max(RECONNECT_S, min(ANSWER_DEADLINE_S, self.end - time.monotonic()))
@@ -24350,12 +25330,16 @@ class ServerLink:
 
     def due(self) -> float:
         """When a request is to be sent, or its answer is overdue. The loop watches for the answer itself."""
+        window_ends_at = self.window_ends_at if self.state == 'silent' else math.inf
         if self.pending is not None:
-            return self.sent_at + ANSWER_DEADLINE_S
-        return 0.0 if self.must_ask else min(self.poll_at, self.report_at)
+            return min(self.sent_at + ANSWER_DEADLINE_S, window_ends_at)
+        return 0.0 if self.must_ask else min(self.poll_at, self.report_at, window_ends_at)
 
     def act(self, now: float) -> None:
         """Send one request if it is time, and take its answer in if it is there."""
+        self.look_at_window(now)
+        if self.is_quiet and not self.has_asked and now < self.end:
+            self.poll_now()     # a last time
         if self.must_ask or self.pending is None and now >= min(self.poll_at, self.report_at):
             self.begin()
         if self.pending is not None:
@@ -24368,20 +25352,23 @@ class ServerLink:
 
         The children need us: the answer is fetched when it is there.
         """
+        self.sent_at = now = time.monotonic()
         if self.is_released and not self.register_again():
             return
-        now, context = time.monotonic(), self.context
+        context = self.context
         self.is_poll = now >= self.poll_at
         self.is_doubtful = self.is_doubtful or not self.has_lease
         want = self.call.want() if self.has_lease else None
-        self.sent_at, self.report_at = now, math.inf
+        self.report_at = math.inf
         self.asks_survey = want is not None and not self.has_survey
         body = self.updates()
         self.turn += 1
         lease_s = self.pace.lease_s()
         self.promised_until = read_clocks().running + lease_s
         body.update(
-            compute_node_id=context.node_id, run_id=context.run_id, turn=self.turn, lease_s=lease_s,
+            # In an older copy of its database the server may give our node's id to another runner.
+            compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),
+            run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
             submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
         if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
@@ -24419,7 +25406,7 @@ class ServerLink:
                 raise
             self.is_released, self.poll_at = True, 0.0
             return
-        self.is_doubtful, self.retry_s = False, RETRY_FIRST_S
+        self.is_doubtful, self.retry_s, was_offline = False, RETRY_FIRST_S, self.state == 'offline'
         self.lease_ends_at = self.promised_until
         for name, items in self.sent.items():
             del getattr(self, name)[:len(items)]    # what came up meanwhile stays
@@ -24428,6 +25415,8 @@ class ServerLink:
         wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children())
         if wait_s is not None:
             self.poll_at = time.monotonic() + wait_s
+        if was_offline:     # this request wanted nothing
+            self.poll_now()
         if self.attempts.by_state['reported'] or self.contents or self.accounting:  # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
 
@@ -24461,6 +25450,8 @@ class ServerLink:
             self.change('online')
             elapsed = format_elapsed(time.monotonic() - self.silent_since)
             self.context.say(f'the server answers again after {elapsed}')
+            if self.context.variables:      # its address may be another one now, for jobs that ask it
+                self.context.variables['TORC_API_URL'] = self.client.url
 
     def on_no_answer(self, error: TorcError) -> None:
         """Children go on; wake a server of our own that has died; ask again until the window is over."""
@@ -24477,22 +25468,191 @@ class ServerLink:
             self.error = again.message
         self.exempt_server()
         now = time.monotonic()
-        self.poll_at = now + self.retry_s
+        self.poll_at = now + (self.ping_interval_s if self.state == 'offline' else self.retry_s)
         if is_new:
             reason = self.error.partition('\n')[0]      # the rest says how to do without this server
             self.context.say(f'no answer from the server, trying again: {reason}', 'warning')
-        waited_s = now - max(self.silent_since, self.pace.ended_at)
-        is_over = waited_s >= self.window_s and not self.call.has_children()
-        if self.state == 'silent' and (is_over or now >= self.end):
+        self.look_at_window(now)
+
+    @property
+    def window_ends_at(self) -> float:
+        """When a server that is silent has been so for too long (monotonic)."""
+        return min(self.silent_since + self.window_s, self.end)
+
+    def look_at_window(self, now: float) -> None:
+        """The page's offline drain begins when the window is over, or our own time."""
+        if self.state == 'silent' and now >= self.window_ends_at:
             self.change('offline')
-            self.context.log.write('Server unreachable past the retry window', 'error',
+            self.poll_at = now + self.ping_interval_s
+            self.context.log.write('Server unreachable past the retry window: entering offline-drain mode.',
+                                   'warning', running=self.attempts.count(*STARTED),
                                    unreported=self.attempts.count('reported'))
+            if self.call.has_children() and self.context.options.drains:
+                self.context.say('no job is started until the server is back, which is asked every '
+                                 f'{self.ping_interval_s:g} s; what runs goes on', 'warning')
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the server is away for too long, and no child is left."""
+        return self.state == 'offline' and not self.call.has_children()
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the server was asked in vain since the last job ended, or there is no time for it."""
+        return time.monotonic() >= self.end or self.pending is None and self.sent_at > self.pace.ended_at
 
     def exempt_server(self) -> None:
         """A server that was started through us has become our child, but it is no job's."""
         if self.client.servers_started != self.servers_exempt:
             self.servers_exempt = self.client.servers_started
             self.call.exempt_children()
+
+
+class OfflineDrain:
+    """Keeps completions on disk while the server is away, in case that this runner ends before it is back.
+
+    A part. Each write is an errand, so that no file system holds up the loop. Where the output directory
+    cannot be written to, or does not answer, a directory of this machine is used in its place, and if that
+    fails, too, memory must do until one of them can be. Nothing else depends on it: jobs never do.
+    """
+
+    def __init__(self, context: NodeContext, link: ServerLink, launcher: Launcher) -> None:
+        self.context = context
+        self.link = link
+        self.attempts = link.attempts
+        self.begin = launcher.begin
+        self.pid = os.getpid()
+        self.path = ''              # of the journal, as soon as there is one
+        self.is_local = False       # it is not, or will not be, in the output directory
+        self.errand = None          # type: Optional[Errand]
+        self.writing = {}           # type: Dict[Attempt, Tuple[str, bool]]  # what that writes, and
+        self.kept = {}              # type: Dict[Attempt, Tuple[str, bool]]  # ... what is in the journal
+        self.failures = 0           # in a row
+        self.retry_at = -math.inf   # monotonic; nothing is written before
+        self.is_last = False        # the runner ends: whatever is not acknowledged is kept
+
+    def unkept(self) -> Dict[Attempt, Tuple[str, bool]]:
+        """Completions to be written: state, and whether its row of slurm_stats is there. Both may follow."""
+        is_away = self.is_last or self.link.state == 'offline'
+        if not (is_away or self.kept):
+            return {}
+        accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
+        found = {attempt: (attempt.state, attempt.key in accounts)
+                 for attempt in self.attempts.of('recovering', 'reported') if is_away or attempt in self.kept}
+        return {attempt: seen for attempt, seen in found.items() if self.kept.get(attempt) != seen}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all is kept that can be kept now."""
+        return self.errand is None and (time.monotonic() < self.retry_at or not self.unkept())
+
+    def due(self) -> float:
+        """The next try, or the end of the patience with the last one."""
+        if self.errand is not None:
+            return self.errand.began + KEEP_S
+        return max(0.0, self.retry_at) if self.unkept() else math.inf
+
+    def act(self, now: float) -> None:
+        """See how the last write has ended; begin the next."""
+        if self.errand is not None:
+            self.look(now)
+        if self.kept and self.link.state == 'online':
+            self.kept = {attempt: seen for attempt, seen in self.kept.items()
+                         if ATTEMPT_STATES[attempt.state].next}
+        found = self.unkept() if self.errand is None and now >= self.retry_at else {}
+        if found:
+            self.writing = found
+            self.errand = self.begin(functools.partial(self.write, self.entries(found)))
+
+    def entries(self, attempts: Iterable[Attempt]) -> List[Dict[str, Any]]:
+        """Their completions, as the journal has them."""
+        context = self.context
+        accounts = {(row['job_id'], row['attempt_id']): row for row in self.link.accounting}
+        database_id = context.output.record.get('id')
+        return [format_journal_entry(dict(attempt.completion, accounting=accounts.get(attempt.key),
+                                          job_name=attempt.name, database_id=database_id),
+                                     context.workflow_id, context.run_id, context.node_id)
+                for attempt in attempts]
+
+    def write(self, entries: Sequence[Dict[str, Any]], left_at: Optional[int] = None) -> str:
+        """In an errand: keep entries, in a new journal if there is none; its path."""
+        with contextlib.suppress(AttributeError):   # not Linux
+            # What was begun is finished though the runner is killed.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        path = self.path or self.make_journal()
+        try:
+            with contextlib.closing(Journal(path)) as journal:
+                who = self.context.node_id, socket.gethostname(), self.pid, self.link.identity
+                journal.keep(entries, (*who, left_at))
+        except (OSError, sqlite3.Error):
+            for name in (path, path + '-journal') if not self.path else ():     # nothing is in it
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+            raise
+        return path
+
+    def make_journal(self) -> str:
+        """Make an empty journal; its path. OSError, or Denied."""
+        context, allocation = self.context, self.context.allocation
+        label = allocation.label(context.workflow_id) if allocation else socket.gethostname()
+        names = context.workflow_id, context.run_id, label
+        if self.is_local:
+            return new_journal_path(journal_path(tempfile.mkdtemp(prefix='torc-offline-'), *names))
+        with hold_top(context.output.path) as top:
+            path = journal_path(top.path, *names)
+            make_own_directory(JOURNAL_DIRECTORY, top.descriptor, 0o700)
+            with refuse_danger(HeldDirectory(os.path.dirname(path), top.descriptor, False), False):
+                return new_journal_path(path)
+
+    def look(self, now: float) -> None:
+        """How a write has ended. One that takes too long is killed, and its end not waited for."""
+        errand = self.errand
+        is_late = not errand.look() and now >= errand.began + KEEP_S
+        if is_late:
+            errand.kill()
+        if not (is_late or errand.look()):
+            return
+        self.errand = None
+        if errand.result:
+            self.on_kept(errand.result)
+        else:
+            self.on_failure(f'no answer within {KEEP_S:g} s' if is_late else errand.error, now)
+
+    def on_kept(self, path: str) -> None:
+        """Completions are on disk."""
+        if path != self.path:
+            level = 'warning' if self.is_local else 'info'
+            self.context.say(f'what ends while the server is away is kept in {path}', level)
+        self.path, self.failures = path, 0
+        for attempt in self.writing:
+            if attempt not in self.kept:
+                self.context.log.write('Journaled completion (offline)', **self.context.names(attempt),
+                                       status=attempt.completion['status'])
+        self.kept.update(self.writing)
+
+    def on_failure(self, reason: str, now: float) -> None:
+        """Nothing was kept there: all goes to the other place, into a new journal."""
+        directory = os.path.join(self.context.output.path, JOURNAL_DIRECTORY)
+        place = self.path or ('the local temporary directory' if self.is_local else directory)
+        self.context.say_once(f'{place} cannot be written to ({printable_line(reason)})',
+                              'what ends while the server is away is kept elsewhere: ')
+        self.path, self.is_local, self.kept = '', not self.is_local, {}
+        self.failures += 1
+        if self.failures > 1:
+            self.retry_at = now + KEEP_PAUSE_S
+            self.context.say_once('results are kept in memory only, until one of these can be written to')
+
+    def close(self, limit_s: float) -> None:
+        """The runner ends: keep what is not acknowledged, for so long."""
+        give_up_at = time.monotonic() + limit_s
+        self.is_last, self.retry_at, self.failures = True, -math.inf, 0
+        self.act(time.monotonic())
+        while self.errand is not None and time.monotonic() < give_up_at:
+            self.errand.wait((give_up_at - time.monotonic()) / 2)   # the other half is for the other place
+            self.act(time.monotonic())
+        if self.path and self.errand is None and self.link.state == 'offline':
+            self.begin(functools.partial(self.write, [], int(time.time()))).wait(
+                max(0.1, give_up_at - time.monotonic()))
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
@@ -26710,19 +27870,24 @@ class Submissions:
 
     def due(self) -> float:
         """The next call. Replies, and the end of an errand, wake the loop."""
+        if self.link.state == 'offline':
+            return math.inf
         if not self.unwritten or self.errand is not None or not (self.replies is None or self.knows_site):
             return self.work.due()
         return min(self.work.due(), self.write_at)
 
     def act(self, now: float) -> None:
         """Ask what the site gives; write scripts; submit them one after the other; report."""
+        if self.errand is not None and self.errand.look():
+            self.take_scripts()
+        self.take_ends()
+        if self.link.state == 'offline':    # others may have it
+            return
         if self.unwritten and self.replies is None:
             self.replies = {}
             for index, words in enumerate(SITE_QUESTIONS):
                 on_reply = functools.partial(self.replies.__setitem__, index)
                 self.launcher.query(slurm_argv(*words), SLURM_QUERY_S, on_reply, query_variables())
-        if self.errand is not None and self.errand.look():
-            self.take_scripts()
         if self.unwritten and self.errand is None and self.knows_site and now >= self.write_at:
             self.writing = list(self.unwritten.values())
             self.errand = self.launcher.begin(functools.partial(self.write_scripts, self.writing))
@@ -26820,7 +27985,10 @@ def select_kernel_log(text: str, since: float) -> str:
 # the wait, which a child's exit, a signal or an answer ends at once, and a request, which has a deadline.
 #
 # The runner leaves for one reason: the workflow is over, its time is over, a signal, or idleness. From then
-# on it claims nothing, waits for what it has, reports, and takes itself off the list of nodes.
+# on it claims nothing, waits for what it has, reports, and takes itself off the list of nodes. While the
+# server is away for too long (16b) it leaves as soon as nothing runs here and all ends are in its journal: it
+# then runs no more actions, stays on that list until its lease is over, and its error (exit 3) says how the
+# journal is brought in. Signals and the end of its time stop jobs as ever.
 #
 # A new part is a class with `due` and `act`, and a line in Runner.parts: its place in the turn.
 
@@ -26918,7 +28086,7 @@ class Shutdown:
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
-        return min(self.stop_at, math.inf if self.is_killed else self.last_at)
+        return 0.0 if self.gives_up else min(self.stop_at, math.inf if self.is_killed else self.last_at)
 
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
@@ -26928,9 +28096,19 @@ class Shutdown:
                              'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
                              'and sigkill_headroom_seconds, is over')
             self.leave('deadline', self.end - self.dispatcher.starter.kill_before_s - now)
+        if self.gives_up:
+            self.context.say('the server is away, and jobs do not go on without it (--no-offline-drain): '
+                             f'stopping {self.dispatcher.attempts.count(*STARTED)}', 'warning')
+            self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
         if now >= self.last_at and not self.is_killed:
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether jobs are to be stopped since the server is away."""
+        return self.link.state == 'offline' and not (self.context.options.drains
+                                                     or self.reason in SIGNAL_REASONS)
 
     def kill_all(self) -> None:
         """SIGKILL everything that still runs."""
@@ -27248,6 +28426,7 @@ class Runner:
         self.allocation_watch.stop_at = lambda: self.shutdown.stop_at
         self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
+        self.drain = OfflineDrain(context, link, launcher)
         self.connect_link()
         self.parts = [
             launcher,
@@ -27264,6 +28443,7 @@ class Runner:
             self.submissions,
             link,
             self.dispatcher,        # again: what an answer brings starts in the same turn
+            self.drain,
             ProgressView(context, link),
         ]
 
@@ -27353,10 +28533,11 @@ class Runner:
             if self.link.answer['is_complete'] and not self.link.answer['is_canceled']:
                 self.perform('on_workflow_complete')
             self.perform('on_worker_complete')
-            while self.has_slurm_work and self.link.state != 'offline':
+            while self.has_slurm_work and not self.has_drained:
                 self.turn()
                 self.wait()
         finally:
+            self.drain.close(min(KEEP_S, max(1.0, self.shutdown.end - time.monotonic())))
             self.starter.close()
             self.launcher.kill_children()
             figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.shutdown.end - time.monotonic())))
@@ -27369,7 +28550,7 @@ class Runner:
         link, answers = self.link, self.link.num_answers
         link.triggers, self.dispatcher.may_claim = triggers, False
         link.poll_now()
-        while link.state != 'offline' and not self.shutdown.is_killed:
+        while not (self.has_drained or self.shutdown.is_killed):
             self.turn()
             self.exit_rules.look_for_cancel()
             if link.num_answers > answers and not self.actions.is_busy and not link.action_results:
@@ -27381,7 +28562,7 @@ class Runner:
         link = self.link
         link.triggers, self.dispatcher.may_claim = JOB_TRIGGERS, True
         link.poll_now()
-        while link.state != 'offline':
+        while not self.has_drained:
             self.turn()
             self.exit_rules.look()
             is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
@@ -27390,6 +28571,13 @@ class Runner:
             if self.shutdown.reason and not (is_busy or is_waiting):
                 break
             self.wait()
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether the server is away for too long and nothing is left to wait for: the drained exit."""
+        is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
+        is_waiting = is_asking or self.attempts.by_state['ended']
+        return bool(self.link.is_quiet and self.link.has_asked and not is_waiting and self.drain.is_settled)
 
     @property
     def has_slurm_work(self) -> bool:
@@ -27406,14 +28594,35 @@ class Runner:
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
         if self.link.state == 'offline':
-            lost = [attempt.name for attempt in self.attempts.of('ended', 'judged', 'recovering', 'reported')]
-            named = f" {len(lost)} ended jobs could not be reported: {', '.join(lost[:5])}." if lost else ''
-            raise Unreachable(f'{self.link.error}.{named} See {self.context.output.path}')
+            raise self.explain_drain()
         counts, answer, shutdown = self.completions.counts, self.link.answer, self.shutdown
         return RunOutcome(
             counts['completed'], counts['failed'], counts['terminated'], counts['canceled'],
             self.completions.failed_jobs, answer['is_complete'], answer['is_canceled'],
             shutdown.interrupted_by, shutdown.reason, time.monotonic() - self.began, answer['jobs_by_status'])
+
+    def explain_drain(self) -> Unreachable:
+        """The error of a runner that has left without its server: what it could not report, and where it is.
+
+        Its details, if anything is kept: `journal`, a path, and what `workflows reconcile` needs to know,
+        `run_id` and `base_dir`.
+        """
+        context, drain = self.context, self.drain
+        left = self.attempts.of('ended', 'judged', 'recovering', 'reported')
+        lost = [attempt.name for attempt in left if attempt not in drain.kept]
+        lines, where = [self.link.error], {}    # type: List[str], Dict[str, Any]
+        if lost:
+            lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
+        if len(left) > len(lost):
+            where = {'journal': drain.path, 'base_dir': os.path.dirname(os.path.dirname(drain.path)),
+                     'run_id': context.run_id}
+            lines.append(f"{len(left) - len(lost)} jobs that ended meanwhile are kept in {where['journal']}")
+        words = lines[1:] or ['nothing is left to be reported']
+        if where:
+            words.append(f'torc.py workflows reconcile {context.workflow_id} {context.run_id} --base-dir '
+                         f"{shlex.quote(where['base_dir'])}, when the server is back")
+        context.log.write(f"Offline drain complete: {'; '.join(words)}", 'warning')
+        return Unreachable('\n'.join(lines), **where)
 
 
 def ask_before_work(argv: Sequence[str], limit_s: float, launcher: Launcher, wakeup: Wakeup,
@@ -27545,9 +28754,9 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         if leftovers:
             context.say(leftovers, 'warning')
         runner.run()
-        if context.allocation is not None:
+        if context.allocation is not None and runner.link.state != 'offline':
             finish_allocation(runner, client, began_at)
-    return runner.outcome()
+        return runner.outcome()
 
 
 # ======== 17. Recovery: allocations that are gone, and jobs that nobody runs ========
@@ -27593,10 +28802,11 @@ class SlurmEnd(Row):
     problem: str = ''               # why no more is known
 
 
-def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> AllocationsSeen:
+def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: str = '') -> AllocationsSeen:
     """Which allocations are alive, which are gone, and which are neither for certain.
 
-    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue.
+    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue of this
+    `cluster` ('': not known).
     """
     seen = AllocationsSeen()
     listed = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 3)}
@@ -27606,13 +28816,12 @@ def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> Allocat
         state = SLURM_STATES.get(parse_slurm_state(name))
         if number <= 0:
             doubt = f"allocation {row['id']} has not been submitted yet, as far as is known"
+        elif row.get('cluster') and row['cluster'] != cluster:      # a number here may be another job's
+            doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
         elif reply.code:
             doubt = f'Slurm job {number} may be anything: squeue failed: {explain_reply(reply)}'
         elif str(number) not in listed:
-            if row.get('cluster'):
-                doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
-            else:
-                seen.gone[number] = SlurmEnd(row)
+            seen.gone[number] = SlurmEnd(row)
         elif state is None:
             doubt = f'Slurm job {number} is in a state that is not known here: {printable(name)}'
         elif state.is_ended:
@@ -27631,6 +28840,13 @@ def take_alive(seen: AllocationsSeen, row: Dict[str, Any], name: str, state: Slu
         seen.alive['pending' if state.is_pending else 'active'].append(row)
     if row['status'] == 'active' and state.is_pending and not state.is_live and name not in PASSING_STATES:
         seen.requeued.append(row)
+
+
+def ask_cluster_name() -> str:
+    """The cluster that Slurm's programs speak of here; '' if they do not say it."""
+    said = ask_slurm(slurm_argv('scontrol', 'show', 'config')).out
+    match = re.search(r'^ClusterName\s*=\s*(\S+)', said, re.MULTILINE)
+    return match.group(1) if match else ''
 
 
 def seen_argv() -> List[str]:
@@ -28044,6 +29260,8 @@ REASON_SIGNS = (
     ('deadline', r"stopped: the runner's time is over"),
     ('unknown', 'declared output files are missing: |' + re.escape(STEP_OUTCOMES['canceled'].meaning)),
 )
+# Of an allocation that Slurm ended with its runner in it; see describe_slurm_end.
+ALLOCATION_TIMEOUT = Expression(r'Slurm job [0-9]+ [^(]*\(TIMEOUT\b')
 STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'node': 'lost', 'preempted': 'lost'}
 
 
@@ -28066,6 +29284,8 @@ def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
     if cause:
         return cause, f'Slurm says {state} of its step'
     sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+    if result['return_code'] == ORPHAN_RETURN_CODE and ALLOCATION_TIMEOUT.search(reason):
+        sign = 'deadline'
     if sign == 'deadline':
         # Cut off long before it had the time that it asked for, it needs no more of it.
         is_early = seconds_of(result) + CUT_OFF_S < TIMEOUT_SHARE * limit_of('Runtime', use.needs)
@@ -28233,7 +29453,8 @@ def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
 #
 # A job counts as waiting for another as long as that is not done, whoever runs it. Jobs without labels that
 # are not in a runner's hands are planned for, less what allocations that are queued, or that still run, will
-# do for them; what waits for nothing is due at once, the rest when its gates are ready.
+# do for them; what waits for nothing is due at once, the rest when its gates are ready. Jobs of a chain
+# (serialize_allocations) stay in it: it gets the links that are missing.
 
 LEFT_STATUSES = tuple(STATUS_NAMES[code] for code in (UNINITIALIZED, BLOCKED, READY))
 DONE_STATUSES = tuple(row.name for row in STATUSES if row.is_done)
@@ -28271,6 +29492,7 @@ class Demand(Row):
     bound_to: List[Optional[int]]       # schedulers
     num_left: int               # nobody has begun them
     others: List[int]           # of these not planned for, although allocations might run them
+    chains: Dict[int, List[Tuple[int, int]]]    # scheduler -> its jobs that are left, and their runtimes
     run_id: int
     newest_scheduler_id: int
 
@@ -28287,24 +29509,28 @@ def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
     places = {found['job_ids'][row]: index for index, row in enumerate(rows)}
     kinds, numbers = {kind['id']: kind for kind in found['kinds']}, {}  # type: Any, Dict[Tuple, int]
     classes, class_numbers, others, num_left = [], [], [], 0    # type: Any, Any, List[int], int
+    chains = {}     # type: Dict[int, List[Tuple[int, int]]]
     for index, row in enumerate(rows):
         job_id, kind, number = found['job_ids'][row], kinds[found['kind_ids'][row]], None
         is_left = found['statuses'][row] in LEFT_STATUSES or job_id in included
         num_left += is_left and (job_id in only or not only)
         if is_left and not kind['has_labels']:
-            if job_id in only or not only:
-                changed = overrides.get(job_id, {})
+            changed = overrides.get(job_id, {})
+            if only and job_id not in only:
+                others.append(index)
+            elif kind['in_chain']:
+                runtime_s = override_class(kind, changed).runtime_s
+                chains.setdefault(kind['scheduler_id'], []).append((index, runtime_s))
+            else:
                 key = kind['requirements_id'], *sorted(changed.items())
                 number = numbers.setdefault(key, len(classes))
                 classes += [override_class(kind, changed)] if number == len(classes) else []
-            else:
-                others.append(index)
         class_numbers.append(number)
     sets = [[places[job_id] for job_id in members if job_id in places] for members in found['sets']]
     graph = JobGraph([found['job_names'][row] for row in rows], class_numbers,
                      [found['set_numbers'][row] for row in rows], sets)
     bound_to = [kinds[found['kind_ids'][row]]['scheduler_id'] for row in rows]
-    return Demand(graph, classes, list(places), bound_to, num_left, others, found['run_id'],
+    return Demand(graph, classes, list(places), bound_to, num_left, others, chains, found['run_id'],
                   found['newest_scheduler_id'])
 
 
@@ -28325,10 +29551,13 @@ class RenewedStage(Row):
 
 
 class Renewal(Row):
-    """A planned scheduler, as far as its allocations are needed."""
-    made: PlannedScheduler
-    jobs: List[int]             # those that are bound to it
+    """A scheduler, as far as its allocations are needed."""
+    block: Dict[str, Any]       # as an entry of slurm_schedulers
+    has_dependencies: bool
+    is_bound: bool
+    jobs: List[int]             # that it is for, and is bound to
     stages: List[RenewedStage]
+    chain_id: Optional[int] = None      # it is there already
 
     @property
     def num_allocations(self) -> int:
@@ -28380,7 +29609,7 @@ class Supply:
         return min(taken, stage.num_allocations)
 
 
-def renew(demand: Demand, plan: AllocationPlan, supply: Supply) -> List[Renewal]:
+def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) -> List[Renewal]:
     """What is needed of a plan beside the supply."""
     graph, renewals = demand.graph, []
     for made in plan.schedulers:
@@ -28395,7 +29624,23 @@ def renew(demand: Demand, plan: AllocationPlan, supply: Supply) -> List[Renewal]
                 gates = [] if is_due else [demand.job_ids[gate] for gate in stage.gates]
                 stages.append(RenewedStage(gates, count))
         if stages:
-            renewals.append(Renewal(made, sorted(jobs), stages))
+            block = scheduler_block(made, account)
+            renewals.append(Renewal(block, made.has_dependencies, made.is_bound, sorted(jobs), stages))
+    return renewals
+
+
+def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str, Any]]) -> List[Renewal]:
+    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id."""
+    renewals, levels = [], find_levels(demand.graph) if demand.chains else []
+    for chain_id, members in sorted(demand.chains.items()):
+        block, jobs = schedulers[chain_id], [job for job, _ in members]
+        runtime_s, first = max(runtime_s for _, runtime_s in members), min(levels[job] for job in jobs)
+        # What is first of them waits for none of the others.
+        gates = [demand.job_ids[job] for job in jobs if levels[job] == first] if first else []
+        count = count_links(len(jobs), block['walltime'], runtime_s)
+        count = math.ceil(count - supply.take(Stage(jobs, [], count), runtime_s) - 1e-9)
+        if count:
+            renewals.append(Renewal(block, bool(first), True, jobs, [RenewedStage(gates, count)], chain_id))
     return renewals
 
 
@@ -28405,7 +29650,7 @@ def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict
     numbers = demand.graph.class_numbers
     others = demand.others + [job for job, number in enumerate(numbers) if number in misfits]
     ids, bound = {demand.job_ids[job] for job in others}, {demand.bound_to[job] for job in others}
-    replaced = {demand.bound_to[job] for made in plan.schedulers for job in made.jobs}
+    replaced = {demand.bound_to[job] for made in plan.schedulers for job in made.jobs} | set(demand.chains)
 
     def is_needed(action: Dict[str, Any]) -> bool:
         scheduler_id, gates = action['action_config'].get('scheduler_id'), action.get('job_ids') or ()
@@ -28415,30 +29660,29 @@ def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict
             and not action['executed'] and not is_needed(action)]
 
 
-def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
-                   taken: Sequence[int]) -> Dict[str, Any]:
+def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], taken: Sequence[int]) -> Dict[str, Any]:
     """What the server is to store: a StoreAllocationsRequest."""
     return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id, 'taken': list(taken),
             'schedulers': [
-                {'scheduler': block, 'is_bound': renewal.made.is_bound,
+                {'scheduler': renewal.block, 'scheduler_id': renewal.chain_id, 'is_bound': renewal.is_bound,
                  'job_ids': [demand.job_ids[job] for job in renewal.jobs],
                  'stages': [{'job_ids': stage.gate_ids, 'num_allocations': stage.num_allocations}
                             for stage in renewal.stages]}
-                for block, renewal in zip(blocks, renewals)]}
+                for renewal in renewals]}
 
 
-def regeneration_rows(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
+def regeneration_rows(demand: Demand, renewals: Sequence[Renewal],
                       scheduler_ids: Sequence[int]) -> List[Dict[str, Any]]:
     """The schedulers as JSON shows them: those that were stored have ids."""
     rows = []
-    for index, (renewal, block) in enumerate(zip(renewals, blocks)):
+    for index, renewal in enumerate(renewals):
         keys = ('name', 'account', 'partition', 'walltime') + (() if scheduler_ids else ('mem',)) + ('nodes',)
         row = {'id': scheduler_ids[index]} if scheduler_ids else {}     # type: Dict[str, Any]
-        row.update({key: block[key] for key in keys}, num_allocations=renewal.num_allocations,
+        row.update({key: renewal.block.get(key) for key in keys}, num_allocations=renewal.num_allocations,
                    job_count=len(renewal.jobs))
         if not scheduler_ids:
             row['job_names'] = [demand.graph.names[job] for job in renewal.jobs]
-        rows.append(dict(row, has_dependencies=renewal.made.has_dependencies))
+        rows.append(dict(row, has_dependencies=renewal.has_dependencies))
     return rows
 
 
@@ -28644,6 +29888,7 @@ FAILURES_SHOWN = 4          # groups of failed jobs in a status, which is to fit
 CANCELED_SHOWN = 2
 BLOCKERS_SHOWN = 3
 REMARKS_SHOWN = 2
+ENDED_SHOWN = 2             # allocations that did not end as they should
 PROGRESS_EVERY_S = 10.0     # between lines of progress where there is no terminal
 REFRESH_EVERY_S = 0.1       # between updates of the line where there is one
 VERDICTS = {    # how a workflow stands: symbol, the same in ASCII, colour
@@ -28981,6 +30226,8 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str,
         found += explain_others(why, counts, number, program)
     for job in why.get('remarks', ())[:REMARKS_SHOWN] if why else ():   # older servers have none
         found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
+    for row in (why or {}).get('ended_allocations', ())[:ENDED_SHOWN] if not status['is_complete'] else ():
+        found.append(('canceled', f"allocation {row['id']} is {row['status']}: {row['reason']}"))
     if counts['ready'] and not (is_part or status['is_canceled'] or status['active_compute_nodes']):
         # Who has allocations does not want the work of hours to be done on a login node.
         has_slurm = status.get('pending_scheduled_nodes') or status.get('active_scheduled_nodes')
@@ -29203,6 +30450,8 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
         steps.append(f'Start runners: {program} run {number}' +
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
+    if any(row.get('has_ended') for row in waiting['allocations']):
+        steps.append(f'Set right what an allocation has left: {program} workflows sync-status {number}')
     if any(row.get('has_ended') for row in waiting['allocations']) and codes:
         steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
     for row in waiting['allocations']:
@@ -30169,6 +31418,7 @@ TASK_PAUSE_S = 1.0          # longest between looks at a task
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
+RUNNER_COMMANDS = ('run', 'exec', 'slurm-job-runner')
 MAKERS = ('run', 'create', 'submit', 'exec', 'workflows new')     # they make a database where there is none
 
 Arguments = Dict[str, Any]
@@ -30204,6 +31454,7 @@ class Session:
             client = Client.find(self.options['url'] or '', self.database or '', '', tls, self.credentials)
             if is_reading:
                 client.check_exists()
+            client.will_need_server = self.command.name in RUNNER_COMMANDS
             client.reconnect()
             self._client = client
             self._client.snapshot_interval_s = interval_s
@@ -30709,7 +31960,7 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'Timestamp=timestamp:1'),
     'jobs': Noun(
         'job', 'ID=id, Name=name, Status=status, +Code=return_code, Priority=priority:4, '
-        'Compute Node=compute_node_id:3, Elapsed=(elapsed):1, Command=command:2'),
+        'Compute Node=compute_node_id:3, Elapsed=(elapsed):1, Command=command:2, +Reason=reason:5'),
     'files': Noun('file', 'ID=id, Name=name, Path=path, Modified Time=st_mtime:1'),
     'user-data': Noun('user_data', 'ID=id, Name=name, Ephemeral=is_ephemeral:1, Data Preview=(preview)'),
     'resource-requirements': Noun(
@@ -30726,7 +31977,7 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'Data=data:1'),
     'scheduled-compute-nodes': Noun(
         'scheduled_compute_node', 'ID=id, Scheduler ID=scheduler_id, Config ID=scheduler_config_id, '
-        'Type=scheduler_type, Status=status'),
+        'Type=scheduler_type, Status=status, +Reason=reason'),
     'compute-nodes': Noun(
         'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
         'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
@@ -30845,14 +32096,18 @@ def cmd_jobs_list(session: Session, args: Arguments) -> int:
 
 
 def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
-    """Fill in what the current results of jobs say."""
-    ended = {job['id']: job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final}
+    """Fill in what the current results of jobs say; of those that are to run again, only the reason."""
+    ended = {job['id']: job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final
+             or job['status'] in ('ready', 'blocked') and job.get('attempt_id', 1) > 1}
     queries = [{'job_id': job_id} for job_id in ended]  # type: List[Dict[str, int]]
     for query in queries if len(ended) <= OUTCOMES_ASKED else [{}]:
         for result in session.items('list_results', workflow_id=jobs[0]['workflow_id'], **query):
             if result['job_id'] in ended:
                 job = ended[result['job_id']]
-                job.update((key, result[key]) for key in ('return_code', 'exec_time_minutes'))
+                if STATUSES[STATUS_CODES[job['status']]].is_final:
+                    job.update((key, result[key]) for key in ('return_code', 'exec_time_minutes'))
+                if result.get('reason'):
+                    job['reason'] = result['reason']
 
 
 def call_on(session: Session, verb: str, number: int, body: Any = None) -> Dict[str, Any]:
@@ -32627,7 +33882,15 @@ def runner_options(args: Arguments) -> RunnerOptions:
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'], num_cpus=args['num_cpus'],
         memory_gb=args['memory_gb'], num_gpus=args['num_gpus'], max_parallel_jobs=args['max_parallel_jobs'],
         end_time=end_time, labels=args['label'] or [], is_persistent=bool(args.get('persistent')),
-        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'])
+        claim_backoff_max_s=args['claim_backoff_max_secs'], max_output_bytes=args['max_output_bytes'],
+        **offline_options(args, read_config()))
+
+
+def offline_options(args: Arguments, config: HpcConfig) -> Dict[str, Any]:
+    """What a runner does while its server is away: by the command line, else by the configuration."""
+    given_s = args['drain_ping_interval_secs']
+    return {'drains': config.drains and not args['no_offline_drain'],
+            'ping_interval_s': config.ping_interval_s if given_s is None else given_s}
 
 
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
@@ -32694,6 +33957,12 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     progress = Progress(session.err, style, session.options['quiet'])
     try:
         outcome = run_workflow(session.client, workflow['id'], options, progress)
+    except Unreachable as error:
+        if 'base_dir' in error.details:
+            hint = command_line(session, 'workflows', 'reconcile', workflow['id'], error.details['run_id'],
+                                '--base-dir', error.details['base_dir'])
+            error.message += f'\nWhen the server is back: {hint}'
+        raise
     finally:
         progress.finish()
     plot_run(session, workflow, options.output_dir)
@@ -32913,11 +34182,12 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
             'SLURM_JOB_ID', 'SLURM_NODEID', 'SLURM_TASK_PID'))]
         number = int(hashlib.sha256(' '.join(who).encode()).hexdigest()[:8], 16)
         time.sleep(number / 2 ** 32 * startup_delay_s)
+    config = read_config()
     options = RunnerOptions(
         output_dir=args['output_dir'], poll_interval_s=args['poll_interval'],
         max_parallel_jobs=args['max_parallel_jobs'], is_subtask=bool(args['is_subtask']),
         claim_backoff_max_s=args['claim_backoff_max_secs'], record_id=args['scheduled_compute_node'],
-        is_strict=read_config().is_strict)
+        is_strict=config.is_strict, **offline_options(args, config))
     session.options['url' if '://' in args['server'] else 'db'] = args['server']
     await_server(session, options)
     code = run_to_end(session, Target(args['workflow_id'], False, is_allocation=True), options, True)
@@ -33239,8 +34509,21 @@ def ask_site() -> Callable[[Optional[str]], Site]:
     return functools.partial(parse_site, partitions, config)
 
 
+def warn_of_dependencies(session: Session, submissions: Sequence[Submission]) -> None:
+    """Say which chains are none, because their schedulers have a dependency of their own: the last counts."""
+    chains = {item.scheduler['id']: item.scheduler for item in submissions
+              if item.scheduler.get('serialize_allocations')}
+    for number, scheduler in chains.items():
+        with contextlib.suppress(Refused):      # no script is made of what cannot be read
+            if {'dependency', 'd'} & options_of_extra(scheduler.get('extra') or '', ''):
+                session.report(printable(f"warning: scheduler {scheduler.get('name') or number}: the "
+                                         'dependency in its extra replaces the one of its chain (singleton): '
+                                         'its allocations may run side by side'))
+
+
 def start_submissions(session: Session, work: Submitter, submissions: List[Submission]) -> None:
     """Write the scripts of allocations, and hand them to a Submitter."""
+    warn_of_dependencies(session, submissions)
     site_of, callers = ask_site(), {}   # type: Any, Dict[str, Caller]
     for submission in submissions:
         output_dir = submission.settings['output_dir']
@@ -34081,13 +35364,160 @@ def read_planned(session: Session, args: Arguments) -> Plan:
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
 
+# -------- reconcile --------
+
+REPLAY_BYTES = 2 ** 20      # of completions in one request, so that no other waits long for the server
+
+
+class JournalFound(Row):
+    """A journal of a run, and what became of its completions."""
+    path: str
+    entries: List[Dict[str, Any]]
+    counts: Dict[str, int]      # completions: all; of these accepted, known, rejected
+
+
+def cmd_reconcile(session: Session, args: Arguments) -> int:
+    """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
+    workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
+    if not os.path.isdir(base_dir):
+        raise BadInput(printable(f'there is no directory {base_dir}: name the output directory of the '
+                                 'runners, or one above it, with --base-dir'))
+    session.workflow(workflow_id)   # refused before thousands of files are read
+    paths, problems = find_journals(base_dir, workflow_id, run_id)
+    journals, left = [], []     # type: List[JournalFound], List[Dict[str, Any]]
+    for path in paths:
+        entries, problem, leavers = read_journal(path)
+        journals.append(JournalFound(path, entries, {}))
+        problems += [problem] if problem else []
+        left += leavers
+    accepted, rejected = [], []     # type: List[Tuple[int, int]], List[Dict[str, Any]]
+    for entries in replay_pieces(journals):
+        answer = session.call('replay_completions', {'run_id': run_id, 'completions': entries},
+                              workflow_id=workflow_id)
+        accepted += map(tuple, answer['accepted'])
+        rejected += answer['rejected']
+    for piece in chunks(left):      # whatever they held has ended by now
+        session.call('replay_completions', {'run_id': run_id, 'completions': [], 'left': piece},
+                     workflow_id=workflow_id)
+    count_brought(journals, accepted, [(row['job_id'], row['attempt_id']) for row in rejected])
+    show_reconciled(session, args, journals, [row['message'] for row in rejected], problems)
+    return 0
+
+
+def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, Any]]]:
+    """All completions in pieces for one request each, earlier attempts and ends first."""
+    entries = sorted((entry for journal in journals for entry in journal.entries), key=lambda entry: (
+        entry['result'].get('attempt_id') or 1, entry['result']['completion_time']))
+    piece, size = [], 0     # type: List[Dict[str, Any]], int
+    for entry in entries:
+        length = len(format_json(entry))
+        if length > REPLAY_BYTES:       # the end is worth more than the times of so many output files
+            entry = dict(entry, torc_py=dict(entry.get('torc_py') or {}, file_times=None, contents=None))
+        if piece and (len(piece) >= MAX_COMPLETIONS_PER_REQUEST or size + length > REPLAY_BYTES):
+            yield piece
+            piece, size = [], 0
+        piece.append(entry)
+        size += length
+    if piece:
+        yield piece
+
+
+def count_brought(journals: Sequence[JournalFound], accepted: Sequence[Tuple[int, int]],
+                  rejected: Sequence[Tuple[int, int]]) -> None:
+    """Note in journals what became of their completions; what is in several counts in the first."""
+    left = {'accepted': collections.Counter(accepted), 'rejected': collections.Counter(rejected)}
+    for journal in journals:
+        journal.counts.update(completions=len(journal.entries), accepted=0, known=0, rejected=0)
+        for entry in journal.entries:
+            key = entry['job_id'], entry['result'].get('attempt_id') or 1
+            became = next((word for word, keys in left.items() if keys[key]), 'known')
+            journal.counts[became] += 1
+            if became in left:
+                left[became][key] -= 1
+
+
+def show_reconciled(session: Session, args: Arguments, journals: Sequence[JournalFound],
+                    rejections: Sequence[str], problems: Sequence[str]) -> None:
+    """What each journal has brought, and all together; to stderr what is to be looked at."""
+    sums = {word: sum(journal.counts[word] for journal in journals)
+            for word in ('completions', 'accepted', 'rejected', 'known')}
+    value = {'files': len(journals), 'total_completions': sums.pop('completions'), **sums,
+             'journals': [{'path': journal.path, **journal.counts} for journal in journals],
+             'problems': list(problems)}
+    of_run = f"workflow_id={args['workflow_id']} run_id={args['run_id']}"
+    lines = [f"Reconciled {of_run}: {len(journals)} file(s), {value['total_completions']} completion(s) "
+             f"({sums['accepted']} accepted, {sums['rejected']} rejected)"]
+    line = '  {}: {completions} completions, {accepted} accepted, {known} known, {rejected} rejected'
+    lines += [line.format(journal.path, **journal.counts) for journal in journals]
+    session.answer(value, format_lines(lines))
+    session.report(*problems)
+    reasons = collections.Counter(rejections).most_common()
+    session.report(*(f'rejected: {count} completions: {message}'
+                     for message, count in reasons[:PROBLEMS_SHOWN]))
+    if len(reasons) > PROBLEMS_SHOWN:
+        session.report(f'... and for {len(reasons) - PROBLEMS_SHOWN} more reasons')
+    if not journals:
+        session.inform(f"no journal of {of_run} was found below {args['base_dir']}")
+    elif not sums['accepted'] and not sums['rejected']:
+        session.inform(f"nothing was new: all {sums['known']} completions were known")
+
+# -------- sync-status --------
+
+LOST_SHOWN = 10     # jobs named for people
+
+
+def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
+    """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
+
+    At most one squeue, and one sacct if any is gone; none of them without an allocation.
+    """
+    survey = session.call('survey_allocations', workflow_id=workflow_id)
+    seen = AllocationsSeen()
+    if survey['allocations']:
+        cluster = ask_cluster_name() if any(row['cluster'] for row in survey['allocations']) else ''
+        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()), cluster)
+    if seen.gone:
+        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
+        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
+    body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
+            'is_dry_run': is_dry_run}
+    found = session.call('sync_allocations', body, workflow_id=workflow_id)
+    return dict(found, doubts=seen.doubts + found['doubts'], alive=seen.num_alive, dry_run=is_dry_run,
+                workflow_id=workflow_id)
+
+
+def cmd_sync_status(session: Session, args: Arguments) -> int:
+    """Find allocations that are gone, and jobs that nobody runs, and set them right."""
+    found = clean_up_allocations(session, choose_workflow(session, args), bool(args['dry_run']))
+    session.answer(found, format_synced(found))
+    return 0
+
+
+def format_synced(found: Dict[str, Any]) -> str:
+    """What `sync-status` has done, or would do, for people."""
+    would, lines = 'would be ' if found['dry_run'] else '', []
+    for row in found['allocations']:
+        lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
+    for key, word in (('requeued_job_details', 'ready again'), ('failed_job_details', 'failed')):
+        rows = found[key]
+        lines += [f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
+                  for row in rows[:LOST_SHOWN]]
+        lines += [f'{len(rows) - LOST_SHOWN} more jobs {would}{word}'] if len(rows) > LOST_SHOWN else []
+    count = found['compute_nodes_deactivated']
+    lines += [f"{count} compute nodes {would}inactive"] if count else []
+    lines += [f'left alone: {doubt}' for doubt in found['doubts']]
+    alive = found['alive']
+    lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
+                 f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
+    return format_lines(lines)
+
+
 # -------- slurm regenerate --------
 
 class Regeneration(Row):
     """Allocations that are planned for what is left."""
     demand: Demand
     renewals: List[Renewal]
-    blocks: List[Dict[str, Any]]    # the schedulers, as they are stored
     taken: List[int]                # actions
     warnings: List[str]
 
@@ -34106,20 +35536,18 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
     """
     number, settings = workflow['id'], options.settings or default_settings()
     found = session.call('get_demand', workflow_id=number)
-    demand, config = read_demand(found, options), hpc_config(session)
+    demand = read_demand(found, options)
     if not demand.num_left:
         return regeneration_value(number, demand, options, [])
+    config = hpc_config(session)
     profile = find_profile(options.profile, config)
-    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
-    account = find_account(options.account or (schedulers or [{}])[0].get('account'),
-                           workflow.get('slurm_defaults') or {}, profile, config)
-    plan = functools.partial(plan_regeneration, session, workflow, options, profile, account,
-                             find_gone(found['allocations'], options))
+    plan = functools.partial(plan_regeneration, session, workflow, options, (profile, config),
+                             find_gone(session, number, options))
     planned = plan(found)
-    for block in planned.blocks:
-        check_scheduler(workflow, dict(block, id=0), settings)
+    for renewal in planned.renewals:
+        check_scheduler(workflow, dict(renewal.block, id=0), settings)
     if options.is_dry_run:
-        rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks, ())
+        rows = regeneration_rows(planned.demand, planned.renewals, ())
         return {'dry_run': True, 'workflow_id': number, 'pending_jobs': demand.num_left,
                 'profile_name': profile.name, 'profile_display_name': profile.display_name,
                 'planned_schedulers': rows, 'total_allocations': planned.num_allocations,
@@ -34136,26 +35564,32 @@ def default_settings() -> Dict[str, Any]:
     return submission_settings(dict(dict.fromkeys(names), output_dir=DEFAULT_OUTPUT_DIR))
 
 
-def find_gone(allocations: Sequence[Dict[str, Any]], options: RegenerateOptions) -> Tuple[Set[int], str]:
+def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) -> Tuple[Set[int], str]:
     """Slurm jobs of a workflow that do nothing more for it, by one squeue; and why that is unknown, or ''."""
-    numbers = {row['slurm_job_id'] for row in allocations if row['slurm_job_id']}
-    if options.is_cleaned or not numbers:
+    rows = [] if options.is_cleaned else \
+        session.call('survey_allocations', workflow_id=workflow_id)['allocations']
+    if not any(row['slurm_job_id'] for row in rows):
         return set(), ''
     if not has_slurm_program('squeue'):
         return set(), f'there is no {slurm_program("squeue")} on this machine'
-    reply = ask_slurm(find_own_jobs_argv())
+    reply = ask_slurm(seen_argv())
     if reply.code:
         return set(), f'squeue failed: {explain_reply(reply)}'
-    alive = {job.id for job in parse_own_jobs(reply.out)
-             if job.state != 'COMPLETING' and not (job.state and SLURM_STATES[job.state].is_ended)}
-    return numbers - alive, ''
+    ending = {cells[0] for cells in read_slurm_rows(reply.out, 3)
+              if parse_slurm_state(cells[1]) == 'COMPLETING'}
+    gone = look_at_allocations(rows, reply).gone
+    return {row['slurm_job_id'] for row in rows
+            if row['slurm_job_id'] in gone or str(row['slurm_job_id']) in ending}, ''
 
 
 def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
-                      profile: Profile, account: str, gone: Tuple[Set[int], str],
+                      cluster: Tuple[Profile, HpcConfig], gone: Tuple[Set[int], str],
                       found: Dict[str, Any]) -> Regeneration:
-    """New schedulers for what get_demand() answers."""
-    demand = read_demand(found, options)
+    """New schedulers, and links of chains, for what get_demand() answers."""
+    demand, number, (profile, config) = read_demand(found, options), workflow['id'], cluster
+    schedulers = {row['id']: row for row in session.items('list_slurm_schedulers', workflow_id=number)}
+    account = options.account or next((row['account'] for row in schedulers.values()), None)
+    account = find_account(account, workflow.get('slurm_defaults') or {}, profile, config)
     partitions = chosen_partitions(profile, options.partition)
     if options.walltime:
         partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
@@ -34163,19 +35597,18 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(suffix))
     problems = [f"resource_requirements '{shorten(demand.classes[number].name)}' fits no partition of "
                 f'{profile.name}: {reason}' for number, reason in made.problems]
-    if problems and not made.schedulers:
+    if problems and not (made.schedulers or demand.chains):
         raise BadInput(problems[0])
     supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
-    renewals = renew(demand, made, supply)
+    renewals = renew(demand, made, supply, account) + renew_chains(demand, supply, schedulers)
     warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
-    warnings += [f'{row.made.name}: a walltime of {format_walltime(row.made.walltime_s)} is longer than the '
-                 f'{format_walltime(row.made.partition.max_walltime_secs)} of {row.made.partition.name}'
-                 for row in renewals if row.made.walltime_s > row.made.partition.max_walltime_secs]
+    warnings += [f'{row.name}: a walltime of {format_walltime(row.walltime_s)} is longer than the '
+                 f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
+                 for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
     warnings += supply_warnings(session, workflow, supply, found, gone)
-    actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+    actions = session.call('get_workflow_actions', workflow_id=number)
     taken = actions_to_take(demand, made, actions) if renewals else []
-    blocks = [scheduler_block(renewal.made, account) for renewal in renewals]
-    return Regeneration(demand, renewals, blocks, taken, warnings)
+    return Regeneration(demand, renewals, taken, warnings)
 
 
 def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
@@ -34199,16 +35632,14 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any], options: Re
                          planned: Regeneration, settings: Dict[str, Any]) -> Dict[str, Any]:
     """Store what was planned, and submit what is due."""
     number, outcome = workflow['id'], None      # type: int, Optional[Submitted]
-    stored = stored_plan_of(planned.demand, planned.renewals, planned.blocks, planned.taken) \
-        if planned.renewals else None
+    stored = stored_plan_of(planned.demand, planned.renewals, planned.taken) if planned.renewals else None
     if options.submits:
         outcome = submit_allocations(session, workflow, {'settings': settings}, stored)
         report_troubles(session, workflow, outcome)
         answer = outcome.answer
     else:
         answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
-    rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks,
-                             answer.get('scheduler_ids') or ())
+    rows = regeneration_rows(planned.demand, planned.renewals, answer.get('scheduler_ids') or ())
     value = regeneration_value(number, planned.demand, options, rows)
     value.update(total_allocations=planned.num_allocations,
                  allocations_submitted=len(outcome.numbers) if outcome else 0,
@@ -34270,56 +35701,6 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
                      + first_of(value['slurm_job_ids']))
     elif due and not value['submitted']:
         lines.append(f'{due} allocations are due; submit them with: {submit}')
-    return format_lines(lines)
-
-
-# -------- sync-status --------
-
-LOST_SHOWN = 10     # jobs named for people
-
-
-def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
-    """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
-
-    At most one squeue, and one sacct if any is gone; none of them without an allocation.
-    """
-    survey = session.call('survey_allocations', workflow_id=workflow_id)
-    seen = AllocationsSeen()
-    if survey['allocations']:
-        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()))
-    if seen.gone:
-        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
-        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
-    body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
-            'is_dry_run': is_dry_run}
-    found = session.call('sync_allocations', body, workflow_id=workflow_id)
-    return dict(found, doubts=seen.doubts + found['doubts'], alive=seen.num_alive, dry_run=is_dry_run,
-                workflow_id=workflow_id)
-
-
-def cmd_sync_status(session: Session, args: Arguments) -> int:
-    """Find allocations that are gone, and jobs that nobody runs, and set them right."""
-    found = clean_up_allocations(session, choose_workflow(session, args), bool(args['dry_run']))
-    session.answer(found, format_synced(found))
-    return 0
-
-
-def format_synced(found: Dict[str, Any]) -> str:
-    """What `sync-status` has done, or would do, for people."""
-    would, lines = 'would be ' if found['dry_run'] else '', []
-    for row in found['allocations']:
-        lines.append(f"allocation {row['scheduled_compute_node_id']} {would}{row['status']}: {row['reason']}")
-    for key, word in (('requeued_job_details', 'ready again'), ('failed_job_details', 'failed')):
-        rows = found[key]
-        lines += [f"job {row['job_id']} ({row['job_name']}) {would}{word}: {row['reason']}"
-                  for row in rows[:LOST_SHOWN]]
-        lines += [f'{len(rows) - LOST_SHOWN} more jobs {would}{word}'] if len(rows) > LOST_SHOWN else []
-    count = found['compute_nodes_deactivated']
-    lines += [f"{count} compute nodes {would}inactive"] if count else []
-    lines += [f'left alone: {doubt}' for doubt in found['doubts']]
-    alive = found['alive']
-    lines.append(f"Allocations of workflow {found['workflow_id']}: {alive['active']} active, "
-                 f"{alive['pending']} pending" + ('' if lines else '; nothing was lost'))
     return format_lines(lines)
 
 
@@ -34405,7 +35786,7 @@ class Recovery:
         self.uses: List[JobUse] = []            # of all that ended
         self.failures: List[Failure] = []
         self.num_left = 0                       # jobs that wait, with nobody to run them
-        self.is_resumed = False                 # an earlier call was killed before it submitted
+        self.is_resumed = False                 # only jobs that were left run: no new run begins
         self.choice: Optional[SchedulerChoice] = None
         self.remedies = Remedies([], [], [], [])
         self.preview: Dict[str, Any] = {}       # what the server would do, or has done
@@ -34432,7 +35813,9 @@ class Recovery:
         self.jobs = self.session.items('list_jobs', workflow_id=self.workflow_id)
         self.diagnose()
         counts = status['jobs_by_status']
-        self.num_left = counts['ready'] + counts['blocked'] + self.cleaned.get('jobs_requeued', 0)
+        ready = counts['ready'] + (self.cleaned.get('jobs_requeued', 0) if self.options.is_dry_run else 0)
+        # Without a ready job the blocked ones wait for a failure that is undecided.
+        self.num_left = ready + counts['blocked'] if ready else 0
         if not self.failures:
             self.refuse_without_failures(counts)
 
@@ -34496,7 +35879,8 @@ class Recovery:
     def refuse_without_failures(self, counts: Dict[str, int]) -> None:
         """Nothing failed: go on only where jobs are left that had been begun."""
         results = self.session.items('list_results', 1, workflow_id=self.workflow_id, all_runs=True)
-        if counts['uninitialized'] or self.num_left and not results:
+        has_begun = bool(results) or self.mode == 'slurm'       # its allocations have ended before any job
+        if counts['uninitialized'] or self.num_left and not has_begun:
             raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
                           f"'{command_line(self.session, 'cancel', self.workflow_id)}' (it has not begun: "
                           f"'{command_line(self.session, 'run', self.workflow_id)}', or `submit`, starts it)")
@@ -34505,7 +35889,6 @@ class Recovery:
                 ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled, which '
                  '`run --retry-failed` takes up, and recover does not')) if counts[key]]
             raise Refused('; '.join(['Cannot recover: no job failed', *told]))
-        self.is_resumed = True
 
     def diagnose(self) -> None:
         """Find out why jobs failed: by what Slurm and the runners said, else by Torc's table."""
@@ -34562,6 +35945,7 @@ class Recovery:
             if not self.options.is_dry_run:
                 self.refuse_nothing()
             return
+        self.is_resumed = not self.remedies.retried
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
                                              dry_run=True)
@@ -34587,7 +35971,8 @@ class Recovery:
         losses = collections.Counter()      # type: collections.Counter[int]
         if any(failure.kind == 'lost' for failure in self.failures):
             losses.update(item['job_id'] for item in self.session.items(
-                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True))
+                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True)
+                if item['status'] == 'failed')      # others had only been claimed
         return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
                            self.find_ceiling(), losses)
 
@@ -34663,18 +36048,30 @@ class Recovery:
         name = f"{scheduler.get('name') or 'scheduler'}_recovery"
         return dict(scheduler, name=name, walltime=format_walltime(walltime))
 
+    @property
+    def hook_words(self) -> List[str]:
+        """The recovery hook, where there is something for it to do: the workflow's id is its last word."""
+        hook = self.options.recovery_hook
+        if not hook or not any(failure.kind == 'unknown' for failure in self.remedies.retried):
+            return []
+        return [*split_command(hook, '--recovery-hook'), str(self.workflow_id)]
+
     # -------- doing it --------
 
     def carry_out(self) -> None:
         """The hook, which may veto; then the change; then the allocations."""
-        unknown = [failure for failure in self.remedies.retried if failure.kind == 'unknown']
-        if self.options.recovery_hook and unknown:
-            run_hook(self.session, self.workflow, self.options.recovery_hook)
+        if self.hook_words:
+            run_hook(self.session, self.workflow, self.hook_words)
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
             self.workflow = self.session.workflow(self.workflow_id)
         if self.mode == 'slurm':
-            self.submit()
+            try:
+                self.submit()
+            except TorcError as error:
+                again = command_line(self.session, 'recover', self.workflow_id)
+                error.message += f' (run {self.workflow["run_id"]} has begun; submit it with: {again})'
+                raise
 
     def submit(self) -> None:
         """Submit allocations for what is left, and note that it was done."""
@@ -34737,6 +36134,8 @@ class Recovery:
                   'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
         if self.mode != 'slurm':
             answer['next_command'] = self.next_command()
+        if self.hook_words:
+            answer['recovery_hook'] = self.hook_words
         return answer
 
     def describe_diagnosis(self) -> Dict[str, Any]:
@@ -34839,13 +36238,12 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     return process.returncode
 
 
-def run_hook(session: Session, workflow: Dict[str, Any], hook: str) -> None:
-    """Run the recovery hook, the workflow's id as its last word. Refused if it fails: nothing changes."""
-    words = [*split_command(hook, '--recovery-hook'), str(workflow['id'])]
+def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
+    """Run the recovery hook. Refused if it fails: nothing changes."""
     code = run_program(session, words, workflow, '--recovery-hook')
     if code:
-        raise Refused(printable_line(f"the recovery hook '{hook}' ended with return code {code}: nothing was "
-                                     'changed'))
+        raise Refused(printable_line(f"the recovery hook '{words[0]}' ended with return code {code}: nothing "
+                                     'was changed'))
 
 
 PROMPT = """Failed jobs of the workflow {workflow} wait for a decision: run again, or failed for good.
@@ -35024,6 +36422,8 @@ def format_remedies(remedies: Remedies, style: Style) -> str:
 def format_plan(recovery: Recovery, style: Style) -> str:
     """What is going to be done, for people."""
     lines = []
+    if recovery.hook_words:
+        lines.append(f"First, the recovery hook: {' '.join(map(shlex.quote, recovery.hook_words))}")
     if recovery.num_left:
         lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
     if recovery.choice is not None:
@@ -35467,7 +36867,9 @@ def cmd_htpasswd_verify(session: Session, args: Arguments) -> int:
 # -------- serving --------
 
 def cmd_serve(session: Session, args: Arguments) -> int:
-    """Serve a database until a signal."""
+    """Serve a database until a signal; or have it copied."""
+    if args['backup'] is not None:
+        return back_up(session, args)
     if args['require_auth'] and args['no_auth']:
         raise BadInput('--require-auth and --no-auth contradict each other')
     options = server_options(session, args)
@@ -35498,6 +36900,37 @@ def cmd_serve(session: Session, args: Arguments) -> int:
     return 0
 
 
+BACKUP_POLL_S = 0.05
+
+
+def back_up(session: Session, args: Arguments) -> int:
+    """Copy a database to a file: through its server, or, if it has none, directly."""
+    path = absolute(args['backup'])
+    if not path:
+        raise BadInput('--backup takes the path of a file')
+    if not os.path.isdir(os.path.dirname(path)):
+        raise BadInput(f'there is no directory {os.path.dirname(path)} for the backup')
+    named = args['db'] or session.options['db'] or os.environ.get('DATABASE_URL')
+    database = '' if session.options['url'] or not named else served_database(session, args)
+    client = Client.find(session.options['url'] or '', '' if database == IN_MEMORY else database)
+    client.check_exists()
+    with contextlib.closing(client):
+        client.reconnect()
+        if client.is_direct:
+            client.copy_to(path)
+        else:
+            backup = client.call('backup_database', {'path': path})
+            while not backup['is_done']:
+                time.sleep(BACKUP_POLL_S)
+                backup = client.call('backup_database', {'path': path, 'id': backup['id']})
+            if backup.get('error'):
+                raise Refused(backup['error'])
+        value = {'database': client.database or client.named_url, 'backup': path}
+    text = f"Copied {value['database']} to {path} ({format_memory(os.path.getsize(path))})"
+    session.answer(value, format_lines([text]))
+    return 0
+
+
 def server_options(session: Session, args: Arguments) -> ServerOptions:
     """How to serve, from the command line and the environment."""
     certificate, key = (args[name] or os.environ.get('TORC_' + name.upper(), '')
@@ -35508,9 +36941,13 @@ def server_options(session: Session, args: Arguments) -> ServerOptions:
     if not re.match(r'[1-9][0-9]{0,5}\Z', kept):
         raise BadInput(printable(f'TORC_SERVER_SNAPSHOT_KEEP={kept}: write how many copies are kept, from 1'))
     database = served_database(session, args)
+    travels = in_slurm_job() and database != IN_MEMORY
+    host, port = '0.0.0.0' if travels and not args['no_auth'] else '127.0.0.1', 0 if travels else DEFAULT_PORT
     return ServerOptions(
-        database=database, host=args['host'], port=args['port'], needs_token=not args['no_auth'],
+        database=database, host=args['host'] or host, port=port if args['port'] is None else args['port'],
+        travels=travels, needs_token=not args['no_auth'],
         new_token=bool(args['new_token']), takes_over=bool(args['takeover']),
+        from_snapshot=bool(args['from_snapshot']),
         tls_certificate=absolute(certificate), tls_key=absolute(key),
         ends_with_input=bool(args['shutdown_on_stdin_eof']), pid_file=absolute(args['pid_file']),
         snapshot=absolute(os.environ.get('TORC_SERVER_SNAPSHOT_PATH')) or snapshot_path(database),
@@ -35739,6 +37176,11 @@ SPEC_OPTIONS = (
              at_least(1)),
     Argument('--no-resource-monitoring', '', 'do not measure what jobs use'),
 )
+OFFLINE_OPTIONS = (
+    Argument('--no-offline-drain', '', 'stop jobs, and leave, when the server is away for too long'),
+    Argument('--drain-ping-interval-secs', 'SECONDS', 'interval between requests to a server that is away '
+             f'for too long (default {DEFAULT_PING_INTERVAL_S:g})', at_least(1, parse_seconds)),
+)
 RUN_OPTIONS = (
     OUTPUT_DIR,
     Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
@@ -35756,6 +37198,7 @@ RUN_OPTIONS = (
     Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
     Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these', parse_labels,
              '*'),
+    *OFFLINE_OPTIONS,
 )
 ALLOCATION_OPTIONS = (
     OUTPUT_DIR._replace(names='-o --output --output-dir'),
@@ -35904,7 +37347,8 @@ COMMANDS = (
         Argument('--startup-delay-seconds', 'SECONDS', 'begin at some time within so many seconds',
                  at_least(0, parse_seconds), default=0.0),
         Argument('--scheduled-compute-node', 'ID', 'record of the allocation', parse_id),
-        Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node')),
+        Argument('--is-subtask', '', 'this is one of several runners in the allocation, one on each node'),
+        *OFFLINE_OPTIONS),
         'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, without running it', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
@@ -36011,16 +37455,19 @@ COMMANDS = (
         f'plot-resources {DEFAULT_OUTPUT_DIR}/resource_utilization/resource_metrics_wf1_r1.db -o plots'),
     Command('serve', cmd_serve, 'run a server for all runners and commands of this account', (
         Argument('run', '', 'accepted, as in torc-server', parse_server_verb, '?', key='word'),
-        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1)',
-                 default='127.0.0.1'),
-        Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT})', at_least(0),
-                 default=DEFAULT_PORT),
+        Argument('-H -u --url --host', 'HOST', 'address to listen at (default 127.0.0.1; in an allocation of '
+                 'Slurm 0.0.0.0: all of its node)'),
+        Argument('-p --port', 'PORT', f'port; 0: any free one (default {DEFAULT_PORT}; in an allocation 0)',
+                 at_least(0)),
         Argument('-d --database --db', 'FILE',
                  "database (default: DATABASE_URL, else torc/torc.db in the user's state directory); "
                  ":memory: for one that ends with the server"),
         Argument('--no-auth', '', 'accept requests without token or password; on 127.0.0.1 only'),
         Argument('--new-token', '', 'replace the token of this database'),
         Argument('--takeover', '', 'take over the lease of a server that is known to be gone'),
+        Argument('--from-snapshot', '', 'with a database that was in memory: where its newest state was '
+                 'lost, go on with the newest snapshot that is whole'),
+        Argument('--backup', 'FILE', 'only copy the database to FILE, while its server, if any, works'),
         Argument('--disable-admin-sql', '', 'refuse `admin sql`'),
         Argument('--disable-admin-sql-writes', '', 'refuse `admin sql --write`'),
         Argument('--auth-file', 'FILE', 'accept the users of this password file, as well as the token'),
@@ -36127,6 +37574,11 @@ COMMANDS = (
         Argument('--job-ids', 'JOB,...', 'look only at these jobs', parse_ids, '*'), DRY_RUN,
         Argument('--no-downsize', '', 'only ask for more, never for less')),
         'workflows correct-resources 1 --dry-run'),
+    Command('workflows reconcile', cmd_reconcile,
+        'bring to the server what runners kept in their journals while it was away', (
+        NEEDED_WF, Argument('RUN', '', 'its run, as `status` shows it', at_least(0), key='run_id'),
+        Argument('--base-dir', 'DIR', 'look for journals here and in all directories below', default='.')),
+        'workflows reconcile 1 1 --base-dir torc_output'),
     Command('workflows sync-status', cmd_sync_status,
         'find allocations that are gone and jobs that nobody runs, and set them right',
         (ASKED_WF, DRY_RUN), 'workflows sync-status 1 --dry-run'),
@@ -36311,7 +37763,8 @@ COMMANDS = (
     Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
     Command('slurm delete', cmd_slurm_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
     Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
-        ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many', at_least(1), default=1),
+        ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many (default: 1; of a chain what its jobs take)',
+                           at_least(1)),
         Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs'),
         Argument('--scheduler-config-id', 'ID', 'the scheduler, if the workflow has several', parse_id),
         *ALLOCATION_OPTIONS,
@@ -36559,6 +38012,7 @@ the time that is left.
     torc.py explain WF                                  why nothing runs: jobs, queue, actions
     torc.py cancel WF                                   also cancels the Slurm jobs
     torc.py slurm schedule-nodes WF -n 2                two more allocations
+    torc.py slurm regenerate WF --account A --submit    new allocations for the jobs that are left
 
 The server
     Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
