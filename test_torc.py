@@ -28974,6 +28974,29 @@ class WatchTest(CommandTest):
             self.assertTrue(client.call('watch_workflow', dict(body, ended=ended), workflow_id=1)['granted'])
         self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
 
+    def test_one_on_another_host_is_waited_for_until_it_shows_whether_it_goes_on(self):
+        self.make(self.PLAIN)
+        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 1.5}
+        with self.world.connect() as client:
+            client.call('watch_workflow', body, workflow_id=1)
+        self.assertExit(4, self.world.main('watch', 1, '--once'), 'watched already, by process 5 on host elsewhere')
+        with unittest.mock.patch.object(torc, 'TAKEOVER_PAUSE_S', 0.05):
+            done = self.assertExit(1, self.world.main('watch', 1, '-p', 0.05))
+        self.assertIn('the watch on host elsewhere may be dead: waiting until 20', done.err)
+        self.assertIn('Watch ended: 2 uninitialized', done.err)
+
+    @slow
+    def test_one_on_another_host_that_goes_on_is_left_alone(self):
+        self.world.serve()
+        self.make(self.PLAIN)
+        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 600.0}
+        with self.world.connect() as client:
+            client.call('watch_workflow', body, workflow_id=1)
+            process = self.world.start('watch', 1)
+            self.world.wait(lambda: 'may be dead' in process.err, 20, 'the doubt', [process])
+            client.call('watch_workflow', body, workflow_id=1)
+        self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
+
     @slow
     def test_a_server_that_is_away_is_waited_for_and_what_happened_meanwhile_is_seen(self):
         self.world.write('code', '3')
@@ -29086,6 +29109,87 @@ class WatchedSlurmTest(CommandTest):
             done = self.watch()
         self.assertIn('1 allocations submitted that a killed command had left', done.err)
         self.assertEqual(1, len(self.fakes.calls('sbatch')))
+
+
+    def fail(self, return_code: int) -> None:
+        """Let the first job have failed in the current run, the others be completed, and allocations be over."""
+        path = self.world.path('torc_output', 'torc.db')
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute('UPDATE job SET status = CASE WHEN id = 1 THEN 6 ELSE 5 END')
+            database.execute('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, '
+                             'exec_time_minutes, completion_time, status) SELECT 1, 1, run_id, 1, ?, 0.1, '
+                             "'2026-01-01T00:00:00Z', 6 FROM workflow", (return_code,))
+            database.execute("UPDATE scheduled_compute_node SET status = 'complete'")
+
+    def test_what_failed_runs_again_with_what_it_lacked_as_often_as_is_allowed(self):
+        self.fail(137)
+        self.looks('cat "$fake"/job_*')
+        done = self.watch('-r', '-m', 1, '--profile', 'kestrel')
+        self.assertIn('jobs failed: recovery 1', done.err)
+        self.assertIn('1 jobs run again: 1 with more memory, 0 with more time', done.err)
+        self.assertEqual(2, self.json('workflows get 1')['run_id'])
+        self.assertEqual({'j1': 'ready', 'j2': 'completed', 'j3': 'completed', 'j4': 'completed'}, self.states())
+        rows = self.json('scheduled-compute-nodes list 1')['items']
+        self.assertEqual([(100, 'pending')], [(row['scheduler_id'], row['status']) for row in rows])
+        self.fail(137)
+        words = 'jobs failed again after 1 recoveries (--max-retries)'
+        for _ in range(2):      # as scrontab starts it
+            self.assertIn(words, self.watch('-r', '-m', 1, '--once', '--profile', 'kestrel', code=1).err)
+        self.assertEqual((2, 1), (self.json('workflows get 1')['run_id'], len(self.fakes.calls('sbatch'))))
+        done = self.watch('-r', '--once', '--profile', 'kestrel', code=1)
+        self.assertIn('jobs failed: recovery 2', done.err)
+
+    def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
+        self.fail(3)
+        done = self.watch('-r', '--profile', 'kestrel', code=1)
+        self.assertIn('what failed is not run again: ', done.err)
+        self.assertEqual((1, []), (self.json('workflows get 1')['run_id'], self.fakes.calls('sbatch')))
+
+
+@slow
+class WatchOnSlurmTest(SlurmTest):
+    """A watch that is running when something happens to its allocation, on a real Slurm."""
+    SPEC = """
+        name: w
+        resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
+        jobs: [{name: "j{i}", command: "echo run >> log_{i}; sleep 6", parameters: {i: "1:4"}, resource_requirements: r}]
+        slurm_schedulers: [{name: s, account: wfacct, walltime: "00:10:00"}]
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]
+    """
+
+    def cancel(self) -> None:
+        """scancel."""
+        self.bed.ask('scancel', self.allocations('RUNNING')[0].id)
+
+    def kill(self) -> None:
+        """kill -9 the runner and its guardian: nobody reports anything."""
+        for pid, command in processes_with(self.world.mark).items():
+            if 'slurm-job-runner' in command:
+                os.kill(pid, signal.SIGKILL)
+
+    def end_and_watch(self, end: Callable[[], None]) -> Outcome:
+        """Submit, watch, and end the allocation when jobs run in it; what the watch says in the end."""
+        self.world.write('w.yaml', self.SPEC)
+        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'w.yaml'))
+        process = self.world.start('watch', 1, '-p', 1, '--recover', '--auto-schedule', '--profile', 'slurm')
+        self.wait_slurm(lambda: self.world.read('log_1'), 90, 'the first job', alive=[process])
+        end()
+        done = self.assertExit(0, process.finish(300), 'the workflow is complete: 4 jobs ended well')
+        jobs = self.world.main('-f', 'json', 'jobs', 'list', 1).json()['items']
+        self.assertEqual({'completed'}, {job['status'] for job in jobs})
+        self.assertGreaterEqual(len(self.allocations()), 2)
+        looks = [call.at for call in fakes.calls('squeue') if '-t' in call.argv]
+        self.assertLessEqual(60 * (len(looks) - 1), looks[-1] - looks[0] + 1)
+        return done
+
+    def test_its_allocation_is_canceled(self):
+        self.assertIn('allocations submitted', self.end_and_watch(self.cancel).err)
+
+    def test_its_runner_is_killed_and_reports_nothing(self):
+        said = self.end_and_watch(self.kill).err
+        self.assertIn('allocation of Slurm job ', said)
+        self.assertIn('jobs failed: recovery 1', said)
 
 
 # ======== 20i. Service ========

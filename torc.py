@@ -36516,6 +36516,7 @@ def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any]
 
 DEFAULT_WATCH_POLL_S = 60.0
 WATCH_LEASE_S = 600.0       # a watch that was killed where nobody can see that is taken over so much later
+TAKEOVER_PAUSE_S = 5.0      # between looks at whether one on another host goes on
 MOST_WATCH_STEPS = 8        # in one poll
 
 
@@ -36531,6 +36532,7 @@ class Supervision:
         self.counts = ''        # ... and last counts of jobs
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
         self.seen = {}          # type: Dict[str, Any]  # its last answer
+        self.rival = {}         # type: Dict[str, Any]  # ... when it said that another one watches
         name = 'compute_node_wait_for_healthy_database_minutes'
         minutes = workflow.get(name)
         self.window_s = 60.0 * (WORKFLOW_DEFAULTS[name] if minutes is None else minutes)
@@ -36541,8 +36543,34 @@ class Supervision:
         show = self.session.inform if level == 'info' else self.session.report
         show(printable_line(f'{format_time(time.time())} {message}'))
 
+    def begin(self, wakeup: Wakeup) -> bool:
+        """Begin, or take over, once it shows that one on another host does not go on. False after a signal.
+
+        Refused if it does. That of an earlier allocation, say, was killed with it.
+        """
+        until = None    # type: Optional[float]
+        while True:
+            try:
+                self.renew()
+                return True
+            except Refused:
+                if not self.rival or self.args['once'] or process_lives(self.rival['process']) \
+                        or until not in (None, self.rival['until']):
+                    raise
+            if until is None:
+                self.say(f"the watch on host {self.rival['process'].get('host')} may be dead: waiting until "
+                         f"{format_time(self.rival['until'])} to see whether it goes on")
+            until = self.rival['until']
+            self.session.client.close()
+            if self.is_ended(wakeup, time.monotonic() + TAKEOVER_PAUSE_S):
+                return False
+
     def run(self, wakeup: Wakeup) -> int:
         """Watch until the end or a signal; the exit code."""
+        if not self.begin(wakeup):
+            return 130
+        self.say(f'Watch started workflow_id={self.number} hostname={socket.gethostname()} '
+                 f'output_dir={self.log.output.path} log_file={self.log.name}')
         while True:
             began = time.monotonic()
             code = self.poll_patiently()
@@ -36615,6 +36643,7 @@ class Supervision:
             body['ended'] = seen['process']
             seen = self.session.call('watch_workflow', body, workflow_id=self.number)
         if not seen['granted']:
+            self.rival = seen
             holder, until = seen['process'], format_time(seen['until'])
             raise Refused(f"workflow {self.number} is watched already, by process {holder.get('pid')} on "
                           f"host {holder.get('host')} (until {until}, or longer if it goes on): end that one")
@@ -36730,8 +36759,7 @@ class Supervision:
         result = found.get('result') or {}
         number = len(result.get('jobs_to_retry') or ())
         self.say(f"{number} jobs run again: {result.get('oom_fixed', 0)} with more memory, "
-                 f"{result.get('timeout_fixed', 0)} with more time, "
-                 f"{result.get('unknown_retried', 0)} as they were")
+                 f"{result.get('timeout_fixed', 0)} with more time")
 
     def recover_options(self) -> Any:
         """Options of `recover` from those of `watch`."""
@@ -36758,11 +36786,7 @@ def cmd_watch(session: Session, args: Arguments) -> int:
         output = stack.enter_context(OutputDirectory(args['output_dir']))
         log_file = stack.enter_context(contextlib.closing(RunLog(output, name, 'info')))
         wakeup = stack.enter_context(contextlib.closing(Wakeup()))
-        work = Supervision(session, workflow, args, log_file)
-        work.renew()
-        work.say(f"Watch started workflow_id={workflow['id']} hostname={socket.gethostname()} "
-                 f"output_dir={output.path} log_file={name}")
-        return work.run(wakeup)
+        return Supervision(session, workflow, args, log_file).run(wakeup)
 
 
 # ======== 20i. Service: commands of those who run a server, and `install` ========
