@@ -8907,6 +8907,30 @@ class WatchRecordTest(ServiceTest):
         self.assertNotIn('watcher', self.call('get_workflow', id=self.workflow_id))
 
 
+    def end(self, is_interrupted: int) -> None:
+        """An attempt ends."""
+        number = self.store.value('SELECT count(*) + 1 FROM result')
+        self.store.run(
+            'INSERT INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, return_code, '
+            'exec_time_minutes, completion_time, status, is_interrupted) SELECT workflow_id, id, 1, ?, 1, 0, 0, '
+            "'2026-01-01T00:00:00Z', 5, ? FROM job LIMIT 1", (number, is_interrupted))
+
+    def test_submissions_are_idle_until_a_job_has_ended_or_was_interrupted_after_a_while(self):
+        def idle(**more: Any) -> int:
+            return self.watch(**more)['idle_submissions']
+        self.assertEqual([0, 1, 1, 2], [idle(), idle(schedules=True), idle(), idle(schedules=True)])
+        self.watch(leaves=True)
+        self.clock += 10 ** 6
+        self.assertEqual(2, idle(name='b'))     # it may have been queued for so long
+        self.end(0)
+        self.assertEqual([0, 1, 2], [idle(name='b'), idle(name='b', schedules=True), idle(name='b', schedules=True)])
+        self.end(1)
+        self.clock += torc.LASTING_ALLOCATION_S - 1
+        self.assertEqual(2, idle(name='b', ended={'host': 'b', 'pid': 1}))
+        self.clock += 1
+        self.assertEqual([0, 1], [idle(name='b'), idle(name='b', schedules=True)])
+
+
 class UnplannedJobsTest(ServiceTest):
     """Which ready jobs no allocation was planned for, or is there for."""
     HEAD, make, allocate = WaitingTest.HEAD, WaitingTest.make, WaitingTest.allocate
@@ -24369,7 +24393,8 @@ def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
         'active_scheduled_nodes': at_work.get('active', 0),
         'pending_scheduled_nodes': at_work.get('pending', 0), 'unserved_ready_labels': more.pop('labels', {})}
     return dict({'status': status, 'now': 10000.0, 'began_at': 10000.0, 'scheduled_at': None, 'recoveries': 0,
-                 'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'run_id': 1}, **more)
+                 'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'run_id': 1,
+                 'idle_submissions': 0}, **more)
 
 
 class WatcherTest(unittest.TestCase):
@@ -24512,6 +24537,24 @@ class WatcherTest(unittest.TestCase):
             self.assertEqual('schedule', self.step(watcher, watcher.retry_at, '2 ready')[0], number)
             watcher.on_schedule(max(0.0, watcher.retry_at), 'sbatch: no')
         self.assertEqual(('end', 'no allocations: sbatch: no', 1), self.step(watcher, 1.0, '2 ready'))
+
+    def test_allocations_in_which_no_job_ended_are_replaced_at_growing_intervals_and_given_up_at_last(self):
+        for number, age_s, name in ((0, 0, 'schedule'), (1, 59, 'wait'), (1, 60, 'schedule'), (2, 119, 'wait'),
+                                    (2, 120, 'schedule'), (5, 959, 'wait'), (5, 960, 'schedule'),
+                                    (6, 10 ** 6, 'end')):
+            with self.subTest(number=number, age_s=age_s):
+                watcher = torc.Watcher(torc.WatchRules(schedules=True))
+                said = {'idle_submissions': number, 'scheduled_at': 10000.0 - age_s}
+                found = self.step(watcher, 1.0, '2 ready', **said)
+                self.assertEqual((name, int(name == 'end')), (found[0], found[2]))
+                if name != 'schedule':
+                    self.assertIn(f'of {number} submissions in a row', found[1])
+                keeper = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True))
+                wanted = 'schedule' if name == 'end' else name
+                self.assertEqual(wanted, self.step(keeper, 1.0, '2 ready', **said)[0])
+        once = torc.Watcher(torc.WatchRules(schedules=True, is_once=True))
+        said = {'idle_submissions': 1, 'scheduled_at': 9990.0}
+        self.assertEqual('end', self.step(once, 1.0, '2 ready', **said)[0])
 
     def test_a_recovery_that_was_refused_is_not_tried_again_in_the_same_run(self):
         watcher = torc.Watcher(torc.WatchRules(recovers=True))
@@ -29096,6 +29139,16 @@ class WatchedSlurmTest(CommandTest):
         rows = self.json('scheduled-compute-nodes list 1')['items']
         self.assertEqual([(71, 'complete'), (100, 'pending')],
                          [(row['scheduler_id'], row['status']) for row in rows])
+
+    @slow
+    def test_allocations_that_end_at_once_are_not_replaced_for_ever(self):
+        end = f'FAILED|1:0|{int(time.time())}|{os.getuid()}|tester'
+        self.fakes.write('sacct', f'for n in $(seq 100 199); do echo "$n|{end}"; done')
+        self.fakes.write('squeue', '[ $(ls "$fake"/job_* 2>/dev/null | wc -l) -gt 9 ] && kill -TERM $PPID; true')
+        with unittest.mock.patch.object(torc, 'SCHEDULE_RETRY_MOST_S', 0.05):
+            done = self.watch('--auto-schedule', '--profile', 'kestrel', code=1)
+        self.assertEqual(torc.SCHEDULE_FAILURES, len(self.fakes.calls('sbatch')))
+        self.assertIn('no allocations: those of 6 submissions in a row have ended before any job did', done.err)
 
     def test_what_a_killed_submitter_left_is_submitted(self):
         with self.world.connect() as client:

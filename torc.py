@@ -12502,6 +12502,8 @@ def requeue_assumed(context: Context, state: WorkflowState, seen: Values, found:
 # has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
 # run that somebody else has begun begins the count anew.
 
+LASTING_ALLOCATION_S = 1800.0   # jobs that were interrupted so long after a submission may have got on
+
 def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
 
@@ -12512,13 +12514,18 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     holder = watcher.get('process')
     if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
         return {'granted': False, 'process': holder, 'until': watcher['until']}
+    idle = count_idle(context, workflow_id, watcher)
     runs = watcher.get('recovered_runs', [])
     runs = [] if runs and state.run_id > runs[-1] + 1 else runs
     if body.get('recovers') and state.run_id not in runs:
         runs = runs + [state.run_id]
     watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
                'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
-               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
+               'scheduled_at': watcher.get('scheduled_at'), 'idle_submissions': idle,
+               'last_result': watcher.get('last_result')}
+    if body.get('schedules'):
+        last = context.value('SELECT ifnull(max(id), 0) FROM result WHERE workflow_id = ?', (workflow_id,))
+        watcher.update(scheduled_at=now, idle_submissions=idle + 1, last_result=last)
     context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
                 (None if body.get('is_over') else format_json(watcher), workflow_id))
     has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
@@ -12526,7 +12533,22 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
             'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
             'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
             'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
+            'idle_submissions': watcher['idle_submissions'],
             'status': get_workflow_status(context, workflow_id)}
+
+
+def count_idle(context: Context, workflow_id: int, watcher: Values) -> int:
+    """The submissions in a row, up to the last one of a watch, that have brought nothing so far.
+
+    That is no end of an attempt, nor one that was interrupted when the submission was long ago: allocations
+    that end at once would else be replaced for ever, and each of them is paid for.
+    """
+    if not watcher.get('idle_submissions'):
+        return 0
+    is_long_ago = context.now() - watcher['scheduled_at'] >= LASTING_ALLOCATION_S
+    has_ends = context.one('SELECT 1 FROM result WHERE workflow_id = ? AND id > ? AND is_interrupted <= ? '
+                           'LIMIT 1', (workflow_id, watcher['last_result'], int(is_long_ago)))
+    return 0 if has_ends else watcher['idle_submissions']
 
 
 UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
@@ -12796,8 +12818,8 @@ MODELS = {
         'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
-    'WatchResponse': 'began_at:float granted:bool! has_scheduler:bool is_begun:bool is_recovered:bool '
-        'now:float process:any recoveries:int run_id:int scheduled_at:float status:@WorkflowStatusResponse '
+    'WatchResponse': 'began_at:float granted:bool! has_scheduler:bool idle_submissions:int is_begun:bool '
+        'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float status:@WorkflowStatusResponse '
         'until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
@@ -29848,12 +29870,17 @@ class Watcher:
         number = counts['ready'] - sum(unserved.values())
         is_ours = self.rules.recovers and seen['is_recovered']
         if number > 0 and (self.rules.schedules or is_ours) and seen['has_scheduler']:
-            is_given_up = self.num_failures >= SCHEDULE_FAILURES and not self.rules.is_persistent
-            if now >= self.retry_at and not is_given_up:
+            idle = seen['idle_submissions']
+            is_early = now < self.retry_at \
+                or idle and seen['now'] < seen['scheduled_at'] + submission_pause(idle)
+            is_given_up = max(self.num_failures, idle) >= SCHEDULE_FAILURES and not self.rules.is_persistent
+            if not (is_early or is_given_up):
                 return WatchStep('schedule', f'{number} jobs are ready, and there is no allocation')
+            failure = self.failure or f'those of {idle} submissions in a row have ended before any job did: ' \
+                'see the logs of their runners'
             if not (is_given_up or self.rules.is_once):
-                return WatchStep('wait', f'no allocations: {self.failure}')
-            return WatchStep('end', f'no allocations: {self.failure}', 1)
+                return WatchStep('wait', f'no allocations: {failure}')
+            return WatchStep('end', f'no allocations: {failure}', 1)
         labels = ''.join(f'; {count} are for runners with label {name}' for name, count in unserved.items())
         reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
         if self.rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not self.rules.is_once:
@@ -29873,12 +29900,17 @@ class Watcher:
     def on_schedule(self, now: float, failure: str) -> None:
         """Allocations were submitted, or why not."""
         self.num_failures = self.num_failures + 1 if failure else 0
-        pause_s = min(SCHEDULE_RETRY_S * 2 ** (self.num_failures - 1), SCHEDULE_RETRY_MOST_S)
-        self.failure, self.retry_at = failure, now + pause_s if failure else -math.inf
+        self.failure = failure
+        self.retry_at = now + submission_pause(self.num_failures) if failure else -math.inf
 
     def on_recover(self, run_id: int, refusal: str) -> None:
         """What failed in a run was reset, or why not."""
         self.refusal = run_id, refusal or 'nothing came of it'
+
+
+def submission_pause(failures: int) -> float:
+    """Seconds from a submission to the next one, after so many in a row that were of no use."""
+    return min(SCHEDULE_RETRY_S * 2 ** (failures - 1), SCHEDULE_RETRY_MOST_S)
 
 
 def scheduled_nodes(status: Dict[str, Any]) -> int:
