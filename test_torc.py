@@ -4286,8 +4286,9 @@ class RearmTest(ServiceTest):
         planned = {'scheduler': {'name': 's_regen', 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'}, 'job_ids': self.jobs['all'],
                    'stages': stages, 'is_bound': True}
         run_id = self.call('get_workflow', id=self.workflow_id)['run_id']
-        self.call('store_allocations', {'run_id': run_id, 'newest_scheduler_id': self.scheduler_id, 'schedulers': [planned],
-                                        'taken': taken}, workflow_id=self.workflow_id)
+        newest = self.call('get_demand', workflow_id=self.workflow_id)['newest_allocation_id']
+        self.call('store_allocations', {'run_id': run_id, 'newest_scheduler_id': self.scheduler_id, 'newest_allocation_id': newest,
+                                        'schedulers': [planned], 'taken': taken}, workflow_id=self.workflow_id)
 
     def test_recover_arms_like_a_partial_initialize_and_regenerate_takes_what_would_allocate_twice(self):
         self.carry_out()
@@ -17688,7 +17689,7 @@ def demand_of(jobs: Sequence[Tuple[Any, ...]], schedulers: Sequence[Tuple[Any, .
     sets = list(dict.fromkeys(waits for *_, waits in jobs))
     chains = {number for number, is_chain in schedulers if is_chain}
     found = {
-        'run_id': 1, 'newest_scheduler_id': 9, 'job_ids': list(ids.values()), 'job_names': list(ids),
+        'run_id': 1, 'newest_scheduler_id': 9, 'newest_allocation_id': 0, 'job_ids': list(ids.values()), 'job_names': list(ids),
         'statuses': [status for _, status, *_ in jobs], 'set_numbers': [sets.index(waits) for *_, waits in jobs],
         'sets': [[ids[name] for name in waits.split()] for waits in sets],
         'kind_ids': [kinds.index((needs, scheduler or 0)) + 1 for _, _, needs, scheduler, _ in jobs],
@@ -27791,12 +27792,13 @@ class RegenerateTest(SubmitCase):
             client.reconnect()
             client.call('initialize_jobs', workflow_id=1)
             found = client.call('get_demand', workflow_id=1)
-            body = {'run_id': found['run_id'], 'newest_scheduler_id': found['newest_scheduler_id'], 'taken': [1], 'schedulers': [
+            known = {key: found[key] for key in ('run_id', 'newest_scheduler_id', 'newest_allocation_id')}
+            body = {**known, 'taken': [1], 'schedulers': [
                 {'scheduler': {'name': 'n', 'account': 'a', 'walltime': '01:00:00', 'nodes': 1}, 'is_bound': True, 'job_ids': [1],
                  'stages': [{'num_allocations': 2}]}]}
             answer = client.call('store_allocations', body, workflow_id=1)
             self.assertEqual(([2], 1, []), (answer['scheduler_ids'], answer['taken'], answer['allocations']))
-            with self.assertRaisesRegex(torc.Conflict, 'got other schedulers, while these were planned'):
+            with self.assertRaisesRegex(torc.Conflict, 'got other schedulers or allocations, while these were planned'):
                 client.call('store_allocations', body, workflow_id=1)
 
     @slow
@@ -27850,6 +27852,19 @@ class ChainTest(SubmitCase):
         self.assertEqual([(1, 's', 1, 10)], [tuple(row[key] for key in ('id', 'name', 'num_allocations', 'job_count'))
                                              for row in made['schedulers_created']])
         self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
+
+    def test_two_at_once_do_not_both_lengthen_it(self):
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        store, words = torc.perform_regeneration, ('slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')
+
+        def late(session: Any, *args: Any) -> Any:      # another one was faster
+            session.client.close()
+            with unittest.mock.patch.object(torc, 'perform_regeneration', store):
+                self.assertExit(0, self.world.main(*words))
+            return store(session, *args)
+        with unittest.mock.patch.object(torc, 'perform_regeneration', late):
+            self.assertNotEqual(0, self.world.main(*words).code)
+        self.assertEqual(4, len(self.queue()))
 
     @slow
     def test_a_dependency_in_extra_is_warned_of(self):

@@ -12052,7 +12052,9 @@ def get_demand(context: Context, workflow_id: int) -> Values:
         'LEFT JOIN slurm_scheduler scheduler ON scheduler.id = kind.scheduler_id '
         'JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
         'WHERE kind.workflow_id = ? ORDER BY kind.id', (workflow_id,))
-    return dict(graph, run_id=state.run_id, newest_scheduler_id=newest_scheduler(context, workflow_id),
+    return dict(graph, run_id=state.run_id,
+                newest_scheduler_id=newest_id(context, 'slurm_scheduler', workflow_id),
+                newest_allocation_id=newest_id(context, 'scheduled_compute_node', workflow_id),
                 statuses=[STATUS_NAMES[status] for status, _ in jobs], kind_ids=[row[1] for row in jobs],
                 kinds=[dict(zip(columns, row), has_labels=bool(row[2]), in_chain=bool(row[3]))
                        for row in kinds],
@@ -12060,10 +12062,9 @@ def get_demand(context: Context, workflow_id: int) -> Values:
                                                  describe_runners(context, workflow_id)))
 
 
-def newest_scheduler(context: Context, workflow_id: int) -> int:
-    """The highest id of a workflow's Slurm schedulers; 0 if it has none."""
-    return context.value('SELECT ifnull(max(id), 0) FROM slurm_scheduler WHERE workflow_id = ?',
-                         (workflow_id,))
+def newest_id(context: Context, table: str, workflow_id: int) -> int:
+    """The highest id of a workflow's rows in a table; 0 if it has none."""
+    return context.value(f'SELECT ifnull(max(id), 0) FROM {table} WHERE workflow_id = ?', (workflow_id,))
 
 
 def store_allocations(context: Context, workflow_id: int, body: Values) -> Values:
@@ -12071,14 +12072,16 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
 
     Actions that would submit others for the same jobs are taken. With a `submission`, a SubmissionRequest,
     the allocations that are due are handed out at once, as by take_submissions. Conflict if the workflow has
-    other schedulers, or another run, than those that were known when the plan was made.
+    other schedulers or allocations, or another run, than those that were known when the plan was made.
     """
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
-    known = state.run_id, newest_scheduler(context, workflow_id)
-    if (body['run_id'], body['newest_scheduler_id']) != known:
-        raise Conflict(f'workflow {workflow_id} was begun anew, or got other schedulers, while these were '
-                       'planned: nothing was changed; see what it has now, and repeat the command')
+    known = (state.run_id, newest_id(context, 'slurm_scheduler', workflow_id),
+             newest_id(context, 'scheduled_compute_node', workflow_id))
+    if (body['run_id'], body['newest_scheduler_id'], body['newest_allocation_id']) != known:
+        raise Conflict(f'workflow {workflow_id} was begun anew, or got other schedulers or allocations, '
+                       'while these were planned: nothing was changed; see what it has now, and repeat the '
+                       'command')
     taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
     scheduler_ids, due = [], []     # type: List[int], List[Values]
     for planned in body['schedulers']:
@@ -12645,8 +12648,8 @@ MODELS = {
     'DemandKind': 'id:int! scheduler_id:int has_labels:bool! in_chain:bool! requirements_id:int! name:str! '
         'num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
     'DemandResponse': 'allocations:[@WaitingAllocation]! job_ids:[int]! job_names:[str]! kind_ids:[int]! '
-        'kinds:[@DemandKind]! newest_scheduler_id:int! run_id:int! set_numbers:[int]! sets:[[int]]! '
-        'statuses:[@JobStatus]!',
+        'kinds:[@DemandKind]! newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
+        'set_numbers:[int]! sets:[[int]]! statuses:[@JobStatus]!',
     'DependencyGraph': 'job_ids:[int]! job_names:[str]! set_numbers:[int]! sets:[[int]]!',
     'DynamicJobsConfig': 'max_iterations:int',
     'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
@@ -12766,8 +12769,8 @@ MODELS = {
         'name:name! priority:int resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
-    'StoreAllocationsRequest': 'newest_scheduler_id:int! run_id:int! schedulers:[@StoredScheduler]! '
-        'submission:@SubmissionRequest taken:[int]!',
+    'StoreAllocationsRequest': 'newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
+        'schedulers:[@StoredScheduler]! submission:@SubmissionRequest taken:[int]!',
     'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
         'submitters:[str]! taken:int!',
     'StoredScheduler': 'due_actions:[int] is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! '
@@ -12819,8 +12822,8 @@ MODELS = {
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
     'WatchResponse': 'began_at:float granted:bool! has_scheduler:bool idle_submissions:int is_begun:bool '
-        'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float status:@WorkflowStatusResponse '
-        'until:float!',
+        'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float '
+        'status:@WorkflowStatusResponse until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
@@ -29534,6 +29537,7 @@ class Demand(Row):
     chains: Dict[int, List[Tuple[int, int]]]    # scheduler -> its jobs that are left, and their runtimes
     run_id: int
     newest_scheduler_id: int
+    newest_allocation_id: int
 
 
 def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
@@ -29570,7 +29574,7 @@ def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
                      [found['set_numbers'][row] for row in rows], sets)
     bound_to = [kinds[found['kind_ids'][row]]['scheduler_id'] for row in rows]
     return Demand(graph, classes, list(places), bound_to, num_left, others, chains, found['run_id'],
-                  found['newest_scheduler_id'])
+                  found['newest_scheduler_id'], found['newest_allocation_id'])
 
 
 def override_class(kind: Dict[str, Any], changed: Dict[str, Any]) -> ResourceClass:
@@ -29725,8 +29729,8 @@ def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict
 
 def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], taken: Sequence[int]) -> Dict[str, Any]:
     """What the server is to store: a StoreAllocationsRequest."""
-    return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id, 'taken': list(taken),
-            'schedulers': [
+    return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id,
+            'newest_allocation_id': demand.newest_allocation_id, 'taken': list(taken), 'schedulers': [
                 {'scheduler': renewal.block, 'scheduler_id': renewal.scheduler_id,
                  'is_bound': renewal.is_bound, 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
                  'due_actions': [number for number, stage in zip(renewal.action_ids, renewal.stages)
@@ -29876,8 +29880,8 @@ class Watcher:
             is_given_up = max(self.num_failures, idle) >= SCHEDULE_FAILURES and not self.rules.is_persistent
             if not (is_early or is_given_up):
                 return WatchStep('schedule', f'{number} jobs are ready, and there is no allocation')
-            failure = self.failure or f'those of {idle} submissions in a row have ended before any job did: ' \
-                'see the logs of their runners'
+            failure = self.failure or f'those of {idle} submissions in a row have ended before any job ' \
+                'did: see the logs of their runners'
             if not (is_given_up or self.rules.is_once):
                 return WatchStep('wait', f'no allocations: {failure}')
             return WatchStep('end', f'no allocations: {failure}', 1)
