@@ -28784,6 +28784,17 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertEqual((True, len(set(names))), (bool(names), len(names)))
         self.assertExit(4, self.world.main(*self.OPTIONS), 'allocations pending')
 
+    @slow
+    def test_one_that_was_killed_in_the_midst_of_the_submission_is_finished_by_the_next(self):
+        self.hook('hook', '[ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = 2 ] && kill -9 $PPID && sleep 0.1; true')
+        self.assertEqual(-signal.SIGKILL, self.world.cli(*self.OPTIONS).code)
+        self.assertEqual(2, len(self.queue()))
+        self.hook('hook')
+        with unittest.mock.patch.object(torc.Submitter, 'pause_s', 0.3):
+            self.recover()
+        self.assertEqual(3, len(self.queue()))
+        self.assertExit(4, self.world.main(*self.OPTIONS), '3 allocations pending')
+
     KILLS, SEED = 3, 13
 
     @slow

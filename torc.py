@@ -34572,6 +34572,12 @@ def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict
                      answer['submitters'], answer)
 
 
+def has_unsubmitted(session: Session, workflow_id: int) -> bool:
+    """Whether there are allocations that a command is submitting, or has left when it was killed."""
+    rows = session.items('list_scheduled_compute_nodes', workflow_id=workflow_id, status='pending')
+    return any(row['scheduler_type'] == 'slurm' and not row['scheduler_id'] for row in rows)
+
+
 def has_ended(submitter: str) -> bool:
     """Whether a command that holds allocations is known to be dead."""
     try:
@@ -35871,6 +35877,7 @@ class Recovery:
         self.jobs: List[Dict[str, Any]] = []
         self.uses: List[JobUse] = []            # of all that ended
         self.failures: List[Failure] = []
+        self.refusal = ''                       # somebody is at work: no new run
         self.num_left = 0                       # jobs that wait, with nobody to run them
         self.is_resumed = False                 # only jobs that were left run: no new run begins
         self.choice: Optional[SchedulerChoice] = None
@@ -35944,23 +35951,15 @@ class Recovery:
         gone = self.options.is_dry_run and bool(self.cleaned.get('compute_nodes_deactivated'))
         nodes = 0 if gone and not active else status['active_compute_nodes']
         jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
-        if pending and self.was_killed():
-            pending -= len([row for row in self.session.items(
-                'list_scheduled_compute_nodes', workflow_id=self.workflow_id, status='pending')
-                if not row['scheduler_id']])
         found = [f'{number} {words}' for number, words in (
             (nodes, 'compute nodes at work'), (active, 'allocations active'),
             (pending, 'allocations pending'), (jobs, 'jobs running')) if number > 0]
         if found:
-            raise Refused(f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs "
-                          f"to finish or use '{command_line(self.session, 'cancel', self.workflow_id)}'")
-
-    def was_killed(self) -> bool:
-        """Whether an earlier call has begun this run, and was killed before it had submitted anything."""
-        events = self.session.items('list_events', workflow_id=self.workflow_id, category='recovery')
-        done = {event['data'].get('action') for event in events
-                if event['data'].get('run_id') == self.workflow.get('run_id')}
-        return 'recover' in done and 'recover_submitted' not in done
+            self.refusal = (f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs "
+                            f"to finish or use '{command_line(self.session, 'cancel', self.workflow_id)}'")
+            # What a killed call has left of its allocations is submitted, although the others may run.
+            if not has_unsubmitted(self.session, self.workflow_id):
+                raise Refused(self.refusal)
 
     def refuse_without_failures(self, counts: Dict[str, int]) -> None:
         """Nothing failed: go on only where jobs are left that had been begun."""
@@ -36033,6 +36032,8 @@ class Recovery:
             return
         self.is_resumed = not self.remedies.retried
         if not self.is_resumed:
+            if self.refusal:
+                raise Refused(self.refusal)
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
                                              dry_run=True)
         if self.mode != 'slurm':
@@ -36740,8 +36741,7 @@ class Supervision:
 
     def go_on_submitting(self) -> None:
         """Submit what a command that was killed, such as a watch, has left."""
-        rows = self.session.items('list_scheduled_compute_nodes', workflow_id=self.number, status='pending')
-        if any(row['scheduler_type'] == 'slurm' and not row['scheduler_id'] for row in rows):
+        if has_unsubmitted(self.session, self.number):
             workflow = self.session.workflow(self.number)
             done = submit_allocations(self.session, workflow, {'settings': self.settings()})
             if done.numbers:
