@@ -17217,7 +17217,7 @@ class QueueTest(WorldTest):
         fakes.write('squeue', 'exit 1')
         self.assertEqual([first] * 2, [self.ask(1000.0), self.ask(1059.0, [72, 73])])
         self.assertEqual(['71'], first.wanted)
-        self.assertEqual([['--me', '--noheader', '--format', torc.QUEUE_FORMAT]],
+        self.assertEqual([['--me', '--all', '--noheader', '--format', torc.QUEUE_FORMAT]],
                          [call.argv for call in fakes.calls()])
         fakes.write('squeue', self.SQUEUE)
         self.assertEqual((1060.0, 2), (self.ask(1060.0).asked_at, len(fakes.calls())))
@@ -29150,6 +29150,15 @@ class WatchedSlurmTest(CommandTest):
         self.assertEqual(1, done.err.count('may be anything'))     # said once
         self.assertEqual({'running'}, set(self.states().values()))
         self.assertEqual([], self.fakes.calls('sbatch'))
+
+    def test_an_allocation_in_a_hidden_partition_is_not_taken_for_gone(self):
+        self.allocate(71, 'active')
+        self.begin(71)
+        self.fakes.write('sacct', 'echo "sacct: error: Slurm accounting storage is disabled" >&2; exit 1')
+        self.looks(*['case " $* " in *" --all "*) printf "71|RUNNING|N/A";; esac'] * 2)
+        self.watch('-r', '--auto-schedule')
+        self.assertEqual({'running'}, set(self.states().values()))
+        self.assertIn('--all', torc.find_own_jobs_argv())       # what would be submitted twice
 
     def test_jobs_of_an_allocation_that_lost_its_node_are_ready_again_and_get_another_one(self):
         self.allocate(71, 'active')

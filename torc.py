@@ -21417,7 +21417,7 @@ def ask_queue(now: float, wanted: Iterable[Any]) -> Queue:
     path = queue_cache_path()
     cached = read_cached_reply(path, now)
     if cached is None:
-        reply = ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        reply = ask_slurm(slurm_argv('squeue', '--me', '--all', '--noheader', '--format', QUEUE_FORMAT))
         cached = now, reply, list(map(str, wanted))
         # Without a place for it, the next command asks again.
         with contextlib.suppress(OSError, Denied):
@@ -22923,6 +22923,10 @@ def parse_submission(text: str) -> Optional[Tuple[int, str]]:
     return (int(found[-1].group(1)), found[-1].group(2) or '') if found else None
 
 
+# Without --all squeue leaves out what is in hidden partitions, also to whom it belongs (seen with 22.05).
+ALL_OWN_JOBS = ('squeue', '--me', '--all', '-h', '-t', 'all', '-o')
+
+
 class OwnJob(Row):
     """A job in the queue, or one that has just left it."""
     id: int
@@ -22933,7 +22937,7 @@ class OwnJob(Row):
 
 def find_own_jobs_argv() -> List[str]:
     """squeue for all own jobs, also those that have ended a short time ago (MinJobAge)."""
-    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', '%i|%T|%j|%k')
+    return slurm_argv(*ALL_OWN_JOBS, '%i|%T|%j|%k')
 
 
 def parse_own_jobs(text: str) -> List[OwnJob]:
@@ -28893,7 +28897,7 @@ def ask_cluster_name() -> str:
 
 def seen_argv() -> List[str]:
     """squeue for all of the user's jobs, also those that have ended a short time ago (MinJobAge)."""
-    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', SEEN_FORMAT)
+    return slurm_argv(*ALL_OWN_JOBS, SEEN_FORMAT)
 
 
 def ends_argv(numbers: Iterable[int], since: float) -> List[str]:
