@@ -24094,6 +24094,11 @@ class LookTest(unittest.TestCase):
             row, = torc.evidence_of(self.judge(account, out='17|CANCELLED|1700000000\n'), 1700000060.0)
             self.assertEqual((True, 60.0), (row['is_interrupted'], row['ended_s']))
 
+    def test_one_of_this_very_moment_or_of_a_clock_that_went_back_may_not_be_listed_yet(self):
+        seen = self.judge('', self.row('pending', age_s=0.0))
+        self.assertEqual((['Slurm job 17 was submitted 0 s ago, and may not be listed yet'], {}),
+                         (seen.doubts, seen.gone))
+
     def test_a_site_where_the_clocks_differ_has_no_end_in_the_future(self):
         row, = torc.evidence_of(self.judge('17|TIMEOUT|0:0|1700000900|UID|me'), 1700000000.0)
         self.assertEqual(0.0, row['ended_s'])

@@ -28916,6 +28916,7 @@ def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
     problem = f'sacct cannot be asked: {explain_reply(reply)}' if reply.code else 'sacct does not know it'
     for number, end in list(seen.gone.items()):
         name, exit_code, ended, uid, user = records.get(str(number), ('', '', '', '', ''))
+        age_s = end.row.get('age_s')
         state, doubt = SLURM_STATES.get(parse_slurm_state(name)), ''
         if state is not None and state.is_ended:
             seen.gone[number] = end._replace(
@@ -28925,9 +28926,8 @@ def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
             pass        # the accounting is late
         elif state is not None:
             doubt = f'squeue does not list Slurm job {number}, but for sacct it {state.meaning} ({name})'
-        elif (end.row.get('age_s') or math.inf) < NEW_ALLOCATION_S:
-            age = f"{end.row['age_s']:.0f} s"
-            doubt = f'Slurm job {number} was submitted {age} ago, and may not be listed yet'
+        elif age_s is not None and age_s < NEW_ALLOCATION_S:
+            doubt = f'Slurm job {number} was submitted {age_s:.0f} s ago, and may not be listed yet'
         elif user_name() != owner:
             doubt = f'Slurm job {number} may be one of {owner}, whose workflow it is: you are {user_name()}'
         else:
