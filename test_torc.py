@@ -28800,6 +28800,11 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertEqual(3, len(self.queue()))
         self.assertExit(4, self.world.main(*self.OPTIONS), '3 allocations pending')
 
+    @slow
+    def test_where_slurm_takes_only_some_of_the_allocations_the_exit_code_says_so(self):
+        self.hook('hook', '[ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = 2 ] && { echo "sbatch: error: no" >&2; exit 1; }; true')
+        self.assertEqual(2, self.recover(code=1)['result']['slurm']['allocations_submitted'])
+
     KILLS, SEED = 3, 13
 
     @slow

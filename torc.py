@@ -35772,8 +35772,13 @@ def cmd_regenerate(session: Session, args: Arguments) -> int:
     for warning in value['warnings']:
         session.report(f'warning: {warning}')
     session.answer(value, format_regenerated(value, command_line(session, 'submit', workflow['id'])))
+    return 1 if options.submits and lacks_allocations(value) else 0
+
+
+def lacks_allocations(value: Dict[str, Any]) -> bool:
+    """Whether fewer allocations were submitted than are due, by the JSON of a regenerate."""
     due = value['total_allocations'] - value.get('allocations_deferred', 0)
-    return 1 if options.submits and value.get('allocations_submitted', due) < due else 0
+    return value.get('allocations_submitted', due) < due
 
 
 def format_regenerated(value: Dict[str, Any], submit: str) -> str:
@@ -35959,8 +35964,9 @@ class Recovery:
             (nodes, 'compute nodes at work'), (active, 'allocations active'),
             (pending, 'allocations pending'), (jobs, 'jobs running')) if number > 0]
         if found:
-            self.refusal = (f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs "
-                            f"to finish or use '{command_line(self.session, 'cancel', self.workflow_id)}'")
+            cancel = command_line(self.session, 'cancel', self.workflow_id)
+            self.refusal = f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all " \
+                f"jobs to finish or use '{cancel}'"
             # What a killed call has left of its allocations is submitted, although the others may run.
             if not has_unsubmitted(self.session, self.workflow_id):
                 raise Refused(self.refusal)
@@ -36193,8 +36199,9 @@ class Recovery:
         if outcome.refusals and not outcome.numbers:
             raise Refused(f'no allocation of workflow {self.workflow_id} was submitted: '
                           f'{outcome.refusals[0]}')
-        return {'allocations_submitted': len(outcome.numbers), 'slurm_job_ids': outcome.numbers,
-                'warnings': outcome.refusals, 'scheduler_id': scheduler['id']}
+        return {'total_allocations': self.choice.count, 'allocations_submitted': len(outcome.numbers),
+                'slurm_job_ids': outcome.numbers, 'warnings': outcome.refusals,
+                'scheduler_id': scheduler['id']}
 
     # -------- telling it --------
 
@@ -36483,7 +36490,7 @@ def cmd_recover(session: Session, args: Arguments) -> int:
         raise
     answer = recovery.describe()
     session.answer(answer, format_recovery(session, recovery, answer))
-    return 0
+    return 1 if recovery.submitted is not None and lacks_allocations(recovery.submitted) else 0
 
 
 def format_failures(failures: Sequence[Failure], style: Style) -> str:
