@@ -35601,6 +35601,7 @@ PAUSES = {
     'kill_journal_writers': 'dies at a moment that chance decides',
     'kill_offline_runner': 'dies at a moment that chance decides',
     'kill_reconcilers': 'dies at a moment that chance decides', 'kill_planners': 'dies at a moment that chance decides',
+    'JournalReaderTest.test_what_a_writer_had_kept_is_read_wherever_it_is_killed': 'dies at a moment that chance decides',
     'Night.carry_out': 'until the next kill, or the end',
 }
 
