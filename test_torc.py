@@ -31391,6 +31391,21 @@ class LostNodeTest(OrphanCase):
         self.go_on()
         self.assertEqual({2}, {row['attempt_id'] for row in self.rows('list_results')})
 
+    def test_an_allocation_that_was_preempted_while_its_runner_could_not_say_so(self):
+        node = self.begin('--no-requeue --partition=low')
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'thaw-node', allocation.nodes)
+        self.bed.control('freeze-node', allocation.nodes)
+        self.sbatch('true', '--partition=high', f'--nodelist={allocation.nodes}', '--cpus-per-task=4', '-t', 1)
+        self.wait_slurm(lambda: [row for row in self.allocations() if row.id == allocation.id
+                                 and row.state != 'RUNNING'], 30, 'the preemption')
+        os.kill(node['pid'], signal.SIGKILL)
+        self.bed.control('thaw-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued')
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {allocation.id} was preempted by a job of higher priority \(PREEMPTED')
+        self.go_on()
+
     def test_a_node_that_is_lost(self):
         self.begin()
         allocation, = self.live_allocations()
