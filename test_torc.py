@@ -7513,11 +7513,11 @@ class SubmissionRecordTest(ServiceTest):
     def test_the_largest_of_the_jobs_that_are_left_decides_what_is_asked_for(self):
         workflow_id = self.prepare()
         needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'r', 'num_cpus': 3, 'memory': '2g'})['id']
-        self.assertEqual({'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 2}, self.take(workflow_id, count=1, actions=False,
+        self.assertEqual({'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 2, 'runtime_s': 60}, self.take(workflow_id, count=1, actions=False,
                          scheduler_config_id=self.scheduler_id)['allocations'][0]['needs'])
         self.call('update_job', {'resource_requirements_id': needs, 'scheduler_id': self.scheduler_id}, id=2)
         found = self.take(workflow_id, actions=False, scheduler_config_id=self.scheduler_id)['allocations']
-        self.assertEqual({'num_cpus': 3, 'memory_bytes': 2 << 30, 'num_jobs': 1}, found[0]['needs'])
+        self.assertEqual({'num_cpus': 3, 'memory_bytes': 2 << 30, 'num_jobs': 1, 'runtime_s': 60}, found[0]['needs'])
 
 
 # ======== 8h. Administration ========
@@ -17767,8 +17767,8 @@ class RegenerationTest(unittest.TestCase):
         schedulers = {7: {'name': 'c', 'walltime': '02:00:00'}, 8: {'name': 'd', 'walltime': '01:00:00'}}
         for allocations, wanted in (((), [(7, [([], 3)]), (8, [([11], 1)])]), ([self.allocation(7)] * 2, [(7, [([], 1)]), (8, [([11], 1)])]),
                                     ([self.allocation(7)] * 3 + [self.allocation(8)], [])):
-            found = torc.renew_chains(demand, torc.Supply(demand, allocations), schedulers)
-            self.assertEqual(wanted, [(row.chain_id, [(stage.gate_ids, stage.num_allocations) for stage in row.stages]) for row in found])
+            found = torc.renew_chains(demand, torc.Supply(demand, allocations), schedulers, 300)
+            self.assertEqual(wanted, [(row.scheduler_id, [(stage.gate_ids, stage.num_allocations) for stage in row.stages]) for row in found])
 
 
 class RecordedPlanTest(unittest.TestCase):
@@ -18868,6 +18868,31 @@ class JournalReaderTest(WorldTest):
             for entry in found:
                 self.assertIsInstance(entry['result']['return_code'], int)
             self.assertTrue(problem or not data or len(found) == 40, (len(data), len(found)))
+
+    @slow
+    def test_what_a_writer_had_kept_is_read_wherever_it_is_killed(self):
+        chance = random.Random(13)
+        for number in range(300):
+            path = self.world.path('out', self.NAME.format(number))
+            source, sink = os.pipe()
+            pid = os.fork()
+            if not pid:
+                journal = torc.Journal(path)
+                for job_id in itertools.cycle(range(1, 60)):
+                    journal.keep([journal_entry(job_id)])
+                    os.write(sink, b'.')
+            os.close(sink)
+            time.sleep(chance.uniform(0, 0.03))     # wherever it is by then
+            end_child(pid, signal.SIGKILL)
+            with open(source, 'rb') as file:
+                count = len(file.read())
+            if not os.path.exists(path):
+                self.assertEqual(0, count)
+                continue
+            found, problem = self.read(path)
+            self.assertEqual('', problem if count else '')
+            self.assertTrue(min(59, count) <= len(found) <= min(59, count + 1), (count, found))
+            self.assertEqual(sorted(set(found)), found)
 
     def test_what_is_no_journal_is_named(self):
         path = self.world.path('out', self.NAME.format('x'))
@@ -23606,9 +23631,10 @@ class OfflineDrainTest(RunnerCase):
     def test_when_all_have_ended_without_it_the_runner_leaves_with_their_ends_on_disk(self):
         self.create(self.UNTIL.format(1), {'command': self.UNTIL.format(2) + '; exit 3'}, 'touch ran3', **self.NO_WINDOW,
                     actions=[{'trigger_type': 'on_worker_complete', 'action_type': 'run_commands', 'commands': ['touch action']}])
-        self.is_away = lambda: self.has('ran1', 'ran2')
-        self.asked = lambda: self.go(1, 2)
-        error = self.run_offline()
+        self.is_away = lambda: self.has('ran1', 'ran2') and (self.go(1, 2) or True)
+        began = time.monotonic()
+        error = self.run_offline(ping_interval_s=torc.DEFAULT_PING_INTERVAL_S)
+        self.assertLess(time.monotonic() - began, torc.MAX_WAIT_S - 5, 'nothing woke it')
         path, = glob.glob(glob.escape(self.world.path('out/offline_journal')) + '/*.db')
         self.assertEqual((path, self.world.path('out'), 1), tuple(error.details[key] for key in ('journal', 'base_dir', 'run_id')))
         self.assertEqual(f'nobody there\n2 jobs that ended meanwhile are kept in {path}', error.message)
@@ -27633,15 +27659,33 @@ class RegenerateTest(SubmitCase):
         self.assertEqual((4, 3, 1, True, [100, 101, 102]), tuple(made[key] for key in (
             'total_allocations', 'allocations_submitted', 'allocations_deferred', 'submitted', 'slurm_job_ids')))
         again = self.regenerate('--submit')
-        self.assertEqual((1, 0, 1, []), tuple(again[key] for key in (
-            'total_allocations', 'allocations_submitted', 'allocations_deferred', 'slurm_job_ids')))
+        self.assertEqual((1, 0, 1, [], 0, [4]), (*(again[key] for key in (
+            'total_allocations', 'allocations_submitted', 'allocations_deferred', 'slurm_job_ids', 'actions_taken')),
+            [row['id'] for row in again['schedulers_created']]))
         self.assertEqual(['3 allocations that are queued or running are counted: what they will do is not planned again'], again['warnings'])
         self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], self.records())
         self.assertEqual(1, [executed for _, _, executed, _ in self.actions()[3:]].count(False))
 
+    @slow
+    def test_what_an_earlier_call_has_planned_is_submitted_not_planned_anew(self):
+        made = [row['id'] for row in self.regenerate()['schedulers_created']]
+        with self.world.inside():
+            before = self.dump()
+            self.assertEqual(made, [row['id'] for row in self.regenerate()['schedulers_created']])
+            self.assertEqual(before, self.dump())
+        done = self.regenerate('--submit')
+        self.assertEqual((made, 3, 0), ([row['id'] for row in done['schedulers_created']], done['allocations_submitted'], done['actions_taken']))
+        other = self.regenerate('--walltime', '01:00:00', '--submit')     # of what waits; the others are queued
+        self.assertEqual([(5, '01:00:00')], [(row['id'], row['walltime']) for row in other['schedulers_created']])
+        self.assertEqual(3, len(self.records()))
+
+    def dump(self) -> List[str]:
+        """All of the database."""
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
+            return list(connection.iterdump())
+
     def test_a_dry_run_changes_nothing(self):
-        with self.world.inside(), contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
-            before = list(connection.iterdump())
+        before = self.dump()
         made = self.regenerate('--dry-run', '--submit')
         wanted = next(case['stdout'] for case in read_shared('torc/cli_json.json') if case['command'] == 'slurm regenerate WF2 --dry-run')
         self.assertEqual(list(wanted), list(made))
@@ -27651,8 +27695,7 @@ class RegenerateTest(SubmitCase):
         text = self.text('slurm regenerate 1 --profile kestrel --dry-run')
         self.assertIn('32 jobs of workflow 1 are left\n', text)
         self.assertRegex(text, r'  small_deferred_regen_\d+_\d+: 1 jobs, 1 x 1 node of short for 00:45:00, when its jobs are ready\nNothing was changed')
-        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as connection:
-            self.assertEqual(before, list(connection.iterdump()))
+        self.assertEqual(before, self.dump())
 
 
     def test_an_include_of_an_unknown_job_and_what_fits_nothing_are_refused_before_anything_changes(self):
@@ -27667,6 +27710,7 @@ class RegenerateTest(SubmitCase):
                          (32 + len(self.json('slurm list 1')['items']), self.actions()[:1]))
         self.assertEqual(32, self.json('status 1')['jobs_by_status']['uninitialized'])
 
+    @slow
     def test_jobs_that_fit_no_partition_keep_their_actions(self):
         made = self.regenerate('--partition', 'short')
         self.assertEqual(['short'] * 2, [row['partition'] for row in made['schedulers_created']])
@@ -27674,6 +27718,7 @@ class RegenerateTest(SubmitCase):
                       'its jobs keep what they have', made['warnings'])
         self.assertEqual([False, False], [executed for _, _, executed, is_recovery in self.actions() if not is_recovery][:2])
 
+    @slow
     def test_allocations_that_are_gone_are_planned_again(self):
         self.regenerate('--submit')
         for number in (100, 101):
@@ -27687,6 +27732,7 @@ class RegenerateTest(SubmitCase):
         self.assertEqual((1, True), (made['total_allocations'], any('squeue failed: slurm_load_jobs error: all 5 allocations' in text
                                                                     for text in made['warnings'])))
 
+    @slow
     def test_a_refusal_leaves_the_actions_due_for_the_next_submit(self):
         self.hook('hook', 'echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1')
         done = self.assertExit(4, self.world.main('slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit'),
@@ -27746,11 +27792,13 @@ class ChainTest(SubmitCase):
 
     def test_a_chain_is_as_long_as_its_jobs_take(self):
         for num_jobs, walltime, runtime_s, count in ((500, '12:00:00', 4 * 3600, 167), (10, '12:00:00', 4 * 3600, 4), (3, '01:00:00', 7200, 3),
-                                                     (5, '01:00:00', 0, 1), (0, '01:00:00', 60, 1), (10 ** 6, '01:00:00', 3600, 10000)):
-            self.assertEqual(count, torc.count_links(num_jobs, walltime, runtime_s))
+                                                     (12, '00:10:00', 60, 2), (2, '00:04:00', 60, 2), (5, '01:00:00', 0, 1), (0, '01:00:00', 60, 1),
+                                                     (4, 'what', 60, 4), (10 ** 6, '01:00:00', 3600, 10000)):
+            self.assertEqual(count, torc.count_links(num_jobs, walltime, runtime_s, 300), (num_jobs, walltime, runtime_s))
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
         self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
 
+    @slow
     def test_regenerate_adds_the_links_that_are_missing(self):
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
         os.unlink(self.fakes.path('job_101'))
@@ -27760,6 +27808,7 @@ class ChainTest(SubmitCase):
                                              for row in made['schedulers_created']])
         self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
 
+    @slow
     def test_a_dependency_in_extra_is_warned_of(self):
         self.text('slurm update 1 --extra --dependency=afterok:1')
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '-n', 2), 'warning: scheduler s: the dependency in its extra replaces')
@@ -28700,6 +28749,17 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
                 names = [line.split('|')[2] for line in self.queue()]
                 self.assertEqual((3, 3), (len(names), len(set(names))))
 
+    def test_what_sacct_says_of_a_step_comes_before_return_codes(self):
+        rows = ['50|wf1_a1|COMPLETED|0:0|90|||1|n1', '50.0|wf1_j1_r1_a1|TIMEOUT|0:0|60|1000K|00:01|1|n1',
+                '50.1|wf1_j3_r1_a1|OUT_OF_MEMORY|0:125|60|900M|00:01|1|n1', '50.2|wf1_j2_r1_a1|FAILED|3:0|60||00:01|1|n1']
+        self.fakes.write('sacct', 'printf "%s\\n" ' + ' '.join(map(shlex.quote, rows)))
+        violations = self.recover('--dry-run')['diagnosis']['resource_violations']
+        self.assertEqual({'oom': ('timeout', 'Slurm says TIMEOUT of its step'), 'bad': ('memory', 'Slurm says OUT_OF_MEMORY of its step')},
+                         {row['job_name']: (row['failure_class'], row['evidence']) for row in violations if row['job_name'] in ('oom', 'bad')})
+        self.assertEqual({'oom': 'timeout', 'slow': 'timeout', 'bad': 'memory', 'gone': 'lost'},
+                         {row['job_name']: row['failure_class'] for row in violations})
+        self.assertEqual(1, len(self.fakes.calls('sacct')))
+
     @slow
     def test_where_slurm_refuses_the_way_on_is_told(self):
         self.hook('hook', 'echo "sbatch: error: no more jobs" >&2; exit 1')
@@ -28726,6 +28786,57 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertEqual([('one', '02:00:00'), ('one_recovery', '03:00:00')],
                          [(row['name'], row['walltime']) for row in self.json('slurm list 1')['items']])
         self.assertEqual(2, len(self.fakes.calls('sbatch')))
+
+
+@slow
+class RecoverOrphansTest(RecoverCase):
+    """What a dead allocation left is recovered, and a dry run, which cleans nothing up, says the same."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.make("""
+            name: w
+            resource_requirements: [{name: s, memory: 1g, runtime: PT1H}]
+            slurm_schedulers: [{name: cpu, account: a, walltime: "01:00:00"}]
+            jobs:
+              - {name: first, command: "true", resource_requirements: s}
+              - {name: second, command: "true", resource_requirements: s}
+              - {name: last, command: "true", depends_on: [first], resource_requirements: s}
+            """)
+        self.text('workflows init 1 --no-prompts')
+        now = torc.format_time(time.time())
+        with self.world.connect() as client:
+            client.call('create_scheduled_compute_node', {'workflow_id': 1, 'scheduler_id': 71, 'scheduler_config_id': 1, 'status': 'active',
+                                                          'scheduler_type': 'slurm'})
+            node = client.call('create_compute_node', {
+                'workflow_id': 1, 'hostname': 'node1', 'pid': 1, 'start_time': now, 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1,
+                'compute_node_type': 'slurm', 'is_active': True, 'lease_s': 600.0, 'scheduler': {'slurm_job_id': 71}})['id']
+            body = {'compute_node_id': node, 'run_id': 1, 'lease_s': 600.0}
+            jobs = client.call('runner_sync', dict(body, want={'strategy': 'queue', 'limit': 9}), workflow_id=1)['jobs']
+            client.call('runner_sync', dict(body, started=[[job['id'], 1, now] for job in jobs]), workflow_id=1)
+
+    def recover(self, *argv: Any) -> Any:
+        """Its JSON."""
+        return self.assertExit(0, self.world.main('-f', 'json', 'recover', 1, '--profile', 'kestrel', *argv)).json()
+
+    def test_jobs_of_a_failed_allocation_run_again_and_those_of_a_lost_node_go_on(self):
+        for state, retried, run_id in (('FAILED', [1, 2], 2), ('NODE_FAIL', [], 1)):
+            with self.subTest(state):
+                if state != 'FAILED':
+                    self.doCleanups()
+                    self.setUp()
+                accounts = r'71|%s|1:0|%d|%d|me\n' % (state, time.time() - 9, os.getuid())
+                self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='true', sacct=f"printf '{accounts}'"))
+                planned = self.recover('--dry-run')
+                self.assertEqual({'first': 'running', 'second': 'running', 'last': 'blocked'}, self.statuses())
+                self.assertEqual((retried, run_id), (planned['result']['jobs_to_retry'], planned['run_id']))
+                done = self.recover()
+                self.assertEqual((retried, run_id), (done['result']['jobs_to_retry'], done['run_id']))
+                self.assertEqual({'first': 'ready', 'second': 'ready', 'last': 'blocked'}, self.statuses())
+                self.assertGreater(done['result']['slurm']['allocations_submitted'], 0)
+                planned_jobs, made_jobs = (sorted((row['job_count'], row['has_dependencies']) for row in rows) for rows in (
+                    planned['result']['slurm_dry_run']['planned_schedulers'], done['result']['slurm']['schedulers_created']))
+                self.assertEqual(planned_jobs, made_jobs)
 
 
 @slow
@@ -28863,6 +28974,29 @@ class WatchTest(CommandTest):
             self.assertTrue(client.call('watch_workflow', dict(body, ended=ended), workflow_id=1)['granted'])
         self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
 
+    def test_one_on_another_host_is_waited_for_until_it_shows_whether_it_goes_on(self):
+        self.make(self.PLAIN)
+        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 1.5}
+        with self.world.connect() as client:
+            client.call('watch_workflow', body, workflow_id=1)
+        self.assertExit(4, self.world.main('watch', 1, '--once'), 'watched already, by process 5 on host elsewhere')
+        with unittest.mock.patch.object(torc, 'TAKEOVER_PAUSE_S', 0.05):
+            done = self.assertExit(1, self.world.main('watch', 1, '-p', 0.05))
+        self.assertIn('the watch on host elsewhere may be dead: waiting until 20', done.err)
+        self.assertIn('Watch ended: 2 uninitialized', done.err)
+
+    @slow
+    def test_one_on_another_host_that_goes_on_is_left_alone(self):
+        self.world.serve()
+        self.make(self.PLAIN)
+        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 600.0}
+        with self.world.connect() as client:
+            client.call('watch_workflow', body, workflow_id=1)
+            process = self.world.start('watch', 1)
+            self.world.wait(lambda: 'may be dead' in process.err, 20, 'the doubt', [process])
+            client.call('watch_workflow', body, workflow_id=1)
+        self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
+
     @slow
     def test_a_server_that_is_away_is_waited_for_and_what_happened_meanwhile_is_seen(self):
         self.world.write('code', '3')
@@ -28975,6 +29109,87 @@ class WatchedSlurmTest(CommandTest):
             done = self.watch()
         self.assertIn('1 allocations submitted that a killed command had left', done.err)
         self.assertEqual(1, len(self.fakes.calls('sbatch')))
+
+
+    def fail(self, return_code: int) -> None:
+        """Let the first job have failed in the current run, the others be completed, and allocations be over."""
+        path = self.world.path('torc_output', 'torc.db')
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute('UPDATE job SET status = CASE WHEN id = 1 THEN 6 ELSE 5 END')
+            database.execute('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, '
+                             'exec_time_minutes, completion_time, status) SELECT 1, 1, run_id, 1, ?, 0.1, '
+                             "'2026-01-01T00:00:00Z', 6 FROM workflow", (return_code,))
+            database.execute("UPDATE scheduled_compute_node SET status = 'complete'")
+
+    def test_what_failed_runs_again_with_what_it_lacked_as_often_as_is_allowed(self):
+        self.fail(137)
+        self.looks('cat "$fake"/job_*')
+        done = self.watch('-r', '-m', 1, '--profile', 'kestrel')
+        self.assertIn('jobs failed: recovery 1', done.err)
+        self.assertIn('1 jobs run again: 1 with more memory, 0 with more time', done.err)
+        self.assertEqual(2, self.json('workflows get 1')['run_id'])
+        self.assertEqual({'j1': 'ready', 'j2': 'completed', 'j3': 'completed', 'j4': 'completed'}, self.states())
+        rows = self.json('scheduled-compute-nodes list 1')['items']
+        self.assertEqual([(100, 'pending')], [(row['scheduler_id'], row['status']) for row in rows])
+        self.fail(137)
+        words = 'jobs failed again after 1 recoveries (--max-retries)'
+        for _ in range(2):      # as scrontab starts it
+            self.assertIn(words, self.watch('-r', '-m', 1, '--once', '--profile', 'kestrel', code=1).err)
+        self.assertEqual((2, 1), (self.json('workflows get 1')['run_id'], len(self.fakes.calls('sbatch'))))
+        done = self.watch('-r', '--once', '--profile', 'kestrel', code=1)
+        self.assertIn('jobs failed: recovery 2', done.err)
+
+    def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
+        self.fail(3)
+        done = self.watch('-r', '--profile', 'kestrel', code=1)
+        self.assertIn('what failed is not run again: ', done.err)
+        self.assertEqual((1, []), (self.json('workflows get 1')['run_id'], self.fakes.calls('sbatch')))
+
+
+@slow
+class WatchOnSlurmTest(SlurmTest):
+    """A watch that is running when something happens to its allocation, on a real Slurm."""
+    SPEC = """
+        name: w
+        resource_requirements: [{name: r, num_cpus: 1, memory: 50m, runtime: PT1M}]
+        jobs: [{name: "j{i}", command: "echo run >> log_{i}; sleep 6", parameters: {i: "1:4"}, resource_requirements: r}]
+        slurm_schedulers: [{name: s, account: wfacct, walltime: "00:10:00"}]
+        actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]
+    """
+
+    def cancel(self) -> None:
+        """scancel."""
+        self.bed.ask('scancel', self.allocations('RUNNING')[0].id)
+
+    def kill(self) -> None:
+        """kill -9 the runner and its guardian: nobody reports anything."""
+        for pid, command in processes_with(self.world.mark).items():
+            if 'slurm-job-runner' in command:
+                os.kill(pid, signal.SIGKILL)
+
+    def end_and_watch(self, end: Callable[[], None]) -> Outcome:
+        """Submit, watch, and end the allocation when jobs run in it; what the watch says in the end."""
+        self.world.write('w.yaml', self.SPEC)
+        fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'w.yaml'))
+        process = self.world.start('watch', 1, '-p', 1, '--recover', '--auto-schedule', '--profile', 'slurm')
+        self.wait_slurm(lambda: self.world.read('log_1'), 90, 'the first job', alive=[process])
+        end()
+        done = self.assertExit(0, process.finish(300), 'the workflow is complete: 4 jobs ended well')
+        jobs = self.world.main('-f', 'json', 'jobs', 'list', 1).json()['items']
+        self.assertEqual({'completed'}, {job['status'] for job in jobs})
+        self.assertGreaterEqual(len(self.allocations()), 2)
+        looks = [call.at for call in fakes.calls('squeue') if '-t' in call.argv]
+        self.assertLessEqual(60 * (len(looks) - 1), looks[-1] - looks[0] + 1)
+        return done
+
+    def test_its_allocation_is_canceled(self):
+        self.assertIn('allocations submitted', self.end_and_watch(self.cancel).err)
+
+    def test_its_runner_is_killed_and_reports_nothing(self):
+        said = self.end_and_watch(self.kill).err
+        self.assertIn('allocation of Slurm job ', said)
+        self.assertIn('jobs failed: recovery 1', said)
 
 
 # ======== 20i. Service ========
@@ -31922,10 +32137,12 @@ def kill_journal_writers(world: World, times: int, seed: int) -> str:
         with open(reader, 'rb') as pipe:
             said = max(map(int, (b'1' + pipe.read()).split()), default=0)
         hot += os.path.getsize(path + '-journal') > 0
+        read = [entry['job_id'] for entry in torc.read_journal(path)[0]]    # which changes nothing
         assert ask_sqlite(path, 'PRAGMA integrity_check') == [('ok',)]
         found = [(job_id, json.loads(text)['job_id']) for job_id, text in
                  ask_sqlite(path, 'SELECT job_id, payload FROM journaled_completions ORDER BY job_id')]
         assert found in ([(job_id, job_id) for job_id in range(1, most + 1)] for most in (said, said + 1)), (said, found[-3:])
+        assert read == [job_id for job_id, _ in found], (path, read[-3:])
         total += said
     return f'all of {total:,} entries that were kept are there, once; {hot} of {times} writers died in the midst of a transaction'
 
@@ -33653,16 +33870,13 @@ class OfflineDrainFlowTest(FlowTest):
         self.assertExit(3, runner.finish(), f'2 jobs that ended meanwhile are kept in {out}/offline_journal/offline_results_wf1_r1_',
                         f'When the server is back: torc.py workflows reconcile 1 1 --base-dir {shlex.quote(out)}')
         self.world.serve('--port', port)
-        path, = glob.glob(glob.escape(out) + '/offline_journal/*.db')
-        entries = [json.loads(text) for text, in ask_sqlite(path, 'SELECT payload FROM journaled_completions')]
-        client = self.world.connect()
-        self.addCleanup(client.close)
-        for entry in entries:
-            del entry['torc_py']
+        words = shlex.split(runner.err[runner.err.index('workflows reconcile'):])
         for _ in range(2):
-            self.assertEqual([], client.call('batch_complete_jobs', {'completions': entries}, workflow_id=1)['errors'])
-        self.assertEqual([('completed', 'long1'), ('completed', 'long2'), ('ready', 'after')],
-                         sorted((job['status'], job['name']) for job in client.call('list_jobs', workflow_id=1)['items']))
+            found = self.assertExit(0, self.world.cli('-f', 'json', *words)).json()
+            self.assertEqual((1, 2, 0), (found['files'], found['total_completions'], found['rejected']), found)
+        results = self.ask_json('results', 'list', 1)['items']
+        self.assertEqual([(1, 'completed'), (2, 'completed')], sorted((row['job_id'], row['status']) for row in results))
+        self.assertExit(0, self.world.cli('run', '-p', 0.2, 1), '3 completed')
 
     @slow
     def test_a_server_that_is_started_again_while_jobs_run_misses_nothing(self):
@@ -34758,44 +34972,6 @@ def journal_together(world: World, count: int) -> str:
     return f'{2 * count:,} ends from {found["files"]} journals recorded in {took_s:.1f} s, and known when they came again'
 
 
-def kill_journal_writers(kills: int, seed: int) -> str:
-    """kill -9 of who writes a journal, at any moment: what was kept is read, and nothing torn."""
-    chance, kept, read = random.Random(seed), 0, 0
-    for number in range(kills):
-        with tempfile.TemporaryDirectory() as directory:
-            path = torc.journal_path(directory, 1, 1, 'x')
-            reader, writer = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                keep_until_killed(path, writer)
-            os.close(writer)
-            os.read(reader, 1)
-            select.select([], [], [], chance.uniform(0, 0.03))
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            with open(reader, 'rb') as pipe:
-                sure = 1 + len(pipe.read())
-            entries, problem = torc.read_journal(path)
-            found = [(entry['job_id'], entry['torc_py']['reason']) for entry in entries]
-            assert sorted(found)[:sure] == [(job_id, 'x' * 500) for job_id in range(1, sure + 1)], (number, sure, problem)
-            assert len(found) - sure <= 3, (number, sure, len(found))
-            kept, read = kept + sure, read + len(found)
-    return f'{kept:,} entries kept for certain, {read:,} read, none torn'
-
-
-def keep_until_killed(path: str, writer: int) -> None:
-    """In a child: keep entries, one or some at a time, and tell of each."""
-    try:
-        journal = torc.Journal(path)
-        for job_id in itertools.count(1, 3):
-            ends = [{'job_id': number, 'attempt_id': 1, 'return_code': 0, 'status': 'completed', 'exec_time_minutes': 0.5,
-                     'completion_time': '2026-01-01T00:10:00.000Z', 'reason': 'x' * 500} for number in range(job_id, job_id + 3)]
-            journal.keep([torc.format_journal_entry(end, 1, 1, 1) for end in ends])
-            os.write(writer, b'...')
-    finally:
-        os._exit(1)
-
-
 def kill_offline_runners(world: World, rounds: int, seed: int) -> str:
     """kill -9 of a runner that has lost its server: what its journal has is recorded, all else runs again, all gets done."""
     sums = collections.Counter()    # type: collections.Counter
@@ -35299,7 +35475,6 @@ class FaultTest(WorldTest):
         self.assertIn('40 ends from 2 journals', journal_together(self.world, 20))
 
     def test_what_a_killed_runner_kept_is_read(self):
-        self.assertIn('none torn', kill_journal_writers(10, 5))
         self.assertIn('1 kills', kill_offline_runners(self.world, 1, 5))
 
     def test_a_reconcile_that_was_killed_is_finished_by_the_next(self):
@@ -35366,7 +35541,6 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              (f'a server that comes back as an older copy, {rounds} times two', lambda world: return_older(world, rounds)),
              (f'two runners without a server, {count // 4 if is_quick else count} jobs each',
               lambda world: journal_together(world, count // 4 if is_quick else count)),
-             (f'kill -9 of a journal\'s writer, {many} times', lambda world: kill_journal_writers(many, seed)),
              (f'kill -9 of runners without a server, {rounds} times', lambda world: kill_offline_runners(world, rounds, seed)),
              (f'kill -9 of reconcile or of its server, {rounds} times',
               lambda world: kill_reconcilers(world, count // 5, rounds, seed)),
@@ -35431,7 +35605,6 @@ CONSTANTS = (ast.Constant,) if sys.version_info >= (3, 8) else (ast.Str, ast.Byt
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
-    'kill_journal_writers': 'the moment of a kill is random',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
     'GuardianTest.fork_runner': 'a runner at rest, in a process of its own',
     'kill_runners': 'dies at a moment that chance decides', 'run_nasty_jobs': 'is stopped at a moment that chance decides',
