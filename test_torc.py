@@ -8749,6 +8749,9 @@ class SyncTest(ServiceTest):
         with self.service.transaction():
             torc.release_lost_nodes(self.context, lambda *runner: None)
         self.assertEqual('failed failed canceled canceled active', self.states())
+        self.assertEqual({'compute node 1 (h), which ran it, went away: nothing was heard of it for 60 s, its '
+                          'lease'}, {row['reason'] for row in self.call('list_results',
+                                                                        workflow_id=self.workflow_id)['items']})
         found = self.tell(self.NODE_FAIL)
         self.assertEqual(('ready ready blocked blocked complete', 2, 0),
                          (self.states(), found['jobs_requeued'], found['compute_nodes_deactivated']))
