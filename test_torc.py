@@ -8749,6 +8749,9 @@ class SyncTest(ServiceTest):
         with self.service.transaction():
             torc.release_lost_nodes(self.context, lambda *runner: None)
         self.assertEqual('failed failed canceled canceled active', self.states())
+        self.assertEqual({'compute node 1 (h), which ran it, went away: nothing was heard of it for 60 s, its '
+                          'lease'}, {row['reason'] for row in self.call('list_results',
+                                                                        workflow_id=self.workflow_id)['items']})
         found = self.tell(self.NODE_FAIL)
         self.assertEqual(('ready ready blocked blocked complete', 2, 0),
                          (self.states(), found['jobs_requeued'], found['compute_nodes_deactivated']))
@@ -31605,6 +31608,21 @@ class LostNodeTest(OrphanCase):
                                      found['compute_nodes_deactivated']))
         self.go_on()
         self.assertEqual({2}, {row['attempt_id'] for row in self.rows('list_results')})
+
+    def test_an_allocation_that_was_preempted_while_its_runner_could_not_say_so(self):
+        node = self.begin('--no-requeue --partition=low')
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'thaw-node', allocation.nodes)
+        self.bed.control('freeze-node', allocation.nodes)
+        self.sbatch('true', '--partition=high', f'--nodelist={allocation.nodes}', '--cpus-per-task=4', '-t', 1)
+        self.wait_slurm(lambda: [row for row in self.allocations() if row.id == allocation.id
+                                 and row.state != 'RUNNING'], 30, 'the preemption')
+        os.kill(node['pid'], signal.SIGKILL)
+        self.bed.control('thaw-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued')
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {allocation.id} was preempted by a job of higher priority \(PREEMPTED')
+        self.go_on()
 
     def test_a_node_that_is_lost(self):
         self.begin()

@@ -10488,6 +10488,9 @@ def assume_failed(context: Context, state: WorkflowState, job_id: int, reason: s
         'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
 
 
+SILENCE = 'nothing was heard of it for {:g} s, its lease'
+
+
 def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
                        host: Optional[str] = None) -> List[int]:
     """Release the active nodes whose runner is dead, or unknown while their lease is over. Their ids.
@@ -10503,13 +10506,13 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
         # After a start of the server no lease is known, and a runner may be in its longest pause.
         ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s
                                                     + MAX_RETRY_PAUSE_S)
-        is_alive = lives(hostname, pid, identity or '')
+        is_alive, why = lives(hostname, pid, identity or ''), f'its process {pid} does not exist any more'
         if is_alive is None:
-            is_alive = context.service.clock() <= ends_at
+            is_alive, why = context.service.clock() <= ends_at, SILENCE.format(lease_s)
         if not is_alive:
             try:
                 with context.savepoint():
-                    end_node(context, node_id)
+                    end_node(context, node_id, why)
                 lost.append(node_id)
             except TorcError as error:      # the other nodes' jobs must not wait for it
                 log.error('compute node %d cannot be released: %s', node_id, error.message)
@@ -12401,7 +12404,7 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
         for node_id, lease_s in context.rows('SELECT id, lease_s FROM compute_node WHERE workflow_id = ? '
                                              'AND is_active = 1 AND lease_s IS NOT NULL', (workflow_id,)):
             if service.clock() > service.leases.get(node_id, math.inf):
-                dead.setdefault(node_id, f'nothing was heard of it for {lease_s:.0f} s, its lease')
+                dead.setdefault(node_id, SILENCE.format(lease_s))
             if node_id in dead:
                 take_node(context, node_id, {'reason': dead[node_id]}, found)
         for job_id, name in context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id',
