@@ -9503,22 +9503,26 @@ def undo_assumed_end(context: Context, state: WorkflowState, job: JobState, atte
                 "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
                 (attempt_id, start_time, node_id, attempt_id, job.id))
     if not state.is_canceled:
-        wait_again(context, [job.id])
+        wait_again(context, [job.id], job.status == FAILED)
     expect_completion(context, state.id)
     return job_state(context, job.id)
 
 
-def wait_again(context: Context, job_ids: List[int]) -> None:
+def wait_again(context: Context, job_ids: List[int], had_ended: bool) -> None:
     """Jobs have not ended after all: those canceled for nothing else wait for them again, and so on.
 
-    So do ready ones, which run whatever becomes of their prerequisites, but after these.
+    So do ready ones, which run whatever becomes of their prerequisites, but after these. `had_ended`: the
+    jobs counted as failed until now, and not as to be run again.
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
         uncount_trigger(context, 'on_jobs_complete', job_ids)
         rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
-        sets = sorted({row[0] for row in rows})
-        run_by_ids(context, RECOUNT + 'id IN', sets)
+        counts = collections.Counter(row[0] for row in rows)
+        sets = sorted(counts)
+        if had_ended:       # counting anew would take as long as there are members, for each that is back
+            context.run_many('UPDATE dep_set SET pending = pending + ?, failed = failed - ? WHERE id = ?',
+                             ((count, count, set_id) for set_id, count in counts.items()))
         ready = [row[0] for row in rows_by_ids(
             context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
@@ -9527,6 +9531,7 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
             context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
             f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
+        had_ended = True
 
 
 # -------- attempts that this database knows nothing of --------
@@ -10126,16 +10131,22 @@ def default_count(context: Context, workflow_id: int, scheduler_id: int) -> int:
     needs = allocation_needs(context, workflow_id, scheduler_id)
     if not scheduler['serialize_allocations']:
         return 1
-    return count_links(needs['num_jobs'], scheduler['walltime'], needs['runtime_s'])
+    least_s = context.value('SELECT compute_node_min_time_for_new_jobs_seconds FROM workflow WHERE id = ?',
+                            (workflow_id,))
+    return count_links(needs['num_jobs'], scheduler['walltime'], needs['runtime_s'], least_s)
 
 
-def count_links(num_jobs: int, walltime: str, runtime_s: int) -> int:
-    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end."""
+def count_links(num_jobs: int, walltime: str, runtime_s: int, least_s: int) -> int:
+    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end.
+
+    `least_s`: with less time left, runners with --max-parallel-jobs begin no job, however short it is.
+    """
     try:
-        jobs_each = max(1, parse_walltime(walltime) // runtime_s) if runtime_s else num_jobs
+        usable_s = parse_walltime(walltime) - max(0, least_s - runtime_s)
     except ValueError:      # Slurm will say so
-        jobs_each = 1
-    return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // max(1, jobs_each))))
+        usable_s = 0
+    jobs_each = max(1, usable_s // runtime_s) if runtime_s else max(1, num_jobs)
+    return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // jobs_each)))
 
 
 def chain_jobs(context: Context, workflow_id: int, scheduler: Values) -> List[int]:
@@ -12079,6 +12090,7 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
             bind_jobs(context, workflow_id, planned['job_ids'], bound_to)
         check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
         scheduler_ids.append(scheduler_id)
+        due += [{'action_id': action_id} for action_id in planned.get('due_actions') or ()]
         for stage in planned['stages']:
             gates = stage.get('job_ids')
             action = create_workflow_action(context, workflow_id, {
@@ -12739,8 +12751,8 @@ MODELS = {
         'submission:@SubmissionRequest taken:[int]!',
     'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
         'submitters:[str]! taken:int!',
-    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! scheduler_id:int '
-        'stages:[@StoredStage]!',
+    'StoredScheduler': 'due_actions:[int] is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! '
+        'scheduler_id:int stages:[@StoredStage]!',
     'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
     'ScheduledAction': 'action_id:int! count:ordinal',
@@ -25122,7 +25134,10 @@ class Pace:
 
     def lease_s(self) -> float:
         """Duration of the lease to request: two of the longest waits and answers."""
-        return 2 * max(self.backoff_s, self.options.poll_interval_s, RETRY_MAX_S) + 2 * ANSWER_DEADLINE_S
+        longest_s = max(self.backoff_s, self.options.poll_interval_s, RETRY_MAX_S)
+        # After its own absence the server adds MAX_RETRY_PAUSE_S, the usual ping interval.
+        more_s = max(0.0, self.options.ping_interval_s - MAX_RETRY_PAUSE_S)
+        return 2 * (longest_s + ANSWER_DEADLINE_S) + more_s
 
 
 class LinkOutlets:
@@ -26434,9 +26449,10 @@ class Dispatcher:
             if not attempt.stopped_for and may_share_signal(attempt.end):
                 self.set_stopping(attempt, reason, signal_number)
         for attempt in attempts:
-            if attempt.process.end is None:     # otherwise only its leftovers live
-                if not attempt.stopped_for:
-                    self.set_stopping(attempt, reason, signal_number)
+            end = attempt.process.end       # if there is one, only leftovers of the job live
+            if not attempt.stopped_for and (end is None or signal_number and may_share_signal(end)):
+                self.set_stopping(attempt, reason, signal_number)
+            if end is None:
                 self.context.log.write(f'Job {name}', workflow_id=self.context.workflow_id, job_id=attempt.id)
         self.starter.stop(attempts, lead_s)
 
@@ -28520,7 +28536,7 @@ class Runner:
     def wait(self) -> None:
         """Until a part is due, a child ends, a signal or an answer comes."""
         due = min(part.due() for part in self.parts)
-        wait_s = max(0.0, min(due - time.monotonic(), MAX_WAIT_S))
+        wait_s = 0.0 if self.has_drained else max(0.0, min(due - time.monotonic(), MAX_WAIT_S))
         for number in self.wakeup.wait(wait_s, self.link.pending):
             if number != signal.SIGCHLD:
                 self.shutdown.on_signal(number)
@@ -28578,9 +28594,10 @@ class Runner:
     @property
     def has_drained(self) -> bool:
         """Whether the server is away for too long and nothing is left to wait for: the drained exit."""
+        if not (self.link.is_quiet and self.link.has_asked):
+            return False
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
-        is_waiting = is_asking or self.attempts.by_state['ended']
-        return bool(self.link.is_quiet and self.link.has_asked and not is_waiting and self.drain.is_settled)
+        return not (is_asking or self.attempts.by_state['ended']) and self.drain.is_settled
 
     @property
     def has_slurm_work(self) -> bool:
@@ -29560,7 +29577,8 @@ class Renewal(Row):
     is_bound: bool
     jobs: List[int]             # that it is for, and is bound to
     stages: List[RenewedStage]
-    chain_id: Optional[int] = None      # it is there already
+    scheduler_id: Optional[int] = None  # it is there already
+    action_ids: Sequence[int] = ()      # ... with these actions, one for each stage
 
     @property
     def num_allocations(self) -> int:
@@ -29632,19 +29650,42 @@ def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) ->
     return renewals
 
 
-def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str, Any]]) -> List[Renewal]:
-    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id."""
+def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str, Any]],
+                 least_s: int) -> List[Renewal]:
+    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id.
+
+    `least_s`: see count_links.
+    """
     renewals, levels = [], find_levels(demand.graph) if demand.chains else []
     for chain_id, members in sorted(demand.chains.items()):
         block, jobs = schedulers[chain_id], [job for job, _ in members]
         runtime_s, first = max(runtime_s for _, runtime_s in members), min(levels[job] for job in jobs)
         # What is first of them waits for none of the others.
         gates = [demand.job_ids[job] for job in jobs if levels[job] == first] if first else []
-        count = count_links(len(jobs), block['walltime'], runtime_s)
+        count = count_links(len(jobs), block['walltime'], runtime_s, least_s)
         count = math.ceil(count - supply.take(Stage(jobs, [], count), runtime_s) - 1e-9)
         if count:
             renewals.append(Renewal(block, bool(first), True, jobs, [RenewedStage(gates, count)], chain_id))
     return renewals
+
+
+def keep_earlier(demand: Demand, renewal: Renewal, schedulers: Dict[int, Dict[str, Any]],
+                 actions: Sequence[Dict[str, Any]]) -> Renewal:
+    """A renewal with what an earlier call has made for the very same allocations, if nobody has taken it."""
+    bound = {demand.bound_to[job] for job in renewal.jobs}
+    scheduler_id = next(iter(bound)) if len(bound) == 1 else None
+    own = [job for job, other in enumerate(demand.bound_to) if other == scheduler_id]
+    is_same = scheduler_id in schedulers and own == renewal.jobs and all(
+        schedulers[scheduler_id].get(key) == value for key, value in renewal.block.items() if key != 'name')
+    waiting = [action for action in actions if action['action_config'].get('scheduler_id') == scheduler_id
+               and action['action_type'] == 'schedule_nodes' and not action['executed']] if is_same else []
+    made = [((action.get('job_ids') or []), action['action_config'].get('num_allocations'))
+            for action in waiting if action.get('is_recovery')]
+    if len(made) < len(waiting) or made != [(sorted(stage.gate_ids), stage.num_allocations)
+                                            for stage in renewal.stages]:
+        return renewal
+    return renewal._replace(block=schedulers[scheduler_id], scheduler_id=scheduler_id,
+                            action_ids=[action['id'] for action in waiting])
 
 
 def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict[str, Any]]) -> List[int]:
@@ -29667,10 +29708,12 @@ def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], taken: Sequence[
     """What the server is to store: a StoreAllocationsRequest."""
     return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id, 'taken': list(taken),
             'schedulers': [
-                {'scheduler': renewal.block, 'scheduler_id': renewal.chain_id, 'is_bound': renewal.is_bound,
-                 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
+                {'scheduler': renewal.block, 'scheduler_id': renewal.scheduler_id,
+                 'is_bound': renewal.is_bound, 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
+                 'due_actions': [number for number, stage in zip(renewal.action_ids, renewal.stages)
+                                 if not stage.gate_ids],
                  'stages': [{'job_ids': stage.gate_ids, 'num_allocations': stage.num_allocations}
-                            for stage in renewal.stages]}
+                            for stage in renewal.stages if not renewal.action_ids]}
                 for renewal in renewals]}
 
 
@@ -35605,14 +35648,19 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     if problems and not (made.schedulers or demand.chains):
         raise BadInput(problems[0])
     supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
-    renewals = renew(demand, made, supply, account) + renew_chains(demand, supply, schedulers)
+    renewals = renew(demand, made, supply, account)
+    renewals += renew_chains(demand, supply, schedulers,
+                             workflow['compute_node_min_time_for_new_jobs_seconds'])
     warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
     warnings += [f'{row.name}: a walltime of {format_walltime(row.walltime_s)} is longer than the '
                  f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
                  for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
     warnings += supply_warnings(session, workflow, supply, found, gone)
     actions = session.call('get_workflow_actions', workflow_id=number)
-    taken = actions_to_take(demand, made, actions) if renewals else []
+    renewals = [keep_earlier(demand, renewal, schedulers, actions) for renewal in renewals]
+    kept = {action_id for renewal in renewals for action_id in renewal.action_ids}
+    taken = [action_id for action_id in actions_to_take(demand, made, actions) if action_id not in kept] \
+        if renewals else []
     return Regeneration(demand, renewals, taken, warnings)
 
 
@@ -35638,13 +35686,15 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any], options: Re
     """Store what was planned, and submit what is due."""
     number, outcome = workflow['id'], None      # type: int, Optional[Submitted]
     stored = stored_plan_of(planned.demand, planned.renewals, planned.taken) if planned.renewals else None
+    is_new = planned.taken or any(not renewal.action_ids for renewal in planned.renewals)
     if options.submits:
         outcome = submit_allocations(session, workflow, {'settings': settings}, stored)
         report_troubles(session, workflow, outcome)
         answer = outcome.answer
     else:
-        answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
-    rows = regeneration_rows(planned.demand, planned.renewals, answer.get('scheduler_ids') or ())
+        answer = session.call('store_allocations', stored, workflow_id=number) if is_new else {}
+    known = [renewal.scheduler_id for renewal in planned.renewals]
+    rows = regeneration_rows(planned.demand, planned.renewals, answer.get('scheduler_ids') or known)
     value = regeneration_value(number, planned.demand, options, rows)
     value.update(total_allocations=planned.num_allocations,
                  allocations_submitted=len(outcome.numbers) if outcome else 0,
@@ -35961,8 +36011,11 @@ class Recovery:
             return
         self.refuse_misfits()
         overrides = {number: change.fields for change in self.remedies.changes for number in change.job_ids}
+        cleaned = self.cleaned if self.options.is_dry_run else {}      # else it has been done
+        requeued = [row['job_id'] for row in cleaned.get('requeued_job_details', ())]
         self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
-            include_job_ids=self.preview.get('to_run', ()), overrides=overrides, is_dry_run=True))
+            include_job_ids=self.preview.get('to_run', requeued), overrides=overrides, is_dry_run=True,
+            is_cleaned=not cleaned.get('allocations')))
 
     def sharers(self) -> Dict[int, List[int]]:
         """Requirements -> the jobs that have them."""
