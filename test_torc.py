@@ -24372,7 +24372,8 @@ def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
         'active_scheduled_nodes': at_work.get('active', 0),
         'pending_scheduled_nodes': at_work.get('pending', 0), 'unserved_ready_labels': more.pop('labels', {})}
     return dict({'status': status, 'now': 10000.0, 'began_at': 10000.0, 'scheduled_at': None, 'recoveries': 0,
-                 'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'run_id': 1}, **more)
+                 'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'had_allocations': True,
+                 'run_id': 1}, **more)
 
 
 class WatcherTest(unittest.TestCase):
@@ -24416,13 +24417,14 @@ class WatcherTest(unittest.TestCase):
             2 blocked                    -          schedule  -               wait      0     left: 2 block
             2 ready                      -          recover   -               wait      0     nobody is
             2 ready                      -          recover   ours=1          schedule  0     2 jobs are
+            2 ready                      -          recover   ours=1,local=0  wait      0     nobody is
             2 ready                      -          plain     ours=1          wait      0     nobody is
             2 ready                      -          once      -               end       1     nobody is
             2 ready                      -          keep      -               wait      0     nobody is
             3 uninitialized              -          once      -               end       1     3 uninitialized
         """)
         keys = {'done': 'recoveries', 'begun': 'is_begun', 'ours': 'is_recovered',
-                'scheduler': 'has_scheduler', 'canceled': 'is_canceled'}
+                'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled'}
         for row in table:
             with self.subTest(**row):
                 pairs = [pair.split('=') for pair in filter(None, row['more'].split(','))]
@@ -24464,8 +24466,8 @@ class WatcherTest(unittest.TestCase):
         self.assertEqual('wait', self.step(watcher, 2.0, '1 ready', labels={'gpu': 1})[0])
         name, reason, code = self.step(watcher, 3.0, '1 ready', labels={'gpu': 1})
         self.assertEqual(('end', 1), (name, code))
-        self.assertEqual('nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu',
-                         reason)
+        self.assertEqual('nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu '
+                         '(`submit` or `run` it, or give --auto-schedule or --persistent)', reason)
 
     def test_labelled_jobs_get_no_allocation(self):
         watcher = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True))
@@ -29125,6 +29127,7 @@ class WatchedSlurmTest(CommandTest):
             database.execute("UPDATE scheduled_compute_node SET status = 'complete'")
 
     def test_what_failed_runs_again_with_what_it_lacked_as_often_as_is_allowed(self):
+        self.allocate(71)
         self.fail(137)
         self.looks('cat "$fake"/job_*')
         done = self.watch('-r', '-m', 1, '--profile', 'kestrel')
@@ -29133,7 +29136,8 @@ class WatchedSlurmTest(CommandTest):
         self.assertEqual(2, self.json('workflows get 1')['run_id'])
         self.assertEqual({'j1': 'ready', 'j2': 'completed', 'j3': 'completed', 'j4': 'completed'}, self.states())
         rows = self.json('scheduled-compute-nodes list 1')['items']
-        self.assertEqual([(100, 'pending')], [(row['scheduler_id'], row['status']) for row in rows])
+        self.assertEqual([(71, 'complete'), (100, 'pending')],
+                         [(row['scheduler_id'], row['status']) for row in rows])
         self.fail(137)
         words = 'jobs failed again after 1 recoveries (--max-retries)'
         for _ in range(2):      # as scrontab starts it
@@ -29141,6 +29145,12 @@ class WatchedSlurmTest(CommandTest):
         self.assertEqual((2, 1), (self.json('workflows get 1')['run_id'], len(self.fakes.calls('sbatch'))))
         done = self.watch('-r', '--once', '--profile', 'kestrel', code=1)
         self.assertIn('jobs failed: recovery 2', done.err)
+
+    def test_without_allocations_what_failed_is_made_ready_for_a_runner(self):
+        self.fail(137)
+        done = self.watch('-r', code=1)
+        self.assertIn('to go on: torc.py run 1', done.err)
+        self.assertEqual(('ready', []), (self.states()['j1'], self.fakes.calls()))
 
     def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
         self.fail(3)
