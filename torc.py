@@ -6035,8 +6035,11 @@ class FileState(Row):
 class Store(Statements):
     """The workflow database: its files, and its transactions."""
 
-    def __init__(self, path: str, now: Callable[[], float] = time.time) -> None:
-        """Open or create the database file. BadInput if it is something else, Conflict if it is in use."""
+    def __init__(self, path: str, now: Callable[[], float] = time.time, has_locks: bool = True) -> None:
+        """Open or create the database file. BadInput if it is something else, Conflict if it is in use.
+
+        Without `has_locks`, of its file system, the caller keeps other processes away.
+        """
         self.path = path
         self.file_path = os.path.abspath(path)  # of the database file; another one if `path` is in memory
         self.copies = None                  # type: Any  # the CopyWriter of a database that is served
@@ -6053,7 +6056,7 @@ class Store(Statements):
         check_log(path)
         prepare_database_file(path)
         identity = file_identity(path)      # before it is opened: it may be replaced until it is locked
-        super().__init__(open_database(path), now, {})
+        super().__init__(open_database(path, has_locks), now, {})
         try:
             self.open_files()
             if self._files[0].identity != identity:
@@ -6437,12 +6440,14 @@ def prepare_database_file(path: str) -> None:
         raise BadInput(f'{reason}; give another place with --db') from None
 
 
-def open_database(path: str) -> sqlite3.Connection:
+def open_database(path: str, has_locks: bool = True) -> sqlite3.Connection:
     """Connect, with all pragmas set."""
+    # In exclusive mode the write-ahead log needs no locks (sqlite.org/vfs.html, section 2.1: unix-none).
+    name = path if has_locks else f'file:{urllib.parse.quote(os.path.abspath(path))}?vfs=unix-none'
     try:
         # Any thread may use it, but one at a time: the caller sees to that.
-        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None,
-                                     check_same_thread=False)
+        connection = sqlite3.connect(name, timeout=BUSY_TIMEOUT_S, isolation_level=None,
+                                     check_same_thread=False, uri=not has_locks)
     except sqlite3.Error as error:
         raise explain_database_error(error, path) from None
     try:
@@ -6816,7 +6821,8 @@ def check_owned(context: Context, table: str, workflow_id: int, ids: Iterable[in
     wanted = sorted(set(ids))
     if not wanted:
         return
-    query = f'SELECT id FROM {table} WHERE workflow_id = {int(workflow_id)} AND id IN'
+    # The plus sign keeps SQLite from looking through all rows of the workflow for each piece of the ids.
+    query = f'SELECT id FROM {table} WHERE +workflow_id = {int(workflow_id)} AND id IN'
     owned = {row[0] for row in rows_by_ids(context, query, wanted)}     # of 100,000 jobs in 200 statements
     missing = [row_id for row_id in wanted if row_id not in owned]
     if missing:
@@ -9497,22 +9503,26 @@ def undo_assumed_end(context: Context, state: WorkflowState, job: JobState, atte
                 "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
                 (attempt_id, start_time, node_id, attempt_id, job.id))
     if not state.is_canceled:
-        wait_again(context, [job.id])
+        wait_again(context, [job.id], job.status == FAILED)
     expect_completion(context, state.id)
     return job_state(context, job.id)
 
 
-def wait_again(context: Context, job_ids: List[int]) -> None:
+def wait_again(context: Context, job_ids: List[int], had_ended: bool) -> None:
     """Jobs have not ended after all: those canceled for nothing else wait for them again, and so on.
 
-    So do ready ones, which run whatever becomes of their prerequisites, but after these.
+    So do ready ones, which run whatever becomes of their prerequisites, but after these. `had_ended`: the
+    jobs counted as failed until now, and not as to be run again.
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
         uncount_trigger(context, 'on_jobs_complete', job_ids)
         rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
-        sets = sorted({row[0] for row in rows})
-        run_by_ids(context, RECOUNT + 'id IN', sets)
+        counts = collections.Counter(row[0] for row in rows)
+        sets = sorted(counts)
+        if had_ended:       # counting anew would take as long as there are members, for each that is back
+            context.run_many('UPDATE dep_set SET pending = pending + ?, failed = failed - ? WHERE id = ?',
+                             ((count, count, set_id) for set_id, count in counts.items()))
         ready = [row[0] for row in rows_by_ids(
             context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
@@ -9521,6 +9531,7 @@ def wait_again(context: Context, job_ids: List[int]) -> None:
             context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
             f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', job_ids)
+        had_ended = True
 
 
 # -------- attempts that this database knows nothing of --------
@@ -9580,6 +9591,7 @@ ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was ca
 BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
 BROKEN_WORDS = tuple(STATUS_NAMES[code] for code in BROKEN)
 HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)  # what blocked jobs wait for in the end
+RUNNER_LEFT = 'its last runner'     # so begins the reason of an allocation that ended as it should
 IDLE_REASONS = {READY: WAIT_REASONS['no_runner'], UNINITIALIZED: WAIT_REASONS['uninitialized']}
 PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
@@ -9600,6 +9612,9 @@ def explain_job(context: Context, job_id: int) -> Values:
         reason = WAIT_REASONS['prerequisites'].format(first_of(names, FAILURES_EXPLAINED))
     else:
         reason = IDLE_REASONS.get(job.status)
+        last = context.value('SELECT reason FROM result WHERE job_id = ? AND is_current = 1 '
+                             'AND is_interrupted = 1', (job_id,)) if job.status == READY else None
+        reason = f'{reason}; its last attempt was interrupted: {last}' if last else reason
     return dict(answer, reason=reason) if reason else answer
 
 
@@ -9650,10 +9665,29 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
         'SELECT job.id, job.name, result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
         f'WHERE result.workflow_id = ? AND is_current = 1 AND result.status = {COMPLETED} '
         'AND reason IS NOT NULL LIMIT ?', (workflow_id, limit))
+    ended = context.select('scheduled_compute_node', "WHERE workflow_id = ? AND status IN ('complete', "
+                           f"'canceled') AND reason NOT LIKE '{RUNNER_LEFT}%' ORDER BY id DESC LIMIT ?",
+                           (workflow_id, limit))
     return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
             'blockers': [explain_job(context, job_id) for job_id in blockers],
-            'remarks': [{'job_id': job_id, 'job_name': name, 'status': STATUS_NAMES[COMPLETED],
-                         'reason': reason} for job_id, name, reason in remarks]}
+            'remarks': explain_interruptions(context, workflow_id, limit) + [
+                {'job_id': job_id, 'job_name': name, 'status': STATUS_NAMES[COMPLETED], 'reason': reason}
+                for job_id, name, reason in remarks], 'ended_allocations': ended}
+
+
+def explain_interruptions(context: Context, workflow_id: int, limit: int) -> List[Values]:
+    """Which jobs are to run again since what they ran in was ended, those with the same reason together."""
+    groups = context.rows(
+        'SELECT min(job.id), count(*), result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
+        'WHERE result.workflow_id = ? AND is_current = 1 AND is_interrupted = 1 '
+        f'AND job.status IN ({READY}, {BLOCKED}) GROUP BY result.reason ORDER BY 2 DESC LIMIT ?',
+        (workflow_id, limit))
+    found = []
+    for job_id, count, reason in groups:
+        job, more = job_state(context, job_id), f', like {count - 1} more' if count > 1 else ''
+        found.append({'job_id': job_id, 'job_name': job.name, 'status': STATUS_NAMES[job.status],
+                      'reason': f'runs again{more}: {reason}'})
+    return found
 
 
 def find_blockers(context: Context, workflow_id: int, limit: int) -> List[int]:
@@ -10015,8 +10049,8 @@ def take_submissions(context: Context, workflow_id: int, body: Values) -> Values
         made += new or []
     if body.get('scheduler_config_id') is not None:
         check_owned(context, 'slurm_scheduler', workflow_id, [body['scheduler_config_id']])
-        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings,
-                                   body.get('count') or 1, None)
+        count = body.get('count') or default_count(context, workflow_id, body['scheduler_config_id'])
+        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings, count, None)
     taken = hold_submissions(context, workflow_id, submitter, context.now() + body['lease_s'], made)
     others = context.rows('SELECT DISTINCT submitter FROM scheduled_compute_node WHERE workflow_id = ? '
                           f'AND {IS_UNSUBMITTED} AND submitter <> ?', (workflow_id, submitter))
@@ -10091,6 +10125,38 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
     return [context.insert('scheduled_compute_node', values) for _ in range(count)]
 
 
+def default_count(context: Context, workflow_id: int, scheduler_id: int) -> int:
+    """Allocations to submit of a scheduler where nobody says how many: one, or a chain for all its jobs."""
+    scheduler = get_row(context, 'slurm_scheduler', scheduler_id)
+    needs = allocation_needs(context, workflow_id, scheduler_id)
+    if not scheduler['serialize_allocations']:
+        return 1
+    least_s = context.value('SELECT compute_node_min_time_for_new_jobs_seconds FROM workflow WHERE id = ?',
+                            (workflow_id,))
+    return count_links(needs['num_jobs'], scheduler['walltime'], needs['runtime_s'], least_s)
+
+
+def count_links(num_jobs: int, walltime: str, runtime_s: int, least_s: int) -> int:
+    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end.
+
+    `least_s`: with less time left, runners with --max-parallel-jobs begin no job, however short it is.
+    """
+    try:
+        usable_s = parse_walltime(walltime) - max(0, least_s - runtime_s)
+    except ValueError:      # Slurm will say so
+        usable_s = 0
+    jobs_each = max(1, usable_s // runtime_s) if runtime_s else max(1, num_jobs)
+    return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // jobs_each)))
+
+
+def chain_jobs(context: Context, workflow_id: int, scheduler: Values) -> List[int]:
+    """The Slurm jobs of a chain that are known: by their names alone they cannot be told apart."""
+    if not scheduler['serialize_allocations']:
+        return []
+    return context.ids('SELECT scheduler_id FROM scheduled_compute_node WHERE workflow_id = ? '
+                       'AND scheduler_config_id = ? AND scheduler_id > 0', (workflow_id, scheduler['id']))
+
+
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
                      made: Ids) -> List[Values]:
     """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
@@ -10105,24 +10171,30 @@ def hold_submissions(context: Context, workflow_id: int, submitter: str, until: 
     schedulers = {scheduler_id: (get_row(context, 'slurm_scheduler', scheduler_id),
                                  allocation_needs(context, workflow_id, scheduler_id))
                   for scheduler_id in {row[1] for row in rows}}
+    chains = {scheduler_id: chain_jobs(context, workflow_id, scheduler)
+              for scheduler_id, (scheduler, _) in schedulers.items()}
     return [{'id': row_id, 'scheduler': schedulers[scheduler_id][0], 'needs': schedulers[scheduler_id][1],
-             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made}
+             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made,
+             'known_jobs': chains[scheduler_id]}
             for row_id, scheduler_id, settings in rows]
 
 
 def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> Values:
     """What the largest of the jobs that are left for a scheduler needs, and how many they are."""
-    query = ('SELECT max(num_cpus), max(memory_bytes), total(count) FROM (SELECT needs.num_cpus, '
+    query = ('SELECT max(num_cpus), max(memory_bytes), total(count), max(runtime_s) FROM (SELECT '
+             'needs.num_cpus, needs.runtime_s, '
              'CASE WHEN needs.is_implicit THEN 0 ELSE needs.memory_bytes END AS memory_bytes, '
              '(SELECT count(*) FROM job WHERE kind_id = kind.id '
              f'AND status IN {sql_list(NOT_DONE)}) AS count FROM job_kind kind '
              'JOIN resource_requirements needs ON needs.id = resource_requirements_id '
              'WHERE kind.workflow_id = ? AND kind.scheduler_id {}) WHERE count > 0')
     for condition, values in (('= ?', (scheduler_id,)), ('IS NULL', ()), ('IS NOT NULL', ())):
-        num_cpus, memory_bytes, count = context.one(query.format(condition), (workflow_id, *values))
+        num_cpus, memory_bytes, count, runtime_s = context.one(query.format(condition),
+                                                               (workflow_id, *values))
         if count:
-            return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count)}
-    return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1}
+            return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count),
+                    'runtime_s': runtime_s}
+    return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1, 'runtime_s': 0}
 
 
 def report_submissions(context: Context, workflow_id: int, body: Values) -> Values:
@@ -10291,7 +10363,7 @@ def leave_allocation(context: Context, node: Values) -> None:
         for record in records_of(context, workflow_id, slurm_job_id):
             if record['status'] == 'active':
                 set_allocation_status(context, record, 'complete',
-                                      f"its last runner (compute node {node['id']}) has left")
+                                      f"{RUNNER_LEFT} (compute node {node['id']}) has left")
 
 
 def records_of(context: Context, workflow_id: int, slurm_job_id: int) -> List[Values]:
@@ -11972,16 +12044,18 @@ def get_demand(context: Context, workflow_id: int) -> Values:
     """
     state, graph = workflow_state(context, workflow_id), get_dependency_graph(context, workflow_id)
     jobs = context.rows('SELECT status, kind_id FROM job WHERE workflow_id = ? ORDER BY id', (workflow_id,))
-    columns = ('id', 'scheduler_id', 'has_labels', 'requirements_id', 'name', 'num_cpus', 'memory_bytes',
-               'num_gpus', 'num_nodes', 'runtime_s')
+    columns = ('id', 'scheduler_id', 'has_labels', 'in_chain', 'requirements_id', 'name', 'num_cpus',
+               'memory_bytes', 'num_gpus', 'num_nodes', 'runtime_s')
     kinds = context.rows(
-        'SELECT kind.id, kind.scheduler_id, kind.labels IS NOT NULL, needs.id, needs.'
-        f"{', needs.'.join(columns[4:])} FROM job_kind kind "
+        'SELECT kind.id, kind.scheduler_id, kind.labels IS NOT NULL, ifnull(serialize_allocations, 0), '
+        f"needs.id, needs.{', needs.'.join(columns[5:])} FROM job_kind kind "
+        'LEFT JOIN slurm_scheduler scheduler ON scheduler.id = kind.scheduler_id '
         'JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
         'WHERE kind.workflow_id = ? ORDER BY kind.id', (workflow_id,))
     return dict(graph, run_id=state.run_id, newest_scheduler_id=newest_scheduler(context, workflow_id),
                 statuses=[STATUS_NAMES[status] for status, _ in jobs], kind_ids=[row[1] for row in jobs],
-                kinds=[dict(zip(columns, row), has_labels=bool(row[2])) for row in kinds],
+                kinds=[dict(zip(columns, row), has_labels=bool(row[2]), in_chain=bool(row[3]))
+                       for row in kinds],
                 allocations=describe_allocations(context, workflow_id,
                                                  describe_runners(context, workflow_id)))
 
@@ -12008,16 +12082,21 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
     taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
     scheduler_ids, due = [], []     # type: List[int], List[Values]
     for planned in body['schedulers']:
-        values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
-        scheduler = create_row(context, 'slurm_scheduler', values)
-        scheduler_ids.append(scheduler['id'])
-        bind_jobs(context, workflow_id, planned['job_ids'], scheduler['id'] if planned['is_bound'] else None)
+        scheduler_id = planned.get('scheduler_id')
+        if scheduler_id is None:
+            values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
+            scheduler_id = create_row(context, 'slurm_scheduler', values)['id']
+            bound_to = scheduler_id if planned['is_bound'] else None
+            bind_jobs(context, workflow_id, planned['job_ids'], bound_to)
+        check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
+        scheduler_ids.append(scheduler_id)
+        due += [{'action_id': action_id} for action_id in planned.get('due_actions') or ()]
         for stage in planned['stages']:
             gates = stage.get('job_ids')
             action = create_workflow_action(context, workflow_id, {
                 'trigger_type': 'on_jobs_ready' if gates else 'on_workflow_start', 'job_ids': gates,
                 'action_type': 'schedule_nodes', 'is_recovery': True, 'action_config': {
-                    'scheduler_type': 'slurm', 'scheduler_id': scheduler['id'],
+                    'scheduler_type': 'slurm', 'scheduler_id': scheduler_id,
                     'num_allocations': stage['num_allocations']}})
             due += [] if gates else [{'action_id': action['id']}]
     record_event(context, workflow_id, {
@@ -12057,7 +12136,8 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
     """Take in completions from the journals of runners: each is accepted, known, or rejected with a reason.
 
     What follows from one is what would have followed had it come in time. It counts also for a job that was
-    taken for lost, as long as no later attempt has begun.
+    taken for lost, as long as no later attempt has begun. `left`: runners that have left since; their nodes
+    are released.
     """
     accepted, rejected = [], []     # type: List[List[int]], List[Values]
     database_id = context.value('SELECT id FROM identity')
@@ -12076,8 +12156,21 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
         record_event(context, workflow_id, {
             'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
             'message': f'{len(accepted)} completions were taken in from journals of runners'})
+    released = [node_id for node_id in map(functools.partial(find_left, context), body.get('left') or ())
+                if node_id]
+    for node_id in released:
+        end_node(context, node_id)
+        leave_allocation(context, get_row(context, 'compute_node', node_id))
     return {'accepted': accepted, 'known': len(body['completions']) - len(accepted) - len(rejected),
-            'rejected': rejected}
+            'rejected': rejected, 'released': released}
+
+
+def find_left(context: Context, runner: Values) -> Optional[int]:
+    """The active compute node of a runner that has left, if it is that very process."""
+    return context.value('SELECT id FROM compute_node WHERE id = ? AND workflow_id = ? AND is_active = 1 '
+                         'AND hostname = ? AND pid = ? AND identity = ?',
+                         (runner['compute_node_id'], context.state.id, runner['hostname'], runner['pid'],
+                          runner['identity']))
 
 
 def check_journaled(context: Context, entry: Values, run_id: int, database_id: str) -> None:
@@ -12253,72 +12346,6 @@ def decide_about(context: Context, state: WorkflowState, job: JobState, row: Val
         'message': f'Job {job.name}: {decision}'})
 
 
-# -------- who watches a workflow --------
-#
-# One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
-# has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
-# run that somebody else has begun begins the count anew.
-
-def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
-    """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
-
-    Another one does until it leaves, its `lease_s` is over, or the caller knows that it has ended (`ended`).
-    """
-    state, now = workflow_state(context, workflow_id), context.now()
-    watcher = json.loads(context.value('SELECT watcher FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
-    holder = watcher.get('process')
-    if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
-        return {'granted': False, 'process': holder, 'until': watcher['until']}
-    runs = watcher.get('recovered_runs', [])
-    runs = [] if runs and state.run_id > runs[-1] + 1 else runs
-    if body.get('recovers') and state.run_id not in runs:
-        runs = runs + [state.run_id]
-    watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
-               'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
-               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
-    context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
-                (None if body.get('is_over') else format_json(watcher), workflow_id))
-    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
-    return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
-            'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
-            'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
-            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
-            'status': get_workflow_status(context, workflow_id)}
-
-
-UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
-    'lacks': '', 'no_runner': '', 'busy': 'AND origin IS NOT NULL', 'late': 'AND origin IS NOT NULL'}
-
-
-def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
-    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come.
-
-    Those of retries and spawns are among them if only runners at work could take them, which were planned
-    without them. What an allocation in the queue can take is planned.
-    """
-    runners = describe_runners(context, workflow_id)
-    places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
-    to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
-                           "AND action_type = 'schedule_nodes' AND executed = 0 AND failure IS NULL "
-                           f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
-    configs = [json.loads(config) for _, config in to_come]
-    schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
-    gated = set(context.ids('SELECT job_id FROM action_job WHERE action_id IN '
-                            f'{sql_list(action_id for action_id, _ in to_come)}'))
-    soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
-    found = []  # type: List[int]
-    for kind in (Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))):
-        is_planned = any(not find_lacks(kind, place.offer, place.by) for place in soon)
-        code = '' if is_planned else explain_kind(kind, places)[0]
-        if kind.labels or kind.scheduler_id in schedulers or code not in UNPLANNED_REASONS:
-            continue
-        job_ids = context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} '
-                              f'{UNPLANNED_REASONS[code]} ORDER BY id', (kind.id,))
-        found += [job_id for job_id in job_ids if job_id not in gated]
-    return {'job_ids': sorted(found), 'count': len(found)}
-
-
-
 # -------- allocations that are gone --------
 
 # For so long after the end of a Slurm job its processes may have been at work (KillWait is 30 s as a rule,
@@ -12469,6 +12496,71 @@ def requeue_assumed(context: Context, state: WorkflowState, seen: Values, found:
             note_lost_job(found, 'jobs_requeued', (job.id, job.name), seen)
 
 
+# -------- who watches a workflow --------
+#
+# One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
+# has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
+# run that somebody else has begun begins the count anew.
+
+def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
+    """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
+
+    Another one does until it leaves, its `lease_s` is over, or the caller knows that it has ended (`ended`).
+    """
+    state, now = workflow_state(context, workflow_id), context.now()
+    watcher = json.loads(context.value('SELECT watcher FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
+    holder = watcher.get('process')
+    if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
+        return {'granted': False, 'process': holder, 'until': watcher['until']}
+    runs = watcher.get('recovered_runs', [])
+    runs = [] if runs and state.run_id > runs[-1] + 1 else runs
+    if body.get('recovers') and state.run_id not in runs:
+        runs = runs + [state.run_id]
+    watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
+               'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
+               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
+    context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
+                (None if body.get('is_over') else format_json(watcher), workflow_id))
+    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
+    return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
+            'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
+            'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
+            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
+            'status': get_workflow_status(context, workflow_id)}
+
+
+UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
+    'lacks': '', 'no_runner': '', 'busy': 'AND origin IS NOT NULL', 'late': 'AND origin IS NOT NULL'}
+
+
+def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
+    """Ready jobs, without labels, that no runner or allocation is there for, nor an action to come.
+
+    Those of retries and spawns are among them if only runners at work could take them, which were planned
+    without them. What an allocation in the queue can take is planned.
+    """
+    runners = describe_runners(context, workflow_id)
+    places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
+    to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
+                           "AND action_type = 'schedule_nodes' AND executed = 0 AND failure IS NULL "
+                           f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
+    configs = [json.loads(config) for _, config in to_come]
+    schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
+    gated = set(context.ids('SELECT job_id FROM action_job WHERE action_id IN '
+                            f'{sql_list(action_id for action_id, _ in to_come)}'))
+    soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
+    found = []  # type: List[int]
+    for kind in (Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))):
+        is_planned = any(not find_lacks(kind, place.offer, place.by) for place in soon)
+        code = '' if is_planned else explain_kind(kind, places)[0]
+        if kind.labels or kind.scheduler_id in schedulers or code not in UNPLANNED_REASONS:
+            continue
+        job_ids = context.ids(f'SELECT id FROM job WHERE kind_id = ? AND status = {READY} '
+                              f'{UNPLANNED_REASONS[code]} ORDER BY id', (kind.id,))
+        found += [job_id for job_id in job_ids if job_id not in gated]
+    return {'job_ids': sorted(found), 'count': len(found)}
+
+
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
 # MODELS says what a request's body may hold. An answer of an official operation has the keys of its model:
@@ -12528,8 +12620,8 @@ MODELS = {
     'DeleteCountResponse': 'count:int!',
     'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
     'DeletedUserData': 'deleted_count:int! message:str!',
-    'DemandKind': 'id:int! scheduler_id:int has_labels:bool! requirements_id:int! name:str! num_cpus:int! '
-        'memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
+    'DemandKind': 'id:int! scheduler_id:int has_labels:bool! in_chain:bool! requirements_id:int! name:str! '
+        'num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
     'DemandResponse': 'allocations:[@WaitingAllocation]! job_ids:[int]! job_names:[str]! kind_ids:[int]! '
         'kinds:[@DemandKind]! newest_scheduler_id:int! run_id:int! set_numbers:[int]! sets:[[int]]! '
         'statuses:[@JobStatus]!',
@@ -12593,8 +12685,8 @@ MODELS = {
         'run_id:int! to_run:[int]! workflow_id:int!',
     'ReloadAuthResponse': 'message:str! user_count:int!',
     'RemoteWorkerModel': 'worker:str! workflow_id:int!',
-    'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]!',
-    'ReplayResponse': 'accepted:[attempt]! known:int! rejected:[@RunnerError]!',
+    'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]! left:[@RunnerLeft]',
+    'ReplayResponse': 'accepted:[attempt]! known:int! rejected:[@RunnerError]! released:[int]!',
     'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
         'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
@@ -12619,6 +12711,7 @@ MODELS = {
         'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
+    'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str!',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
         'completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
@@ -12655,13 +12748,14 @@ MODELS = {
         'submission:@SubmissionRequest taken:[int]!',
     'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
         'submitters:[str]! taken:int!',
-    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! stages:[@StoredStage]!',
+    'StoredScheduler': 'due_actions:[int] is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! '
+        'scheduler_id:int stages:[@StoredStage]!',
     'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
     'ScheduledAction': 'action_id:int! count:ordinal',
     'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
     'SubmissionModel': 'id:int! scheduler:@SlurmSchedulerModel! needs:object! settings:object! '
-        'database_id:str! is_new:bool!',
+        'database_id:str! is_new:bool! known_jobs:[int]!',
     'SubmissionReport': 'submitter:str! submitted:[@SubmissionEnd]!',
     'SubmissionReportResponse': 'surplus:[int]!',
     'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
@@ -12710,7 +12804,8 @@ MODELS = {
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
         'required_triggers:int trigger_count:int trigger_type:str! workflow_id:int!',
     'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! '
-        'blockers:[@JobExplanation]! remarks:[@JobExplanation]',
+        'blockers:[@JobExplanation]! remarks:[@JobExplanation] '
+        'ended_allocations:[@ScheduledComputeNodesModel]',
     'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int '
         'compute_node_ignore_workflow_completion:bool compute_node_min_time_for_new_jobs_seconds:int '
         'compute_node_wait_for_healthy_database_minutes:int compute_node_wait_for_new_jobs_seconds:int '
@@ -14123,7 +14218,7 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     closed it.
     """
     prepare_database_directory(database)
-    lease = None
+    lease, has_locks = None, True
     if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
         lease = Lease(database)
         with writing(lease.path, '--db'):
@@ -14131,17 +14226,63 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
             stack.callback(lease.release)
+            has_locks = can_lock(lease.path)
         drop_second_name(database)
         if in_memory:
             restore_snapshot(database, from_snapshot)
         takes_older = takes_over or from_snapshot
-        store = open_in_memory(database, takes_older) if in_memory else open_on_disk(database, takes_older)
+        opened = open_in_memory if in_memory else open_on_disk
+        store = opened(database, takes_older, has_locks)
         store.lease = lease
         stack.callback(store.close)
         with store.transaction():
             fail_open_tasks(Service(store).context())
         stack.pop_all()
         return store
+
+
+LOCK_TRIAL_S = 10.0
+LOCK_PAUSE_S = 0.002
+
+
+def can_lock(path: str) -> bool:
+    """Whether files can be locked where a file lies, which nobody else locks. Tried by a child: it may hang.
+
+    Lustre refuses locks when it is mounted with noflock; NFS version 3 waits for a lock server that is gone.
+    """
+    try:
+        pid = os.fork()
+    except OSError:     # no room for processes: the database says whether it can be locked
+        return True
+    if pid == 0:
+        try_lock(path)
+    deadline = time.monotonic() + LOCK_TRIAL_S
+    while True:
+        try:
+            found, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:   # the caller ignores SIGCHLD
+            return True
+        if found:
+            reason = 'refuses locks' if status else ''
+            break
+        if time.monotonic() >= deadline:
+            reason = f'does not answer within {LOCK_TRIAL_S:g} s when asked for a lock'
+            os.kill(pid, signal.SIGKILL)    # in vain as long as the kernel waits: it is left
+            break
+        time.sleep(LOCK_PAUSE_S)
+    if reason:
+        log.warning('the file system of %s %s: only this lease keeps other servers away', path, reason)
+    return not reason
+
+
+def try_lock(path: str) -> None:
+    """In the forked child: lock a file, and say by the exit code whether that went well. Never returns."""
+    code = 1
+    try:
+        fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        code = 0
+    finally:
+        os._exit(code)
 
 
 # -------- databases in memory --------
@@ -14214,10 +14355,10 @@ def read_memory_file(database: str, takes_over: bool) -> str:
     return live
 
 
-def open_on_disk(database: str, takes_over: bool = False) -> Store:
+def open_on_disk(database: str, takes_over: bool = False, has_locks: bool = True) -> Store:
     """Open a database in its file. What a killed server has left in memory is written back before."""
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(contextlib.closing(Store(database)))
+        store = stack.enter_context(contextlib.closing(Store(database, has_locks=has_locks)))
         live = read_memory_file(database, takes_over)
         if not live:
             stack.pop_all()
@@ -14230,12 +14371,13 @@ def open_on_disk(database: str, takes_over: bool = False) -> Store:
         os.unlink(database + '.memory')
     log.warning('%s was in memory when its server was killed: its changes were written back', database)
     shutil.rmtree(os.path.dirname(live), ignore_errors=True)
-    return Store(database)      # the file that was opened first was replaced
+    return Store(database, has_locks=has_locks)     # the file that was opened first was replaced
 
 
-def open_in_memory(database: str, takes_over: bool = False) -> Store:
+def open_in_memory(database: str, takes_over: bool = False, has_locks: bool = True) -> Store:
     """Put a database in memory and open it there, or continue with the live file of a killed server."""
-    with contextlib.closing(Store(database)) as saved, contextlib.ExitStack() as failures:
+    with contextlib.ExitStack() as failures, \
+            contextlib.closing(Store(database, has_locks=has_locks)) as saved:
         live = read_memory_file(database, takes_over)
         if not live:
             live = os.path.join(make_memory_directory(os.fstat(saved.main_file()).st_size), 'torc.db')
@@ -17332,7 +17474,7 @@ def list_candidates(address: str, host: str) -> List[str]:
         return [address] + ([host] if host != address else [])
     name = socket.gethostname()
     found = [name, socket.getfqdn(), name.partition('.')[0]] + (own_addresses() or ['127.0.0.1'])
-    return sorted(set(found), key=found.index)
+    return [other for other in sorted(set(found), key=found.index) if other not in LOOPBACK_NAMES] or [name]
 
 
 def own_addresses() -> List[str]:
@@ -22475,6 +22617,7 @@ class AllocationNeeds(Row):
     num_cpus: int = 1
     memory_bytes: int = 0
     num_jobs: int = 1
+    runtime_s: int = 0          # of the longest
 
 
 def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, site: Site, given: Set[str],
@@ -22528,6 +22671,7 @@ class Submission(Row):
     needs: AllocationNeeds
     database_id: str
     is_new: bool                # no job can name its record yet
+    known_jobs: Sequence[int] = ()      # of a chain: Slurm jobs of other records
 
 
 SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the record
@@ -22773,11 +22917,17 @@ def parse_own_jobs(text: str) -> List[OwnJob]:
             for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
 
 
-def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str) -> Optional[OwnJob]:
-    """The job of a record: by its comment, or by its name where a site has put another comment there."""
-    jobs = list(jobs)
+def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str, known: Iterable[int] = (),
+                   is_chain: bool = False) -> Optional[OwnJob]:
+    """The job of a record: by its comment, or by its name where a site has put another comment there.
+
+    `known` are jobs of other records. Those of a chain share their name, so that one that was canceled
+    before anybody knew it must not be taken for a link that is missing.
+    """
+    jobs = [job for job in jobs if job.id not in set(known)]
     found = [job for job in jobs if job.comment == tag]
-    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')]
+    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')
+                      and not (is_chain and job.state in SLURM_STATES and SLURM_STATES[job.state].is_ended)]
     return found[-1] if found else None
 
 
@@ -22829,6 +22979,7 @@ class Submitter:
         self.secrets = {}           # type: Dict[str, str]  # variables for the runners, which no script holds
         self.ends = []              # type: List[Dict[str, Any]]
         self.lost = []              # type: List[Submission]
+        self.found = set()          # type: Set[int]  # Slurm jobs
 
     def add(self, submission: Submission, script: str, now: float) -> None:
         """Submit an allocation; its script is there. What another has begun may still come into effect."""
@@ -22896,7 +23047,9 @@ class Submitter:
         """The queue, as it is: submit what is not in it."""
         self.failed_looks = 0
         for item in [item for item in self.waiting if item.needs_look]:
-            found = find_submitted(jobs, submission_tag(item.submission), submission_name(item.submission))
+            found = find_submitted(jobs, submission_tag(item.submission), job_name_of(item.submission),
+                                   self.found.union(item.submission.known_jobs),
+                                   bool(item.submission.scheduler.get('serialize_allocations')))
             if found is not None:
                 self.waiting.remove(item)
                 self.end(item, found.id, '')
@@ -22916,13 +23069,15 @@ class Submitter:
 
     def end(self, item: Underway, number: int, cluster: str) -> None:
         """It is in the queue."""
+        self.found.add(number)
         self.ends.append({'id': item.submission.id, 'slurm_job_id': number, 'cluster': cluster})
 
 
 def read_submissions(workflow: Dict[str, Any], answer: Dict[str, Any]) -> List[Submission]:
     """What the server has handed out to be submitted (`allocations` of its answer)."""
     return [Submission(row['id'], workflow, row['scheduler'], row['settings'],
-                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'])
+                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'],
+                       row.get('known_jobs') or ())
             for row in answer.get('allocations') or ()]
 
 
@@ -23723,7 +23878,8 @@ class Journal:
             self.connection.executemany('INSERT OR REPLACE INTO journaled_completions VALUES (?, ?, ?, ?, ?)',
                                         rows)
             if runner:
-                self.connection.execute('INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)', runner)
+                statement = 'INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)'
+                self.connection.execute(statement, runner)
             self.connection.execute('COMMIT')
         except BaseException:
             if self.connection.in_transaction:      # SQLite has not ended it by itself, as on a full disk
@@ -23733,6 +23889,7 @@ class Journal:
     def close(self) -> None:
         """Close it."""
         self.connection.close()
+
 
 # -------- journals, found and read --------
 #
@@ -23770,15 +23927,24 @@ def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[st
     return sorted(found), sorted(problems)
 
 
-def read_journal(path: str) -> Tuple[List[Dict[str, Any]], str]:
-    """Entries of a journal, as far as they are whole, and what is wrong with it in words, or ''."""
+class JournalContent(Row):
+    """What a journal holds, as far as it is whole."""
+    entries: List[Dict[str, Any]]   # of JournaledCompletion
+    problem: str                    # what is wrong with it, in words; or ''
+    left: List[Dict[str, Any]] = []     # of RunnerLeft: the runners that have said that they leave
+
+
+def read_journal(path: str) -> JournalContent:
+    """Read a journal without changing anything."""
     entries, faults = [], []    # type: List[Dict[str, Any]], List[str]
     try:
         with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
-            rows, fault = read_rows(copy_journal(path, os.path.join(directory, 'journal.db')))
+            copy = copy_journal(path, os.path.join(directory, 'journal.db'))
+            rows, fault = read_rows(copy)
+            left = read_left(copy) if rows else []
         faults += [fault] if fault else []
     except (OSError, sqlite3.Error) as error:
-        return [], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        return JournalContent([], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
     for job_id, payload in rows:
         try:
             entry = check_model('', 'JournaledCompletion', parse_json(payload.decode('utf-8')))
@@ -23788,7 +23954,19 @@ def read_journal(path: str) -> Tuple[List[Dict[str, Any]], str]:
         except (AttributeError, ValueError, BadInput) as error:     # AttributeError: it is no text
             faults.append(f'the row of job {job_id} is no completion: {error}')
     more = f', and {len(faults) - 1} more such faults' if len(faults) > 1 else ''
-    return entries, f'{path}: {faults[0]}{more}' if faults else ''
+    return JournalContent(entries, f'{path}: {faults[0]}{more}' if faults else '', left)
+
+
+def read_left(copy: str) -> List[Dict[str, Any]]:
+    """The runners that have left without their server, from a copied journal; Torc's do not say it."""
+    names = ('compute_node_id', 'hostname', 'pid', 'identity')
+    try:
+        with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+            rows = connection.execute('SELECT compute_node_id, hostname, pid, identity FROM torc_py_runner '
+                                      'WHERE left_at IS NOT NULL')
+            return [check_model('', 'RunnerLeft', dict(zip(names, row))) for row in rows]
+    except (sqlite3.Error, BadInput):   # no such table, or damage, which was named: their leases end
+        return []
 
 
 def look_at_journal(path: str) -> List[Tuple[int, ...]]:
@@ -24953,7 +25131,10 @@ class Pace:
 
     def lease_s(self) -> float:
         """Duration of the lease to request: two of the longest waits and answers."""
-        return 2 * max(self.backoff_s, self.options.poll_interval_s, RETRY_MAX_S) + 2 * ANSWER_DEADLINE_S
+        longest_s = max(self.backoff_s, self.options.poll_interval_s, RETRY_MAX_S)
+        # After its own absence the server adds MAX_RETRY_PAUSE_S, the usual ping interval.
+        more_s = max(0.0, self.options.ping_interval_s - MAX_RETRY_PAUSE_S)
+        return 2 * (longest_s + ANSWER_DEADLINE_S) + more_s
 
 
 class LinkOutlets:
@@ -24980,8 +25161,6 @@ class ServerLink:
         self.client = client
         self.node = node            # all that this runner has
         self.num_nodes = 1
-        # With the pid: which process this is, should the server be back as an older copy of its database.
-        self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.attempts = attempts    # those that are `reported` are to be sent
         self.pace = pace
         self.call = LinkOutlets()
@@ -25202,7 +25381,8 @@ class ServerLink:
         lease_s = self.pace.lease_s()
         self.promised_until = read_clocks().running + lease_s
         body.update(
-            compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),   # others may have its id
+            # In an older copy of its database the server may give our node's id to another runner.
+            compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),
             run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
             submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
@@ -25322,6 +25502,9 @@ class ServerLink:
             self.context.log.write('Server unreachable past the retry window: entering offline-drain mode.',
                                    'warning', running=self.attempts.count(*STARTED),
                                    unreported=self.attempts.count('reported'))
+            if self.call.has_children() and self.context.options.drains:
+                self.context.say('no job is started until the server is back, which is asked every '
+                                 f'{self.ping_interval_s:g} s; what runs goes on', 'warning')
 
     @property
     def is_quiet(self) -> bool:
@@ -25331,7 +25514,7 @@ class ServerLink:
     @property
     def has_asked(self) -> bool:
         """Whether the server was asked in vain since the last job ended, or there is no time for it."""
-        return self.pending is None and (self.sent_at > self.pace.ended_at or time.monotonic() >= self.end)
+        return time.monotonic() >= self.end or self.pending is None and self.sent_at > self.pace.ended_at
 
     def exempt_server(self) -> None:
         """A server that was started through us has become our child, but it is no job's."""
@@ -25414,8 +25597,8 @@ class OfflineDrain:
         path = self.path or self.make_journal()
         try:
             with contextlib.closing(Journal(path)) as journal:
-                journal.keep(entries, (self.context.node_id, socket.gethostname(), self.pid, self.link.identity,
-                                       left_at))
+                who = self.context.node_id, socket.gethostname(), self.pid, self.link.identity
+                journal.keep(entries, (*who, left_at))
         except (OSError, sqlite3.Error):
             for name in (path, path + '-journal') if not self.path else ():     # nothing is in it
                 with contextlib.suppress(OSError):
@@ -26263,9 +26446,10 @@ class Dispatcher:
             if not attempt.stopped_for and may_share_signal(attempt.end):
                 self.set_stopping(attempt, reason, signal_number)
         for attempt in attempts:
-            if attempt.process.end is None:     # otherwise only its leftovers live
-                if not attempt.stopped_for:
-                    self.set_stopping(attempt, reason, signal_number)
+            end = attempt.process.end       # if there is one, only leftovers of the job live
+            if not attempt.stopped_for and (end is None or signal_number and may_share_signal(end)):
+                self.set_stopping(attempt, reason, signal_number)
+            if end is None:
                 self.context.log.write(f'Job {name}', workflow_id=self.context.workflow_id, job_id=attempt.id)
         self.starter.stop(attempts, lead_s)
 
@@ -27817,7 +28001,10 @@ def select_kernel_log(text: str, since: float) -> str:
 # the wait, which a child's exit, a signal or an answer ends at once, and a request, which has a deadline.
 #
 # The runner leaves for one reason: the workflow is over, its time is over, a signal, or idleness. From then
-# on it claims nothing, waits for what it has, reports, and takes itself off the list of nodes.
+# on it claims nothing, waits for what it has, reports, and takes itself off the list of nodes. While the
+# server is away for too long (16b) it leaves as soon as nothing runs here and all ends are in its journal: it
+# then runs no more actions, stays on that list until its lease is over, and its error (exit 3) says how the
+# journal is brought in. Signals and the end of its time stop jobs as ever.
 #
 # A new part is a class with `due` and `act`, and a line in Runner.parts: its place in the turn.
 
@@ -28346,7 +28533,7 @@ class Runner:
     def wait(self) -> None:
         """Until a part is due, a child ends, a signal or an answer comes."""
         due = min(part.due() for part in self.parts)
-        wait_s = max(0.0, min(due - time.monotonic(), MAX_WAIT_S))
+        wait_s = 0.0 if self.has_drained else max(0.0, min(due - time.monotonic(), MAX_WAIT_S))
         for number in self.wakeup.wait(wait_s, self.link.pending):
             if number != signal.SIGCHLD:
                 self.shutdown.on_signal(number)
@@ -28404,9 +28591,10 @@ class Runner:
     @property
     def has_drained(self) -> bool:
         """Whether the server is away for too long and nothing is left to wait for: the drained exit."""
+        if not (self.link.is_quiet and self.link.has_asked):
+            return False
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
-        is_waiting = is_asking or self.attempts.by_state['ended']
-        return bool(self.link.is_quiet and self.link.has_asked and not is_waiting and self.drain.is_settled)
+        return not (is_asking or self.attempts.by_state['ended']) and self.drain.is_settled
 
     @property
     def has_slurm_work(self) -> bool:
@@ -28631,10 +28819,11 @@ class SlurmEnd(Row):
     problem: str = ''               # why no more is known
 
 
-def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> AllocationsSeen:
+def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: str = '') -> AllocationsSeen:
     """Which allocations are alive, which are gone, and which are neither for certain.
 
-    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue.
+    `reply` is that to seen_argv(): all jobs of the user, so that what it lacks is not in the queue of this
+    `cluster` ('': not known).
     """
     seen = AllocationsSeen()
     listed = {cells[0]: cells[1:] for cells in read_slurm_rows(reply.out, 3)}
@@ -28644,13 +28833,12 @@ def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply) -> Allocat
         state = SLURM_STATES.get(parse_slurm_state(name))
         if number <= 0:
             doubt = f"allocation {row['id']} has not been submitted yet, as far as is known"
+        elif row.get('cluster') and row['cluster'] != cluster:      # a number here may be another job's
+            doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
         elif reply.code:
             doubt = f'Slurm job {number} may be anything: squeue failed: {explain_reply(reply)}'
         elif str(number) not in listed:
-            if row.get('cluster'):
-                doubt = f"Slurm job {number} is on cluster {row['cluster']}, which squeue does not show here"
-            else:
-                seen.gone[number] = SlurmEnd(row)
+            seen.gone[number] = SlurmEnd(row)
         elif state is None:
             doubt = f'Slurm job {number} is in a state that is not known here: {printable(name)}'
         elif state.is_ended:
@@ -28669,6 +28857,13 @@ def take_alive(seen: AllocationsSeen, row: Dict[str, Any], name: str, state: Slu
         seen.alive['pending' if state.is_pending else 'active'].append(row)
     if row['status'] == 'active' and state.is_pending and not state.is_live and name not in PASSING_STATES:
         seen.requeued.append(row)
+
+
+def ask_cluster_name() -> str:
+    """The cluster that Slurm's programs speak of here; '' if they do not say it."""
+    said = ask_slurm(slurm_argv('scontrol', 'show', 'config')).out
+    match = re.search(r'^ClusterName\s*=\s*(\S+)', said, re.MULTILINE)
+    return match.group(1) if match else ''
 
 
 def seen_argv() -> List[str]:
@@ -29082,6 +29277,8 @@ REASON_SIGNS = (
     ('deadline', r"stopped: the runner's time is over"),
     ('unknown', 'declared output files are missing: |' + re.escape(STEP_OUTCOMES['canceled'].meaning)),
 )
+# Of an allocation that Slurm ended with its runner in it; see describe_slurm_end.
+ALLOCATION_TIMEOUT = Expression(r'Slurm job [0-9]+ [^(]*\(TIMEOUT\b')
 STEP_CAUSES = {'memory': 'memory', 'timeout': 'timeout', 'node': 'lost', 'preempted': 'lost'}
 
 
@@ -29104,6 +29301,8 @@ def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
     if cause:
         return cause, f'Slurm says {state} of its step'
     sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+    if result['return_code'] == ORPHAN_RETURN_CODE and ALLOCATION_TIMEOUT.search(reason):
+        sign = 'deadline'
     if sign == 'deadline':
         # Cut off long before it had the time that it asked for, it needs no more of it.
         is_early = seconds_of(result) + CUT_OFF_S < TIMEOUT_SHARE * limit_of('Runtime', use.needs)
@@ -29271,7 +29470,8 @@ def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
 #
 # A job counts as waiting for another as long as that is not done, whoever runs it. Jobs without labels that
 # are not in a runner's hands are planned for, less what allocations that are queued, or that still run, will
-# do for them; what waits for nothing is due at once, the rest when its gates are ready.
+# do for them; what waits for nothing is due at once, the rest when its gates are ready. Jobs of a chain
+# (serialize_allocations) stay in it: it gets the links that are missing.
 
 LEFT_STATUSES = tuple(STATUS_NAMES[code] for code in (UNINITIALIZED, BLOCKED, READY))
 DONE_STATUSES = tuple(row.name for row in STATUSES if row.is_done)
@@ -29309,6 +29509,7 @@ class Demand(Row):
     bound_to: List[Optional[int]]       # schedulers
     num_left: int               # nobody has begun them
     others: List[int]           # of these not planned for, although allocations might run them
+    chains: Dict[int, List[Tuple[int, int]]]    # scheduler -> its jobs that are left, and their runtimes
     run_id: int
     newest_scheduler_id: int
 
@@ -29325,24 +29526,28 @@ def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
     places = {found['job_ids'][row]: index for index, row in enumerate(rows)}
     kinds, numbers = {kind['id']: kind for kind in found['kinds']}, {}  # type: Any, Dict[Tuple, int]
     classes, class_numbers, others, num_left = [], [], [], 0    # type: Any, Any, List[int], int
+    chains = {}     # type: Dict[int, List[Tuple[int, int]]]
     for index, row in enumerate(rows):
         job_id, kind, number = found['job_ids'][row], kinds[found['kind_ids'][row]], None
         is_left = found['statuses'][row] in LEFT_STATUSES or job_id in included
         num_left += is_left and (job_id in only or not only)
         if is_left and not kind['has_labels']:
-            if job_id in only or not only:
-                changed = overrides.get(job_id, {})
+            changed = overrides.get(job_id, {})
+            if only and job_id not in only:
+                others.append(index)
+            elif kind['in_chain']:
+                runtime_s = override_class(kind, changed).runtime_s
+                chains.setdefault(kind['scheduler_id'], []).append((index, runtime_s))
+            else:
                 key = kind['requirements_id'], *sorted(changed.items())
                 number = numbers.setdefault(key, len(classes))
                 classes += [override_class(kind, changed)] if number == len(classes) else []
-            else:
-                others.append(index)
         class_numbers.append(number)
     sets = [[places[job_id] for job_id in members if job_id in places] for members in found['sets']]
     graph = JobGraph([found['job_names'][row] for row in rows], class_numbers,
                      [found['set_numbers'][row] for row in rows], sets)
     bound_to = [kinds[found['kind_ids'][row]]['scheduler_id'] for row in rows]
-    return Demand(graph, classes, list(places), bound_to, num_left, others, found['run_id'],
+    return Demand(graph, classes, list(places), bound_to, num_left, others, chains, found['run_id'],
                   found['newest_scheduler_id'])
 
 
@@ -29363,10 +29568,14 @@ class RenewedStage(Row):
 
 
 class Renewal(Row):
-    """A planned scheduler, as far as its allocations are needed."""
-    made: PlannedScheduler
-    jobs: List[int]             # those that are bound to it
+    """A scheduler, as far as its allocations are needed."""
+    block: Dict[str, Any]       # as an entry of slurm_schedulers
+    has_dependencies: bool
+    is_bound: bool
+    jobs: List[int]             # that it is for, and is bound to
     stages: List[RenewedStage]
+    scheduler_id: Optional[int] = None  # it is there already
+    action_ids: Sequence[int] = ()      # ... with these actions, one for each stage
 
     @property
     def num_allocations(self) -> int:
@@ -29418,7 +29627,7 @@ class Supply:
         return min(taken, stage.num_allocations)
 
 
-def renew(demand: Demand, plan: AllocationPlan, supply: Supply) -> List[Renewal]:
+def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) -> List[Renewal]:
     """What is needed of a plan beside the supply."""
     graph, renewals = demand.graph, []
     for made in plan.schedulers:
@@ -29433,8 +29642,47 @@ def renew(demand: Demand, plan: AllocationPlan, supply: Supply) -> List[Renewal]
                 gates = [] if is_due else [demand.job_ids[gate] for gate in stage.gates]
                 stages.append(RenewedStage(gates, count))
         if stages:
-            renewals.append(Renewal(made, sorted(jobs), stages))
+            block = scheduler_block(made, account)
+            renewals.append(Renewal(block, made.has_dependencies, made.is_bound, sorted(jobs), stages))
     return renewals
+
+
+def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str, Any]],
+                 least_s: int) -> List[Renewal]:
+    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id.
+
+    `least_s`: see count_links.
+    """
+    renewals, levels = [], find_levels(demand.graph) if demand.chains else []
+    for chain_id, members in sorted(demand.chains.items()):
+        block, jobs = schedulers[chain_id], [job for job, _ in members]
+        runtime_s, first = max(runtime_s for _, runtime_s in members), min(levels[job] for job in jobs)
+        # What is first of them waits for none of the others.
+        gates = [demand.job_ids[job] for job in jobs if levels[job] == first] if first else []
+        count = count_links(len(jobs), block['walltime'], runtime_s, least_s)
+        count = math.ceil(count - supply.take(Stage(jobs, [], count), runtime_s) - 1e-9)
+        if count:
+            renewals.append(Renewal(block, bool(first), True, jobs, [RenewedStage(gates, count)], chain_id))
+    return renewals
+
+
+def keep_earlier(demand: Demand, renewal: Renewal, schedulers: Dict[int, Dict[str, Any]],
+                 actions: Sequence[Dict[str, Any]]) -> Renewal:
+    """A renewal with what an earlier call has made for the very same allocations, if nobody has taken it."""
+    bound = {demand.bound_to[job] for job in renewal.jobs}
+    scheduler_id = next(iter(bound)) if len(bound) == 1 else None
+    own = [job for job, other in enumerate(demand.bound_to) if other == scheduler_id]
+    is_same = scheduler_id in schedulers and own == renewal.jobs and all(
+        schedulers[scheduler_id].get(key) == value for key, value in renewal.block.items() if key != 'name')
+    waiting = [action for action in actions if action['action_config'].get('scheduler_id') == scheduler_id
+               and action['action_type'] == 'schedule_nodes' and not action['executed']] if is_same else []
+    made = [((action.get('job_ids') or []), action['action_config'].get('num_allocations'))
+            for action in waiting if action.get('is_recovery')]
+    if len(made) < len(waiting) or made != [(sorted(stage.gate_ids), stage.num_allocations)
+                                            for stage in renewal.stages]:
+        return renewal
+    return renewal._replace(block=schedulers[scheduler_id], scheduler_id=scheduler_id,
+                            action_ids=[action['id'] for action in waiting])
 
 
 def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict[str, Any]]) -> List[int]:
@@ -29443,7 +29691,7 @@ def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict
     numbers = demand.graph.class_numbers
     others = demand.others + [job for job, number in enumerate(numbers) if number in misfits]
     ids, bound = {demand.job_ids[job] for job in others}, {demand.bound_to[job] for job in others}
-    replaced = {demand.bound_to[job] for made in plan.schedulers for job in made.jobs}
+    replaced = {demand.bound_to[job] for made in plan.schedulers for job in made.jobs} | set(demand.chains)
 
     def is_needed(action: Dict[str, Any]) -> bool:
         scheduler_id, gates = action['action_config'].get('scheduler_id'), action.get('job_ids') or ()
@@ -29453,30 +29701,31 @@ def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict
             and not action['executed'] and not is_needed(action)]
 
 
-def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
-                   taken: Sequence[int]) -> Dict[str, Any]:
+def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], taken: Sequence[int]) -> Dict[str, Any]:
     """What the server is to store: a StoreAllocationsRequest."""
     return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id, 'taken': list(taken),
             'schedulers': [
-                {'scheduler': block, 'is_bound': renewal.made.is_bound,
-                 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
+                {'scheduler': renewal.block, 'scheduler_id': renewal.scheduler_id,
+                 'is_bound': renewal.is_bound, 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
+                 'due_actions': [number for number, stage in zip(renewal.action_ids, renewal.stages)
+                                 if not stage.gate_ids],
                  'stages': [{'job_ids': stage.gate_ids, 'num_allocations': stage.num_allocations}
-                            for stage in renewal.stages]}
-                for block, renewal in zip(blocks, renewals)]}
+                            for stage in renewal.stages if not renewal.action_ids]}
+                for renewal in renewals]}
 
 
-def regeneration_rows(demand: Demand, renewals: Sequence[Renewal], blocks: Sequence[Dict[str, Any]],
+def regeneration_rows(demand: Demand, renewals: Sequence[Renewal],
                       scheduler_ids: Sequence[int]) -> List[Dict[str, Any]]:
     """The schedulers as JSON shows them: those that were stored have ids."""
     rows = []
-    for index, (renewal, block) in enumerate(zip(renewals, blocks)):
+    for index, renewal in enumerate(renewals):
         keys = ('name', 'account', 'partition', 'walltime') + (() if scheduler_ids else ('mem',)) + ('nodes',)
         row = {'id': scheduler_ids[index]} if scheduler_ids else {}     # type: Dict[str, Any]
-        row.update({key: block[key] for key in keys}, num_allocations=renewal.num_allocations,
+        row.update({key: renewal.block.get(key) for key in keys}, num_allocations=renewal.num_allocations,
                    job_count=len(renewal.jobs))
         if not scheduler_ids:
             row['job_names'] = [demand.graph.names[job] for job in renewal.jobs]
-        rows.append(dict(row, has_dependencies=renewal.made.has_dependencies))
+        rows.append(dict(row, has_dependencies=renewal.has_dependencies))
     return rows
 
 
@@ -29682,6 +29931,7 @@ FAILURES_SHOWN = 4          # groups of failed jobs in a status, which is to fit
 CANCELED_SHOWN = 2
 BLOCKERS_SHOWN = 3
 REMARKS_SHOWN = 2
+ENDED_SHOWN = 2             # allocations that did not end as they should
 PROGRESS_EVERY_S = 10.0     # between lines of progress where there is no terminal
 REFRESH_EVERY_S = 0.1       # between updates of the line where there is one
 VERDICTS = {    # how a workflow stands: symbol, the same in ASCII, colour
@@ -30019,6 +30269,8 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str,
         found += explain_others(why, counts, number, program)
     for job in why.get('remarks', ())[:REMARKS_SHOWN] if why else ():   # older servers have none
         found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
+    for row in (why or {}).get('ended_allocations', ())[:ENDED_SHOWN] if not status['is_complete'] else ():
+        found.append(('canceled', f"allocation {row['id']} is {row['status']}: {row['reason']}"))
     if counts['ready'] and not (is_part or status['is_canceled'] or status['active_compute_nodes']):
         # Who has allocations does not want the work of hours to be done on a login node.
         has_slurm = status.get('pending_scheduled_nodes') or status.get('active_scheduled_nodes')
@@ -30241,6 +30493,8 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
         steps.append(f'Start runners: {program} run {number}' +
                      (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
+    if any(row.get('has_ended') for row in waiting['allocations']):
+        steps.append(f'Set right what an allocation has left: {program} workflows sync-status {number}')
     if any(row.get('has_ended') for row in waiting['allocations']) and codes:
         steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
     for row in waiting['allocations']:
@@ -31749,7 +32003,7 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'Timestamp=timestamp:1'),
     'jobs': Noun(
         'job', 'ID=id, Name=name, Status=status, +Code=return_code, Priority=priority:4, '
-        'Compute Node=compute_node_id:3, Elapsed=(elapsed):1, Command=command:2'),
+        'Compute Node=compute_node_id:3, Elapsed=(elapsed):1, Command=command:2, +Reason=reason:5'),
     'files': Noun('file', 'ID=id, Name=name, Path=path, Modified Time=st_mtime:1'),
     'user-data': Noun('user_data', 'ID=id, Name=name, Ephemeral=is_ephemeral:1, Data Preview=(preview)'),
     'resource-requirements': Noun(
@@ -31885,14 +32139,18 @@ def cmd_jobs_list(session: Session, args: Arguments) -> int:
 
 
 def add_outcomes(session: Session, jobs: List[Dict[str, Any]]) -> None:
-    """Fill in what the current results of jobs say."""
-    ended = {job['id']: job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final}
+    """Fill in what the current results of jobs say; of those that are to run again, only the reason."""
+    ended = {job['id']: job for job in jobs if STATUSES[STATUS_CODES[job['status']]].is_final
+             or job['status'] in ('ready', 'blocked') and job.get('attempt_id', 1) > 1}
     queries = [{'job_id': job_id} for job_id in ended]  # type: List[Dict[str, int]]
     for query in queries if len(ended) <= OUTCOMES_ASKED else [{}]:
         for result in session.items('list_results', workflow_id=jobs[0]['workflow_id'], **query):
             if result['job_id'] in ended:
                 job = ended[result['job_id']]
-                job.update((key, result[key]) for key in ('return_code', 'exec_time_minutes'))
+                if STATUSES[STATUS_CODES[job['status']]].is_final:
+                    job.update((key, result[key]) for key in ('return_code', 'exec_time_minutes'))
+                if result.get('reason'):
+                    job['reason'] = result['reason']
 
 
 def call_on(session: Session, verb: str, number: int, body: Any = None) -> Dict[str, Any]:
@@ -34294,8 +34552,21 @@ def ask_site() -> Callable[[Optional[str]], Site]:
     return functools.partial(parse_site, partitions, config)
 
 
+def warn_of_dependencies(session: Session, submissions: Sequence[Submission]) -> None:
+    """Say which chains are none, because their schedulers have a dependency of their own: the last counts."""
+    chains = {item.scheduler['id']: item.scheduler for item in submissions
+              if item.scheduler.get('serialize_allocations')}
+    for number, scheduler in chains.items():
+        with contextlib.suppress(Refused):      # no script is made of what cannot be read
+            if {'dependency', 'd'} & options_of_extra(scheduler.get('extra') or '', ''):
+                session.report(printable(f"warning: scheduler {scheduler.get('name') or number}: the "
+                                         'dependency in its extra replaces the one of its chain (singleton): '
+                                         'its allocations may run side by side'))
+
+
 def start_submissions(session: Session, work: Submitter, submissions: List[Submission]) -> None:
     """Write the scripts of allocations, and hand them to a Submitter."""
+    warn_of_dependencies(session, submissions)
     site_of, callers = ask_site(), {}   # type: Any, Dict[str, Caller]
     for submission in submissions:
         output_dir = submission.settings['output_dir']
@@ -35156,19 +35427,21 @@ def cmd_reconcile(session: Session, args: Arguments) -> int:
                                  'runners, or one above it, with --base-dir'))
     session.workflow(workflow_id)   # refused before thousands of files are read
     paths, problems = find_journals(base_dir, workflow_id, run_id)
-    journals = []
+    journals, left = [], []     # type: List[JournalFound], List[Dict[str, Any]]
     for path in paths:
-        entries, problem = read_journal(path)
+        entries, problem, leavers = read_journal(path)
         journals.append(JournalFound(path, entries, {}))
         problems += [problem] if problem else []
+        left += leavers
     accepted, rejected = [], []     # type: List[Tuple[int, int]], List[Dict[str, Any]]
     for entries in replay_pieces(journals):
         answer = session.call('replay_completions', {'run_id': run_id, 'completions': entries},
                               workflow_id=workflow_id)
         accepted += map(tuple, answer['accepted'])
         rejected += answer['rejected']
-    # The server looks for runners of its host that are dead: what they held has ended by now.
-    session.call('list_compute_nodes', workflow_id=workflow_id, is_active=True, limit=1)
+    for piece in chunks(left):      # whatever they held has ended by now
+        session.call('replay_completions', {'run_id': run_id, 'completions': [], 'left': piece},
+                     workflow_id=workflow_id)
     count_brought(journals, accepted, [(row['job_id'], row['attempt_id']) for row in rejected])
     show_reconciled(session, args, journals, [row['message'] for row in rejected], problems)
     return 0
@@ -35244,7 +35517,8 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
     survey = session.call('survey_allocations', workflow_id=workflow_id)
     seen = AllocationsSeen()
     if survey['allocations']:
-        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()))
+        cluster = ask_cluster_name() if any(row['cluster'] for row in survey['allocations']) else ''
+        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()), cluster)
     if seen.gone:
         since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
         judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
@@ -35287,7 +35561,6 @@ class Regeneration(Row):
     """Allocations that are planned for what is left."""
     demand: Demand
     renewals: List[Renewal]
-    blocks: List[Dict[str, Any]]    # the schedulers, as they are stored
     taken: List[int]                # actions
     warnings: List[str]
 
@@ -35306,20 +35579,18 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
     """
     number, settings = workflow['id'], options.settings or default_settings()
     found = session.call('get_demand', workflow_id=number)
-    demand, config = read_demand(found, options), hpc_config(session)
+    demand = read_demand(found, options)
     if not demand.num_left:
         return regeneration_value(number, demand, options, [])
+    config = hpc_config(session)
     profile = find_profile(options.profile, config)
-    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
-    account = find_account(options.account or (schedulers or [{}])[0].get('account'),
-                           workflow.get('slurm_defaults') or {}, profile, config)
-    plan = functools.partial(plan_regeneration, session, workflow, options, profile, account,
-                             find_gone(found['allocations'], options))
+    plan = functools.partial(plan_regeneration, session, workflow, options, (profile, config),
+                             find_gone(session, number, options))
     planned = plan(found)
-    for block in planned.blocks:
-        check_scheduler(workflow, dict(block, id=0), settings)
+    for renewal in planned.renewals:
+        check_scheduler(workflow, dict(renewal.block, id=0), settings)
     if options.is_dry_run:
-        rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks, ())
+        rows = regeneration_rows(planned.demand, planned.renewals, ())
         return {'dry_run': True, 'workflow_id': number, 'pending_jobs': demand.num_left,
                 'profile_name': profile.name, 'profile_display_name': profile.display_name,
                 'planned_schedulers': rows, 'total_allocations': planned.num_allocations,
@@ -35336,26 +35607,32 @@ def default_settings() -> Dict[str, Any]:
     return submission_settings(dict(dict.fromkeys(names), output_dir=DEFAULT_OUTPUT_DIR))
 
 
-def find_gone(allocations: Sequence[Dict[str, Any]], options: RegenerateOptions) -> Tuple[Set[int], str]:
+def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) -> Tuple[Set[int], str]:
     """Slurm jobs of a workflow that do nothing more for it, by one squeue; and why that is unknown, or ''."""
-    numbers = {row['slurm_job_id'] for row in allocations if row['slurm_job_id']}
-    if options.is_cleaned or not numbers:
+    rows = [] if options.is_cleaned else \
+        session.call('survey_allocations', workflow_id=workflow_id)['allocations']
+    if not any(row['slurm_job_id'] for row in rows):
         return set(), ''
     if not has_slurm_program('squeue'):
         return set(), f'there is no {slurm_program("squeue")} on this machine'
-    reply = ask_slurm(find_own_jobs_argv())
+    reply = ask_slurm(seen_argv())
     if reply.code:
         return set(), f'squeue failed: {explain_reply(reply)}'
-    alive = {job.id for job in parse_own_jobs(reply.out)
-             if job.state != 'COMPLETING' and not (job.state and SLURM_STATES[job.state].is_ended)}
-    return numbers - alive, ''
+    ending = {cells[0] for cells in read_slurm_rows(reply.out, 3)
+              if parse_slurm_state(cells[1]) == 'COMPLETING'}
+    gone = look_at_allocations(rows, reply).gone
+    return {row['slurm_job_id'] for row in rows
+            if row['slurm_job_id'] in gone or str(row['slurm_job_id']) in ending}, ''
 
 
 def plan_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
-                      profile: Profile, account: str, gone: Tuple[Set[int], str],
+                      cluster: Tuple[Profile, HpcConfig], gone: Tuple[Set[int], str],
                       found: Dict[str, Any]) -> Regeneration:
-    """New schedulers for what get_demand() answers."""
-    demand = read_demand(found, options)
+    """New schedulers, and links of chains, for what get_demand() answers."""
+    demand, number, (profile, config) = read_demand(found, options), workflow['id'], cluster
+    schedulers = {row['id']: row for row in session.items('list_slurm_schedulers', workflow_id=number)}
+    account = options.account or next((row['account'] for row in schedulers.values()), None)
+    account = find_account(account, workflow.get('slurm_defaults') or {}, profile, config)
     partitions = chosen_partitions(profile, options.partition)
     if options.walltime:
         partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
@@ -35363,19 +35640,23 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(suffix))
     problems = [f"resource_requirements '{shorten(demand.classes[number].name)}' fits no partition of "
                 f'{profile.name}: {reason}' for number, reason in made.problems]
-    if problems and not made.schedulers:
+    if problems and not (made.schedulers or demand.chains):
         raise BadInput(problems[0])
     supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
-    renewals = renew(demand, made, supply)
+    renewals = renew(demand, made, supply, account)
+    renewals += renew_chains(demand, supply, schedulers,
+                             workflow['compute_node_min_time_for_new_jobs_seconds'])
     warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
-    warnings += [f'{row.made.name}: a walltime of {format_walltime(row.made.walltime_s)} is longer than the '
-                 f'{format_walltime(row.made.partition.max_walltime_secs)} of {row.made.partition.name}'
-                 for row in renewals if row.made.walltime_s > row.made.partition.max_walltime_secs]
+    warnings += [f'{row.name}: a walltime of {format_walltime(row.walltime_s)} is longer than the '
+                 f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
+                 for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
     warnings += supply_warnings(session, workflow, supply, found, gone)
-    actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
-    taken = actions_to_take(demand, made, actions) if renewals else []
-    blocks = [scheduler_block(renewal.made, account) for renewal in renewals]
-    return Regeneration(demand, renewals, blocks, taken, warnings)
+    actions = session.call('get_workflow_actions', workflow_id=number)
+    renewals = [keep_earlier(demand, renewal, schedulers, actions) for renewal in renewals]
+    kept = {action_id for renewal in renewals for action_id in renewal.action_ids}
+    taken = [action_id for action_id in actions_to_take(demand, made, actions) if action_id not in kept] \
+        if renewals else []
+    return Regeneration(demand, renewals, taken, warnings)
 
 
 def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
@@ -35399,16 +35680,16 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any], options: Re
                          planned: Regeneration, settings: Dict[str, Any]) -> Dict[str, Any]:
     """Store what was planned, and submit what is due."""
     number, outcome = workflow['id'], None      # type: int, Optional[Submitted]
-    stored = stored_plan_of(planned.demand, planned.renewals, planned.blocks, planned.taken) \
-        if planned.renewals else None
+    stored = stored_plan_of(planned.demand, planned.renewals, planned.taken) if planned.renewals else None
+    is_new = planned.taken or any(not renewal.action_ids for renewal in planned.renewals)
     if options.submits:
         outcome = submit_allocations(session, workflow, {'settings': settings}, stored)
         report_troubles(session, workflow, outcome)
         answer = outcome.answer
     else:
-        answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
-    rows = regeneration_rows(planned.demand, planned.renewals, planned.blocks,
-                             answer.get('scheduler_ids') or ())
+        answer = session.call('store_allocations', stored, workflow_id=number) if is_new else {}
+    known = [renewal.scheduler_id for renewal in planned.renewals]
+    rows = regeneration_rows(planned.demand, planned.renewals, answer.get('scheduler_ids') or known)
     value = regeneration_value(number, planned.demand, options, rows)
     value.update(total_allocations=planned.num_allocations,
                  allocations_submitted=len(outcome.numbers) if outcome else 0,
@@ -35555,7 +35836,7 @@ class Recovery:
         self.uses: List[JobUse] = []            # of all that ended
         self.failures: List[Failure] = []
         self.num_left = 0                       # jobs that wait, with nobody to run them
-        self.is_resumed = False                 # an earlier call was killed before it submitted
+        self.is_resumed = False                 # only jobs that were left run: no new run begins
         self.choice: Optional[SchedulerChoice] = None
         self.remedies = Remedies([], [], [], [])
         self.preview: Dict[str, Any] = {}       # what the server would do, or has done
@@ -35582,7 +35863,9 @@ class Recovery:
         self.jobs = self.session.items('list_jobs', workflow_id=self.workflow_id)
         self.diagnose()
         counts = status['jobs_by_status']
-        self.num_left = counts['ready'] + counts['blocked'] + self.cleaned.get('jobs_requeued', 0)
+        ready = counts['ready'] + (self.cleaned.get('jobs_requeued', 0) if self.options.is_dry_run else 0)
+        # Without a ready job the blocked ones wait for a failure that is undecided.
+        self.num_left = ready + counts['blocked'] if ready else 0
         if not self.failures:
             self.refuse_without_failures(counts)
 
@@ -35646,7 +35929,8 @@ class Recovery:
     def refuse_without_failures(self, counts: Dict[str, int]) -> None:
         """Nothing failed: go on only where jobs are left that had been begun."""
         results = self.session.items('list_results', 1, workflow_id=self.workflow_id, all_runs=True)
-        if counts['uninitialized'] or self.num_left and not results:
+        has_begun = bool(results) or self.mode == 'slurm'       # its allocations have ended before any job
+        if counts['uninitialized'] or self.num_left and not has_begun:
             raise Refused('Cannot recover: workflow is not complete; wait for all jobs to finish or use '
                           f"'{command_line(self.session, 'cancel', self.workflow_id)}' (it has not begun: "
                           f"'{command_line(self.session, 'run', self.workflow_id)}', or `submit`, starts it)")
@@ -35655,7 +35939,6 @@ class Recovery:
                 ('pending_failed', 'wait for a decision'), ('canceled', 'were canceled, which '
                  '`run --retry-failed` takes up, and recover does not')) if counts[key]]
             raise Refused('; '.join(['Cannot recover: no job failed', *told]))
-        self.is_resumed = True
 
     def diagnose(self) -> None:
         """Find out why jobs failed: by what Slurm and the runners said, else by Torc's table."""
@@ -35712,6 +35995,7 @@ class Recovery:
             if not self.options.is_dry_run:
                 self.refuse_nothing()
             return
+        self.is_resumed = not self.remedies.retried
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
                                              dry_run=True)
@@ -35722,8 +36006,11 @@ class Recovery:
             return
         self.refuse_misfits()
         overrides = {number: change.fields for change in self.remedies.changes for number in change.job_ids}
+        cleaned = self.cleaned if self.options.is_dry_run else {}      # else it has been done
+        requeued = [row['job_id'] for row in cleaned.get('requeued_job_details', ())]
         self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
-            include_job_ids=self.preview.get('to_run', ()), overrides=overrides, is_dry_run=True))
+            include_job_ids=self.preview.get('to_run', requeued), overrides=overrides, is_dry_run=True,
+            is_cleaned=not cleaned.get('allocations')))
 
     def sharers(self) -> Dict[int, List[int]]:
         """Requirements -> the jobs that have them."""
@@ -35737,7 +36024,8 @@ class Recovery:
         losses = collections.Counter()      # type: collections.Counter[int]
         if any(failure.kind == 'lost' for failure in self.failures):
             losses.update(item['job_id'] for item in self.session.items(
-                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True))
+                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True)
+                if item['status'] == 'failed')      # others had only been claimed
         return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
                            self.find_ceiling(), losses)
 
@@ -35813,18 +36101,30 @@ class Recovery:
         name = f"{scheduler.get('name') or 'scheduler'}_recovery"
         return dict(scheduler, name=name, walltime=format_walltime(walltime))
 
+    @property
+    def hook_words(self) -> List[str]:
+        """The recovery hook, where there is something for it to do: the workflow's id is its last word."""
+        hook = self.options.recovery_hook
+        if not hook or not any(failure.kind == 'unknown' for failure in self.remedies.retried):
+            return []
+        return [*split_command(hook, '--recovery-hook'), str(self.workflow_id)]
+
     # -------- doing it --------
 
     def carry_out(self) -> None:
         """The hook, which may veto; then the change; then the allocations."""
-        unknown = [failure for failure in self.remedies.retried if failure.kind == 'unknown']
-        if self.options.recovery_hook and unknown:
-            run_hook(self.session, self.workflow, self.options.recovery_hook)
+        if self.hook_words:
+            run_hook(self.session, self.workflow, self.hook_words)
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
             self.workflow = self.session.workflow(self.workflow_id)
         if self.mode == 'slurm':
-            self.submit()
+            try:
+                self.submit()
+            except TorcError as error:
+                again = command_line(self.session, 'recover', self.workflow_id)
+                error.message += f' (run {self.workflow["run_id"]} has begun; submit it with: {again})'
+                raise
 
     def submit(self) -> None:
         """Submit allocations for what is left, and note that it was done."""
@@ -35887,6 +36187,8 @@ class Recovery:
                   'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
         if self.mode != 'slurm':
             answer['next_command'] = self.next_command()
+        if self.hook_words:
+            answer['recovery_hook'] = self.hook_words
         return answer
 
     def describe_diagnosis(self) -> Dict[str, Any]:
@@ -35989,13 +36291,12 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     return process.returncode
 
 
-def run_hook(session: Session, workflow: Dict[str, Any], hook: str) -> None:
-    """Run the recovery hook, the workflow's id as its last word. Refused if it fails: nothing changes."""
-    words = [*split_command(hook, '--recovery-hook'), str(workflow['id'])]
+def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
+    """Run the recovery hook. Refused if it fails: nothing changes."""
     code = run_program(session, words, workflow, '--recovery-hook')
     if code:
-        raise Refused(printable_line(f"the recovery hook '{hook}' ended with return code {code}: nothing was "
-                                     'changed'))
+        raise Refused(printable_line(f"the recovery hook '{words[0]}' ended with return code {code}: nothing "
+                                     'was changed'))
 
 
 PROMPT = """Failed jobs of the workflow {workflow} wait for a decision: run again, or failed for good.
@@ -36174,6 +36475,8 @@ def format_remedies(remedies: Remedies, style: Style) -> str:
 def format_plan(recovery: Recovery, style: Style) -> str:
     """What is going to be done, for people."""
     lines = []
+    if recovery.hook_words:
+        lines.append(f"First, the recovery hook: {' '.join(map(shlex.quote, recovery.hook_words))}")
     if recovery.num_left:
         lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
     if recovery.choice is not None:
@@ -36210,6 +36513,280 @@ def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any]
 #
 # One loop that survives restarts of its server and of itself, and calls what the commands above call. Only
 # one watches a workflow at a time; Slurm is asked at most once a minute.
+
+DEFAULT_WATCH_POLL_S = 60.0
+WATCH_LEASE_S = 600.0       # a watch that was killed where nobody can see that is taken over so much later
+TAKEOVER_PAUSE_S = 5.0      # between looks at whether one on another host goes on
+MOST_WATCH_STEPS = 8        # in one poll
+
+
+class Supervision:
+    """A workflow that is watched: carries out what a Watcher decides."""
+
+    def __init__(self, session: Session, workflow: Dict[str, Any], args: Arguments, log: RunLog) -> None:
+        self.session, self.workflow, self.args, self.log = session, workflow, args, log
+        self.number = workflow['id']    # type: int
+        self.process = describe_process()
+        self.watcher = Watcher(watch_rules(args))
+        self.reason = ''        # last reported
+        self.counts = ''        # ... and last counts of jobs
+        self.silent_at = None   # type: Optional[float]  # since when the server does not answer
+        self.seen = {}          # type: Dict[str, Any]  # its last answer
+        self.rival = {}         # type: Dict[str, Any]  # ... when it said that another one watches
+        name = 'compute_node_wait_for_healthy_database_minutes'
+        minutes = workflow.get(name)
+        self.window_s = 60.0 * (WORKFLOW_DEFAULTS[name] if minutes is None else minutes)
+
+    def say(self, message: str, level: str = 'info') -> None:
+        """To the log, and to stderr."""
+        self.log.write(message, level)
+        show = self.session.inform if level == 'info' else self.session.report
+        show(printable_line(f'{format_time(time.time())} {message}'))
+
+    def begin(self, wakeup: Wakeup) -> bool:
+        """Begin, or take over, once it shows that one on another host does not go on. False after a signal.
+
+        Refused if it does. That of an earlier allocation, say, was killed with it.
+        """
+        until = None    # type: Optional[float]
+        while True:
+            try:
+                self.renew()
+                return True
+            except Refused:
+                if not self.rival or self.args['once'] or process_lives(self.rival['process']) \
+                        or until not in (None, self.rival['until']):
+                    raise
+            if until is None:
+                self.say(f"the watch on host {self.rival['process'].get('host')} may be dead: waiting until "
+                         f"{format_time(self.rival['until'])} to see whether it goes on")
+            until = self.rival['until']
+            self.session.client.close()
+            if self.is_ended(wakeup, time.monotonic() + TAKEOVER_PAUSE_S):
+                return False
+
+    def run(self, wakeup: Wakeup) -> int:
+        """Watch until the end or a signal; the exit code."""
+        if not self.begin(wakeup):
+            return 130
+        self.say(f'Watch started workflow_id={self.number} hostname={socket.gethostname()} '
+                 f'output_dir={self.log.output.path} log_file={self.log.name}')
+        while True:
+            began = time.monotonic()
+            code = self.poll_patiently()
+            self.log.flush()
+            if code is None and self.args['once']:
+                code = 1
+                self.leave(False)
+            if code is not None:
+                return code
+            self.session.client.close()     # an embedded database is for others meanwhile
+            if self.is_ended(wakeup, began + self.args['poll_interval']):
+                self.say('interrupted; started again, it goes on')
+                self.leave(False)
+                return 130
+
+    @staticmethod
+    def is_ended(wakeup: Wakeup, until: float) -> bool:
+        """Wait for the next poll; whether a signal came that ends us."""
+        while True:
+            left_s = until - time.monotonic()
+            if set(wakeup.wait(max(0.0, left_s))) - {signal.SIGCHLD}:
+                return True
+            if left_s <= 0:
+                return False
+
+    def poll_patiently(self) -> Optional[int]:
+        """One poll. A server that is away, or a database that others have, is waited for."""
+        try:
+            code = self.poll()
+        except (Unreachable, Conflict) as error:
+            now = time.monotonic()
+            self.silent_at = now if self.silent_at is None else self.silent_at
+            if now - self.silent_at >= self.window_s or self.args['once']:
+                self.say(f'given up: {error.message}', 'error')
+                raise
+            self.say_once(f'waiting for up to {format_elapsed(self.window_s)}: {error.message}', 'warning')
+            return None
+        except TorcError as error:
+            self.say(error.message, 'error')
+            raise
+        if self.silent_at is not None:
+            self.say(f'the server answers after {format_elapsed(time.monotonic() - self.silent_at)}')
+        self.silent_at = None
+        return code
+
+    def poll(self) -> Optional[int]:
+        """Steps until there is nothing to do but wait: None, or the exit code of the end."""
+        self.watcher.begin_poll()
+        for _ in range(MOST_WATCH_STEPS):
+            self.renew()
+            step = self.watcher.next_step(time.monotonic(), self.seen)
+            if step.name == 'wait':
+                break
+            if step.reason:
+                self.say(step.reason, 'warning' if step.exit else 'info')
+            if step.name == 'end':
+                self.finish(step)
+                return step.exit
+            getattr(self, step.name)()
+        self.say_counts()
+        self.say_once(step.reason)
+        return None
+
+    def renew(self, **more: Any) -> None:
+        """Go on with the watch, and see how the workflow is. Refused if somebody else watches it."""
+        lease_s = WATCH_LEASE_S + 2 * self.args['poll_interval']
+        body = dict({'process': self.process, 'lease_s': lease_s}, **more)
+        seen = self.session.call('watch_workflow', body, workflow_id=self.number)
+        if not seen['granted'] and process_lives(seen['process']) is False:
+            body['ended'] = seen['process']
+            seen = self.session.call('watch_workflow', body, workflow_id=self.number)
+        if not seen['granted']:
+            self.rival = seen
+            holder, until = seen['process'], format_time(seen['until'])
+            raise Refused(f"workflow {self.number} is watched already, by process {holder.get('pid')} on "
+                          f"host {holder.get('host')} (until {until}, or longer if it goes on): end that one")
+        self.seen = seen
+
+    def leave(self, is_over: bool) -> None:
+        """Let others watch. Unless all is over, what was counted stays for who goes on."""
+        with contextlib.suppress(TorcError):    # else its time is soon over
+            self.renew(leaves=True, is_over=is_over)
+
+    def finish(self, step: WatchStep) -> None:
+        """Report how it ended."""
+        counts = self.seen['status']['jobs_by_status']
+        self.say(f'Watch ended: {format_counts(counts)}')
+        # Whoever is started again and again is not to begin anew what was given up.
+        self.leave(not step.exit or not self.args['once'])
+        if self.session.format == 'json':
+            self.session.show_json({'workflow_id': self.number, 'is_complete': not step.exit,
+                                    'reason': step.reason, 'recoveries': self.seen['recoveries'],
+                                    'jobs_by_status': counts})
+
+    def say_counts(self) -> None:
+        """The counts of jobs: as they change, or each time if that is asked for."""
+        status = self.seen['status']
+        text = format_counts(status['jobs_by_status'])
+        text += ''.join(f'; {status[key]} {words}' for key, words in NODE_COUNTS if status[key])
+        if text != self.counts or self.args['show_job_counts']:
+            self.say(text)
+        self.counts = text
+
+    def say_once(self, reason: str, level: str = 'info') -> None:
+        """A reason to wait, unless it is still the same."""
+        if reason and reason != self.reason:
+            self.say(reason, level)
+        self.reason = reason
+
+    # -------- steps --------
+
+    def look(self) -> None:
+        """Ask Slurm, and clean up after allocations that are gone."""
+        try:
+            found = clean_up_allocations(self.session, self.number)
+        except (Unreachable, Conflict):
+            raise
+        except TorcError as error:
+            found = {'doubts': [error.message]}
+        self.watcher.on_look(time.monotonic(), found['doubts'])
+        lines = [f"allocation of Slurm job {row['slurm_job_id']}: {row['reason']}"
+                 for row in found.get('allocations', ())]
+        lines += [f"job {row['job_name']} {word}: {row['reason']}" for key, word in (
+            ('requeued_job_details', 'is ready again'), ('failed_job_details', 'failed'))
+                  for row in found.get(key, ())]
+        for line in lines[:PROBLEMS_SHOWN]:
+            self.say(line, 'warning')
+        if len(lines) > PROBLEMS_SHOWN:
+            self.say(f'and {len(lines) - PROBLEMS_SHOWN} more', 'warning')
+        self.go_on_submitting()
+
+    def go_on_submitting(self) -> None:
+        """Submit what a command that was killed, such as a watch, has left."""
+        rows = self.session.items('list_scheduled_compute_nodes', workflow_id=self.number, status='pending')
+        if any(row['scheduler_type'] == 'slurm' and not row['scheduler_id'] for row in rows):
+            workflow = self.session.workflow(self.number)
+            done = submit_allocations(self.session, workflow, {'settings': self.settings()})
+            if done.numbers:
+                self.say(f'{len(done.numbers)} allocations submitted that a killed command had left')
+
+    def count(self) -> None:
+        """Ask for jobs without a plan."""
+        answer = self.session.call('list_unplanned_jobs', workflow_id=self.number)
+        self.watcher.on_count(answer['job_ids'])
+
+    def schedule(self) -> None:
+        """Plan and submit allocations: for jobs without a plan, or, where nobody is at work, for all."""
+        options = RegenerateOptions(
+            submits=True, is_cleaned=True, only_job_ids=self.watcher.unplanned or (),
+            settings=self.settings(),
+            **{name: self.args[name] for name in ('account', 'profile', 'partition', 'walltime')})
+        failure = ''
+        try:
+            done = regenerate_workflow(self.session, self.session.workflow(self.number), options)
+            if not done.get('allocations_submitted'):
+                failure = '; '.join(done.get('warnings') or ()) or 'nothing was submitted'
+        except (Unreachable, Conflict):
+            raise
+        except TorcError as error:
+            failure = error.message
+        self.watcher.on_schedule(time.monotonic(), failure)
+        if failure:
+            return self.say(f'no allocations: {failure}', 'warning')
+        self.say(f"{done['allocations_submitted']} allocations submitted")
+        self.renew(schedules=True)
+
+    def settings(self) -> Dict[str, Any]:
+        """How the runners in new allocations work: where the workflow was made, for we may be elsewhere."""
+        output_dir = os.path.abspath(self.args['output_dir'])
+        return dict(default_settings(), directory=base_directory(self.workflow), output_dir=output_dir)
+
+    def recover(self) -> None:
+        """Run what failed again. It counts before it begins: one that is killed is not repeated for ever."""
+        self.renew(recovers=True)
+        run_id, refusal = self.seen['run_id'], ''
+        try:
+            workflow = self.session.workflow(self.number)
+            found = recover_workflow(self.session, workflow, self.recover_options())
+        except (Unreachable, Conflict):
+            raise
+        except TorcError as error:
+            refusal = error.message
+        self.watcher.on_recover(run_id, refusal)
+        if refusal:
+            return self.say(f'not recovered: {refusal}', 'warning')
+        result = found.get('result') or {}
+        number = len(result.get('jobs_to_retry') or ())
+        self.say(f"{number} jobs run again: {result.get('oom_fixed', 0)} with more memory, "
+                 f"{result.get('timeout_fixed', 0)} with more time")
+
+    def recover_options(self) -> Any:
+        """Options of `recover` from those of `watch`."""
+        names = set(RecoverOptions._fields) & set(self.args)
+        return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings())
+
+
+def watch_rules(args: Arguments) -> WatchRules:
+    """The rules that the options ask for."""
+    return WatchRules(
+        bool(args['recover']), args['max_retries'], bool(args['ai_recovery']), bool(args['persistent']),
+        bool(args['once']), bool(args['auto_schedule']), args['auto_schedule_threshold'],
+        args['auto_schedule_cooldown'], args['auto_schedule_stranded_timeout'])
+
+
+def cmd_watch(session: Session, args: Arguments) -> int:
+    """Watch a workflow until it is complete, recover it, and see that its jobs have allocations."""
+    options = RunnerOptions(output_dir=args['output_dir'])
+    await_server(session, options)
+    workflow = session.workflow(args['workflow_id'])
+    prepare_output_dir(session, options)
+    name = f"watch_{socket.gethostname()}_wf{workflow['id']}.log"
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(OutputDirectory(args['output_dir']))
+        log_file = stack.enter_context(contextlib.closing(RunLog(output, name, 'info')))
+        wakeup = stack.enter_context(contextlib.closing(Wakeup()))
+        return Supervision(session, workflow, args, log_file).run(wakeup)
 
 
 # ======== 20i. Service: commands of those who run a server, and `install` ========
@@ -36854,6 +37431,27 @@ COMMANDS = (
         Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
         *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+    Command('watch', cmd_watch, 'watch a workflow until it is complete: clean up, recover, add allocations', (
+        NEEDED_WF,
+        Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server; Slurm is asked '
+                 f'every {SLURM_LOOK_S:g} at most', at_least(0.01, parse_seconds),
+                 default=DEFAULT_WATCH_POLL_S),
+        Argument('-r --recover', '', 'run again what failed, as `recover` does'),
+        Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number)', at_least(0)),
+        *RECOVER_OPTIONS,
+        Argument('-s --show-job-counts', '', 'report the counts of jobs at each poll'),
+        Argument('--persistent', '', 'go on while nobody is at work: runners are started elsewhere'),
+        Argument('--once', '', 'one poll, for crontab and scrontab; exit code 1 as long as jobs are left'),
+        Argument('--auto-schedule', '', 'submit allocations for ready jobs that none is there for'),
+        Argument('--auto-schedule-threshold', 'N', '... as soon as there are so many (default 5)',
+                 at_least(1), default=5),
+        Argument('--auto-schedule-cooldown', 'SECONDS', '... so much after the last time (default 1800)',
+                 at_least(0, parse_seconds), default=1800.0),
+        Argument('--auto-schedule-stranded-timeout', 'SECONDS', '... and for fewer jobs after this time '
+                 '(default 7200; 0: never)', at_least(0, parse_seconds), default=7200.0),
+        Argument('--account', 'NAME', 'account to charge for new allocations'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)')),
+        'watch 1 --recover --auto-schedule'),
     Command('recover', cmd_recover, 'run failed jobs again with what they lacked, in new allocations', (
         ASKED_WF, *RECOVER_OPTIONS,
         Argument('--account', 'NAME', 'account to charge for new allocations'),
@@ -37218,7 +37816,8 @@ COMMANDS = (
     Command('slurm get', shows('get_slurm_scheduler'), 'show a Slurm scheduler', (ID,), 'slurm get 1'),
     Command('slurm delete', cmd_slurm_delete, 'delete a Slurm scheduler', (ID,), 'slurm delete 1'),
     Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
-        ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many', at_least(1), default=1),
+        ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many (default: 1; of a chain what its jobs take)',
+                           at_least(1)),
         Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs'),
         Argument('--scheduler-config-id', 'ID', 'the scheduler, if the workflow has several', parse_id),
         *ALLOCATION_OPTIONS,
@@ -37466,6 +38065,7 @@ the time that is left.
     torc.py explain WF                                  why nothing runs: jobs, queue, actions
     torc.py cancel WF                                   also cancels the Slurm jobs
     torc.py slurm schedule-nodes WF -n 2                two more allocations
+    torc.py slurm regenerate WF --account A --submit    new allocations for the jobs that are left
 
 The server
     Runners in allocations serve the database torc_output/torc.db themselves, on a file system that the nodes
