@@ -35603,6 +35603,7 @@ PAUSES = {
     'orphan_trial': 'dies at a moment that chance decides', 'kill_under_clerks': 'dies at a moment that chance decides',
     'Intruder.pause': 'acts at a moment that chance decides',
     'kill_journal_writers': 'dies at a moment that chance decides',
+    'JournalReaderTest.test_what_a_writer_had_kept_is_read_wherever_it_is_killed': 'dies at a moment that chance decides',
     'kill_offline_runner': 'dies at a moment that chance decides',
     'kill_reconcilers': 'dies at a moment that chance decides', 'kill_planners': 'dies at a moment that chance decides',
     'Night.carry_out': 'until the next kill, or the end',
