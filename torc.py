@@ -35788,7 +35788,7 @@ def cmd_classify(session: Session, args: Arguments) -> int:
 
 RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
 RECOVER_ROWS_SHOWN = 500        # of a class of failures
-AGENT_WORDS = {'claude': ['--print'], 'gh': ['copilot', 'suggest']}     # of programs that take a prompt
+AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as their last argument
 AGENT_LIMIT_S = 3600.0
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
@@ -37674,7 +37674,7 @@ COMMANDS = (
         Argument('--reason', 'TEXT', 'why', count='!'),
         Argument('--memory', 'MEMORY', 'with retry: its memory from now on', normalize_memory),
         Argument('--runtime', 'DURATION', 'with retry: its runtime from now on', normalize_duration)),
-        "jobs classify 7 retry --reason 'the licence server was down' --runtime 2h"),
+        "jobs classify 2 retry --reason 'the licence server was down' --runtime 2h"),
     Command('jobs create', cmd_create, 'add a job to a workflow', (
         ASKED_WF, THE_NAME, Argument('-c --command', 'CMD', 'what it runs', count='!'),
         Argument('-r --resource-requirements-id', 'ID', 'what it needs', parse_id),
