@@ -35159,7 +35159,7 @@ def lie_about_allocations(world: World, rounds: int) -> str:
     bed = Bed.find(SHARED_NODES, False)
     with bed.held(False):
         parking = Parking(world, bed)
-        world.environment['TORC_TEST_SETUP'] = 'torc.SLURM_QUERY_S = torc.SQUEUE_LIMIT_S = 6.0'
+        world.environment['TORC_TEST_SETUP'] = 'torc.ask_slurm.__defaults__ = (8.0, *torc.ask_slurm.__defaults__[1:])'
         fakes = world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
         world.write('lying.yaml', """
             name: lying
@@ -35297,7 +35297,7 @@ class Night:
                 assert now < self.began + limit_s, f'not complete within {limit_s:g} s'
                 self.restore()
                 if now >= kill_at:
-                    kill_at = now + self.KILL_S
+                    kill_at = now + self.KILL_S * self.chance.uniform(0.5, 1.5)     # else a last job might never end
                     self.kill_something()
                 if now >= server_at and not self.server_back:
                     server_at = now + self.SERVER_S
