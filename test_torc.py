@@ -18920,7 +18920,7 @@ class JournalReaderTest(WorldTest):
 
 class StoreClient:
     """The verbs on a store of our own, as the runner's client; `faults` says what happens to each request instead."""
-    url, token_file, servers_started = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0
+    url, token_file, servers_started, times_opened = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0, 1
     tls = torc.TlsSettings()
 
     def __init__(self, path: str) -> None:
@@ -18957,6 +18957,9 @@ class StoreClient:
 
     def reconnect(self, wait_s: float = 0) -> None:
         """Nothing can be done."""
+
+    def ensure_connected(self, wait_s: float) -> None:
+        """It is."""
 
     def rows(self, op: str, **params: Any) -> List[Dict[str, Any]]:
         """Items of a list."""
@@ -19376,6 +19379,7 @@ class NodeSizeTest(WorldTest):
 class ScriptedClient:
     """A client whose answers are given: dicts, or errors to raise. A request without an answer waits for one."""
     url, token_file, servers_started, tls = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0, torc.TlsSettings()
+    times_opened = 1
     EMPTY = {'accepted': [], 'errors': [], 'jobs': [], 'kinds': [], 'handlers': [], 'notices': [], 'actions': [], 'is_complete': False,
              'is_canceled': False, 'unfinished': 1, 'jobs_by_status': {}}
 
@@ -19407,6 +19411,9 @@ class ScriptedClient:
 
     def reconnect(self, wait_s: float = 0) -> None:
         """Nothing can be done."""
+
+    def ensure_connected(self, wait_s: float) -> None:
+        """It is."""
 
 
 class PartTest(WorldTest):
@@ -28221,6 +28228,46 @@ class ReconcileTest(WorldTest):
         self.assertEqual(['x\n'] * 3, [self.world.read(name) for name in 'abc'], 'each ran once')
         found = self.world.main('--url', self.world.url, '-f', 'json', 'results', 'list', 1, '--all-runs').json()['items']
         self.assertEqual([(1, 1, 0), (2, 1, 0), (3, 1, 0)], sorted((row['job_id'], row['attempt_id'], row['return_code']) for row in found))
+
+    @slow
+    def test_jobs_go_on_at_an_older_copy_that_knows_their_runner_and_not_that_they_began(self):
+        command = 'echo x >> {0}; while test ! -e go-{0}; do sleep 0.1; done'
+        jobs = [{'name': 'a', 'command': command.format('a')}, {'name': 'b', 'command': command.format('b'), 'depends_on': ['a']}]
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs}))
+        self.world.serve('--db', 'torc.db')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+        runner = self.world.start('--url', self.world.url, 'run', 1, '--poll-interval', '0.2', '--num-cpus', 2)
+
+        def running() -> List[str]:
+            found = self.world.main('--url', self.world.url, '-f', 'json', 'jobs', 'list', 1, '-s', 'running').json()
+            return [row['name'] for row in found['items']]
+
+        def stop() -> None:
+            self.world.server.process.kill()
+            self.world.server.process.wait()
+        self.world.wait(lambda: running() == ['a'], 30, 'the first job', [runner])
+        stop()
+        names = [name for name in ('torc.db', 'torc.db-wal') if os.path.exists(self.world.path(name))]
+        for name in names:
+            shutil.copy(self.world.path(name), self.world.path('old-' + name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.world.write('go-a', '')
+        self.world.wait(lambda: running() == ['b'], 60, 'the second job', [runner])
+        stop()
+        for name in ('torc.db', 'torc.db-wal'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.world.path(name))
+        for name in names:
+            shutil.copy(self.world.path('old-' + name), self.world.path(name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.world.wait(lambda: 'b' in running(), 60, 'its return', [runner])
+        self.world.write('go-b', '')
+        self.world.wait(lambda: runner.process.poll() is not None, 60, 'the end of the runner')
+        self.assertEqual(0, runner.process.returncode, runner.err)
+        self.assertEqual('x\n', self.world.read('b'), 'what ran goes on')
+        self.assertEqual('x\nx\n', self.world.read('a'), 'its end is forgotten')
 
     @slow
     def test_what_ran_while_the_server_was_away_is_brought_by_the_command_that_its_runner_named(self):

@@ -10322,8 +10322,8 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     slurm_job_id, restart_count = scheduler['slurm_job_id'], scheduler.get('restart_count') or 0
     for node_id, other in active_nodes_of(context, workflow_id, slurm_job_id):
         if (other.get('restart_count') or 0) < restart_count:
-            interrupt_jobs(context, node_id, f'Slurm put job {slurm_job_id}, in which it ran, into the queue '
-                                             'again')
+            interrupt_jobs(context, running_jobs(context, node_id),
+                           f'Slurm put job {slurm_job_id}, in which it ran, into the queue again')
             end_node(context, node_id)
     record = context.one('SELECT id, scheduler_config_id FROM scheduled_compute_node WHERE workflow_id = ?1 '
                          "AND scheduler_type = 'slurm' AND (scheduler_id = ?2 OR id = ?3) "
@@ -10336,10 +10336,14 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     return {'scheduler': dict(scheduler, scheduler_id=record[0]), 'scheduler_config_id': record[1]}
 
 
-def interrupt_jobs(context: Context, node_id: int, reason: str) -> None:
-    """The running jobs of a node have not failed: they are ready again, and spend no retry."""
-    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}',
-                              (node_id,)):
+def running_jobs(context: Context, node_id: int) -> List[int]:
+    """The jobs that run on a node, by the records."""
+    return context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,))
+
+
+def interrupt_jobs(context: Context, job_ids: Ids, reason: str) -> None:
+    """These running jobs have not failed: they are ready again, and spend no retry."""
+    for job_id in job_ids:
         job = job_state(context, job_id)
         state = workflow_state(context, job.workflow_id)
         assume_interrupted(context, state, job, reason)
@@ -10599,10 +10603,18 @@ def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) 
 
 def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int, ...]],
                    held_actions: Set[int]) -> None:
-    """Requeue claims and actions that the node does not report holding: the answer to a request was lost."""
+    """Requeue claims and actions that the node does not report holding: the answer to a request was lost.
+
+    So are jobs that run there by the records: the node knows how they ended, in a later state of this database.
+    """
     claimed = context.rows('SELECT id, attempt_id FROM job '
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
     return_claims(context, [key[0] for key in claimed if key not in held_attempts])
+    running = context.rows('SELECT id, attempt_id FROM job '
+                           f'WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,))
+    interrupt_jobs(context, [key[0] for key in running if key not in held_attempts],
+                   f'compute node {node_id}, which ran it, knows it to be over, and this database, an older '
+                   'copy of itself, does not know how it ended')
     taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 '
                         'AND is_reported = 0', (node_id,))
     context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
@@ -12464,7 +12476,7 @@ def take_node(context: Context, node_id: int, seen: Values, found: Values) -> No
     jobs = context.rows('SELECT id, name, status FROM job WHERE compute_node_id = ? '
                         f'AND status IN ({PENDING}, {RUNNING}) ORDER BY id', (node_id,))
     if seen.get('is_interrupted'):
-        interrupt_jobs(context, node_id, seen['reason'])
+        interrupt_jobs(context, running_jobs(context, node_id), seen['reason'])
     end_node(context, node_id, seen['reason'])
     found['compute_nodes_deactivated'] += 1
     failed = 'slurm_jobs_failed' if 'slurm_job_id' in seen else 'running_jobs_failed'
@@ -18310,6 +18322,7 @@ class Connector:
         self.in_memory = False                  # the embedded server in use has its database in memory
         self.server_file = ''                   # registration of the lasting server; '': none
         self.servers_started = 0                # embedded ones, by this client
+        self.times_opened = 0                   # connections, or the database
         self.was_open = False                   # before: what it used is not to be made anew
         self.is_lasting = False                 # a lasting server has the database: wait for it, fork none
         self.has_changed = False                # something was asked for that is more than reading
@@ -18427,6 +18440,7 @@ class Connector:
             try:
                 self.open()
                 self.was_open = True
+                self.times_opened += 1
                 return
             except (Unreachable, Conflict):
                 if time.monotonic() + pause_s > deadline:
@@ -25182,7 +25196,8 @@ class ServerLink:
         self.end = math.inf         # monotonic; then no answer is waited for
         self.error = ''
         self.retry_s = RETRY_FIRST_S
-        self.is_doubtful = False    # an answer was lost, with what it may have brought; or our lease was over
+        self.is_doubtful = False    # what the server knows of us may not be what we know: we list all
+        self.times_opened = 0       # the connections of our client when it was last asked
         self.is_released = False    # the server has released this node: it must register anew
         self.pending = None         # type: Optional[PendingCall]
         self.sent = {}              # type: Dict[str, List[Any]]
@@ -25291,7 +25306,7 @@ class ServerLink:
             body.update(compute_node_type='slurm', scheduler=context.allocation.scheduler())
         lease_ends_at = read_clocks().running + body['lease_s']
         created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
-        context.node_id = created['id']
+        context.node_id, self.times_opened = created['id'], self.client.times_opened
         if context.allocation is not None:
             context.allocation.take_record(created)
         self.lease_ends_at = lease_ends_at
@@ -25317,13 +25332,9 @@ class ServerLink:
             return False
         self.is_released, self.is_doubtful, self.returned = False, True, []
         self.call.on_released()
-        running = self.attempts.of(*STARTED)
-        ended = self.attempts.of('ended', 'judged', 'recovering', 'reported')
-        self.started = [[*attempt.key, format_time(attempt.process.started_at)]
-                        for attempt in running + ended if attempt.process]
         self.context.say(
             f'the server had released compute node {old}, whose lease was over; this runner continues as '
-            f'compute node {self.context.node_id}, with {len(running)} running jobs', 'warning')
+            f'compute node {self.context.node_id}, with {self.attempts.count(*STARTED)} running jobs', 'warning')
         return True
 
     def leave(self, had_failures: bool, had_terminations: bool, figures: Dict[str, Any]) -> None:
@@ -25372,6 +25383,8 @@ class ServerLink:
             return
         context = self.context
         self.is_poll = now >= self.poll_at
+        if not self.connect():
+            return
         self.is_doubtful = self.is_doubtful or not self.has_lease
         want = self.call.want() if self.has_lease else None
         self.report_at = math.inf
@@ -25386,7 +25399,7 @@ class ServerLink:
             run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
             submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
-        if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
+        if self.is_doubtful:    # what else the server thinks that we have is not so
             body['held'] = [attempt.key for attempt in self.attempts.of()]
             body['held_actions'] = self.call.held_actions()
             body['held_submissions'] = self.call.held_submissions()
@@ -25397,6 +25410,22 @@ class ServerLink:
             self.on_no_answer(error)
         self.exempt_server()
 
+    def connect(self) -> bool:
+        """See that there is a connection. Behind a new one may be a server that is back as an older copy."""
+        try:
+            self.client.ensure_connected(RECONNECT_S)
+        except (Unreachable, Conflict, Denied) as error:
+            self.on_no_answer(error)
+            return False
+        self.is_doubtful = self.is_doubtful or self.client.times_opened != self.times_opened
+        self.times_opened = self.client.times_opened
+        return True
+
+    def all_starts(self) -> List[List[Any]]:
+        """Of all attempts that have begun here and are not acknowledged."""
+        begun = self.attempts.of(*STARTED, 'ended', 'judged', 'recovering', 'reported')
+        return [[*attempt.key, format_time(attempt.process.started_at)] for attempt in begun if attempt.process]
+
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
         self.sent = {'started': self.started[:], 'returned': self.returned[:],
@@ -25405,8 +25434,9 @@ class ServerLink:
                      'submitted': self.submitted[:]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
+        started = self.all_starts() if self.is_doubtful else self.started
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
-                    started=[start for start in self.started if tuple(start[:2]) not in ended])
+                    started=[start for start in started if tuple(start[:2]) not in ended])
 
     def finish(self, deadline_s: float) -> None:
         """Fetch the answer, and take it in. Errors that no later request would cure pass."""
