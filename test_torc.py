@@ -13807,6 +13807,70 @@ class MemoryDatabaseTest(WorldTest):
         torc.remove_memory_directory(store)     # nowhere else is what was answered last
         self.assertTrue(os.path.exists(store.path))
 
+    def test_a_last_snapshot_that_takes_long_keeps_the_lease(self) -> None:
+        silenced(self)
+        self.now, gaps = 1000.0, []
+        store, lease = torc.open_in_memory(self.database), torc.Lease(self.database, lambda: self.now)
+        self.addCleanup(shutil.rmtree, os.path.dirname(store.path))
+        lease.take()
+        store.lease, store.snapshots = lease, torc.SnapshotWriter(store, 300.0, print)
+        with store.transaction():
+            store.run('UPDATE identity SET id = ?', ('x' * 32,))
+        read = os.pread
+
+        def read_slowly(*args: Any) -> bytes:
+            gaps.append(self.now - lease.renewed_at)
+            self.now += 8
+            return read(*args)
+        with unittest.mock.patch.multiple(torc, COPY_BYTES=4096, SYNCED_PIECES=3), unittest.mock.patch.object(os, 'pread', read_slowly):
+            store.snapshots.close()
+        self.assertEqual('', store.snapshots.error)
+        self.assertGreater(len(gaps), 10)
+        self.assertLess(max(gaps), 3 * lease.PERIOD_S)
+        store.close()
+
+    def test_a_backup_on_a_file_system_that_does_not_answer_costs_no_snapshot(self) -> None:
+        silenced(self)
+        store, answer = torc.open_in_memory(self.database), threading.Event()
+        self.addCleanup(shutil.rmtree, os.path.dirname(store.path))
+        store.snapshots = writer = torc.SnapshotWriter(store, 300.0, print)
+        backup = writer.ask_backup(self.world.path('copy.db'))
+        copy = torc.copy_descriptor
+
+        def hang(descriptor: int, path: str, check: Any = bool) -> None:
+            if 'copy.db' in path:
+                answer.wait(60)
+            copy(descriptor, path, check)
+        with unittest.mock.patch.multiple(torc, copy_descriptor=hang, BACKUP_END_S=0.2):
+            writer.act(time.monotonic())
+            thread = writer.thread
+            with store.transaction():
+                store.run('UPDATE identity SET id = ?', ('x' * 32,))
+            writer.close()
+            answer.set()
+            thread.join(20)
+        self.assertEqual((True, '', False), (backup.is_done, writer.error, thread.is_alive()))
+        self.assertIn('did not answer', backup.error)
+        self.assertFalse(os.path.exists(self.world.path('copy.db')))
+        store.close()
+        self.assertEqual([('x' * 32,)], ask_sqlite(self.database, 'SELECT id FROM identity'))
+
+    def test_a_backup_that_ends_after_its_server_has_closed_its_sockets_raises_nothing(self) -> None:
+        silenced(self)
+        store = torc.Store(self.database)
+        self.addCleanup(store.close)
+        writer = torc.CopyWriter(store)
+
+        def wake() -> None:
+            raise OSError(errno.EBADF, 'Bad file descriptor')
+        writer.wake, raised = wake, []
+        writer.ask_backup(self.world.path('copy.db'))
+        hook = getattr(threading, 'excepthook', None)       # since Python 3.8
+        with unittest.mock.patch.object(threading, 'excepthook', lambda *args: raised.append(args)) if hook else contextlib.suppress():
+            writer.act(time.monotonic())
+            writer.close()
+        self.assertEqual([], raised)
+
     def test_it_is_copied_at_intervals_and_when_asked_while_requests_go_on(self) -> None:
         self.world.serve('-d', 'my.db', '--in-memory', '--snapshot-interval-seconds', 1)
         client = self.world.connect(database=self.database)

@@ -13823,6 +13823,8 @@ IN_MEMORY = ':memory:'              # for a database: one that lasts as long as 
 DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
 MEMORY_RESERVE_BYTES = 32 * 2 ** 20     # that must be free in memory beside twice the size of the database
 COPY_BYTES = 2 ** 20                # read and written at once
+SYNCED_PIECES = 16                  # so many of these are written to disk together
+BACKUP_END_S = 5.0                  # a server that ends waits for a backup; its file system may be dead
 DATABASE_MAGIC = b'SQLite format 3\0'     # at its beginning (sqlite.org/fileformat2.html, section 1.3)
 STATE_ENDS = ('', '-wal', '-shm', '-journal', '.new', '.previous', '.token', '.connection', '.lease',
               '.memory', '.log', '.loss')
@@ -14427,17 +14429,20 @@ def copy_descriptor(descriptor: int, path: str, check: Callable[[], Any] = bool)
             check()
             target.write(piece)
             offset += len(piece)
+            if not offset % (SYNCED_PIECES * COPY_BYTES):   # all at once, at the end, would take long
+                target.flush()
+                os.fsync(target.fileno())
         target.flush()
         os.fsync(target.fileno())
 
 
 def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool,
-                     keeps_old: bool = False) -> None:
+                     keeps_old: bool = False, meanwhile: Callable[[], Any] = bool) -> None:
     """Replace a database file with a copy of a frozen main file, after a last check that may raise.
 
-    With `keeps_old` the file before is DATABASE.previous from then on.
+    With `keeps_old` the file before is DATABASE.previous from then on. `meanwhile` is called again and again.
     """
-    copy_descriptor(descriptor, database + '.new')
+    copy_descriptor(descriptor, database + '.new', meanwhile)
     check()
     if keeps_old:
         previous = database + '.previous'
@@ -14499,6 +14504,7 @@ def write_backup(store: Store, path: str, check: Callable[[], Any] = bool) -> No
         if damage:
             raise Refused(f'the database {store.path} is damaged ({damage}): {path} stays as it was')
         refuse_backup_target(store, path)       # it may have been taken into use meanwhile
+        check()
         os.replace(temporary, path)
         sync_directory(os.path.dirname(path))
     finally:
@@ -14537,6 +14543,7 @@ class CopyWriter:
         self.ids = itertools.count(1)
         self.is_ending = False
         self.thread = None          # type: Optional[threading.Thread]
+        self.is_backup = False      # that it writes
         self.failure = None         # type: Optional[Exception]  # of the thread
         self.is_over = False        # the thread has done its work
         self.on_end = lambda failure: None  # type: Callable[[Optional[Exception]], Any]  # ... is told here
@@ -14569,6 +14576,7 @@ class CopyWriter:
             self.finish()
         backup = self.next_backup()
         if self.thread is None and backup is not None:
+            self.is_backup = True
             self.start(functools.partial(write_backup, self.store, backup.path, self.check), backup.finish)
 
     def check(self) -> None:
@@ -14595,13 +14603,16 @@ class CopyWriter:
         except Exception as error:      # border: reported by finish(), and tried again later
             self.failure = error
         self.is_over = True
-        self.wake()
+        with contextlib.suppress(OSError):      # the server has closed its sockets: it waits in close()
+            self.wake()
 
-    def finish(self) -> None:
-        """Wait for the copy that is being written, if there is one."""
+    def finish(self, limit_s: Optional[float] = None) -> None:
+        """Wait for the copy that is being written, if there is one; or leave it to itself."""
         if self.thread is None:
             return
-        self.thread.join()
+        self.thread.join(limit_s)
+        if self.thread.is_alive():
+            self.failure = Refused('the server ended, and its file system did not answer')
         self.store.thaw()
         failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
         self.on_end(failure)
@@ -14609,7 +14620,7 @@ class CopyWriter:
     def close(self) -> None:
         """End what is being written: a backup is not worth that the database is given back late."""
         self.is_ending = True
-        self.finish()
+        self.finish(BACKUP_END_S if self.is_backup else None)
 
 
 class SnapshotWriter(CopyWriter):
@@ -14647,12 +14658,15 @@ class SnapshotWriter(CopyWriter):
         """Begin a snapshot."""
         self.due_at = time.monotonic() + self.interval_s
         self.saving = self.store.changes
+        self.is_backup = False
         self.start(self.write, self.on_snapshot)
 
     def write(self) -> None:
         """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
-        path = self.store.file_path
-        replace_database(self.store.main_file(), path, lambda: self.store.check_lease(True), keeps_old=True)
+        store = self.store
+        # At the end nothing else renews the lease, and who takes it gets the snapshot before.
+        replace_database(store.main_file(), store.file_path, lambda: store.check_lease(True), keeps_old=True,
+                         meanwhile=store.check_lease)
 
     def on_snapshot(self, failure: Optional[Exception]) -> None:
         """A snapshot was written, or could not be."""
