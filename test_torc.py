@@ -14128,6 +14128,18 @@ class BackupTest(WorldTest):
         with self.world.connect(database=copy) as client:
             self.assertEqual(['one', 'two'], [row['name'] for row in client.list_workflows()['items']][-2:])
 
+    def test_a_copy_on_the_host_of_the_server_need_not_be_seen_here(self) -> None:
+        self.world.serve('-d', 'my.db')
+        away = 'plain = torc.Client.call\n' \
+               'def call(self, op, body=None, *args, **params):\n' \
+               '    answer = plain(self, op, body, *args, **params)\n' \
+               '    if op == "backup_database" and answer["is_done"]: os.rename(body["path"], body["path"] + ".there")\n' \
+               '    return answer\n' \
+               'torc.Client.call = call'
+        self.assertExit(0, self.world.cli('serve', '--backup', 'copy.db', env={'TORC_TEST_SETUP': 'import os\n' + away}),
+                        f'copy.db (on host {socket.gethostname()})')
+        self.names(self.world.path('copy.db.there'))
+
     def test_copies_taken_under_load_are_each_a_state_that_was_there(self) -> None:
         self.world.serve('-d', 'my.db')
         is_over, told = threading.Event(), []

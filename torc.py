@@ -37013,9 +37013,11 @@ def back_up(session: Session, args: Arguments) -> int:
     client.check_exists()
     with contextlib.closing(client):
         client.reconnect()
+        host = socket.gethostname()
         if client.is_direct:
             client.copy_to(path)
         else:
+            host = client.call('get_database')['host']
             backup = client.call('backup_database', {'path': path})
             while not backup['is_done']:
                 time.sleep(BACKUP_POLL_S)
@@ -37023,7 +37025,10 @@ def back_up(session: Session, args: Arguments) -> int:
             if backup.get('error'):
                 raise Refused(backup['error'])
         value = {'database': client.database or client.named_url, 'backup': path}
-    text = f"Copied {value['database']} to {path} ({format_memory(os.path.getsize(path))})"
+    found = f'on host {host}'   # with a file system of its own, perhaps
+    with contextlib.suppress(FileNotFoundError):
+        found = format_memory(os.path.getsize(path))
+    text = f"Copied {value['database']} to {path} ({found})"
     session.answer(value, format_lines([text]))
     return 0
 
