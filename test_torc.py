@@ -8390,6 +8390,17 @@ class ReplayTest(ServiceTest):
                 self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
                 self.assertEqual(([], 1, []), self.replay(entry))
 
+    def test_a_runner_that_the_copy_knows_keeps_what_runs_and_what_it_knows_to_be_over_runs_again(self):
+        later = next(job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items'] if job['name'] == 'b')
+        self.copy()
+        self.back()
+        start = [later, 1, torc.format_time(self.clock)]
+        answer = self.sync(self.workflow_id, self.node_id, started=[start], held=[[later, 1]])
+        self.assertEqual([], answer['revoked'])
+        self.assertEqual({'a': 'ready', 'b': 'running', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        self.assertEqual(2, self.call('get_job', id=self.job['id'])['attempt_id'])
+        self.assertIn('older copy', self.call('list_results', workflow_id=self.workflow_id)['items'][0]['reason'])
+
     def test_ends_of_jobs_and_of_those_that_waited_for_them_count_in_any_order(self):
         self.copy()
         jobs = [{'id': job['id'], 'attempt_id': 1} for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]

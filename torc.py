@@ -25344,7 +25344,7 @@ class ServerLink:
         except Unreachable as error:
             self.on_no_answer(error)
             return False
-        self.is_released, self.is_doubtful, self.returned = False, True, []
+        self.is_released, self.is_doubtful, self.started, self.returned = False, True, [], []
         self.call.on_released()
         self.context.say(
             f'the server had released compute node {old}, whose lease was over; this runner continues as '
@@ -25448,9 +25448,10 @@ class ServerLink:
                      'submitted': self.submitted[:]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
-        started = self.all_starts() if self.is_doubtful else self.started
+        starts = self.started + (self.all_starts() if self.is_doubtful else [])
+        started = {tuple(start[:2]): start for start in starts}     # type: Dict[Any, List[Any]]
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
-                    started=[start for start in started if tuple(start[:2]) not in ended])
+                    started=[start for key, start in started.items() if key not in ended])
 
     def finish(self, deadline_s: float) -> None:
         """Fetch the answer, and take it in. Errors that no later request would cure pass."""
