@@ -23905,6 +23905,20 @@ class OfflineDrainTest(RunnerCase):
             self.assertEqual(2, self.run_it(ping_interval_s=0.2).completed)
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
 
+    def test_a_runner_does_not_leave_with_what_it_has_in_memory_alone(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+        self.is_away, asked = lambda: self.has('ran1') and not self.has('back'), []
+
+        def on_asked() -> None:
+            self.go(1)
+            asked.append(any('in memory only' in message for message in self.progress.messages))
+            if sum(asked) > 2:
+                self.world.write('back', '')
+        self.asked, tempfile.tempdir = on_asked, '/proc/nowhere'
+        with self.broken_journal(lambda: sqlite3.OperationalError('disk I/O error')):
+            self.assertEqual(1, self.run_it(ping_interval_s=0.2).completed)
+        self.assertEqual([(1, 1, 0, 'completed')], self.results())
+
     def test_every_runner_makes_a_journal_of_its_own(self):
         for name in ('', '_2'):
             path = torc.journal_path(self.world.path('out'), 1, 1, socket.gethostname() + name)

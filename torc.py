@@ -25603,8 +25603,13 @@ class OfflineDrain:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all is kept that can be kept now."""
-        return self.errand is None and (time.monotonic() < self.retry_at or not self.unkept())
+        """Whether all is kept."""
+        return self.errand is None and not self.unkept()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing can be kept now."""
+        return self.errand is None and time.monotonic() < self.retry_at
 
     def due(self) -> float:
         """The next try, or the end of the patience with the last one."""
@@ -28639,7 +28644,9 @@ class Runner:
         if not (self.link.is_quiet and self.link.has_asked):
             return False
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
-        return not (is_asking or self.attempts.by_state['ended']) and self.drain.is_settled
+        # What is in memory alone would be lost: it waits for the server, or for room, while it may.
+        is_kept = self.drain.is_settled or self.shutdown.reason in SIGNAL_REASONS and self.drain.has_failed
+        return is_kept and not (is_asking or self.attempts.by_state['ended'])
 
     @property
     def has_slurm_work(self) -> bool:
