@@ -19708,6 +19708,19 @@ class LinkTest(PartTest):
         link.act(time.monotonic())
         self.assertEqual(1, self.client.requests[-1]['want']['limit'])
 
+    def test_a_database_that_another_command_has_for_a_while_ends_no_runner(self):
+        for error in (torc.Conflict('the database is in use by another torc.py'), torc.Denied('its token file cannot be read')):
+            for is_released in (False, True):
+                with self.subTest(error.message, is_released=is_released):
+                    link = self.link({})
+                    link.is_released = is_released
+                    with unittest.mock.patch.object(self.client, 'call' if is_released else 'begin', side_effect=error):
+                        link.act(0.0)
+                    self.assertEqual('silent', link.state)
+                    link.act(link.due())
+                    link.act(link.due())
+                    self.assertEqual('online', link.state)
+
     def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
         for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
             link = self.link(NO_ANSWER, NO_ANSWER)

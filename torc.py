@@ -25341,7 +25341,7 @@ class ServerLink:
         old = self.context.node_id
         try:
             self.register()
-        except Unreachable as error:
+        except (Unreachable, Conflict, Denied) as error:
             self.on_no_answer(error)
             return False
         self.is_released, self.is_doubtful, self.started, self.returned = False, True, [], []
@@ -25393,12 +25393,10 @@ class ServerLink:
         The children need us: the answer is fetched when it is there.
         """
         self.sent_at = now = time.monotonic()
-        if self.is_released and not self.register_again():
+        if not self.connect() or self.is_released and not self.register_again():
             return
         context = self.context
         self.is_poll = now >= self.poll_at
-        if not self.connect():
-            return
         self.is_doubtful = self.is_doubtful or not self.has_lease
         want = self.call.want() if self.has_lease else None
         self.report_at = math.inf
@@ -25420,7 +25418,7 @@ class ServerLink:
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
                                              workflow_id=context.workflow_id)
-        except (Unreachable, Denied) as error:  # Denied: its connection or token file cannot be read now
+        except (Unreachable, Conflict, Denied) as error:    # see connect()
             self.on_no_answer(error)
         self.exempt_server()
 
@@ -25428,6 +25426,8 @@ class ServerLink:
         """See that there is a connection. Behind a new one may be a server that is back as an older copy."""
         try:
             self.client.ensure_connected(RECONNECT_S)
+        # Conflict: another command has the database of our own server, which has ended. Denied: the file of
+        # its connection or token cannot be read now.
         except (Unreachable, Conflict, Denied) as error:
             self.on_no_answer(error)
             return False
