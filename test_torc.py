@@ -23942,6 +23942,19 @@ class OfflineDrainTest(RunnerCase):
         error = self.run_offline()
         self.assertEqual(torc.journal_path(self.world.path('out'), 1, 1, socket.gethostname() + '_3'), error.details['journal'])
 
+    def test_a_journal_that_is_removed_meanwhile_is_written_anew_as_a_whole(self):
+        self.create(*map(self.UNTIL.format, (1, 2)), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                shutil.rmtree(self.world.path('out/offline_journal'))
+                self.go(2)
+        self.asked = asked
+        error = self.run_offline(poll_interval_s=0.1)
+        self.assertEqual({1: ('completed', 0), 2: ('completed', 0)}, {**self.ends('tmp'), **self.ends()}, error.message)
+
     def test_a_second_outage_adds_to_the_first_ones_journal(self):
         self.create(*map(self.UNTIL.format, (1, 2)), **self.NO_WINDOW)
         self.is_away = lambda: self.has('ran1', 'ran2') and self.has('back') == self.has('again')

@@ -25644,6 +25644,8 @@ class OfflineDrain:
         with contextlib.suppress(AttributeError):   # not Linux
             # What was begun is finished though the runner is killed.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        if self.path and not os.path.lexists(self.path):    # a new one would lack what was in it
+            raise OSError(f'{self.path} was removed')
         path = self.path or self.make_journal()
         try:
             with contextlib.closing(Journal(path)) as journal:
