@@ -8760,6 +8760,9 @@ class SyncTest(ServiceTest):
         with self.service.transaction():
             torc.release_lost_nodes(self.context, lambda *runner: None)
         self.assertEqual('failed failed canceled canceled active', self.states())
+        self.assertEqual({'compute node 1 (h), which ran it, went away: nothing was heard of it for 60 s, its '
+                          'lease'}, {row['reason'] for row in self.call('list_results',
+                                                                        workflow_id=self.workflow_id)['items']})
         found = self.tell(self.NODE_FAIL)
         self.assertEqual(('ready ready blocked blocked complete', 2, 0),
                          (self.states(), found['jobs_requeued'], found['compute_nodes_deactivated']))
@@ -24503,7 +24506,8 @@ def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
         'active_scheduled_nodes': at_work.get('active', 0),
         'pending_scheduled_nodes': at_work.get('pending', 0), 'unserved_ready_labels': more.pop('labels', {})}
     return dict({'status': status, 'now': 10000.0, 'began_at': 10000.0, 'scheduled_at': None, 'recoveries': 0,
-                 'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'run_id': 1}, **more)
+                 'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'had_allocations': True,
+                 'run_id': 1}, **more)
 
 
 class WatcherTest(unittest.TestCase):
@@ -24547,13 +24551,14 @@ class WatcherTest(unittest.TestCase):
             2 blocked                    -          schedule  -               wait      0     left: 2 block
             2 ready                      -          recover   -               wait      0     nobody is
             2 ready                      -          recover   ours=1          schedule  0     2 jobs are
+            2 ready                      -          recover   ours=1,local=0  wait      0     nobody is
             2 ready                      -          plain     ours=1          wait      0     nobody is
             2 ready                      -          once      -               end       1     nobody is
             2 ready                      -          keep      -               wait      0     nobody is
             3 uninitialized              -          once      -               end       1     3 uninitialized
         """)
         keys = {'done': 'recoveries', 'begun': 'is_begun', 'ours': 'is_recovered',
-                'scheduler': 'has_scheduler', 'canceled': 'is_canceled'}
+                'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled'}
         for row in table:
             with self.subTest(**row):
                 pairs = [pair.split('=') for pair in filter(None, row['more'].split(','))]
@@ -24595,8 +24600,8 @@ class WatcherTest(unittest.TestCase):
         self.assertEqual('wait', self.step(watcher, 2.0, '1 ready', labels={'gpu': 1})[0])
         name, reason, code = self.step(watcher, 3.0, '1 ready', labels={'gpu': 1})
         self.assertEqual(('end', 1), (name, code))
-        self.assertEqual('nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu',
-                         reason)
+        self.assertEqual('nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu '
+                         '(`submit` or `run` it, or give --auto-schedule or --persistent)', reason)
 
     def test_labelled_jobs_get_no_allocation(self):
         watcher = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True))
@@ -29296,6 +29301,7 @@ class WatchedSlurmTest(CommandTest):
             database.execute("UPDATE scheduled_compute_node SET status = 'complete'")
 
     def test_what_failed_runs_again_with_what_it_lacked_as_often_as_is_allowed(self):
+        self.allocate(71)
         self.fail(137)
         self.looks('cat "$fake"/job_*')
         done = self.watch('-r', '-m', 1, '--profile', 'kestrel')
@@ -29304,7 +29310,8 @@ class WatchedSlurmTest(CommandTest):
         self.assertEqual(2, self.json('workflows get 1')['run_id'])
         self.assertEqual({'j1': 'ready', 'j2': 'completed', 'j3': 'completed', 'j4': 'completed'}, self.states())
         rows = self.json('scheduled-compute-nodes list 1')['items']
-        self.assertEqual([(100, 'pending')], [(row['scheduler_id'], row['status']) for row in rows])
+        self.assertEqual([(71, 'complete'), (100, 'pending')],
+                         [(row['scheduler_id'], row['status']) for row in rows])
         self.fail(137)
         words = 'jobs failed again after 1 recoveries (--max-retries)'
         for _ in range(2):      # as scrontab starts it
@@ -29312,6 +29319,12 @@ class WatchedSlurmTest(CommandTest):
         self.assertEqual((2, 1), (self.json('workflows get 1')['run_id'], len(self.fakes.calls('sbatch'))))
         done = self.watch('-r', '--once', '--profile', 'kestrel', code=1)
         self.assertIn('jobs failed: recovery 2', done.err)
+
+    def test_without_allocations_what_failed_is_made_ready_for_a_runner(self):
+        self.fail(137)
+        done = self.watch('-r', code=1)
+        self.assertIn('to go on: torc.py run 1', done.err)
+        self.assertEqual(('ready', []), (self.states()['j1'], self.fakes.calls()))
 
     def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
         self.fail(3)
@@ -31779,6 +31792,21 @@ class LostNodeTest(OrphanCase):
                                      found['compute_nodes_deactivated']))
         self.go_on()
         self.assertEqual({2}, {row['attempt_id'] for row in self.rows('list_results')})
+
+    def test_an_allocation_that_was_preempted_while_its_runner_could_not_say_so(self):
+        node = self.begin('--no-requeue --partition=low')
+        allocation, = self.live_allocations()
+        self.addCleanup(self.bed.control, 'thaw-node', allocation.nodes)
+        self.bed.control('freeze-node', allocation.nodes)
+        self.sbatch('true', '--partition=high', f'--nodelist={allocation.nodes}', '--cpus-per-task=4', '-t', 1)
+        self.wait_slurm(lambda: [row for row in self.allocations() if row.id == allocation.id
+                                 and row.state != 'RUNNING'], 30, 'the preemption')
+        os.kill(node['pid'], signal.SIGKILL)
+        self.bed.control('thaw-node', allocation.nodes)
+        found = self.sync_when_certain('jobs_requeued')
+        self.assertRegex(found['allocations'][0]['reason'],
+                         fr'^Slurm job {allocation.id} was preempted by a job of higher priority \(PREEMPTED')
+        self.go_on()
 
     def test_a_node_that_is_lost(self):
         self.begin()
@@ -35196,7 +35224,7 @@ def kill_reconcilers(world: World, count: int, kills: int, seed: int) -> str:
 
 PARKED = '''
 name: parked
-slurm_defaults: {begin: now+1hour, account: wfacct, partition: main}
+slurm_defaults: {begin: now+1hour, account: wfacct}
 resource_requirements:
   - {name: small, num_cpus: 1, memory: 100m, runtime: PT1M}
   - {name: large, num_cpus: 2, memory: 200m, runtime: PT1M}
@@ -35236,7 +35264,10 @@ class Parking:
     def begin(self, what: str) -> int:
         """A workflow for a planner; its id."""
         workflow_id = self.world.cli('-f', 'json', 'create', self.spec).json()['workflow_id']
-        if what == 'recover':
+        if what == 'recover':   # its allocations are gone, and its jobs have failed
+            outcome = self.world.cli('submit', workflow_id)
+            assert outcome.code == 0, str(outcome)
+            self.clear()
             outcome = self.world.cli('run', workflow_id, '-p', '0.1')
             assert outcome.code == 1, str(outcome)
         return workflow_id
@@ -35254,7 +35285,7 @@ class Parking:
         recovery = collections.Counter((action['executed'], action['trigger_count'] >= action['required_triggers'])
                                        for action in actions if action['is_recovery'])
         return {'allocations': len(live), 'jobs': dict(statuses), 'run': run_id, 'recovery actions': dict(recovery),
-                'others open': [action['id'] for action in actions if not action['is_recovery'] and not action['executed']]}
+                'others open': sum(not (action['is_recovery'] or action['executed']) for action in actions)}
 
 
 def kill_planners(world: World, what: str, kills: int, seed: int) -> str:
@@ -35272,14 +35303,15 @@ def kill_planners(world: World, what: str, kills: int, seed: int) -> str:
                     assert outcome.code == 0, str(outcome)
                     took_s, wanted = time.monotonic() - began, parking.found(workflow_id)
                 else:
-                    select.select([], [], [], chance.uniform(0.1, took_s))
+                    select.select([], [], [], chance.uniform(0.1, took_s * 0.8))
                     finished += command.has_ended()
                     command.kill()
                     again = world.cli(*words, timeout=180)
                     codes[again.code] += 1
                     found = parking.found(workflow_id)
                     assert found == wanted, f'kill {number}: {found}, not {wanted}\n{command}\n{again}'
-                assert world.cli('cancel', workflow_id).code == 0
+                canceled = world.cli('cancel', workflow_id, '--no-prompts')
+                assert canceled.code == 0, str(canceled)
                 parking.clear()
         finally:
             parking.clear()
@@ -35288,7 +35320,7 @@ def kill_planners(world: World, what: str, kills: int, seed: int) -> str:
 
 LIES = {    # what a squeue may do that is asked about an allocation that runs
     'fails': 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1',
-    'hangs': 'sleep 1000',
+    'hangs': 'exec sleep 1000',
     'is slow': 'sleep 4; exec squeue "$@"',
     'says nothing': 'exit 0',
     'speaks nonsense': 'echo "what|is this"; echo ";;"; exit 0',
@@ -35389,8 +35421,7 @@ class Night:
 
     def runners(self) -> List[int]:
         """Processes of runners in allocations, without their guardians."""
-        found = {pid for pid, words in processes_with(self.world.mark).items()
-                 if ' run 1 ' in words + ' ' and b'SLURM_JOB_ID=' in read_bytes(f'/proc/{pid}/environ')}
+        found = {pid for pid, words in processes_with(self.world.mark).items() if ' slurm-job-runner ' in words}
         return sorted(pid for pid in found if read_parent(pid) not in found)
 
     def kill_something(self) -> None:
@@ -35408,7 +35439,8 @@ class Night:
             self.dead_nodes[node] = time.monotonic() + self.NODE_S
             self.say(how, f'{node} with {number}')
         else:
-            for pid in self.runners()[:1]:
+            runners = self.runners()
+            for pid in self.chance.sample(runners, min(1, len(runners))):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     self.say('kill -9 of a runner', str(pid))
@@ -35773,8 +35805,10 @@ PAUSES = {
     'orphan_trial': 'dies at a moment that chance decides', 'kill_under_clerks': 'dies at a moment that chance decides',
     'Intruder.pause': 'acts at a moment that chance decides',
     'kill_journal_writers': 'dies at a moment that chance decides',
+    'JournalReaderTest.test_what_a_writer_had_kept_is_read_wherever_it_is_killed': 'dies at a moment that chance decides',
     'kill_offline_runner': 'dies at a moment that chance decides',
     'kill_reconcilers': 'dies at a moment that chance decides', 'kill_planners': 'dies at a moment that chance decides',
+    'JournalReaderTest.test_what_a_writer_had_kept_is_read_wherever_it_is_killed': 'dies at a moment that chance decides',
     'Night.carry_out': 'until the next kill, or the end',
 }
 

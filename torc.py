@@ -10492,6 +10492,9 @@ def assume_failed(context: Context, state: WorkflowState, job_id: int, reason: s
         'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
 
 
+SILENCE = 'nothing was heard of it for {:g} s, its lease'
+
+
 def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
                        host: Optional[str] = None) -> List[int]:
     """Release the active nodes whose runner is dead, or unknown while their lease is over. Their ids.
@@ -10507,13 +10510,13 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
         # After a start of the server no lease is known, and a runner may be in its longest pause.
         ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s
                                                     + MAX_RETRY_PAUSE_S)
-        is_alive = lives(hostname, pid, identity or '')
+        is_alive, why = lives(hostname, pid, identity or ''), f'its process {pid} does not exist any more'
         if is_alive is None:
-            is_alive = context.service.clock() <= ends_at
+            is_alive, why = context.service.clock() <= ends_at, SILENCE.format(lease_s)
         if not is_alive:
             try:
                 with context.savepoint():
-                    end_node(context, node_id)
+                    end_node(context, node_id, why)
                 lost.append(node_id)
             except TorcError as error:      # the other nodes' jobs must not wait for it
                 log.error('compute node %d cannot be released: %s', node_id, error.message)
@@ -12413,7 +12416,7 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
         for node_id, lease_s in context.rows('SELECT id, lease_s FROM compute_node WHERE workflow_id = ? '
                                              'AND is_active = 1 AND lease_s IS NOT NULL', (workflow_id,)):
             if service.clock() > service.leases.get(node_id, math.inf):
-                dead.setdefault(node_id, f'nothing was heard of it for {lease_s:.0f} s, its lease')
+                dead.setdefault(node_id, SILENCE.format(lease_s))
             if node_id in dead:
                 take_node(context, node_id, {'reason': dead[node_id]}, found)
         for job_id, name in context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id',
@@ -12533,11 +12536,14 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
                'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
     context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
                 (None if body.get('is_over') else format_json(watcher), workflow_id))
-    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
+    has_scheduler, had_allocations = context.one(
+        'SELECT EXISTS (SELECT 1 FROM slurm_scheduler WHERE workflow_id = ?1), '
+        'EXISTS (SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ?1)', (workflow_id,))
     return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
             'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
             'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
-            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
+            'has_scheduler': bool(has_scheduler), 'had_allocations': bool(had_allocations),
+            'run_id': state.run_id,
             'status': get_workflow_status(context, workflow_id)}
 
 
@@ -12808,9 +12814,9 @@ MODELS = {
         'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
-    'WatchResponse': 'began_at:float granted:bool! has_scheduler:bool is_begun:bool is_recovered:bool '
-        'now:float process:any recoveries:int run_id:int scheduled_at:float status:@WorkflowStatusResponse '
-        'until:float!',
+    'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_scheduler:bool is_begun:bool '
+        'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float '
+        'status:@WorkflowStatusResponse until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
@@ -29900,7 +29906,8 @@ class Watcher:
         """Jobs are left, and nobody is at work."""
         unserved = seen['status'].get('unserved_ready_labels') or {}
         number = counts['ready'] - sum(unserved.values())
-        is_ours = self.rules.recovers and seen['is_recovered']
+        # What `recover` begins it also submits; unless it was killed, or Slurm took nothing.
+        is_ours = self.rules.recovers and seen['is_recovered'] and seen['had_allocations']
         if number > 0 and (self.rules.schedules or is_ours) and seen['has_scheduler']:
             is_given_up = self.num_failures >= SCHEDULE_FAILURES and not self.rules.is_persistent
             if now >= self.retry_at and not is_given_up:
@@ -29912,7 +29919,8 @@ class Watcher:
         reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
         if self.rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not self.rules.is_once:
             return WatchStep('wait', reason)
-        return WatchStep('end', reason, 1)
+        cure = '`submit` or `run` it, or give --auto-schedule or --persistent'
+        return WatchStep('end', f'{reason} ({cure})', 1)
 
     # -------- what came of a step --------
 
@@ -36632,6 +36640,7 @@ class Supervision:
             if code is None and self.args['once']:
                 code = 1
                 self.leave(False)
+                self.show_end('jobs are left', code)
             if code is not None:
                 return code
             self.session.client.close()     # an embedded database is for others meanwhile
@@ -36714,10 +36723,14 @@ class Supervision:
         self.say(f'Watch ended: {format_counts(counts)}')
         # Whoever is started again and again is not to begin anew what was given up.
         self.leave(not step.exit or not self.args['once'])
+        self.show_end(step.reason, step.exit)
+
+    def show_end(self, reason: str, code: int) -> None:
+        """The outcome as JSON, if that is asked for."""
         if self.session.format == 'json':
-            self.session.show_json({'workflow_id': self.number, 'is_complete': not step.exit,
-                                    'reason': step.reason, 'recoveries': self.seen['recoveries'],
-                                    'jobs_by_status': counts})
+            self.session.show_json({'workflow_id': self.number, 'is_complete': not code, 'reason': reason,
+                                    'recoveries': self.seen['recoveries'],
+                                    'jobs_by_status': self.seen['status']['jobs_by_status']})
 
     def say_counts(self) -> None:
         """The counts of jobs: as they change, or each time if that is asked for."""
@@ -36742,8 +36755,8 @@ class Supervision:
             found = clean_up_allocations(self.session, self.number)
         except (Unreachable, Conflict):
             raise
-        except TorcError as error:
-            found = {'doubts': [error.message]}
+        except (TorcError, OSError) as error:
+            found = {'doubts': [text_of_failure(error)]}
         self.watcher.on_look(time.monotonic(), found['doubts'])
         lines = [f"allocation of Slurm job {row['slurm_job_id']}: {row['reason']}"
                  for row in found.get('allocations', ())]
@@ -36761,7 +36774,14 @@ class Supervision:
         rows = self.session.items('list_scheduled_compute_nodes', workflow_id=self.number, status='pending')
         if any(row['scheduler_type'] == 'slurm' and not row['scheduler_id'] for row in rows):
             workflow = self.session.workflow(self.number)
-            done = submit_allocations(self.session, workflow, {'settings': self.settings()})
+            try:
+                done = submit_allocations(self.session, workflow, {'settings': self.settings()})
+            except (Unreachable, Conflict):
+                raise
+            except (TorcError, OSError) as error:
+                return self.say(f'no allocations: {text_of_failure(error)}', 'warning')
+            for refusal in dict.fromkeys(done.refusals):
+                self.say(f'no allocation: {refusal}', 'warning')
             if done.numbers:
                 self.say(f'{len(done.numbers)} allocations submitted that a killed command had left')
 
@@ -36783,8 +36803,8 @@ class Supervision:
                 failure = '; '.join(done.get('warnings') or ()) or 'nothing was submitted'
         except (Unreachable, Conflict):
             raise
-        except TorcError as error:
-            failure = error.message
+        except (TorcError, OSError) as error:
+            failure = text_of_failure(error)
         self.watcher.on_schedule(time.monotonic(), failure)
         if failure:
             return self.say(f'no allocations: {failure}', 'warning')
@@ -36805,8 +36825,8 @@ class Supervision:
             found = recover_workflow(self.session, workflow, self.recover_options())
         except (Unreachable, Conflict):
             raise
-        except TorcError as error:
-            refusal = error.message
+        except (TorcError, OSError) as error:
+            refusal = text_of_failure(error)
         self.watcher.on_recover(run_id, refusal)
         if refusal:
             return self.say(f'not recovered: {refusal}', 'warning')
@@ -36814,11 +36834,18 @@ class Supervision:
         number = len(result.get('jobs_to_retry') or ())
         self.say(f"{number} jobs run again: {result.get('oom_fixed', 0)} with more memory, "
                  f"{result.get('timeout_fixed', 0)} with more time")
+        if found.get('next_command'):
+            self.say(f"to go on: {found['next_command']}")
 
     def recover_options(self) -> Any:
         """Options of `recover` from those of `watch`."""
         names = set(RecoverOptions._fields) & set(self.args)
         return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings())
+
+
+def text_of_failure(error: Exception) -> str:
+    """What went wrong in a step, without an end of the watch: a full disk passes, too."""
+    return error.message if isinstance(error, TorcError) else printable_line(str(error))
 
 
 def watch_rules(args: Arguments) -> WatchRules:
