@@ -8391,6 +8391,17 @@ class ReplayTest(ServiceTest):
                 self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
                 self.assertEqual(([], 1, []), self.replay(entry))
 
+    def test_a_runner_that_the_copy_knows_keeps_what_runs_and_what_it_knows_to_be_over_runs_again(self):
+        later = next(job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items'] if job['name'] == 'b')
+        self.copy()
+        self.back()
+        start = [later, 1, torc.format_time(self.clock)]
+        answer = self.sync(self.workflow_id, self.node_id, started=[start], held=[[later, 1]])
+        self.assertEqual([], answer['revoked'])
+        self.assertEqual({'a': 'ready', 'b': 'running', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        self.assertEqual(2, self.call('get_job', id=self.job['id'])['attempt_id'])
+        self.assertIn('older copy', self.call('list_results', workflow_id=self.workflow_id)['items'][0]['reason'])
+
     def test_ends_of_jobs_and_of_those_that_waited_for_them_count_in_any_order(self):
         self.copy()
         jobs = [{'id': job['id'], 'attempt_id': 1} for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
@@ -13835,6 +13846,70 @@ class MemoryDatabaseTest(WorldTest):
         torc.remove_memory_directory(store)     # nowhere else is what was answered last
         self.assertTrue(os.path.exists(store.path))
 
+    def test_a_last_snapshot_that_takes_long_keeps_the_lease(self) -> None:
+        silenced(self)
+        self.now, gaps = 1000.0, []
+        store, lease = torc.open_in_memory(self.database), torc.Lease(self.database, lambda: self.now)
+        self.addCleanup(shutil.rmtree, os.path.dirname(store.path))
+        lease.take()
+        store.lease, store.snapshots = lease, torc.SnapshotWriter(store, 300.0, print)
+        with store.transaction():
+            store.run('UPDATE identity SET id = ?', ('x' * 32,))
+        read = os.pread
+
+        def read_slowly(*args: Any) -> bytes:
+            gaps.append(self.now - lease.renewed_at)
+            self.now += 8
+            return read(*args)
+        with unittest.mock.patch.multiple(torc, COPY_BYTES=4096, SYNCED_PIECES=3), unittest.mock.patch.object(os, 'pread', read_slowly):
+            store.snapshots.close()
+        self.assertEqual('', store.snapshots.error)
+        self.assertGreater(len(gaps), 10)
+        self.assertLess(max(gaps), 3 * lease.PERIOD_S)
+        store.close()
+
+    def test_a_backup_on_a_file_system_that_does_not_answer_costs_no_snapshot(self) -> None:
+        silenced(self)
+        store, answer = torc.open_in_memory(self.database), threading.Event()
+        self.addCleanup(shutil.rmtree, os.path.dirname(store.path))
+        store.snapshots = writer = torc.SnapshotWriter(store, 300.0, print)
+        backup = writer.ask_backup(self.world.path('copy.db'))
+        copy = torc.copy_descriptor
+
+        def hang(descriptor: int, path: str, check: Any = bool) -> None:
+            if 'copy.db' in path:
+                answer.wait(60)
+            copy(descriptor, path, check)
+        with unittest.mock.patch.multiple(torc, copy_descriptor=hang, BACKUP_END_S=0.2):
+            writer.act(time.monotonic())
+            thread = writer.thread
+            with store.transaction():
+                store.run('UPDATE identity SET id = ?', ('x' * 32,))
+            writer.close()
+            answer.set()
+            thread.join(20)
+        self.assertEqual((True, '', False), (backup.is_done, writer.error, thread.is_alive()))
+        self.assertIn('did not answer', backup.error)
+        self.assertFalse(os.path.exists(self.world.path('copy.db')))
+        store.close()
+        self.assertEqual([('x' * 32,)], ask_sqlite(self.database, 'SELECT id FROM identity'))
+
+    def test_a_backup_that_ends_after_its_server_has_closed_its_sockets_raises_nothing(self) -> None:
+        silenced(self)
+        store = torc.Store(self.database)
+        self.addCleanup(store.close)
+        writer = torc.CopyWriter(store)
+
+        def wake() -> None:
+            raise OSError(errno.EBADF, 'Bad file descriptor')
+        writer.wake, raised = wake, []
+        writer.ask_backup(self.world.path('copy.db'))
+        hook = getattr(threading, 'excepthook', None)       # since Python 3.8
+        with unittest.mock.patch.object(threading, 'excepthook', lambda *args: raised.append(args)) if hook else contextlib.suppress():
+            writer.act(time.monotonic())
+            writer.close()
+        self.assertEqual([], raised)
+
     def test_it_is_copied_at_intervals_and_when_asked_while_requests_go_on(self) -> None:
         self.world.serve('-d', 'my.db', '--in-memory', '--snapshot-interval-seconds', 1)
         client = self.world.connect(database=self.database)
@@ -14091,6 +14166,18 @@ class BackupTest(WorldTest):
         self.assertEqual([], glob.glob(glob.escape(self.world.directory) + '/*.new'))
         with self.world.connect(database=copy) as client:
             self.assertEqual(['one', 'two'], [row['name'] for row in client.list_workflows()['items']][-2:])
+
+    def test_a_copy_on_the_host_of_the_server_need_not_be_seen_here(self) -> None:
+        self.world.serve('-d', 'my.db')
+        away = 'plain = torc.Client.call\n' \
+               'def call(self, op, body=None, *args, **params):\n' \
+               '    answer = plain(self, op, body, *args, **params)\n' \
+               '    if op == "backup_database" and answer["is_done"]: os.rename(body["path"], body["path"] + ".there")\n' \
+               '    return answer\n' \
+               'torc.Client.call = call'
+        self.assertExit(0, self.world.cli('serve', '--backup', 'copy.db', env={'TORC_TEST_SETUP': 'import os\n' + away}),
+                        f'copy.db (on host {socket.gethostname()})')
+        self.names(self.world.path('copy.db.there'))
 
     def test_copies_taken_under_load_are_each_a_state_that_was_there(self) -> None:
         self.world.serve('-d', 'my.db')
@@ -18948,7 +19035,7 @@ class JournalReaderTest(WorldTest):
 
 class StoreClient:
     """The verbs on a store of our own, as the runner's client; `faults` says what happens to each request instead."""
-    url, token_file, servers_started = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0
+    url, token_file, servers_started, times_opened = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0, 1
     tls = torc.TlsSettings()
 
     def __init__(self, path: str) -> None:
@@ -18985,6 +19072,9 @@ class StoreClient:
 
     def reconnect(self, wait_s: float = 0) -> None:
         """Nothing can be done."""
+
+    def ensure_connected(self, wait_s: float) -> None:
+        """It is."""
 
     def rows(self, op: str, **params: Any) -> List[Dict[str, Any]]:
         """Items of a list."""
@@ -19404,6 +19494,7 @@ class NodeSizeTest(WorldTest):
 class ScriptedClient:
     """A client whose answers are given: dicts, or errors to raise. A request without an answer waits for one."""
     url, token_file, servers_started, tls = 'http://127.0.0.1:1/torc-service/v1', '/secret/token', 0, torc.TlsSettings()
+    times_opened = 1
     EMPTY = {'accepted': [], 'errors': [], 'jobs': [], 'kinds': [], 'handlers': [], 'notices': [], 'actions': [], 'is_complete': False,
              'is_canceled': False, 'unfinished': 1, 'jobs_by_status': {}}
 
@@ -19435,6 +19526,9 @@ class ScriptedClient:
 
     def reconnect(self, wait_s: float = 0) -> None:
         """Nothing can be done."""
+
+    def ensure_connected(self, wait_s: float) -> None:
+        """It is."""
 
 
 class PartTest(WorldTest):
@@ -19641,6 +19735,19 @@ class LinkTest(PartTest):
                          (request['want'], request['completions'], acted, link.state, link.due()))
         link.act(time.monotonic())
         self.assertEqual(1, self.client.requests[-1]['want']['limit'])
+
+    def test_a_database_that_another_command_has_for_a_while_ends_no_runner(self):
+        for error in (torc.Conflict('the database is in use by another torc.py'), torc.Denied('its token file cannot be read')):
+            for is_released in (False, True):
+                with self.subTest(error.message, is_released=is_released):
+                    link = self.link({})
+                    link.is_released = is_released
+                    with unittest.mock.patch.object(self.client, 'call' if is_released else 'begin', side_effect=error):
+                        link.act(0.0)
+                    self.assertEqual('silent', link.state)
+                    link.act(link.due())
+                    link.act(link.due())
+                    self.assertEqual('online', link.state)
 
     def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
         for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
@@ -23840,6 +23947,20 @@ class OfflineDrainTest(RunnerCase):
             self.assertEqual(2, self.run_it(ping_interval_s=0.2).completed)
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 0, 'completed')], self.results())
 
+    def test_a_runner_does_not_leave_with_what_it_has_in_memory_alone(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+        self.is_away, asked = lambda: self.has('ran1') and not self.has('back'), []
+
+        def on_asked() -> None:
+            self.go(1)
+            asked.append(any('in memory only' in message for message in self.progress.messages))
+            if sum(asked) > 2:
+                self.world.write('back', '')
+        self.asked, tempfile.tempdir = on_asked, '/proc/nowhere'
+        with self.broken_journal(lambda: sqlite3.OperationalError('disk I/O error')):
+            self.assertEqual(1, self.run_it(ping_interval_s=0.2).completed)
+        self.assertEqual([(1, 1, 0, 'completed')], self.results())
+
     def test_every_runner_makes_a_journal_of_its_own(self):
         for name in ('', '_2'):
             path = torc.journal_path(self.world.path('out'), 1, 1, socket.gethostname() + name)
@@ -23849,6 +23970,19 @@ class OfflineDrainTest(RunnerCase):
         self.is_away, self.asked = lambda: self.has('ran1'), lambda: self.go(1)
         error = self.run_offline()
         self.assertEqual(torc.journal_path(self.world.path('out'), 1, 1, socket.gethostname() + '_3'), error.details['journal'])
+
+    def test_a_journal_that_is_removed_meanwhile_is_written_anew_as_a_whole(self):
+        self.create(*map(self.UNTIL.format, (1, 2)), **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2')
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends():
+                shutil.rmtree(self.world.path('out/offline_journal'))
+                self.go(2)
+        self.asked = asked
+        error = self.run_offline(poll_interval_s=0.1)
+        self.assertEqual({1: ('completed', 0), 2: ('completed', 0)}, {**self.ends('tmp'), **self.ends()}, error.message)
 
     def test_a_second_outage_adds_to_the_first_ones_journal(self):
         self.create(*map(self.UNTIL.format, (1, 2)), **self.NO_WINDOW)
@@ -28289,6 +28423,46 @@ class ReconcileTest(WorldTest):
         self.assertEqual(['x\n'] * 3, [self.world.read(name) for name in 'abc'], 'each ran once')
         found = self.world.main('--url', self.world.url, '-f', 'json', 'results', 'list', 1, '--all-runs').json()['items']
         self.assertEqual([(1, 1, 0), (2, 1, 0), (3, 1, 0)], sorted((row['job_id'], row['attempt_id'], row['return_code']) for row in found))
+
+    @slow
+    def test_jobs_go_on_at_an_older_copy_that_knows_their_runner_and_not_that_they_began(self):
+        command = 'echo x >> {0}; while test ! -e go-{0}; do sleep 0.1; done'
+        jobs = [{'name': 'a', 'command': command.format('a')}, {'name': 'b', 'command': command.format('b'), 'depends_on': ['a']}]
+        self.world.write('w.json', json.dumps({'name': 'w', 'jobs': jobs}))
+        self.world.serve('--db', 'torc.db')
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        for words in (('create', 'w.json'), ('workflows', 'init', 1)):
+            self.assertExit(0, self.world.cli('--url', self.world.url, *words))
+        runner = self.world.start('--url', self.world.url, 'run', 1, '--poll-interval', '0.2', '--num-cpus', 2)
+
+        def running() -> List[str]:
+            found = self.world.main('--url', self.world.url, '-f', 'json', 'jobs', 'list', 1, '-s', 'running').json()
+            return [row['name'] for row in found['items']]
+
+        def stop() -> None:
+            self.world.server.process.kill()
+            self.world.server.process.wait()
+        self.world.wait(lambda: running() == ['a'], 30, 'the first job', [runner])
+        stop()
+        names = [name for name in ('torc.db', 'torc.db-wal') if os.path.exists(self.world.path(name))]
+        for name in names:
+            shutil.copy(self.world.path(name), self.world.path('old-' + name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.world.write('go-a', '')
+        self.world.wait(lambda: running() == ['b'], 60, 'the second job', [runner])
+        stop()
+        for name in ('torc.db', 'torc.db-wal'):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.world.path(name))
+        for name in names:
+            shutil.copy(self.world.path('old-' + name), self.world.path(name))
+        self.world.serve('--db', 'torc.db', '--port', port)
+        self.world.wait(lambda: 'b' in running(), 60, 'its return', [runner])
+        self.world.write('go-b', '')
+        self.world.wait(lambda: runner.process.poll() is not None, 60, 'the end of the runner')
+        self.assertEqual(0, runner.process.returncode, runner.err)
+        self.assertEqual('x\n', self.world.read('b'), 'what ran goes on')
+        self.assertEqual('x\nx\n', self.world.read('a'), 'its end is forgotten')
 
     @slow
     def test_what_ran_while_the_server_was_away_is_brought_by_the_command_that_its_runner_named(self):

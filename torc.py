@@ -10322,8 +10322,8 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     slurm_job_id, restart_count = scheduler['slurm_job_id'], scheduler.get('restart_count') or 0
     for node_id, other in active_nodes_of(context, workflow_id, slurm_job_id):
         if (other.get('restart_count') or 0) < restart_count:
-            interrupt_jobs(context, node_id, f'Slurm put job {slurm_job_id}, in which it ran, into the queue '
-                                             'again')
+            interrupt_jobs(context, running_jobs(context, node_id),
+                           f'Slurm put job {slurm_job_id}, in which it ran, into the queue again')
             end_node(context, node_id)
     record = context.one('SELECT id, scheduler_config_id FROM scheduled_compute_node WHERE workflow_id = ?1 '
                          "AND scheduler_type = 'slurm' AND (scheduler_id = ?2 OR id = ?3) "
@@ -10336,10 +10336,14 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     return {'scheduler': dict(scheduler, scheduler_id=record[0]), 'scheduler_config_id': record[1]}
 
 
-def interrupt_jobs(context: Context, node_id: int, reason: str) -> None:
-    """The running jobs of a node have not failed: they are ready again, and spend no retry."""
-    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}',
-                              (node_id,)):
+def running_jobs(context: Context, node_id: int) -> List[int]:
+    """The jobs that run on a node, by the records."""
+    return context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,))
+
+
+def interrupt_jobs(context: Context, job_ids: Ids, reason: str) -> None:
+    """These running jobs have not failed: they are ready again, and spend no retry."""
+    for job_id in job_ids:
         job = job_state(context, job_id)
         state = workflow_state(context, job.workflow_id)
         assume_interrupted(context, state, job, reason)
@@ -10602,10 +10606,18 @@ def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) 
 
 def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int, ...]],
                    held_actions: Set[int]) -> None:
-    """Requeue claims and actions that the node does not report holding: the answer to a request was lost."""
+    """Requeue claims and actions that the node does not report holding: the answer to a request was lost.
+
+    So are jobs that run there by the records: the node knows how they ended, in a later state of this database.
+    """
     claimed = context.rows('SELECT id, attempt_id FROM job '
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
     return_claims(context, [key[0] for key in claimed if key not in held_attempts])
+    running = context.rows('SELECT id, attempt_id FROM job '
+                           f'WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,))
+    interrupt_jobs(context, [key[0] for key in running if key not in held_attempts],
+                   f'compute node {node_id}, which ran it, knows it to be over, and this database, an older '
+                   'copy of itself, does not know how it ended')
     taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 '
                         'AND is_reported = 0', (node_id,))
     context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
@@ -12470,7 +12482,7 @@ def take_node(context: Context, node_id: int, seen: Values, found: Values) -> No
     jobs = context.rows('SELECT id, name, status FROM job WHERE compute_node_id = ? '
                         f'AND status IN ({PENDING}, {RUNNING}) ORDER BY id', (node_id,))
     if seen.get('is_interrupted'):
-        interrupt_jobs(context, node_id, seen['reason'])
+        interrupt_jobs(context, running_jobs(context, node_id), seen['reason'])
     end_node(context, node_id, seen['reason'])
     found['compute_nodes_deactivated'] += 1
     failed = 'slurm_jobs_failed' if 'slurm_job_id' in seen else 'running_jobs_failed'
@@ -13842,6 +13854,8 @@ IN_MEMORY = ':memory:'              # for a database: one that lasts as long as 
 DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
 MEMORY_RESERVE_BYTES = 32 * 2 ** 20     # that must be free in memory beside twice the size of the database
 COPY_BYTES = 2 ** 20                # read and written at once
+SYNCED_PIECES = 16                  # so many of these are written to disk together
+BACKUP_END_S = 5.0                  # a server that ends waits for a backup; its file system may be dead
 DATABASE_MAGIC = b'SQLite format 3\0'     # at its beginning (sqlite.org/fileformat2.html, section 1.3)
 STATE_ENDS = ('', '-wal', '-shm', '-journal', '.new', '.previous', '.token', '.connection', '.lease',
               '.memory', '.log', '.loss')
@@ -14446,17 +14460,20 @@ def copy_descriptor(descriptor: int, path: str, check: Callable[[], Any] = bool)
             check()
             target.write(piece)
             offset += len(piece)
+            if not offset % (SYNCED_PIECES * COPY_BYTES):   # all at once, at the end, would take long
+                target.flush()
+                os.fsync(target.fileno())
         target.flush()
         os.fsync(target.fileno())
 
 
 def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool,
-                     keeps_old: bool = False) -> None:
+                     keeps_old: bool = False, meanwhile: Callable[[], Any] = bool) -> None:
     """Replace a database file with a copy of a frozen main file, after a last check that may raise.
 
-    With `keeps_old` the file before is DATABASE.previous from then on.
+    With `keeps_old` the file before is DATABASE.previous from then on. `meanwhile` is called again and again.
     """
-    copy_descriptor(descriptor, database + '.new')
+    copy_descriptor(descriptor, database + '.new', meanwhile)
     check()
     if keeps_old:
         previous = database + '.previous'
@@ -14518,6 +14535,7 @@ def write_backup(store: Store, path: str, check: Callable[[], Any] = bool) -> No
         if damage:
             raise Refused(f'the database {store.path} is damaged ({damage}): {path} stays as it was')
         refuse_backup_target(store, path)       # it may have been taken into use meanwhile
+        check()
         os.replace(temporary, path)
         sync_directory(os.path.dirname(path))
     finally:
@@ -14556,6 +14574,7 @@ class CopyWriter:
         self.ids = itertools.count(1)
         self.is_ending = False
         self.thread = None          # type: Optional[threading.Thread]
+        self.is_backup = False      # that it writes
         self.failure = None         # type: Optional[Exception]  # of the thread
         self.is_over = False        # the thread has done its work
         self.on_end = lambda failure: None  # type: Callable[[Optional[Exception]], Any]  # ... is told here
@@ -14588,6 +14607,7 @@ class CopyWriter:
             self.finish()
         backup = self.next_backup()
         if self.thread is None and backup is not None:
+            self.is_backup = True
             self.start(functools.partial(write_backup, self.store, backup.path, self.check), backup.finish)
 
     def check(self) -> None:
@@ -14614,13 +14634,16 @@ class CopyWriter:
         except Exception as error:      # border: reported by finish(), and tried again later
             self.failure = error
         self.is_over = True
-        self.wake()
+        with contextlib.suppress(OSError):      # the server has closed its sockets: it waits in close()
+            self.wake()
 
-    def finish(self) -> None:
-        """Wait for the copy that is being written, if there is one."""
+    def finish(self, limit_s: Optional[float] = None) -> None:
+        """Wait for the copy that is being written, if there is one; or leave it to itself."""
         if self.thread is None:
             return
-        self.thread.join()
+        self.thread.join(limit_s)
+        if self.thread.is_alive():
+            self.failure = Refused('the server ended, and its file system did not answer')
         self.store.thaw()
         failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
         self.on_end(failure)
@@ -14628,7 +14651,7 @@ class CopyWriter:
     def close(self) -> None:
         """End what is being written: a backup is not worth that the database is given back late."""
         self.is_ending = True
-        self.finish()
+        self.finish(BACKUP_END_S if self.is_backup else None)
 
 
 class SnapshotWriter(CopyWriter):
@@ -14666,12 +14689,15 @@ class SnapshotWriter(CopyWriter):
         """Begin a snapshot."""
         self.due_at = time.monotonic() + self.interval_s
         self.saving = self.store.changes
+        self.is_backup = False
         self.start(self.write, self.on_snapshot)
 
     def write(self) -> None:
         """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
-        path = self.store.file_path
-        replace_database(self.store.main_file(), path, lambda: self.store.check_lease(True), keeps_old=True)
+        store = self.store
+        # At the end nothing else renews the lease, and who takes it gets the snapshot before.
+        replace_database(store.main_file(), store.file_path, lambda: store.check_lease(True), keeps_old=True,
+                         meanwhile=store.check_lease)
 
     def on_snapshot(self, failure: Optional[Exception]) -> None:
         """A snapshot was written, or could not be."""
@@ -18341,6 +18367,7 @@ class Connector:
         self.in_memory = False                  # the embedded server in use has its database in memory
         self.server_file = ''                   # registration of the lasting server; '': none
         self.servers_started = 0                # embedded ones, by this client
+        self.times_opened = 0                   # connections, or the database
         self.was_open = False                   # before: what it used is not to be made anew
         self.is_lasting = False                 # a lasting server has the database: wait for it, fork none
         self.has_changed = False                # something was asked for that is more than reading
@@ -18458,6 +18485,7 @@ class Connector:
             try:
                 self.open()
                 self.was_open = True
+                self.times_opened += 1
                 return
             except (Unreachable, Conflict):
                 if time.monotonic() + pause_s > deadline:
@@ -25217,7 +25245,8 @@ class ServerLink:
         self.end = math.inf         # monotonic; then no answer is waited for
         self.error = ''
         self.retry_s = RETRY_FIRST_S
-        self.is_doubtful = False    # an answer was lost, with what it may have brought; or our lease was over
+        self.is_doubtful = False    # what the server knows of us may not be what we know: we list all
+        self.times_opened = 0       # the connections of our client when it was last asked
         self.is_released = False    # the server has released this node: it must register anew
         self.pending = None         # type: Optional[PendingCall]
         self.sent = {}              # type: Dict[str, List[Any]]
@@ -25326,7 +25355,7 @@ class ServerLink:
             body.update(compute_node_type='slurm', scheduler=context.allocation.scheduler())
         lease_ends_at = read_clocks().running + body['lease_s']
         created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
-        context.node_id = created['id']
+        context.node_id, self.times_opened = created['id'], self.client.times_opened
         if context.allocation is not None:
             context.allocation.take_record(created)
         self.lease_ends_at = lease_ends_at
@@ -25347,18 +25376,14 @@ class ServerLink:
         old = self.context.node_id
         try:
             self.register()
-        except Unreachable as error:
+        except (Unreachable, Conflict, Denied) as error:
             self.on_no_answer(error)
             return False
-        self.is_released, self.is_doubtful, self.returned = False, True, []
+        self.is_released, self.is_doubtful, self.started, self.returned = False, True, [], []
         self.call.on_released()
-        running = self.attempts.of(*STARTED)
-        ended = self.attempts.of('ended', 'judged', 'recovering', 'reported')
-        self.started = [[*attempt.key, format_time(attempt.process.started_at)]
-                        for attempt in running + ended if attempt.process]
         self.context.say(
             f'the server had released compute node {old}, whose lease was over; this runner continues as '
-            f'compute node {self.context.node_id}, with {len(running)} running jobs', 'warning')
+            f'compute node {self.context.node_id}, with {self.attempts.count(*STARTED)} running jobs', 'warning')
         return True
 
     def leave(self, had_failures: bool, had_terminations: bool, figures: Dict[str, Any]) -> None:
@@ -25403,7 +25428,7 @@ class ServerLink:
         The children need us: the answer is fetched when it is there.
         """
         self.sent_at = now = time.monotonic()
-        if self.is_released and not self.register_again():
+        if not self.connect() or self.is_released and not self.register_again():
             return
         context = self.context
         self.is_poll = now >= self.poll_at
@@ -25421,16 +25446,34 @@ class ServerLink:
             run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
             submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
-        if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
+        if self.is_doubtful:    # what else the server thinks that we have is not so
             body['held'] = [attempt.key for attempt in self.attempts.of()]
             body['held_actions'] = self.call.held_actions()
             body['held_submissions'] = self.call.held_submissions()
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
                                              workflow_id=context.workflow_id)
-        except (Unreachable, Denied) as error:  # Denied: its connection or token file cannot be read now
+        except (Unreachable, Conflict, Denied) as error:    # see connect()
             self.on_no_answer(error)
         self.exempt_server()
+
+    def connect(self) -> bool:
+        """See that there is a connection. Behind a new one may be a server that is back as an older copy."""
+        try:
+            self.client.ensure_connected(RECONNECT_S)
+        # Conflict: another command has the database of our own server, which has ended. Denied: the file of
+        # its connection or token cannot be read now.
+        except (Unreachable, Conflict, Denied) as error:
+            self.on_no_answer(error)
+            return False
+        self.is_doubtful = self.is_doubtful or self.client.times_opened != self.times_opened
+        self.times_opened = self.client.times_opened
+        return True
+
+    def all_starts(self) -> List[List[Any]]:
+        """Of all attempts that have begun here and are not acknowledged."""
+        begun = self.attempts.of(*STARTED, 'ended', 'judged', 'recovering', 'reported')
+        return [[*attempt.key, format_time(attempt.process.started_at)] for attempt in begun if attempt.process]
 
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
@@ -25440,8 +25483,10 @@ class ServerLink:
                      'submitted': self.submitted[:]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
+        starts = self.started + (self.all_starts() if self.is_doubtful else [])
+        started = {tuple(start[:2]): start for start in starts}     # type: Dict[Any, List[Any]]
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
-                    started=[start for start in self.started if tuple(start[:2]) not in ended])
+                    started=[start for key, start in started.items() if key not in ended])
 
     def finish(self, deadline_s: float) -> None:
         """Fetch the answer, and take it in. Errors that no later request would cure pass."""
@@ -25593,8 +25638,13 @@ class OfflineDrain:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all is kept that can be kept now."""
-        return self.errand is None and (time.monotonic() < self.retry_at or not self.unkept())
+        """Whether all is kept."""
+        return self.errand is None and not self.unkept()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing can be kept now."""
+        return self.errand is None and time.monotonic() < self.retry_at
 
     def due(self) -> float:
         """The next try, or the end of the patience with the last one."""
@@ -25629,6 +25679,8 @@ class OfflineDrain:
         with contextlib.suppress(AttributeError):   # not Linux
             # What was begun is finished though the runner is killed.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        if self.path and not os.path.lexists(self.path):    # a new one would lack what was in it
+            raise OSError(f'{self.path} was removed')
         path = self.path or self.make_journal()
         try:
             with contextlib.closing(Journal(path)) as journal:
@@ -28629,7 +28681,9 @@ class Runner:
         if not (self.link.is_quiet and self.link.has_asked):
             return False
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
-        return not (is_asking or self.attempts.by_state['ended']) and self.drain.is_settled
+        # What is in memory alone would be lost: it waits for the server, or for room, while it may.
+        is_kept = self.drain.is_settled or self.shutdown.reason in SIGNAL_REASONS and self.drain.has_failed
+        return is_kept and not (is_asking or self.attempts.by_state['ended'])
 
     @property
     def has_slurm_work(self) -> bool:
@@ -37036,9 +37090,11 @@ def back_up(session: Session, args: Arguments) -> int:
     client.check_exists()
     with contextlib.closing(client):
         client.reconnect()
+        host = socket.gethostname()
         if client.is_direct:
             client.copy_to(path)
         else:
+            host = client.call('get_database')['host']
             backup = client.call('backup_database', {'path': path})
             while not backup['is_done']:
                 time.sleep(BACKUP_POLL_S)
@@ -37046,7 +37102,10 @@ def back_up(session: Session, args: Arguments) -> int:
             if backup.get('error'):
                 raise Refused(backup['error'])
         value = {'database': client.database or client.named_url, 'backup': path}
-    text = f"Copied {value['database']} to {path} ({format_memory(os.path.getsize(path))})"
+    found = f'on host {host}'   # with a file system of its own, perhaps
+    with contextlib.suppress(FileNotFoundError):
+        found = format_memory(os.path.getsize(path))
+    text = f"Copied {value['database']} to {path} ({found})"
     session.answer(value, format_lines([text]))
     return 0
 
