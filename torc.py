@@ -10322,8 +10322,8 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     slurm_job_id, restart_count = scheduler['slurm_job_id'], scheduler.get('restart_count') or 0
     for node_id, other in active_nodes_of(context, workflow_id, slurm_job_id):
         if (other.get('restart_count') or 0) < restart_count:
-            interrupt_jobs(context, node_id, f'Slurm put job {slurm_job_id}, in which it ran, into the queue '
-                                             'again')
+            interrupt_jobs(context, running_jobs(context, node_id),
+                           f'Slurm put job {slurm_job_id}, in which it ran, into the queue again')
             end_node(context, node_id)
     record = context.one('SELECT id, scheduler_config_id FROM scheduled_compute_node WHERE workflow_id = ?1 '
                          "AND scheduler_type = 'slurm' AND (scheduler_id = ?2 OR id = ?3) "
@@ -10336,10 +10336,14 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     return {'scheduler': dict(scheduler, scheduler_id=record[0]), 'scheduler_config_id': record[1]}
 
 
-def interrupt_jobs(context: Context, node_id: int, reason: str) -> None:
-    """The running jobs of a node have not failed: they are ready again, and spend no retry."""
-    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}',
-                              (node_id,)):
+def running_jobs(context: Context, node_id: int) -> List[int]:
+    """The jobs that run on a node, by the records."""
+    return context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,))
+
+
+def interrupt_jobs(context: Context, job_ids: Ids, reason: str) -> None:
+    """These running jobs have not failed: they are ready again, and spend no retry."""
+    for job_id in job_ids:
         job = job_state(context, job_id)
         state = workflow_state(context, job.workflow_id)
         assume_interrupted(context, state, job, reason)
@@ -10488,6 +10492,9 @@ def assume_failed(context: Context, state: WorkflowState, job_id: int, reason: s
         'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
 
 
+SILENCE = 'nothing was heard of it for {:g} s, its lease'
+
+
 def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
                        host: Optional[str] = None) -> List[int]:
     """Release the active nodes whose runner is dead, or unknown while their lease is over. Their ids.
@@ -10503,13 +10510,13 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
         # After a start of the server no lease is known, and a runner may be in its longest pause.
         ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s
                                                     + MAX_RETRY_PAUSE_S)
-        is_alive = lives(hostname, pid, identity or '')
+        is_alive, why = lives(hostname, pid, identity or ''), f'its process {pid} does not exist any more'
         if is_alive is None:
-            is_alive = context.service.clock() <= ends_at
+            is_alive, why = context.service.clock() <= ends_at, SILENCE.format(lease_s)
         if not is_alive:
             try:
                 with context.savepoint():
-                    end_node(context, node_id)
+                    end_node(context, node_id, why)
                 lost.append(node_id)
             except TorcError as error:      # the other nodes' jobs must not wait for it
                 log.error('compute node %d cannot be released: %s', node_id, error.message)
@@ -10599,10 +10606,18 @@ def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) 
 
 def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int, ...]],
                    held_actions: Set[int]) -> None:
-    """Requeue claims and actions that the node does not report holding: the answer to a request was lost."""
+    """Requeue claims and actions that the node does not report holding: the answer to a request was lost.
+
+    So are jobs that run there by the records: the node knows how they ended, in a later state of this database.
+    """
     claimed = context.rows('SELECT id, attempt_id FROM job '
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
     return_claims(context, [key[0] for key in claimed if key not in held_attempts])
+    running = context.rows('SELECT id, attempt_id FROM job '
+                           f'WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,))
+    interrupt_jobs(context, [key[0] for key in running if key not in held_attempts],
+                   f'compute node {node_id}, which ran it, knows it to be over, and this database, an older '
+                   'copy of itself, does not know how it ended')
     taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 '
                         'AND is_reported = 0', (node_id,))
     context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
@@ -12404,7 +12419,7 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
         for node_id, lease_s in context.rows('SELECT id, lease_s FROM compute_node WHERE workflow_id = ? '
                                              'AND is_active = 1 AND lease_s IS NOT NULL', (workflow_id,)):
             if service.clock() > service.leases.get(node_id, math.inf):
-                dead.setdefault(node_id, f'nothing was heard of it for {lease_s:.0f} s, its lease')
+                dead.setdefault(node_id, SILENCE.format(lease_s))
             if node_id in dead:
                 take_node(context, node_id, {'reason': dead[node_id]}, found)
         for job_id, name in context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id',
@@ -12467,7 +12482,7 @@ def take_node(context: Context, node_id: int, seen: Values, found: Values) -> No
     jobs = context.rows('SELECT id, name, status FROM job WHERE compute_node_id = ? '
                         f'AND status IN ({PENDING}, {RUNNING}) ORDER BY id', (node_id,))
     if seen.get('is_interrupted'):
-        interrupt_jobs(context, node_id, seen['reason'])
+        interrupt_jobs(context, running_jobs(context, node_id), seen['reason'])
     end_node(context, node_id, seen['reason'])
     found['compute_nodes_deactivated'] += 1
     failed = 'slurm_jobs_failed' if 'slurm_job_id' in seen else 'running_jobs_failed'
@@ -12531,12 +12546,14 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
         watcher.update(scheduled_at=now, idle_submissions=idle + 1, last_result=last)
     context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
                 (None if body.get('is_over') else format_json(watcher), workflow_id))
-    has_scheduler = context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))
+    has_scheduler, had_allocations = context.one(
+        'SELECT EXISTS (SELECT 1 FROM slurm_scheduler WHERE workflow_id = ?1), '
+        'EXISTS (SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ?1)', (workflow_id,))
     return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
             'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
             'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
-            'has_scheduler': bool(has_scheduler), 'run_id': state.run_id,
-            'idle_submissions': watcher['idle_submissions'],
+            'has_scheduler': bool(has_scheduler), 'had_allocations': bool(had_allocations),
+            'run_id': state.run_id, 'idle_submissions': watcher['idle_submissions'],
             'status': get_workflow_status(context, workflow_id)}
 
 
@@ -12821,7 +12838,8 @@ MODELS = {
         'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
-    'WatchResponse': 'began_at:float granted:bool! has_scheduler:bool idle_submissions:int is_begun:bool '
+    'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_scheduler:bool '
+        'idle_submissions:int is_begun:bool '
         'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float '
         'status:@WorkflowStatusResponse until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
@@ -13836,6 +13854,8 @@ IN_MEMORY = ':memory:'              # for a database: one that lasts as long as 
 DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
 MEMORY_RESERVE_BYTES = 32 * 2 ** 20     # that must be free in memory beside twice the size of the database
 COPY_BYTES = 2 ** 20                # read and written at once
+SYNCED_PIECES = 16                  # so many of these are written to disk together
+BACKUP_END_S = 5.0                  # a server that ends waits for a backup; its file system may be dead
 DATABASE_MAGIC = b'SQLite format 3\0'     # at its beginning (sqlite.org/fileformat2.html, section 1.3)
 STATE_ENDS = ('', '-wal', '-shm', '-journal', '.new', '.previous', '.token', '.connection', '.lease',
               '.memory', '.log', '.loss')
@@ -14440,17 +14460,20 @@ def copy_descriptor(descriptor: int, path: str, check: Callable[[], Any] = bool)
             check()
             target.write(piece)
             offset += len(piece)
+            if not offset % (SYNCED_PIECES * COPY_BYTES):   # all at once, at the end, would take long
+                target.flush()
+                os.fsync(target.fileno())
         target.flush()
         os.fsync(target.fileno())
 
 
 def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool,
-                     keeps_old: bool = False) -> None:
+                     keeps_old: bool = False, meanwhile: Callable[[], Any] = bool) -> None:
     """Replace a database file with a copy of a frozen main file, after a last check that may raise.
 
-    With `keeps_old` the file before is DATABASE.previous from then on.
+    With `keeps_old` the file before is DATABASE.previous from then on. `meanwhile` is called again and again.
     """
-    copy_descriptor(descriptor, database + '.new')
+    copy_descriptor(descriptor, database + '.new', meanwhile)
     check()
     if keeps_old:
         previous = database + '.previous'
@@ -14512,6 +14535,7 @@ def write_backup(store: Store, path: str, check: Callable[[], Any] = bool) -> No
         if damage:
             raise Refused(f'the database {store.path} is damaged ({damage}): {path} stays as it was')
         refuse_backup_target(store, path)       # it may have been taken into use meanwhile
+        check()
         os.replace(temporary, path)
         sync_directory(os.path.dirname(path))
     finally:
@@ -14550,6 +14574,7 @@ class CopyWriter:
         self.ids = itertools.count(1)
         self.is_ending = False
         self.thread = None          # type: Optional[threading.Thread]
+        self.is_backup = False      # that it writes
         self.failure = None         # type: Optional[Exception]  # of the thread
         self.is_over = False        # the thread has done its work
         self.on_end = lambda failure: None  # type: Callable[[Optional[Exception]], Any]  # ... is told here
@@ -14582,6 +14607,7 @@ class CopyWriter:
             self.finish()
         backup = self.next_backup()
         if self.thread is None and backup is not None:
+            self.is_backup = True
             self.start(functools.partial(write_backup, self.store, backup.path, self.check), backup.finish)
 
     def check(self) -> None:
@@ -14608,13 +14634,16 @@ class CopyWriter:
         except Exception as error:      # border: reported by finish(), and tried again later
             self.failure = error
         self.is_over = True
-        self.wake()
+        with contextlib.suppress(OSError):      # the server has closed its sockets: it waits in close()
+            self.wake()
 
-    def finish(self) -> None:
-        """Wait for the copy that is being written, if there is one."""
+    def finish(self, limit_s: Optional[float] = None) -> None:
+        """Wait for the copy that is being written, if there is one; or leave it to itself."""
         if self.thread is None:
             return
-        self.thread.join()
+        self.thread.join(limit_s)
+        if self.thread.is_alive():
+            self.failure = Refused('the server ended, and its file system did not answer')
         self.store.thaw()
         failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
         self.on_end(failure)
@@ -14622,7 +14651,7 @@ class CopyWriter:
     def close(self) -> None:
         """End what is being written: a backup is not worth that the database is given back late."""
         self.is_ending = True
-        self.finish()
+        self.finish(BACKUP_END_S if self.is_backup else None)
 
 
 class SnapshotWriter(CopyWriter):
@@ -14660,12 +14689,15 @@ class SnapshotWriter(CopyWriter):
         """Begin a snapshot."""
         self.due_at = time.monotonic() + self.interval_s
         self.saving = self.store.changes
+        self.is_backup = False
         self.start(self.write, self.on_snapshot)
 
     def write(self) -> None:
         """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
-        path = self.store.file_path
-        replace_database(self.store.main_file(), path, lambda: self.store.check_lease(True), keeps_old=True)
+        store = self.store
+        # At the end nothing else renews the lease, and who takes it gets the snapshot before.
+        replace_database(store.main_file(), store.file_path, lambda: store.check_lease(True), keeps_old=True,
+                         meanwhile=store.check_lease)
 
     def on_snapshot(self, failure: Optional[Exception]) -> None:
         """A snapshot was written, or could not be."""
@@ -18335,6 +18367,7 @@ class Connector:
         self.in_memory = False                  # the embedded server in use has its database in memory
         self.server_file = ''                   # registration of the lasting server; '': none
         self.servers_started = 0                # embedded ones, by this client
+        self.times_opened = 0                   # connections, or the database
         self.was_open = False                   # before: what it used is not to be made anew
         self.is_lasting = False                 # a lasting server has the database: wait for it, fork none
         self.has_changed = False                # something was asked for that is more than reading
@@ -18452,6 +18485,7 @@ class Connector:
             try:
                 self.open()
                 self.was_open = True
+                self.times_opened += 1
                 return
             except (Unreachable, Conflict):
                 if time.monotonic() + pause_s > deadline:
@@ -25211,7 +25245,8 @@ class ServerLink:
         self.end = math.inf         # monotonic; then no answer is waited for
         self.error = ''
         self.retry_s = RETRY_FIRST_S
-        self.is_doubtful = False    # an answer was lost, with what it may have brought; or our lease was over
+        self.is_doubtful = False    # what the server knows of us may not be what we know: we list all
+        self.times_opened = 0       # the connections of our client when it was last asked
         self.is_released = False    # the server has released this node: it must register anew
         self.pending = None         # type: Optional[PendingCall]
         self.sent = {}              # type: Dict[str, List[Any]]
@@ -25320,7 +25355,7 @@ class ServerLink:
             body.update(compute_node_type='slurm', scheduler=context.allocation.scheduler())
         lease_ends_at = read_clocks().running + body['lease_s']
         created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
-        context.node_id = created['id']
+        context.node_id, self.times_opened = created['id'], self.client.times_opened
         if context.allocation is not None:
             context.allocation.take_record(created)
         self.lease_ends_at = lease_ends_at
@@ -25341,18 +25376,14 @@ class ServerLink:
         old = self.context.node_id
         try:
             self.register()
-        except Unreachable as error:
+        except (Unreachable, Conflict, Denied) as error:
             self.on_no_answer(error)
             return False
-        self.is_released, self.is_doubtful, self.returned = False, True, []
+        self.is_released, self.is_doubtful, self.started, self.returned = False, True, [], []
         self.call.on_released()
-        running = self.attempts.of(*STARTED)
-        ended = self.attempts.of('ended', 'judged', 'recovering', 'reported')
-        self.started = [[*attempt.key, format_time(attempt.process.started_at)]
-                        for attempt in running + ended if attempt.process]
         self.context.say(
             f'the server had released compute node {old}, whose lease was over; this runner continues as '
-            f'compute node {self.context.node_id}, with {len(running)} running jobs', 'warning')
+            f'compute node {self.context.node_id}, with {self.attempts.count(*STARTED)} running jobs', 'warning')
         return True
 
     def leave(self, had_failures: bool, had_terminations: bool, figures: Dict[str, Any]) -> None:
@@ -25397,7 +25428,7 @@ class ServerLink:
         The children need us: the answer is fetched when it is there.
         """
         self.sent_at = now = time.monotonic()
-        if self.is_released and not self.register_again():
+        if not self.connect() or self.is_released and not self.register_again():
             return
         context = self.context
         self.is_poll = now >= self.poll_at
@@ -25415,16 +25446,34 @@ class ServerLink:
             run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
             submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
-        if self.is_doubtful:    # what else the server thinks that we have was lost with an answer
+        if self.is_doubtful:    # what else the server thinks that we have is not so
             body['held'] = [attempt.key for attempt in self.attempts.of()]
             body['held_actions'] = self.call.held_actions()
             body['held_submissions'] = self.call.held_submissions()
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
                                              workflow_id=context.workflow_id)
-        except (Unreachable, Denied) as error:  # Denied: its connection or token file cannot be read now
+        except (Unreachable, Conflict, Denied) as error:    # see connect()
             self.on_no_answer(error)
         self.exempt_server()
+
+    def connect(self) -> bool:
+        """See that there is a connection. Behind a new one may be a server that is back as an older copy."""
+        try:
+            self.client.ensure_connected(RECONNECT_S)
+        # Conflict: another command has the database of our own server, which has ended. Denied: the file of
+        # its connection or token cannot be read now.
+        except (Unreachable, Conflict, Denied) as error:
+            self.on_no_answer(error)
+            return False
+        self.is_doubtful = self.is_doubtful or self.client.times_opened != self.times_opened
+        self.times_opened = self.client.times_opened
+        return True
+
+    def all_starts(self) -> List[List[Any]]:
+        """Of all attempts that have begun here and are not acknowledged."""
+        begun = self.attempts.of(*STARTED, 'ended', 'judged', 'recovering', 'reported')
+        return [[*attempt.key, format_time(attempt.process.started_at)] for attempt in begun if attempt.process]
 
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
@@ -25434,8 +25483,10 @@ class ServerLink:
                      'submitted': self.submitted[:]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
+        starts = self.started + (self.all_starts() if self.is_doubtful else [])
+        started = {tuple(start[:2]): start for start in starts}     # type: Dict[Any, List[Any]]
         return dict(self.sent, completions=[attempt.completion for attempt in self.sent_completions],
-                    started=[start for start in self.started if tuple(start[:2]) not in ended])
+                    started=[start for key, start in started.items() if key not in ended])
 
     def finish(self, deadline_s: float) -> None:
         """Fetch the answer, and take it in. Errors that no later request would cure pass."""
@@ -25587,8 +25638,13 @@ class OfflineDrain:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all is kept that can be kept now."""
-        return self.errand is None and (time.monotonic() < self.retry_at or not self.unkept())
+        """Whether all is kept."""
+        return self.errand is None and not self.unkept()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing can be kept now."""
+        return self.errand is None and time.monotonic() < self.retry_at
 
     def due(self) -> float:
         """The next try, or the end of the patience with the last one."""
@@ -25623,6 +25679,8 @@ class OfflineDrain:
         with contextlib.suppress(AttributeError):   # not Linux
             # What was begun is finished though the runner is killed.
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        if self.path and not os.path.lexists(self.path):    # a new one would lack what was in it
+            raise OSError(f'{self.path} was removed')
         path = self.path or self.make_journal()
         try:
             with contextlib.closing(Journal(path)) as journal:
@@ -28623,7 +28681,9 @@ class Runner:
         if not (self.link.is_quiet and self.link.has_asked):
             return False
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
-        return not (is_asking or self.attempts.by_state['ended']) and self.drain.is_settled
+        # What is in memory alone would be lost: it waits for the server, or for room, while it may.
+        is_kept = self.drain.is_settled or self.shutdown.reason in SIGNAL_REASONS and self.drain.has_failed
+        return is_kept and not (is_asking or self.attempts.by_state['ended'])
 
     @property
     def has_slurm_work(self) -> bool:
@@ -29876,7 +29936,8 @@ class Watcher:
         """Jobs are left, and nobody is at work."""
         unserved = seen['status'].get('unserved_ready_labels') or {}
         number = counts['ready'] - sum(unserved.values())
-        is_ours = self.rules.recovers and seen['is_recovered']
+        # What `recover` begins it also submits; unless it was killed, or Slurm took nothing.
+        is_ours = self.rules.recovers and seen['is_recovered'] and seen['had_allocations']
         if number > 0 and (self.rules.schedules or is_ours) and seen['has_scheduler']:
             idle = seen['idle_submissions']
             is_early = now < self.retry_at \
@@ -29893,7 +29954,8 @@ class Watcher:
         reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
         if self.rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not self.rules.is_once:
             return WatchStep('wait', reason)
-        return WatchStep('end', reason, 1)
+        cure = '`submit` or `run` it, or give --auto-schedule or --persistent'
+        return WatchStep('end', f'{reason} ({cure})', 1)
 
     # -------- what came of a step --------
 
@@ -35831,7 +35893,7 @@ def cmd_classify(session: Session, args: Arguments) -> int:
 
 RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
 RECOVER_ROWS_SHOWN = 500        # of a class of failures
-AGENT_WORDS = {'claude': ['--print'], 'gh': ['copilot', 'suggest']}     # of programs that take a prompt
+AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as their last argument
 AGENT_LIMIT_S = 3600.0
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
@@ -36626,6 +36688,7 @@ class Supervision:
             if code is None and self.args['once']:
                 code = 1
                 self.leave(False)
+                self.show_end('jobs are left', code)
             if code is not None:
                 return code
             self.session.client.close()     # an embedded database is for others meanwhile
@@ -36708,10 +36771,14 @@ class Supervision:
         self.say(f'Watch ended: {format_counts(counts)}')
         # Whoever is started again and again is not to begin anew what was given up.
         self.leave(not step.exit or not self.args['once'])
+        self.show_end(step.reason, step.exit)
+
+    def show_end(self, reason: str, code: int) -> None:
+        """The outcome as JSON, if that is asked for."""
         if self.session.format == 'json':
-            self.session.show_json({'workflow_id': self.number, 'is_complete': not step.exit,
-                                    'reason': step.reason, 'recoveries': self.seen['recoveries'],
-                                    'jobs_by_status': counts})
+            self.session.show_json({'workflow_id': self.number, 'is_complete': not code, 'reason': reason,
+                                    'recoveries': self.seen['recoveries'],
+                                    'jobs_by_status': self.seen['status']['jobs_by_status']})
 
     def say_counts(self) -> None:
         """The counts of jobs: as they change, or each time if that is asked for."""
@@ -36736,8 +36803,8 @@ class Supervision:
             found = clean_up_allocations(self.session, self.number)
         except (Unreachable, Conflict):
             raise
-        except TorcError as error:
-            found = {'doubts': [error.message]}
+        except (TorcError, OSError) as error:
+            found = {'doubts': [text_of_failure(error)]}
         self.watcher.on_look(time.monotonic(), found['doubts'])
         lines = [f"allocation of Slurm job {row['slurm_job_id']}: {row['reason']}"
                  for row in found.get('allocations', ())]
@@ -36754,7 +36821,14 @@ class Supervision:
         """Submit what a command that was killed, such as a watch, has left."""
         if has_unsubmitted(self.session, self.number):
             workflow = self.session.workflow(self.number)
-            done = submit_allocations(self.session, workflow, {'settings': self.settings()})
+            try:
+                done = submit_allocations(self.session, workflow, {'settings': self.settings()})
+            except (Unreachable, Conflict):
+                raise
+            except (TorcError, OSError) as error:
+                return self.say(f'no allocations: {text_of_failure(error)}', 'warning')
+            for refusal in dict.fromkeys(done.refusals):
+                self.say(f'no allocation: {refusal}', 'warning')
             if done.numbers:
                 self.say(f'{len(done.numbers)} allocations submitted that a killed command had left')
 
@@ -36776,8 +36850,8 @@ class Supervision:
                 failure = '; '.join(done.get('warnings') or ()) or 'nothing was submitted'
         except (Unreachable, Conflict):
             raise
-        except TorcError as error:
-            failure = error.message
+        except (TorcError, OSError) as error:
+            failure = text_of_failure(error)
         self.watcher.on_schedule(time.monotonic(), failure)
         if failure:
             return self.say(f'no allocations: {failure}', 'warning')
@@ -36798,8 +36872,8 @@ class Supervision:
             found = recover_workflow(self.session, workflow, self.recover_options())
         except (Unreachable, Conflict):
             raise
-        except TorcError as error:
-            refusal = error.message
+        except (TorcError, OSError) as error:
+            refusal = text_of_failure(error)
         self.watcher.on_recover(run_id, refusal)
         if refusal:
             return self.say(f'not recovered: {refusal}', 'warning')
@@ -36807,11 +36881,18 @@ class Supervision:
         number = len(result.get('jobs_to_retry') or ())
         self.say(f"{number} jobs run again: {result.get('oom_fixed', 0)} with more memory, "
                  f"{result.get('timeout_fixed', 0)} with more time")
+        if found.get('next_command'):
+            self.say(f"to go on: {found['next_command']}")
 
     def recover_options(self) -> Any:
         """Options of `recover` from those of `watch`."""
         names = set(RecoverOptions._fields) & set(self.args)
         return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings())
+
+
+def text_of_failure(error: Exception) -> str:
+    """What went wrong in a step, without an end of the watch: a full disk passes, too."""
+    return error.message if isinstance(error, TorcError) else printable_line(str(error))
 
 
 def watch_rules(args: Arguments) -> WatchRules:
@@ -37016,9 +37097,11 @@ def back_up(session: Session, args: Arguments) -> int:
     client.check_exists()
     with contextlib.closing(client):
         client.reconnect()
+        host = socket.gethostname()
         if client.is_direct:
             client.copy_to(path)
         else:
+            host = client.call('get_database')['host']
             backup = client.call('backup_database', {'path': path})
             while not backup['is_done']:
                 time.sleep(BACKUP_POLL_S)
@@ -37026,7 +37109,10 @@ def back_up(session: Session, args: Arguments) -> int:
             if backup.get('error'):
                 raise Refused(backup['error'])
         value = {'database': client.database or client.named_url, 'backup': path}
-    text = f"Copied {value['database']} to {path} ({format_memory(os.path.getsize(path))})"
+    found = f'on host {host}'   # with a file system of its own, perhaps
+    with contextlib.suppress(FileNotFoundError):
+        found = format_memory(os.path.getsize(path))
+    text = f"Copied {value['database']} to {path} ({found})"
     session.answer(value, format_lines([text]))
     return 0
 
@@ -37694,7 +37780,7 @@ COMMANDS = (
         Argument('--reason', 'TEXT', 'why', count='!'),
         Argument('--memory', 'MEMORY', 'with retry: its memory from now on', normalize_memory),
         Argument('--runtime', 'DURATION', 'with retry: its runtime from now on', normalize_duration)),
-        "jobs classify 7 retry --reason 'the licence server was down' --runtime 2h"),
+        "jobs classify 2 retry --reason 'the licence server was down' --runtime 2h"),
     Command('jobs create', cmd_create, 'add a job to a workflow', (
         ASKED_WF, THE_NAME, Argument('-c --command', 'CMD', 'what it runs', count='!'),
         Argument('-r --resource-requirements-id', 'ID', 'what it needs', parse_id),
