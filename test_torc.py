@@ -19724,6 +19724,32 @@ class LinkTest(PartTest):
                     link.act(link.due())
                     self.assertEqual('online', link.state)
 
+    def test_at_the_end_there_is_time_for_both_places_of_a_journal_though_one_does_not_answer(self):
+        link = self.link()
+        link.state = 'offline'
+
+        def begin(work: Callable[[], Any]) -> Any:
+            errand = torc.Errand(work, set())
+            if not drain.is_local:      # in uninterruptible sleep
+                self.addCleanup(torc.Errand.kill, errand)
+                errand.kill = lambda: None
+            return errand
+        launcher = types.SimpleNamespace(begin=begin)
+        for has_begun in (False, True):
+            with self.subTest(has_begun=has_begun):
+                drain = torc.OfflineDrain(link.context, link, launcher)
+                drain.entries = lambda found: []
+                drain.write = lambda entries, left_at=None: 'elsewhere' if drain.is_local else time.sleep(60)
+                attempt = self.attempt('reported', 1)
+                attempt.completion['status'] = 'completed'
+                if has_begun:
+                    drain.act(time.monotonic())
+                began = time.monotonic()
+                drain.close(2.0)
+                self.assertEqual(('elsewhere', [attempt]), (drain.path, list(drain.kept)))
+                self.assertLess(time.monotonic() - began, 10)
+                self.attempts.change(attempt, 'acknowledged')
+
     def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
         for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
             link = self.link(NO_ANSWER, NO_ANSWER)

@@ -25595,6 +25595,7 @@ class OfflineDrain:
         self.kept = {}              # type: Dict[Attempt, Tuple[str, bool]]  # ... what is in the journal
         self.failures = 0           # in a row
         self.retry_at = -math.inf   # monotonic; nothing is written before
+        self.patience_s = KEEP_S    # with a file system
         self.is_last = False        # the runner ends: whatever is not acknowledged is kept
 
     def unkept(self) -> Dict[Attempt, Tuple[str, bool]]:
@@ -25612,15 +25613,10 @@ class OfflineDrain:
         """Whether all is kept."""
         return self.errand is None and not self.unkept()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether nothing can be kept now."""
-        return self.errand is None and time.monotonic() < self.retry_at
-
     def due(self) -> float:
         """The next try, or the end of the patience with the last one."""
         if self.errand is not None:
-            return self.errand.began + KEEP_S
+            return self.errand.began + self.patience_s
         return max(0.0, self.retry_at) if self.unkept() else math.inf
 
     def act(self, now: float) -> None:
@@ -25680,7 +25676,7 @@ class OfflineDrain:
     def look(self, now: float) -> None:
         """How a write has ended. One that takes too long is killed, and its end not waited for."""
         errand = self.errand
-        is_late = not errand.look() and now >= errand.began + KEEP_S
+        is_late = not errand.look() and now >= errand.began + self.patience_s
         if is_late:
             errand.kill()
         if not (is_late or errand.look()):
@@ -25689,7 +25685,7 @@ class OfflineDrain:
         if errand.result:
             self.on_kept(errand.result)
         else:
-            self.on_failure(f'no answer within {KEEP_S:g} s' if is_late else errand.error, now)
+            self.on_failure(f'no answer within {self.patience_s:g} s' if is_late else errand.error, now)
 
     def on_kept(self, path: str) -> None:
         """Completions are on disk."""
@@ -25719,9 +25715,10 @@ class OfflineDrain:
         """The runner ends: keep what is not acknowledged, for so long."""
         give_up_at = time.monotonic() + limit_s
         self.is_last, self.retry_at, self.failures = True, -math.inf, 0
+        self.patience_s = limit_s / 2       # the other half is for the other place
         self.act(time.monotonic())
         while self.errand is not None and time.monotonic() < give_up_at:
-            self.errand.wait((give_up_at - time.monotonic()) / 2)   # the other half is for the other place
+            self.errand.wait(max(0.0, min(self.due(), give_up_at) - time.monotonic()))
             self.act(time.monotonic())
         if self.path and self.errand is None and self.link.state == 'offline':
             self.begin(functools.partial(self.write, [], int(time.time()))).wait(
@@ -28652,8 +28649,9 @@ class Runner:
         if not (self.link.is_quiet and self.link.has_asked):
             return False
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
-        # What is in memory alone would be lost: it waits for the server, or for room, while it may.
-        is_kept = self.drain.is_settled or self.shutdown.reason in SIGNAL_REASONS and self.drain.has_failed
+        # What is in memory alone would be lost: it waits for the server, or for room, while it may. In a
+        # hurry OfflineDrain.close() does what there is time for.
+        is_kept = self.drain.is_settled or self.shutdown.reason in SIGNAL_REASONS
         return is_kept and not (is_asking or self.attempts.by_state['ended'])
 
     @property
