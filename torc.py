@@ -10608,14 +10608,13 @@ def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int,
                    held_actions: Set[int]) -> None:
     """Requeue claims and actions that the node does not report holding: the answer to a request was lost.
 
-    So are jobs that run there by the records: the node knows how they ended, in a later state of this database.
+    And jobs that ran there: the node has told how they ended, which an older copy of the database has not.
     """
     claimed = context.rows('SELECT id, attempt_id FROM job '
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
     return_claims(context, [key[0] for key in claimed if key not in held_attempts])
-    running = context.rows('SELECT id, attempt_id FROM job '
-                           f'WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,))
-    interrupt_jobs(context, [key[0] for key in running if key not in held_attempts],
+    running = set(running_jobs(context, node_id)).difference(key[0] for key in held_attempts)
+    interrupt_jobs(context, sorted(running),
                    f'compute node {node_id}, which ran it, knows it to be over, and this database, an older '
                    'copy of itself, does not know how it ended')
     taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 '
@@ -25354,7 +25353,8 @@ class ServerLink:
         self.call.on_released()
         self.context.say(
             f'the server had released compute node {old}, whose lease was over; this runner continues as '
-            f'compute node {self.context.node_id}, with {self.attempts.count(*STARTED)} running jobs', 'warning')
+            f'compute node {self.context.node_id}, with {self.attempts.count(*STARTED)} running jobs',
+            'warning')
         return True
 
     def leave(self, had_failures: bool, had_terminations: bool, figures: Dict[str, Any]) -> None:
@@ -25444,7 +25444,8 @@ class ServerLink:
     def all_starts(self) -> List[List[Any]]:
         """Of all attempts that have begun here and are not acknowledged."""
         begun = self.attempts.of(*STARTED, 'ended', 'judged', 'recovering', 'reported')
-        return [[*attempt.key, format_time(attempt.process.started_at)] for attempt in begun if attempt.process]
+        return [[*attempt.key, format_time(attempt.process.started_at)] for attempt in begun
+                if attempt.process]
 
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
