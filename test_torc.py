@@ -4286,8 +4286,9 @@ class RearmTest(ServiceTest):
         planned = {'scheduler': {'name': 's_regen', 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'}, 'job_ids': self.jobs['all'],
                    'stages': stages, 'is_bound': True}
         run_id = self.call('get_workflow', id=self.workflow_id)['run_id']
-        self.call('store_allocations', {'run_id': run_id, 'newest_scheduler_id': self.scheduler_id, 'schedulers': [planned],
-                                        'taken': taken}, workflow_id=self.workflow_id)
+        newest = self.call('get_demand', workflow_id=self.workflow_id)['newest_allocation_id']
+        self.call('store_allocations', {'run_id': run_id, 'newest_scheduler_id': self.scheduler_id, 'newest_allocation_id': newest,
+                                        'schedulers': [planned], 'taken': taken}, workflow_id=self.workflow_id)
 
     def test_recover_arms_like_a_partial_initialize_and_regenerate_takes_what_would_allocate_twice(self):
         self.carry_out()
@@ -8919,6 +8920,30 @@ class WatchRecordTest(ServiceTest):
         found = self.watch('c')
         self.assertEqual((began + 20, None), (found['began_at'], found['scheduled_at']))
         self.assertNotIn('watcher', self.call('get_workflow', id=self.workflow_id))
+
+
+    def end(self, is_interrupted: int) -> None:
+        """An attempt ends."""
+        number = self.store.value('SELECT count(*) + 1 FROM result')
+        self.store.run(
+            'INSERT INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, return_code, '
+            'exec_time_minutes, completion_time, status, is_interrupted) SELECT workflow_id, id, 1, ?, 1, 0, 0, '
+            "'2026-01-01T00:00:00Z', 5, ? FROM job LIMIT 1", (number, is_interrupted))
+
+    def test_submissions_are_idle_until_a_job_has_ended_or_was_interrupted_after_a_while(self):
+        def idle(**more: Any) -> int:
+            return self.watch(**more)['idle_submissions']
+        self.assertEqual([0, 1, 1, 2], [idle(), idle(schedules=True), idle(), idle(schedules=True)])
+        self.watch(leaves=True)
+        self.clock += 10 ** 6
+        self.assertEqual(2, idle(name='b'))     # it may have been queued for so long
+        self.end(0)
+        self.assertEqual([0, 1, 2], [idle(name='b'), idle(name='b', schedules=True), idle(name='b', schedules=True)])
+        self.end(1)
+        self.clock += torc.LASTING_ALLOCATION_S - 1
+        self.assertEqual(2, idle(name='b', ended={'host': 'b', 'pid': 1}))
+        self.clock += 1
+        self.assertEqual([0, 1], [idle(name='b'), idle(name='b', schedules=True)])
 
 
 class UnplannedJobsTest(ServiceTest):
@@ -17282,7 +17307,7 @@ class QueueTest(WorldTest):
         fakes.write('squeue', 'exit 1')
         self.assertEqual([first] * 2, [self.ask(1000.0), self.ask(1059.0, [72, 73])])
         self.assertEqual(['71'], first.wanted)
-        self.assertEqual([['--me', '--noheader', '--format', torc.QUEUE_FORMAT]],
+        self.assertEqual([['--me', '--all', '--noheader', '--format', torc.QUEUE_FORMAT]],
                          [call.argv for call in fakes.calls()])
         fakes.write('squeue', self.SQUEUE)
         self.assertEqual((1060.0, 2), (self.ask(1060.0).asked_at, len(fakes.calls())))
@@ -17754,7 +17779,7 @@ def demand_of(jobs: Sequence[Tuple[Any, ...]], schedulers: Sequence[Tuple[Any, .
     sets = list(dict.fromkeys(waits for *_, waits in jobs))
     chains = {number for number, is_chain in schedulers if is_chain}
     found = {
-        'run_id': 1, 'newest_scheduler_id': 9, 'job_ids': list(ids.values()), 'job_names': list(ids),
+        'run_id': 1, 'newest_scheduler_id': 9, 'newest_allocation_id': 0, 'job_ids': list(ids.values()), 'job_names': list(ids),
         'statuses': [status for _, status, *_ in jobs], 'set_numbers': [sets.index(waits) for *_, waits in jobs],
         'sets': [[ids[name] for name in waits.split()] for waits in sets],
         'kind_ids': [kinds.index((needs, scheduler or 0)) + 1 for _, _, needs, scheduler, _ in jobs],
@@ -22239,7 +22264,8 @@ class AllocationPartsTest(PartTest):
         torc.cancel_surplus(context, unittest.mock.Mock(call=call), slurm.ask)
         self.assertEqual(['squeue', 'scancel'], [argv[0] for argv in slurm.calls])
         self.assertEqual(['scancel', '--state=PENDING', '71'], slurm.calls[1])
-        self.assertEqual([({'status': 'canceled'}, {'id': 1}), ({'status': 'canceled'}, {'id': 3})],
+        canceled = {'status': 'canceled', 'reason': 'no job was left for it when the last runner of Slurm job 5 left'}
+        self.assertEqual([(canceled, {'id': 1}), (canceled, {'id': 3})],
                          [row[1:] for row in calls if row[0] == 'update_scheduled_compute_node'])
         self.assertEqual(['cancel_unneeded_pending_allocations'],
                          [row[1]['data']['action'] for row in calls if row[0] == 'create_event'])
@@ -24232,6 +24258,11 @@ class LookTest(unittest.TestCase):
             row, = torc.evidence_of(self.judge(account, out='17|CANCELLED|1700000000\n'), 1700000060.0)
             self.assertEqual((True, 60.0), (row['is_interrupted'], row['ended_s']))
 
+    def test_one_of_this_very_moment_or_of_a_clock_that_went_back_may_not_be_listed_yet(self):
+        seen = self.judge('', self.row('pending', age_s=0.0))
+        self.assertEqual((['Slurm job 17 was submitted 0 s ago, and may not be listed yet'], {}),
+                         (seen.doubts, seen.gone))
+
     def test_a_site_where_the_clocks_differ_has_no_end_in_the_future(self):
         row, = torc.evidence_of(self.judge('17|TIMEOUT|0:0|1700000900|UID|me'), 1700000000.0)
         self.assertEqual(0.0, row['ended_s'])
@@ -24533,7 +24564,7 @@ def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
         'pending_scheduled_nodes': at_work.get('pending', 0), 'unserved_ready_labels': more.pop('labels', {})}
     return dict({'status': status, 'now': 10000.0, 'began_at': 10000.0, 'scheduled_at': None, 'recoveries': 0,
                  'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'had_allocations': True,
-                 'run_id': 1}, **more)
+                 'run_id': 1, 'idle_submissions': 0}, **more)
 
 
 class WatcherTest(unittest.TestCase):
@@ -24677,6 +24708,24 @@ class WatcherTest(unittest.TestCase):
             self.assertEqual('schedule', self.step(watcher, watcher.retry_at, '2 ready')[0], number)
             watcher.on_schedule(max(0.0, watcher.retry_at), 'sbatch: no')
         self.assertEqual(('end', 'no allocations: sbatch: no', 1), self.step(watcher, 1.0, '2 ready'))
+
+    def test_allocations_in_which_no_job_ended_are_replaced_at_growing_intervals_and_given_up_at_last(self):
+        for number, age_s, name in ((0, 0, 'schedule'), (1, 59, 'wait'), (1, 60, 'schedule'), (2, 119, 'wait'),
+                                    (2, 120, 'schedule'), (5, 959, 'wait'), (5, 960, 'schedule'),
+                                    (6, 10 ** 6, 'end')):
+            with self.subTest(number=number, age_s=age_s):
+                watcher = torc.Watcher(torc.WatchRules(schedules=True))
+                said = {'idle_submissions': number, 'scheduled_at': 10000.0 - age_s}
+                found = self.step(watcher, 1.0, '2 ready', **said)
+                self.assertEqual((name, int(name == 'end')), (found[0], found[2]))
+                if name != 'schedule':
+                    self.assertIn(f'of {number} submissions in a row', found[1])
+                keeper = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True))
+                wanted = 'schedule' if name == 'end' else name
+                self.assertEqual(wanted, self.step(keeper, 1.0, '2 ready', **said)[0])
+        once = torc.Watcher(torc.WatchRules(schedules=True, is_once=True))
+        said = {'idle_submissions': 1, 'scheduled_at': 9990.0}
+        self.assertEqual('end', self.step(once, 1.0, '2 ready', **said)[0])
 
     def test_a_recovery_that_was_refused_is_not_tried_again_in_the_same_run(self):
         watcher = torc.Watcher(torc.WatchRules(recovers=True))
@@ -27913,12 +27962,13 @@ class RegenerateTest(SubmitCase):
             client.reconnect()
             client.call('initialize_jobs', workflow_id=1)
             found = client.call('get_demand', workflow_id=1)
-            body = {'run_id': found['run_id'], 'newest_scheduler_id': found['newest_scheduler_id'], 'taken': [1], 'schedulers': [
+            known = {key: found[key] for key in ('run_id', 'newest_scheduler_id', 'newest_allocation_id')}
+            body = {**known, 'taken': [1], 'schedulers': [
                 {'scheduler': {'name': 'n', 'account': 'a', 'walltime': '01:00:00', 'nodes': 1}, 'is_bound': True, 'job_ids': [1],
                  'stages': [{'num_allocations': 2}]}]}
             answer = client.call('store_allocations', body, workflow_id=1)
             self.assertEqual(([2], 1, []), (answer['scheduler_ids'], answer['taken'], answer['allocations']))
-            with self.assertRaisesRegex(torc.Conflict, 'got other schedulers, while these were planned'):
+            with self.assertRaisesRegex(torc.Conflict, 'got other schedulers or allocations, while these were planned'):
                 client.call('store_allocations', body, workflow_id=1)
 
     @slow
@@ -27972,6 +28022,19 @@ class ChainTest(SubmitCase):
         self.assertEqual([(1, 's', 1, 10)], [tuple(row[key] for key in ('id', 'name', 'num_allocations', 'job_count'))
                                              for row in made['schedulers_created']])
         self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
+
+    def test_two_at_once_do_not_both_lengthen_it(self):
+        self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+        store, words = torc.perform_regeneration, ('slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')
+
+        def late(session: Any, *args: Any) -> Any:      # another one was faster
+            session.client.close()
+            with unittest.mock.patch.object(torc, 'perform_regeneration', store):
+                self.assertExit(0, self.world.main(*words))
+            return store(session, *args)
+        with unittest.mock.patch.object(torc, 'perform_regeneration', late):
+            self.assertNotEqual(0, self.world.main(*words).code)
+        self.assertEqual(4, len(self.queue()))
 
     @slow
     def test_a_dependency_in_extra_is_warned_of(self):
@@ -28931,6 +28994,17 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertEqual((True, len(set(names))), (bool(names), len(names)))
         self.assertExit(4, self.world.main(*self.OPTIONS), 'allocations pending')
 
+    @slow
+    def test_one_that_was_killed_in_the_midst_of_the_submission_is_finished_by_the_next(self):
+        self.hook('hook', '[ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = 2 ] && kill -9 $PPID && sleep 0.1; true')
+        self.assertEqual(-signal.SIGKILL, self.world.cli(*self.OPTIONS).code)
+        self.assertEqual(2, len(self.queue()))
+        self.hook('hook')
+        with unittest.mock.patch.object(torc.Submitter, 'pause_s', 0.3):
+            self.recover()
+        self.assertEqual(3, len(self.queue()))
+        self.assertExit(4, self.world.main(*self.OPTIONS), '3 allocations pending')
+
     KILLS, SEED = 3, 13
 
     @slow
@@ -29287,6 +29361,15 @@ class WatchedSlurmTest(CommandTest):
         self.assertEqual({'running'}, set(self.states().values()))
         self.assertEqual([], self.fakes.calls('sbatch'))
 
+    def test_an_allocation_in_a_hidden_partition_is_not_taken_for_gone(self):
+        self.allocate(71, 'active')
+        self.begin(71)
+        self.fakes.write('sacct', 'echo "sacct: error: Slurm accounting storage is disabled" >&2; exit 1')
+        self.looks(*['case " $* " in *" --all "*) printf "71|RUNNING|N/A";; esac'] * 2)
+        self.watch('-r', '--auto-schedule')
+        self.assertEqual({'running'}, set(self.states().values()))
+        self.assertIn('--all', torc.find_own_jobs_argv())       # what would be submitted twice
+
     def test_jobs_of_an_allocation_that_lost_its_node_are_ready_again_and_get_another_one(self):
         self.allocate(71, 'active')
         self.begin(71)
@@ -29301,6 +29384,16 @@ class WatchedSlurmTest(CommandTest):
         rows = self.json('scheduled-compute-nodes list 1')['items']
         self.assertEqual([(71, 'complete'), (100, 'pending')],
                          [(row['scheduler_id'], row['status']) for row in rows])
+
+    @slow
+    def test_allocations_that_end_at_once_are_not_replaced_for_ever(self):
+        end = f'FAILED|1:0|{int(time.time())}|{os.getuid()}|tester'
+        self.fakes.write('sacct', f'for n in $(seq 100 199); do echo "$n|{end}"; done')
+        self.fakes.write('squeue', '[ $(ls "$fake"/job_* 2>/dev/null | wc -l) -gt 9 ] && kill -TERM $PPID; true')
+        with unittest.mock.patch.object(torc, 'SCHEDULE_RETRY_MOST_S', 0.05):
+            done = self.watch('--auto-schedule', '--profile', 'kestrel', code=1)
+        self.assertEqual(torc.SCHEDULE_FAILURES, len(self.fakes.calls('sbatch')))
+        self.assertIn('no allocations: those of 6 submissions in a row have ended before any job did', done.err)
 
     def test_what_a_killed_submitter_left_is_submitted(self):
         with self.world.connect() as client:
@@ -35358,7 +35451,7 @@ def lie_about_allocations(world: World, rounds: int) -> str:
     bed = Bed.find(SHARED_NODES, False)
     with bed.held(False):
         parking = Parking(world, bed)
-        world.environment['TORC_TEST_SETUP'] = 'torc.SLURM_QUERY_S = torc.SQUEUE_LIMIT_S = 6.0'
+        world.environment['TORC_TEST_SETUP'] = 'torc.ask_slurm.__defaults__ = (8.0, *torc.ask_slurm.__defaults__[1:])'
         fakes = world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
         world.write('lying.yaml', """
             name: lying
@@ -35496,7 +35589,7 @@ class Night:
                 assert now < self.began + limit_s, f'not complete within {limit_s:g} s'
                 self.restore()
                 if now >= kill_at:
-                    kill_at = now + self.KILL_S
+                    kill_at = now + self.KILL_S * self.chance.uniform(0.5, 1.5)     # else a last job might never end
                     self.kill_something()
                 if now >= server_at and not self.server_back:
                     server_at = now + self.SERVER_S
@@ -36427,6 +36520,9 @@ class CommandExampleLaws(WorldTest):
     # Run by other tests: they need, or are, a server, or go on until a workflow is complete.
     SERVED = ('serve', 'ping', 'admin tail-api', 'admin reload-auth', 'slurm-job-runner', 'watch')
 
+    # What has to be so for an example alone: a job whose failure is undecided.
+    BEFORE = {'jobs classify': "admin sql --write -y 'UPDATE job SET status = 10 WHERE id = 2'"}
+
     SLURM = {
         'sbatch': 'echo "17;c"', 'squeue': 'true', 'scancel': 'true', 'sacct': 'true',
         'sinfo': 'echo "main*|4|4000|2:00:00|gpu:2|4"',
@@ -36454,6 +36550,8 @@ class CommandExampleLaws(WorldTest):
                     shutil.rmtree(self.world.path('torc_output'))
                     shutil.copytree(self.world.path('kept'), self.world.path('torc_output'))
                     run = self.world.cli if row.name in ('run', 'exec') else self.world.main
+                    if row.name in self.BEFORE:
+                        self.assertExit(0, run(*shlex.split(self.BEFORE[row.name])))
                     self.assertExit(0, run(*shlex.split(row.example)))
 
 
@@ -36514,6 +36612,7 @@ class StrangeServerLaws(WorldTest):
     """Whatever answers at the address that a command is given, it ends with a message, and not as a bug."""
 
     OWN_PROCESS = ('run', 'exec')       # with signals and runners of their own
+    ENDLESS = {'watch': '--once'}       # otherwise goes on until a workflow is complete -> what ends it
     ANSWERS = ({}, [], {'items': [{}], 'has_more': False, 'id': 'x'})
 
     def setUp(self) -> None:
@@ -36530,7 +36629,8 @@ class StrangeServerLaws(WorldTest):
             if row.name != 'serve' and not row.name.startswith('htpasswd'):
                 with self.subTest(row.name):
                     run = self.world.cli if row.name in self.OWN_PROCESS else self.world.main
-                    outcome = run('--url', stranger.url, *shlex.split(row.example))
+                    words = shlex.split(f"{row.example} {self.ENDLESS.get(row.name, '')}")
+                    outcome = run('--url', stranger.url, *words)
                     self.assertNotIn('Traceback', outcome.err)
                     self.assertIn(outcome.code, (0, 1, 2, 3, 4), outcome)
                     self.told.append(outcome.err)
@@ -36640,9 +36740,9 @@ class HostileTextLaws(WorldTest):
     OWN_PROCESS = ('run', 'exec')       # with signals and runners of their own
     TEXT_ONLY = ('htpasswd', 'help')    # have no JSON
     # Exit codes of examples: the job's name is another; the task has failed; such words are no options of sbatch,
-    # so that nothing was submitted.
+    # so that nothing was submitted; nor are they an amount of memory.
     ENDS = {'logs': 4, 'tasks wait': 1, 'slurm schedule-nodes': 4, 'slurm update': 4, 'scheduled-compute-nodes get': 4,
-            'scheduled-compute-nodes list-jobs': 4}
+            'scheduled-compute-nodes list-jobs': 4, 'jobs classify': 4}
 
     def setUp(self) -> None:
         super().setUp()
@@ -36775,6 +36875,8 @@ class HostileTextLaws(WorldTest):
     def walk(self, row: Any, words: List[str], form: str, make: Any) -> None:
         """One command in one format."""
         self.restore()
+        if row is not None and row.name in CommandExampleLaws.BEFORE:
+            self.assertExit(0, self.world.main(*shlex.split(CommandExampleLaws.BEFORE[row.name])))
         if words[0] in self.OWN_PROCESS:
             if make is TerminalBytes:
                 return      # the last test has a real one

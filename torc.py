@@ -12066,7 +12066,9 @@ def get_demand(context: Context, workflow_id: int) -> Values:
         'LEFT JOIN slurm_scheduler scheduler ON scheduler.id = kind.scheduler_id '
         'JOIN resource_requirements needs ON needs.id = kind.resource_requirements_id '
         'WHERE kind.workflow_id = ? ORDER BY kind.id', (workflow_id,))
-    return dict(graph, run_id=state.run_id, newest_scheduler_id=newest_scheduler(context, workflow_id),
+    return dict(graph, run_id=state.run_id,
+                newest_scheduler_id=newest_id(context, 'slurm_scheduler', workflow_id),
+                newest_allocation_id=newest_id(context, 'scheduled_compute_node', workflow_id),
                 statuses=[STATUS_NAMES[status] for status, _ in jobs], kind_ids=[row[1] for row in jobs],
                 kinds=[dict(zip(columns, row), has_labels=bool(row[2]), in_chain=bool(row[3]))
                        for row in kinds],
@@ -12074,10 +12076,9 @@ def get_demand(context: Context, workflow_id: int) -> Values:
                                                  describe_runners(context, workflow_id)))
 
 
-def newest_scheduler(context: Context, workflow_id: int) -> int:
-    """The highest id of a workflow's Slurm schedulers; 0 if it has none."""
-    return context.value('SELECT ifnull(max(id), 0) FROM slurm_scheduler WHERE workflow_id = ?',
-                         (workflow_id,))
+def newest_id(context: Context, table: str, workflow_id: int) -> int:
+    """The highest id of a workflow's rows in a table; 0 if it has none."""
+    return context.value(f'SELECT ifnull(max(id), 0) FROM {table} WHERE workflow_id = ?', (workflow_id,))
 
 
 def store_allocations(context: Context, workflow_id: int, body: Values) -> Values:
@@ -12085,14 +12086,16 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
 
     Actions that would submit others for the same jobs are taken. With a `submission`, a SubmissionRequest,
     the allocations that are due are handed out at once, as by take_submissions. Conflict if the workflow has
-    other schedulers, or another run, than those that were known when the plan was made.
+    other schedulers or allocations, or another run, than those that were known when the plan was made.
     """
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
-    known = state.run_id, newest_scheduler(context, workflow_id)
-    if (body['run_id'], body['newest_scheduler_id']) != known:
-        raise Conflict(f'workflow {workflow_id} was begun anew, or got other schedulers, while these were '
-                       'planned: nothing was changed; see what it has now, and repeat the command')
+    known = (state.run_id, newest_id(context, 'slurm_scheduler', workflow_id),
+             newest_id(context, 'scheduled_compute_node', workflow_id))
+    if (body['run_id'], body['newest_scheduler_id'], body['newest_allocation_id']) != known:
+        raise Conflict(f'workflow {workflow_id} was begun anew, or got other schedulers or allocations, '
+                       'while these were planned: nothing was changed; see what it has now, and repeat the '
+                       'command')
     taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
     scheduler_ids, due = [], []     # type: List[int], List[Values]
     for planned in body['schedulers']:
@@ -12516,6 +12519,8 @@ def requeue_assumed(context: Context, state: WorkflowState, seen: Values, found:
 # has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
 # run that somebody else has begun begins the count anew.
 
+LASTING_ALLOCATION_S = 1800.0   # jobs that were interrupted so long after a submission may have got on
+
 def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
 
@@ -12526,13 +12531,18 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     holder = watcher.get('process')
     if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
         return {'granted': False, 'process': holder, 'until': watcher['until']}
+    idle = count_idle(context, workflow_id, watcher)
     runs = watcher.get('recovered_runs', [])
     runs = [] if runs and state.run_id > runs[-1] + 1 else runs
     if body.get('recovers') and state.run_id not in runs:
         runs = runs + [state.run_id]
     watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
                'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
-               'scheduled_at': now if body.get('schedules') else watcher.get('scheduled_at')}
+               'scheduled_at': watcher.get('scheduled_at'), 'idle_submissions': idle,
+               'last_result': watcher.get('last_result')}
+    if body.get('schedules'):
+        last = context.value('SELECT ifnull(max(id), 0) FROM result WHERE workflow_id = ?', (workflow_id,))
+        watcher.update(scheduled_at=now, idle_submissions=idle + 1, last_result=last)
     context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
                 (None if body.get('is_over') else format_json(watcher), workflow_id))
     has_scheduler, had_allocations = context.one(
@@ -12542,8 +12552,22 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
             'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
             'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
             'has_scheduler': bool(has_scheduler), 'had_allocations': bool(had_allocations),
-            'run_id': state.run_id,
+            'run_id': state.run_id, 'idle_submissions': watcher['idle_submissions'],
             'status': get_workflow_status(context, workflow_id)}
+
+
+def count_idle(context: Context, workflow_id: int, watcher: Values) -> int:
+    """The submissions in a row, up to the last one of a watch, that have brought nothing so far.
+
+    That is no end of an attempt, nor one that was interrupted when the submission was long ago: allocations
+    that end at once would else be replaced for ever, and each of them is paid for.
+    """
+    if not watcher.get('idle_submissions'):
+        return 0
+    is_long_ago = context.now() - watcher['scheduled_at'] >= LASTING_ALLOCATION_S
+    has_ends = context.one('SELECT 1 FROM result WHERE workflow_id = ? AND id > ? AND is_interrupted <= ? '
+                           'LIMIT 1', (workflow_id, watcher['last_result'], int(is_long_ago)))
+    return 0 if has_ends else watcher['idle_submissions']
 
 
 UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
@@ -12640,8 +12664,8 @@ MODELS = {
     'DemandKind': 'id:int! scheduler_id:int has_labels:bool! in_chain:bool! requirements_id:int! name:str! '
         'num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
     'DemandResponse': 'allocations:[@WaitingAllocation]! job_ids:[int]! job_names:[str]! kind_ids:[int]! '
-        'kinds:[@DemandKind]! newest_scheduler_id:int! run_id:int! set_numbers:[int]! sets:[[int]]! '
-        'statuses:[@JobStatus]!',
+        'kinds:[@DemandKind]! newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
+        'set_numbers:[int]! sets:[[int]]! statuses:[@JobStatus]!',
     'DependencyGraph': 'job_ids:[int]! job_names:[str]! set_numbers:[int]! sets:[[int]]!',
     'DynamicJobsConfig': 'max_iterations:int',
     'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
@@ -12761,8 +12785,8 @@ MODELS = {
         'name:name! priority:int resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
-    'StoreAllocationsRequest': 'newest_scheduler_id:int! run_id:int! schedulers:[@StoredScheduler]! '
-        'submission:@SubmissionRequest taken:[int]!',
+    'StoreAllocationsRequest': 'newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
+        'schedulers:[@StoredScheduler]! submission:@SubmissionRequest taken:[int]!',
     'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
         'submitters:[str]! taken:int!',
     'StoredScheduler': 'due_actions:[int] is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! '
@@ -12813,7 +12837,8 @@ MODELS = {
         'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
-    'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_scheduler:bool is_begun:bool '
+    'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_scheduler:bool '
+        'idle_submissions:int is_begun:bool '
         'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float '
         'status:@WorkflowStatusResponse until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
@@ -21425,7 +21450,7 @@ def ask_queue(now: float, wanted: Iterable[Any]) -> Queue:
     path = queue_cache_path()
     cached = read_cached_reply(path, now)
     if cached is None:
-        reply = ask_slurm(slurm_argv('squeue', '--me', '--noheader', '--format', QUEUE_FORMAT))
+        reply = ask_slurm(slurm_argv('squeue', '--me', '--all', '--noheader', '--format', QUEUE_FORMAT))
         cached = now, reply, list(map(str, wanted))
         # Without a place for it, the next command asks again.
         with contextlib.suppress(OSError, Denied):
@@ -22931,6 +22956,10 @@ def parse_submission(text: str) -> Optional[Tuple[int, str]]:
     return (int(found[-1].group(1)), found[-1].group(2) or '') if found else None
 
 
+# Without --all squeue leaves out what is in hidden partitions, also to whom it belongs (seen with 22.05).
+ALL_OWN_JOBS = ('squeue', '--me', '--all', '-h', '-t', 'all', '-o')
+
+
 class OwnJob(Row):
     """A job in the queue, or one that has just left it."""
     id: int
@@ -22941,7 +22970,7 @@ class OwnJob(Row):
 
 def find_own_jobs_argv() -> List[str]:
     """squeue for all own jobs, also those that have ended a short time ago (MinJobAge)."""
-    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', '%i|%T|%j|%k')
+    return slurm_argv(*ALL_OWN_JOBS, '%i|%T|%j|%k')
 
 
 def parse_own_jobs(text: str) -> List[OwnJob]:
@@ -28927,7 +28956,7 @@ def ask_cluster_name() -> str:
 
 def seen_argv() -> List[str]:
     """squeue for all of the user's jobs, also those that have ended a short time ago (MinJobAge)."""
-    return slurm_argv('squeue', '--me', '-h', '-t', 'all', '-o', SEEN_FORMAT)
+    return slurm_argv(*ALL_OWN_JOBS, SEEN_FORMAT)
 
 
 def ends_argv(numbers: Iterable[int], since: float) -> List[str]:
@@ -28946,6 +28975,7 @@ def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
     problem = f'sacct cannot be asked: {explain_reply(reply)}' if reply.code else 'sacct does not know it'
     for number, end in list(seen.gone.items()):
         name, exit_code, ended, uid, user = records.get(str(number), ('', '', '', '', ''))
+        age_s = end.row.get('age_s')
         state, doubt = SLURM_STATES.get(parse_slurm_state(name)), ''
         if state is not None and state.is_ended:
             seen.gone[number] = end._replace(
@@ -28955,9 +28985,8 @@ def judge_ends(seen: AllocationsSeen, reply: Reply, owner: str) -> None:
             pass        # the accounting is late
         elif state is not None:
             doubt = f'squeue does not list Slurm job {number}, but for sacct it {state.meaning} ({name})'
-        elif (end.row.get('age_s') or math.inf) < NEW_ALLOCATION_S:
-            age = f"{end.row['age_s']:.0f} s"
-            doubt = f'Slurm job {number} was submitted {age} ago, and may not be listed yet'
+        elif age_s is not None and age_s < NEW_ALLOCATION_S:
+            doubt = f'Slurm job {number} was submitted {age_s:.0f} s ago, and may not be listed yet'
         elif user_name() != owner:
             doubt = f'Slurm job {number} may be one of {owner}, whose workflow it is: you are {user_name()}'
         else:
@@ -29571,6 +29600,7 @@ class Demand(Row):
     chains: Dict[int, List[Tuple[int, int]]]    # scheduler -> its jobs that are left, and their runtimes
     run_id: int
     newest_scheduler_id: int
+    newest_allocation_id: int
 
 
 def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
@@ -29607,7 +29637,7 @@ def read_demand(found: Dict[str, Any], options: RegenerateOptions) -> Demand:
                      [found['set_numbers'][row] for row in rows], sets)
     bound_to = [kinds[found['kind_ids'][row]]['scheduler_id'] for row in rows]
     return Demand(graph, classes, list(places), bound_to, num_left, others, chains, found['run_id'],
-                  found['newest_scheduler_id'])
+                  found['newest_scheduler_id'], found['newest_allocation_id'])
 
 
 def override_class(kind: Dict[str, Any], changed: Dict[str, Any]) -> ResourceClass:
@@ -29762,8 +29792,8 @@ def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict
 
 def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], taken: Sequence[int]) -> Dict[str, Any]:
     """What the server is to store: a StoreAllocationsRequest."""
-    return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id, 'taken': list(taken),
-            'schedulers': [
+    return {'run_id': demand.run_id, 'newest_scheduler_id': demand.newest_scheduler_id,
+            'newest_allocation_id': demand.newest_allocation_id, 'taken': list(taken), 'schedulers': [
                 {'scheduler': renewal.block, 'scheduler_id': renewal.scheduler_id,
                  'is_bound': renewal.is_bound, 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
                  'due_actions': [number for number, stage in zip(renewal.action_ids, renewal.stages)
@@ -29908,12 +29938,17 @@ class Watcher:
         # What `recover` begins it also submits; unless it was killed, or Slurm took nothing.
         is_ours = self.rules.recovers and seen['is_recovered'] and seen['had_allocations']
         if number > 0 and (self.rules.schedules or is_ours) and seen['has_scheduler']:
-            is_given_up = self.num_failures >= SCHEDULE_FAILURES and not self.rules.is_persistent
-            if now >= self.retry_at and not is_given_up:
+            idle = seen['idle_submissions']
+            is_early = now < self.retry_at \
+                or idle and seen['now'] < seen['scheduled_at'] + submission_pause(idle)
+            is_given_up = max(self.num_failures, idle) >= SCHEDULE_FAILURES and not self.rules.is_persistent
+            if not (is_early or is_given_up):
                 return WatchStep('schedule', f'{number} jobs are ready, and there is no allocation')
+            failure = self.failure or f'those of {idle} submissions in a row have ended before any job ' \
+                'did: see the logs of their runners'
             if not (is_given_up or self.rules.is_once):
-                return WatchStep('wait', f'no allocations: {self.failure}')
-            return WatchStep('end', f'no allocations: {self.failure}', 1)
+                return WatchStep('wait', f'no allocations: {failure}')
+            return WatchStep('end', f'no allocations: {failure}', 1)
         labels = ''.join(f'; {count} are for runners with label {name}' for name, count in unserved.items())
         reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
         if self.rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not self.rules.is_once:
@@ -29934,12 +29969,17 @@ class Watcher:
     def on_schedule(self, now: float, failure: str) -> None:
         """Allocations were submitted, or why not."""
         self.num_failures = self.num_failures + 1 if failure else 0
-        pause_s = min(SCHEDULE_RETRY_S * 2 ** (self.num_failures - 1), SCHEDULE_RETRY_MOST_S)
-        self.failure, self.retry_at = failure, now + pause_s if failure else -math.inf
+        self.failure = failure
+        self.retry_at = now + submission_pause(self.num_failures) if failure else -math.inf
 
     def on_recover(self, run_id: int, refusal: str) -> None:
         """What failed in a run was reset, or why not."""
         self.refusal = run_id, refusal or 'nothing came of it'
+
+
+def submission_pause(failures: int) -> float:
+    """Seconds from a submission to the next one, after so many in a row that were of no use."""
+    return min(SCHEDULE_RETRY_S * 2 ** (failures - 1), SCHEDULE_RETRY_MOST_S)
 
 
 def scheduled_nodes(status: Dict[str, Any]) -> int:
@@ -34597,6 +34637,12 @@ def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict
                      answer['submitters'], answer)
 
 
+def has_unsubmitted(session: Session, workflow_id: int) -> bool:
+    """Whether there are allocations that a command is submitting, or has left when it was killed."""
+    rows = session.items('list_scheduled_compute_nodes', workflow_id=workflow_id, status='pending')
+    return any(row['scheduler_type'] == 'slurm' and not row['scheduler_id'] for row in rows)
+
+
 def has_ended(submitter: str) -> bool:
     """Whether a command that holds allocations is known to be dead."""
     try:
@@ -35841,7 +35887,7 @@ def cmd_classify(session: Session, args: Arguments) -> int:
 
 RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
 RECOVER_ROWS_SHOWN = 500        # of a class of failures
-AGENT_WORDS = {'claude': ['--print'], 'gh': ['copilot', 'suggest']}     # of programs that take a prompt
+AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as their last argument
 AGENT_LIMIT_S = 3600.0
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
@@ -35896,6 +35942,7 @@ class Recovery:
         self.jobs: List[Dict[str, Any]] = []
         self.uses: List[JobUse] = []            # of all that ended
         self.failures: List[Failure] = []
+        self.refusal = ''                       # somebody is at work: no new run
         self.num_left = 0                       # jobs that wait, with nobody to run them
         self.is_resumed = False                 # only jobs that were left run: no new run begins
         self.choice: Optional[SchedulerChoice] = None
@@ -35969,23 +36016,15 @@ class Recovery:
         gone = self.options.is_dry_run and bool(self.cleaned.get('compute_nodes_deactivated'))
         nodes = 0 if gone and not active else status['active_compute_nodes']
         jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
-        if pending and self.was_killed():
-            pending -= len([row for row in self.session.items(
-                'list_scheduled_compute_nodes', workflow_id=self.workflow_id, status='pending')
-                if not row['scheduler_id']])
         found = [f'{number} {words}' for number, words in (
             (nodes, 'compute nodes at work'), (active, 'allocations active'),
             (pending, 'allocations pending'), (jobs, 'jobs running')) if number > 0]
         if found:
-            raise Refused(f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs "
-                          f"to finish or use '{command_line(self.session, 'cancel', self.workflow_id)}'")
-
-    def was_killed(self) -> bool:
-        """Whether an earlier call has begun this run, and was killed before it had submitted anything."""
-        events = self.session.items('list_events', workflow_id=self.workflow_id, category='recovery')
-        done = {event['data'].get('action') for event in events
-                if event['data'].get('run_id') == self.workflow.get('run_id')}
-        return 'recover' in done and 'recover_submitted' not in done
+            self.refusal = (f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all jobs "
+                            f"to finish or use '{command_line(self.session, 'cancel', self.workflow_id)}'")
+            # What a killed call has left of its allocations is submitted, although the others may run.
+            if not has_unsubmitted(self.session, self.workflow_id):
+                raise Refused(self.refusal)
 
     def refuse_without_failures(self, counts: Dict[str, int]) -> None:
         """Nothing failed: go on only where jobs are left that had been begun."""
@@ -36058,6 +36097,8 @@ class Recovery:
             return
         self.is_resumed = not self.remedies.retried
         if not self.is_resumed:
+            if self.refusal:
+                raise Refused(self.refusal)
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
                                              dry_run=True)
         if self.mode != 'slurm':
@@ -36770,8 +36811,7 @@ class Supervision:
 
     def go_on_submitting(self) -> None:
         """Submit what a command that was killed, such as a watch, has left."""
-        rows = self.session.items('list_scheduled_compute_nodes', workflow_id=self.number, status='pending')
-        if any(row['scheduler_type'] == 'slurm' and not row['scheduler_id'] for row in rows):
+        if has_unsubmitted(self.session, self.number):
             workflow = self.session.workflow(self.number)
             try:
                 done = submit_allocations(self.session, workflow, {'settings': self.settings()})
@@ -37732,7 +37772,7 @@ COMMANDS = (
         Argument('--reason', 'TEXT', 'why', count='!'),
         Argument('--memory', 'MEMORY', 'with retry: its memory from now on', normalize_memory),
         Argument('--runtime', 'DURATION', 'with retry: its runtime from now on', normalize_duration)),
-        "jobs classify 7 retry --reason 'the licence server was down' --runtime 2h"),
+        "jobs classify 2 retry --reason 'the licence server was down' --runtime 2h"),
     Command('jobs create', cmd_create, 'add a job to a workflow', (
         ASKED_WF, THE_NAME, Argument('-c --command', 'CMD', 'what it runs', count='!'),
         Argument('-r --resource-requirements-id', 'ID', 'what it needs', parse_id),
