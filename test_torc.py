@@ -8402,6 +8402,13 @@ class ReplayTest(ServiceTest):
         self.assertEqual(2, self.call('get_job', id=self.job['id'])['attempt_id'])
         self.assertIn('older copy', self.call('list_results', workflow_id=self.workflow_id)['items'][0]['reason'])
 
+    def test_a_runner_that_runs_a_later_attempt_than_the_copy_knows_of_it_keeps_it(self):
+        start = [self.job['id'], 2, torc.format_time(self.clock)]
+        answer = self.sync(self.workflow_id, self.node_id, started=[start], held=[[self.job['id'], 2]])
+        self.assertEqual([], answer['revoked'])
+        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        self.assertEqual(2, self.call('get_job', id=self.job['id'])['attempt_id'])
+
     def test_ends_of_jobs_and_of_those_that_waited_for_them_count_in_any_order(self):
         self.copy()
         jobs = [{'id': job['id'], 'attempt_id': 1} for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]

@@ -9571,7 +9571,9 @@ def believe_start(context: Context, state: WorkflowState, job: JobState, start: 
     """A runner runs an attempt of a job that waits by the records: nobody else has it, so it is believed."""
     job_id, attempt_id, start_time = start
     has_result = 'SELECT 1 FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?'
-    if job.status not in (BLOCKED, READY) or attempt_id < job.attempt_id or job.has_results and context.one(
+    is_later = job.status in ACTIVE and job.compute_node_id == node_id and attempt_id > job.attempt_id
+    is_free = job.status in (BLOCKED, READY) and attempt_id >= job.attempt_id
+    if not (is_later or is_free) or job.has_results and context.one(
             has_result, (job_id, state.run_id, attempt_id)):
         return
     job = believe_attempt(context, state, job, attempt_id, {'compute_node_id': node_id, 'is_witnessed': True})
