@@ -8402,6 +8402,13 @@ class ReplayTest(ServiceTest):
         self.assertEqual(2, self.call('get_job', id=self.job['id'])['attempt_id'])
         self.assertIn('older copy', self.call('list_results', workflow_id=self.workflow_id)['items'][0]['reason'])
 
+    def test_a_runner_that_runs_a_later_attempt_than_the_copy_knows_of_it_keeps_it(self):
+        start = [self.job['id'], 2, torc.format_time(self.clock)]
+        answer = self.sync(self.workflow_id, self.node_id, started=[start], held=[[self.job['id'], 2]])
+        self.assertEqual([], answer['revoked'])
+        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'blocked'}, self.statuses(self.workflow_id))
+        self.assertEqual(2, self.call('get_job', id=self.job['id'])['attempt_id'])
+
     def test_ends_of_jobs_and_of_those_that_waited_for_them_count_in_any_order(self):
         self.copy()
         jobs = [{'id': job['id'], 'attempt_id': 1} for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
@@ -19748,6 +19755,32 @@ class LinkTest(PartTest):
                     link.act(link.due())
                     link.act(link.due())
                     self.assertEqual('online', link.state)
+
+    def test_at_the_end_there_is_time_for_both_places_of_a_journal_though_one_does_not_answer(self):
+        link = self.link()
+        link.state = 'offline'
+
+        def begin(work: Callable[[], Any]) -> Any:
+            errand = torc.Errand(work, set())
+            if not drain.is_local:      # in uninterruptible sleep
+                self.addCleanup(torc.Errand.kill, errand)
+                errand.kill = lambda: None
+            return errand
+        launcher = types.SimpleNamespace(begin=begin)
+        for has_begun in (False, True):
+            with self.subTest(has_begun=has_begun):
+                drain = torc.OfflineDrain(link.context, link, launcher)
+                drain.entries = lambda found: []
+                drain.write = lambda entries, left_at=None: 'elsewhere' if drain.is_local else time.sleep(60)
+                attempt = self.attempt('reported', 1)
+                attempt.completion['status'] = 'completed'
+                if has_begun:
+                    drain.act(time.monotonic())
+                began = time.monotonic()
+                drain.close(2.0)
+                self.assertEqual(('elsewhere', [attempt]), (drain.path, list(drain.kept)))
+                self.assertLess(time.monotonic() - began, 10)
+                self.attempts.change(attempt, 'acknowledged')
 
     def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
         for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):

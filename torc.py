@@ -9571,7 +9571,9 @@ def believe_start(context: Context, state: WorkflowState, job: JobState, start: 
     """A runner runs an attempt of a job that waits by the records: nobody else has it, so it is believed."""
     job_id, attempt_id, start_time = start
     has_result = 'SELECT 1 FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?'
-    if job.status not in (BLOCKED, READY) or attempt_id < job.attempt_id or job.has_results and context.one(
+    is_later = job.status in ACTIVE and job.compute_node_id == node_id and attempt_id > job.attempt_id
+    is_free = job.status in (BLOCKED, READY) and attempt_id >= job.attempt_id
+    if not (is_later or is_free) or job.has_results and context.one(
             has_result, (job_id, state.run_id, attempt_id)):
         return
     job = believe_attempt(context, state, job, attempt_id, {'compute_node_id': node_id, 'is_witnessed': True})
@@ -10608,14 +10610,13 @@ def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int,
                    held_actions: Set[int]) -> None:
     """Requeue claims and actions that the node does not report holding: the answer to a request was lost.
 
-    So are jobs that run there by the records: the node knows how they ended, in a later state of this database.
+    And jobs that ran there: the node has told how they ended, which an older copy of the database has not.
     """
     claimed = context.rows('SELECT id, attempt_id FROM job '
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
     return_claims(context, [key[0] for key in claimed if key not in held_attempts])
-    running = context.rows('SELECT id, attempt_id FROM job '
-                           f'WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,))
-    interrupt_jobs(context, [key[0] for key in running if key not in held_attempts],
+    running = set(running_jobs(context, node_id)).difference(key[0] for key in held_attempts)
+    interrupt_jobs(context, sorted(running),
                    f'compute node {node_id}, which ran it, knows it to be over, and this database, an older '
                    'copy of itself, does not know how it ended')
     taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 '
@@ -25383,7 +25384,8 @@ class ServerLink:
         self.call.on_released()
         self.context.say(
             f'the server had released compute node {old}, whose lease was over; this runner continues as '
-            f'compute node {self.context.node_id}, with {self.attempts.count(*STARTED)} running jobs', 'warning')
+            f'compute node {self.context.node_id}, with {self.attempts.count(*STARTED)} running jobs',
+            'warning')
         return True
 
     def leave(self, had_failures: bool, had_terminations: bool, figures: Dict[str, Any]) -> None:
@@ -25473,7 +25475,8 @@ class ServerLink:
     def all_starts(self) -> List[List[Any]]:
         """Of all attempts that have begun here and are not acknowledged."""
         begun = self.attempts.of(*STARTED, 'ended', 'judged', 'recovering', 'reported')
-        return [[*attempt.key, format_time(attempt.process.started_at)] for attempt in begun if attempt.process]
+        return [[*attempt.key, format_time(attempt.process.started_at)] for attempt in begun
+                if attempt.process]
 
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
@@ -25624,6 +25627,7 @@ class OfflineDrain:
         self.kept = {}              # type: Dict[Attempt, Tuple[str, bool]]  # ... what is in the journal
         self.failures = 0           # in a row
         self.retry_at = -math.inf   # monotonic; nothing is written before
+        self.patience_s = KEEP_S    # with a file system
         self.is_last = False        # the runner ends: whatever is not acknowledged is kept
 
     def unkept(self) -> Dict[Attempt, Tuple[str, bool]]:
@@ -25641,15 +25645,10 @@ class OfflineDrain:
         """Whether all is kept."""
         return self.errand is None and not self.unkept()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether nothing can be kept now."""
-        return self.errand is None and time.monotonic() < self.retry_at
-
     def due(self) -> float:
         """The next try, or the end of the patience with the last one."""
         if self.errand is not None:
-            return self.errand.began + KEEP_S
+            return self.errand.began + self.patience_s
         return max(0.0, self.retry_at) if self.unkept() else math.inf
 
     def act(self, now: float) -> None:
@@ -25709,7 +25708,7 @@ class OfflineDrain:
     def look(self, now: float) -> None:
         """How a write has ended. One that takes too long is killed, and its end not waited for."""
         errand = self.errand
-        is_late = not errand.look() and now >= errand.began + KEEP_S
+        is_late = not errand.look() and now >= errand.began + self.patience_s
         if is_late:
             errand.kill()
         if not (is_late or errand.look()):
@@ -25718,7 +25717,7 @@ class OfflineDrain:
         if errand.result:
             self.on_kept(errand.result)
         else:
-            self.on_failure(f'no answer within {KEEP_S:g} s' if is_late else errand.error, now)
+            self.on_failure(f'no answer within {self.patience_s:g} s' if is_late else errand.error, now)
 
     def on_kept(self, path: str) -> None:
         """Completions are on disk."""
@@ -25748,9 +25747,10 @@ class OfflineDrain:
         """The runner ends: keep what is not acknowledged, for so long."""
         give_up_at = time.monotonic() + limit_s
         self.is_last, self.retry_at, self.failures = True, -math.inf, 0
+        self.patience_s = limit_s / 2       # the other half is for the other place
         self.act(time.monotonic())
         while self.errand is not None and time.monotonic() < give_up_at:
-            self.errand.wait((give_up_at - time.monotonic()) / 2)   # the other half is for the other place
+            self.errand.wait(max(0.0, min(self.due(), give_up_at) - time.monotonic()))
             self.act(time.monotonic())
         if self.path and self.errand is None and self.link.state == 'offline':
             self.begin(functools.partial(self.write, [], int(time.time()))).wait(
@@ -28681,8 +28681,9 @@ class Runner:
         if not (self.link.is_quiet and self.link.has_asked):
             return False
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
-        # What is in memory alone would be lost: it waits for the server, or for room, while it may.
-        is_kept = self.drain.is_settled or self.shutdown.reason in SIGNAL_REASONS and self.drain.has_failed
+        # What is in memory alone would be lost: it waits for the server, or for room, while it may. In a
+        # hurry OfflineDrain.close() does what there is time for.
+        is_kept = self.drain.is_settled or self.shutdown.reason in SIGNAL_REASONS
         return is_kept and not (is_asking or self.attempts.by_state['ended'])
 
     @property
