@@ -8945,7 +8945,8 @@ class WatchRecordTest(ServiceTest):
         self.clock += 10 ** 6
         self.assertEqual(2, idle(name='b'))     # it may have been queued for so long
         self.end(0)
-        self.assertEqual([0, 1, 2], [idle(name='b'), idle(name='b', schedules=True), idle(name='b', schedules=True)])
+        found = [idle(name='b'), idle(name='b', schedules=True), idle(name='b', schedules=True)]
+        self.assertEqual([0, 1, 2], found)
         self.end(1)
         self.clock += torc.LASTING_ALLOCATION_S - 1
         self.assertEqual(2, idle(name='b', ended={'host': 'b', 'pid': 1}))
@@ -29003,7 +29004,8 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
 
     @slow
     def test_one_that_was_killed_in_the_midst_of_the_submission_is_finished_by_the_next(self):
-        self.hook('hook', '[ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = 2 ] && kill -9 $PPID && sleep 0.1; true')
+        has_two = '[ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = 2 ]'
+        self.hook('hook', f'{has_two} && kill -9 $PPID && sleep 0.1; true')
         self.assertEqual(-signal.SIGKILL, self.world.cli(*self.OPTIONS).code)
         self.assertEqual(2, len(self.queue()))
         self.hook('hook')
@@ -29014,7 +29016,8 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
 
     @slow
     def test_where_slurm_takes_only_some_of_the_allocations_the_exit_code_says_so(self):
-        self.hook('hook', '[ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = 2 ] && { echo "sbatch: error: no" >&2; exit 1; }; true')
+        has_two = '[ "$(ls "$fake"/job_* 2>/dev/null | wc -l)" = 2 ]'
+        self.hook('hook', has_two + ' && { echo "sbatch: error: no" >&2; exit 1; }; true')
         self.assertEqual(2, self.recover(code=1)['result']['slurm']['allocations_submitted'])
 
     KILLS, SEED = 3, 13
