@@ -7328,6 +7328,7 @@ class WaitingTest(ServiceTest):
             self.store.connection.set_trace_callback(None)
             self.assertEqual([('next_turn', count)], [(group['code'], group['count']) for group in groups])
             return len(calls)
+        self.waiting(self.create('x:'))     # the columns of a table are asked for once
         self.assertEqual(statements(20), statements(2000))
 
     def test_of_very_many_groups_those_with_the_most_jobs_are_told(self):
@@ -9600,6 +9601,17 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
                            'file_id': '$file', 'metadata': {'a': [1, None]}},
     'SubmissionRequest': {'submitter': 'me', 'lease_s': 60.0, 'settings': {'output_dir': '/o'}, 'scheduler_config_id': '$slurm_scheduler', 'count': 1,
                           'actions': [{'action_id': '$schedule', 'count': 1}], 'ended': ['nobody']},
+    'DatabaseBackupModel': {'path': '/copy.db'},
+    'ReplayRequest': {
+        'run_id': 1, 'left': [{'compute_node_id': '$compute_node', 'hostname': 'h', 'pid': 7, 'identity': 'x'}],
+        'completions': [{'job_id': '$running', 'run_id': 1, 'status': 'failed', 'result': '$result_of_running', 'torc_py': {
+            'reason': 'r', 'retry': True, 'max_retries': 2, 'interrupted': False, 'file_times': {'$made_file': 1.5}}}]},
+    'StoreAllocationsRequest': {
+        'run_id': 1, 'newest_scheduler_id': '$slurm_scheduler', 'newest_allocation_id': '$scheduled_compute_node', 'taken': ['$schedule'],
+        'schedulers': [{'scheduler_id': '$slurm_scheduler', 'scheduler': None, 'is_bound': True, 'job_ids': ['$ready'],
+                        'stages': [{'job_ids': ['$ready'], 'num_allocations': 1}]}]},
+    'SyncRequest': {'allocations': [{'slurm_job_id': 17, 'reason': 'r', 'is_queued': False, 'is_interrupted': True, 'ended_s': 1.5}],
+                    'dead_nodes': [{'compute_node_id': '$compute_node', 'reason': 'r'}], 'is_dry_run': False},
     'WatchRequest': {'process': {'host': 'h', 'pid': 1}, 'lease_s': 60.0, 'ended': {'host': 'h'},
                      'recovers': True, 'schedules': True, 'leaves': False, 'is_over': False},
     'SubmissionReport': {'submitter': 'me', 'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}]},
@@ -9719,6 +9731,7 @@ class LiveTest(ServiceTest):
 
     def setUp(self) -> None:
         super().setUp()
+        self.store.copies = unittest.mock.Mock(ask_backup=lambda path: argparse.Namespace(id=1, path=path, error='', is_done=False))
         self.ids = self.make('here')
         self.others = self.make('there')
 
