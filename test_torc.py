@@ -9608,7 +9608,7 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
             'reason': 'r', 'retry': True, 'max_retries': 2, 'interrupted': False, 'file_times': {'$made_file': 1.5}}}]},
     'StoreAllocationsRequest': {
         'run_id': 1, 'newest_scheduler_id': '$slurm_scheduler', 'newest_allocation_id': '$scheduled_compute_node', 'taken': ['$schedule'],
-        'schedulers': [{'scheduler_id': '$slurm_scheduler', 'scheduler': None, 'is_bound': True, 'job_ids': ['$ready'],
+        'schedulers': [{'scheduler_id': '$slurm_scheduler', 'scheduler': {}, 'is_bound': True, 'job_ids': ['$ready'],
                         'stages': [{'job_ids': ['$ready'], 'num_allocations': 1}]}]},
     'SyncRequest': {'allocations': [{'slurm_job_id': 17, 'reason': 'r', 'is_queued': False, 'is_interrupted': True, 'ended_s': 1.5}],
                     'dead_nodes': [{'compute_node_id': '$compute_node', 'reason': 'r'}], 'is_dry_run': False},
@@ -35943,6 +35943,8 @@ CONSTANTS = (ast.Constant,) if sys.version_info >= (3, 8) else (ast.Str, ast.Byt
 
 # Functions of the tests that let time pass: between two looks at a condition, or where the time is what is tested.
 PAUSES = {
+    'LinkTest.test_at_the_end_there_is_time_for_both_places_of_a_journal_though_one_does_not_answer': 'stands for a file system '
+    'that does not answer',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
     'GuardianTest.fork_runner': 'a runner at rest, in a process of its own',
     'kill_runners': 'dies at a moment that chance decides', 'run_nasty_jobs': 'is stopped at a moment that chance decides',
