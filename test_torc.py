@@ -28825,6 +28825,18 @@ class RecoverTest(RecoverCase):
         outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1), 'nothing to retry: 1 job failed for a reason of its own.')
         self.assertEqual((1, False), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
 
+    def test_what_runners_kept_in_journals_is_taken_in_before_it_counts_as_lost(self):
+        for last in ('recover 1', 'watch 1 --once'):
+            with self.subTest(last), contextlib.ExitStack() as stack:
+                self.world = stack.enter_context(contextlib.closing(World()))
+                self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
+                           {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
+                write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1)])
+                self.assertEqual('failed', self.statuses()['gone'])
+                said = self.world.main(*last.split())
+                self.assertIn('1 completions were taken in from journals of runners', said.err)
+                self.assertEqual({'gone': 'completed', 'bad': 'failed'}, self.statuses())
+
     def test_options_choose_the_multipliers_the_sharing_and_what_is_unknown(self):
         self.ended(self.SPEC, self.ENDS)
         for options, retried, changes in (

@@ -35535,7 +35535,15 @@ def cmd_reconcile(session: Session, args: Arguments) -> int:
         raise BadInput(printable(f'there is no directory {base_dir}: name the output directory of the '
                                  'runners, or one above it, with --base-dir'))
     session.workflow(workflow_id)   # refused before thousands of files are read
-    paths, problems = find_journals(base_dir, workflow_id, run_id)
+    journals, rejections, problems = replay_journals(session, workflow_id, run_id,
+                                                     *find_journals(base_dir, workflow_id, run_id))
+    show_reconciled(session, args, journals, rejections, problems)
+    return 0
+
+
+def replay_journals(session: Session, workflow_id: int, run_id: int, paths: Sequence[str],
+                    problems: List[str]) -> Tuple[List[JournalFound], List[str], List[str]]:
+    """Bring what journals hold to the server: the journals, why completions were rejected, and problems."""
     journals, left = [], []     # type: List[JournalFound], List[Dict[str, Any]]
     for path in paths:
         entries, problem, leavers = read_journal(path)
@@ -35552,8 +35560,27 @@ def cmd_reconcile(session: Session, args: Arguments) -> int:
         session.call('replay_completions', {'run_id': run_id, 'completions': [], 'left': piece},
                      workflow_id=workflow_id)
     count_brought(journals, accepted, [(row['job_id'], row['attempt_id']) for row in rejected])
-    show_reconciled(session, args, journals, [row['message'] for row in rejected], problems)
-    return 0
+    return journals, [row['message'] for row in rejected], problems
+
+
+def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str,
+                     known: Dict[str, Any]) -> str:
+    """Bring what runners kept in an output directory, before their jobs count as lost. A sentence, or ''.
+
+    Those that lie there as they did the last time are passed over: `known`, path -> look_at_journal(), is
+    kept up to date.
+    """
+    directory, run_id = os.path.join(output_dir, JOURNAL_DIRECTORY), workflow.get('run_id') or 0
+    if not os.path.isdir(directory):
+        return ''
+    paths, problems = find_journals(directory, workflow['id'], run_id)
+    looks = {path: look_at_journal(path) for path in paths}
+    journals, _, problems = replay_journals(session, workflow['id'], run_id, [
+        path for path in paths if looks[path] != known.get(path)], problems)
+    known.update(looks)
+    count = sum(journal.counts['accepted'] for journal in journals)
+    brought = [f'{count} completions were taken in from journals of runners'] if count else []
+    return printable_line('; '.join(brought + problems))
 
 
 def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, Any]]]:
@@ -35987,9 +36014,12 @@ class Recovery:
     def clean_up(self) -> None:
         """Set right what dead allocations and runners left; what fails here is only told."""
         try:
+            if not self.options.is_dry_run:
+                self.session.report(*filter(None, [take_in_journals(self.session, self.workflow,
+                                                                    self.options.output_dir, {})]))
             self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
-        except (Refused, BadInput) as error:
-            self.session.report(f'warning: {error.message}')
+        except (Refused, BadInput, OSError) as error:
+            self.session.report(printable_line(f"warning: {getattr(error, 'message', error)}"))
         for doubt in self.cleaned.get('doubts', ()):
             self.session.report(printable_line(f'warning: {doubt}'))
 
@@ -36640,6 +36670,8 @@ class Supervision:
         self.process = describe_process()
         self.watcher = Watcher(watch_rules(args))
         self.reason = ''        # last reported
+        self.journals = {}      # type: Dict[str, Any]  # path -> look_at_journal(), of those taken in
+        self.brought = ''       # what was last said of them
         self.counts = ''        # ... and last counts of jobs
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
         self.seen = {}          # type: Dict[str, Any]  # its last answer
@@ -36731,6 +36763,7 @@ class Supervision:
     def poll(self) -> Optional[int]:
         """Steps until there is nothing to do but wait: None, or the exit code of the end."""
         self.watcher.begin_poll()
+        self.take_in_journals()
         for _ in range(MOST_WATCH_STEPS):
             self.renew()
             step = self.watcher.next_step(time.monotonic(), self.seen)
@@ -36745,6 +36778,18 @@ class Supervision:
         self.say_counts()
         self.say_once(step.reason)
         return None
+
+    def take_in_journals(self) -> None:
+        """What runners have kept since the last poll counts before anything is taken for lost."""
+        self.renew()
+        run = dict(self.workflow, run_id=self.seen['run_id'])
+        try:
+            brought = take_in_journals(self.session, run, self.args['output_dir'], self.journals)
+        except (Refused, BadInput, OSError) as error:
+            brought = text_of_failure(error)
+        if brought and brought != self.brought:
+            self.say(brought, 'warning')
+        self.brought = brought or self.brought
 
     def renew(self, **more: Any) -> None:
         """Go on with the watch, and see how the workflow is. Refused if somebody else watches it."""
