@@ -12098,10 +12098,12 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
         raise Conflict(f'workflow {workflow_id} was begun anew, or got other schedulers or allocations, '
                        'while these were planned: nothing was changed; see what it has now, and repeat the '
                        'command')
+    check_owned(context, 'workflow_action', workflow_id, body['taken'])
     taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
     scheduler_ids, due = [], []     # type: List[int], List[Values]
     for planned in body['schedulers']:
         scheduler_id = planned.get('scheduler_id')
+        check_owned(context, 'job', workflow_id, planned['job_ids'])
         if scheduler_id is None:
             values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
             scheduler_id = create_row(context, 'slurm_scheduler', values)['id']
@@ -12137,7 +12139,6 @@ def take_for_good(context: Context, workflow_id: int, action_id: int) -> int:
 
 def bind_jobs(context: Context, workflow_id: int, job_ids: Ids, scheduler_id: Optional[int]) -> None:
     """Bind jobs to a Slurm scheduler, or to none."""
-    check_owned(context, 'job', workflow_id, job_ids)
     members = collections.defaultdict(list)     # type: Dict[int, List[int]]
     for job_id, kind_id in rows_by_ids(context, 'SELECT id, kind_id FROM job WHERE id IN', job_ids):
         members[kind_id].append(job_id)
