@@ -12098,7 +12098,8 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
         raise Conflict(f'workflow {workflow_id} was begun anew, or got other schedulers or allocations, '
                        'while these were planned: nothing was changed; see what it has now, and repeat the '
                        'command')
-    check_owned(context, 'workflow_action', workflow_id, body['taken'])
+    wanted = [row['action_id'] for row in (body.get('submission') or {}).get('actions') or ()]
+    check_owned(context, 'workflow_action', workflow_id, [*body['taken'], *wanted])
     taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
     scheduler_ids, due = [], []     # type: List[int], List[Values]
     for planned in body['schedulers']:
