@@ -31811,10 +31811,13 @@ class SlurmTravelTest(SlurmTest, FlowTest):
         self.world.write('server.sh', script)
         subprocess.check_call(['sbatch', 'server.sh'], cwd=self.world.directory, env=self.world.environment,
                               stdout=subprocess.DEVNULL)
-        jobs = []
+        jobs = []   # type: List[str]
+
+        def next_server() -> Any:
+            found = self.server()
+            return found if found and found['allocation'] not in jobs else None
         for _ in range(3):
-            found = self.world.wait(lambda: self.server() and self.server()['allocation'] not in jobs and self.server(),
-                                    60, 'the next server', (), self.state)
+            found = self.world.wait(next_server, 60, 'the next server', (), self.state)
             jobs.append(found['allocation'])
             self.assertExit(0, self.world.cli('workflows', 'list'))
             self.wait_slurm(lambda: len(self.live_allocations()) == 2, 60, 'the next one in the queue', self.state)
