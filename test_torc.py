@@ -18806,18 +18806,19 @@ class JournalTest(WorldTest):
         for completion in (self.COMPLETION, dict(done, status='completed', return_code=0, retry=False), dict(done, interrupted=True)):
             with self.subTest(completion=completion):
                 entry = json.loads(torc.format_json(torc.format_journal_entry(completion, 42, 1, 9)))
-                self.assertEqual(dict(completion, run_id=1, workflow_id=42, compute_node_id=9), torc.parse_journal_entry(entry))
+                self.assertEqual(dict(completion, run_id=1, workflow_id=42, compute_node_id=9),
+                                 {'retry': False, **entry['result'], **entry['torc_py']})
+                self.assertEqual(entry, torc.check_model('', 'JournaledCompletion', entry))
         theirs = {key: value for key, value in self.entry().items() if key != 'torc_py'}
         theirs['result']['peak_cpu_percent'] = None
-        found = torc.parse_journal_entry(theirs)
-        self.assertEqual((False, None, None), (found['retry'], found.get('reason'), found.get('peak_cpu_percent')))
+        self.assertEqual(theirs, torc.check_model('', 'JournaledCompletion', theirs))
 
     def test_what_is_no_entry_is_refused(self):
         entry = self.entry()
-        for wrong in (None, 3, [], {}, dict(entry, result=None), dict(entry, torc_py='x'), dict(entry, run_id=2),
-                      dict(entry, result=dict(entry['result'], job_id=8)), dict(entry, status=None, result=dict(entry['result'], status=None))):
+        for wrong in (None, 3, [], {}, dict(entry, result=None), dict(entry, torc_py='x'),
+                      dict(entry, status=None, result=dict(entry['result'], status=None))):
             with self.subTest(wrong=wrong):
-                self.assertRaises(ValueError, torc.parse_journal_entry, wrong)
+                self.assertRaises(torc.BadInput, torc.check_model, '', 'JournaledCompletion', wrong)
 
     def test_another_program_reads_what_was_kept_and_a_later_attempt_replaces_an_earlier_one(self):
         path = torc.journal_path(self.world.directory, 42, 1, 'node1')
@@ -28836,6 +28837,9 @@ class RecoverTest(RecoverCase):
                            {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
                 write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1)])
                 self.assertEqual('failed', self.statuses()['gone'])
+                if last == 'recover 1':
+                    self.assertIn('1 journals in ', self.world.main('recover', '1', '--dry-run').err)
+                    self.assertEqual('failed', self.statuses()['gone'])
                 said = self.world.main(*last.split())
                 self.assertIn('1 completions were taken in from journals of runners', said.err)
                 self.assertEqual({'gone': 'completed', 'bad': 'failed'}, self.statuses())

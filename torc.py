@@ -23215,9 +23215,14 @@ def caller_of(client: Client, output_dir: str) -> Caller:
 # said, and the state in the accounting decide together.
 
 
+def name_step(workflow_id: int, job_id: int, run_id: int, attempt_id: int) -> str:
+    """What the step of an attempt is called: by it squeue and sacct tell it from others."""
+    return f'wf{workflow_id}_j{job_id}_r{run_id}_a{attempt_id}'
+
+
 def step_name(context: Any, attempt: Any) -> str:
-    """What the step of an attempt (16) is called: by it squeue and sacct tell it from others."""
-    return f'wf{context.workflow_id}_j{attempt.id}_r{context.run_id}_a{attempt.attempt_id}'
+    """The same, of an attempt of a runner (16)."""
+    return name_step(context.workflow_id, attempt.id, context.run_id, attempt.attempt_id)
 
 
 STEP_SIGNAL = re.compile(r'(?:[A-Z]+:)?([A-Z0-9]+)(?:@([0-9]+))?\Z', re.IGNORECASE)
@@ -23881,22 +23886,6 @@ def format_journal_entry(completion: Dict[str, Any], workflow_id: int, run_id: i
             'torc_py': more}
 
 
-def parse_journal_entry(entry: Any) -> Dict[str, Any]:
-    """The payload of a row, also of Torc's -> its completion with run_id, workflow_id and compute_node_id.
-
-    ValueError if it is none.
-    """
-    result = entry.get('result') if isinstance(entry, dict) else None
-    more = entry.get('torc_py') or {} if isinstance(entry, dict) else {}
-    if not isinstance(result, dict) or not isinstance(more, dict):
-        raise ValueError('no completion')
-    for name in ('job_id', 'status', 'run_id'):
-        if result.get(name) is None or result[name] != entry.get(name):
-            raise ValueError(f'{name} of the completion and of its result differ, or are missing')
-    kept = {name: more[name] for name in JOURNAL_ADDITIONS if name in more}
-    return {'retry': False, **{name: value for name, value in result.items() if value is not None}, **kept}
-
-
 def new_journal_path(path: str) -> str:
     """Make an empty journal for its user alone, under a path that no other runner uses. OSError, or Denied.
 
@@ -23966,7 +23955,6 @@ class Journal:
 LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose writer was killed
 MAX_JOURNAL_BYTES = 2 ** 30             # of a million completions
 COPY_TRIES = 5                          # of a journal that is written meanwhile
-SQLITE_HEAD = b'SQLite format 3\0'      # https://sqlite.org/fileformat2.html, section 1.3
 
 
 def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
@@ -24072,8 +24060,8 @@ def copy_part(path: str, copy: str) -> None:
 def read_rows(copy: str) -> Tuple[List[Tuple[Any, Any]], str]:
     """(job id, payload) of the rows of a copied journal that can be read, and what is wrong, or ''."""
     with open(copy, 'rb') as file:
-        head = file.read(len(SQLITE_HEAD))
-    if head != SQLITE_HEAD:     # the writer of an empty one was killed before it had written anything
+        head = file.read(len(DATABASE_MAGIC))
+    if head != DATABASE_MAGIC:     # the writer of an empty one was killed before it had written anything
         return [], 'it is no SQLite file' if head else ''
     rows, fault = {}, ''    # type: Dict[Any, Any], str
     with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
@@ -35565,17 +35553,20 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, paths: Sequ
     return journals, [row['message'] for row in rejected], problems
 
 
-def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str,
-                     known: Dict[str, Any]) -> str:
+def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str, known: Dict[str, Any],
+                     is_dry_run: bool = False) -> str:
     """Bring what runners kept in an output directory, before their jobs count as lost. A sentence, or ''.
 
     Those that lie there as they did the last time are passed over: `known`, path -> look_at_journal(), is
-    kept up to date.
+    kept up to date. A dry run only says that they are there.
     """
     directory, run_id = os.path.join(output_dir, JOURNAL_DIRECTORY), workflow.get('run_id') or 0
     if not os.path.isdir(directory):
         return ''
     paths, problems = find_journals(directory, workflow['id'], run_id)
+    if is_dry_run:
+        said = f'{len(paths)} journals in {directory} would be taken in first'
+        return printable_line(said) if paths else ''
     looks = {path: look_at_journal(path) for path in paths}
     journals, _, problems = replay_journals(session, workflow['id'], run_id, [
         path for path in paths if looks[path] != known.get(path)], problems)
@@ -35641,6 +35632,7 @@ def show_reconciled(session: Session, args: Arguments, journals: Sequence[Journa
         session.inform(f"no journal of {of_run} was found below {args['base_dir']}")
     elif not sums['accepted'] and not sums['rejected']:
         session.inform(f"nothing was new: all {sums['known']} completions were known")
+
 
 # -------- sync-status --------
 
@@ -36016,9 +36008,9 @@ class Recovery:
     def clean_up(self) -> None:
         """Set right what dead allocations and runners left; what fails here is only told."""
         try:
-            if not self.options.is_dry_run:
-                self.session.report(*filter(None, [take_in_journals(self.session, self.workflow,
-                                                                    self.options.output_dir, {})]))
+            brought = take_in_journals(self.session, self.workflow, self.options.output_dir, {},
+                                       self.options.is_dry_run)
+            self.session.report(*filter(None, [brought]))
             self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
         except (Refused, BadInput, OSError) as error:
             self.session.report(printable_line(f"warning: {getattr(error, 'message', error)}"))
@@ -36121,7 +36113,7 @@ class Recovery:
             return {}
         states = {account.name: parse_slurm_state(account.state) for account in accounts if account.step}
         keys = [(use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)) for use in uses]
-        named = {key: f'wf{self.workflow_id}_j{key[0]}_r{key[1]}_a{key[2]}' for key in keys}
+        named = {key: name_step(self.workflow_id, *key) for key in keys}
         return {key: states[name] for key, name in named.items() if states.get(name)}
 
     # -------- what is to be done --------
