@@ -20883,7 +20883,7 @@ class SlurmStarterTest(PartTest):
         self.wait_for(lambda: os.path.exists(self.fakes.path('there')), 'srun')
         step = self.starter.steps[attempt]
         self.assertAlmostEqual(torc.WATCH_S, self.starter.due() - time.monotonic(), delta=15)
-        self.assertEqual(torc.STEP_CREATION_S, step.creation_at - step.started)
+        self.assertEqual(step.started + torc.STEP_CREATION_S, step.creation_at)
         step.look_at = step.creation_at = 0.0
         self.assertEqual(('terminated', True), self.judged(attempt)[::3])
         self.assertEqual(1, len(self.reasons))
