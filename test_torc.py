@@ -35525,11 +35525,168 @@ def lie_about_allocations(world: World, rounds: int) -> str:
                     assert (job['status'], rows) == ('running', ['active']), (how, job, rows, str(said))
             fakes.write('squeue', 'exec squeue "$@"')
             world.write('go', '')
-            world.wait(lambda: world.cli('workflows', 'is-complete', 1).code == 0 and not parking.live(), 60, 'the end')
+            world.wait(lambda: world.cli('-f', 'json', 'workflows', 'is-complete', 1).json()['is_complete'] and not parking.live(), 60, 'the end')
             assert world.read('trace') == 'begin\n', world.read('trace')
         finally:
             parking.clear()
     return f'{rounds} times {len(LIES)} ways, nothing was failed'
+
+
+# -------- losses: an allocation ends before its time, and what brings its jobs to their end --------
+
+LOSS_SPEC = """
+name: loss
+compute_node_wait_for_new_jobs_seconds: 2
+resource_requirements: [{name: small, num_cpus: 1, memory: 50m, runtime: PT2M}]
+slurm_schedulers: [{name: given, account: wfacct, walltime: "00:10:00", partition: low, extra: "--no-requeue EXTRA"}]
+jobs:
+  - {name: "held_{i}", resource_requirements: small, parameters: {i: "1:3"},
+     command: "echo x >> began; until test -e go; do sleep 0.2; done; echo {i} >> done"}
+  - {name: last, command: "echo last >> done", depends_on_regexes: ["held_.*"], resource_requirements: small}
+actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: given, scheduler_type: slurm}]
+"""
+CURES = 'sync-status', 'recover', 'a watch that was running'
+
+
+class Loss:
+    """A workflow on a cluster whose allocation ends before its time, in one way, and its way to completion by one cure."""
+
+    def __init__(self, world: World, bed: Bed, way: str, cure: str) -> None:
+        self.world, self.bed, self.way, self.cure = world, bed, way, cure
+        self.codes = []     # type: List[int]  # of the cure, where it is called until it finds that nothing runs any more
+        world.environment.update(SLURM_CONF=bed.conf, TORC_TEST_SETUP=NIGHT)
+        world.serve('--host', '0.0.0.0')
+        self.client = world.connect()
+
+    def rows(self, op: str) -> List[Dict[str, Any]]:
+        """All rows of a list operation."""
+        return list(self.client.pages(op, workflow_id=1))
+
+    def live(self) -> List[List[str]]:
+        """[id, node] of the allocations that have not ended."""
+        return [row for row in self.bed.rows('squeue', '-h', '-t', 'PD,R,S,CF,CG', '-o', '%i|%N|%Z')
+                if row[2].startswith(self.world.root + '/')]
+
+    def wait(self, condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
+        """Wait for something, with all that a developer wants to see if it does not come."""
+        return self.world.wait(condition, deadline_s, f'{self.way}, {self.cure}: {what}', state=self.situation)
+
+    def situation(self) -> str:
+        """The same."""
+        paths = glob.glob(glob.escape(self.world.path()) + '/torc_output/*.log')
+        return '\n'.join([str(self.live()), str(self.codes), *(f'--- {path}\n{read_text(path)[-2000:]}' for path in paths),
+                          *(str(self.world.cli(*words)) for words in (('status', 1), ('slurm', 'stats', 1)))])
+
+    def carry_out(self) -> None:
+        """Submit, lose the allocation, and let the cure do its work."""
+        self.world.write('loss.yaml', LOSS_SPEC.replace('EXTRA', '--begin=now+1hour' if 'pending' in self.way else ''))
+        submitted = self.world.cli('submit', '-p', 1, 'loss.yaml')
+        assert submitted.code == 0, str(submitted)
+        if 'pending' not in self.way:
+            self.wait(lambda: self.world.read('began').count('x') == 3, 60, 'the jobs')
+            self.wait(lambda: sum(row['status'] == 'running' for row in self.rows('list_jobs')) == 3, 20, 'the first turn')
+        watch = None
+        if self.cure == CURES[2]:
+            watch = self.world.start('watch', 1, '--recover', '--retry-unknown', '--auto-schedule', '-p', 2,
+                                     '--auto-schedule-threshold', 1, '--auto-schedule-cooldown', 20)
+            self.world.wait(lambda: watch.err, 20, 'its first words', [watch])
+        LOSS_WAYS[self.way](self)
+        self.wait(lambda: not self.live() or watch, 90, 'the end of the allocation')
+        self.wait(lambda: not [words for words in processes_with(self.world.mark).values() if 'test -e go' in words] or watch,
+                  30, 'the end of its jobs')
+        self.world.write('go', '')
+        if watch:
+            outcome = watch.finish(300)
+            assert outcome.code == 0, f'{outcome}\n{self.situation()}'
+        else:
+            self.call_cure()
+        self.check()
+
+    def call_cure(self) -> None:
+        """As a user would, again and again until it has found what was lost."""
+        if self.cure == CURES[0]:
+            def sync() -> bool:
+                outcome = self.world.cli('workflows', 'sync-status', 1)
+                assert outcome.code == 0, str(outcome)
+                return not [row for row in self.rows('list_scheduled_compute_nodes') if row['status'] != 'complete']
+            self.wait(sync, 120, 'the knowledge that it has ended')
+            assert 'running' not in {row['status'] for row in self.rows('list_jobs')}, self.situation()
+
+        def recover() -> bool:
+            self.codes.append(self.world.cli('recover', 1, '--no-prompts', '--retry-unknown', '--partition', 'main').code)
+            return self.codes[-1] == 0
+        self.wait(recover, 120, 'its recovery')
+        self.wait(lambda: self.client.call('is_workflow_complete', workflow_id=1)['is_complete'], 120, 'its completion')
+
+    def check(self) -> None:
+        """Each job has come to its end once, and nothing is left in the queue."""
+        statuses = {row['status'] for row in self.rows('list_jobs')}
+        assert statuses == {'completed'}, f'{statuses}\n{self.situation()}'
+        assert sorted(self.world.read('done').split()) == ['1', '2', '3', 'last'], self.world.read('done')
+        self.wait(lambda: not self.live(), 60, 'the end of all allocations')
+
+    def end(self) -> None:
+        """Leave nothing in the queue."""
+        self.client.close()
+        left = [row[0] for row in self.live()]
+        if left:
+            self.bed.ask('scancel', *left)
+
+    # -------- ways --------
+
+    def cancel(self) -> None:
+        """scancel, by a user."""
+        self.bed.ask('scancel', self.live()[0][0])
+
+    def kill_runner(self) -> None:
+        """kill -9, as by the kernel that has no memory left."""
+        os.kill(self.rows('list_compute_nodes')[0]['pid'], signal.SIGKILL)
+
+    def kill_node(self) -> None:
+        """A node dies with all that runs there, and comes back when that is known."""
+        (_, node, _), = self.live()
+        self.bed.control('kill-node', node)
+        try:
+            self.wait(lambda: not [row for row in self.live() if row[1] == node], 90, 'the loss of the node')
+        finally:
+            self.bed.control('start-node', node)
+
+    def preempt(self) -> None:
+        """A job of higher priority takes the node."""
+        (number, node, _), = self.live()
+        self.bed.call(['sbatch', '--account=wfacct', '--partition=high', f'--nodelist={node}', '--cpus-per-task=4', '--time=1',
+                       '--output=/dev/null', '--wrap=true'])
+        self.wait(lambda: number not in [row[0] for row in self.live()], 60, 'the preemption')
+
+
+LOSS_WAYS = {
+    'scancel of an active allocation': Loss.cancel,
+    'scancel of a pending allocation': Loss.cancel,
+    'a runner killed inside its allocation': Loss.kill_runner,
+    'a lost node': Loss.kill_node,
+    'preemption': Loss.preempt}     # type: Dict[str, Callable[[Loss], None]]
+
+
+def losses_under_cures(some: int, seed: Any) -> List[Tuple[str, str]]:
+    """(way, cure) of all pairs, or of some."""
+    pairs = list(itertools.product(LOSS_WAYS, CURES))
+    return random.Random(seed).sample(pairs, some) if some else pairs
+
+
+def lose_allocations(pairs: Sequence[Tuple[str, str]]) -> str:
+    """Allocations end before their time, (way, cure) after (way, cure): each workflow completes, each job once."""
+    bed, codes = Bed.find(SHARED_NODES, is_alone=True), collections.Counter()   # type: Any
+    with bed.held(True):
+        for way, cure in pairs:
+            bed.repair()
+            with contextlib.closing(World()) as world:
+                loss = Loss(world, bed, way, cure)
+                try:
+                    loss.carry_out()
+                finally:
+                    loss.end()
+                codes.update(loss.codes)
+    return f'{len(pairs)} of {len(pairs)} complete, each job once; exit codes of recover: {dict(codes)}'
 
 
 # -------- a night on a cluster: allocations, runners and the server die, and one `watch` keeps the workflow going --------
@@ -35864,6 +36021,9 @@ class RecoveryFaultTest(WorldTest):
                 self.doCleanups()
                 self.setUp()
 
+    def test_the_jobs_of_a_preempted_allocation_run_again_after_recover(self):
+        self.assertIn('1 of 1 complete', lose_allocations([('preemption', 'recover')]))
+
     def test_under_a_watch_a_workflow_comes_to_its_end_whatever_dies(self):
         self.assertIn('24 jobs completed once each', live_through_night(self.world, 24, 5, 4, 300))
 
@@ -35917,6 +36077,8 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              *(((f'squeue fails, hangs, is slow or lies, {max(1, rounds // 10)} times', lambda world: lie_about_allocations(world, max(1, rounds // 10))),
                 *((f'kill -9 of {what}, {rounds} times', lambda world, what=what: kill_planners(world, what, rounds, seed))
                   for what in PLANNERS),
+                (f'allocations that are lost in {len(LOSS_WAYS)} ways, under {len(CURES)} cures',
+                 lambda world: lose_allocations(losses_under_cures(4 if is_quick else 0, seed))),
                 (f'a night on a cluster: {40 if is_quick else 200} jobs',
                  lambda world: live_through_night(world, 40 if is_quick else 200, seed, 6 if is_quick else 15, 1800)))
                if SLURM_BEDS else ()))
@@ -37917,7 +38079,7 @@ def run_tests(suites: List[unittest.TestSuite], jobs: int, required: Sequence[st
     for title in score.failed:
         print('FAILED', title)
     for group, reasons in score.groups.items():
-        print(f'skipped, group {group}: {LOSSES.get(group) or "; ".join(sorted(reasons))}')
+        print(f'skipped, group {group}: {LOSS_WAYS.get(group) or "; ".join(sorted(reasons))}')
     print(f'Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {time.monotonic() - begun:.1f} s')
     print(f'{passed} passed, {len(score.failed)} failed, {skipped} skipped', flush=True)
     if not suites:
