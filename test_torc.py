@@ -38079,7 +38079,7 @@ def run_tests(suites: List[unittest.TestSuite], jobs: int, required: Sequence[st
     for title in score.failed:
         print('FAILED', title)
     for group, reasons in score.groups.items():
-        print(f'skipped, group {group}: {LOSS_WAYS.get(group) or "; ".join(sorted(reasons))}')
+        print(f'skipped, group {group}: {LOSSES.get(group) or "; ".join(sorted(reasons))}')
     print(f'Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {time.monotonic() - begun:.1f} s')
     print(f'{passed} passed, {len(score.failed)} failed, {skipped} skipped', flush=True)
     if not suites:
