@@ -8120,6 +8120,16 @@ TORC_JOURNAL = """CREATE TABLE journaled_completions (job_id INTEGER PRIMARY KEY
     status INTEGER NOT NULL, payload TEXT NOT NULL, journaled_at INTEGER NOT NULL)"""
 
 
+# What Torc 1.0.0's own runner wrote of two jobs that ended while its server was dead.
+TORC_ROWS = (
+    (2, 1, 5, '{"job_id":2,"status":"completed","run_id":1,"result":{"job_id":2,"workflow_id":1,"run_id":1,"attempt_id":1,'
+     '"compute_node_id":1,"return_code":0,"exec_time_minutes":0.06435,"completion_time":"2026-11-23T03:45:26.232Z",'
+     '"peak_memory_bytes":0,"avg_memory_bytes":0,"peak_cpu_percent":0.0,"avg_cpu_percent":0.0,"status":"completed"}}', 1795405526),
+    (3, 1, 6, '{"job_id":3,"status":"failed","run_id":1,"result":{"job_id":3,"workflow_id":1,"run_id":1,"attempt_id":1,'
+     '"compute_node_id":1,"return_code":3,"exec_time_minutes":0.065,"completion_time":"2026-11-23T03:45:26.278Z",'
+     '"peak_memory_bytes":0,"avg_memory_bytes":0,"peak_cpu_percent":0.0,"avg_cpu_percent":0.0,"status":"failed"}}', 1795405526))
+
+
 def journal_entry(job_id: int, workflow_id: int = 1, **more: Any) -> Dict[str, Any]:
     """A row's payload as Torc's runner writes it; `more` are fields of the result, or `torc_py`."""
     details = {'torc_py': more.pop('torc_py')} if 'torc_py' in more else {}
@@ -28325,6 +28335,20 @@ class ReconcileTest(WorldTest):
                          [(os.path.normpath(row['path']), row['completions'], row['accepted'], row['known'], row['rejected'])
                           for row in answer['journals']])
         self.assertEqual({'completed': 3, 'ready': 2, 'blocked': 1}, self.counts())
+
+    def test_what_torcs_own_runner_wrote_is_taken_in(self):
+        self.create(4)
+        path = self.journal('wf1_sl170_n0_p18845', ())
+        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+            connection.executemany('INSERT INTO journaled_completions VALUES (?, ?, ?, ?, ?)', TORC_ROWS)
+        answer = self.reconcile()
+        self.assertEqual((2, 2, 0), (answer['total_completions'], answer['accepted'], answer['rejected']))
+        rows = self.world.main('-f', 'json', 'results', 'list', 1).json()['items']
+        keys = 'job_id', 'attempt_id', 'return_code', 'status', 'completion_time', 'exec_time_minutes'
+        self.assertEqual([(2, 1, 0, 'completed', '2026-11-23T03:45:26.232Z', 0.06435),
+                          (3, 1, 3, 'failed', '2026-11-23T03:45:26.278Z', 0.065)],
+                         sorted(tuple(row[key] for key in keys) for row in rows))
+        self.assertEqual({'completed': 1, 'failed': 1, 'ready': 1, 'blocked': 1}, self.counts())
 
     def test_it_says_torcs_line_what_was_rejected_and_that_a_second_call_found_nothing_new(self):
         self.create()
