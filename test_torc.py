@@ -35496,8 +35496,9 @@ def kill_planners(world: World, what: str, kills: int, seed: int) -> str:
                     assert outcome.code == 0, str(outcome)
                     took_s, wanted = time.monotonic() - began, parking.found(workflow_id)
                 else:
-                    select.select([], [], [], chance.uniform(0.1, took_s * 0.8))
-                    finished += command.has_ended()
+                    select.select([], [], [], chance.uniform(0.1, took_s))
+                    if command.has_ended():
+                        finished, took_s = finished + 1, took_s * 0.8
                     command.kill()
                     again = world.cli(*words, timeout=180)
                     codes[again.code] += 1
@@ -35569,6 +35570,7 @@ jobs:
   - {name: last, command: "echo last >> done", depends_on_regexes: ["held_.*"], resource_requirements: small}
 actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: given, scheduler_type: slurm}]
 """
+PREEMPTING = ['sbatch', '--account=wfacct', '--partition=high', '--cpus-per-task=4', '--time=1', '--output=/dev/null', '--wrap=true']
 CURES = 'sync-status', 'recover', 'a watch that was running'
 
 
@@ -35678,8 +35680,7 @@ class Loss:
     def preempt(self) -> None:
         """A job of higher priority takes the node."""
         (number, node, _), = self.live()
-        self.bed.call(['sbatch', '--account=wfacct', '--partition=high', f'--nodelist={node}', '--cpus-per-task=4', '--time=1',
-                       '--output=/dev/null', '--wrap=true'])
+        self.bed.call(PREEMPTING + [f'--nodelist={node}'])
         self.wait(lambda: number not in [row[0] for row in self.live()], 60, 'the preemption')
 
 
@@ -35725,7 +35726,7 @@ NIGHT_SPEC = '''
 name: night
 compute_node_wait_for_new_jobs_seconds: 5
 resource_requirements: [{{name: small, num_cpus: 1, memory: 100m, runtime: PT1M}}]
-slurm_schedulers: [{{name: nodes, account: wfacct, walltime: "00:10:00", partition: main}}]
+slurm_schedulers: [{{name: nodes, account: wfacct, walltime: "00:10:00", partition: low}}]
 jobs:
   - {{name: "first_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes, parameters: {{i: "1:{half}"}}}}
   - {{name: "second_{{i}}", command: "{first}", resource_requirements: small, scheduler: nodes,
@@ -35765,9 +35766,9 @@ class Night:
         self.log.append(f'{time.monotonic() - self.began:6.1f} s  {what} {where}')
 
     def allocations(self, *states: str) -> List[List[str]]:
-        """[id, node] of the allocations in these states."""
-        return [row for row in self.bed.rows('squeue', '-h', '-t', ','.join(states), '-o', '%i|%N|%Z')
-                if row[2].startswith(self.world.root + '/')]
+        """[id, node, partition] of the allocations in these states."""
+        return [row for row in self.bed.rows('squeue', '-h', '-t', ','.join(states), '-o', '%i|%N|%P|%Z')
+                if row[3].startswith(self.world.root + '/')]
 
     def runners(self) -> List[int]:
         """Processes of runners in allocations, without their guardians."""
@@ -35775,13 +35776,16 @@ class Night:
         return sorted(pid for pid in found if read_parent(pid) not in found)
 
     def kill_something(self) -> None:
-        """An allocation ends before its time, in one of three ways."""
+        """An allocation ends before its time, in one of four ways."""
         running = self.allocations('RUNNING')
-        how = self.chance.choice(['scancel', 'kill -9 of a runner', 'kill-node'])
+        how = self.chance.choice(['scancel', 'preemption', 'kill -9 of a runner', 'kill-node'])
         if not running:
             return
-        number, node, _ = self.chance.choice(running)
-        if how == 'scancel':
+        number, node, partition, _ = self.chance.choice(running)
+        if how == 'preemption' and partition == 'low':
+            self.bed.call(PREEMPTING + [f'--nodelist={node}'])
+            self.say(how, number)
+        elif how == 'scancel':
             self.bed.ask('scancel', number)
             self.say(how, number)
         elif how == 'kill-node' and node not in self.dead_nodes and len(self.dead_nodes) < 2:
