@@ -29010,6 +29010,16 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertExit(4, self.world.main(*self.OPTIONS, env={'TORC_FAKE_SBATCH': '/no/sbatch'}), 'there is no /no/sbatch here')
         self.assertEqual(before, self.state())
 
+    def test_while_slurm_is_silent_about_an_allocation_the_hook_does_nothing(self):
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE scheduled_compute_node SET status = 'active'")
+        self.fakes.write('squeue', 'echo "slurm_load_jobs error: Socket timed out" >&2; exit 1')
+        before = self.state()
+        for more in ((), ('--dry-run',)):
+            self.assertExit(4, self.world.main(*self.OPTIONS, '--recovery-hook', 'touch', *more),
+                            'Slurm job 50 may be anything: squeue failed', 'Cannot recover: workflow is not complete (1 allocations active)')
+        self.assertEqual((before, False), (self.state(), os.path.exists(self.world.path('1'))))
+
     def test_a_job_that_had_the_longest_walltime_is_told_so(self):
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
             database.execute("UPDATE resource_requirements SET runtime = 'P10D', runtime_s = 864000 WHERE name = 'small'")

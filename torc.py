@@ -36040,10 +36040,15 @@ class Recovery:
 
     def refuse_at_work(self, status: Dict[str, Any]) -> None:
         """Refuse while anybody works on the workflow, or will."""
-        counts, alive = status['jobs_by_status'], self.cleaned.get('alive')
-        pending, active = status['pending_scheduled_nodes'], status['active_scheduled_nodes']
-        if alive is not None:       # a dry run has cleaned nothing
-            pending, active = alive['pending'], alive['active']
+        counts = status['jobs_by_status']
+        left = collections.Counter(pending=status['pending_scheduled_nodes'],
+                                   active=status['active_scheduled_nodes'])
+        if self.options.is_dry_run:     # it has cleaned nothing
+            for row in self.cleaned.get('allocations', ()):
+                left[row['previous_status']] -= 1
+                left[row['status']] += 1
+        # Also those that Slurm is silent about: the server would refuse, but when the hook has done its work.
+        pending, active = left['pending'], left['active']
         gone = self.options.is_dry_run and bool(self.cleaned.get('compute_nodes_deactivated'))
         nodes = 0 if gone and not active else status['active_compute_nodes']
         jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
