@@ -28868,6 +28868,23 @@ class RecoverTest(RecoverCase):
         self.assertRegex(self.world.read('told'), r'^-x two words 1 1 1 http://127\.0\.0\.1:\d+/torc-service/v1\n$')
         self.assertEqual('ready', self.statuses()['bad'])
 
+    def test_a_program_that_has_to_be_ended_leaves_nothing_behind(self):
+        self.ended(self.SPEC, dict(self.ENDS, slow=(3, 'pending_failed', 1.0, None)))
+        os.chmod(self.world.write('program', '#!/bin/sh\nsetsid sleep 1000 & echo begun >> told; wait\n'), 0o755)
+        def sleepers() -> List[str]:
+            return [command for command in processes_with(self.world.mark).values() if 'sleep 1000' in command]
+        with unittest.mock.patch.object(torc, 'AGENT_LIMIT_S', 0.5):
+            self.assertExit(4, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'program'), './program did not end within 0.5 s')
+        self.assertEqual([], sleepers())
+        before = self.statuses()
+        for number, (words, said) in enumerate(((('recover', 1), 'Interrupted'), (('watch', 1, '-r', '--ai-recovery', '--ai-agent', 'program'), 'it goes on')), 2):
+            with self.subTest(words[0]):
+                process = self.world.start(*words, '--recovery-hook', './program')
+                self.world.wait(lambda: self.world.read('told').count('begun') == number and sleepers(), 20, 'the program', [process])
+                process.send(signal.SIGTERM)
+                self.assertExit(130, process.finish(30), said)
+                self.assertEqual((before, []), (self.statuses(), sleepers()))
+
     def test_nothing_is_recovered_that_has_not_begun_or_is_at_work_or_is_well(self):
         self.make(self.SPEC)
         outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1, '--dry-run'), 'Cannot recover: workflow is not complete;')

@@ -35917,6 +35917,7 @@ RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with w
 RECOVER_ROWS_SHOWN = 500        # of a class of failures
 AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as their last argument
 AGENT_LIMIT_S = 3600.0
+PROGRAM_TAG = 'TORC_PROGRAM_TAG'    # in the environment of what a program of the user has started
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
 
@@ -36403,10 +36404,31 @@ def split_command(text: str, option: str) -> List[str]:
     return words
 
 
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """For a while what ends a program raises KeyboardInterrupt, also where it only wakes a loop as a rule."""
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()     # handlers are set there only
+    old = {number: signal.signal(number, interrupt) for number in (
+        signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
 def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
                 limit_s: Optional[float] = None) -> int:
-    """Run a program of the user to its end, its output on our stderr; its return code."""
-    environment = user_environment(session, workflow)
+    """Run a program of the user to its end, its output on our stderr; its return code.
+
+    It stays in our process group, so that a terminal's Ctrl-C reaches it; what it has started is known by a
+    variable, and ends with it where it has to be ended.
+    """
+    environment, tag = user_environment(session, workflow), secrets.token_hex(8)
+    environment[PROGRAM_TAG] = f"{environment.get(PROGRAM_TAG, '')} {tag}".strip()    # in another one's, perhaps
     try:
         target = session.err.fileno()
     except (OSError, ValueError, AttributeError):   # no file: in a test
@@ -36419,16 +36441,23 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
         raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
     with process:
         try:
-            said, _ = process.communicate(timeout=limit_s)
+            with interrupted_by_signals():
+                said, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            end_program(process, tag)
             raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
         except BaseException:
-            process.kill()
+            end_program(process, tag)
             raise
     if said:
         session.report_message(said.decode('utf-8', 'replace').rstrip('\n'))
     return process.returncode
+
+
+def end_program(process: 'subprocess.Popen[bytes]', tag: str) -> None:
+    """Kill a program, and what it has started: that would go on deciding, or hold our output open."""
+    kill_family({}, [Mark(tag.encode(), -2, 0)], time.monotonic() + UNKILLABLE_S)   # -2: nothing's limit
+    process.kill()      # where there is no /proc
 
 
 def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
@@ -36715,7 +36744,10 @@ class Supervision:
                  f'output_dir={self.log.output.path} log_file={self.log.name}')
         while True:
             began = time.monotonic()
-            code = self.poll_patiently()
+            try:
+                code = self.poll_patiently()
+            except KeyboardInterrupt:       # a signal, while a program of the user ran
+                return self.on_interrupt()
             self.log.flush()
             if code is None and self.args['once']:
                 code = 1
@@ -36725,9 +36757,13 @@ class Supervision:
                 return code
             self.session.client.close()     # an embedded database is for others meanwhile
             if self.is_ended(wakeup, began + self.args['poll_interval']):
-                self.say('interrupted; started again, it goes on')
-                self.leave(False)
-                return 130
+                return self.on_interrupt()
+
+    def on_interrupt(self) -> int:
+        """A signal ends this watch; the exit code."""
+        self.say('interrupted; started again, it goes on')
+        self.leave(False)
+        return 130
 
     @staticmethod
     def is_ended(wakeup: Wakeup, until: float) -> bool:
