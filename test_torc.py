@@ -17646,6 +17646,16 @@ class AllocationPlanTest(unittest.TestCase):
         self.assertEqual([('short_scheduler', 'short', '00:45:00', 2, 1, 30), ('short_deferred_scheduler', 'short', '00:45:00', 2, 1, 30)],
                          self.plan(chain_of([(0, 30), (0, 30)]), [half]))
 
+    def test_jobs_have_their_time_before_the_allocation_stops_them(self):
+        self.assertEqual([torc.END_S, 660, 360], [torc.end_of_jobs(config) for config in (
+            None, {'sigkill_headroom_seconds': 600, 'sigterm_lead_seconds': None}, {'sigterm_lead_seconds': 300})])
+        half = resource_class(runtime_s=1800)
+        self.assertEqual([('short_scheduler', 'short', '01:01:00', 1, 1, 1)], self.plan(chain_of([(0, 1)]), [half], end_s=1860))
+        self.assertEqual([('standard_scheduler', 'standard', '04:31:00', 1, 1, 1)],
+                         self.plan(chain_of([(0, 1)]), [resource_class(runtime_s=3 * 3600)], end_s=5460))
+        self.plan(chain_of([(0, 1)]), [resource_class(runtime_s=240 * 3600 - 600)], end_s=1860)
+        self.assertIn('jobs are stopped up to 1860 s before that', self.made.warnings[0])
+
     def test_jobs_of_several_nodes_have_allocations_of_as_many(self):
         wide = resource_class(nodes=2)
         self.assertEqual([('short_scheduler', 'short', '01:30:00', 3, 2, 3)], self.plan(chain_of([(0, 3)]), [wide]))
@@ -27905,6 +27915,11 @@ class RegenerateTest(SubmitCase):
         self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], self.records())
         self.assertEqual(1, [executed for _, _, executed, _ in self.actions()[3:]].count(False))
 
+    def test_a_job_gets_all_its_time_although_the_workflow_stops_jobs_early(self):
+        with self.world.connect() as client:
+            client.call('update_workflow', {'execution_config': {'sigkill_headroom_seconds': 1800}}, id=1)
+        self.assertEqual(['01:01:00', '03:00:00', '01:01:00'], [row['walltime'] for row in self.regenerate('--dry-run')['planned_schedulers']])
+
     @slow
     def test_what_an_earlier_call_has_planned_is_submitted_not_planned_anew(self):
         made = [row['id'] for row in self.regenerate()['schedulers_created']]
@@ -29047,6 +29062,11 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertIn('slow', [row['job_name'] for row in result['not_retried']])
         result = self.recover('--dry-run', '--walltime', '1-00:00:00')['result']
         self.assertIn('the walltime of the allocations gives at most PT23H58M', result['notes'][0])
+        with self.world.connect() as client:
+            client.call('update_workflow', {'execution_config': {'sigkill_headroom_seconds': 7200}}, id=1)
+        for walltime, most in (('1-00:00:00', 'PT21H59M'), ('01:00:00', 'PT0S')):
+            result = self.recover('--dry-run', '--walltime', walltime)['result']
+            self.assertIn(f'the walltime of the allocations gives at most {most}', result['notes'][0])
 
     @slow
     def test_one_that_was_killed_before_the_submission_is_finished_by_the_next(self):

@@ -21921,7 +21921,7 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 #
 # Jobs are pooled into groups, a scheduler each: by partition or by resource requirements, and those that wait
 # for other jobs apart from those that do not. The arithmetic is Torc's:
-#     walltime     longest runtime x multiplier, or the partition's longest; ours leaves END_S at least
+#     walltime     longest runtime x multiplier, or the partition's longest; ours leaves end_s at least
 #     a node runs  jobs side by side, as many as its CPUs, memory and GPUs allow, and walltime / runtime of
 #                  them one after the other
 #     allocations  what all jobs of the group take of such nodes, rounded up
@@ -21934,8 +21934,7 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 # rank of the group) grows, or both jobs are in the same stage. Jobs that wait for another job of their stage
 # and for a group that has perhaps not begun by then are in the next stage, too.
 
-# A runner stops its jobs a minute before the end (sigkill_headroom_seconds), and gives steps whole minutes.
-END_S = 120
+END_S = 120                 # so long before its end an allocation stops jobs, by default; see end_of_jobs()
 RUNNER_MEMORY_MB = 512      # the runner itself, and its sruns: some 100 MB, and 5 MB a step (slurm 22.05)
 MERGED_ALLOCATIONS = 2      # up to so many together, a partition's two groups become one; as in Torc
 SMALL_CPUS, SMALL_MEMORY_MB = 26, 60000     # of a job that goes to shared nodes where there are some; Torc's
@@ -21974,6 +21973,15 @@ class JobGraph(Row):
     sets: Sequence[Sequence[int]]
 
 
+def end_of_jobs(execution_config: Optional[Dict[str, Any]]) -> int:
+    """How many seconds before its end an allocation stops jobs: SIGKILL comes sigkill_headroom_seconds before
+    it; steps get whole minutes until then, and other jobs a signal sigterm_lead_seconds before that."""
+    config = dict(EXECUTION_DEFAULTS, **(execution_config or {}))
+    headroom_s, lead_s = (EXECUTION_DEFAULTS[name] if config[name] is None else config[name]
+                          for name in ('sigkill_headroom_seconds', 'sigterm_lead_seconds'))
+    return headroom_s + max(60, lead_s)
+
+
 class PlanOptions(Row):
     """How allocations are planned."""
     group_by: str = 'partition'                     # of GROUPINGS
@@ -21982,6 +21990,7 @@ class PlanOptions(Row):
     is_single: bool = False                         # one allocation of several nodes for each group
     walltime_s: Optional[int] = None                # in place of what was worked out
     suffix: str = 'scheduler'                       # of the schedulers' names
+    end_s: int = END_S                              # of end_of_jobs()
 
 
 class Stage(Row):
@@ -22052,7 +22061,7 @@ def fitting_partitions(partitions: Sequence[Partition], needs: ResourceClass) ->
 
 
 def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
-                     multiplier: float = 1.0) -> Optional[Partition]:
+                     multiplier: float = 1.0, end_s: int = END_S) -> Optional[Partition]:
     """The partition to run a job in, by Torc's rules; among equals one that leaves it time to spare."""
     fitting = fitting_partitions(partitions, needs)
     fitting = [partition for partition in fitting if 'debug' not in partition.name.lower()] or fitting
@@ -22064,7 +22073,7 @@ def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
         is_small = needs.num_cpus <= SMALL_CPUS and needs.memory_mb <= SMALL_MEMORY_MB
         tiers = [[partition for partition in without_gpus if partition.shared and is_small], without_gpus,
                  routed, fitting]
-    wanted_s = max(needs.runtime_s * multiplier, needs.runtime_s + END_S)
+    wanted_s = max(needs.runtime_s * multiplier, needs.runtime_s + end_s)
     tier = next(filter(None, tiers), ())
     return min(tier, default=None, key=lambda partition: (
         partition.max_walltime_secs < wanted_s, partition.memory_mb, partition.max_walltime_secs))
@@ -22113,7 +22122,7 @@ def nominal_walltime(partition: Partition, longest_s: int, options: PlanOptions)
 def plan_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
     """Walltime that is asked for: at its end, a job that takes all of its runtime has not been stopped."""
     nominal_s = nominal_walltime(partition, longest_s, options)
-    least_s = min(longest_s + END_S, partition.max_walltime_secs)
+    least_s = min(longest_s + options.end_s, partition.max_walltime_secs)
     return nominal_s if options.walltime_s is not None else max(nominal_s, least_s)
 
 
@@ -22165,7 +22174,7 @@ class Grouping:
         problems = []
         for number in sorted(set(self.graph.class_numbers).difference((None,))):
             needs = self.classes[number]
-            found = choose_partition(partitions, needs, self.options.walltime_multiplier)
+            found = choose_partition(partitions, needs, self.options.walltime_multiplier, self.options.end_s)
             if found is None:
                 problems.append((number, explain_misfit(partitions, needs)))
             else:
@@ -22317,7 +22326,7 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
         made = make_scheduler(grouping, key, stages, names)
         names.add(made.name)
         schedulers.append(made)
-        warnings += doubt_scheduler(made, classes, max(itertools.chain.from_iterable(
+        warnings += doubt_scheduler(made, classes, options.end_s, max(itertools.chain.from_iterable(
             stage.ends_s for stage in stages)))
     return AllocationPlan(schedulers, problems, warnings)
 
@@ -22355,16 +22364,17 @@ def unique_name(base: str, num_nodes: int, is_deferred: bool, suffix: str, names
     return next(name for name in (f'{base}{more}{deferred}_{suffix}' for more in tries) if name not in names)
 
 
-def doubt_scheduler(made: PlannedScheduler, classes: Sequence[ResourceClass], chain_s: int) -> Iterator[str]:
+def doubt_scheduler(made: PlannedScheduler, classes: Sequence[ResourceClass], end_s: int,
+                    chain_s: int) -> Iterator[str]:
     """What may go wrong with a scheduler's allocations."""
     shown, longest_s = format_walltime(made.walltime_s), max(
         classes[number].runtime_s for number in made.class_numbers)
     if longest_s > made.walltime_s:
         yield (f'{made.name}: a runtime of {format_walltime(longest_s)} is longer than the walltime of '
                f'{shown}')
-    elif longest_s + END_S > made.walltime_s:
+    elif longest_s + end_s > made.walltime_s:
         yield (f'{made.name}: a job of {format_walltime(longest_s)} cannot run to its end within the '
-               f'walltime of {shown}: jobs are stopped up to {END_S} s before that')
+               f'walltime of {shown}: jobs are stopped up to {end_s} s before that')
     elif chain_s > made.walltime_s:
         yield (f'{made.name}: jobs that wait for each other take up to {format_walltime(chain_s)}, its '
                f'allocations last {shown}: what is left then needs more of them (--walltime-strategy '
@@ -22452,7 +22462,8 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
         raise BadInput('the workflow file has no resource_requirements: allocations are planned by what jobs '
                        'need')
     graph, classes = planned_graph(spec)
-    made = plan_allocations(graph, classes, partitions, options.plan)
+    made = plan_allocations(graph, classes, partitions, options.plan._replace(
+        end_s=end_of_jobs(spec.body['workflow'].get('execution_config'))))
     cure = 'its jobs are left out' if options.skip_checks else \
         'change it, choose another --profile, or leave its jobs out with --skip-checks'
     problems = [misfit_problem(document, classes[number].name, f'{reason}: {cure}')
@@ -29575,10 +29586,10 @@ class RegenerateOptions(Row):
     is_cleaned: bool = False        # queued and running allocations are known to be in the queue
     settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
 
-    def for_plan(self, suffix: str) -> PlanOptions:
-        """The same for the planner, with what the names of the schedulers end in."""
+    def for_plan(self, suffix: str, end_s: int) -> PlanOptions:
+        """The same for the planner, with what the schedulers' names end in. `end_s`: of end_of_jobs()."""
         return PlanOptions(self.group_by, self.walltime_strategy, self.walltime_multiplier,
-                           self.single_allocation, self.walltime, suffix)
+                           self.single_allocation, self.walltime, suffix, end_s)
 
 
 class Demand(Row):
@@ -35767,7 +35778,8 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     if options.walltime:
         partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
     suffix = time.strftime('regen_%Y%m%d_%H%M%S', time.gmtime())
-    made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(suffix))
+    made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(
+        suffix, end_of_jobs(workflow.get('execution_config'))))
     problems = [f"resource_requirements '{shorten(demand.classes[number].name)}' fits no partition of "
                 f'{profile.name}: {reason}' for number, reason in made.problems]
     if problems and not (made.schedulers or demand.chains):
@@ -36170,16 +36182,16 @@ class Recovery:
                            self.find_ceiling(), losses)
 
     def find_ceiling(self) -> Callable[[Dict[str, Any]], Optional[Ceiling]]:
-        """How much time jobs can get: of the allocations to come, END_S before their end."""
-        walltime = self.options.walltime
+        """How much time jobs can get: of the allocations to come, until these stop them."""
+        walltime, end_s = self.options.walltime, end_of_jobs(self.workflow.get('execution_config'))
         if self.mode != 'slurm' or not any(lacking(failure.use, RemedyRules(self.multipliers, self.kinds))
                                            for failure in self.failures):
             return lambda needs: None
         if self.choice is not None:
             walltime = parse_walltime(self.chosen_scheduler()['walltime'])
         if walltime is not None:
-            return lambda needs: Ceiling(walltime - END_S, 'the walltime of the allocations')
-        return functools.partial(longest_partition, self.partitions())
+            return lambda needs: Ceiling(max(0, walltime - end_s), 'the walltime of the allocations')
+        return functools.partial(longest_partition, self.partitions(), end_s)
 
     def partitions(self) -> List[Partition]:
         """Where new allocations may be."""
@@ -36357,13 +36369,14 @@ def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
             'completion_time': format_time(time.time())}
 
 
-def longest_partition(partitions: Sequence[Partition], needs: Dict[str, Any]) -> Optional[Ceiling]:
+def longest_partition(partitions: Sequence[Partition], end_s: int,
+                      needs: Dict[str, Any]) -> Optional[Ceiling]:
     """The most time that a partition gives which can run such a job; special ones only without others."""
     kind = read_resource_class(dict(needs, runtime='PT1S'))
     fitting = fitting_partitions(partitions, kind)
     fitting = [partition for partition in fitting if partition.is_auto_routed] or fitting
     best = max(fitting, key=lambda partition: partition.max_walltime_secs, default=None)
-    return best and Ceiling(best.max_walltime_secs - END_S, f'partition {best.name}')
+    return best and Ceiling(max(0, best.max_walltime_secs - end_s), f'partition {best.name}')
 
 
 def recover_workflow(session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> Dict[str, Any]:
@@ -36411,8 +36424,9 @@ def interrupted_by_signals() -> Iterator[None]:
         raise KeyboardInterrupt
 
     is_main = threading.current_thread() is threading.main_thread()     # handlers are set there only
-    old = {number: signal.signal(number, interrupt) for number in (
-        signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(number) != signal.SIG_IGN}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    old = {number: signal.signal(number, interrupt) for number in numbers
+           if signal.getsignal(number) != signal.SIG_IGN}       # as nohup asks for
     try:
         yield
     finally:
@@ -36428,7 +36442,7 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     variable, and ends with it where it has to be ended.
     """
     environment, tag = user_environment(session, workflow), secrets.token_hex(8)
-    environment[PROGRAM_TAG] = f"{environment.get(PROGRAM_TAG, '')} {tag}".strip()    # in another one's, perhaps
+    environment[PROGRAM_TAG] = f"{environment.get(PROGRAM_TAG, '')} {tag}".strip()     # perhaps in another's
     try:
         target = session.err.fileno()
     except (OSError, ValueError, AttributeError):   # no file: in a test
