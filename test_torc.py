@@ -27173,13 +27173,18 @@ class ExplainTest(CommandTest):
         self.assertIn('Replace allocation 1: torc.py slurm update 1 ...; scancel 71; '
                       'torc.py slurm schedule-nodes 1\n', text)
 
+    def test_where_all_allocations_are_over_it_names_the_command_that_plans_others(self):
+        self.allocate(71, 'complete')
+        self.assertIn('Start runners: torc.py run 1    (or, in Slurm: torc.py slurm regenerate 1 --submit)\n', self.text('explain 1'))
+
     def test_nothing_waits_for_an_allocation_that_has_ended_but_for_one_that_slurm_was_not_asked_of(self):
         self.world.fake_slurm(squeue='true')
         self.allocate(71)
         found = self.json('explain 1')
         self.assertEqual(('no_runner', 2, True), (found['ready'][0]['code'], found['ready'][0]['count'],
                                                   found['allocations'][0]['has_ended']))
-        self.assertIn('Submit another allocation: torc.py slurm schedule-nodes 1', found['next_steps'])
+        self.assertIn('Submit other allocations for what is left: torc.py slurm regenerate 1 --submit', found['next_steps'])
+        self.assertIn('Start runners: torc.py run 1', found['next_steps'])
         self.assertIn('Set right what an allocation has left: torc.py workflows sync-status 1', found['next_steps'])
         self.allocate(72)       # within the same minute
         found = self.json('explain 1')

@@ -30578,7 +30578,7 @@ def format_diagnosis(found: Dict[str, Any]) -> str:
     return format_lines(lines)
 
 
-def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
+def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = False) -> List[str]:
     """Commands that help, for a workflow that stands still. `program` begins them."""
     status, number = waiting['status'], waiting['status']['workflow_id']
     counts, codes = status['jobs_by_status'], {group['code'] for group in waiting['ready']}
@@ -30586,7 +30586,8 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     is_refused = any(action['reason'].startswith('failed: ') for action in schedules)
     has_schedule = not is_refused and any(not action['executed'] and action['trigger_count']
                                           >= action['required_triggers'] for action in schedules)
-    steps = []
+    has_ended = any(row.get('has_ended') for row in waiting['allocations'])
+    regenerate, steps = f'{program} slurm regenerate {number} --submit', []     # type: str, List[str]
     if status['is_canceled'] or status['is_complete']:
         return []
     if is_refused:
@@ -30595,12 +30596,14 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     elif any(row['status'] == 'pending' and row['slurm_job_id'] <= 0 for row in waiting['allocations']):
         steps.append(f'If `submit` was killed, go on where it was: {program} submit {number}')
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
-        steps.append(f'Start runners: {program} run {number}' +
-                     (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
-    if any(row.get('has_ended') for row in waiting['allocations']):
+        in_slurm = regenerate if had_allocations and not has_ended else ''      # if one has ended: see below
+        in_slurm = f'{program} submit {number}' if has_schedule else in_slurm
+        more = f'    (or, in Slurm: {in_slurm})' if in_slurm else ''
+        steps.append(f'Start runners: {program} run {number}{more}')
+    if has_ended:
         steps.append(f'Set right what an allocation has left: {program} workflows sync-status {number}')
-    if any(row.get('has_ended') for row in waiting['allocations']) and codes:
-        steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
+    if has_ended and codes:
+        steps.append(f'Submit other allocations for what is left: {regenerate}')
     for row in waiting['allocations']:
         if (row.get('queue') or {}).get('is_final') and row['scheduler_config_id']:
             steps.append(f"Replace allocation {row['allocation_id']}: {program} slurm update "
@@ -35093,8 +35096,9 @@ def cmd_explain(session: Session, args: Arguments) -> int:
             row['queue'] = describe_queued(queue.jobs.get(str(row['slurm_job_id'])))
             row['has_ended'] = row['allocation_id'] in ended
     program, style = command_line(session), style_of(session.out, os.environ)
+    had_allocations = bool(session.items('list_scheduled_compute_nodes', 1, workflow_id=number))
     waiting = {'workflow_id': number, 'summary': summarize_waiting(found),
-               'next_steps': next_steps(found, program), 'slurm': slurm, **found}
+               'next_steps': next_steps(found, program, had_allocations), 'slurm': slurm, **found}
     session.answer(waiting, format_waiting(waiting, time.time(), style, program), style)
     return 0
 
