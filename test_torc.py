@@ -28849,6 +28849,22 @@ class RecoverTest(RecoverCase):
         outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1), 'nothing to retry: 1 job failed for a reason of its own.')
         self.assertEqual((1, False), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
 
+    def test_whether_a_failure_came_before_a_change_does_not_depend_on_the_clocks_of_runners(self):
+        for changes_first, clock, memory in ((True, '2026-01-01', '3g'), (False, '2099-01-01', '2g')):     # slow, fast
+            with self.subTest(changes_first=changes_first), contextlib.ExitStack() as stack:
+                self.world = stack.enter_context(contextlib.closing(World()))
+                database = self.world.path('torc_output', 'torc.db')
+                self.ended(self.SPEC, {'good': (0, 'completed', 1.0, None)} if changes_first else {'oom': self.ENDS['oom']})
+                self.text('resource-requirements update 1 --memory 2g')
+                with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+                    connection.execute('UPDATE job SET status = 6 WHERE id = 1')
+                    if changes_first:
+                        connection.execute('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, '
+                                           "completion_time, status) VALUES (1, 1, 1, 1, 137, 5.0, '', 6)")
+                    connection.execute(f"UPDATE result SET completion_time = '{clock}T00:00:00Z'")
+                result = self.json('recover 1')['result']
+                self.assertEqual(([1], memory), (result['jobs_to_retry'], self.needs()['oom'][0]))
+
     def test_what_runners_kept_in_journals_is_taken_in_before_it_counts_as_lost(self):
         for last in ('recover 1', 'watch 1 --once'):
             with self.subTest(last), contextlib.ExitStack() as stack:

@@ -11297,6 +11297,11 @@ def create_requirements(context: Context, resource: str, body: Values) -> Values
     return read_row(context, resource, context.insert(resource, complete_requirements(body)))
 
 
+def newest_id(context: Context, table: str, workflow_id: int) -> int:
+    """The highest id of a workflow's rows in a table; 0 if it has none."""
+    return context.value(f'SELECT ifnull(max(id), 0) FROM {table} WHERE workflow_id = ?', (workflow_id,))
+
+
 def update_requirements(context: Context, resource: str, row_id: int, body: Values) -> Values:
     """Change resource requirements, for all jobs that have them."""
     current = read_row(context, resource, row_id)
@@ -11307,6 +11312,8 @@ def update_requirements(context: Context, resource: str, row_id: int, body: Valu
     changed = read_row(context, resource, row_id)
     details = {('resource_requirements_id' if key == 'id' else key): value for key, value in changed.items()
                if key != 'workflow_id'}
+    # What ended before it, whatever the clocks of the runners say.
+    details['newest_result_id'] = newest_id(context, 'result', current['workflow_id'])
     add_user_event(context, current['workflow_id'], 'update_resource_requirements', **details)
     return changed
 
@@ -12076,11 +12083,6 @@ def get_demand(context: Context, workflow_id: int) -> Values:
                        for row in kinds],
                 allocations=describe_allocations(context, workflow_id,
                                                  describe_runners(context, workflow_id)))
-
-
-def newest_id(context: Context, table: str, workflow_id: int) -> int:
-    """The highest id of a workflow's rows in a table; 0 if it has none."""
-    return context.value(f'SELECT ifnull(max(id), 0) FROM {table} WHERE workflow_id = ?', (workflow_id,))
 
 
 def store_allocations(context: Context, workflow_id: int, body: Values) -> Values:
@@ -29423,6 +29425,8 @@ def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] 
         why = f"{found['peak_memory_formatted']} used, {found['configured_memory']} asked for" \
             if found['oom_reason'] == 'memory_exceeded' else 'as when it is killed for memory'
         return Failure(use, 'memory', f'{seen}: {why}')
+    if use.is_stale and found['return_code'] == TERMINATED_CODES['memory']:
+        return Failure(use, 'memory', f'{seen}: as when it is killed for memory; it asks for other than then')
     if found.get('likely_timeout'):
         return Failure(use, 'timeout', f"{seen}: {found.get('runtime_utilization', 'all')} of its runtime")
     if cpus_count and found.get('likely_cpu_violation'):
@@ -33523,11 +33527,18 @@ def explain_causes(failure: Dict[str, Any]) -> List[str]:
 def mark_stale(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> List[JobUse]:
     """Say which results are older than the requirements: without that, each call would ask for more."""
     events = session.items('list_events', workflow_id=workflow_id, category='user_action')
-    changed_at = {event['data'].get('resource_requirements_id'): event['timestamp'] / 1000 for event in events
-                  if isinstance(event['data'], dict)
-                  and event['data'].get('action') == 'update_resource_requirements'}
-    return [use._replace(is_stale=parse_time(use.result['completion_time'])
-                         < changed_at.get(use.needs['id'], -math.inf)) for use in uses]
+    changes = {event['data'].get('resource_requirements_id'): event for event in events
+               if isinstance(event['data'], dict)
+               and event['data'].get('action') == 'update_resource_requirements'}
+
+    def is_stale(use: JobUse) -> bool:
+        change = changes.get(use.needs['id'])
+        newest_id = change and change['data'].get('newest_result_id')
+        if change is None or newest_id is not None:
+            return change is not None and use.result.get('id', math.inf) <= newest_id
+        # written by an earlier torc.py
+        return parse_time(use.result['completion_time']) < change['timestamp'] / 1000
+    return [use._replace(is_stale=is_stale(use)) for use in uses]
 
 
 def cmd_correct_resources(session: Session, args: Arguments) -> int:
