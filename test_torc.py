@@ -28880,6 +28880,17 @@ class RecoverTest(RecoverCase):
                 self.assertIn('1 completions were taken in from journals of runners', said.err)
                 self.assertEqual({'gone': 'completed', 'bad': 'failed'}, self.statuses())
 
+    def test_it_says_which_good_jobs_run_again_and_why(self):
+        spec = self.SPEC.replace('{name: good,', '{name: good, output_files: [f],').replace('jobs:', 'files: [{name: f, path: f.txt}]\n        jobs:')
+        self.ended(spec, self.ENDS)
+        said = self.assertExit(0, self.world.main('recover', 1, '--dry-run')).out
+        self.assertIn('good runs again, too: its output f.txt is missing\n', said)
+        for words in ('recover 1 --dry-run', 'recover 1'):
+            done = self.json(words)
+            self.assertEqual((5, [{'job_id': 5, 'job_name': 'good', 'reason': 'its output f.txt is missing'}]),
+                             (done['jobs_to_run'], done['result']['changed']))
+        self.assertEqual('ready', self.statuses()['good'])
+
     def test_options_choose_the_multipliers_the_sharing_and_what_is_unknown(self):
         self.ended(self.SPEC, self.ENDS)
         for options, retried, changes in (

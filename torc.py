@@ -36325,6 +36325,12 @@ class Recovery:
 
     # -------- telling it --------
 
+    @property
+    def outdated(self) -> List[Dict[str, Any]]:
+        """Jobs that run again although nothing is wrong with their ends: what they read or made has changed."""
+        retried = {failure.job_id for failure in self.remedies.retried}
+        return [row for row in self.preview.get('changed', ()) if row['job_id'] not in retried]
+
     def count_retried(self) -> Dict[str, int]:
         """Jobs that run again, by the keys of Torc's JSON."""
         counts = collections.Counter(failure.kind for failure in self.remedies.retried)
@@ -36340,9 +36346,10 @@ class Recovery:
             result['adjustments'] = list(map(describe_remedy, self.remedies.changes))
         if self.slurm_plan is not None and options.is_dry_run:
             result['slurm_dry_run'] = self.slurm_plan
-        result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, not_retried=[
+        result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, changed=self.outdated)
+        result['not_retried'] = [
             {'job_id': failure.job_id, 'job_name': failure.use.job['name'], 'failure_class': failure.kind,
-             'reason': reason} for failure, reason in self.remedies.left])
+             'reason': reason} for failure, reason in self.remedies.left]
         if self.submitted is not None:
             result['slurm'] = self.submitted
         answer_keys = ('workflow_id', 'dry_run')
@@ -36675,6 +36682,10 @@ def format_plan(recovery: Recovery, style: Style) -> str:
     lines = []
     if recovery.hook_words:
         lines.append(f"First, the recovery hook: {' '.join(map(shlex.quote, recovery.hook_words))}")
+    lines += [f"{row['job_name']} runs again, too: {row['reason']}"
+              for row in recovery.outdated[:RECOVER_ROWS_SHOWN]]
+    if len(recovery.outdated) > RECOVER_ROWS_SHOWN:
+        lines.append(f'and {len(recovery.outdated) - RECOVER_ROWS_SHOWN} more run again for such a reason')
     if recovery.num_left:
         lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
     if recovery.choice is not None:
