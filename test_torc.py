@@ -28891,6 +28891,20 @@ class RecoverTest(RecoverCase):
                              (done['jobs_to_run'], done['result']['changed']))
         self.assertEqual('ready', self.statuses()['good'])
 
+    def test_good_jobs_do_not_run_again_because_their_files_cannot_be_seen_from_here(self):
+        spec = self.SPEC.replace('{name: good,', '{name: good, output_files: [f],').replace('jobs:', 'files: [{name: f, path: f.txt}]\n        jobs:')
+        self.ended(spec, self.ENDS)
+        stat = os.stat
+        def fail(path: Any, *words: Any, **more: Any) -> Any:
+            if str(path).endswith('f.txt'):
+                raise OSError(errno.ESTALE, 'Stale file handle')
+            return stat(path, *words, **more)
+        with unittest.mock.patch('os.stat', fail):
+            self.assertEqual([], self.json('recover 1 --dry-run')['result']['changed'])
+        self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', "UPDATE workflow SET submission_directory = '/no/such' WHERE id = 1"))
+        done = self.assertExit(0, self.world.main('recover', 1), 'warning: /no/such, the directory of the workflow, is not here')
+        self.assertEqual((True, 'completed'), ('4 jobs are to run' in done.out, self.statuses()['good']))
+
     def test_options_choose_the_multipliers_the_sharing_and_what_is_unknown(self):
         self.ended(self.SPEC, self.ENDS)
         for options, retried, changes in (

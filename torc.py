@@ -18942,19 +18942,29 @@ def file_exists(base: str, path: str) -> bool:
     return os.path.exists(os.path.join(base, path))
 
 
-def file_time(base: str, path: str) -> Optional[float]:
-    """Time of the last change of a workflow's file; None if it is not there."""
-    try:
-        return os.stat(os.path.join(base, path)).st_mtime
-    except (OSError, ValueError):
-        return None
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+def read_file_times(base: str, paths: Dict[str, str]) -> Dict[str, Optional[float]]:
+    """Times of the last change of a workflow's files, by the keys of their paths; None: it is not there.
+
+    A file that cannot be looked at now, as in a file system that is away (EIO, ESTALE), is left out: jobs
+    that made it would be taken for undone.
+    """
+    found = {}      # type: Dict[str, Optional[float]]
+    for key, path in paths.items():
+        try:
+            found[key] = os.stat(os.path.join(base, path)).st_mtime
+        except (OSError, ValueError) as error:      # ValueError: a NUL in the path
+            if getattr(error, 'errno', errno.ENOENT) in NO_FILE:
+                found[key] = None
+    return found
 
 
 def file_times(client: Client, workflow: Dict[str, Any]) -> Dict[str, Optional[float]]:
-    """Modification time of every file of a workflow, by its id as text; None for files that do not exist."""
-    base = base_directory(workflow)
-    return {str(item['id']): file_time(base, item['path'])
-            for item in list_items(client, 'list_files', workflow_id=workflow['id'])}
+    """Modification time of every file of a workflow, by its id as text, as of read_file_times()."""
+    rows = list_items(client, 'list_files', workflow_id=workflow['id'])
+    return read_file_times(base_directory(workflow), {str(row['id']): row['path'] for row in rows})
 
 
 def record_contents(client: Client, workflow: Dict[str, Any]) -> None:
@@ -33934,7 +33944,7 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
         session.answer(value, f"A new one would have {len(body['jobs'])} jobs\n")
         return 0
     base = base_directory(body['workflow'])
-    times = {file['name']: file_time(base, file['path']) for file in body['files']}
+    times = read_file_times(base, {file['name']: file['path'] for file in body['files']})
     body = dict(body, file_times=times)
     answer = session.call('apply_spec', body, workflow_id=earlier['id'], dry_run=is_dry_run)
     text = format_applied(answer, earlier['name'], is_dry_run)
@@ -36164,6 +36174,10 @@ class Recovery:
         if not self.is_resumed:
             if self.refusal:
                 raise Refused(self.refusal)
+            if not self.has_files:
+                self.session.report(printable_line(
+                    f"warning: {self.workflow['submission_directory']}, the directory of the workflow, is "
+                    'not here: whether its files have changed is not known'))
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
                                              dry_run=True)
         if self.mode != 'slurm':
@@ -36244,7 +36258,14 @@ class Recovery:
                    for change in self.remedies.changes]
         return {'run_id': self.workflow.get('run_id') or 0,
                 'reset': [failure.job_id for failure in self.remedies.retried], 'requirements': changes,
-                'event': event, 'files': file_times(self.session.client, self.workflow)}
+                'event': event,
+                'files': file_times(self.session.client, self.workflow) if self.has_files else {}}
+
+    @property
+    def has_files(self) -> bool:
+        """Whether the workflow's directory is here: elsewhere all that its jobs have made would seem gone."""
+        directory = self.workflow.get('submission_directory')
+        return not directory or os.path.isdir(directory)
 
     def settings(self) -> Dict[str, Any]:
         """How allocations are submitted."""
@@ -36327,7 +36348,7 @@ class Recovery:
 
     @property
     def outdated(self) -> List[Dict[str, Any]]:
-        """Jobs that run again although nothing is wrong with their ends: what they read or made has changed."""
+        """Jobs that run again although they ended well, say: what they read or made has changed."""
         retried = {failure.job_id for failure in self.remedies.retried}
         return [row for row in self.preview.get('changed', ()) if row['job_id'] not in retried]
 
