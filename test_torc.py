@@ -4305,6 +4305,18 @@ class RearmTest(ServiceTest):
         self.operate('initialize')
         self.assertEqual({key: self.expected['initialize'][key[0]] for key in wanted}, self.found())
 
+    def test_a_recovery_action_is_due_when_the_blocked_jobs_that_it_is_for_are_ready(self):
+        self.recover()
+        self.regenerate()
+        at_once, waits = sorted(action['id'] for action in self.call('get_workflow_actions', id=self.workflow_id) if action['is_recovery'])
+        due = lambda: {action['id'] for action in self.call('get_pending_actions', id=self.workflow_id)} & {at_once, waits}
+        self.assertEqual({at_once}, due())
+        node_id = self.node(self.workflow_id)
+        jobs = self.claim(self.workflow_id, node_id)
+        self.assertEqual(['bad'], list(jobs))
+        self.sync(self.workflow_id, node_id, completions=[self.end(jobs['bad'])])
+        self.assertEqual(('ready', {at_once, waits}), (self.statuses(self.workflow_id)['last'], due()))
+
     def test_allocations_come_again_for_jobs_whose_recovery_is_over(self):
         mine = self.add('schedule_nodes on_workflow_start')
         body = {'submitter': 'me', 'lease_s': 60.0, 'settings': {}, 'actions': [{'action_id': mine}]}
@@ -17847,6 +17859,13 @@ class RegenerationTest(unittest.TestCase):
                          self.renewed(demand))
         self.assertEqual([('short_regen', 'A B C', [(1, '')]), ('gpu-h100s_regen', 'D', [(1, '')])], self.renewed(demand, group_by='partition'))
 
+    def test_the_recovery_actions_of_the_page(self):
+        jobs = [('R', 'running', 'default', None, ''), ('A', 'blocked', 'default', None, 'R'), ('B', 'blocked', 'default', None, 'R'),
+                ('C', 'blocked', 'gpu', None, 'A B')]
+        self.assertEqual([('default_deferred_regen', 'A B', [(1, 'A B')]), ('gpu_deferred_regen', 'C', [(1, 'C')])], self.renewed(demand_of(jobs)))
+        jobs[3] = ('C', 'blocked', 'default', None, 'A B')      # of one group: the allocations of A and B are there then
+        self.assertEqual([('default_deferred_regen', 'A B C', [(1, 'A B')])], self.renewed(demand_of(jobs)))
+
     def test_what_is_not_done_is_waited_for_whoever_has_it(self):
         for status, is_waited_for in (('ready', True), ('pending', True), ('running', True), ('pending_failed', True), ('blocked', True),
                                       ('uninitialized', True), ('completed', False), ('failed', False), ('canceled', False),
@@ -27920,6 +27939,27 @@ class RegenerateTest(SubmitCase):
         self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], self.records())
         self.assertEqual(1, [executed for _, _, executed, _ in self.actions()[3:]].count(False))
 
+    def test_where_no_job_is_left_nothing_is_done(self):
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute('UPDATE job SET status = CASE WHEN id < 5 THEN 6 ELSE 5 END')
+        with self.world.inside():
+            before = self.dump()
+            self.assertEqual('Workflow 1 has no job left that needs an allocation\n', self.text('slurm regenerate 1 --profile kestrel --submit'))
+            self.assertEqual((0, []), (self.regenerate('--submit')['pending_jobs'], self.regenerate('--submit')['schedulers_created']))
+            self.assertEqual((before, []), (self.dump(), self.fakes.calls()))
+
+    def test_the_account_that_is_given_pays_and_actions_are_marked_in_their_rows(self):
+        made = self.regenerate('--account', 'other')
+        self.assertEqual({'other'}, {row['account'] for row in made['schedulers_created']})
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database:
+            columns = {row[1]: row[2:5] for row in database.execute('PRAGMA table_info(workflow_action)')}
+            rows = database.execute('SELECT typeof(is_recovery), is_recovery, executed, executed_at IS NULL FROM workflow_action ORDER BY id')
+            rows = rows.fetchall()
+        self.assertEqual(('INTEGER', 1, '0'), (columns['is_recovery'][0].split()[-1], *columns['is_recovery'][1:]))
+        self.assertEqual([('integer', 0, 1, 0)] * 2 + [('integer', 0, 0, 1)] + [('integer', 1, 0, 1)] * 3, rows)
+        self.text('submit 1')
+        self.assertIn('--account=other', read_text(self.fakes.path('script')))
+
     def test_a_job_gets_all_its_time_although_the_workflow_stops_jobs_early(self):
         with self.world.connect() as client:
             client.call('update_workflow', {'execution_config': {'sigkill_headroom_seconds': 1800}}, id=1)
@@ -29237,6 +29277,23 @@ class RecoverOrphansTest(RecoverCase):
     def recover(self, *argv: Any) -> Any:
         """Its JSON."""
         return self.assertExit(0, self.world.main('-f', 'json', 'recover', 1, '--profile', 'kestrel', *argv)).json()
+
+    def test_running_jobs_hold_it_up_until_slurm_says_that_nobody_runs_them(self):
+        fakes = self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='printf "71|RUNNING|N/A"'))
+        before = {'first': 'running', 'second': 'running', 'last': 'blocked'}
+        for more in ((), ('--dry-run',)):
+            self.assertExit(4, self.world.main('recover', 1, '--profile', 'kestrel', *more), 'Cannot recover: workflow is not complete '
+                            '(1 compute nodes at work, 1 allocations active, 2 jobs running)')
+            self.assertEqual((before, False), (self.statuses(), self.json('workflows is-complete 1')['is_complete']))
+        fakes.write('squeue', 'true')
+        fakes.write('sacct', r'printf "71|FAILED|1:0|%d|%d|me\n"' % (time.time() - 9, os.getuid()))
+        self.assertEqual(2, self.json('workflows sync-status 1')['slurm_jobs_failed'])
+        self.assertEqual(({'first': 'failed', 'second': 'failed', 'last': 'canceled'}, True),
+                         (self.statuses(), self.json('workflows is-complete 1')['is_complete']))
+        # It has only cleaned up: no new run, no allocation.
+        self.assertEqual((1, 1, {'squeue', 'sacct'}), (self.json('workflows get 1')['run_id'], len(self.json('slurm list 1')['items']),
+                                                       {call.name for call in fakes.calls()}))
+        self.assertEqual([1, 2], self.recover()['result']['jobs_to_retry'])
 
     def test_jobs_of_a_failed_allocation_run_again_and_those_of_a_lost_node_go_on(self):
         for state, retried, run_id in (('FAILED', [1, 2], 2), ('NODE_FAIL', [], 1)):
