@@ -8926,6 +8926,19 @@ class WatchRecordTest(ServiceTest):
         self.rerun()        # by somebody else
         self.assertEqual((0, False, False), counted())
 
+    def test_recoveries_are_idle_until_a_job_completes(self):
+        def idle(**more: Any) -> int:
+            return self.watch(**more)['idle_recoveries']
+        self.assertEqual([0, 1], [idle(), idle(recovers=True)])
+        for wanted in (2, 3):
+            self.rerun()
+            self.assertEqual([wanted - 1, wanted], [idle(), idle(recovers=True)])
+        self.rerun()
+        self.store.run('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, '
+                       'exec_time_minutes, completion_time, status) '
+                       "SELECT workflow_id, id, 4, 1, 0, 0, '', 5 FROM job LIMIT 1")
+        self.assertEqual([0, 1], [idle(), idle(recovers=True)])
+
     def test_what_was_scheduled_and_when_it_began_is_kept_until_all_is_over(self):
         began = self.watch()['began_at']
         self.clock += 10
@@ -24618,7 +24631,7 @@ def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
         'pending_scheduled_nodes': at_work.get('pending', 0), 'unserved_ready_labels': more.pop('labels', {})}
     return dict({'status': status, 'now': 10000.0, 'began_at': 10000.0, 'scheduled_at': None, 'recoveries': 0,
                  'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'had_allocations': True,
-                 'run_id': 1, 'idle_submissions': 0}, **more)
+                 'run_id': 1, 'idle_submissions': 0, 'idle_recoveries': 0}, **more)
 
 
 class WatcherTest(unittest.TestCase):
@@ -24633,7 +24646,8 @@ class WatcherTest(unittest.TestCase):
         rules = {
             'plain': {}, 'recover': {'recovers': True}, 'agent': {'asks_agent': True},
             'once': {'is_once': True}, 'schedule': {'schedules': True}, 'keep': {'is_persistent': True},
-            'twice': {'recovers': True, 'max_retries': 2}}
+            'twice': {'recovers': True, 'max_retries': 2}, 'all': {'recovers': True, 'retries_unknown': True},
+            'twenty': {'recovers': True, 'retries_unknown': True, 'max_retries': 20}}
         table = rows_of("""
             counts                       workers    rules     more            step      exit  reason
             3 completed                  -          plain     -               end       0     complete: 3
@@ -24647,6 +24661,11 @@ class WatcherTest(unittest.TestCase):
             1 terminated                 -          twice     done=2          end       1     after 2
             1 terminated                 -          twice     done=2,begun=1  recover   0     recovery 2
             1 terminated                 -          recover   done=99         recover   0     recovery 100
+            1 failed                     -          recover   idle=99         recover   0     recovery 1
+            1 failed                     -          all       done=99,idle=9  recover   0     recovery 100
+            1 failed                     -          all       done=9,idle=10  end       1     the last 10 rec
+            1 failed                     -          all       idle=99,begun=1  recover  0     recovery 0
+            1 failed                     -          twenty    done=9,idle=19  recover   0     recovery 10
             3 canceled                   -          recover   canceled=1      end       1     was canceled
             2 ready                      1 pending  recover   canceled=1      end       1     was canceled
             1 pending_failed, 1 failed   -          recover   -               end       1     jobs classify
@@ -24669,7 +24688,8 @@ class WatcherTest(unittest.TestCase):
             3 uninitialized              -          once      -               end       1     3 uninitialized
         """)
         keys = {'done': 'recoveries', 'begun': 'is_begun', 'ours': 'is_recovered',
-                'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled'}
+                'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled',
+                'idle': 'idle_recoveries'}
         for row in table:
             with self.subTest(**row):
                 pairs = [pair.split('=') for pair in filter(None, row['more'].split(','))]

@@ -12559,6 +12559,7 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
             'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
             'has_scheduler': bool(has_scheduler), 'had_allocations': bool(had_allocations),
             'run_id': state.run_id, 'idle_submissions': watcher['idle_submissions'],
+            'idle_recoveries': count_idle_recoveries(context, workflow_id, runs),
             'status': get_workflow_status(context, workflow_id)}
 
 
@@ -12574,6 +12575,14 @@ def count_idle(context: Context, workflow_id: int, watcher: Values) -> int:
     has_ends = context.one('SELECT 1 FROM result WHERE workflow_id = ? AND id > ? AND is_interrupted <= ? '
                            'LIMIT 1', (workflow_id, watcher['last_result'], int(is_long_ago)))
     return 0 if has_ends else watcher['idle_submissions']
+
+
+def count_idle_recoveries(context: Context, workflow_id: int, runs: Sequence[int]) -> int:
+    """The recoveries in a row, up to the last, after which no job has completed. `runs`: the recovered."""
+    last_run = runs and context.value(
+        f'SELECT run_id FROM result WHERE workflow_id = ? AND status = {COMPLETED} ORDER BY id DESC LIMIT 1',
+        (workflow_id,)) or 0
+    return sum(run_id >= last_run for run_id in runs)
 
 
 UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
@@ -12844,7 +12853,7 @@ MODELS = {
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
     'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_scheduler:bool '
-        'idle_submissions:int is_begun:bool '
+        'idle_recoveries:int idle_submissions:int is_begun:bool '
         'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float '
         'status:@WorkflowStatusResponse until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
@@ -29856,12 +29865,14 @@ STANDSTILL_POLLS = 2        # so many polls in a row must see nobody at work, fo
 SCHEDULE_RETRY_S = 60.0     # after the first failure; twice as long after each further one, up to
 SCHEDULE_RETRY_MOST_S = 1800.0
 SCHEDULE_FAILURES = 6       # in a row, after which a workflow that stands still is given up
+IDLE_RECOVERIES = 10        # in a row without a job that completed, after which unknown failures are given up
 
 
 class WatchRules(Row):
     """What the options of `watch` ask for."""
     recovers: bool = False
     max_retries: Optional[int] = None       # recoveries; None: any number
+    retries_unknown: bool = False           # also what nothing is changed for
     asks_agent: bool = False                # to decide on jobs that are pending_failed
     is_persistent: bool = False
     is_once: bool = False                   # there is no next poll
@@ -29933,6 +29944,11 @@ class Watcher:
         if is_used_up and not seen['is_begun']:     # one that was killed is finished
             return WatchStep('end', f"jobs failed again after {seen['recoveries']} recoveries "
                              '(--max-retries)', 1)
+        is_idle = self.rules.retries_unknown and self.rules.max_retries is None \
+            and seen['idle_recoveries'] >= IDLE_RECOVERIES
+        if is_idle and not seen['is_begun']:
+            return WatchStep('end', f"no job has completed after any of the last {seen['idle_recoveries']} "
+                             'recoveries (--max-retries allows a certain number)', 1)
         return WatchStep('recover', f'jobs failed: recovery {seen["recoveries"] + (not seen["is_begun"])}')
 
     def look_for_unplanned(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
@@ -37040,7 +37056,8 @@ def text_of_failure(error: Exception) -> str:
 def watch_rules(args: Arguments) -> WatchRules:
     """The rules that the options ask for."""
     return WatchRules(
-        bool(args['recover']), args['max_retries'], bool(args['ai_recovery']), bool(args['persistent']),
+        bool(args['recover']), args['max_retries'], bool(args['retry_unknown'] or args['recovery_hook']),
+        bool(args['ai_recovery']), bool(args['persistent']),
         bool(args['once']), bool(args['auto_schedule']), args['auto_schedule_threshold'],
         args['auto_schedule_cooldown'], args['auto_schedule_stranded_timeout'])
 
@@ -37712,7 +37729,9 @@ COMMANDS = (
                  f'every {SLURM_LOOK_S:g} at most', at_least(0.01, parse_seconds),
                  default=DEFAULT_WATCH_POLL_S),
         Argument('-r --recover', '', 'run again what failed, as `recover` does'),
-        Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number)', at_least(0)),
+        Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number; with '
+                 f'--retry-unknown or a hook until {IDLE_RECOVERIES} in a row have not completed a job)',
+                 at_least(0)),
         *RECOVER_OPTIONS,
         Argument('-s --show-job-counts', '', 'report the counts of jobs at each poll'),
         Argument('--persistent', '', 'go on while nobody is at work: runners are started elsewhere'),
