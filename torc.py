@@ -18946,6 +18946,12 @@ def base_directory(workflow: Dict[str, Any]) -> str:
     return directory if directory and os.path.isdir(directory) else os.getcwd()
 
 
+def has_directory(workflow: Dict[str, Any]) -> bool:
+    """Whether a workflow's directory is here: elsewhere all that its jobs have made would seem gone."""
+    directory = workflow.get('submission_directory')
+    return not directory or os.path.isdir(directory)
+
+
 def file_exists(base: str, path: str) -> bool:
     """Whether a workflow's file is there."""
     return os.path.exists(os.path.join(base, path))
@@ -36190,7 +36196,7 @@ class Recovery:
         if not self.is_resumed:
             if self.refusal:
                 raise Refused(self.refusal)
-            if not self.has_files:
+            if not has_directory(self.workflow):
                 self.session.report(printable_line(
                     f"warning: {self.workflow['submission_directory']}, the directory of the workflow, is "
                     'not here: whether its files have changed is not known'))
@@ -36274,14 +36280,8 @@ class Recovery:
                    for change in self.remedies.changes]
         return {'run_id': self.workflow.get('run_id') or 0,
                 'reset': [failure.job_id for failure in self.remedies.retried], 'requirements': changes,
-                'event': event,
-                'files': file_times(self.session.client, self.workflow) if self.has_files else {}}
-
-    @property
-    def has_files(self) -> bool:
-        """Whether the workflow's directory is here: elsewhere all that its jobs have made would seem gone."""
-        directory = self.workflow.get('submission_directory')
-        return not directory or os.path.isdir(directory)
+                'event': event, 'files': {} if not has_directory(self.workflow) else
+                file_times(self.session.client, self.workflow)}
 
     def settings(self) -> Dict[str, Any]:
         """How allocations are submitted."""
@@ -36393,7 +36393,7 @@ class Recovery:
         answer = {'workflow_id': self.workflow_id, 'dry_run': options.is_dry_run,
                   'memory_multiplier': self.multipliers.memory,
                   'runtime_multiplier': self.multipliers.runtime,
-                  'result': result, 'diagnosis': self.describe_diagnosis(), 'mode': self.mode,
+                  'result': result, 'diagnosis': describe_diagnosis(self), 'mode': self.mode,
                   'run_id': self.preview.get('run_id', self.workflow.get('run_id')), 'orphans': {
                       key: value for key, value in self.cleaned.items() if key not in answer_keys},
                   'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
@@ -36403,22 +36403,23 @@ class Recovery:
             answer['recovery_hook'] = self.hook_words
         return answer
 
-    def describe_diagnosis(self) -> Dict[str, Any]:
-        """What jobs used and asked for, as `workflows check-resources` has it, and why they failed."""
-        found = [item for use in self.uses for item in compare_use(use)]
-        over = sorted((item for item in found if item.over_percent > 1),
-                      key=lambda item: -item.used / item.limit)
-        failures = [dict(explain_failure(failure.use), failure_class=failure.kind, evidence=failure.evidence)
-                    for failure in self.failures]
-        return {'workflow_id': self.workflow_id, 'total_results': len(self.uses),
-                'over_utilization_count': len(over),
-                'violations': [describe_comparison(item, True) for item in over],
-                'resource_violations_count': len(failures), 'resource_violations': failures}
-
     def next_command(self) -> str:
         """The command that goes on with a workflow without allocations."""
         words = ['remote', 'run'] if self.mode == 'remote' else ['run']
         return command_line(self.session, *words, self.workflow_id)
+
+
+def describe_diagnosis(recovery: Recovery) -> Dict[str, Any]:
+    """What jobs used and asked for, as `workflows check-resources` has it, and why they failed."""
+    found = [item for use in recovery.uses for item in compare_use(use)]
+    over = sorted((item for item in found if item.over_percent > 1),
+                  key=lambda item: -item.used / item.limit)
+    failures = [dict(explain_failure(failure.use), failure_class=failure.kind, evidence=failure.evidence)
+                for failure in recovery.failures]
+    return {'workflow_id': recovery.workflow_id, 'total_results': len(recovery.uses),
+            'over_utilization_count': len(over),
+            'violations': [describe_comparison(item, True) for item in over],
+            'resource_violations_count': len(failures), 'resource_violations': failures}
 
 
 def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
