@@ -28051,6 +28051,17 @@ class RegenerateTest(SubmitCase):
         self.assertEqual((1, True), (made['total_allocations'], any('squeue failed: slurm_load_jobs error: all 5 allocations' in text
                                                                     for text in made['warnings'])))
 
+    def test_allocations_of_this_cluster_are_known_to_be_gone_although_sbatch_named_it(self):
+        self.regenerate('--submit')
+        for number in (100, 101):
+            os.unlink(self.fakes.path(f'job_{number}'))
+        self.fakes.write('scontrol', 'echo "ClusterName             = here"')
+        for cluster, due in (('there', 0), ('here', 2)):
+            with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+                database.execute('UPDATE scheduled_compute_node SET submission = ?', (json.dumps({'cluster': cluster}),))
+            made = self.regenerate('--dry-run')
+            self.assertEqual(due, sum(row['num_allocations'] for row in made['planned_schedulers'] if not row['has_dependencies']), cluster)
+
     @slow
     def test_a_refusal_leaves_the_actions_due_for_the_next_submit(self):
         self.hook('hook', 'echo "sbatch: error: Batch job submission failed: Invalid account" >&2; exit 1')

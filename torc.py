@@ -28977,8 +28977,10 @@ def take_alive(seen: AllocationsSeen, row: Dict[str, Any], name: str, state: Slu
         seen.requeued.append(row)
 
 
-def ask_cluster_name() -> str:
-    """The cluster that Slurm's programs speak of here; '' if they do not say it."""
+def ask_cluster_name(rows: Sequence[Dict[str, Any]]) -> str:
+    """The cluster that Slurm's programs speak of here, if a row of a survey names one; '' if not known."""
+    if not any(row['cluster'] for row in rows):
+        return ''
     said = ask_slurm(slurm_argv('scontrol', 'show', 'config')).out
     match = re.search(r'^ClusterName\s*=\s*(\S+)', said, re.MULTILINE)
     return match.group(1) if match else ''
@@ -35705,7 +35707,7 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
     survey = session.call('survey_allocations', workflow_id=workflow_id)
     seen = AllocationsSeen()
     if survey['allocations']:
-        cluster = ask_cluster_name() if any(row['cluster'] for row in survey['allocations']) else ''
+        cluster = ask_cluster_name(survey['allocations'])
         seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()), cluster)
     if seen.gone:
         since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
@@ -35808,7 +35810,7 @@ def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) ->
         return set(), f'squeue failed: {explain_reply(reply)}'
     ending = {cells[0] for cells in read_slurm_rows(reply.out, 3)
               if parse_slurm_state(cells[1]) == 'COMPLETING'}
-    gone = look_at_allocations(rows, reply).gone
+    gone = look_at_allocations(rows, reply, ask_cluster_name(rows)).gone
     return {row['slurm_job_id'] for row in rows
             if row['slurm_job_id'] in gone or str(row['slurm_job_id']) in ending}, ''
 
