@@ -28037,11 +28037,30 @@ class RegenerateTest(SubmitCase):
                       'its jobs keep what they have', made['warnings'])
         self.assertEqual([False, False], [executed for _, _, executed, is_recovery in self.actions() if not is_recovery][:2])
 
+    def cancel(self, user_id: int = os.getuid()) -> None:
+        """Two of the three allocations are gone."""
+        for number in (100, 101):
+            os.unlink(self.fakes.path(f'job_{number}'))
+        self.fakes.write('sacct', r'for n in 100 101; do printf "$n|CANCELLED|0:0|%d|%d|ann\n"; done' % (time.time(), user_id))
+
+    def test_what_squeue_does_not_show_yet_or_not_to_this_user_is_not_taken_for_gone(self):
+        self.regenerate('--submit')
+        due = lambda: sum(row['num_allocations'] for row in self.regenerate('--dry-run')['planned_schedulers'] if not row['has_dependencies'])
+        self.cancel(os.getuid() + 1)
+        self.assertEqual(0, due())      # another user's job of this number
+        self.fakes.write('sacct', 'exit 1')
+        self.assertEqual(0, due())      # submitted a moment ago
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE scheduled_compute_node SET submission = '{}'")
+        self.assertEqual(2, due())
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE workflow SET user = 'ann'")
+        self.assertEqual(0, due())
+
     @slow
     def test_allocations_that_are_gone_are_planned_again(self):
         self.regenerate('--submit')
-        for number in (100, 101):
-            os.unlink(self.fakes.path(f'job_{number}'))
+        self.cancel()
         self.fakes.write('sbatch', FAKE_QUEUE['sbatch'].replace('number=$((100 +', 'number=$((200 +'))
         made = self.regenerate('--submit')
         self.assertEqual((3, 2), (made['total_allocations'], made['allocations_submitted']))
@@ -28053,8 +28072,7 @@ class RegenerateTest(SubmitCase):
 
     def test_allocations_of_this_cluster_are_known_to_be_gone_although_sbatch_named_it(self):
         self.regenerate('--submit')
-        for number in (100, 101):
-            os.unlink(self.fakes.path(f'job_{number}'))
+        self.cancel()
         self.fakes.write('scontrol', 'echo "ClusterName             = here"')
         for cluster, due in (('there', 0), ('here', 2)):
             with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:

@@ -35699,19 +35699,25 @@ def show_reconciled(session: Session, args: Arguments, journals: Sequence[Journa
 LOST_SHOWN = 10     # jobs named for people
 
 
+def judge_allocations(session: Session, workflow_id: int, survey: Dict[str, Any],
+                      reply: Reply) -> AllocationsSeen:
+    """What squeue says of a survey's allocations (`reply`: to seen_argv), and sacct of the missing."""
+    rows = survey['allocations']
+    seen = look_at_allocations(rows, reply, ask_cluster_name(rows))
+    if seen.gone:
+        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
+        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
+    return seen
+
+
 def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
     """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
 
     At most one squeue, and one sacct if any is gone; none of them without an allocation.
     """
-    survey = session.call('survey_allocations', workflow_id=workflow_id)
-    seen = AllocationsSeen()
+    survey, seen = session.call('survey_allocations', workflow_id=workflow_id), AllocationsSeen()
     if survey['allocations']:
-        cluster = ask_cluster_name(survey['allocations'])
-        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()), cluster)
-    if seen.gone:
-        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
-        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
+        seen = judge_allocations(session, workflow_id, survey, ask_slurm(seen_argv()))
     body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
             'is_dry_run': is_dry_run}
     found = session.call('sync_allocations', body, workflow_id=workflow_id)
@@ -35798,10 +35804,11 @@ def default_settings() -> Dict[str, Any]:
 
 
 def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) -> Tuple[Set[int], str]:
-    """Slurm jobs of a workflow that do nothing more for it, by one squeue; and why that is unknown, or ''."""
-    rows = [] if options.is_cleaned else \
-        session.call('survey_allocations', workflow_id=workflow_id)['allocations']
-    if not any(row['slurm_job_id'] for row in rows):
+    """Slurm jobs of a workflow that do nothing more for it, by squeue and sacct; or why that is not known."""
+    if options.is_cleaned:
+        return set(), ''
+    survey = session.call('survey_allocations', workflow_id=workflow_id)
+    if not any(row['slurm_job_id'] for row in survey['allocations']):
         return set(), ''
     if not has_slurm_program('squeue'):
         return set(), f'there is no {slurm_program("squeue")} on this machine'
@@ -35810,8 +35817,8 @@ def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) ->
         return set(), f'squeue failed: {explain_reply(reply)}'
     ending = {cells[0] for cells in read_slurm_rows(reply.out, 3)
               if parse_slurm_state(cells[1]) == 'COMPLETING'}
-    gone = look_at_allocations(rows, reply, ask_cluster_name(rows)).gone
-    return {row['slurm_job_id'] for row in rows
+    gone = judge_allocations(session, workflow_id, survey, reply).gone
+    return {row['slurm_job_id'] for row in survey['allocations']
             if row['slurm_job_id'] in gone or str(row['slurm_job_id']) in ending}, ''
 
 
