@@ -28021,6 +28021,7 @@ class RegenerateTest(SubmitCase):
         for words, code, message in ((('--include-job-ids', '3,99'), 2, 'the workflow has no job 99'),
                                      (('--include-job-ids', '3,x'), 2, "'x' is not an id"),
                                      (('--partition', 'nope'), 2, "kestrel has no partition 'nope'"),
+                                     (('--walltime', '0'), 2, "'0' is too short for an allocation"),
                                      (('--profile', 'nope'), 2, "there is no profile 'nope'"),
                                      (('--submit', '--account', 'a b'), 4, "account 'a b' cannot be given to sbatch")):
             with self.subTest(words=words):

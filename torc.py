@@ -31885,6 +31885,14 @@ def parse_time_span(text: str) -> int:
     return parse_walltime(normalize_walltime(text))
 
 
+def parse_allocation_time(text: str) -> int:
+    """The same for an allocation. 0 would be no limit at all: sbatch(1), --time."""
+    value_s = parse_time_span(text)
+    if value_s < 60:
+        raise ValueError(f'{text!r} is too short for an allocation: write a minute or more')
+    return value_s
+
+
 def parse_percent(text: str) -> float:
     """Percent, without the sign."""
     try:
@@ -36655,11 +36663,11 @@ def ask_allocations(recovery: Recovery) -> None:
         partition = ask_value(session, f"Partition [{options.partition or 'chosen for the jobs'}]: ", str,
                               options.partition)
         shown = format_walltime(options.walltime) if options.walltime else 'planned'
-        walltime = ask_value(session, f'Walltime [{shown}]: ', parse_time_span, options.walltime)
+        walltime = ask_value(session, f'Walltime [{shown}]: ', parse_allocation_time, options.walltime)
         recovery.options = options._replace(partition=partition, walltime=walltime)
         return
     scheduler, walltime = schedulers[word], None
-    wanted = ask_value(session, f"Walltime [{scheduler['walltime']}]: ", parse_time_span)
+    wanted = ask_value(session, f"Walltime [{scheduler['walltime']}]: ", parse_allocation_time)
     if wanted and format_walltime(wanted) != scheduler['walltime']:
         if session.agrees(f"Make a copy {scheduler.get('name')}_recovery with {format_walltime(wanted)}?"):
             walltime = wanted
@@ -37610,7 +37618,7 @@ RECOVER_OPTIONS = (
     Argument('--ai-recovery', '', 'let --ai-agent decide about pending_failed jobs'),
     Argument('--ai-agent', 'CMD', 'a program that takes a prompt as its last word (there is no default)'),
     Argument('--partition', 'NAME', 'of new allocations'),
-    Argument('--walltime', 'TIME', 'of new allocations, such as 04:00:00', parse_time_span),
+    Argument('--walltime', 'TIME', 'of new allocations, such as 04:00:00', parse_allocation_time),
 )
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
@@ -38161,7 +38169,7 @@ COMMANDS = (
         'plan allocations for the jobs of a workflow that are left, instead of those of its actions', (
         ASKED_WF, ACCOUNT._replace(meaning='account to charge (default: that of its first scheduler)'),
         PROFILE, Argument('--partition', 'NAME', 'only of this partition'),
-        Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_time_span),
+        Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_allocation_time),
         Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
         PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:3],
         Argument('--include-job-ids', 'ID,...', 'plan for these jobs, too, whatever their state', parse_ids),
