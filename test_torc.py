@@ -29345,6 +29345,15 @@ class RecoverOrphansTest(RecoverCase):
                                                        {call.name for call in fakes.calls()}))
         self.assertEqual([1, 2], self.recover()['result']['jobs_to_retry'])
 
+    def test_another_runner_holds_it_up_in_a_dry_run_too(self):
+        with self.world.connect() as client:
+            client.call('create_compute_node', {
+                'workflow_id': 1, 'hostname': 'node2', 'pid': 2, 'start_time': torc.format_time(time.time()), 'num_cpus': 4, 'memory_gb': 8.0,
+                'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True, 'lease_s': 600.0})
+        self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='true', sacct=r'printf "71|FAILED|1:0|%d|%d|me\n"' % (time.time() - 9, os.getuid())))
+        for more in (('--dry-run',), ()):
+            self.assertExit(4, self.world.main('recover', 1, '--profile', 'kestrel', *more), '(1 compute nodes at work')
+
     def test_jobs_of_a_failed_allocation_run_again_and_those_of_a_lost_node_go_on(self):
         for state, retried, run_id in (('FAILED', [1, 2], 2), ('NODE_FAIL', [], 1)):
             with self.subTest(state):

@@ -36120,14 +36120,14 @@ class Recovery:
         counts = status['jobs_by_status']
         left = collections.Counter(pending=status['pending_scheduled_nodes'],
                                    active=status['active_scheduled_nodes'])
+        nodes = status['active_compute_nodes']
         if self.options.is_dry_run:     # it has cleaned nothing
+            nodes -= self.cleaned.get('compute_nodes_deactivated', 0)
             for row in self.cleaned.get('allocations', ()):
                 left[row['previous_status']] -= 1
                 left[row['status']] += 1
         # Also those that Slurm is silent about: the server would refuse, but when the hook has done its work.
         pending, active = left['pending'], left['active']
-        gone = self.options.is_dry_run and bool(self.cleaned.get('compute_nodes_deactivated'))
-        nodes = 0 if gone and not active else status['active_compute_nodes']
         jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
         found = [f'{number} {words}' for number, words in (
             (nodes, 'compute nodes at work'), (active, 'allocations active'),
