@@ -29063,6 +29063,16 @@ class RecoverTest(RecoverCase):
         self.assertEqual(('ready', 'pending_failed', 'ready'), (statuses['bad'], statuses['slow'], statuses['oom']))
         self.assertEqual('5g', self.needs()['bad'][0])
 
+    def test_an_agent_is_asked_about_as_many_jobs_as_a_command_line_takes(self):
+        spec = 'name: r\njobs: [{name: "j{i}", command: "true %s", parameters: {i: "1:600"}}]\n' % ('\u00e9' * 300)
+        self.ended(spec, {f'j{number}': (3, 'pending_failed', 1.0, None) for number in range(1, 601)})
+        os.chmod(self.world.write('agent', '#!/bin/sh\nprintf "%s" "$2" > prompt\n'), 0o755)
+        self.assertExit(4, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'agent --ask'), '600 failed jobs wait for a decision')
+        lines = self.world.read('prompt').splitlines()
+        shown = [line for line in lines if ': return code 3' in line]
+        self.assertEqual(f'    and {600 - len(shown)} more, which are asked about the next time', lines[-1])
+        self.assertGreater(len(shown), 100)
+
     def test_what_waits_for_a_decision_alone_is_not_taken_for_left(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None), 'good': (0, 'completed', 1.0, None)})
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:

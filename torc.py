@@ -35993,6 +35993,7 @@ RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with w
 RECOVER_ROWS_SHOWN = 500        # of a class of failures
 AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as their last argument
 AGENT_LIMIT_S = 3600.0
+PROMPT_BYTES = 100000       # of jobs in a prompt: a word of a command line has at most 128 KiB (execve(2))
 PROGRAM_TAG = 'TORC_PROGRAM_TAG'    # in the environment of what a program of the user has started
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
@@ -36588,11 +36589,16 @@ def format_prompt(session: Session, workflow: Dict[str, Any], options: RecoverOp
                   jobs: Sequence[Dict[str, Any]]) -> str:
     """What an agent is asked: the jobs, and the commands to decide with."""
     results = {item['job_id']: item for item in session.items('list_results', workflow_id=workflow['id'])}
-    lines = []
-    for job in jobs[:RECOVER_ROWS_SHOWN]:
+    lines, left = [], PROMPT_BYTES
+    for job in jobs:
         result = results.get(job['id'], {})
-        lines.append(f"    {job['id']} {job['name']}: return code {result.get('return_code')}, "
-                     f"{result.get('reason') or 'no message'}; command: {cut(job['command'], 300)}")
+        line = f"    {job['id']} {cut(job['name'], 300)}: return code {result.get('return_code')}, " \
+               f"{cut(result.get('reason') or 'no message', 300)}; command: {cut(job['command'], 300)}"
+        left -= len(encode_text(printable_message(line))) + 1
+        if left < 0:
+            lines.append(f'    and {len(jobs) - len(lines)} more, which are asked about the next time')
+            break
+        lines.append(line)
     return printable_message(PROMPT.format(
         workflow=f"{workflow['id']} ({workflow['name']})", classify=command_line(session, 'jobs', 'classify'),
         logs=command_line(session, 'logs', '-o', options.output_dir, workflow['id']), jobs='\n'.join(lines)))
