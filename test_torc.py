@@ -24584,7 +24584,7 @@ class RemedyTest(unittest.TestCase):
         self.assertEqual([([1], {'memory': '2g', 'num_cpus': 6}, False)], self.changes(self.planned(uses, cpus_change=True)))
 
     def test_nobody_gets_more_time_than_there_is_and_who_has_it_all_does_not_run_again(self):
-        ceiling = {'ceiling_of': lambda needs: torc.Ceiling(4 * 3600, 'partition short')}
+        ceiling = {'ceiling_of': lambda needs, resource: torc.Ceiling(4 * 3600, 'partition short') if resource == 'runtime' else None}
         made = self.planned([(job_use(1, runtime='PT3H', code=152, minutes=180), '')], **ceiling)
         self.assertEqual([([1], {'runtime': 'PT4H'}, False)], self.changes(made))
         self.assertEqual(['job1: gets no more time than partition short gives, PT4H'], made.notes)
@@ -24598,6 +24598,23 @@ class RemedyTest(unittest.TestCase):
             use.job['supports_termination'] = not more      # it writes a checkpoint
             made = self.planned([(use, '')], **dict(ceiling, **more))
             self.assertEqual([1], [failure.job_id for failure in made.retried])
+
+    def test_nobody_gets_more_memory_than_there_is_and_the_others_run_again(self):
+        uses = [(job_use(1, code=137, minutes=5, memory='200g'), ''), (job_use(2, code=137, minutes=5, memory='240g', needs_id=2), ''),
+                (job_use(3, code=137, minutes=5, needs_id=3), '')]
+        uses[1][0].job['supports_termination'] = True      # which is of no use here
+        made = self.planned(uses, ceiling_of=lambda needs, resource: torc.Ceiling(240 * GIB, 'partition short'))
+        self.assertEqual([([1], {'memory': '245760m'}, False), ([3], {'memory': '2g'}, False)], self.changes(made))
+        self.assertEqual(['job1: gets no more memory than partition short gives, 245760m',
+                          'job2: 240g cannot become more, partition short gives at most 245760m'], made.notes)
+        self.assertEqual([(2, 'ran out of memory, and cannot get more than memory 240g: make it smaller')],
+                         [(failure.job_id, why) for failure, why in made.left])
+
+    def test_with_more_memory_the_longest_time_is_that_of_the_partitions_that_have_it(self):
+        needs = {'name': 'n', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'runtime': 'PT1H'}
+        most = lambda memory: torc.most_of_partitions(KESTREL, 120, dict(needs, memory=memory), 'runtime')
+        self.assertEqual(('partition long', 'partition bigmeml', None), (most('1g').where, most('1000g').where, most('9000g')))
+        self.assertEqual(2000000 * 2 ** 20, torc.most_of_partitions(KESTREL, 120, dict(needs, memory='1g'), 'memory').most)
 
     def test_a_job_that_was_lost_again_and_again_is_left(self):
         uses = [(job_use(1, code=-128, minutes=0), ''), (job_use(2, code=-128, minutes=0), '')]
@@ -29180,10 +29197,10 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
                     self.assertExit(2, self.world.main(*self.OPTIONS, *argv), words)
                     self.assertEqual(before, self.state())
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
-            database.execute("UPDATE resource_requirements SET memory = '1000g', memory_bytes = 1000 * 1024 * 1024 * 1024 WHERE name = 'small'")
+            database.execute("UPDATE result SET peak_cpu_percent = 15000 WHERE job_id = 1")
         before = self.state()
-        outcome = self.assertExit(2, self.world.main(*self.OPTIONS, '--memory-multiplier', '9'))
-        self.assertIn('oom would fit no partition: ', outcome.err)
+        outcome = self.assertExit(2, self.world.main(*self.OPTIONS, '--cpu-multiplier', '2'))
+        self.assertIn('oom would fit no partition: num_cpus 300 is more than', outcome.err)
         self.assertEqual((before, []), (self.state(), self.fakes.calls('sbatch')))
         self.assertExit(4, self.world.main(*self.OPTIONS, env={'TORC_FAKE_SBATCH': '/no/sbatch'}), 'there is no /no/sbatch here')
         self.assertEqual(before, self.state())

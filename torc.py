@@ -29463,9 +29463,9 @@ def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] 
 
 
 class Ceiling(Row):
-    """The longest time that a job can get."""
-    seconds: float
-    where: str          # what gives it: 'partition long', 'the walltime that was given'
+    """The most of a resource that a job can get."""
+    most: float         # seconds, or bytes
+    where: str          # what gives it: 'partition long', 'the walltime of the allocations'
 
 
 class Remedy(Row):
@@ -29495,7 +29495,7 @@ class RemedyRules(Row):
     kinds: Sequence[str]                # of FAILURE_CLASSES that are retried
     is_shared: bool = False             # requirements change for all jobs that have them
     cpus_change: bool = False
-    ceiling_of: Callable[[Dict[str, Any]], Optional[Ceiling]] = lambda needs: None
+    ceiling_of: Callable[[Dict[str, Any], str], Optional[Ceiling]] = lambda needs, resource: None
     losses: Dict[int, int] = {}         # job -> how often it was lost, where that is more than once
 
 
@@ -29547,27 +29547,39 @@ def increase_all(uses: Sequence[JobUse], rules: RemedyRules) -> List[Correction]
 
 def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) -> List[Correction]:
     """The corrections for jobs with the same requirements; adds the jobs to those that run again, or not."""
-    needs, corrections = group[0].use.needs, []
-    ceiling = rules.ceiling_of(needs)
-    for item in increase_all([failure.use for failure in group], rules):
-        if item.resource == 'runtime' and ceiling and parse_duration(item.new) > ceiling.seconds:
-            item = item._replace(new=format_duration(60 * int(ceiling.seconds // 60)))
-            names = first_of([use.job['name'] for use in item.uses])
-            if ceiling.seconds <= limit_of('Runtime', needs):
-                made.notes.append(f"{names}: {item.original} cannot become more, {ceiling.where} gives at "
-                                  f'most {item.new}')
-                continue
-            made.notes.append(f'{names}: gets no more time than {ceiling.where} gives, {item.new}')
-        corrections.append(item)
+    needs, corrections = group[0].use.needs, []     # type: Any, List[Correction]
+    for wanted in increase_all([failure.use for failure in group], rules):
+        changed = {REQUIREMENT_FIELDS[item.resource]: item.new for item in corrections}
+        ceiling = rules.ceiling_of(dict(needs, **changed), wanted.resource)
+        corrections += [wanted] if ceiling is None else bound_correction(wanted, ceiling, made.notes)
     helped = {(item.resource, use.job['id']) for item in corrections for use in item.uses}
     for failure in group:
         lacked = FAILURE_CLASSES[failure.kind].resource
+        goes_on = lacked == 'runtime' and failure.use.job.get('supports_termination')   # from a checkpoint
         if not lacked or (lacked, failure.job_id) in helped or failure.use.is_stale \
-                or 'unknown' in rules.kinds or failure.use.job.get('supports_termination'):
+                or 'unknown' in rules.kinds or goes_on:
             made.retried.append(failure)
         else:
             made.left.append((failure, why_not_helped(failure, lacked, needs)))
     return corrections
+
+
+BOUNDED = {     # resource -> how it is read, and written so that it is not more, and its word
+    'runtime': (parse_duration, lambda value_s: format_duration(60 * int(value_s // 60)), 'time'),
+    'memory':  (parse_memory, lambda value_bytes: f'{int(value_bytes // MEGABYTE)}m', 'memory')}
+
+
+def bound_correction(item: Correction, ceiling: Ceiling, notes: List[str]) -> List[Correction]:
+    """A correction with no more than there is, if that is more than now; else none. What is cut is told."""
+    parse, show, word = BOUNDED[item.resource]
+    if parse(item.new) <= ceiling.most:
+        return [item]
+    item, names = item._replace(new=show(ceiling.most)), first_of([use.job['name'] for use in item.uses])
+    if ceiling.most <= parse(item.original):
+        notes.append(f'{names}: {item.original} cannot become more, {ceiling.where} gives at most {item.new}')
+        return []
+    notes.append(f'{names}: gets no more {word} than {ceiling.where} gives, {item.new}')
+    return [item]
 
 
 def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
@@ -29575,8 +29587,8 @@ def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
     meaning, field = FAILURE_CLASSES[failure.kind].meaning, REQUIREMENT_FIELDS[lacked]
     if is_placeholder(needs):
         return f'{meaning}, and asks for none: give it resource_requirements'
-    return f'{meaning}, and cannot get more than {field} {needs[field]}: make it smaller, or let it go on ' \
-           'from a checkpoint'
+    cure = 'make it smaller' + (', or let it go on from a checkpoint' if lacked == 'runtime' else '')
+    return f'{meaning}, and cannot get more than {field} {needs[field]}: {cure}'
 
 
 def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
@@ -35987,7 +35999,7 @@ def cmd_classify(session: Session, args: Arguments) -> int:
 # allocations are submitted. Killed anywhere, a second call finishes it.
 #
 # `watch` calls the same without questions. Requirements that jobs share are copied for those that lacked
-# something, so that the others stay as they are; a job that already has all the time that there is, is left.
+# something, so that the others stay as they are; a job that has all the time or memory there is, is left.
 
 RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
 RECOVER_ROWS_SHOWN = 500        # of a class of failures
@@ -36250,17 +36262,19 @@ class Recovery:
         return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
                            self.find_ceiling(), losses)
 
-    def find_ceiling(self) -> Callable[[Dict[str, Any]], Optional[Ceiling]]:
-        """How much time jobs can get: of the allocations to come, until these stop them."""
-        walltime, end_s = self.options.walltime, end_of_jobs(self.workflow.get('execution_config'))
+    def find_ceiling(self) -> Callable[[Dict[str, Any], str], Optional[Ceiling]]:
+        """How much time and memory jobs can get of the allocations to come, until these stop them."""
         if self.mode != 'slurm' or not any(lacking(failure.use, RemedyRules(self.multipliers, self.kinds))
                                            for failure in self.failures):
-            return lambda needs: None
+            return lambda needs, resource: None
+        walltime, end_s = self.options.walltime, end_of_jobs(self.workflow.get('execution_config'))
         if self.choice is not None:
             walltime = parse_walltime(self.chosen_scheduler()['walltime'])
-        if walltime is not None:
-            return lambda needs: Ceiling(max(0, walltime - end_s), 'the walltime of the allocations')
-        return functools.partial(longest_partition, self.partitions(), end_s)
+        given = None if walltime is None else Ceiling(max(0, walltime - end_s),
+                                                      'the walltime of the allocations')
+        partitions = [] if self.choice is not None else self.partitions()
+        return lambda needs, resource: given if given and resource == 'runtime' else \
+            most_of_partitions(partitions, end_s, needs, resource)
 
     def partitions(self) -> List[Partition]:
         """Where new allocations may be."""
@@ -36447,14 +36461,22 @@ def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
             'completion_time': format_time(time.time())}
 
 
-def longest_partition(partitions: Sequence[Partition], end_s: int,
-                      needs: Dict[str, Any]) -> Optional[Ceiling]:
-    """The most time that a partition gives which can run such a job; special ones only without others."""
-    kind = read_resource_class(dict(needs, runtime='PT1S'))
-    fitting = fitting_partitions(partitions, kind)
-    fitting = [partition for partition in fitting if partition.is_auto_routed] or fitting
-    best = max(fitting, key=lambda partition: partition.max_walltime_secs, default=None)
-    return best and Ceiling(max(0, best.max_walltime_secs - end_s), f'partition {best.name}')
+def most_of_partitions(partitions: Sequence[Partition], end_s: int, needs: Dict[str, Any],
+                       resource: str) -> Optional[Ceiling]:
+    """The most time or memory that a partition gives which can run such a job otherwise.
+
+    Special ones count for time only without others: what fits no other goes to them by itself.
+    """
+    if resource not in BOUNDED:
+        return None
+    least = {'runtime': 'PT1S', 'memory': '1m'}
+    fitting = fitting_partitions(partitions, read_resource_class(dict(needs, **{resource: least[resource]})))
+    found = [(partition.memory_mb * MEGABYTE, partition.name) for partition in fitting]
+    if resource == 'runtime':
+        usual = [partition for partition in fitting if partition.is_auto_routed] or fitting
+        found = [(max(0, partition.max_walltime_secs - end_s), partition.name) for partition in usual]
+    most, name = max(found, default=(0, ''), key=lambda pair: pair[0])
+    return Ceiling(most, f'partition {name}') if found else None
 
 
 def recover_workflow(session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> Dict[str, Any]:
