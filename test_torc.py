@@ -29190,7 +29190,9 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
     @slow
     def test_what_can_fail_fails_before_anything_changes(self):
         before = self.state()
-        for argv, words in ((['--partition', 'none'], 'has no partition'), (['--memory-multiplier', '1000', '--retry-unknown'], None),
+        self.world.write('a file', '')
+        for argv, words in ((['--partition', 'none'], 'has no partition'), (['-o', 'a file'], 'a file: Not a directory; name another one'),
+                            (['--memory-multiplier', '1000', '--retry-unknown'], None),
                             (['--profile', 'nowhere'], "no profile 'nowhere'")):
             if words:
                 with self.subTest(words):

@@ -36218,6 +36218,7 @@ class Recovery:
         self.remedies = plan_remedies(self.failures, self.sharers(), self.rules())
         if self.mode == 'slurm' and not self.options.is_dry_run:
             refuse_without_sbatch()
+            prepare_output_dir(self.session, RunnerOptions(output_dir=self.settings()['output_dir']))
         if not self.remedies.retried and not self.num_left:
             if not self.options.is_dry_run:
                 self.refuse_nothing()
@@ -36364,7 +36365,6 @@ class Recovery:
 
     def submit(self) -> None:
         """Submit allocations for what is left, and note that it was done."""
-        os.makedirs(self.settings()['output_dir'], exist_ok=True)
         if self.choice is None:
             self.submitted = regenerate_workflow(self.session, self.workflow,
                                                  self.regenerate_options()._replace(submits=True))
