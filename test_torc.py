@@ -28169,6 +28169,7 @@ class ChainTest(SubmitCase):
     def test_regenerate_adds_the_links_that_are_missing(self):
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
         os.unlink(self.fakes.path('job_101'))
+        self.fakes.write('sacct', f'echo "101|CANCELLED|0:0|{int(time.time())}|{os.getuid()}|me"')
         self.fakes.write('sbatch', FAKE_QUEUE['sbatch'].replace('number=$((100 +', 'number=$((200 +'))
         made = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')).json()
         self.assertEqual([(1, 's', 1, 10)], [tuple(row[key] for key in ('id', 'name', 'num_allocations', 'job_count'))
@@ -29660,7 +29661,11 @@ class WatchedSlurmTest(CommandTest):
         self.begin(71)
         self.fakes.write('sacct', f'printf "71|NODE_FAIL|0:0|{int(time.time())}|{os.getuid()}|tester\\n"')
         self.looks('printf "71|RUNNING|N/A"', 'true', 'cat "$fake"/job_*')
+        self.world.write('elsewhere/file', '')
+        self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', "UPDATE workflow SET submission_directory = '"
+                                           + self.world.path('elsewhere').replace("'", "''") + "' WHERE id = 1"))
         done = self.watch('--auto-schedule', '--profile', 'kestrel')
+        self.assertNotIn('count from here', done.err)       # but from where the workflow was made
         self.assertIn('allocation of Slurm job 71: ', done.err)
         self.assertIn('job j1 is ready again: ', done.err)
         self.assertIn('4 jobs are ready, and there is no allocation', done.err)
@@ -29694,7 +29699,7 @@ class WatchedSlurmTest(CommandTest):
         self.assertEqual(1, len(self.fakes.calls('sbatch')))
 
 
-    def fail(self, return_code: int) -> None:
+    def let_fail(self, return_code: int) -> None:
         """Let the first job have failed in the current run, the others be completed, and allocations be over."""
         path = self.world.path('torc_output', 'torc.db')
         with contextlib.closing(sqlite3.connect(path)) as database, database:
@@ -29706,7 +29711,7 @@ class WatchedSlurmTest(CommandTest):
 
     def test_what_failed_runs_again_with_what_it_lacked_as_often_as_is_allowed(self):
         self.allocate(71)
-        self.fail(137)
+        self.let_fail(137)
         self.looks('cat "$fake"/job_*')
         done = self.watch('-r', '-m', 1, '--profile', 'kestrel')
         self.assertIn('jobs failed: recovery 1', done.err)
@@ -29716,7 +29721,7 @@ class WatchedSlurmTest(CommandTest):
         rows = self.json('scheduled-compute-nodes list 1')['items']
         self.assertEqual([(71, 'complete'), (100, 'pending')],
                          [(row['scheduler_id'], row['status']) for row in rows])
-        self.fail(137)
+        self.let_fail(137)
         words = 'jobs failed again after 1 recoveries (--max-retries)'
         for _ in range(2):      # as scrontab starts it
             self.assertIn(words, self.watch('-r', '-m', 1, '--once', '--profile', 'kestrel', code=1).err)
@@ -29725,13 +29730,13 @@ class WatchedSlurmTest(CommandTest):
         self.assertIn('jobs failed: recovery 2', done.err)
 
     def test_without_allocations_what_failed_is_made_ready_for_a_runner(self):
-        self.fail(137)
+        self.let_fail(137)
         done = self.watch('-r', code=1)
         self.assertIn('to go on: torc.py run 1', done.err)
         self.assertEqual(('ready', []), (self.states()['j1'], self.fakes.calls()))
 
     def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
-        self.fail(3)
+        self.let_fail(3)
         done = self.watch('-r', '--profile', 'kestrel', code=1)
         self.assertIn('what failed is not run again: ', done.err)
         self.assertEqual((1, []), (self.json('workflows get 1')['run_id'], self.fakes.calls('sbatch')))

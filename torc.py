@@ -34564,7 +34564,7 @@ def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[s
     chosen = review_schedules(session, workflow, schedulers)
     if chosen is None:
         return 0
-    begin_workflow(session, workflow, settings['output_dir'], bool(args['ignore_missing_data']))
+    begin_workflow(session, workflow, settings, bool(args['ignore_missing_data']))
     actions = [action for action in due_schedules(session, number) if chosen.get(action['id']) != 0]
     used = {action['action_config'].get('scheduler_id') for action in actions}
     for scheduler in schedulers:
@@ -34576,10 +34576,11 @@ def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[s
     return report_submitted(session, workflow, outcome)
 
 
-def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, is_forced: bool) -> None:
-    """Make ready what is uninitialized; refuse what was canceled."""
+def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
+                   is_forced: bool) -> None:
+    """Make ready what is uninitialized; refuse what was canceled. `settings`: SUBMISSION_SETTINGS."""
     number = workflow['id']
-    prepare_output_dir(session, RunnerOptions(output_dir=output_dir))
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
     status = session.call('get_workflow_status', workflow_id=number)
     if status['jobs_by_status']['uninitialized']:
         if not is_forced:
@@ -34592,7 +34593,7 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, 
         raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
     warn_of_loopback(session)
     directory = workflow.get('submission_directory')
-    if directory and os.path.isdir(directory) and not os.path.samefile(directory, os.getcwd()):
+    if directory and os.path.isdir(directory) and not os.path.samefile(directory, settings['directory']):
         session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
                                  'its jobs now count from here'))
 
@@ -34842,7 +34843,7 @@ def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
     check_scheduler(workflow, scheduler, settings)
     if not suppress_schedules(session, workflow, bool(args['suppress_actions'])):
         return 0
-    begin_workflow(session, workflow, settings['output_dir'], False)
+    begin_workflow(session, workflow, settings, False)
     if args['suppress_actions']:    # those that the initialization has made due
         due = due_schedules(session, workflow['id'])
         disable_schedules(session, workflow, [action['id'] for action in due])
@@ -35812,7 +35813,7 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
                 'planned_schedulers': rows, 'total_allocations': planned.num_allocations,
                 'would_submit': options.submits, 'warnings': planned.warnings}
     if options.submits or 'uninitialized' in found['statuses']:
-        begin_workflow(session, workflow, settings['output_dir'], False)
+        begin_workflow(session, workflow, settings, False)
         planned = plan(session.call('get_demand', workflow_id=number))
     return perform_regeneration(session, workflow, options, planned, settings)
 
