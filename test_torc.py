@@ -29046,6 +29046,9 @@ class RecoverTest(RecoverCase):
             self.assertExit(4, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'program'), './program did not end within 0.5 s')
         self.assertEqual([], sleepers())
         before = self.statuses()
+        os.chmod(self.world.write('dies', '#!/bin/sh\nsleep 1000 & kill -9 $$\n'), 0o755)
+        self.assertExit(4, self.world.cli('recover', 1, '--recovery-hook', './dies'), "the recovery hook './dies' ended with return code 137")
+        self.assertEqual([], sleepers())
         for number, (words, said) in enumerate(((('recover', 1), 'Interrupted'), (('watch', 1, '-r', '--ai-recovery', '--ai-agent', 'program'), 'it goes on')), 2):
             with self.subTest(words[0]):
                 process = self.world.start(*words, '--recovery-hook', './program')

@@ -36537,7 +36537,7 @@ def interrupted_by_signals() -> Iterator[None]:
 
 def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
                 limit_s: Optional[float] = None) -> int:
-    """Run a program of the user to its end, its output on our stderr; its return code.
+    """Run a program of the user to its end, its output on our stderr; its return code, 128 + n by a signal.
 
     It stays in our process group, so that a terminal's Ctrl-C reaches it; what it has started is known by a
     variable, and ends with it where it has to be ended.
@@ -36564,9 +36564,11 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
         except BaseException:
             end_program(process, tag)
             raise
+    if process.returncode < 0:      # it was killed, and had no time to end them
+        end_program(process, tag)
     if said:
         session.report_message(said.decode('utf-8', 'replace').rstrip('\n'))
-    return process.returncode
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def end_program(process: 'subprocess.Popen[bytes]', tag: str) -> None:
