@@ -28988,6 +28988,24 @@ class RecoverTest(RecoverCase):
                 self.assertIn('1 completions were taken in from journals of runners', said.err)
                 self.assertEqual({'gone': 'completed', 'bad': 'failed'}, self.statuses())
 
+    def test_journals_are_found_from_any_directory(self):
+        for place in ('torc_output', 'scratch'):        # of the workflow; of an allocation that is gone
+            with self.subTest(place), contextlib.ExitStack() as stack:
+                self.world = stack.enter_context(contextlib.closing(World()))
+                self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
+                           {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
+                database = self.world.path('torc_output', 'torc.db')
+                if place == 'scratch':
+                    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+                        connection.execute('INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, status, '
+                                           "submission) VALUES (1, 50, 1, 'slurm', 'active', ?)", (json.dumps({'output_dir': self.world.path(place)}),))
+                self.world.fake_slurm(squeue='true')
+                write_journal(self.world.path(place, 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1)])
+                self.world.write('elsewhere/file', '')
+                self.world.directory = self.world.path('elsewhere')
+                said = self.world.main('recover', 1, '--db', database, '--profile', 'kestrel')
+                self.assertIn('1 completions were taken in from journals of runners', said.err)
+
     def test_it_says_which_good_jobs_run_again_and_why(self):
         spec = self.SPEC.replace('{name: good,', '{name: good, output_files: [f],').replace('jobs:', 'files: [{name: f, path: f.txt}]\n        jobs:')
         self.ended(spec, self.ENDS)

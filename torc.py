@@ -12393,6 +12393,7 @@ def survey_allocations(context: Context, workflow_id: int) -> Values:
         submitted_at = settings.get('submitted_at')
         allocations.append({'id': record_id, 'slurm_job_id': slurm_job_id, 'status': status,
                             'cluster': settings.get('cluster') or '',
+                            'output_dir': settings.get('output_dir'),
                             'age_s': submitted_at and max(0.0, context.now() - submitted_at)})
     known = {row['slurm_job_id'] for row in allocations}
     nodes = context.rows('SELECT id, hostname, pid, identity FROM compute_node WHERE workflow_id = ? '
@@ -12817,7 +12818,7 @@ MODELS = {
     'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
         'scheduler_config_id:int count:ordinal ended:[str]',
     'SubmissionResponse': 'allocations:[@SubmissionModel]! submitters:[str]! idle_actions:[int]!',
-    'SurveyedAllocation': 'id:int! slurm_job_id:int! status:str! cluster:str! age_s:float',
+    'SurveyedAllocation': 'id:int! slurm_job_id:int! status:str! cluster:str! age_s:float output_dir:str',
     'SurveyedNode': 'compute_node_id:int! hostname:str! pid:int! identity:str',
     'SurveyResponse': 'allocations:[@SurveyedAllocation]! nodes:[@SurveyedNode]! user:str!',
     'SeenAllocation': 'slurm_job_id:int! reason:str! is_queued:bool is_interrupted:bool ended_s:float',
@@ -35634,20 +35635,30 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, paths: Sequ
     return journals, [row['message'] for row in rejected], problems
 
 
+def journal_directories(session: Session, workflow: Dict[str, Any], output_dir: str) -> List[str]:
+    """Where a workflow's runners may keep journals: below an output directory, as it is called from here or
+    from where the workflow was made, and below those of its allocations, wherever we are."""
+    rows = session.call('survey_allocations', workflow_id=workflow['id'])['allocations']
+    found = [output_dir, os.path.join(base_directory(workflow), output_dir),
+             *(row['output_dir'] for row in rows if row.get('output_dir'))]
+    directories = dict.fromkeys(os.path.realpath(os.path.join(path, JOURNAL_DIRECTORY)) for path in found)
+    return list(filter(os.path.isdir, directories))
+
+
 def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str, known: Dict[str, Any],
                      is_dry_run: bool = False) -> str:
-    """Bring what runners kept in an output directory, before their jobs count as lost. A sentence, or ''.
+    """Bring what runners kept in output directories, before their jobs count as lost. A sentence, or ''.
 
     Those that lie there as they did the last time are passed over: `known`, path -> look_at_journal(), is
     kept up to date. A dry run only says that they are there.
     """
-    directory, run_id = os.path.join(output_dir, JOURNAL_DIRECTORY), workflow.get('run_id') or 0
-    if not os.path.isdir(directory):
-        return ''
-    paths, problems = find_journals(directory, workflow['id'], run_id)
+    run_id, paths, problems = workflow.get('run_id') or 0, [], []   # type: int, List[str], List[str]
+    for directory in journal_directories(session, workflow, output_dir):
+        found, passed_over = find_journals(directory, workflow['id'], run_id)
+        paths, problems = paths + found, problems + passed_over
     if is_dry_run:
-        said = f'{len(paths)} journals in {directory} would be taken in first'
-        return printable_line(said) if paths else ''
+        where = first_of(list(dict.fromkeys(map(os.path.dirname, paths))))
+        return printable_line(f'{len(paths)} journals in {where} would be taken in first') if paths else ''
     looks = {path: look_at_journal(path) for path in paths}
     journals, _, problems = replay_journals(session, workflow['id'], run_id, [
         path for path in paths if looks[path] != known.get(path)], problems)
