@@ -28847,6 +28847,18 @@ class SyncStatusTest(CommandTest):
                          (found['slurm_jobs_failed'], found['failed_job_details'][0]['reason']))
         self.assertEqual({'first': 'failed', 'second': 'failed', 'last': 'canceled'}, self.states())
 
+    def test_what_had_ended_in_an_allocation_that_was_canceled_is_not_ready_again(self):
+        self.slurm(accounts=r'71|CANCELLED|0:0|%d|%d|me\n' % (time.time() - 900, os.getuid()))
+        self.allocate(71)
+        self.begin(71)
+        self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', 'UPDATE compute_node SET lease_s = 0 WHERE id = 1'))
+        write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1)])
+        done = self.world.main('workflows', 'sync-status', 1, '--dry-run')
+        self.assertIn('1 journals in ', done.err)
+        done = self.world.main('workflows', 'sync-status', 1)
+        self.assertIn('1 completions were taken in from journals of runners', done.err)
+        self.assertEqual({'first': 'completed', 'second': 'ready', 'last': 'ready'}, self.states())
+
     def test_a_runner_of_this_host_whose_process_is_gone_is_found(self):
         fakes = self.slurm()
         process = subprocess.Popen(['sleep', '100'])

@@ -35758,8 +35758,17 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
 
 
 def cmd_sync_status(session: Session, args: Arguments) -> int:
-    """Find allocations that are gone, and jobs that nobody runs, and set them right."""
-    found = clean_up_allocations(session, choose_workflow(session, args), bool(args['dry_run']))
+    """Find allocations that are gone, and jobs that nobody runs, and set them right.
+
+    What runners of theirs have kept counts first: what has ended would else be ready again.
+    """
+    workflow = session.workflow(choose_workflow(session, args))
+    try:
+        said = take_in_journals(session, workflow, DEFAULT_OUTPUT_DIR, {}, bool(args['dry_run']))
+    except (Refused, BadInput, OSError) as error:
+        said = printable_line(f"warning: {getattr(error, 'message', error)}")
+    session.report(*filter(None, [said]))
+    found = clean_up_allocations(session, workflow['id'], bool(args['dry_run']))
     session.answer(found, format_synced(found))
     return 0
 
