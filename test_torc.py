@@ -4305,6 +4305,18 @@ class RearmTest(ServiceTest):
         self.operate('initialize')
         self.assertEqual({key: self.expected['initialize'][key[0]] for key in wanted}, self.found())
 
+    def test_a_recovery_action_is_due_when_the_blocked_jobs_that_it_is_for_are_ready(self):
+        self.recover()
+        self.regenerate()
+        at_once, waits = sorted(action['id'] for action in self.call('get_workflow_actions', id=self.workflow_id) if action['is_recovery'])
+        due = lambda: {action['id'] for action in self.call('get_pending_actions', id=self.workflow_id)} & {at_once, waits}
+        self.assertEqual({at_once}, due())
+        node_id = self.node(self.workflow_id)
+        jobs = self.claim(self.workflow_id, node_id)
+        self.assertEqual(['bad'], list(jobs))
+        self.sync(self.workflow_id, node_id, completions=[self.end(jobs['bad'])])
+        self.assertEqual(('ready', {at_once, waits}), (self.statuses(self.workflow_id)['last'], due()))
+
     def test_allocations_come_again_for_jobs_whose_recovery_is_over(self):
         mine = self.add('schedule_nodes on_workflow_start')
         body = {'submitter': 'me', 'lease_s': 60.0, 'settings': {}, 'actions': [{'action_id': mine}]}
@@ -8923,6 +8935,19 @@ class WatchRecordTest(ServiceTest):
         self.assertEqual((2, False, True), counted())
         self.rerun()        # by somebody else
         self.assertEqual((0, False, False), counted())
+
+    def test_recoveries_are_idle_until_a_job_completes(self):
+        def idle(**more: Any) -> int:
+            return self.watch(**more)['idle_recoveries']
+        self.assertEqual([0, 1], [idle(), idle(recovers=True)])
+        for wanted in (2, 3):
+            self.rerun()
+            self.assertEqual([wanted - 1, wanted], [idle(), idle(recovers=True)])
+        self.rerun()
+        self.store.run('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, '
+                       'exec_time_minutes, completion_time, status) '
+                       "SELECT workflow_id, id, 4, 1, 0, 0, '', 5 FROM job LIMIT 1")
+        self.assertEqual([0, 1], [idle(), idle(recovers=True)])
 
     def test_what_was_scheduled_and_when_it_began_is_kept_until_all_is_over(self):
         began = self.watch()['began_at']
@@ -17656,6 +17681,16 @@ class AllocationPlanTest(unittest.TestCase):
         self.assertEqual([('short_scheduler', 'short', '00:45:00', 2, 1, 30), ('short_deferred_scheduler', 'short', '00:45:00', 2, 1, 30)],
                          self.plan(chain_of([(0, 30), (0, 30)]), [half]))
 
+    def test_jobs_have_their_time_before_the_allocation_stops_them(self):
+        self.assertEqual([torc.END_S, 660, 360], [torc.end_of_jobs(config) for config in (
+            None, {'sigkill_headroom_seconds': 600, 'sigterm_lead_seconds': None}, {'sigterm_lead_seconds': 300})])
+        half = resource_class(runtime_s=1800)
+        self.assertEqual([('short_scheduler', 'short', '01:01:00', 1, 1, 1)], self.plan(chain_of([(0, 1)]), [half], end_s=1860))
+        self.assertEqual([('standard_scheduler', 'standard', '04:31:00', 1, 1, 1)],
+                         self.plan(chain_of([(0, 1)]), [resource_class(runtime_s=3 * 3600)], end_s=5460))
+        self.plan(chain_of([(0, 1)]), [resource_class(runtime_s=240 * 3600 - 600)], end_s=1860)
+        self.assertIn('jobs are stopped up to 1860 s before that', self.made.warnings[0])
+
     def test_jobs_of_several_nodes_have_allocations_of_as_many(self):
         wide = resource_class(nodes=2)
         self.assertEqual([('short_scheduler', 'short', '01:30:00', 3, 2, 3)], self.plan(chain_of([(0, 3)]), [wide]))
@@ -17846,6 +17881,13 @@ class RegenerationTest(unittest.TestCase):
         self.assertEqual([('default_regen', 'A B', [(1, '')]), ('default_deferred_regen', 'C', [(1, 'C')]), ('gpu_regen', 'D', [(1, '')])],
                          self.renewed(demand))
         self.assertEqual([('short_regen', 'A B C', [(1, '')]), ('gpu-h100s_regen', 'D', [(1, '')])], self.renewed(demand, group_by='partition'))
+
+    def test_the_recovery_actions_of_the_page(self):
+        jobs = [('R', 'running', 'default', None, ''), ('A', 'blocked', 'default', None, 'R'), ('B', 'blocked', 'default', None, 'R'),
+                ('C', 'blocked', 'gpu', None, 'A B')]
+        self.assertEqual([('default_deferred_regen', 'A B', [(1, 'A B')]), ('gpu_deferred_regen', 'C', [(1, 'C')])], self.renewed(demand_of(jobs)))
+        jobs[3] = ('C', 'blocked', 'default', None, 'A B')      # of one group: the allocations of A and B are there then
+        self.assertEqual([('default_deferred_regen', 'A B C', [(1, 'A B')])], self.renewed(demand_of(jobs)))
 
     def test_what_is_not_done_is_waited_for_whoever_has_it(self):
         for status, is_waited_for in (('ready', True), ('pending', True), ('running', True), ('pending_failed', True), ('blocked', True),
@@ -24552,7 +24594,7 @@ class RemedyTest(unittest.TestCase):
         self.assertEqual([([1], {'memory': '2g', 'num_cpus': 6}, False)], self.changes(self.planned(uses, cpus_change=True)))
 
     def test_nobody_gets_more_time_than_there_is_and_who_has_it_all_does_not_run_again(self):
-        ceiling = {'ceiling_of': lambda needs: torc.Ceiling(4 * 3600, 'partition short')}
+        ceiling = {'ceiling_of': lambda needs, resource: torc.Ceiling(4 * 3600, 'partition short') if resource == 'runtime' else None}
         made = self.planned([(job_use(1, runtime='PT3H', code=152, minutes=180), '')], **ceiling)
         self.assertEqual([([1], {'runtime': 'PT4H'}, False)], self.changes(made))
         self.assertEqual(['job1: gets no more time than partition short gives, PT4H'], made.notes)
@@ -24566,6 +24608,23 @@ class RemedyTest(unittest.TestCase):
             use.job['supports_termination'] = not more      # it writes a checkpoint
             made = self.planned([(use, '')], **dict(ceiling, **more))
             self.assertEqual([1], [failure.job_id for failure in made.retried])
+
+    def test_nobody_gets_more_memory_than_there_is_and_the_others_run_again(self):
+        uses = [(job_use(1, code=137, minutes=5, memory='200g'), ''), (job_use(2, code=137, minutes=5, memory='240g', needs_id=2), ''),
+                (job_use(3, code=137, minutes=5, needs_id=3), '')]
+        uses[1][0].job['supports_termination'] = True      # which is of no use here
+        made = self.planned(uses, ceiling_of=lambda needs, resource: torc.Ceiling(240 * GIB, 'partition short'))
+        self.assertEqual([([1], {'memory': '245760m'}, False), ([3], {'memory': '2g'}, False)], self.changes(made))
+        self.assertEqual(['job1: gets no more memory than partition short gives, 245760m',
+                          'job2: 240g cannot become more, partition short gives at most 245760m'], made.notes)
+        self.assertEqual([(2, 'ran out of memory, and cannot get more than memory 240g: make it smaller')],
+                         [(failure.job_id, why) for failure, why in made.left])
+
+    def test_with_more_memory_the_longest_time_is_that_of_the_partitions_that_have_it(self):
+        needs = {'name': 'n', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'runtime': 'PT1H'}
+        most = lambda memory: torc.most_of_partitions(KESTREL, 120, dict(needs, memory=memory), 'runtime')
+        self.assertEqual(('partition long', 'partition bigmeml', None), (most('1g').where, most('1000g').where, most('9000g')))
+        self.assertEqual(2000000 * 2 ** 20, torc.most_of_partitions(KESTREL, 120, dict(needs, memory='1g'), 'memory').most)
 
     def test_a_job_that_was_lost_again_and_again_is_left(self):
         uses = [(job_use(1, code=-128, minutes=0), ''), (job_use(2, code=-128, minutes=0), '')]
@@ -24599,7 +24658,7 @@ def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
         'pending_scheduled_nodes': at_work.get('pending', 0), 'unserved_ready_labels': more.pop('labels', {})}
     return dict({'status': status, 'now': 10000.0, 'began_at': 10000.0, 'scheduled_at': None, 'recoveries': 0,
                  'is_begun': False, 'is_recovered': False, 'has_scheduler': True, 'had_allocations': True,
-                 'run_id': 1, 'idle_submissions': 0}, **more)
+                 'run_id': 1, 'idle_submissions': 0, 'idle_recoveries': 0}, **more)
 
 
 class WatcherTest(unittest.TestCase):
@@ -24614,7 +24673,8 @@ class WatcherTest(unittest.TestCase):
         rules = {
             'plain': {}, 'recover': {'recovers': True}, 'agent': {'asks_agent': True},
             'once': {'is_once': True}, 'schedule': {'schedules': True}, 'keep': {'is_persistent': True},
-            'twice': {'recovers': True, 'max_retries': 2}}
+            'twice': {'recovers': True, 'max_retries': 2}, 'all': {'recovers': True, 'retries_unknown': True},
+            'twenty': {'recovers': True, 'retries_unknown': True, 'max_retries': 20}}
         table = rows_of("""
             counts                       workers    rules     more            step      exit  reason
             3 completed                  -          plain     -               end       0     complete: 3
@@ -24628,6 +24688,11 @@ class WatcherTest(unittest.TestCase):
             1 terminated                 -          twice     done=2          end       1     after 2
             1 terminated                 -          twice     done=2,begun=1  recover   0     recovery 2
             1 terminated                 -          recover   done=99         recover   0     recovery 100
+            1 failed                     -          recover   idle=99         recover   0     recovery 1
+            1 failed                     -          all       done=99,idle=9  recover   0     recovery 100
+            1 failed                     -          all       done=9,idle=10  end       1     the last 10 rec
+            1 failed                     -          all       idle=99,begun=1  recover  0     recovery 0
+            1 failed                     -          twenty    done=9,idle=19  recover   0     recovery 10
             3 canceled                   -          recover   canceled=1      end       1     was canceled
             2 ready                      1 pending  recover   canceled=1      end       1     was canceled
             1 pending_failed, 1 failed   -          recover   -               end       1     jobs classify
@@ -24650,7 +24715,8 @@ class WatcherTest(unittest.TestCase):
             3 uninitialized              -          once      -               end       1     3 uninitialized
         """)
         keys = {'done': 'recoveries', 'begun': 'is_begun', 'ours': 'is_recovered',
-                'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled'}
+                'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled',
+                'idle': 'idle_recoveries'}
         for row in table:
             with self.subTest(**row):
                 pairs = [pair.split('=') for pair in filter(None, row['more'].split(','))]
@@ -27173,13 +27239,18 @@ class ExplainTest(CommandTest):
         self.assertIn('Replace allocation 1: torc.py slurm update 1 ...; scancel 71; '
                       'torc.py slurm schedule-nodes 1\n', text)
 
+    def test_where_all_allocations_are_over_it_names_the_command_that_plans_others(self):
+        self.allocate(71, 'complete')
+        self.assertIn('Start runners: torc.py run 1    (or, in Slurm: torc.py slurm regenerate 1 --submit)\n', self.text('explain 1'))
+
     def test_nothing_waits_for_an_allocation_that_has_ended_but_for_one_that_slurm_was_not_asked_of(self):
         self.world.fake_slurm(squeue='true')
         self.allocate(71)
         found = self.json('explain 1')
         self.assertEqual(('no_runner', 2, True), (found['ready'][0]['code'], found['ready'][0]['count'],
                                                   found['allocations'][0]['has_ended']))
-        self.assertIn('Submit another allocation: torc.py slurm schedule-nodes 1', found['next_steps'])
+        self.assertIn('Submit other allocations for what is left: torc.py slurm regenerate 1 --submit', found['next_steps'])
+        self.assertIn('Start runners: torc.py run 1', found['next_steps'])
         self.assertIn('Set right what an allocation has left: torc.py workflows sync-status 1', found['next_steps'])
         self.allocate(72)       # within the same minute
         found = self.json('explain 1')
@@ -27915,6 +27986,32 @@ class RegenerateTest(SubmitCase):
         self.assertEqual([(100, 'pending'), (101, 'pending'), (102, 'pending')], self.records())
         self.assertEqual(1, [executed for _, _, executed, _ in self.actions()[3:]].count(False))
 
+    def test_where_no_job_is_left_nothing_is_done(self):
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute('UPDATE job SET status = CASE WHEN id < 5 THEN 6 ELSE 5 END')
+        with self.world.inside():
+            before = self.dump()
+            self.assertEqual('Workflow 1 has no job left that needs an allocation\n', self.text('slurm regenerate 1 --profile kestrel --submit'))
+            self.assertEqual((0, []), (self.regenerate('--submit')['pending_jobs'], self.regenerate('--submit')['schedulers_created']))
+            self.assertEqual((before, []), (self.dump(), self.fakes.calls()))
+
+    def test_the_account_that_is_given_pays_and_actions_are_marked_in_their_rows(self):
+        made = self.regenerate('--account', 'other')
+        self.assertEqual({'other'}, {row['account'] for row in made['schedulers_created']})
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database:
+            columns = {row[1]: row[2:5] for row in database.execute('PRAGMA table_info(workflow_action)')}
+            rows = database.execute('SELECT typeof(is_recovery), is_recovery, executed, executed_at IS NULL FROM workflow_action ORDER BY id')
+            rows = rows.fetchall()
+        self.assertEqual(('INTEGER', 1, '0'), (columns['is_recovery'][0].split()[-1], *columns['is_recovery'][1:]))
+        self.assertEqual([('integer', 0, 1, 0)] * 2 + [('integer', 0, 0, 1)] + [('integer', 1, 0, 1)] * 3, rows)
+        self.text('submit 1')
+        self.assertIn('--account=other', read_text(self.fakes.path('script')))
+
+    def test_a_job_gets_all_its_time_although_the_workflow_stops_jobs_early(self):
+        with self.world.connect() as client:
+            client.call('update_workflow', {'execution_config': {'sigkill_headroom_seconds': 1800}}, id=1)
+        self.assertEqual(['01:01:00', '03:00:00', '01:01:00'], [row['walltime'] for row in self.regenerate('--dry-run')['planned_schedulers']])
+
     @slow
     def test_what_an_earlier_call_has_planned_is_submitted_not_planned_anew(self):
         made = [row['id'] for row in self.regenerate()['schedulers_created']]
@@ -27951,6 +28048,7 @@ class RegenerateTest(SubmitCase):
         for words, code, message in ((('--include-job-ids', '3,99'), 2, 'the workflow has no job 99'),
                                      (('--include-job-ids', '3,x'), 2, "'x' is not an id"),
                                      (('--partition', 'nope'), 2, "kestrel has no partition 'nope'"),
+                                     (('--walltime', '0'), 2, "'0' is too short for an allocation"),
                                      (('--profile', 'nope'), 2, "there is no profile 'nope'"),
                                      (('--submit', '--account', 'a b'), 4, "account 'a b' cannot be given to sbatch")):
             with self.subTest(words=words):
@@ -27967,11 +28065,30 @@ class RegenerateTest(SubmitCase):
                       'its jobs keep what they have', made['warnings'])
         self.assertEqual([False, False], [executed for _, _, executed, is_recovery in self.actions() if not is_recovery][:2])
 
+    def cancel(self, user_id: int = os.getuid()) -> None:
+        """Two of the three allocations are gone."""
+        for number in (100, 101):
+            os.unlink(self.fakes.path(f'job_{number}'))
+        self.fakes.write('sacct', r'for n in 100 101; do printf "$n|CANCELLED|0:0|%d|%d|ann\n"; done' % (time.time(), user_id))
+
+    def test_what_squeue_does_not_show_yet_or_not_to_this_user_is_not_taken_for_gone(self):
+        self.regenerate('--submit')
+        due = lambda: sum(row['num_allocations'] for row in self.regenerate('--dry-run')['planned_schedulers'] if not row['has_dependencies'])
+        self.cancel(os.getuid() + 1)
+        self.assertEqual(0, due())      # another user's job of this number
+        self.fakes.write('sacct', 'exit 1')
+        self.assertEqual(0, due())      # submitted a moment ago
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE scheduled_compute_node SET submission = '{}'")
+        self.assertEqual(2, due())
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE workflow SET user = 'ann'")
+        self.assertEqual(0, due())
+
     @slow
     def test_allocations_that_are_gone_are_planned_again(self):
         self.regenerate('--submit')
-        for number in (100, 101):
-            os.unlink(self.fakes.path(f'job_{number}'))
+        self.cancel()
         self.fakes.write('sbatch', FAKE_QUEUE['sbatch'].replace('number=$((100 +', 'number=$((200 +'))
         made = self.regenerate('--submit')
         self.assertEqual((3, 2), (made['total_allocations'], made['allocations_submitted']))
@@ -27980,6 +28097,16 @@ class RegenerateTest(SubmitCase):
         made = self.regenerate('--dry-run')
         self.assertEqual((1, True), (made['total_allocations'], any('squeue failed: slurm_load_jobs error: all 5 allocations' in text
                                                                     for text in made['warnings'])))
+
+    def test_allocations_of_this_cluster_are_known_to_be_gone_although_sbatch_named_it(self):
+        self.regenerate('--submit')
+        self.cancel()
+        self.fakes.write('scontrol', 'echo "ClusterName             = here"')
+        for cluster, due in (('there', 0), ('here', 2)):
+            with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+                database.execute('UPDATE scheduled_compute_node SET submission = ?', (json.dumps({'cluster': cluster}),))
+            made = self.regenerate('--dry-run')
+            self.assertEqual(due, sum(row['num_allocations'] for row in made['planned_schedulers'] if not row['has_dependencies']), cluster)
 
     @slow
     def test_a_refusal_leaves_the_actions_due_for_the_next_submit(self):
@@ -28052,6 +28179,7 @@ class ChainTest(SubmitCase):
     def test_regenerate_adds_the_links_that_are_missing(self):
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
         os.unlink(self.fakes.path('job_101'))
+        self.fakes.write('sacct', f'echo "101|CANCELLED|0:0|{int(time.time())}|{os.getuid()}|me"')
         self.fakes.write('sbatch', FAKE_QUEUE['sbatch'].replace('number=$((100 +', 'number=$((200 +'))
         made = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')).json()
         self.assertEqual([(1, 's', 1, 10)], [tuple(row[key] for key in ('id', 'name', 'num_allocations', 'job_count'))
@@ -28743,6 +28871,18 @@ class SyncStatusTest(CommandTest):
                          (found['slurm_jobs_failed'], found['failed_job_details'][0]['reason']))
         self.assertEqual({'first': 'failed', 'second': 'failed', 'last': 'canceled'}, self.states())
 
+    def test_what_had_ended_in_an_allocation_that_was_canceled_is_not_ready_again(self):
+        self.slurm(accounts=r'71|CANCELLED|0:0|%d|%d|me\n' % (time.time() - 900, os.getuid()))
+        self.allocate(71)
+        self.begin(71)
+        self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', 'UPDATE compute_node SET lease_s = 0 WHERE id = 1'))
+        write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1)])
+        done = self.world.main('workflows', 'sync-status', 1, '--dry-run')
+        self.assertIn('1 journals in ', done.err)
+        done = self.world.main('workflows', 'sync-status', 1)
+        self.assertIn('1 completions were taken in from journals of runners', done.err)
+        self.assertEqual({'first': 'completed', 'second': 'ready', 'last': 'ready'}, self.states())
+
     def test_a_runner_of_this_host_whose_process_is_gone_is_found(self):
         fakes = self.slurm()
         process = subprocess.Popen(['sleep', '100'])
@@ -28853,6 +28993,22 @@ class RecoverTest(RecoverCase):
         outcome = self.assertExit(4, self.world.main('-f', 'json', 'recover', 1), 'nothing to retry: 1 job failed for a reason of its own.')
         self.assertEqual((1, False), (outcome.json()['workflow_id'], outcome.json()['dry_run']))
 
+    def test_whether_a_failure_came_before_a_change_does_not_depend_on_the_clocks_of_runners(self):
+        for changes_first, clock, memory in ((True, '2026-01-01', '3g'), (False, '2099-01-01', '2g')):     # slow, fast
+            with self.subTest(changes_first=changes_first), contextlib.ExitStack() as stack:
+                self.world = stack.enter_context(contextlib.closing(World()))
+                database = self.world.path('torc_output', 'torc.db')
+                self.ended(self.SPEC, {'good': (0, 'completed', 1.0, None)} if changes_first else {'oom': self.ENDS['oom']})
+                self.text('resource-requirements update 1 --memory 2g')
+                with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+                    connection.execute('UPDATE job SET status = 6 WHERE id = 1')
+                    if changes_first:
+                        connection.execute('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, '
+                                           "completion_time, status) VALUES (1, 1, 1, 1, 137, 5.0, '', 6)")
+                    connection.execute(f"UPDATE result SET completion_time = '{clock}T00:00:00Z'")
+                result = self.json('recover 1')['result']
+                self.assertEqual(([1], memory), (result['jobs_to_retry'], self.needs()['oom'][0]))
+
     def test_what_runners_kept_in_journals_is_taken_in_before_it_counts_as_lost(self):
         for last in ('recover 1', 'watch 1 --once'):
             with self.subTest(last), contextlib.ExitStack() as stack:
@@ -28867,6 +29023,49 @@ class RecoverTest(RecoverCase):
                 said = self.world.main(*last.split())
                 self.assertIn('1 completions were taken in from journals of runners', said.err)
                 self.assertEqual({'gone': 'completed', 'bad': 'failed'}, self.statuses())
+
+    def test_journals_are_found_from_any_directory(self):
+        for place in ('torc_output', 'scratch'):        # of the workflow; of an allocation that is gone
+            with self.subTest(place), contextlib.ExitStack() as stack:
+                self.world = stack.enter_context(contextlib.closing(World()))
+                self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
+                           {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
+                database = self.world.path('torc_output', 'torc.db')
+                if place == 'scratch':
+                    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+                        connection.execute('INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, status, '
+                                           "submission) VALUES (1, 50, 1, 'slurm', 'active', ?)", (json.dumps({'output_dir': self.world.path(place)}),))
+                self.world.fake_slurm(squeue='true')
+                write_journal(self.world.path(place, 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1)])
+                self.world.write('elsewhere/file', '')
+                self.world.directory = self.world.path('elsewhere')
+                said = self.world.main('recover', 1, '--db', database, '--profile', 'kestrel')
+                self.assertIn('1 completions were taken in from journals of runners', said.err)
+
+    def test_it_says_which_good_jobs_run_again_and_why(self):
+        spec = self.SPEC.replace('{name: good,', '{name: good, output_files: [f],').replace('jobs:', 'files: [{name: f, path: f.txt}]\n        jobs:')
+        self.ended(spec, self.ENDS)
+        said = self.assertExit(0, self.world.main('recover', 1, '--dry-run')).out
+        self.assertIn('good runs again, too: its output f.txt is missing\n', said)
+        for words in ('recover 1 --dry-run', 'recover 1'):
+            done = self.json(words)
+            self.assertEqual((5, [{'job_id': 5, 'job_name': 'good', 'reason': 'its output f.txt is missing'}]),
+                             (done['jobs_to_run'], done['result']['changed']))
+        self.assertEqual('ready', self.statuses()['good'])
+
+    def test_good_jobs_do_not_run_again_because_their_files_cannot_be_seen_from_here(self):
+        spec = self.SPEC.replace('{name: good,', '{name: good, output_files: [f],').replace('jobs:', 'files: [{name: f, path: f.txt}]\n        jobs:')
+        self.ended(spec, self.ENDS)
+        stat = os.stat
+        def fail(path: Any, *words: Any, **more: Any) -> Any:
+            if str(path).endswith('f.txt'):
+                raise OSError(errno.ESTALE, 'Stale file handle')
+            return stat(path, *words, **more)
+        with unittest.mock.patch('os.stat', fail):
+            self.assertEqual([], self.json('recover 1 --dry-run')['result']['changed'])
+        self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', "UPDATE workflow SET submission_directory = '/no/such' WHERE id = 1"))
+        done = self.assertExit(0, self.world.main('recover', 1), 'warning: /no/such, the directory of the workflow, is not here')
+        self.assertEqual((True, 'completed'), ('4 jobs are to run' in done.out, self.statuses()['good']))
 
     def test_options_choose_the_multipliers_the_sharing_and_what_is_unknown(self):
         self.ended(self.SPEC, self.ENDS)
@@ -28891,6 +29090,26 @@ class RecoverTest(RecoverCase):
         self.assertExit(0, self.world.main('recover', 1, '--recovery-hook', "'my hook.sh' -x 'two words'"))
         self.assertRegex(self.world.read('told'), r'^-x two words 1 1 1 http://127\.0\.0\.1:\d+/torc-service/v1\n$')
         self.assertEqual('ready', self.statuses()['bad'])
+
+    def test_a_program_that_has_to_be_ended_leaves_nothing_behind(self):
+        self.ended(self.SPEC, dict(self.ENDS, slow=(3, 'pending_failed', 1.0, None)))
+        os.chmod(self.world.write('program', '#!/bin/sh\nsetsid sleep 1000 & echo begun >> told; wait\n'), 0o755)
+        def sleepers() -> List[str]:
+            return [command for command in processes_with(self.world.mark).values() if 'sleep 1000' in command]
+        with unittest.mock.patch.object(torc, 'AGENT_LIMIT_S', 0.5):
+            self.assertExit(4, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'program'), './program did not end within 0.5 s')
+        self.assertEqual([], sleepers())
+        before = self.statuses()
+        os.chmod(self.world.write('dies', '#!/bin/sh\nsleep 1000 & kill -9 $$\n'), 0o755)
+        self.assertExit(4, self.world.cli('recover', 1, '--recovery-hook', './dies'), "the recovery hook './dies' ended with return code 137")
+        self.assertEqual([], sleepers())
+        for number, (words, said) in enumerate(((('recover', 1), 'Interrupted'), (('watch', 1, '-r', '--ai-recovery', '--ai-agent', 'program'), 'it goes on')), 2):
+            with self.subTest(words[0]):
+                process = self.world.start(*words, '--recovery-hook', './program')
+                self.world.wait(lambda: self.world.read('told').count('begun') == number and sleepers(), 20, 'the program', [process])
+                process.send(signal.SIGTERM)
+                self.assertExit(130, process.finish(30), said)
+                self.assertEqual((before, []), (self.statuses(), sleepers()))
 
     def test_nothing_is_recovered_that_has_not_begun_or_is_at_work_or_is_well(self):
         self.make(self.SPEC)
@@ -28918,6 +29137,16 @@ class RecoverTest(RecoverCase):
         statuses = self.statuses()
         self.assertEqual(('ready', 'pending_failed', 'ready'), (statuses['bad'], statuses['slow'], statuses['oom']))
         self.assertEqual('5g', self.needs()['bad'][0])
+
+    def test_an_agent_is_asked_about_as_many_jobs_as_a_command_line_takes(self):
+        spec = 'name: r\njobs: [{name: "j{i}", command: "true %s", parameters: {i: "1:600"}}]\n' % ('\u00e9' * 300)
+        self.ended(spec, {f'j{number}': (3, 'pending_failed', 1.0, None) for number in range(1, 601)})
+        os.chmod(self.world.write('agent', '#!/bin/sh\nprintf "%s" "$2" > prompt\n'), 0o755)
+        self.assertExit(4, self.world.main('recover', 1, '--ai-recovery', '--ai-agent', 'agent --ask'), '600 failed jobs wait for a decision')
+        lines = self.world.read('prompt').splitlines()
+        shown = [line for line in lines if ': return code 3' in line]
+        self.assertEqual(f'    and {600 - len(shown)} more, which are asked about the next time', lines[-1])
+        self.assertGreater(len(shown), 100)
 
     def test_what_waits_for_a_decision_alone_is_not_taken_for_left(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None), 'good': (0, 'completed', 1.0, None)})
@@ -29019,20 +29248,32 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
     @slow
     def test_what_can_fail_fails_before_anything_changes(self):
         before = self.state()
-        for argv, words in ((['--partition', 'none'], 'has no partition'), (['--memory-multiplier', '1000', '--retry-unknown'], None),
+        self.world.write('a file', '')
+        for argv, words in ((['--partition', 'none'], 'has no partition'), (['-o', 'a file'], 'a file: Not a directory; name another one'),
+                            (['--memory-multiplier', '1000', '--retry-unknown'], None),
                             (['--profile', 'nowhere'], "no profile 'nowhere'")):
             if words:
                 with self.subTest(words):
                     self.assertExit(2, self.world.main(*self.OPTIONS, *argv), words)
                     self.assertEqual(before, self.state())
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
-            database.execute("UPDATE resource_requirements SET memory = '1000g', memory_bytes = 1000 * 1024 * 1024 * 1024 WHERE name = 'small'")
+            database.execute("UPDATE result SET peak_cpu_percent = 15000 WHERE job_id = 1")
         before = self.state()
-        outcome = self.assertExit(2, self.world.main(*self.OPTIONS, '--memory-multiplier', '9'))
-        self.assertIn('oom would fit no partition: ', outcome.err)
+        outcome = self.assertExit(2, self.world.main(*self.OPTIONS, '--cpu-multiplier', '2'))
+        self.assertIn('oom would fit no partition: num_cpus 300 is more than', outcome.err)
         self.assertEqual((before, []), (self.state(), self.fakes.calls('sbatch')))
         self.assertExit(4, self.world.main(*self.OPTIONS, env={'TORC_FAKE_SBATCH': '/no/sbatch'}), 'there is no /no/sbatch here')
         self.assertEqual(before, self.state())
+
+    def test_while_slurm_is_silent_about_an_allocation_the_hook_does_nothing(self):
+        with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
+            database.execute("UPDATE scheduled_compute_node SET status = 'active'")
+        self.fakes.write('squeue', 'echo "slurm_load_jobs error: Socket timed out" >&2; exit 1')
+        before = self.state()
+        for more in ((), ('--dry-run',)):
+            self.assertExit(4, self.world.main(*self.OPTIONS, '--recovery-hook', 'touch', *more),
+                            'Slurm job 50 may be anything: squeue failed', 'Cannot recover: workflow is not complete (1 allocations active)')
+        self.assertEqual((before, False), (self.state(), os.path.exists(self.world.path('1'))))
 
     def test_a_job_that_had_the_longest_walltime_is_told_so(self):
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
@@ -29044,6 +29285,11 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertIn('slow', [row['job_name'] for row in result['not_retried']])
         result = self.recover('--dry-run', '--walltime', '1-00:00:00')['result']
         self.assertIn('the walltime of the allocations gives at most PT23H58M', result['notes'][0])
+        with self.world.connect() as client:
+            client.call('update_workflow', {'execution_config': {'sigkill_headroom_seconds': 7200}}, id=1)
+        for walltime, most in (('1-00:00:00', 'PT21H59M'), ('01:00:00', 'PT0S')):
+            result = self.recover('--dry-run', '--walltime', walltime)['result']
+            self.assertIn(f'the walltime of the allocations gives at most {most}', result['notes'][0])
 
     @slow
     def test_one_that_was_killed_before_the_submission_is_finished_by_the_next(self):
@@ -29168,6 +29414,32 @@ class RecoverOrphansTest(RecoverCase):
     def recover(self, *argv: Any) -> Any:
         """Its JSON."""
         return self.assertExit(0, self.world.main('-f', 'json', 'recover', 1, '--profile', 'kestrel', *argv)).json()
+
+    def test_running_jobs_hold_it_up_until_slurm_says_that_nobody_runs_them(self):
+        fakes = self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='printf "71|RUNNING|N/A"'))
+        before = {'first': 'running', 'second': 'running', 'last': 'blocked'}
+        for more in ((), ('--dry-run',)):
+            self.assertExit(4, self.world.main('recover', 1, '--profile', 'kestrel', *more), 'Cannot recover: workflow is not complete '
+                            '(1 compute nodes at work, 1 allocations active, 2 jobs running)')
+            self.assertEqual((before, False), (self.statuses(), self.json('workflows is-complete 1')['is_complete']))
+        fakes.write('squeue', 'true')
+        fakes.write('sacct', r'printf "71|FAILED|1:0|%d|%d|me\n"' % (time.time() - 9, os.getuid()))
+        self.assertEqual(2, self.json('workflows sync-status 1')['slurm_jobs_failed'])
+        self.assertEqual(({'first': 'failed', 'second': 'failed', 'last': 'canceled'}, True),
+                         (self.statuses(), self.json('workflows is-complete 1')['is_complete']))
+        # It has only cleaned up: no new run, no allocation.
+        self.assertEqual((1, 1, {'squeue', 'sacct'}), (self.json('workflows get 1')['run_id'], len(self.json('slurm list 1')['items']),
+                                                       {call.name for call in fakes.calls()}))
+        self.assertEqual([1, 2], self.recover()['result']['jobs_to_retry'])
+
+    def test_another_runner_holds_it_up_in_a_dry_run_too(self):
+        with self.world.connect() as client:
+            client.call('create_compute_node', {
+                'workflow_id': 1, 'hostname': 'node2', 'pid': 2, 'start_time': torc.format_time(time.time()), 'num_cpus': 4, 'memory_gb': 8.0,
+                'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True, 'lease_s': 600.0})
+        self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='true', sacct=r'printf "71|FAILED|1:0|%d|%d|me\n"' % (time.time() - 9, os.getuid())))
+        for more in (('--dry-run',), ()):
+            self.assertExit(4, self.world.main('recover', 1, '--profile', 'kestrel', *more), '(1 compute nodes at work')
 
     def test_jobs_of_a_failed_allocation_run_again_and_those_of_a_lost_node_go_on(self):
         for state, retried, run_id in (('FAILED', [1, 2], 2), ('NODE_FAIL', [], 1)):
@@ -29446,7 +29718,11 @@ class WatchedSlurmTest(CommandTest):
         self.begin(71)
         self.fakes.write('sacct', f'printf "71|NODE_FAIL|0:0|{int(time.time())}|{os.getuid()}|tester\\n"')
         self.looks('printf "71|RUNNING|N/A"', 'true', 'cat "$fake"/job_*')
+        self.world.write('elsewhere/file', '')
+        self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', "UPDATE workflow SET submission_directory = '"
+                                           + self.world.path('elsewhere').replace("'", "''") + "' WHERE id = 1"))
         done = self.watch('--auto-schedule', '--profile', 'kestrel')
+        self.assertNotIn('count from here', done.err)       # but from where the workflow was made
         self.assertIn('allocation of Slurm job 71: ', done.err)
         self.assertIn('job j1 is ready again: ', done.err)
         self.assertIn('4 jobs are ready, and there is no allocation', done.err)
@@ -29480,7 +29756,7 @@ class WatchedSlurmTest(CommandTest):
         self.assertEqual(1, len(self.fakes.calls('sbatch')))
 
 
-    def fail(self, return_code: int) -> None:
+    def let_fail(self, return_code: int) -> None:
         """Let the first job have failed in the current run, the others be completed, and allocations be over."""
         path = self.world.path('torc_output', 'torc.db')
         with contextlib.closing(sqlite3.connect(path)) as database, database:
@@ -29492,7 +29768,7 @@ class WatchedSlurmTest(CommandTest):
 
     def test_what_failed_runs_again_with_what_it_lacked_as_often_as_is_allowed(self):
         self.allocate(71)
-        self.fail(137)
+        self.let_fail(137)
         self.looks('cat "$fake"/job_*')
         done = self.watch('-r', '-m', 1, '--profile', 'kestrel')
         self.assertIn('jobs failed: recovery 1', done.err)
@@ -29502,7 +29778,7 @@ class WatchedSlurmTest(CommandTest):
         rows = self.json('scheduled-compute-nodes list 1')['items']
         self.assertEqual([(71, 'complete'), (100, 'pending')],
                          [(row['scheduler_id'], row['status']) for row in rows])
-        self.fail(137)
+        self.let_fail(137)
         words = 'jobs failed again after 1 recoveries (--max-retries)'
         for _ in range(2):      # as scrontab starts it
             self.assertIn(words, self.watch('-r', '-m', 1, '--once', '--profile', 'kestrel', code=1).err)
@@ -29511,13 +29787,23 @@ class WatchedSlurmTest(CommandTest):
         self.assertIn('jobs failed: recovery 2', done.err)
 
     def test_without_allocations_what_failed_is_made_ready_for_a_runner(self):
-        self.fail(137)
+        self.let_fail(137)
         done = self.watch('-r', code=1)
         self.assertIn('to go on: torc.py run 1', done.err)
         self.assertEqual(('ready', []), (self.states()['j1'], self.fakes.calls()))
 
+    def test_while_a_hook_runs_no_other_watch_takes_over(self):
+        self.let_fail(3)
+        leases, call = [], torc.Client.call
+        def note(client: Any, op: str, body: Any = None, *words: Any, **more: Any) -> Any:
+            leases.extend([body['lease_s']] if op == 'watch_workflow' and body.get('recovers') else [])
+            return call(client, op, body, *words, **more)
+        with unittest.mock.patch.object(torc.Client, 'call', note):
+            self.watch('-r', '--recovery-hook', 'true', code=1)
+        self.assertGreater(leases[0], torc.AGENT_LIMIT_S)
+
     def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
-        self.fail(3)
+        self.let_fail(3)
         done = self.watch('-r', '--profile', 'kestrel', code=1)
         self.assertIn('what failed is not run again: ', done.err)
         self.assertEqual((1, []), (self.json('workflows get 1')['run_id'], self.fakes.calls('sbatch')))

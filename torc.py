@@ -11297,6 +11297,11 @@ def create_requirements(context: Context, resource: str, body: Values) -> Values
     return read_row(context, resource, context.insert(resource, complete_requirements(body)))
 
 
+def newest_id(context: Context, table: str, workflow_id: int) -> int:
+    """The highest id of a workflow's rows in a table; 0 if it has none."""
+    return context.value(f'SELECT ifnull(max(id), 0) FROM {table} WHERE workflow_id = ?', (workflow_id,))
+
+
 def update_requirements(context: Context, resource: str, row_id: int, body: Values) -> Values:
     """Change resource requirements, for all jobs that have them."""
     current = read_row(context, resource, row_id)
@@ -11307,6 +11312,8 @@ def update_requirements(context: Context, resource: str, row_id: int, body: Valu
     changed = read_row(context, resource, row_id)
     details = {('resource_requirements_id' if key == 'id' else key): value for key, value in changed.items()
                if key != 'workflow_id'}
+    # What ended before it, whatever the clocks of the runners say.
+    details['newest_result_id'] = newest_id(context, 'result', current['workflow_id'])
     add_user_event(context, current['workflow_id'], 'update_resource_requirements', **details)
     return changed
 
@@ -12078,11 +12085,6 @@ def get_demand(context: Context, workflow_id: int) -> Values:
                                                  describe_runners(context, workflow_id)))
 
 
-def newest_id(context: Context, table: str, workflow_id: int) -> int:
-    """The highest id of a workflow's rows in a table; 0 if it has none."""
-    return context.value(f'SELECT ifnull(max(id), 0) FROM {table} WHERE workflow_id = ?', (workflow_id,))
-
-
 def store_allocations(context: Context, workflow_id: int, body: Values) -> Values:
     """Store planned schedulers, bind jobs to them, and make the actions that submit their allocations.
 
@@ -12391,6 +12393,7 @@ def survey_allocations(context: Context, workflow_id: int) -> Values:
         submitted_at = settings.get('submitted_at')
         allocations.append({'id': record_id, 'slurm_job_id': slurm_job_id, 'status': status,
                             'cluster': settings.get('cluster') or '',
+                            'output_dir': settings.get('output_dir'),
                             'age_s': submitted_at and max(0.0, context.now() - submitted_at)})
     known = {row['slurm_job_id'] for row in allocations}
     nodes = context.rows('SELECT id, hostname, pid, identity FROM compute_node WHERE workflow_id = ? '
@@ -12557,6 +12560,7 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
             'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
             'has_scheduler': bool(has_scheduler), 'had_allocations': bool(had_allocations),
             'run_id': state.run_id, 'idle_submissions': watcher['idle_submissions'],
+            'idle_recoveries': count_idle_recoveries(context, workflow_id, runs),
             'status': get_workflow_status(context, workflow_id)}
 
 
@@ -12572,6 +12576,14 @@ def count_idle(context: Context, workflow_id: int, watcher: Values) -> int:
     has_ends = context.one('SELECT 1 FROM result WHERE workflow_id = ? AND id > ? AND is_interrupted <= ? '
                            'LIMIT 1', (workflow_id, watcher['last_result'], int(is_long_ago)))
     return 0 if has_ends else watcher['idle_submissions']
+
+
+def count_idle_recoveries(context: Context, workflow_id: int, runs: Sequence[int]) -> int:
+    """The recoveries in a row, up to the last, after which no job has completed. `runs`: the recovered."""
+    last_run = runs and context.value(
+        f'SELECT run_id FROM result WHERE workflow_id = ? AND status = {COMPLETED} ORDER BY id DESC LIMIT 1',
+        (workflow_id,)) or 0
+    return sum(run_id >= last_run for run_id in runs)
 
 
 UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
@@ -12806,7 +12818,7 @@ MODELS = {
     'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
         'scheduler_config_id:int count:ordinal ended:[str]',
     'SubmissionResponse': 'allocations:[@SubmissionModel]! submitters:[str]! idle_actions:[int]!',
-    'SurveyedAllocation': 'id:int! slurm_job_id:int! status:str! cluster:str! age_s:float',
+    'SurveyedAllocation': 'id:int! slurm_job_id:int! status:str! cluster:str! age_s:float output_dir:str',
     'SurveyedNode': 'compute_node_id:int! hostname:str! pid:int! identity:str',
     'SurveyResponse': 'allocations:[@SurveyedAllocation]! nodes:[@SurveyedNode]! user:str!',
     'SeenAllocation': 'slurm_job_id:int! reason:str! is_queued:bool is_interrupted:bool ended_s:float',
@@ -12842,7 +12854,7 @@ MODELS = {
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
     'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_scheduler:bool '
-        'idle_submissions:int is_begun:bool '
+        'idle_recoveries:int idle_submissions:int is_begun:bool '
         'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float '
         'status:@WorkflowStatusResponse until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
@@ -18935,24 +18947,40 @@ def base_directory(workflow: Dict[str, Any]) -> str:
     return directory if directory and os.path.isdir(directory) else os.getcwd()
 
 
+def has_directory(workflow: Dict[str, Any]) -> bool:
+    """Whether a workflow's directory is here: elsewhere all that its jobs have made would seem gone."""
+    directory = workflow.get('submission_directory')
+    return not directory or os.path.isdir(directory)
+
+
 def file_exists(base: str, path: str) -> bool:
     """Whether a workflow's file is there."""
     return os.path.exists(os.path.join(base, path))
 
 
-def file_time(base: str, path: str) -> Optional[float]:
-    """Time of the last change of a workflow's file; None if it is not there."""
-    try:
-        return os.stat(os.path.join(base, path)).st_mtime
-    except (OSError, ValueError):
-        return None
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+def read_file_times(base: str, paths: Dict[str, str]) -> Dict[str, Optional[float]]:
+    """Times of the last change of a workflow's files, by the keys of their paths; None: it is not there.
+
+    A file that cannot be looked at now, as in a file system that is away (EIO, ESTALE), is left out: jobs
+    that made it would be taken for undone.
+    """
+    found = {}      # type: Dict[str, Optional[float]]
+    for key, path in paths.items():
+        try:
+            found[key] = os.stat(os.path.join(base, path)).st_mtime
+        except (OSError, ValueError) as error:      # ValueError: a NUL in the path
+            if getattr(error, 'errno', errno.ENOENT) in NO_FILE:
+                found[key] = None
+    return found
 
 
 def file_times(client: Client, workflow: Dict[str, Any]) -> Dict[str, Optional[float]]:
-    """Modification time of every file of a workflow, by its id as text; None for files that do not exist."""
-    base = base_directory(workflow)
-    return {str(item['id']): file_time(base, item['path'])
-            for item in list_items(client, 'list_files', workflow_id=workflow['id'])}
+    """Modification time of every file of a workflow, by its id as text, as of read_file_times()."""
+    rows = list_items(client, 'list_files', workflow_id=workflow['id'])
+    return read_file_times(base_directory(workflow), {str(row['id']): row['path'] for row in rows})
 
 
 def record_contents(client: Client, workflow: Dict[str, Any]) -> None:
@@ -21921,7 +21949,7 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 #
 # Jobs are pooled into groups, a scheduler each: by partition or by resource requirements, and those that wait
 # for other jobs apart from those that do not. The arithmetic is Torc's:
-#     walltime     longest runtime x multiplier, or the partition's longest; ours leaves END_S at least
+#     walltime     longest runtime x multiplier, or the partition's longest; ours leaves end_s at least
 #     a node runs  jobs side by side, as many as its CPUs, memory and GPUs allow, and walltime / runtime of
 #                  them one after the other
 #     allocations  what all jobs of the group take of such nodes, rounded up
@@ -21934,8 +21962,7 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 # rank of the group) grows, or both jobs are in the same stage. Jobs that wait for another job of their stage
 # and for a group that has perhaps not begun by then are in the next stage, too.
 
-# A runner stops its jobs a minute before the end (sigkill_headroom_seconds), and gives steps whole minutes.
-END_S = 120
+END_S = 120                 # so long before its end an allocation stops jobs, by default; see end_of_jobs()
 RUNNER_MEMORY_MB = 512      # the runner itself, and its sruns: some 100 MB, and 5 MB a step (slurm 22.05)
 MERGED_ALLOCATIONS = 2      # up to so many together, a partition's two groups become one; as in Torc
 SMALL_CPUS, SMALL_MEMORY_MB = 26, 60000     # of a job that goes to shared nodes where there are some; Torc's
@@ -21974,6 +22001,15 @@ class JobGraph(Row):
     sets: Sequence[Sequence[int]]
 
 
+def end_of_jobs(execution_config: Optional[Dict[str, Any]]) -> int:
+    """How many seconds before its end an allocation stops jobs: SIGKILL comes sigkill_headroom_seconds before
+    it; steps get whole minutes until then, and other jobs a signal sigterm_lead_seconds before that."""
+    config = dict(EXECUTION_DEFAULTS, **(execution_config or {}))
+    headroom_s, lead_s = (EXECUTION_DEFAULTS[name] if config[name] is None else config[name]
+                          for name in ('sigkill_headroom_seconds', 'sigterm_lead_seconds'))
+    return headroom_s + max(60, lead_s)
+
+
 class PlanOptions(Row):
     """How allocations are planned."""
     group_by: str = 'partition'                     # of GROUPINGS
@@ -21982,6 +22018,7 @@ class PlanOptions(Row):
     is_single: bool = False                         # one allocation of several nodes for each group
     walltime_s: Optional[int] = None                # in place of what was worked out
     suffix: str = 'scheduler'                       # of the schedulers' names
+    end_s: int = END_S                              # of end_of_jobs()
 
 
 class Stage(Row):
@@ -22052,7 +22089,7 @@ def fitting_partitions(partitions: Sequence[Partition], needs: ResourceClass) ->
 
 
 def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
-                     multiplier: float = 1.0) -> Optional[Partition]:
+                     multiplier: float = 1.0, end_s: int = END_S) -> Optional[Partition]:
     """The partition to run a job in, by Torc's rules; among equals one that leaves it time to spare."""
     fitting = fitting_partitions(partitions, needs)
     fitting = [partition for partition in fitting if 'debug' not in partition.name.lower()] or fitting
@@ -22064,7 +22101,7 @@ def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
         is_small = needs.num_cpus <= SMALL_CPUS and needs.memory_mb <= SMALL_MEMORY_MB
         tiers = [[partition for partition in without_gpus if partition.shared and is_small], without_gpus,
                  routed, fitting]
-    wanted_s = max(needs.runtime_s * multiplier, needs.runtime_s + END_S)
+    wanted_s = max(needs.runtime_s * multiplier, needs.runtime_s + end_s)
     tier = next(filter(None, tiers), ())
     return min(tier, default=None, key=lambda partition: (
         partition.max_walltime_secs < wanted_s, partition.memory_mb, partition.max_walltime_secs))
@@ -22113,7 +22150,7 @@ def nominal_walltime(partition: Partition, longest_s: int, options: PlanOptions)
 def plan_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
     """Walltime that is asked for: at its end, a job that takes all of its runtime has not been stopped."""
     nominal_s = nominal_walltime(partition, longest_s, options)
-    least_s = min(longest_s + END_S, partition.max_walltime_secs)
+    least_s = min(longest_s + options.end_s, partition.max_walltime_secs)
     return nominal_s if options.walltime_s is not None else max(nominal_s, least_s)
 
 
@@ -22165,7 +22202,7 @@ class Grouping:
         problems = []
         for number in sorted(set(self.graph.class_numbers).difference((None,))):
             needs = self.classes[number]
-            found = choose_partition(partitions, needs, self.options.walltime_multiplier)
+            found = choose_partition(partitions, needs, self.options.walltime_multiplier, self.options.end_s)
             if found is None:
                 problems.append((number, explain_misfit(partitions, needs)))
             else:
@@ -22317,7 +22354,7 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
         made = make_scheduler(grouping, key, stages, names)
         names.add(made.name)
         schedulers.append(made)
-        warnings += doubt_scheduler(made, classes, max(itertools.chain.from_iterable(
+        warnings += doubt_scheduler(made, classes, options.end_s, max(itertools.chain.from_iterable(
             stage.ends_s for stage in stages)))
     return AllocationPlan(schedulers, problems, warnings)
 
@@ -22355,16 +22392,17 @@ def unique_name(base: str, num_nodes: int, is_deferred: bool, suffix: str, names
     return next(name for name in (f'{base}{more}{deferred}_{suffix}' for more in tries) if name not in names)
 
 
-def doubt_scheduler(made: PlannedScheduler, classes: Sequence[ResourceClass], chain_s: int) -> Iterator[str]:
+def doubt_scheduler(made: PlannedScheduler, classes: Sequence[ResourceClass], end_s: int,
+                    chain_s: int) -> Iterator[str]:
     """What may go wrong with a scheduler's allocations."""
     shown, longest_s = format_walltime(made.walltime_s), max(
         classes[number].runtime_s for number in made.class_numbers)
     if longest_s > made.walltime_s:
         yield (f'{made.name}: a runtime of {format_walltime(longest_s)} is longer than the walltime of '
                f'{shown}')
-    elif longest_s + END_S > made.walltime_s:
+    elif longest_s + end_s > made.walltime_s:
         yield (f'{made.name}: a job of {format_walltime(longest_s)} cannot run to its end within the '
-               f'walltime of {shown}: jobs are stopped up to {END_S} s before that')
+               f'walltime of {shown}: jobs are stopped up to {end_s} s before that')
     elif chain_s > made.walltime_s:
         yield (f'{made.name}: jobs that wait for each other take up to {format_walltime(chain_s)}, its '
                f'allocations last {shown}: what is left then needs more of them (--walltime-strategy '
@@ -22452,7 +22490,8 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
         raise BadInput('the workflow file has no resource_requirements: allocations are planned by what jobs '
                        'need')
     graph, classes = planned_graph(spec)
-    made = plan_allocations(graph, classes, partitions, options.plan)
+    made = plan_allocations(graph, classes, partitions, options.plan._replace(
+        end_s=end_of_jobs(spec.body['workflow'].get('execution_config'))))
     cure = 'its jobs are left out' if options.skip_checks else \
         'change it, choose another --profile, or leave its jobs out with --skip-checks'
     problems = [misfit_problem(document, classes[number].name, f'{reason}: {cure}')
@@ -28939,8 +28978,10 @@ def take_alive(seen: AllocationsSeen, row: Dict[str, Any], name: str, state: Slu
         seen.requeued.append(row)
 
 
-def ask_cluster_name() -> str:
-    """The cluster that Slurm's programs speak of here; '' if they do not say it."""
+def ask_cluster_name(rows: Sequence[Dict[str, Any]]) -> str:
+    """The cluster that Slurm's programs speak of here, if a row of a survey names one; '' if not known."""
+    if not any(row['cluster'] for row in rows):
+        return ''
     said = ask_slurm(slurm_argv('scontrol', 'show', 'config')).out
     match = re.search(r'^ClusterName\s*=\s*(\S+)', said, re.MULTILINE)
     return match.group(1) if match else ''
@@ -29412,6 +29453,8 @@ def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] 
         why = f"{found['peak_memory_formatted']} used, {found['configured_memory']} asked for" \
             if found['oom_reason'] == 'memory_exceeded' else 'as when it is killed for memory'
         return Failure(use, 'memory', f'{seen}: {why}')
+    if use.is_stale and found['return_code'] == TERMINATED_CODES['memory']:
+        return Failure(use, 'memory', f'{seen}: as when it is killed for memory; it asks for other than then')
     if found.get('likely_timeout'):
         return Failure(use, 'timeout', f"{seen}: {found.get('runtime_utilization', 'all')} of its runtime")
     if cpus_count and found.get('likely_cpu_violation'):
@@ -29421,9 +29464,9 @@ def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] 
 
 
 class Ceiling(Row):
-    """The longest time that a job can get."""
-    seconds: float
-    where: str          # what gives it: 'partition long', 'the walltime that was given'
+    """The most of a resource that a job can get."""
+    most: float         # seconds, or bytes
+    where: str          # what gives it: 'partition long', 'the walltime of the allocations'
 
 
 class Remedy(Row):
@@ -29453,7 +29496,7 @@ class RemedyRules(Row):
     kinds: Sequence[str]                # of FAILURE_CLASSES that are retried
     is_shared: bool = False             # requirements change for all jobs that have them
     cpus_change: bool = False
-    ceiling_of: Callable[[Dict[str, Any]], Optional[Ceiling]] = lambda needs: None
+    ceiling_of: Callable[[Dict[str, Any], str], Optional[Ceiling]] = lambda needs, resource: None
     losses: Dict[int, int] = {}         # job -> how often it was lost, where that is more than once
 
 
@@ -29505,27 +29548,39 @@ def increase_all(uses: Sequence[JobUse], rules: RemedyRules) -> List[Correction]
 
 def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) -> List[Correction]:
     """The corrections for jobs with the same requirements; adds the jobs to those that run again, or not."""
-    needs, corrections = group[0].use.needs, []
-    ceiling = rules.ceiling_of(needs)
-    for item in increase_all([failure.use for failure in group], rules):
-        if item.resource == 'runtime' and ceiling and parse_duration(item.new) > ceiling.seconds:
-            item = item._replace(new=format_duration(60 * int(ceiling.seconds // 60)))
-            names = first_of([use.job['name'] for use in item.uses])
-            if ceiling.seconds <= limit_of('Runtime', needs):
-                made.notes.append(f"{names}: {item.original} cannot become more, {ceiling.where} gives at "
-                                  f'most {item.new}')
-                continue
-            made.notes.append(f'{names}: gets no more time than {ceiling.where} gives, {item.new}')
-        corrections.append(item)
+    needs, corrections = group[0].use.needs, []     # type: Any, List[Correction]
+    for wanted in increase_all([failure.use for failure in group], rules):
+        changed = {REQUIREMENT_FIELDS[item.resource]: item.new for item in corrections}
+        ceiling = rules.ceiling_of(dict(needs, **changed), wanted.resource)
+        corrections += [wanted] if ceiling is None else bound_correction(wanted, ceiling, made.notes)
     helped = {(item.resource, use.job['id']) for item in corrections for use in item.uses}
     for failure in group:
         lacked = FAILURE_CLASSES[failure.kind].resource
+        goes_on = lacked == 'runtime' and failure.use.job.get('supports_termination')   # from a checkpoint
         if not lacked or (lacked, failure.job_id) in helped or failure.use.is_stale \
-                or 'unknown' in rules.kinds or failure.use.job.get('supports_termination'):
+                or 'unknown' in rules.kinds or goes_on:
             made.retried.append(failure)
         else:
             made.left.append((failure, why_not_helped(failure, lacked, needs)))
     return corrections
+
+
+BOUNDED = {     # resource -> how it is read, and written so that it is not more, and its word
+    'runtime': (parse_duration, lambda value_s: format_duration(60 * int(value_s // 60)), 'time'),
+    'memory':  (parse_memory, lambda value_bytes: f'{int(value_bytes // MEGABYTE)}m', 'memory')}
+
+
+def bound_correction(item: Correction, ceiling: Ceiling, notes: List[str]) -> List[Correction]:
+    """A correction with no more than there is, if that is more than now; else none. What is cut is told."""
+    parse, show, word = BOUNDED[item.resource]
+    if parse(item.new) <= ceiling.most:
+        return [item]
+    item, names = item._replace(new=show(ceiling.most)), first_of([use.job['name'] for use in item.uses])
+    if ceiling.most <= parse(item.original):
+        notes.append(f'{names}: {item.original} cannot become more, {ceiling.where} gives at most {item.new}')
+        return []
+    notes.append(f'{names}: gets no more {word} than {ceiling.where} gives, {item.new}')
+    return [item]
 
 
 def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
@@ -29533,8 +29588,8 @@ def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
     meaning, field = FAILURE_CLASSES[failure.kind].meaning, REQUIREMENT_FIELDS[lacked]
     if is_placeholder(needs):
         return f'{meaning}, and asks for none: give it resource_requirements'
-    return f'{meaning}, and cannot get more than {field} {needs[field]}: make it smaller, or let it go on ' \
-           'from a checkpoint'
+    cure = 'make it smaller' + (', or let it go on from a checkpoint' if lacked == 'runtime' else '')
+    return f'{meaning}, and cannot get more than {field} {needs[field]}: {cure}'
 
 
 def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
@@ -29575,10 +29630,10 @@ class RegenerateOptions(Row):
     is_cleaned: bool = False        # queued and running allocations are known to be in the queue
     settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
 
-    def for_plan(self, suffix: str) -> PlanOptions:
-        """The same for the planner, with what the names of the schedulers end in."""
+    def for_plan(self, suffix: str, end_s: int) -> PlanOptions:
+        """The same for the planner, with what the schedulers' names end in. `end_s`: of end_of_jobs()."""
         return PlanOptions(self.group_by, self.walltime_strategy, self.walltime_multiplier,
-                           self.single_allocation, self.walltime, suffix)
+                           self.single_allocation, self.walltime, suffix, end_s)
 
 
 class Demand(Row):
@@ -29831,12 +29886,14 @@ STANDSTILL_POLLS = 2        # so many polls in a row must see nobody at work, fo
 SCHEDULE_RETRY_S = 60.0     # after the first failure; twice as long after each further one, up to
 SCHEDULE_RETRY_MOST_S = 1800.0
 SCHEDULE_FAILURES = 6       # in a row, after which a workflow that stands still is given up
+IDLE_RECOVERIES = 10        # in a row without a job that completed, after which unknown failures are given up
 
 
 class WatchRules(Row):
     """What the options of `watch` ask for."""
     recovers: bool = False
     max_retries: Optional[int] = None       # recoveries; None: any number
+    retries_unknown: bool = False           # also what nothing is changed for
     asks_agent: bool = False                # to decide on jobs that are pending_failed
     is_persistent: bool = False
     is_once: bool = False                   # there is no next poll
@@ -29908,6 +29965,11 @@ class Watcher:
         if is_used_up and not seen['is_begun']:     # one that was killed is finished
             return WatchStep('end', f"jobs failed again after {seen['recoveries']} recoveries "
                              '(--max-retries)', 1)
+        is_idle = self.rules.retries_unknown and self.rules.max_retries is None \
+            and seen['idle_recoveries'] >= IDLE_RECOVERIES
+        if is_idle and not seen['is_begun']:
+            return WatchStep('end', f"no job has completed after any of the last {seen['idle_recoveries']} "
+                             'recoveries (--max-retries allows a certain number)', 1)
         return WatchStep('recover', f'jobs failed: recovery {seen["recoveries"] + (not seen["is_begun"])}')
 
     def look_for_unplanned(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
@@ -30567,7 +30629,7 @@ def format_diagnosis(found: Dict[str, Any]) -> str:
     return format_lines(lines)
 
 
-def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
+def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = False) -> List[str]:
     """Commands that help, for a workflow that stands still. `program` begins them."""
     status, number = waiting['status'], waiting['status']['workflow_id']
     counts, codes = status['jobs_by_status'], {group['code'] for group in waiting['ready']}
@@ -30575,7 +30637,8 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     is_refused = any(action['reason'].startswith('failed: ') for action in schedules)
     has_schedule = not is_refused and any(not action['executed'] and action['trigger_count']
                                           >= action['required_triggers'] for action in schedules)
-    steps = []
+    has_ended = any(row.get('has_ended') for row in waiting['allocations'])
+    regenerate, steps = f'{program} slurm regenerate {number} --submit', []     # type: str, List[str]
     if status['is_canceled'] or status['is_complete']:
         return []
     if is_refused:
@@ -30584,12 +30647,14 @@ def next_steps(waiting: Dict[str, Any], program: str) -> List[str]:
     elif any(row['status'] == 'pending' and row['slurm_job_id'] <= 0 for row in waiting['allocations']):
         steps.append(f'If `submit` was killed, go on where it was: {program} submit {number}')
     if codes & {'no_runner', 'action'} or counts['uninitialized'] == status['total_jobs'] > 0:
-        steps.append(f'Start runners: {program} run {number}' +
-                     (f'    (or, in Slurm: {program} submit {number})' if has_schedule else ''))
-    if any(row.get('has_ended') for row in waiting['allocations']):
+        in_slurm = regenerate if had_allocations and not has_ended else ''      # if one has ended: see below
+        in_slurm = f'{program} submit {number}' if has_schedule else in_slurm
+        more = f'    (or, in Slurm: {in_slurm})' if in_slurm else ''
+        steps.append(f'Start runners: {program} run {number}{more}')
+    if has_ended:
         steps.append(f'Set right what an allocation has left: {program} workflows sync-status {number}')
-    if any(row.get('has_ended') for row in waiting['allocations']) and codes:
-        steps.append(f'Submit another allocation: {program} slurm schedule-nodes {number}')
+    if has_ended and codes:
+        steps.append(f'Submit other allocations for what is left: {regenerate}')
     for row in waiting['allocations']:
         if (row.get('queue') or {}).get('is_final') and row['scheduler_config_id']:
             steps.append(f"Replace allocation {row['allocation_id']}: {program} slurm update "
@@ -31831,6 +31896,14 @@ def parse_factor(text: str) -> float:
 def parse_time_span(text: str) -> int:
     """A walltime as sbatch takes it, or as people write it -> seconds."""
     return parse_walltime(normalize_walltime(text))
+
+
+def parse_allocation_time(text: str) -> int:
+    """The same for an allocation. 0 would be no limit at all: sbatch(1), --time."""
+    value_s = parse_time_span(text)
+    if value_s < 60:
+        raise ValueError(f'{text!r} is too short for an allocation: write a minute or more')
+    return value_s
 
 
 def parse_percent(text: str) -> float:
@@ -33509,11 +33582,18 @@ def explain_causes(failure: Dict[str, Any]) -> List[str]:
 def mark_stale(session: Session, workflow_id: int, uses: Sequence[JobUse]) -> List[JobUse]:
     """Say which results are older than the requirements: without that, each call would ask for more."""
     events = session.items('list_events', workflow_id=workflow_id, category='user_action')
-    changed_at = {event['data'].get('resource_requirements_id'): event['timestamp'] / 1000 for event in events
-                  if isinstance(event['data'], dict)
-                  and event['data'].get('action') == 'update_resource_requirements'}
-    return [use._replace(is_stale=parse_time(use.result['completion_time'])
-                         < changed_at.get(use.needs['id'], -math.inf)) for use in uses]
+    changes = {event['data'].get('resource_requirements_id'): event for event in events
+               if isinstance(event['data'], dict)
+               and event['data'].get('action') == 'update_resource_requirements'}
+
+    def is_stale(use: JobUse) -> bool:
+        change = changes.get(use.needs['id'])
+        newest_id = change and change['data'].get('newest_result_id')
+        if change is None or newest_id is not None:
+            return change is not None and use.result.get('id', math.inf) <= newest_id
+        # written by an earlier torc.py
+        return parse_time(use.result['completion_time']) < change['timestamp'] / 1000
+    return [use._replace(is_stale=is_stale(use)) for use in uses]
 
 
 def cmd_correct_resources(session: Session, args: Arguments) -> int:
@@ -33909,7 +33989,7 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
         session.answer(value, f"A new one would have {len(body['jobs'])} jobs\n")
         return 0
     base = base_directory(body['workflow'])
-    times = {file['name']: file_time(base, file['path']) for file in body['files']}
+    times = read_file_times(base, {file['name']: file['path'] for file in body['files']})
     body = dict(body, file_times=times)
     answer = session.call('apply_spec', body, workflow_id=earlier['id'], dry_run=is_dry_run)
     text = format_applied(answer, earlier['name'], is_dry_run)
@@ -34485,7 +34565,7 @@ def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[s
     chosen = review_schedules(session, workflow, schedulers)
     if chosen is None:
         return 0
-    begin_workflow(session, workflow, settings['output_dir'], bool(args['ignore_missing_data']))
+    begin_workflow(session, workflow, settings, bool(args['ignore_missing_data']))
     actions = [action for action in due_schedules(session, number) if chosen.get(action['id']) != 0]
     used = {action['action_config'].get('scheduler_id') for action in actions}
     for scheduler in schedulers:
@@ -34497,10 +34577,11 @@ def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[s
     return report_submitted(session, workflow, outcome)
 
 
-def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, is_forced: bool) -> None:
-    """Make ready what is uninitialized; refuse what was canceled."""
+def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
+                   is_forced: bool) -> None:
+    """Make ready what is uninitialized; refuse what was canceled. `settings`: SUBMISSION_SETTINGS."""
     number = workflow['id']
-    prepare_output_dir(session, RunnerOptions(output_dir=output_dir))
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
     status = session.call('get_workflow_status', workflow_id=number)
     if status['jobs_by_status']['uninitialized']:
         if not is_forced:
@@ -34513,7 +34594,7 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], output_dir: str, 
         raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
     warn_of_loopback(session)
     directory = workflow.get('submission_directory')
-    if directory and os.path.isdir(directory) and not os.path.samefile(directory, os.getcwd()):
+    if directory and os.path.isdir(directory) and not os.path.samefile(directory, settings['directory']):
         session.report(printable(f'warning: workflow {number} was created in {directory}; relative paths of '
                                  'its jobs now count from here'))
 
@@ -34763,7 +34844,7 @@ def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
     check_scheduler(workflow, scheduler, settings)
     if not suppress_schedules(session, workflow, bool(args['suppress_actions'])):
         return 0
-    begin_workflow(session, workflow, settings['output_dir'], False)
+    begin_workflow(session, workflow, settings, False)
     if args['suppress_actions']:    # those that the initialization has made due
         due = due_schedules(session, workflow['id'])
         disable_schedules(session, workflow, [action['id'] for action in due])
@@ -35082,8 +35163,9 @@ def cmd_explain(session: Session, args: Arguments) -> int:
             row['queue'] = describe_queued(queue.jobs.get(str(row['slurm_job_id'])))
             row['has_ended'] = row['allocation_id'] in ended
     program, style = command_line(session), style_of(session.out, os.environ)
+    had_allocations = bool(session.items('list_scheduled_compute_nodes', 1, workflow_id=number))
     waiting = {'workflow_id': number, 'summary': summarize_waiting(found),
-               'next_steps': next_steps(found, program), 'slurm': slurm, **found}
+               'next_steps': next_steps(found, program, had_allocations), 'slurm': slurm, **found}
     session.answer(waiting, format_waiting(waiting, time.time(), style, program), style)
     return 0
 
@@ -35553,20 +35635,30 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, paths: Sequ
     return journals, [row['message'] for row in rejected], problems
 
 
+def journal_directories(session: Session, workflow: Dict[str, Any], output_dir: str) -> List[str]:
+    """Where a workflow's runners may keep journals: below an output directory, as it is called from here or
+    from where the workflow was made, and below those of its allocations, wherever we are."""
+    rows = session.call('survey_allocations', workflow_id=workflow['id'])['allocations']
+    found = [output_dir, os.path.join(base_directory(workflow), output_dir),
+             *(row['output_dir'] for row in rows if row.get('output_dir'))]
+    directories = dict.fromkeys(os.path.realpath(os.path.join(path, JOURNAL_DIRECTORY)) for path in found)
+    return list(filter(os.path.isdir, directories))
+
+
 def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str, known: Dict[str, Any],
                      is_dry_run: bool = False) -> str:
-    """Bring what runners kept in an output directory, before their jobs count as lost. A sentence, or ''.
+    """Bring what runners kept in output directories, before their jobs count as lost. A sentence, or ''.
 
     Those that lie there as they did the last time are passed over: `known`, path -> look_at_journal(), is
     kept up to date. A dry run only says that they are there.
     """
-    directory, run_id = os.path.join(output_dir, JOURNAL_DIRECTORY), workflow.get('run_id') or 0
-    if not os.path.isdir(directory):
-        return ''
-    paths, problems = find_journals(directory, workflow['id'], run_id)
+    run_id, paths, problems = workflow.get('run_id') or 0, [], []   # type: int, List[str], List[str]
+    for directory in journal_directories(session, workflow, output_dir):
+        found, passed_over = find_journals(directory, workflow['id'], run_id)
+        paths, problems = paths + found, problems + passed_over
     if is_dry_run:
-        said = f'{len(paths)} journals in {directory} would be taken in first'
-        return printable_line(said) if paths else ''
+        where = first_of(list(dict.fromkeys(map(os.path.dirname, paths))))
+        return printable_line(f'{len(paths)} journals in {where} would be taken in first') if paths else ''
     looks = {path: look_at_journal(path) for path in paths}
     journals, _, problems = replay_journals(session, workflow['id'], run_id, [
         path for path in paths if looks[path] != known.get(path)], problems)
@@ -35639,19 +35731,25 @@ def show_reconciled(session: Session, args: Arguments, journals: Sequence[Journa
 LOST_SHOWN = 10     # jobs named for people
 
 
+def judge_allocations(session: Session, workflow_id: int, survey: Dict[str, Any],
+                      reply: Reply) -> AllocationsSeen:
+    """What squeue says of a survey's allocations (`reply`: to seen_argv), and sacct of the missing."""
+    rows = survey['allocations']
+    seen = look_at_allocations(rows, reply, ask_cluster_name(rows))
+    if seen.gone:
+        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
+        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
+    return seen
+
+
 def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = False) -> Dict[str, Any]:
     """Set right what allocations and runners that are gone have left: the JSON of `workflows sync-status`.
 
     At most one squeue, and one sacct if any is gone; none of them without an allocation.
     """
-    survey = session.call('survey_allocations', workflow_id=workflow_id)
-    seen = AllocationsSeen()
+    survey, seen = session.call('survey_allocations', workflow_id=workflow_id), AllocationsSeen()
     if survey['allocations']:
-        cluster = ask_cluster_name() if any(row['cluster'] for row in survey['allocations']) else ''
-        seen = look_at_allocations(survey['allocations'], ask_slurm(seen_argv()), cluster)
-    if seen.gone:
-        since = parse_time(session.workflow(workflow_id)['timestamp']) - 86400      # clocks, and time zones
-        judge_ends(seen, ask_slurm(ends_argv(seen.gone, since)), survey['user'])
+        seen = judge_allocations(session, workflow_id, survey, ask_slurm(seen_argv()))
     body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
             'is_dry_run': is_dry_run}
     found = session.call('sync_allocations', body, workflow_id=workflow_id)
@@ -35660,8 +35758,17 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
 
 
 def cmd_sync_status(session: Session, args: Arguments) -> int:
-    """Find allocations that are gone, and jobs that nobody runs, and set them right."""
-    found = clean_up_allocations(session, choose_workflow(session, args), bool(args['dry_run']))
+    """Find allocations that are gone, and jobs that nobody runs, and set them right.
+
+    What runners of theirs have kept counts first: what has ended would else be ready again.
+    """
+    workflow = session.workflow(choose_workflow(session, args))
+    try:
+        said = take_in_journals(session, workflow, DEFAULT_OUTPUT_DIR, {}, bool(args['dry_run']))
+    except (Refused, BadInput, OSError) as error:
+        said = printable_line(f"warning: {getattr(error, 'message', error)}")
+    session.report(*filter(None, [said]))
+    found = clean_up_allocations(session, workflow['id'], bool(args['dry_run']))
     session.answer(found, format_synced(found))
     return 0
 
@@ -35726,7 +35833,7 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
                 'planned_schedulers': rows, 'total_allocations': planned.num_allocations,
                 'would_submit': options.submits, 'warnings': planned.warnings}
     if options.submits or 'uninitialized' in found['statuses']:
-        begin_workflow(session, workflow, settings['output_dir'], False)
+        begin_workflow(session, workflow, settings, False)
         planned = plan(session.call('get_demand', workflow_id=number))
     return perform_regeneration(session, workflow, options, planned, settings)
 
@@ -35738,10 +35845,11 @@ def default_settings() -> Dict[str, Any]:
 
 
 def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) -> Tuple[Set[int], str]:
-    """Slurm jobs of a workflow that do nothing more for it, by one squeue; and why that is unknown, or ''."""
-    rows = [] if options.is_cleaned else \
-        session.call('survey_allocations', workflow_id=workflow_id)['allocations']
-    if not any(row['slurm_job_id'] for row in rows):
+    """Slurm jobs of a workflow that do nothing more for it, by squeue and sacct; or why that is not known."""
+    if options.is_cleaned:
+        return set(), ''
+    survey = session.call('survey_allocations', workflow_id=workflow_id)
+    if not any(row['slurm_job_id'] for row in survey['allocations']):
         return set(), ''
     if not has_slurm_program('squeue'):
         return set(), f'there is no {slurm_program("squeue")} on this machine'
@@ -35750,8 +35858,8 @@ def find_gone(session: Session, workflow_id: int, options: RegenerateOptions) ->
         return set(), f'squeue failed: {explain_reply(reply)}'
     ending = {cells[0] for cells in read_slurm_rows(reply.out, 3)
               if parse_slurm_state(cells[1]) == 'COMPLETING'}
-    gone = look_at_allocations(rows, reply).gone
-    return {row['slurm_job_id'] for row in rows
+    gone = judge_allocations(session, workflow_id, survey, reply).gone
+    return {row['slurm_job_id'] for row in survey['allocations']
             if row['slurm_job_id'] in gone or str(row['slurm_job_id']) in ending}, ''
 
 
@@ -35767,7 +35875,8 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     if options.walltime:
         partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
     suffix = time.strftime('regen_%Y%m%d_%H%M%S', time.gmtime())
-    made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(suffix))
+    made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(
+        suffix, end_of_jobs(workflow.get('execution_config'))))
     problems = [f"resource_requirements '{shorten(demand.classes[number].name)}' fits no partition of "
                 f'{profile.name}: {reason}' for number, reason in made.problems]
     if problems and not (made.schedulers or demand.chains):
@@ -35911,12 +36020,14 @@ def cmd_classify(session: Session, args: Arguments) -> int:
 # allocations are submitted. Killed anywhere, a second call finishes it.
 #
 # `watch` calls the same without questions. Requirements that jobs share are copied for those that lacked
-# something, so that the others stay as they are; a job that already has all the time that there is, is left.
+# something, so that the others stay as they are; a job that has all the time or memory there is, is left.
 
 RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with what they wait for
 RECOVER_ROWS_SHOWN = 500        # of a class of failures
 AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as their last argument
 AGENT_LIMIT_S = 3600.0
+PROMPT_BYTES = 100000       # of jobs in a prompt: a word of a command line has at most 128 KiB (execve(2))
+PROGRAM_TAG = 'TORC_PROGRAM_TAG'    # in the environment of what a program of the user has started
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
 
@@ -36040,12 +36151,17 @@ class Recovery:
 
     def refuse_at_work(self, status: Dict[str, Any]) -> None:
         """Refuse while anybody works on the workflow, or will."""
-        counts, alive = status['jobs_by_status'], self.cleaned.get('alive')
-        pending, active = status['pending_scheduled_nodes'], status['active_scheduled_nodes']
-        if alive is not None:       # a dry run has cleaned nothing
-            pending, active = alive['pending'], alive['active']
-        gone = self.options.is_dry_run and bool(self.cleaned.get('compute_nodes_deactivated'))
-        nodes = 0 if gone and not active else status['active_compute_nodes']
+        counts = status['jobs_by_status']
+        left = collections.Counter(pending=status['pending_scheduled_nodes'],
+                                   active=status['active_scheduled_nodes'])
+        nodes = status['active_compute_nodes']
+        if self.options.is_dry_run:     # it has cleaned nothing
+            nodes -= self.cleaned.get('compute_nodes_deactivated', 0)
+            for row in self.cleaned.get('allocations', ()):
+                left[row['previous_status']] -= 1
+                left[row['status']] += 1
+        # Also those that Slurm is silent about: the server would refuse, but when the hook has done its work.
+        pending, active = left['pending'], left['active']
         jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
         found = [f'{number} {words}' for number, words in (
             (nodes, 'compute nodes at work'), (active, 'allocations active'),
@@ -36123,6 +36239,7 @@ class Recovery:
         self.remedies = plan_remedies(self.failures, self.sharers(), self.rules())
         if self.mode == 'slurm' and not self.options.is_dry_run:
             refuse_without_sbatch()
+            prepare_output_dir(self.session, RunnerOptions(output_dir=self.settings()['output_dir']))
         if not self.remedies.retried and not self.num_left:
             if not self.options.is_dry_run:
                 self.refuse_nothing()
@@ -36131,6 +36248,10 @@ class Recovery:
         if not self.is_resumed:
             if self.refusal:
                 raise Refused(self.refusal)
+            if not has_directory(self.workflow):
+                self.session.report(printable_line(
+                    f"warning: {self.workflow['submission_directory']}, the directory of the workflow, is "
+                    'not here: whether its files have changed is not known'))
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
                                              dry_run=True)
         if self.mode != 'slurm':
@@ -36163,17 +36284,19 @@ class Recovery:
         return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
                            self.find_ceiling(), losses)
 
-    def find_ceiling(self) -> Callable[[Dict[str, Any]], Optional[Ceiling]]:
-        """How much time jobs can get: of the allocations to come, END_S before their end."""
-        walltime = self.options.walltime
+    def find_ceiling(self) -> Callable[[Dict[str, Any], str], Optional[Ceiling]]:
+        """How much time and memory jobs can get of the allocations to come, until these stop them."""
         if self.mode != 'slurm' or not any(lacking(failure.use, RemedyRules(self.multipliers, self.kinds))
                                            for failure in self.failures):
-            return lambda needs: None
+            return lambda needs, resource: None
+        walltime, end_s = self.options.walltime, end_of_jobs(self.workflow.get('execution_config'))
         if self.choice is not None:
             walltime = parse_walltime(self.chosen_scheduler()['walltime'])
-        if walltime is not None:
-            return lambda needs: Ceiling(walltime - END_S, 'the walltime of the allocations')
-        return functools.partial(longest_partition, self.partitions())
+        given = None if walltime is None else Ceiling(max(0, walltime - end_s),
+                                                      'the walltime of the allocations')
+        partitions = [] if self.choice is not None else self.partitions()
+        return lambda needs, resource: given if given and resource == 'runtime' else \
+            most_of_partitions(partitions, end_s, needs, resource)
 
     def partitions(self) -> List[Partition]:
         """Where new allocations may be."""
@@ -36211,7 +36334,8 @@ class Recovery:
                    for change in self.remedies.changes]
         return {'run_id': self.workflow.get('run_id') or 0,
                 'reset': [failure.job_id for failure in self.remedies.retried], 'requirements': changes,
-                'event': event, 'files': file_times(self.session.client, self.workflow)}
+                'event': event, 'files': {} if not has_directory(self.workflow) else
+                file_times(self.session.client, self.workflow)}
 
     def settings(self) -> Dict[str, Any]:
         """How allocations are submitted."""
@@ -36262,7 +36386,6 @@ class Recovery:
 
     def submit(self) -> None:
         """Submit allocations for what is left, and note that it was done."""
-        os.makedirs(self.settings()['output_dir'], exist_ok=True)
         if self.choice is None:
             self.submitted = regenerate_workflow(self.session, self.workflow,
                                                  self.regenerate_options()._replace(submits=True))
@@ -36292,6 +36415,12 @@ class Recovery:
 
     # -------- telling it --------
 
+    @property
+    def outdated(self) -> List[Dict[str, Any]]:
+        """Jobs that run again although they ended well, say: what they read or made has changed."""
+        retried = {failure.job_id for failure in self.remedies.retried}
+        return [row for row in self.preview.get('changed', ()) if row['job_id'] not in retried]
+
     def count_retried(self) -> Dict[str, int]:
         """Jobs that run again, by the keys of Torc's JSON."""
         counts = collections.Counter(failure.kind for failure in self.remedies.retried)
@@ -36307,16 +36436,17 @@ class Recovery:
             result['adjustments'] = list(map(describe_remedy, self.remedies.changes))
         if self.slurm_plan is not None and options.is_dry_run:
             result['slurm_dry_run'] = self.slurm_plan
-        result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, not_retried=[
+        result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, changed=self.outdated)
+        result['not_retried'] = [
             {'job_id': failure.job_id, 'job_name': failure.use.job['name'], 'failure_class': failure.kind,
-             'reason': reason} for failure, reason in self.remedies.left])
+             'reason': reason} for failure, reason in self.remedies.left]
         if self.submitted is not None:
             result['slurm'] = self.submitted
         answer_keys = ('workflow_id', 'dry_run')
         answer = {'workflow_id': self.workflow_id, 'dry_run': options.is_dry_run,
                   'memory_multiplier': self.multipliers.memory,
                   'runtime_multiplier': self.multipliers.runtime,
-                  'result': result, 'diagnosis': self.describe_diagnosis(), 'mode': self.mode,
+                  'result': result, 'diagnosis': describe_diagnosis(self), 'mode': self.mode,
                   'run_id': self.preview.get('run_id', self.workflow.get('run_id')), 'orphans': {
                       key: value for key, value in self.cleaned.items() if key not in answer_keys},
                   'jobs_to_run': len(self.preview.get('to_run', ())) or self.num_left}
@@ -36326,22 +36456,23 @@ class Recovery:
             answer['recovery_hook'] = self.hook_words
         return answer
 
-    def describe_diagnosis(self) -> Dict[str, Any]:
-        """What jobs used and asked for, as `workflows check-resources` has it, and why they failed."""
-        found = [item for use in self.uses for item in compare_use(use)]
-        over = sorted((item for item in found if item.over_percent > 1),
-                      key=lambda item: -item.used / item.limit)
-        failures = [dict(explain_failure(failure.use), failure_class=failure.kind, evidence=failure.evidence)
-                    for failure in self.failures]
-        return {'workflow_id': self.workflow_id, 'total_results': len(self.uses),
-                'over_utilization_count': len(over),
-                'violations': [describe_comparison(item, True) for item in over],
-                'resource_violations_count': len(failures), 'resource_violations': failures}
-
     def next_command(self) -> str:
         """The command that goes on with a workflow without allocations."""
         words = ['remote', 'run'] if self.mode == 'remote' else ['run']
         return command_line(self.session, *words, self.workflow_id)
+
+
+def describe_diagnosis(recovery: Recovery) -> Dict[str, Any]:
+    """What jobs used and asked for, as `workflows check-resources` has it, and why they failed."""
+    found = [item for use in recovery.uses for item in compare_use(use)]
+    over = sorted((item for item in found if item.over_percent > 1),
+                  key=lambda item: -item.used / item.limit)
+    failures = [dict(explain_failure(failure.use), failure_class=failure.kind, evidence=failure.evidence)
+                for failure in recovery.failures]
+    return {'workflow_id': recovery.workflow_id, 'total_results': len(recovery.uses),
+            'over_utilization_count': len(over),
+            'violations': [describe_comparison(item, True) for item in over],
+            'resource_violations_count': len(failures), 'resource_violations': failures}
 
 
 def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
@@ -36351,13 +36482,22 @@ def lost_result(job: Dict[str, Any], reason: str) -> Dict[str, Any]:
             'completion_time': format_time(time.time())}
 
 
-def longest_partition(partitions: Sequence[Partition], needs: Dict[str, Any]) -> Optional[Ceiling]:
-    """The most time that a partition gives which can run such a job; special ones only without others."""
-    kind = read_resource_class(dict(needs, runtime='PT1S'))
-    fitting = fitting_partitions(partitions, kind)
-    fitting = [partition for partition in fitting if partition.is_auto_routed] or fitting
-    best = max(fitting, key=lambda partition: partition.max_walltime_secs, default=None)
-    return best and Ceiling(best.max_walltime_secs - END_S, f'partition {best.name}')
+def most_of_partitions(partitions: Sequence[Partition], end_s: int, needs: Dict[str, Any],
+                       resource: str) -> Optional[Ceiling]:
+    """The most time or memory that a partition gives which can run such a job otherwise.
+
+    Special ones count for time only without others: what fits no other goes to them by itself.
+    """
+    if resource not in BOUNDED:
+        return None
+    least = {'runtime': 'PT1S', 'memory': '1m'}
+    fitting = fitting_partitions(partitions, read_resource_class(dict(needs, **{resource: least[resource]})))
+    found = [(partition.memory_mb * MEGABYTE, partition.name) for partition in fitting]
+    if resource == 'runtime':
+        usual = [partition for partition in fitting if partition.is_auto_routed] or fitting
+        found = [(max(0, partition.max_walltime_secs - end_s), partition.name) for partition in usual]
+    most, name = max(found, default=(0, ''), key=lambda pair: pair[0])
+    return Ceiling(most, f'partition {name}') if found else None
 
 
 def recover_workflow(session: Session, workflow: Dict[str, Any], options: RecoverOptions) -> Dict[str, Any]:
@@ -36398,10 +36538,32 @@ def split_command(text: str, option: str) -> List[str]:
     return words
 
 
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """For a while what ends a program raises KeyboardInterrupt, also where it only wakes a loop as a rule."""
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()     # handlers are set there only
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    old = {number: signal.signal(number, interrupt) for number in numbers
+           if signal.getsignal(number) != signal.SIG_IGN}       # as nohup asks for
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
 def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
                 limit_s: Optional[float] = None) -> int:
-    """Run a program of the user to its end, its output on our stderr; its return code."""
-    environment = user_environment(session, workflow)
+    """Run a program of the user to its end, its output on our stderr; its return code, 128 + n by a signal.
+
+    It stays in our process group, so that a terminal's Ctrl-C reaches it; what it has started is known by a
+    variable, and ends with it where it has to be ended.
+    """
+    environment, tag = user_environment(session, workflow), secrets.token_hex(8)
+    environment[PROGRAM_TAG] = f"{environment.get(PROGRAM_TAG, '')} {tag}".strip()     # perhaps in another's
     try:
         target = session.err.fileno()
     except (OSError, ValueError, AttributeError):   # no file: in a test
@@ -36414,16 +36576,25 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
         raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
     with process:
         try:
-            said, _ = process.communicate(timeout=limit_s)
+            with interrupted_by_signals():
+                said, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            process.kill()
+            end_program(process, tag)
             raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
         except BaseException:
-            process.kill()
+            end_program(process, tag)
             raise
+    if process.returncode < 0:      # it was killed, and had no time to end them
+        end_program(process, tag)
     if said:
         session.report_message(said.decode('utf-8', 'replace').rstrip('\n'))
-    return process.returncode
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def end_program(process: 'subprocess.Popen[bytes]', tag: str) -> None:
+    """Kill a program, and what it has started: that would go on deciding, or hold our output open."""
+    kill_family({}, [Mark(tag.encode(), -2, 0)], time.monotonic() + UNKILLABLE_S)   # -2: nothing's limit
+    process.kill()      # where there is no /proc
 
 
 def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
@@ -36463,11 +36634,16 @@ def format_prompt(session: Session, workflow: Dict[str, Any], options: RecoverOp
                   jobs: Sequence[Dict[str, Any]]) -> str:
     """What an agent is asked: the jobs, and the commands to decide with."""
     results = {item['job_id']: item for item in session.items('list_results', workflow_id=workflow['id'])}
-    lines = []
-    for job in jobs[:RECOVER_ROWS_SHOWN]:
+    lines, left = [], PROMPT_BYTES
+    for job in jobs:
         result = results.get(job['id'], {})
-        lines.append(f"    {job['id']} {job['name']}: return code {result.get('return_code')}, "
-                     f"{result.get('reason') or 'no message'}; command: {cut(job['command'], 300)}")
+        line = f"    {job['id']} {cut(job['name'], 300)}: return code {result.get('return_code')}, " \
+               f"{cut(result.get('reason') or 'no message', 300)}; command: {cut(job['command'], 300)}"
+        left -= len(encode_text(printable_message(line))) + 1
+        if left < 0:
+            lines.append(f'    and {len(jobs) - len(lines)} more, which are asked about the next time')
+            break
+        lines.append(line)
     return printable_message(PROMPT.format(
         workflow=f"{workflow['id']} ({workflow['name']})", classify=command_line(session, 'jobs', 'classify'),
         logs=command_line(session, 'logs', '-o', options.output_dir, workflow['id']), jobs='\n'.join(lines)))
@@ -36538,11 +36714,11 @@ def ask_allocations(recovery: Recovery) -> None:
         partition = ask_value(session, f"Partition [{options.partition or 'chosen for the jobs'}]: ", str,
                               options.partition)
         shown = format_walltime(options.walltime) if options.walltime else 'planned'
-        walltime = ask_value(session, f'Walltime [{shown}]: ', parse_time_span, options.walltime)
+        walltime = ask_value(session, f'Walltime [{shown}]: ', parse_allocation_time, options.walltime)
         recovery.options = options._replace(partition=partition, walltime=walltime)
         return
     scheduler, walltime = schedulers[word], None
-    wanted = ask_value(session, f"Walltime [{scheduler['walltime']}]: ", parse_time_span)
+    wanted = ask_value(session, f"Walltime [{scheduler['walltime']}]: ", parse_allocation_time)
     if wanted and format_walltime(wanted) != scheduler['walltime']:
         if session.agrees(f"Make a copy {scheduler.get('name')}_recovery with {format_walltime(wanted)}?"):
             walltime = wanted
@@ -36612,6 +36788,10 @@ def format_plan(recovery: Recovery, style: Style) -> str:
     lines = []
     if recovery.hook_words:
         lines.append(f"First, the recovery hook: {' '.join(map(shlex.quote, recovery.hook_words))}")
+    lines += [f"{row['job_name']} runs again, too: {row['reason']}"
+              for row in recovery.outdated[:RECOVER_ROWS_SHOWN]]
+    if len(recovery.outdated) > RECOVER_ROWS_SHOWN:
+        lines.append(f'and {len(recovery.outdated) - RECOVER_ROWS_SHOWN} more run again for such a reason')
     if recovery.num_left:
         lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
     if recovery.choice is not None:
@@ -36710,7 +36890,10 @@ class Supervision:
                  f'output_dir={self.log.output.path} log_file={self.log.name}')
         while True:
             began = time.monotonic()
-            code = self.poll_patiently()
+            try:
+                code = self.poll_patiently()
+            except KeyboardInterrupt:       # a signal, while a program of the user ran
+                return self.on_interrupt()
             self.log.flush()
             if code is None and self.args['once']:
                 code = 1
@@ -36720,9 +36903,13 @@ class Supervision:
                 return code
             self.session.client.close()     # an embedded database is for others meanwhile
             if self.is_ended(wakeup, began + self.args['poll_interval']):
-                self.say('interrupted; started again, it goes on')
-                self.leave(False)
-                return 130
+                return self.on_interrupt()
+
+    def on_interrupt(self) -> int:
+        """A signal ends this watch; the exit code."""
+        self.say('interrupted; started again, it goes on')
+        self.leave(False)
+        return 130
 
     @staticmethod
     def is_ended(wakeup: Wakeup, until: float) -> bool:
@@ -36905,7 +37092,8 @@ class Supervision:
 
     def recover(self) -> None:
         """Run what failed again. It counts before it begins: one that is killed is not repeated for ever."""
-        self.renew(recovers=True)
+        has_program = self.args['recovery_hook'] or self.args['ai_recovery']    # nothing is renewed meanwhile
+        self.renew(recovers=True, **({'lease_s': WATCH_LEASE_S + AGENT_LIMIT_S} if has_program else {}))
         run_id, refusal = self.seen['run_id'], ''
         try:
             workflow = self.session.workflow(self.number)
@@ -36938,7 +37126,8 @@ def text_of_failure(error: Exception) -> str:
 def watch_rules(args: Arguments) -> WatchRules:
     """The rules that the options ask for."""
     return WatchRules(
-        bool(args['recover']), args['max_retries'], bool(args['ai_recovery']), bool(args['persistent']),
+        bool(args['recover']), args['max_retries'], bool(args['retry_unknown'] or args['recovery_hook']),
+        bool(args['ai_recovery']), bool(args['persistent']),
         bool(args['once']), bool(args['auto_schedule']), args['auto_schedule_threshold'],
         args['auto_schedule_cooldown'], args['auto_schedule_stranded_timeout'])
 
@@ -37481,7 +37670,7 @@ RECOVER_OPTIONS = (
     Argument('--ai-recovery', '', 'let --ai-agent decide about pending_failed jobs'),
     Argument('--ai-agent', 'CMD', 'a program that takes a prompt as its last word (there is no default)'),
     Argument('--partition', 'NAME', 'of new allocations'),
-    Argument('--walltime', 'TIME', 'of new allocations, such as 04:00:00', parse_time_span),
+    Argument('--walltime', 'TIME', 'of new allocations, such as 04:00:00', parse_allocation_time),
 )
 USER = Argument('USER', '', 'name of the user')
 PASSWORD_FILE = Argument('-f --file', 'FILE', 'the password file', count='!')
@@ -37610,7 +37799,9 @@ COMMANDS = (
                  f'every {SLURM_LOOK_S:g} at most', at_least(0.01, parse_seconds),
                  default=DEFAULT_WATCH_POLL_S),
         Argument('-r --recover', '', 'run again what failed, as `recover` does'),
-        Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number)', at_least(0)),
+        Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number; with '
+                 f'--retry-unknown or a hook until {IDLE_RECOVERIES} in a row have not completed a job)',
+                 at_least(0)),
         *RECOVER_OPTIONS,
         Argument('-s --show-job-counts', '', 'report the counts of jobs at each poll'),
         Argument('--persistent', '', 'go on while nobody is at work: runners are started elsewhere'),
@@ -38030,7 +38221,7 @@ COMMANDS = (
         'plan allocations for the jobs of a workflow that are left, instead of those of its actions', (
         ASKED_WF, ACCOUNT._replace(meaning='account to charge (default: that of its first scheduler)'),
         PROFILE, Argument('--partition', 'NAME', 'only of this partition'),
-        Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_time_span),
+        Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_allocation_time),
         Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
         PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:3],
         Argument('--include-job-ids', 'ID,...', 'plan for these jobs, too, whatever their state', parse_ids),
