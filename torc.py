@@ -18529,8 +18529,9 @@ class Connector:
         if self.is_lasting:
             raise absent(f'the server of {self.database} is gone; start it again with '
                          f'`torc.py serve -d {shlex.quote(self.database)}`')
-        elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
-            raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
+        elif self.was_open and not self.in_memory and not os.path.exists(self.database):
+            what = '' if os.path.isdir(os.path.dirname(self.database)) else 'the directory of '
+            raise Unreachable(f'{what}the database {self.database} is gone')    # make no new one
         try:
             self.take_database(unreachable is not None)
         except Conflict:
