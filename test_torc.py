@@ -29324,6 +29324,45 @@ class WatchTest(CommandTest):
         self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
 
     @slow
+    def test_a_server_that_goes_while_another_watch_is_waited_for_is_waited_for_too(self):
+        self.world.serve()
+        self.make(self.PLAIN)
+        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 600.0}
+        with self.world.connect() as client:
+            client.call('watch_workflow', body, workflow_id=1)
+        process = self.world.start('watch', 1)
+        self.world.wait(lambda: 'may be dead' in process.err, 20, 'the doubt', [process])
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        self.world.server.kill()
+        self.world.wait(lambda: 'waiting for up to 20m' in process.err, 40, 'the silence', [process])
+        self.world.serve('--port', port)
+        self.world.wait(lambda: 'the server answers after' in process.err, 30, 'the answer', [process])
+        with self.world.connect() as client:
+            client.call('watch_workflow', body, workflow_id=1)
+        self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
+
+    @slow
+    def test_a_database_that_is_gone_is_waited_for_and_not_made_anew(self):
+        self.make(self.PLAIN)
+        process, path = self.watch('--persistent'), self.world.path('torc_output', 'torc.db')
+        with self.world.inside():
+            store = torc.Client.connect(database=path)      # so that the watch has it no more
+        with contextlib.closing(store):
+            os.rename(path, path + '.away')
+        self.world.wait(lambda: 'torc.db is gone' in process.err, 30, 'the loss', [process])
+        self.assertFalse(os.path.exists(path))
+        os.rename(path + '.away', path)
+        self.world.wait(lambda: 'the server answers after' in process.err, 30, 'the answer', [process])
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertExit(0, process.finish())
+
+    def test_a_log_that_cannot_be_written_is_the_fault_of_its_place(self):
+        self.make(self.PLAIN)
+        os.makedirs(self.world.path('torc_output', f'watch_{socket.gethostname()}_wf1.log'))
+        self.assertExit(2, self.world.main('watch', 1, '--once'), 'cannot write the log torc_output/watch_',
+                        'give another place with --output-dir')
+
+    @slow
     def test_a_server_that_is_away_is_waited_for_and_what_happened_meanwhile_is_seen(self):
         self.world.write('code', '3')
         self.world.serve()

@@ -36690,15 +36690,19 @@ class Supervision:
         while True:
             try:
                 self.renew()
+                self.note_answer()
                 return True
+            except (Unreachable, Conflict) as error:
+                self.bear(error)
             except Refused:
+                self.note_answer()
                 if not self.rival or self.args['once'] or process_lives(self.rival['process']) \
                         or until not in (None, self.rival['until']):
                     raise
-            if until is None:
-                self.say(f"the watch on host {self.rival['process'].get('host')} may be dead: waiting until "
-                         f"{format_time(self.rival['until'])} to see whether it goes on")
-            until = self.rival['until']
+                if until is None:
+                    self.say(f"the watch on host {self.rival['process'].get('host')} may be dead: waiting "
+                             f"until {format_time(self.rival['until'])} to see whether it goes on")
+                until = self.rival['until']
             self.session.client.close()
             if self.is_ended(wakeup, time.monotonic() + TAKEOVER_PAUSE_S):
                 return False
@@ -36740,20 +36744,28 @@ class Supervision:
         try:
             code = self.poll()
         except (Unreachable, Conflict) as error:
-            now = time.monotonic()
-            self.silent_at = now if self.silent_at is None else self.silent_at
-            if now - self.silent_at >= self.window_s or self.args['once']:
-                self.say(f'given up: {error.message}', 'error')
-                raise
-            self.say_once(f'waiting for up to {format_elapsed(self.window_s)}: {error.message}', 'warning')
+            self.bear(error)
             return None
         except TorcError as error:
             self.say(error.message, 'error')
             raise
+        self.note_answer()
+        return code
+
+    def bear(self, error: TorcError) -> None:
+        """No answer: wait for one, unless that has lasted for too long."""
+        now = time.monotonic()
+        self.silent_at = now if self.silent_at is None else self.silent_at
+        if now - self.silent_at >= self.window_s or self.args['once']:
+            self.say(f'given up: {error.message}', 'error')
+            raise error
+        self.say_once(f'waiting for up to {format_elapsed(self.window_s)}: {error.message}', 'warning')
+
+    def note_answer(self) -> None:
+        """The server has answered."""
         if self.silent_at is not None:
             self.say(f'the server answers after {format_elapsed(time.monotonic() - self.silent_at)}')
         self.silent_at = None
-        return code
 
     def poll(self) -> Optional[int]:
         """Steps until there is nothing to do but wait: None, or the exit code of the end."""
@@ -36952,8 +36964,9 @@ def cmd_watch(session: Session, args: Arguments) -> int:
     prepare_output_dir(session, options)
     name = f"watch_{socket.gethostname()}_wf{workflow['id']}.log"
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(OutputDirectory(args['output_dir']))
-        log_file = stack.enter_context(contextlib.closing(RunLog(output, name, 'info')))
+        with writing(f"the log {os.path.join(args['output_dir'], name)}", '--output-dir'):
+            output = stack.enter_context(OutputDirectory(args['output_dir']))
+            log_file = stack.enter_context(contextlib.closing(RunLog(output, name, 'info')))
         wakeup = stack.enter_context(contextlib.closing(Wakeup()))
         return Supervision(session, workflow, args, log_file).run(wakeup)
 
