@@ -8955,6 +8955,24 @@ class WatchRecordTest(ServiceTest):
         self.assertEqual([0, 1], [idle(name='b'), idle(name='b', schedules=True)])
 
 
+    def test_losses_are_known_until_somebody_has_submitted_for_them(self):
+        def lost(**more: Any) -> bool:
+            return self.watch(**more)['has_losses']
+        self.end(1)
+        self.store.run("INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, "
+                       "status, reason) VALUES (?, 7, 1, 'slurm', 'complete', 'it was lost')", (self.workflow_id,))
+        self.assertFalse(lost())        # before anybody watched
+        self.end(0)
+        self.store.run("UPDATE scheduled_compute_node SET reason = 'its last runner has left'")
+        self.assertFalse(lost())
+        for lose in (lambda: self.end(1), lambda: self.store.run("UPDATE scheduled_compute_node SET reason = 'it was lost'")):
+            lose()
+            self.assertEqual([True, True, False, False],
+                             [lost(), lost(leaves=True), lost(schedules=True), lost()])
+        self.end(1)
+        self.assertEqual([True, False, False], [lost(), lost(recovers=True), lost()])
+
+
 class UnplannedJobsTest(ServiceTest):
     """Which ready jobs no allocation was planned for, or is there for."""
     HEAD, make, allocate = WaitingTest.HEAD, WaitingTest.make, WaitingTest.allocate
@@ -24598,7 +24616,7 @@ class WatcherTest(unittest.TestCase):
     def step(self, watcher: Any, now: float, *said: Any, **more: Any) -> Tuple[str, str, int]:
         """The first step of a poll: name, reason, exit code."""
         watcher.begin_poll()
-        return tuple(watcher.next_step(now, watched(*said, **more)))
+        return tuple(watcher.next_step(now, watched(*said, **more)))[:3]
 
     def test_what_follows_from_what_is_seen_after_slurm_was_asked(self):
         rules = {
@@ -24635,12 +24653,18 @@ class WatcherTest(unittest.TestCase):
             2 ready                      -          recover   ours=1          schedule  0     2 jobs are
             2 ready                      -          recover   ours=1,local=0  wait      0     nobody is
             2 ready                      -          plain     ours=1          wait      0     nobody is
-            2 ready                      -          once      -               end       1     nobody is
+            2 ready                      -          recover   losses=1        schedule  0     2 jobs are
+            2 ready                      -          recover   losses=1,local=0  wait    0     nobody is
+            2 ready                      -          plain     losses=1        wait      0     nobody is
+            2 ready                      -          once      -               end       1     (`recover` it,
+            2 ready                      -          once      local=0         end       1     (`submit` it,
+            2 ready                      -          once      local=0,scheduler=0  end  1     (`run` it,
             2 ready                      -          keep      -               wait      0     nobody is
             3 uninitialized              -          once      -               end       1     3 uninitialized
         """)
         keys = {'done': 'recoveries', 'begun': 'is_begun', 'ours': 'is_recovered',
-                'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled'}
+                'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled',
+                'losses': 'has_losses'}
         for row in table:
             with self.subTest(**row):
                 pairs = [pair.split('=') for pair in filter(None, row['more'].split(','))]
@@ -24683,7 +24707,7 @@ class WatcherTest(unittest.TestCase):
         name, reason, code = self.step(watcher, 3.0, '1 ready', labels={'gpu': 1})
         self.assertEqual(('end', 1), (name, code))
         self.assertEqual('nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu '
-                         '(`submit` or `run` it, or give --auto-schedule or --persistent)', reason)
+                         '(`submit` it, or give --auto-schedule or --persistent)', reason)
 
     def test_labelled_jobs_get_no_allocation(self):
         watcher = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True))
@@ -24713,6 +24737,32 @@ class WatcherTest(unittest.TestCase):
         plain = torc.Watcher(torc.WatchRules())
         plain.on_look(0.0, [])
         self.assertEqual('wait', plain.next_step(1.0, watched('9 ready', '1 active', began_at=0.0)).name)
+
+    def test_what_a_loss_leaves_to_few_allocations_is_planned_anew(self):
+        for age_s, counts, wanted in ((1799, '9 ready', 'wait'), (1800, '5 ready', 'schedule'), (1800, '4 ready', 'count'),
+                                      (7200, '1 ready', 'schedule'), (7200, '1 blocked', 'wait')):
+            with self.subTest(age_s=age_s, counts=counts):
+                watcher = torc.Watcher(torc.WatchRules(schedules=True))
+                watcher.on_look(0.0, [])
+                said = {'began_at': 10000.0 - age_s, 'has_losses': True}
+                self.assertEqual(wanted, self.step(watcher, 1.0, counts, '1 active', **said)[0])
+                self.assertIsNone(watcher.unplanned)    # all that is left
+                if wanted == 'schedule':
+                    watcher.on_enough(1.0)
+                    watcher.on_look(1800.0, [])
+                    self.assertEqual('wait', self.step(watcher, 1800.0, counts, '1 active', **said)[0])
+                    self.assertEqual('schedule', self.step(watcher, 1801.0, counts, '1 active', **said)[0])
+
+    def test_what_was_refused_beside_other_allocations_is_tried_when_they_are_gone(self):
+        watcher = torc.Watcher(torc.WatchRules(schedules=True))
+        watcher.on_look(0.0, [])
+        for _ in range(torc.SCHEDULE_FAILURES):
+            self.step(watcher, 0.0, '9 ready', '1 active')
+            watcher.on_schedule(0.0, 'sbatch: QOSMaxSubmitJobPerUserLimit')
+        self.assertEqual('schedule', self.step(watcher, 1.0, '9 ready')[0])
+        for _ in range(torc.SCHEDULE_FAILURES):
+            watcher.on_schedule(1.0, 'sbatch: no')
+        self.assertEqual('end', self.step(watcher, 1.0, '9 ready')[0])
 
     def test_allocations_that_could_not_be_submitted_are_tried_again_at_growing_intervals(self):
         watcher, now, pauses = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True)), 0.0, []
@@ -29470,6 +29520,38 @@ class WatchedSlurmTest(CommandTest):
         rows = self.json('scheduled-compute-nodes list 1')['items']
         self.assertEqual([(71, 'complete'), (100, 'pending')],
                          [(row['scheduler_id'], row['status']) for row in rows])
+
+    def cancel(self, *alive: str) -> None:
+        """An allocation with all jobs in it was canceled; squeue lists these, and then what was submitted."""
+        self.allocate(71)
+        self.begin(71)
+        self.fakes.write('sacct', f'printf "71|CANCELLED|0:0|{int(time.time())}|{os.getuid()}|tester\\n"')
+        said = 'printf "%s\\n" ' + ' '.join(alive)
+        self.looks(f'{said} "71|RUNNING|N/A"', said, said, f'{said}; cat "$fake"/job_*')
+
+    def test_a_watch_that_recovers_submits_again_what_was_lost_though_nothing_failed(self):
+        self.cancel()
+        done = self.watch('-r', '--profile', 'kestrel')
+        self.assertIn('4 jobs are ready, and there is no allocation', done.err)
+        self.assertIn('1 allocations submitted', done.err)
+        self.assertEqual((1, 1), (self.json('workflows get 1')['run_id'], len(self.fakes.calls('sbatch'))))
+
+    def test_one_that_does_not_names_the_command_that_does(self):
+        self.cancel()
+        done = self.watch('-f', 'json', code=1)
+        self.assertIn('jobs are left: 4 ready (`recover` it, or give --auto-schedule or --persistent)', done.err)
+        self.assertIn('to go on: torc.py recover 1\n', done.err)
+        self.assertEqual((1, 'torc.py recover 1'), tuple(done.json()[key] for key in ('workflow_id', 'next_command')))
+        self.assertExit(0, self.world.main('recover', 1, '--profile', 'kestrel'))
+        self.assertEqual(1, len(self.fakes.calls('sbatch')))
+
+    def test_where_what_is_left_will_do_a_loss_is_no_reason_for_more_and_that_is_no_failure(self):
+        self.allocate(72)
+        self.cancel('"72|PENDING|N/A"')
+        done = self.watch('--auto-schedule', '--auto-schedule-cooldown', 0, '--auto-schedule-threshold', 4, '--profile', 'kestrel')
+        self.assertIn('4 jobs are ready, and allocations were lost', done.err)
+        self.assertIn('no more allocations are submitted: 1 allocations that are queued or running are counted', done.err)
+        self.assertEqual([], self.fakes.calls('sbatch'))
 
     @slow
     def test_allocations_that_end_at_once_are_not_replaced_for_ever(self):

@@ -9594,6 +9594,7 @@ BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
 BROKEN_WORDS = tuple(STATUS_NAMES[code] for code in BROKEN)
 HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)  # what blocked jobs wait for in the end
 RUNNER_LEFT = 'its last runner'     # so begins the reason of an allocation that ended as it should
+ENDED_BADLY = f"workflow_id = ? AND status IN ('complete', 'canceled') AND reason NOT LIKE '{RUNNER_LEFT}%'"
 IDLE_REASONS = {READY: WAIT_REASONS['no_runner'], UNINITIALIZED: WAIT_REASONS['uninitialized']}
 PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
@@ -9667,8 +9668,7 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
         'SELECT job.id, job.name, result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
         f'WHERE result.workflow_id = ? AND is_current = 1 AND result.status = {COMPLETED} '
         'AND reason IS NOT NULL LIMIT ?', (workflow_id, limit))
-    ended = context.select('scheduled_compute_node', "WHERE workflow_id = ? AND status IN ('complete', "
-                           f"'canceled') AND reason NOT LIKE '{RUNNER_LEFT}%' ORDER BY id DESC LIMIT ?",
+    ended = context.select('scheduled_compute_node', f'WHERE {ENDED_BADLY} ORDER BY id DESC LIMIT ?',
                            (workflow_id, limit))
     return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
             'blockers': [explain_job(context, job_id) for job_id in blockers],
@@ -12535,7 +12535,7 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     holder = watcher.get('process')
     if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
         return {'granted': False, 'process': holder, 'until': watcher['until']}
-    idle = count_idle(context, workflow_id, watcher)
+    idle, losses = count_idle(context, workflow_id, watcher), find_losses(context, workflow_id, watcher)
     runs = watcher.get('recovered_runs', [])
     runs = [] if runs and state.run_id > runs[-1] + 1 else runs
     if body.get('recovers') and state.run_id not in runs:
@@ -12543,7 +12543,9 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
                'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
                'scheduled_at': watcher.get('scheduled_at'), 'idle_submissions': idle,
-               'last_result': watcher.get('last_result')}
+               'last_result': watcher.get('last_result'), 'losses': losses}
+    if body.get('schedules') or body.get('recovers'):
+        losses['has_any'] = False
     if body.get('schedules'):
         last = context.value('SELECT ifnull(max(id), 0) FROM result WHERE workflow_id = ?', (workflow_id,))
         watcher.update(scheduled_at=now, idle_submissions=idle + 1, last_result=last)
@@ -12556,8 +12558,20 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
             'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
             'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
             'has_scheduler': bool(has_scheduler), 'had_allocations': bool(had_allocations),
-            'run_id': state.run_id, 'idle_submissions': watcher['idle_submissions'],
+            'has_losses': losses['has_any'], 'run_id': state.run_id,
+            'idle_submissions': watcher['idle_submissions'],
             'status': get_workflow_status(context, workflow_id)}
+
+
+def find_losses(context: Context, workflow_id: int, watcher: Values) -> Values:
+    """Whether allocations have been lost, or jobs interrupted, since a watch has last submitted any."""
+    known = watcher.get('losses')
+    ended = context.value(f'SELECT count(*) FROM scheduled_compute_node WHERE {ENDED_BADLY}', (workflow_id,))
+    last = context.value('SELECT ifnull(max(id), 0) FROM result WHERE workflow_id = ?', (workflow_id,))
+    has_any = known is not None and (known['has_any'] or ended > known['ended'] or context.one(
+        'SELECT 1 FROM result WHERE workflow_id = ? AND id > ? AND is_interrupted = 1 LIMIT 1',
+        (workflow_id, known['last_result'])) is not None)
+    return {'has_any': has_any, 'ended': ended, 'last_result': last}
 
 
 def count_idle(context: Context, workflow_id: int, watcher: Values) -> int:
@@ -12841,8 +12855,8 @@ MODELS = {
         'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
-    'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_scheduler:bool '
-        'idle_submissions:int is_begun:bool '
+    'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_losses:bool '
+        'has_scheduler:bool idle_submissions:int is_begun:bool '
         'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float '
         'status:@WorkflowStatusResponse until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
@@ -29852,6 +29866,7 @@ class WatchStep(Row):
     name: str               # of WATCH_STEPS
     reason: str = ''        # for people
     exit: int = 0           # of an end
+    command: str = ''       # ... that goes on with the workflow: its name
 
 
 class Watcher:
@@ -29863,6 +29878,7 @@ class Watcher:
         self.doubts = []                # type: List[str]  # what it left open then
         self.still_polls = 0            # in a row that saw nobody at work
         self.unplanned = None           # type: Optional[List[int]]  # jobs, in this poll; None: not asked
+        self.was_at_work = False        # somebody, when that was last seen
         self.num_failures = 0           # of `schedule`, in a row, and
         self.failure = ''               # ... the last one
         self.retry_at = -math.inf       # `schedule` is left alone until then
@@ -29884,7 +29900,7 @@ class Watcher:
         if (num_allocations or is_active and not has_workers) and now - self.looked_at >= SLURM_LOOK_S:
             return WatchStep('look')
         if has_workers or is_active:
-            self.still_polls = 0
+            self.still_polls, self.was_at_work = 0, True
         if has_workers and is_over(counts):
             return WatchStep('wait', 'all jobs have ended; runners and allocations are about to')
         if is_over(counts):
@@ -29917,19 +29933,26 @@ class Watcher:
         is_due = self.rules.schedules and since_s >= self.rules.cooldown_s and now >= self.retry_at
         if not is_due or not counts['ready']:
             return WatchStep('wait', '; '.join(self.doubts))
+        least = 1 if 0 < self.rules.stranded_s <= since_s else self.rules.threshold
+        number = unlabelled_ready(seen['status'])
+        if seen.get('has_losses') and number >= least:      # what is left may have too much to do
+            return WatchStep('schedule', f'{number} jobs are ready, and allocations were lost')
         if self.unplanned is None:
             return WatchStep('count')
-        number, is_stranded = len(self.unplanned), 0 < self.rules.stranded_s <= since_s
-        if number < self.rules.threshold and not (number and is_stranded):
+        if len(self.unplanned) < least:
             return WatchStep('wait', '; '.join(self.doubts))
-        return WatchStep('schedule', f'{number} ready jobs are in no plan')
+        return WatchStep('schedule', f'{len(self.unplanned)} ready jobs are in no plan')
 
     def judge_standstill(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
         """Jobs are left, and nobody is at work."""
+        if self.was_at_work:    # what was refused beside other allocations may be taken now
+            self.was_at_work, self.num_failures, self.retry_at = False, 0, -math.inf
         unserved = seen['status'].get('unserved_ready_labels') or {}
-        number = counts['ready'] - sum(unserved.values())
-        # What `recover` begins it also submits; unless it was killed, or Slurm took nothing.
-        is_ours = self.rules.recovers and seen['is_recovered'] and seen['had_allocations']
+        number = unlabelled_ready(seen['status'])
+        # What `recover` begins it also submits, unless it was killed, or Slurm took nothing; and again when
+        # that was lost.
+        is_ours = self.rules.recovers and seen['had_allocations'] \
+            and (seen['is_recovered'] or seen.get('has_losses'))
         if number > 0 and (self.rules.schedules or is_ours) and seen['has_scheduler']:
             idle = seen['idle_submissions']
             is_early = now < self.retry_at \
@@ -29946,8 +29969,10 @@ class Watcher:
         reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
         if self.rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not self.rules.is_once:
             return WatchStep('wait', reason)
-        cure = '`submit` or `run` it, or give --auto-schedule or --persistent'
-        return WatchStep('end', f'{reason} ({cure})', 1)
+        command = 'recover' if number > 0 and seen['had_allocations'] else \
+            'submit' if seen['has_scheduler'] else 'run'
+        reason += f' (`{command}` it, or give --auto-schedule or --persistent)'
+        return WatchStep('end', reason, 1, command)
 
     # -------- what came of a step --------
 
@@ -29965,6 +29990,10 @@ class Watcher:
         self.failure = failure
         self.retry_at = now + submission_pause(self.num_failures) if failure else -math.inf
 
+    def on_enough(self, now: float) -> None:
+        """The allocations that are there will do."""
+        self.num_failures, self.retry_at = 0, now + max(SCHEDULE_RETRY_S, self.rules.cooldown_s)
+
     def on_recover(self, run_id: int, refusal: str) -> None:
         """What failed in a run was reset, or why not."""
         self.refusal = run_id, refusal or 'nothing came of it'
@@ -29978,6 +30007,11 @@ def submission_pause(failures: int) -> float:
 def scheduled_nodes(status: Dict[str, Any]) -> int:
     """Allocations that wait or are at work, by a workflow's status."""
     return status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+
+
+def unlabelled_ready(status: Dict[str, Any]) -> int:
+    """Ready jobs for which any runner will do, less those with a label that no runner has."""
+    return status['jobs_by_status']['ready'] - sum((status.get('unserved_ready_labels') or {}).values())
 
 
 def is_over(counts: Dict[str, int]) -> bool:
@@ -36727,6 +36761,7 @@ class Supervision:
             if self.is_ended(wakeup, began + self.args['poll_interval']):
                 self.say('interrupted; started again, it goes on')
                 self.leave(False)
+                self.show_end('interrupted', 130)
                 return 130
 
     @staticmethod
@@ -36824,14 +36859,17 @@ class Supervision:
         self.say(f'Watch ended: {format_counts(counts)}')
         # Whoever is started again and again is not to begin anew what was given up.
         self.leave(not step.exit or not self.args['once'])
-        self.show_end(step.reason, step.exit)
+        command = command_line(self.session, step.command, self.number) if step.command else ''
+        if command:
+            self.say(f'to go on: {command}')
+        self.show_end(step.reason, step.exit, **({'next_command': command} if command else {}))
 
-    def show_end(self, reason: str, code: int) -> None:
+    def show_end(self, reason: str, code: int, **more: Any) -> None:
         """The outcome as JSON, if that is asked for."""
         if self.session.format == 'json':
             self.session.show_json({'workflow_id': self.number, 'is_complete': not code, 'reason': reason,
                                     'recoveries': self.seen['recoveries'],
-                                    'jobs_by_status': self.seen['status']['jobs_by_status']})
+                                    'jobs_by_status': self.seen['status']['jobs_by_status'], **more})
 
     def say_counts(self) -> None:
         """The counts of jobs: as they change, or each time if that is asked for."""
@@ -36901,6 +36939,9 @@ class Supervision:
             done = regenerate_workflow(self.session, self.session.workflow(self.number), options)
             if not done.get('allocations_submitted'):
                 failure = '; '.join(done.get('warnings') or ()) or 'nothing was submitted'
+                if scheduled_nodes(self.seen['status']) and not lacks_allocations(done):
+                    self.watcher.on_enough(time.monotonic())
+                    return self.say(f'no more allocations are submitted: {failure}')
         except (Unreachable, Conflict):
             raise
         except (TorcError, OSError) as error:
