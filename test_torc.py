@@ -29406,6 +29406,34 @@ class WatchTest(CommandTest):
         self.assertExit(0, self.world.cli('run', 1))
         self.assertExit(0, process.finish())
 
+    def test_what_can_only_fail_later_is_refused_at_once(self):
+        self.make(self.PLAIN)
+        for words, text in ((['--recovery-hook', ''], '--recovery-hook is empty'),
+                            (['--recovery-hook', "a 'b"], '--recovery-hook "a \'b": No closing quotation'),
+                            (['--ai-recovery'], '--ai-recovery needs --ai-agent PROGRAM'),
+                            (['--profile', 'kestral'], "there is no profile 'kestral', did you mean 'kestrel'?")):
+            self.assertExit(2, self.world.main('watch', 1, '--once', *words), text)
+
+    def test_nobody_takes_over_while_the_hook_runs(self):
+        self.world.write('code', '3')
+        self.make(self.PLAIN)
+        self.world.cli('run', 1)
+        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 60.0}
+        self.world.write('hook.py', f"""
+            import os, sys, time
+            sys.path.insert(0, {os.path.dirname(os.path.abspath(torc.__file__))!r})
+            import torc
+            began = time.monotonic()
+            while time.monotonic() < began + 2:     # longer than the lease
+                with torc.Client.connect(os.environ['TORC_API_URL']) as client:
+                    if client.call('watch_workflow', {body!r}, workflow_id=1)['granted']:
+                        sys.exit('taken over')
+            sys.exit(9)
+            """)
+        with unittest.mock.patch.multiple(torc, WATCH_LEASE_S=1.0, PROGRAM_LOOK_S=0.1):
+            done = self.world.main('watch', 1, '-p', 0.05, '-r', '--recovery-hook', f'{sys.executable} hook.py')
+        self.assertExit(1, done, 'ended with return code 9: nothing was changed')
+
     def test_a_log_that_cannot_be_written_is_the_fault_of_its_place(self):
         self.make(self.PLAIN)
         os.makedirs(self.world.path('torc_output', f'watch_{socket.gethostname()}_wf1.log'))

@@ -35952,6 +35952,7 @@ RECOVERED_STATUSES = ('failed', 'terminated')   # canceled ones run again with w
 RECOVER_ROWS_SHOWN = 500        # of a class of failures
 AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as their last argument
 AGENT_LIMIT_S = 3600.0
+PROGRAM_LOOK_S = 60.0           # so often a watch says that it goes on while a program of the user runs
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
 
@@ -35972,6 +35973,7 @@ class RecoverOptions(Row):
     ai_recovery: bool = False
     ai_agent: Optional[str] = None  # command of a program that takes a prompt as its last word
     settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
+    meanwhile: Callable[[], Any] = bool     # called now and then while a hook or agent runs
 
     @property
     def kinds(self) -> List[str]:
@@ -36283,7 +36285,7 @@ class Recovery:
     def carry_out(self) -> None:
         """The hook, which may veto; then the change; then the allocations."""
         if self.hook_words:
-            run_hook(self.session, self.workflow, self.hook_words)
+            run_hook(self.session, self.workflow, self.hook_words, self.options.meanwhile)
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
             self.workflow = self.session.workflow(self.workflow_id)
@@ -36433,8 +36435,18 @@ def split_command(text: str, option: str) -> List[str]:
     return words
 
 
+def refuse_bad_programs(args: Arguments) -> None:
+    """Refuse programs of the user that cannot be called before one is needed, perhaps in a week."""
+    for option in ('--recovery-hook', '--ai-agent'):
+        text = args[option[2:].replace('-', '_')]
+        if text is not None:
+            split_command(text, option)
+    if args['ai_recovery'] and not args['ai_agent']:
+        raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
+
+
 def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
-                limit_s: Optional[float] = None) -> int:
+                limit_s: float = math.inf, meanwhile: Callable[[], Any] = bool) -> int:
     """Run a program of the user to its end, its output on our stderr; its return code."""
     environment = user_environment(session, workflow)
     try:
@@ -36449,7 +36461,7 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
         raise BadInput(printable(f'{option}: {words[0]} cannot be started: {cause}')) from None
     with process:
         try:
-            said, _ = process.communicate(timeout=limit_s)
+            said = await_program(process, time.monotonic() + limit_s, meanwhile)
         except subprocess.TimeoutExpired:
             process.kill()
             raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
@@ -36461,9 +36473,21 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     return process.returncode
 
 
-def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
+def await_program(process: Any, until: float, meanwhile: Callable[[], Any]) -> Optional[bytes]:
+    """Wait for the end of a process, what it says; `meanwhile` is called now and then. TimeoutExpired."""
+    while True:
+        try:
+            return process.communicate(timeout=min(PROGRAM_LOOK_S, until - time.monotonic()))[0]
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= until:
+                raise
+        meanwhile()
+
+
+def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str],
+             meanwhile: Callable[[], Any]) -> None:
     """Run the recovery hook. Refused if it fails: nothing changes."""
-    code = run_program(session, words, workflow, '--recovery-hook')
+    code = run_program(session, words, workflow, '--recovery-hook', meanwhile=meanwhile)
     if code:
         raise Refused(printable_line(f"the recovery hook '{words[0]}' ended with return code {code}: nothing "
                                      'was changed'))
@@ -36484,12 +36508,10 @@ Jobs:
 def run_agent(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
               jobs: Sequence[Dict[str, Any]]) -> None:
     """Let the program of the user's choice decide about failures; what it leaves stays undecided."""
-    if not options.ai_agent:
-        raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
-    words = split_command(options.ai_agent, '--ai-agent')
+    words = split_command(options.ai_agent or '', '--ai-agent')
     words += AGENT_WORDS.get(os.path.basename(words[0]), []) if len(words) == 1 else []
     code = run_program(session, [*words, format_prompt(session, workflow, options, jobs)], workflow,
-                       '--ai-agent', AGENT_LIMIT_S)
+                       '--ai-agent', AGENT_LIMIT_S, options.meanwhile)
     if code:
         session.report(printable_line(f'warning: {words[0]} ended with return code {code}'))
 
@@ -36591,6 +36613,7 @@ def ask_allocations(recovery: Recovery) -> None:
 
 def cmd_recover(session: Session, args: Arguments) -> int:
     """Let failed jobs run again with what they lacked."""
+    refuse_bad_programs(args)
     workflow_id = choose_workflow(session, args)
     names = set(RecoverOptions._fields) & set(args)
     options = RecoverOptions(**{name: args[name] for name in names}, is_dry_run=bool(args['dry_run']))
@@ -36981,7 +37004,13 @@ class Supervision:
     def recover_options(self) -> Any:
         """Options of `recover` from those of `watch`."""
         names = set(RecoverOptions._fields) & set(self.args)
-        return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings())
+        return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings(),
+                              meanwhile=self.go_on)
+
+    def go_on(self) -> None:
+        """Say that we still watch. Refused, which ends what runs, if somebody else does."""
+        with contextlib.suppress(Unreachable, Conflict):
+            self.renew()
 
 
 def text_of_failure(error: Exception) -> str:
@@ -37000,6 +37029,9 @@ def watch_rules(args: Arguments) -> WatchRules:
 def cmd_watch(session: Session, args: Arguments) -> int:
     """Watch a workflow until it is complete, recover it, and see that its jobs have allocations."""
     options = RunnerOptions(output_dir=args['output_dir'])
+    refuse_bad_programs(args)
+    if args['profile'] not in (None, LIVE_PROFILE):
+        find_profile(args['profile'], hpc_config(session))
     await_server(session, options)
     workflow = session.workflow(args['workflow_id'])
     prepare_output_dir(session, options)
@@ -37662,15 +37694,17 @@ COMMANDS = (
     Command('watch', cmd_watch, 'watch a workflow until it is complete: clean up, recover, add allocations', (
         NEEDED_WF,
         Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server; Slurm is asked '
-                 f'every {SLURM_LOOK_S:g} at most', at_least(0.01, parse_seconds),
+                 f'once in {SLURM_LOOK_S:g} at most', at_least(0.01, parse_seconds),
                  default=DEFAULT_WATCH_POLL_S),
-        Argument('-r --recover', '', 'run again what failed, as `recover` does'),
+        Argument('-r --recover', '', 'run again what failed, or was lost with its allocation, as `recover` '
+                 'does'),
         Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number)', at_least(0)),
         *RECOVER_OPTIONS,
         Argument('-s --show-job-counts', '', 'report the counts of jobs at each poll'),
         Argument('--persistent', '', 'go on while nobody is at work: runners are started elsewhere'),
         Argument('--once', '', 'one poll, for crontab and scrontab; exit code 1 as long as jobs are left'),
-        Argument('--auto-schedule', '', 'submit allocations for ready jobs that none is there for'),
+        Argument('--auto-schedule', '', 'submit allocations for ready jobs that none is there for, or that '
+                 'lost ones leave to few'),
         Argument('--auto-schedule-threshold', 'N', '... as soon as there are so many (default 5)',
                  at_least(1), default=5),
         Argument('--auto-schedule-cooldown', 'SECONDS', '... so much after the last time (default 1800)',
