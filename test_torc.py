@@ -31957,7 +31957,9 @@ class SlurmTravelTest(SlurmTest, FlowTest):
     def test_the_script_of_the_readme_submits_itself_until_it_is_ended_for_good(self) -> None:
         form = re.compile(r'^#!/bin/bash\n#SBATCH --job-name=torc-server.*?^exec .*?\n', re.M | re.S)
         script = form.search(read_text(os.path.join(HERE, 'README.md'))).group()
-        for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:05:00'), ('sleep 60', 'sleep 3'),
+        pause = re.search(r'\(while sleep ([0-9]+) && kill', script)
+        self.assertGreater(float(pause.group(1)), torc.HOLDER_PATIENCE_S + torc.Lease.watch_s())    # or it never ends
+        for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:05:00'), ('sleep 300', 'sleep 3'),
                          ('python3 /path/torc.py', self.torc), ('torc-server', 'torc-' + self.world.mark)):
             self.assertIn(old, script)
             script = script.replace(old, new)
