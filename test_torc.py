@@ -29406,6 +29406,15 @@ class WatchTest(CommandTest):
         self.assertExit(0, self.world.cli('run', 1))
         self.assertExit(0, process.finish())
 
+    def test_scripts_get_json_however_it_ends(self):
+        self.make(self.PLAIN)
+        done = self.assertExit(4, self.world.main('-f', 'json', 'watch', 9))
+        self.assertEqual({'status': 'error', 'error': 'there is no workflow 9', 'message': 'there is no workflow 9'}, done.json())
+        with unittest.mock.patch.object(torc.Supervision, 'is_ended', return_value=True):
+            done = self.assertExit(130, self.world.main('-f', 'json', 'watch', 1))
+        self.assertEqual((False, 'interrupted', 2), (done.json()['is_complete'], done.json()['reason'],
+                                                     done.json()['jobs_by_status']['uninitialized']))
+
     def test_what_can_only_fail_later_is_refused_at_once(self):
         self.make(self.PLAIN)
         for words, text in ((['--recovery-hook', ''], '--recovery-hook is empty'),

@@ -38369,9 +38369,10 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
-# Commands whose errors Torc 1.0 prints as JSON on stdout, too.
+# Commands whose errors Torc 1.0 prints as JSON on stdout, too; and `watch`, whose outcome scripts wait for.
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
-               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover')
+               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
+               'watch')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 
 
