@@ -18052,7 +18052,9 @@ class BatchScriptTest(unittest.TestCase):
 
     def test_a_chain_shares_its_name_and_one_allocation_at_a_time_starts(self):
         found = self.options({'serialize_allocations': True}, {'slurm_defaults': {'dependency': 'afterok:1'}}, {'prefix': 'x'})
-        self.assertEqual(('torc-wf7-sched3', 'singleton'), (found['job-name'], found['dependency']))
+        self.assertEqual(('torc-wf7-sched3-abcdef', 'singleton'), (found['job-name'], found['dependency']))
+        other = self.submission({'serialize_allocations': True})._replace(database_id='fedcba' * 6)
+        self.assertEqual('torc-wf7-sched3-fedcba', torc.job_name_of(other))     # a chain of its own
         words = torc.runner_words(self.submission({'serialize_allocations': True}, None, {'num_allocations': 50}), self.CALLER)
         self.assertNotIn('--startup-delay-seconds', words)
         self.assertEqual('xwf7_a12', self.options(settings={'prefix': 'x'})['job-name'])
@@ -27444,7 +27446,7 @@ class SubmitTest(SubmitCase):
             self.assertIn(message, outcome.err)
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '--scheduler-config-id', 2))
         self.assertIn('#SBATCH --dependency=singleton\n', read_text(self.fakes.path('script')))
-        self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2\|torc:')
+        self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2-([0-9a-f]{6})\|torc:\1')
 
     @slow
     def test_a_password_from_the_command_line_reaches_the_runners_but_no_script(self):
@@ -27533,7 +27535,7 @@ class SlurmSubmitTest(SlurmTest):
     def test_a_chain_runs_one_at_a_time_and_cancel_ends_all_of_it(self):
         self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", serialize_allocations: true, walltime:'))
         done = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml'))
-        self.assertEqual(['torc-wf1-sched1'] * 2, [row.name for row in self.live_allocations()])
+        self.assertEqual(['torc-wf1-sched1-'] * 2, [row.name[:-6] for row in self.live_allocations()])
         canceled = self.assertExit(0, self.world.cli('-f', 'json', 'cancel', 1)).json()['canceled_slurm_jobs']
         self.assertEqual(done.json()['slurm_job_ids'], canceled)
         self.wait_slurm(lambda: not self.live_allocations(), 20, 'the end of the allocations')
@@ -28086,7 +28088,7 @@ class ChainTest(SubmitCase):
                                                      (4, 'what', 60, 4), (10 ** 6, '01:00:00', 3600, 10000)):
             self.assertEqual(count, torc.count_links(num_jobs, walltime, runtime_s, 300), (num_jobs, walltime, runtime_s))
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
-        self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
+        self.assertEqual(['torc-wf1-sched1-'] * 4, [line.split('|')[2][:-6] for line in self.queue()])
 
     @slow
     def test_regenerate_adds_the_links_that_are_missing(self):
@@ -28096,7 +28098,7 @@ class ChainTest(SubmitCase):
         made = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')).json()
         self.assertEqual([(1, 's', 1, 10)], [tuple(row[key] for key in ('id', 'name', 'num_allocations', 'job_count'))
                                              for row in made['schedulers_created']])
-        self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
+        self.assertEqual(['torc-wf1-sched1-'] * 4, [line.split('|')[2][:-6] for line in self.queue()])
 
     def test_two_at_once_do_not_both_lengthen_it(self):
         self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))

@@ -22775,10 +22775,13 @@ def record_of_comment(text: str) -> Optional[int]:
 
 
 def job_name_of(submission: Submission) -> str:
-    """Name of the Slurm job. Those of a chain share it: --dependency=singleton goes by name and user."""
+    """Name of the Slurm job. Those of a chain share it: --dependency=singleton goes by name and user.
+
+    So no other chain may have it, of the same workflow or scheduler by number in another database.
+    """
     scheduler = submission.scheduler
     if scheduler.get('serialize_allocations'):
-        return f"torc-wf{submission.workflow['id']}-sched{scheduler['id']}"
+        return f"torc-wf{submission.workflow['id']}-sched{scheduler['id']}-{submission.database_id[:6]}"
     return submission_name(submission)
 
 
