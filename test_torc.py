@@ -23860,6 +23860,23 @@ class OfflineDrainTest(RunnerCase):
         self.assertEqual(({1, 2}, []), (set(answer['completed']), answer['errors']))
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 3, 'failed')], self.results())
 
+    def test_what_ends_as_a_stopped_runner_finds_its_server_gone_is_on_disk_at_once(self):
+        self.create(self.UNTIL.format(1))       # SIGKILL may come before the window is over
+        self.is_away = lambda: self.has('ran1') and not self.has('back')
+        seen = []       # type: List[Any]
+
+        def asked() -> None:
+            if not self.has('stopped'):
+                self.world.write('stopped', '')
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif self.ends() and not seen:
+                seen.append((self.ends(), 'entering offline-drain mode' in self.log()))
+                self.world.write('back', '')
+        self.asked = asked
+        self.run_it()
+        self.assertEqual([({1: ('terminated', 143)}, False)], seen)
+        self.assertEqual([(1, 1, 143, 'terminated')], self.results())
+
     def test_a_completion_whose_answer_was_lost_is_in_the_journal_too(self):
         self.create(self.UNTIL.format(1), 'true', **self.NO_WINDOW)
         self.is_away = lambda: self.has('gone')

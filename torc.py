@@ -25249,6 +25249,7 @@ class ServerLink:
         self.state = 'online'
         self.silent_since = 0.0     # monotonic; unless online
         self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
+        self.is_hurried = False     # the runner is being stopped
         self.ping_interval_s = context.options.ping_interval_s
         self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.end = math.inf         # monotonic; then no answer is waited for
@@ -25326,8 +25327,8 @@ class ServerLink:
             self.report_soon(0)
 
     def shorten_window(self, window_s: float) -> None:
-        """Try no longer than so many seconds to reach a silent server."""
-        self.window_s = min(self.window_s, window_s)
+        """We are being stopped: try no longer than so many seconds to reach a silent server."""
+        self.window_s, self.is_hurried = min(self.window_s, window_s), True
 
     # ---- among the workflow's compute nodes ----
 
@@ -25598,6 +25599,11 @@ class ServerLink:
                                  f'{self.ping_interval_s:g} s; what runs goes on', 'warning')
 
     @property
+    def needs_journal(self) -> bool:
+        """Whether the server is away for too long; or at all while we are stopped, for SIGKILL may come first."""
+        return self.state == 'offline' or self.state == 'silent' and self.is_hurried
+
+    @property
     def is_quiet(self) -> bool:
         """Whether the server is away for too long, and no child is left."""
         return self.state == 'offline' and not self.call.has_children()
@@ -25640,7 +25646,7 @@ class OfflineDrain:
 
     def unkept(self) -> Dict[Attempt, Tuple[str, bool]]:
         """Completions to be written: state, and whether its row of slurm_stats is there. Both may follow."""
-        is_away = self.is_last or self.link.state == 'offline'
+        is_away = self.is_last or self.link.needs_journal
         if not (is_away or self.kept):
             return {}
         accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
