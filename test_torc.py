@@ -8990,6 +8990,24 @@ class WatchRecordTest(ServiceTest):
         self.assertEqual([0, 1], [idle(name='b'), idle(name='b', schedules=True)])
 
 
+    def test_losses_are_known_until_somebody_has_submitted_for_them(self):
+        def lost(**more: Any) -> bool:
+            return self.watch(**more)['has_losses']
+        self.end(1)
+        self.store.run("INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, "
+                       "status, reason) VALUES (?, 7, 1, 'slurm', 'complete', 'it was lost')", (self.workflow_id,))
+        self.assertFalse(lost())        # before anybody watched
+        self.end(0)
+        self.store.run("UPDATE scheduled_compute_node SET reason = 'its last runner has left'")
+        self.assertFalse(lost())
+        for lose in (lambda: self.end(1), lambda: self.store.run("UPDATE scheduled_compute_node SET reason = 'it was lost'")):
+            lose()
+            self.assertEqual([True, True, False, False],
+                             [lost(), lost(leaves=True), lost(schedules=True), lost()])
+        self.end(1)
+        self.assertEqual([True, False, False], [lost(), lost(recovers=True), lost()])
+
+
 class UnplannedJobsTest(ServiceTest):
     """Which ready jobs no allocation was planned for, or is there for."""
     HEAD, make, allocate = WaitingTest.HEAD, WaitingTest.make, WaitingTest.allocate
@@ -18086,7 +18104,9 @@ class BatchScriptTest(unittest.TestCase):
 
     def test_a_chain_shares_its_name_and_one_allocation_at_a_time_starts(self):
         found = self.options({'serialize_allocations': True}, {'slurm_defaults': {'dependency': 'afterok:1'}}, {'prefix': 'x'})
-        self.assertEqual(('torc-wf7-sched3', 'singleton'), (found['job-name'], found['dependency']))
+        self.assertEqual(('torc-wf7-sched3-abcdef', 'singleton'), (found['job-name'], found['dependency']))
+        other = self.submission({'serialize_allocations': True})._replace(database_id='fedcba' * 6)
+        self.assertEqual('torc-wf7-sched3-fedcba', torc.job_name_of(other))     # a chain of its own
         words = torc.runner_words(self.submission({'serialize_allocations': True}, None, {'num_allocations': 50}), self.CALLER)
         self.assertNotIn('--startup-delay-seconds', words)
         self.assertEqual('xwf7_a12', self.options(settings={'prefix': 'x'})['job-name'])
@@ -23892,6 +23912,23 @@ class OfflineDrainTest(RunnerCase):
         self.assertEqual(({1, 2}, []), (set(answer['completed']), answer['errors']))
         self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 3, 'failed')], self.results())
 
+    def test_what_ends_as_a_stopped_runner_finds_its_server_gone_is_on_disk_at_once(self):
+        self.create(self.UNTIL.format(1))       # SIGKILL may come before the window is over
+        self.is_away = lambda: self.has('ran1') and not self.has('back')
+        seen = []       # type: List[Any]
+
+        def asked() -> None:
+            if not self.has('stopped'):
+                self.world.write('stopped', '')
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif self.ends() and not seen:
+                seen.append((self.ends(), 'entering offline-drain mode' in self.log()))
+                self.world.write('back', '')
+        self.asked = asked
+        self.run_it()
+        self.assertEqual([({1: ('terminated', 143)}, False)], seen)
+        self.assertEqual([(1, 1, 143, 'terminated')], self.results())
+
     def test_a_completion_whose_answer_was_lost_is_in_the_journal_too(self):
         self.create(self.UNTIL.format(1), 'true', **self.NO_WINDOW)
         self.is_away = lambda: self.has('gone')
@@ -24667,7 +24704,7 @@ class WatcherTest(unittest.TestCase):
     def step(self, watcher: Any, now: float, *said: Any, **more: Any) -> Tuple[str, str, int]:
         """The first step of a poll: name, reason, exit code."""
         watcher.begin_poll()
-        return tuple(watcher.next_step(now, watched(*said, **more)))
+        return tuple(watcher.next_step(now, watched(*said, **more)))[:3]
 
     def test_what_follows_from_what_is_seen_after_slurm_was_asked(self):
         rules = {
@@ -24710,13 +24747,18 @@ class WatcherTest(unittest.TestCase):
             2 ready                      -          recover   ours=1          schedule  0     2 jobs are
             2 ready                      -          recover   ours=1,local=0  wait      0     nobody is
             2 ready                      -          plain     ours=1          wait      0     nobody is
-            2 ready                      -          once      -               end       1     nobody is
+            2 ready                      -          recover   losses=1        schedule  0     2 jobs are
+            2 ready                      -          recover   losses=1,local=0  wait    0     nobody is
+            2 ready                      -          plain     losses=1        wait      0     nobody is
+            2 ready                      -          once      -               end       1     (`recover` it,
+            2 ready                      -          once      local=0         end       1     (`submit` it,
+            2 ready                      -          once      local=0,scheduler=0  end  1     (`run` it,
             2 ready                      -          keep      -               wait      0     nobody is
             3 uninitialized              -          once      -               end       1     3 uninitialized
         """)
         keys = {'done': 'recoveries', 'begun': 'is_begun', 'ours': 'is_recovered',
                 'scheduler': 'has_scheduler', 'local': 'had_allocations', 'canceled': 'is_canceled',
-                'idle': 'idle_recoveries'}
+                 'idle': 'idle_recoveries', 'losses': 'has_losses'}
         for row in table:
             with self.subTest(**row):
                 pairs = [pair.split('=') for pair in filter(None, row['more'].split(','))]
@@ -24759,7 +24801,7 @@ class WatcherTest(unittest.TestCase):
         name, reason, code = self.step(watcher, 3.0, '1 ready', labels={'gpu': 1})
         self.assertEqual(('end', 1), (name, code))
         self.assertEqual('nobody is at work, and jobs are left: 1 ready; 1 are for runners with label gpu '
-                         '(`submit` or `run` it, or give --auto-schedule or --persistent)', reason)
+                         '(`submit` it, or give --auto-schedule or --persistent)', reason)
 
     def test_labelled_jobs_get_no_allocation(self):
         watcher = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True))
@@ -24789,6 +24831,32 @@ class WatcherTest(unittest.TestCase):
         plain = torc.Watcher(torc.WatchRules())
         plain.on_look(0.0, [])
         self.assertEqual('wait', plain.next_step(1.0, watched('9 ready', '1 active', began_at=0.0)).name)
+
+    def test_what_a_loss_leaves_to_few_allocations_is_planned_anew(self):
+        for age_s, counts, wanted in ((1799, '9 ready', 'wait'), (1800, '5 ready', 'schedule'), (1800, '4 ready', 'count'),
+                                      (7200, '1 ready', 'schedule'), (7200, '1 blocked', 'wait')):
+            with self.subTest(age_s=age_s, counts=counts):
+                watcher = torc.Watcher(torc.WatchRules(schedules=True))
+                watcher.on_look(0.0, [])
+                said = {'began_at': 10000.0 - age_s, 'has_losses': True}
+                self.assertEqual(wanted, self.step(watcher, 1.0, counts, '1 active', **said)[0])
+                self.assertIsNone(watcher.unplanned)    # all that is left
+                if wanted == 'schedule':
+                    watcher.on_enough(1.0)
+                    watcher.on_look(1800.0, [])
+                    self.assertEqual('wait', self.step(watcher, 1800.0, counts, '1 active', **said)[0])
+                    self.assertEqual('schedule', self.step(watcher, 1801.0, counts, '1 active', **said)[0])
+
+    def test_what_was_refused_beside_other_allocations_is_tried_when_they_are_gone(self):
+        watcher = torc.Watcher(torc.WatchRules(schedules=True))
+        watcher.on_look(0.0, [])
+        for _ in range(torc.SCHEDULE_FAILURES):
+            self.step(watcher, 0.0, '9 ready', '1 active')
+            watcher.on_schedule(0.0, 'sbatch: QOSMaxSubmitJobPerUserLimit')
+        self.assertEqual('schedule', self.step(watcher, 1.0, '9 ready')[0])
+        for _ in range(torc.SCHEDULE_FAILURES):
+            watcher.on_schedule(1.0, 'sbatch: no')
+        self.assertEqual('end', self.step(watcher, 1.0, '9 ready')[0])
 
     def test_allocations_that_could_not_be_submitted_are_tried_again_at_growing_intervals(self):
         watcher, now, pauses = torc.Watcher(torc.WatchRules(schedules=True, is_persistent=True)), 0.0, []
@@ -27475,7 +27543,7 @@ class SubmitTest(SubmitCase):
             self.assertIn(message, outcome.err)
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '--scheduler-config-id', 2))
         self.assertIn('#SBATCH --dependency=singleton\n', read_text(self.fakes.path('script')))
-        self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2\|torc:')
+        self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2-([0-9a-f]{6})\|torc:\1')
 
     @slow
     def test_a_password_from_the_command_line_reaches_the_runners_but_no_script(self):
@@ -27564,7 +27632,7 @@ class SlurmSubmitTest(SlurmTest):
     def test_a_chain_runs_one_at_a_time_and_cancel_ends_all_of_it(self):
         self.world.write('w.yaml', SUBMITTED.replace('walltime:', 'extra: "--begin=now+1hour", serialize_allocations: true, walltime:'))
         done = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml'))
-        self.assertEqual(['torc-wf1-sched1'] * 2, [row.name for row in self.live_allocations()])
+        self.assertEqual(['torc-wf1-sched1-'] * 2, [row.name[:-6] for row in self.live_allocations()])
         canceled = self.assertExit(0, self.world.cli('-f', 'json', 'cancel', 1)).json()['canceled_slurm_jobs']
         self.assertEqual(done.json()['slurm_job_ids'], canceled)
         self.wait_slurm(lambda: not self.live_allocations(), 20, 'the end of the allocations')
@@ -28173,7 +28241,7 @@ class ChainTest(SubmitCase):
                                                      (4, 'what', 60, 4), (10 ** 6, '01:00:00', 3600, 10000)):
             self.assertEqual(count, torc.count_links(num_jobs, walltime, runtime_s, 300), (num_jobs, walltime, runtime_s))
         self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1))
-        self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
+        self.assertEqual(['torc-wf1-sched1-'] * 4, [line.split('|')[2][:-6] for line in self.queue()])
 
     @slow
     def test_regenerate_adds_the_links_that_are_missing(self):
@@ -28184,7 +28252,7 @@ class ChainTest(SubmitCase):
         made = self.assertExit(0, self.world.main('-f', 'json', 'slurm', 'regenerate', 1, '--profile', 'kestrel', '--submit')).json()
         self.assertEqual([(1, 's', 1, 10)], [tuple(row[key] for key in ('id', 'name', 'num_allocations', 'job_count'))
                                              for row in made['schedulers_created']])
-        self.assertEqual(['torc-wf1-sched1'] * 4, [line.split('|')[2] for line in self.queue()])
+        self.assertEqual(['torc-wf1-sched1-'] * 4, [line.split('|')[2][:-6] for line in self.queue()])
 
     def test_two_at_once_do_not_both_lengthen_it(self):
         self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
@@ -29620,6 +29688,82 @@ class WatchTest(CommandTest):
         self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
 
     @slow
+    def test_a_server_that_goes_while_another_watch_is_waited_for_is_waited_for_too(self):
+        self.world.serve()
+        self.make(self.PLAIN)
+        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 600.0}
+        with self.world.connect() as client:
+            client.call('watch_workflow', body, workflow_id=1)
+        process = self.world.start('watch', 1)
+        self.world.wait(lambda: 'may be dead' in process.err, 20, 'the doubt', [process])
+        port = self.world.url.rpartition(':')[2].partition('/')[0]
+        self.world.server.kill()
+        self.world.wait(lambda: 'waiting for up to 20m' in process.err, 40, 'the silence', [process])
+        self.world.serve('--port', port)
+        self.world.wait(lambda: 'the server answers after' in process.err, 30, 'the answer', [process])
+        with self.world.connect() as client:
+            client.call('watch_workflow', body, workflow_id=1)
+        self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
+
+    @slow
+    def test_a_database_that_is_gone_is_waited_for_and_not_made_anew(self):
+        self.make(self.PLAIN)
+        process, path = self.watch('--persistent'), self.world.path('torc_output', 'torc.db')
+        with self.world.inside():
+            store = torc.Client.connect(database=path)      # so that the watch has it no more
+        with contextlib.closing(store):
+            os.rename(path, path + '.away')
+        self.world.wait(lambda: 'torc.db is gone' in process.err, 30, 'the loss', [process])
+        self.assertFalse(os.path.exists(path))
+        os.rename(path + '.away', path)
+        self.world.wait(lambda: 'the server answers after' in process.err, 30, 'the answer', [process])
+        self.assertExit(0, self.world.cli('run', 1))
+        self.assertExit(0, process.finish())
+
+    def test_scripts_get_json_however_it_ends(self):
+        self.make(self.PLAIN)
+        done = self.assertExit(4, self.world.main('-f', 'json', 'watch', 9))
+        self.assertEqual({'status': 'error', 'error': 'there is no workflow 9', 'message': 'there is no workflow 9'}, done.json())
+        with unittest.mock.patch.object(torc.Supervision, 'is_ended', return_value=True):
+            done = self.assertExit(130, self.world.main('-f', 'json', 'watch', 1))
+        self.assertEqual((False, 'interrupted', 2), (done.json()['is_complete'], done.json()['reason'],
+                                                     done.json()['jobs_by_status']['uninitialized']))
+
+    def test_what_can_only_fail_later_is_refused_at_once(self):
+        self.make(self.PLAIN)
+        for words, text in ((['--recovery-hook', ''], '--recovery-hook is empty'),
+                            (['--recovery-hook', "a 'b"], '--recovery-hook "a \'b": No closing quotation'),
+                            (['--ai-recovery'], '--ai-recovery needs --ai-agent PROGRAM'),
+                            (['--profile', 'kestral'], "there is no profile 'kestral', did you mean 'kestrel'?")):
+            self.assertExit(2, self.world.main('watch', 1, '--once', *words), text)
+
+    def test_nobody_takes_over_while_the_hook_runs(self):
+        self.world.write('code', '3')
+        self.make(self.PLAIN)
+        self.world.cli('run', 1)
+        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 60.0}
+        self.world.write('hook.py', f"""
+            import os, sys, time
+            sys.path.insert(0, {os.path.dirname(os.path.abspath(torc.__file__))!r})
+            import torc
+            began = time.monotonic()
+            while time.monotonic() < began + 2:     # longer than the lease
+                with torc.Client.connect(os.environ['TORC_API_URL']) as client:
+                    if client.call('watch_workflow', {body!r}, workflow_id=1)['granted']:
+                        sys.exit('taken over')
+            sys.exit(9)
+            """)
+        with unittest.mock.patch.multiple(torc, WATCH_LEASE_S=1.0, PROGRAM_LOOK_S=0.1):
+            done = self.world.main('watch', 1, '-p', 0.05, '-r', '--recovery-hook', f'{sys.executable} hook.py')
+        self.assertExit(1, done, 'ended with return code 9: nothing was changed')
+
+    def test_a_log_that_cannot_be_written_is_the_fault_of_its_place(self):
+        self.make(self.PLAIN)
+        os.makedirs(self.world.path('torc_output', f'watch_{socket.gethostname()}_wf1.log'))
+        self.assertExit(2, self.world.main('watch', 1, '--once'), 'cannot write the log torc_output/watch_',
+                        'give another place with --output-dir')
+
+    @slow
     def test_a_server_that_is_away_is_waited_for_and_what_happened_meanwhile_is_seen(self):
         self.world.write('code', '3')
         self.world.serve()
@@ -29731,6 +29875,38 @@ class WatchedSlurmTest(CommandTest):
         rows = self.json('scheduled-compute-nodes list 1')['items']
         self.assertEqual([(71, 'complete'), (100, 'pending')],
                          [(row['scheduler_id'], row['status']) for row in rows])
+
+    def cancel(self, *alive: str) -> None:
+        """An allocation with all jobs in it was canceled; squeue lists these, and then what was submitted."""
+        self.allocate(71)
+        self.begin(71)
+        self.fakes.write('sacct', f'printf "71|CANCELLED|0:0|{int(time.time())}|{os.getuid()}|tester\\n"')
+        said = 'printf "%s\\n" ' + ' '.join(alive)
+        self.looks(f'{said} "71|RUNNING|N/A"', said, said, f'{said}; cat "$fake"/job_*')
+
+    def test_a_watch_that_recovers_submits_again_what_was_lost_though_nothing_failed(self):
+        self.cancel()
+        done = self.watch('-r', '--profile', 'kestrel')
+        self.assertIn('4 jobs are ready, and there is no allocation', done.err)
+        self.assertIn('1 allocations submitted', done.err)
+        self.assertEqual((1, 1), (self.json('workflows get 1')['run_id'], len(self.fakes.calls('sbatch'))))
+
+    def test_one_that_does_not_names_the_command_that_does(self):
+        self.cancel()
+        done = self.watch('-f', 'json', code=1)
+        self.assertIn('jobs are left: 4 ready (`recover` it, or give --auto-schedule or --persistent)', done.err)
+        self.assertIn('to go on: torc.py recover 1\n', done.err)
+        self.assertEqual((1, 'torc.py recover 1'), tuple(done.json()[key] for key in ('workflow_id', 'next_command')))
+        self.assertExit(0, self.world.main('recover', 1, '--profile', 'kestrel'))
+        self.assertEqual(1, len(self.fakes.calls('sbatch')))
+
+    def test_where_what_is_left_will_do_a_loss_is_no_reason_for_more_and_that_is_no_failure(self):
+        self.allocate(72)
+        self.cancel('"72|PENDING|N/A"')
+        done = self.watch('--auto-schedule', '--auto-schedule-cooldown', 0, '--auto-schedule-threshold', 4, '--profile', 'kestrel')
+        self.assertIn('4 jobs are ready, and allocations were lost', done.err)
+        self.assertIn('no more allocations are submitted: 1 allocations that are queued or running are counted', done.err)
+        self.assertEqual([], self.fakes.calls('sbatch'))
 
     @slow
     def test_allocations_that_end_at_once_are_not_replaced_for_ever(self):
@@ -32118,7 +32294,9 @@ class SlurmTravelTest(SlurmTest, FlowTest):
     def test_the_script_of_the_readme_submits_itself_until_it_is_ended_for_good(self) -> None:
         form = re.compile(r'^#!/bin/bash\n#SBATCH --job-name=torc-server.*?^exec .*?\n', re.M | re.S)
         script = form.search(read_text(os.path.join(HERE, 'README.md'))).group()
-        for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:05:00'), ('sleep 60', 'sleep 3'),
+        pause = re.search(r'\(while sleep ([0-9]+) && kill', script)
+        self.assertGreater(float(pause.group(1)), torc.HOLDER_PATIENCE_S + torc.Lease.watch_s())    # or it never ends
+        for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:05:00'), ('sleep 300', 'sleep 3'),
                          ('python3 /path/torc.py', self.torc), ('torc-server', 'torc-' + self.world.mark)):
             self.assertIn(old, script)
             script = script.replace(old, new)

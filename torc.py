@@ -9594,6 +9594,7 @@ BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
 BROKEN_WORDS = tuple(STATUS_NAMES[code] for code in BROKEN)
 HOLDING = (RUNNING, PENDING, READY, PENDING_FAILED, UNINITIALIZED)  # what blocked jobs wait for in the end
 RUNNER_LEFT = 'its last runner'     # so begins the reason of an allocation that ended as it should
+ENDED_BADLY = f"workflow_id = ? AND status IN ('complete', 'canceled') AND reason NOT LIKE '{RUNNER_LEFT}%'"
 IDLE_REASONS = {READY: WAIT_REASONS['no_runner'], UNINITIALIZED: WAIT_REASONS['uninitialized']}
 PREREQUISITES = ('FROM job CROSS JOIN dep_member ON dep_member.dep_set_id = job.dep_set_id '
                  'CROSS JOIN job need ON need.id = dep_member.job_id WHERE job.id = ?')
@@ -9667,8 +9668,7 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
         'SELECT job.id, job.name, result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
         f'WHERE result.workflow_id = ? AND is_current = 1 AND result.status = {COMPLETED} '
         'AND reason IS NOT NULL LIMIT ?', (workflow_id, limit))
-    ended = context.select('scheduled_compute_node', "WHERE workflow_id = ? AND status IN ('complete', "
-                           f"'canceled') AND reason NOT LIKE '{RUNNER_LEFT}%' ORDER BY id DESC LIMIT ?",
+    ended = context.select('scheduled_compute_node', f'WHERE {ENDED_BADLY} ORDER BY id DESC LIMIT ?',
                            (workflow_id, limit))
     return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
             'blockers': [explain_job(context, job_id) for job_id in blockers],
@@ -12538,7 +12538,7 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     holder = watcher.get('process')
     if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
         return {'granted': False, 'process': holder, 'until': watcher['until']}
-    idle = count_idle(context, workflow_id, watcher)
+    idle, losses = count_idle(context, workflow_id, watcher), find_losses(context, workflow_id, watcher)
     runs = watcher.get('recovered_runs', [])
     runs = [] if runs and state.run_id > runs[-1] + 1 else runs
     if body.get('recovers') and state.run_id not in runs:
@@ -12546,7 +12546,9 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
                'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
                'scheduled_at': watcher.get('scheduled_at'), 'idle_submissions': idle,
-               'last_result': watcher.get('last_result')}
+               'last_result': watcher.get('last_result'), 'losses': losses}
+    if body.get('schedules') or body.get('recovers'):
+        losses['has_any'] = False
     if body.get('schedules'):
         last = context.value('SELECT ifnull(max(id), 0) FROM result WHERE workflow_id = ?', (workflow_id,))
         watcher.update(scheduled_at=now, idle_submissions=idle + 1, last_result=last)
@@ -12559,9 +12561,21 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
             'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
             'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
             'has_scheduler': bool(has_scheduler), 'had_allocations': bool(had_allocations),
-            'run_id': state.run_id, 'idle_submissions': watcher['idle_submissions'],
+            'has_losses': losses['has_any'], 'run_id': state.run_id,
+            'idle_submissions': watcher['idle_submissions'],
             'idle_recoveries': count_idle_recoveries(context, workflow_id, runs),
             'status': get_workflow_status(context, workflow_id)}
+
+
+def find_losses(context: Context, workflow_id: int, watcher: Values) -> Values:
+    """Whether allocations have been lost, or jobs interrupted, since a watch has last submitted any."""
+    known = watcher.get('losses')
+    ended = context.value(f'SELECT count(*) FROM scheduled_compute_node WHERE {ENDED_BADLY}', (workflow_id,))
+    last = context.value('SELECT ifnull(max(id), 0) FROM result WHERE workflow_id = ?', (workflow_id,))
+    has_any = known is not None and (known['has_any'] or ended > known['ended'] or context.one(
+        'SELECT 1 FROM result WHERE workflow_id = ? AND id > ? AND is_interrupted = 1 LIMIT 1',
+        (workflow_id, known['last_result'])) is not None)
+    return {'has_any': has_any, 'ended': ended, 'last_result': last}
 
 
 def count_idle(context: Context, workflow_id: int, watcher: Values) -> int:
@@ -12853,8 +12867,8 @@ MODELS = {
         'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
-    'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_scheduler:bool '
-        'idle_recoveries:int idle_submissions:int is_begun:bool '
+    'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_losses:bool '
+        'has_scheduler:bool idle_recoveries:int idle_submissions:int is_begun:bool '
         'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float '
         'status:@WorkflowStatusResponse until:float!',
     'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
@@ -18541,8 +18555,9 @@ class Connector:
         if self.is_lasting:
             raise absent(f'the server of {self.database} is gone; start it again with '
                          f'`torc.py serve -d {shlex.quote(self.database)}`')
-        elif self.was_open and not os.path.isdir(os.path.dirname(self.database)):
-            raise Unreachable(f'the directory of the database {self.database} is gone')     # make no new one
+        elif self.was_open and not self.in_memory and not os.path.exists(self.database):
+            what = '' if os.path.isdir(os.path.dirname(self.database)) else 'the directory of '
+            raise Unreachable(f'{what}the database {self.database} is gone')    # make no new one
         try:
             self.take_database(unreachable is not None)
         except Conflict:
@@ -22799,10 +22814,13 @@ def record_of_comment(text: str) -> Optional[int]:
 
 
 def job_name_of(submission: Submission) -> str:
-    """Name of the Slurm job. Those of a chain share it: --dependency=singleton goes by name and user."""
+    """Name of the Slurm job. Those of a chain share it: --dependency=singleton goes by name and user.
+
+    So no other chain may have it, of the same workflow or scheduler by number in another database.
+    """
     scheduler = submission.scheduler
     if scheduler.get('serialize_allocations'):
-        return f"torc-wf{submission.workflow['id']}-sched{scheduler['id']}"
+        return f"torc-wf{submission.workflow['id']}-sched{scheduler['id']}-{submission.database_id[:6]}"
     return submission_name(submission)
 
 
@@ -25270,6 +25288,7 @@ class ServerLink:
         self.state = 'online'
         self.silent_since = 0.0     # monotonic; unless online
         self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
+        self.is_hurried = False     # the runner is being stopped
         self.ping_interval_s = context.options.ping_interval_s
         self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.end = math.inf         # monotonic; then no answer is waited for
@@ -25347,8 +25366,8 @@ class ServerLink:
             self.report_soon(0)
 
     def shorten_window(self, window_s: float) -> None:
-        """Try no longer than so many seconds to reach a silent server."""
-        self.window_s = min(self.window_s, window_s)
+        """We are being stopped: try no longer than so many seconds to reach a silent server."""
+        self.window_s, self.is_hurried = min(self.window_s, window_s), True
 
     # ---- among the workflow's compute nodes ----
 
@@ -25619,6 +25638,11 @@ class ServerLink:
                                  f'{self.ping_interval_s:g} s; what runs goes on', 'warning')
 
     @property
+    def needs_journal(self) -> bool:
+        """Whether the server is away for too long; or at all while we are stopped, for SIGKILL may come first."""
+        return self.state == 'offline' or self.state == 'silent' and self.is_hurried
+
+    @property
     def is_quiet(self) -> bool:
         """Whether the server is away for too long, and no child is left."""
         return self.state == 'offline' and not self.call.has_children()
@@ -25661,7 +25685,7 @@ class OfflineDrain:
 
     def unkept(self) -> Dict[Attempt, Tuple[str, bool]]:
         """Completions to be written: state, and whether its row of slurm_stats is there. Both may follow."""
-        is_away = self.is_last or self.link.state == 'offline'
+        is_away = self.is_last or self.link.needs_journal
         if not (is_away or self.kept):
             return {}
         accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
@@ -29908,6 +29932,7 @@ class WatchStep(Row):
     name: str               # of WATCH_STEPS
     reason: str = ''        # for people
     exit: int = 0           # of an end
+    command: str = ''       # ... that goes on with the workflow: its name
 
 
 class Watcher:
@@ -29919,6 +29944,7 @@ class Watcher:
         self.doubts = []                # type: List[str]  # what it left open then
         self.still_polls = 0            # in a row that saw nobody at work
         self.unplanned = None           # type: Optional[List[int]]  # jobs, in this poll; None: not asked
+        self.was_at_work = False        # somebody, when that was last seen
         self.num_failures = 0           # of `schedule`, in a row, and
         self.failure = ''               # ... the last one
         self.retry_at = -math.inf       # `schedule` is left alone until then
@@ -29940,7 +29966,7 @@ class Watcher:
         if (num_allocations or is_active and not has_workers) and now - self.looked_at >= SLURM_LOOK_S:
             return WatchStep('look')
         if has_workers or is_active:
-            self.still_polls = 0
+            self.still_polls, self.was_at_work = 0, True
         if has_workers and is_over(counts):
             return WatchStep('wait', 'all jobs have ended; runners and allocations are about to')
         if is_over(counts):
@@ -29978,19 +30004,26 @@ class Watcher:
         is_due = self.rules.schedules and since_s >= self.rules.cooldown_s and now >= self.retry_at
         if not is_due or not counts['ready']:
             return WatchStep('wait', '; '.join(self.doubts))
+        least = 1 if 0 < self.rules.stranded_s <= since_s else self.rules.threshold
+        number = unlabelled_ready(seen['status'])
+        if seen.get('has_losses') and number >= least:      # what is left may have too much to do
+            return WatchStep('schedule', f'{number} jobs are ready, and allocations were lost')
         if self.unplanned is None:
             return WatchStep('count')
-        number, is_stranded = len(self.unplanned), 0 < self.rules.stranded_s <= since_s
-        if number < self.rules.threshold and not (number and is_stranded):
+        if len(self.unplanned) < least:
             return WatchStep('wait', '; '.join(self.doubts))
-        return WatchStep('schedule', f'{number} ready jobs are in no plan')
+        return WatchStep('schedule', f'{len(self.unplanned)} ready jobs are in no plan')
 
     def judge_standstill(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
         """Jobs are left, and nobody is at work."""
+        if self.was_at_work:    # what was refused beside other allocations may be taken now
+            self.was_at_work, self.num_failures, self.retry_at = False, 0, -math.inf
         unserved = seen['status'].get('unserved_ready_labels') or {}
-        number = counts['ready'] - sum(unserved.values())
-        # What `recover` begins it also submits; unless it was killed, or Slurm took nothing.
-        is_ours = self.rules.recovers and seen['is_recovered'] and seen['had_allocations']
+        number = unlabelled_ready(seen['status'])
+        # What `recover` begins it also submits, unless it was killed, or Slurm took nothing; and again when
+        # that was lost.
+        is_ours = self.rules.recovers and seen['had_allocations'] \
+            and (seen['is_recovered'] or seen.get('has_losses'))
         if number > 0 and (self.rules.schedules or is_ours) and seen['has_scheduler']:
             idle = seen['idle_submissions']
             is_early = now < self.retry_at \
@@ -30007,8 +30040,10 @@ class Watcher:
         reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
         if self.rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not self.rules.is_once:
             return WatchStep('wait', reason)
-        cure = '`submit` or `run` it, or give --auto-schedule or --persistent'
-        return WatchStep('end', f'{reason} ({cure})', 1)
+        command = 'recover' if number > 0 and seen['had_allocations'] else \
+            'submit' if seen['has_scheduler'] else 'run'
+        reason += f' (`{command}` it, or give --auto-schedule or --persistent)'
+        return WatchStep('end', reason, 1, command)
 
     # -------- what came of a step --------
 
@@ -30026,6 +30061,10 @@ class Watcher:
         self.failure = failure
         self.retry_at = now + submission_pause(self.num_failures) if failure else -math.inf
 
+    def on_enough(self, now: float) -> None:
+        """The allocations that are there will do."""
+        self.num_failures, self.retry_at = 0, now + max(SCHEDULE_RETRY_S, self.rules.cooldown_s)
+
     def on_recover(self, run_id: int, refusal: str) -> None:
         """What failed in a run was reset, or why not."""
         self.refusal = run_id, refusal or 'nothing came of it'
@@ -30039,6 +30078,11 @@ def submission_pause(failures: int) -> float:
 def scheduled_nodes(status: Dict[str, Any]) -> int:
     """Allocations that wait or are at work, by a workflow's status."""
     return status['pending_scheduled_nodes'] + status['active_scheduled_nodes']
+
+
+def unlabelled_ready(status: Dict[str, Any]) -> int:
+    """Ready jobs for which any runner will do, less those with a label that no runner has."""
+    return status['jobs_by_status']['ready'] - sum((status.get('unserved_ready_labels') or {}).values())
 
 
 def is_over(counts: Dict[str, int]) -> bool:
@@ -36028,6 +36072,7 @@ AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as thei
 AGENT_LIMIT_S = 3600.0
 PROMPT_BYTES = 100000       # of jobs in a prompt: a word of a command line has at most 128 KiB (execve(2))
 PROGRAM_TAG = 'TORC_PROGRAM_TAG'    # in the environment of what a program of the user has started
+PROGRAM_LOOK_S = 60.0           # so often a watch says that it goes on while a program of the user runs
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
 
@@ -36048,6 +36093,7 @@ class RecoverOptions(Row):
     ai_recovery: bool = False
     ai_agent: Optional[str] = None  # command of a program that takes a prompt as its last word
     settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
+    meanwhile: Callable[[], Any] = bool     # called now and then while a hook or agent runs
 
     @property
     def kinds(self) -> List[str]:
@@ -36372,7 +36418,7 @@ class Recovery:
     def carry_out(self) -> None:
         """The hook, which may veto; then the change; then the allocations."""
         if self.hook_words:
-            run_hook(self.session, self.workflow, self.hook_words)
+            run_hook(self.session, self.workflow, self.hook_words, self.options.meanwhile)
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
             self.workflow = self.session.workflow(self.workflow_id)
@@ -36538,6 +36584,16 @@ def split_command(text: str, option: str) -> List[str]:
     return words
 
 
+def refuse_bad_programs(args: Arguments) -> None:
+    """Refuse programs of the user that cannot be called before one is needed, perhaps in a week."""
+    for option in ('--recovery-hook', '--ai-agent'):
+        text = args[option[2:].replace('-', '_')]
+        if text is not None:
+            split_command(text, option)
+    if args['ai_recovery'] and not args['ai_agent']:
+        raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
+
+
 @contextlib.contextmanager
 def interrupted_by_signals() -> Iterator[None]:
     """For a while what ends a program raises KeyboardInterrupt, also where it only wakes a loop as a rule."""
@@ -36556,7 +36612,7 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
-                limit_s: Optional[float] = None) -> int:
+                limit_s: float = math.inf, meanwhile: Callable[[], Any] = bool) -> int:
     """Run a program of the user to its end, its output on our stderr; its return code, 128 + n by a signal.
 
     It stays in our process group, so that a terminal's Ctrl-C reaches it; what it has started is known by a
@@ -36577,7 +36633,7 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     with process:
         try:
             with interrupted_by_signals():
-                said, _ = process.communicate(timeout=limit_s)
+                said = await_program(process, time.monotonic() + limit_s, meanwhile)
         except subprocess.TimeoutExpired:
             end_program(process, tag)
             raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
@@ -36597,9 +36653,21 @@ def end_program(process: 'subprocess.Popen[bytes]', tag: str) -> None:
     process.kill()      # where there is no /proc
 
 
-def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
+def await_program(process: Any, until: float, meanwhile: Callable[[], Any]) -> Optional[bytes]:
+    """Wait for the end of a process, what it says; `meanwhile` is called now and then. TimeoutExpired."""
+    while True:
+        try:
+            return process.communicate(timeout=min(PROGRAM_LOOK_S, until - time.monotonic()))[0]
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= until:
+                raise
+        meanwhile()
+
+
+def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str],
+             meanwhile: Callable[[], Any]) -> None:
     """Run the recovery hook. Refused if it fails: nothing changes."""
-    code = run_program(session, words, workflow, '--recovery-hook')
+    code = run_program(session, words, workflow, '--recovery-hook', meanwhile=meanwhile)
     if code:
         raise Refused(printable_line(f"the recovery hook '{words[0]}' ended with return code {code}: nothing "
                                      'was changed'))
@@ -36620,12 +36688,10 @@ Jobs:
 def run_agent(session: Session, workflow: Dict[str, Any], options: RecoverOptions,
               jobs: Sequence[Dict[str, Any]]) -> None:
     """Let the program of the user's choice decide about failures; what it leaves stays undecided."""
-    if not options.ai_agent:
-        raise BadInput('--ai-recovery needs --ai-agent PROGRAM: nothing is sent anywhere by itself')
-    words = split_command(options.ai_agent, '--ai-agent')
+    words = split_command(options.ai_agent or '', '--ai-agent')
     words += AGENT_WORDS.get(os.path.basename(words[0]), []) if len(words) == 1 else []
     code = run_program(session, [*words, format_prompt(session, workflow, options, jobs)], workflow,
-                       '--ai-agent', AGENT_LIMIT_S)
+                       '--ai-agent', AGENT_LIMIT_S, options.meanwhile)
     if code:
         session.report(printable_line(f'warning: {words[0]} ended with return code {code}'))
 
@@ -36732,6 +36798,7 @@ def ask_allocations(recovery: Recovery) -> None:
 
 def cmd_recover(session: Session, args: Arguments) -> int:
     """Let failed jobs run again with what they lacked."""
+    refuse_bad_programs(args)
     workflow_id = choose_workflow(session, args)
     names = set(RecoverOptions._fields) & set(args)
     options = RecoverOptions(**{name: args[name] for name in names}, is_dry_run=bool(args['dry_run']))
@@ -36869,15 +36936,19 @@ class Supervision:
         while True:
             try:
                 self.renew()
+                self.note_answer()
                 return True
+            except (Unreachable, Conflict) as error:
+                self.bear(error)
             except Refused:
+                self.note_answer()
                 if not self.rival or self.args['once'] or process_lives(self.rival['process']) \
                         or until not in (None, self.rival['until']):
                     raise
-            if until is None:
-                self.say(f"the watch on host {self.rival['process'].get('host')} may be dead: waiting until "
-                         f"{format_time(self.rival['until'])} to see whether it goes on")
-            until = self.rival['until']
+                if until is None:
+                    self.say(f"the watch on host {self.rival['process'].get('host')} may be dead: waiting "
+                             f"until {format_time(self.rival['until'])} to see whether it goes on")
+                until = self.rival['until']
             self.session.client.close()
             if self.is_ended(wakeup, time.monotonic() + TAKEOVER_PAUSE_S):
                 return False
@@ -36909,6 +36980,7 @@ class Supervision:
         """A signal ends this watch; the exit code."""
         self.say('interrupted; started again, it goes on')
         self.leave(False)
+        self.show_end('interrupted', 130)
         return 130
 
     @staticmethod
@@ -36926,20 +36998,28 @@ class Supervision:
         try:
             code = self.poll()
         except (Unreachable, Conflict) as error:
-            now = time.monotonic()
-            self.silent_at = now if self.silent_at is None else self.silent_at
-            if now - self.silent_at >= self.window_s or self.args['once']:
-                self.say(f'given up: {error.message}', 'error')
-                raise
-            self.say_once(f'waiting for up to {format_elapsed(self.window_s)}: {error.message}', 'warning')
+            self.bear(error)
             return None
         except TorcError as error:
             self.say(error.message, 'error')
             raise
+        self.note_answer()
+        return code
+
+    def bear(self, error: TorcError) -> None:
+        """No answer: wait for one, unless that has lasted for too long."""
+        now = time.monotonic()
+        self.silent_at = now if self.silent_at is None else self.silent_at
+        if now - self.silent_at >= self.window_s or self.args['once']:
+            self.say(f'given up: {error.message}', 'error')
+            raise error
+        self.say_once(f'waiting for up to {format_elapsed(self.window_s)}: {error.message}', 'warning')
+
+    def note_answer(self) -> None:
+        """The server has answered."""
         if self.silent_at is not None:
             self.say(f'the server answers after {format_elapsed(time.monotonic() - self.silent_at)}')
         self.silent_at = None
-        return code
 
     def poll(self) -> Optional[int]:
         """Steps until there is nothing to do but wait: None, or the exit code of the end."""
@@ -36998,14 +37078,17 @@ class Supervision:
         self.say(f'Watch ended: {format_counts(counts)}')
         # Whoever is started again and again is not to begin anew what was given up.
         self.leave(not step.exit or not self.args['once'])
-        self.show_end(step.reason, step.exit)
+        command = command_line(self.session, step.command, self.number) if step.command else ''
+        if command:
+            self.say(f'to go on: {command}')
+        self.show_end(step.reason, step.exit, **({'next_command': command} if command else {}))
 
-    def show_end(self, reason: str, code: int) -> None:
+    def show_end(self, reason: str, code: int, **more: Any) -> None:
         """The outcome as JSON, if that is asked for."""
         if self.session.format == 'json':
             self.session.show_json({'workflow_id': self.number, 'is_complete': not code, 'reason': reason,
                                     'recoveries': self.seen['recoveries'],
-                                    'jobs_by_status': self.seen['status']['jobs_by_status']})
+                                    'jobs_by_status': self.seen['status']['jobs_by_status'], **more})
 
     def say_counts(self) -> None:
         """The counts of jobs: as they change, or each time if that is asked for."""
@@ -37075,6 +37158,9 @@ class Supervision:
             done = regenerate_workflow(self.session, self.session.workflow(self.number), options)
             if not done.get('allocations_submitted'):
                 failure = '; '.join(done.get('warnings') or ()) or 'nothing was submitted'
+                if scheduled_nodes(self.seen['status']) and not lacks_allocations(done):
+                    self.watcher.on_enough(time.monotonic())
+                    return self.say(f'no more allocations are submitted: {failure}')
         except (Unreachable, Conflict):
             raise
         except (TorcError, OSError) as error:
@@ -37115,7 +37201,13 @@ class Supervision:
     def recover_options(self) -> Any:
         """Options of `recover` from those of `watch`."""
         names = set(RecoverOptions._fields) & set(self.args)
-        return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings())
+        return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings(),
+                              meanwhile=self.go_on)
+
+    def go_on(self) -> None:
+        """Say that we still watch. Refused, which ends what runs, if somebody else does."""
+        with contextlib.suppress(Unreachable, Conflict):
+            self.renew()
 
 
 def text_of_failure(error: Exception) -> str:
@@ -37135,13 +37227,17 @@ def watch_rules(args: Arguments) -> WatchRules:
 def cmd_watch(session: Session, args: Arguments) -> int:
     """Watch a workflow until it is complete, recover it, and see that its jobs have allocations."""
     options = RunnerOptions(output_dir=args['output_dir'])
+    refuse_bad_programs(args)
+    if args['profile'] not in (None, LIVE_PROFILE):
+        find_profile(args['profile'], hpc_config(session))
     await_server(session, options)
     workflow = session.workflow(args['workflow_id'])
     prepare_output_dir(session, options)
     name = f"watch_{socket.gethostname()}_wf{workflow['id']}.log"
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(OutputDirectory(args['output_dir']))
-        log_file = stack.enter_context(contextlib.closing(RunLog(output, name, 'info')))
+        with writing(f"the log {os.path.join(args['output_dir'], name)}", '--output-dir'):
+            output = stack.enter_context(OutputDirectory(args['output_dir']))
+            log_file = stack.enter_context(contextlib.closing(RunLog(output, name, 'info')))
         wakeup = stack.enter_context(contextlib.closing(Wakeup()))
         return Supervision(session, workflow, args, log_file).run(wakeup)
 
@@ -37796,9 +37892,10 @@ COMMANDS = (
     Command('watch', cmd_watch, 'watch a workflow until it is complete: clean up, recover, add allocations', (
         NEEDED_WF,
         Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server; Slurm is asked '
-                 f'every {SLURM_LOOK_S:g} at most', at_least(0.01, parse_seconds),
+                 f'once in {SLURM_LOOK_S:g} at most', at_least(0.01, parse_seconds),
                  default=DEFAULT_WATCH_POLL_S),
-        Argument('-r --recover', '', 'run again what failed, as `recover` does'),
+        Argument('-r --recover', '', 'run again what failed, or was lost with its allocation, as `recover` '
+                  'does'),
         Argument('-m --max-retries', 'N', 'recover at most so many times (default: any number; with '
                  f'--retry-unknown or a hook until {IDLE_RECOVERIES} in a row have not completed a job)',
                  at_least(0)),
@@ -37806,7 +37903,8 @@ COMMANDS = (
         Argument('-s --show-job-counts', '', 'report the counts of jobs at each poll'),
         Argument('--persistent', '', 'go on while nobody is at work: runners are started elsewhere'),
         Argument('--once', '', 'one poll, for crontab and scrontab; exit code 1 as long as jobs are left'),
-        Argument('--auto-schedule', '', 'submit allocations for ready jobs that none is there for'),
+        Argument('--auto-schedule', '', 'submit allocations for ready jobs that none is there for, or that '
+                 'lost ones leave to few'),
         Argument('--auto-schedule-threshold', 'N', '... as soon as there are so many (default 5)',
                  at_least(1), default=5),
         Argument('--auto-schedule-cooldown', 'SECONDS', '... so much after the last time (default 1800)',
@@ -38471,9 +38569,10 @@ TOPICS = {      # of the manual: what makes the text, what it is about
 
 
 WORDS_OF_COUNT = {'1': (1, 1), '?': (0, 1), '*': (0, math.inf), '+': (1, math.inf)}
-# Commands whose errors Torc 1.0 prints as JSON on stdout, too.
+# Commands whose errors Torc 1.0 prints as JSON on stdout, too; and `watch`, whose outcome scripts wait for.
 JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflows archive',
-               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover')
+               'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
+               'watch')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
 
 
