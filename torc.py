@@ -25639,7 +25639,7 @@ class ServerLink:
 
     @property
     def needs_journal(self) -> bool:
-        """Whether the server is away for too long; or at all while we are stopped, for SIGKILL may come first."""
+        """Whether the server is away for too long; or at all while we are stopped: SIGKILL may come first."""
         return self.state == 'offline' or self.state == 'silent' and self.is_hurried
 
     @property
