@@ -8284,6 +8284,17 @@ class ReplayTest(ServiceTest):
         self.replay(self.entry(status='failed', return_code=3))
         self.assertEqual('failed', self.statuses(self.workflow_id)['a'])
 
+    def test_what_waits_for_a_recovery_script_is_left_to_its_runner_as_long_as_that_is_at_work(self):
+        entry = self.entry(status='failed', return_code=5, torc_py={'retry': True, 'recovering': True})
+        before = self.dump()
+        self.assertEqual(([], 0, ['the recovery script of job 1 (a) is still to end: compute node '
+                                  f'{self.node_id}, which is at work, reports it then']), self.replay(entry))
+        self.assertUnchanged(before)
+        self.lose()
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
+        self.assertEqual('ready', self.statuses(self.workflow_id)['a'])
+        self.assertEqual(([], 1, []), self.replay(entry))
+
     def test_an_interrupted_attempt_runs_again_and_spends_no_retry(self):
         self.replay(self.entry(status='terminated', return_code=143, torc_py={'interrupted': True}))
         self.assertEqual('ready', self.statuses(self.workflow_id)['a'])
@@ -19186,7 +19197,7 @@ class AttemptsTest(unittest.TestCase):
         stopping     ended
         ended        judged dropped
         judged       recovering reported
-        recovering   reported
+        recovering   reported dropped
         reported     acknowledged
         returned     -
         dropped      -
@@ -20132,6 +20143,22 @@ class JobPartsTest(PartTest):
         self.assertEqual((['j1'], {'j2': 'running', 'j1': 'stopping'}, []), (self.starter.killed, self.states(), self.server.returned))
         self.starter.finish('j1', 137)
         self.assertEqual({'j2': 'running'}, self.states())
+
+    def test_the_recovery_script_of_what_is_others_by_now_is_killed_or_never_begun_and_nothing_is_reported(self):
+        dispatcher = self.build()
+        self.claim(1, 2, failure_handler=0)
+        dispatcher.act(time.monotonic())
+        self.starter.finish('j1', 7)
+        self.server.lease_ends_at = 0.0
+        self.starter.finish('j2', 7)
+        self.assertEqual((['mend'], {'j1': 'recovering', 'j2': 'recovering'}), (self.scripts.commands, self.states()))
+        script, = self.scripts.running
+        dispatcher.revoke([[1, 1], [2, 1]])
+        self.server.lease_ends_at = math.inf
+        self.server.go_on()
+        self.assertEqual(([script], ['mend'], {}), (self.scripts.killed, self.scripts.commands, self.states()))
+        self.scripts.finish(137)
+        self.assertEqual({}, self.states())
 
     def test_a_lost_output_directory_gives_claims_back_and_is_looked_at_until_it_is_mended(self):
         dispatcher = self.build()
@@ -23862,6 +23889,7 @@ class OfflineDrainTest(RunnerCase):
         self.run_offline()
         self.assertEqual([(True, 2), (True, 3)], [(entry['torc_py']['retry'], entry['torc_py']['max_retries'])
                                                   for _, entry in sorted(self.entries().items())])
+        self.assertFalse(any('recovering' in entry['torc_py'] for entry in self.entries().values()), 'its runner has left')
         self.assertFalse(self.has('recovered'))
 
     def test_a_recovery_script_begins_when_the_server_is_back_and_its_veto_counts(self):
@@ -23879,6 +23907,34 @@ class OfflineDrainTest(RunnerCase):
         self.asked = asked
         self.run_it(ping_interval_s=0.2)
         self.assertEqual(([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], True), (self.results(), self.has('recovered')))
+
+    def test_what_waits_for_its_recovery_script_is_not_begun_anew_by_whoever_reads_its_journal(self):
+        script = 'touch recovering; until test -e recovered; do sleep 0.01; done; exit 1'
+        self.create({'command': f'{self.UNTIL.format(1)}; exit 5', 'failure_handler': 'h'}, self.UNTIL.format(2),
+                    failure_handlers=[{'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': script}]}], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+        said = []       # type: List[Any]
+
+        def replay() -> None:
+            answer = self.real_call('replay_completions', {'run_id': 1, 'completions': list(self.entries().values())}, workflow_id=1)
+            said.append(([row['message'] for row in answer['rejected']], answer['accepted']))
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends() and not said:
+                replay()
+                self.world.write('back', '')
+
+        def after(number: int) -> None:
+            if self.has('recovering') and len(said) == 1:
+                replay()
+                self.world.write('recovered', '')
+                self.go(2)
+        self.asked, self.client.after = asked, after
+        self.run_it(ping_interval_s=0.2)
+        waits = ['the recovery script of job 1 (j1) is still to end: compute node 1, which is at work, reports it then']
+        self.assertEqual([(waits, [])] * 2, said)
+        self.assertEqual([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], self.results(), 'its veto counts')
 
     def test_a_signal_ends_jobs_as_it_does_online_and_their_ends_are_kept(self):
         self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})

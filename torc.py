@@ -12208,6 +12208,20 @@ def check_journaled(context: Context, entry: Values, run_id: int, database_id: s
     name, known = details.get('job_name'), job_state(context, entry['job_id']).name
     if name not in (None, known):
         raise Refused(printable(f"job {entry['job_id']} is {known!r} here, and {name!r} in the journal"))
+    if details.get('recovering'):
+        refuse_recovering(context, job_state(context, entry['job_id']), entry['result'].get('attempt_id') or 1)
+
+
+def refuse_recovering(context: Context, job: JobState, attempt_id: int) -> None:
+    """Refuse an end whose recovery script is to run, or runs, where its job is held.
+
+    Another attempt would run beside that script, which may also veto it.
+    """
+    is_held = job.status in ACTIVE and job.attempt_id == attempt_id and context.value(
+        'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,))
+    if is_held:
+        raise Refused(f'the recovery script of job {job.id} ({job.name}) is still to end: compute node '
+                      f'{job.compute_node_id}, which is at work, reports it then')
 
 
 def replay_completion(context: Context, state: WorkflowState, key: List[int], entry: Values) -> bool:
@@ -12710,7 +12724,7 @@ MODELS = {
     'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
         'torc_py:@JournaledDetails',
     'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
-        'contents:[content] accounting:?RunnerAccount job_name:str database_id:str',
+        'contents:[content] accounting:?RunnerAccount job_name:str database_id:str recovering:bool',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'ListJobIdsResponse': 'count:int! job_ids:[int]!',
     'ListMissingUserDataResponse': 'user_data:[int]!',
@@ -23859,7 +23873,8 @@ JOURNAL_FIGURES = ('attempt_id', 'return_code', 'exec_time_minutes', 'completion
                    'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')  # of a completion, in `result`
 JOURNAL_ADDITIONS = ('reason', 'retry', 'max_retries', 'interrupted', 'file_times',     # ... under 'torc_py'
                      'accounting',      # a row of slurm_stats
-                     'job_name', 'database_id')     # ids mean something else in another database
+                     'job_name', 'database_id',     # ids mean something else in another database
+                     'recovering')      # its recovery script is to run, or runs, before it is reported
 # Beside Torc's: the runner that writes, and when it left, having waited in vain (seconds since the epoch).
 RUNNER_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_runner (
     compute_node_id INTEGER PRIMARY KEY,
@@ -24319,7 +24334,7 @@ ATTEMPT_STATES = {
     'stopping':     AttemptState('asked to end; stopped_for says why', ('ended',)),
     'ended':        AttemptState('nothing of it lives; to be judged', ('judged', 'dropped')),
     'judged':       AttemptState('has a verdict, thus a completion', ('recovering', 'reported')),
-    'recovering':   AttemptState('its recovery script runs, or is to run', ('reported',)),
+    'recovering':   AttemptState('its recovery script runs, or is to run', ('reported', 'dropped')),
     'reported':     AttemptState('its completion is on the way', ('acknowledged',)),
     'returned':     AttemptState('given back without a start', ()),
     'dropped':      AttemptState('reset, or given to others', ()),
@@ -25613,20 +25628,21 @@ class OfflineDrain:
         self.path = ''              # of the journal, as soon as there is one
         self.is_local = False       # it is not, or will not be, in the output directory
         self.errand = None          # type: Optional[Errand]
-        self.writing = {}           # type: Dict[Attempt, Tuple[str, bool]]  # what that writes, and
-        self.kept = {}              # type: Dict[Attempt, Tuple[str, bool]]  # ... what is in the journal
+        self.writing = {}           # type: Dict[Attempt, Tuple[bool, bool]]  # what that writes, and
+        self.kept = {}              # type: Dict[Attempt, Tuple[bool, bool]]  # ... what is in the journal
         self.failures = 0           # in a row
         self.retry_at = -math.inf   # monotonic; nothing is written before
         self.patience_s = KEEP_S    # with a file system
         self.is_last = False        # the runner ends: whatever is not acknowledged is kept
 
-    def unkept(self) -> Dict[Attempt, Tuple[str, bool]]:
-        """Completions to be written: state, and whether its row of slurm_stats is there. Both may follow."""
+    def unkept(self) -> Dict[Attempt, Tuple[bool, bool]]:
+        """Completions to be written: whether a recovery script goes before the report, and whether the row
+        of slurm_stats is there. Both may change."""
         is_away = self.is_last or self.link.state == 'offline'
         if not (is_away or self.kept):
             return {}
         accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
-        found = {attempt: (attempt.state, attempt.key in accounts)
+        found = {attempt: (attempt.state == 'recovering' and not self.is_last, attempt.key in accounts)
                  for attempt in self.attempts.of('recovering', 'reported') if is_away or attempt in self.kept}
         return {attempt: seen for attempt, seen in found.items() if self.kept.get(attempt) != seen}
 
@@ -25653,15 +25669,16 @@ class OfflineDrain:
             self.writing = found
             self.errand = self.begin(functools.partial(self.write, self.entries(found)))
 
-    def entries(self, attempts: Iterable[Attempt]) -> List[Dict[str, Any]]:
-        """Their completions, as the journal has them."""
+    def entries(self, found: Dict[Attempt, Tuple[bool, bool]]) -> List[Dict[str, Any]]:
+        """Completions, as the journal has them."""
         context = self.context
         accounts = {(row['job_id'], row['attempt_id']): row for row in self.link.accounting}
         database_id = context.output.record.get('id')
         return [format_journal_entry(dict(attempt.completion, accounting=accounts.get(attempt.key),
-                                          job_name=attempt.name, database_id=database_id),
+                                          job_name=attempt.name, database_id=database_id,
+                                          recovering=is_recovering),
                                      context.workflow_id, context.run_id, context.node_id)
-                for attempt in attempts]
+                for attempt, (is_recovering, _) in found.items()]
 
     def write(self, entries: Sequence[Dict[str, Any]], left_at: Optional[int] = None) -> str:
         """In an errand: keep entries, in a new journal if there is none; its path."""
@@ -26184,6 +26201,7 @@ class Completions:
         self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves
         self.take_usage = self.usage_at_end     # type: Callable[[Attempt, ProcessEnd], Dict[str, Any]]
         self.judge_memory = lambda attempt, verdict: verdict    # type: Callable[[Attempt, Verdict], Verdict]
+        self.recoveries = {}    # type: Dict[Attempt, Process]  # recovery scripts that run
         self.counts = collections.Counter()     # type: collections.Counter
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
 
@@ -26296,6 +26314,8 @@ class Completions:
 
     def start_recovery(self, attempt: Attempt, script: str) -> None:
         """Start a recovery script; one that cannot be started vetoes the retry."""
+        if attempt.state != 'recovering':       # it was revoked
+            return
         if self.leaving() == 'interrupt':       # nobody would stop it
             self.skip_recovery(attempt)
             return
@@ -26304,19 +26324,30 @@ class Completions:
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
         on_end = functools.partial(self.on_recovery_end, attempt, bool(self.leaving()))
         try:
-            self.scripts.start(script, variables, 'recovery', name, on_end)
+            self.recoveries[attempt] = self.scripts.start(script, variables, 'recovery', name, on_end)
         except (OSError, ValueError) as error:
             self.veto_retry(attempt, f'the recovery script cannot be started: {error}')
             self.report(attempt)
 
     def on_recovery_end(self, attempt: Attempt, was_leaving: bool, process: Process) -> None:
         """The retry stands, unless the script refuses it; one that we stopped has not, and is no retry."""
+        del self.recoveries[attempt]
+        if attempt.state != 'recovering':       # it was revoked
+            return
         if process.end.return_code and not was_leaving and self.leaving() in ('interrupt', 'deadline'):
             self.skip_recovery(attempt)
             return
         if process.end.return_code:
             self.veto_retry(attempt, f'the recovery script ended with return code {process.end.return_code}')
         self.report(attempt)
+
+    def drop_recovery(self, attempt: Attempt) -> None:
+        """An attempt was revoked: its recovery script would run beside a later one."""
+        self.attempts.change(attempt, 'dropped')
+        self.context.log.write('No recovery script: another runner has the job', 'warning',
+                               **self.context.names(attempt))
+        if attempt in self.recoveries:
+            self.scripts.kill(self.recoveries[attempt])
 
     def skip_recovery(self, attempt: Attempt) -> None:
         """The runner is stopped: the job is ready again, as those that it stops, and no retry is spent."""
@@ -26489,6 +26520,9 @@ class Dispatcher:
         for attempt in self.attempts.of('claimed') if gone else ():
             if attempt.key in gone:
                 self.attempts.change(attempt, 'dropped')
+        for attempt in self.attempts.of('recovering') if gone else ():
+            if attempt.key in gone:
+                self.completions.drop_recovery(attempt)
         stopped = [attempt for attempt in self.attempts.of(*STARTED) if attempt.key in gone]
         context = self.context
         for attempt in stopped:
