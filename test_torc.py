@@ -28467,6 +28467,18 @@ class ReconcileTest(WorldTest):
             self.assertEqual([is_active], [node['is_active'] for node in nodes])
         self.assertEqual({'completed': 1, 'ready': 4, 'blocked': 1}, self.counts())
 
+    def test_a_watch_takes_a_journal_in_again_that_was_written_to_or_of_which_something_was_rejected(self):
+        path, calls, known = self.journal('n1', (1,)), [], {}     # type: Any, List[Any], Dict[str, Any]
+        rejected = [{'job_id': 1, 'attempt_id': 1, 'message': 'not yet'}]
+
+        def call(operation: str, body: Any, **params: Any) -> Any:
+            calls.append(body)
+            return {'accepted': [], 'known': 0, 'rejected': rejected, 'released': []}
+        for change, count in ((list, 1), (rejected.clear, 2), (list, 2), (lambda: os.utime(path), 3), (list, 3)):
+            change()
+            torc.take_in_journals(types.SimpleNamespace(call=call), {'id': 1, 'run_id': 1}, self.world.path('torc_output'), known)
+            self.assertEqual(count, len(calls))
+
     def test_requests_carry_what_a_server_takes_and_earlier_attempts_come_first(self):
         self.set_constant('REPLAY_BYTES', 1500)
         entries = [journal_entry(number, attempt_id=1 + number % 2) for number in range(1, 8)]

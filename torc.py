@@ -35592,7 +35592,8 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
     """Bring what runners kept in an output directory, before their jobs count as lost. A sentence, or ''.
 
     Those that lie there as they did the last time are passed over: `known`, path -> look_at_journal(), is
-    kept up to date. A dry run only says that they are there.
+    kept up to date. But what was rejected may count later, when its runner is gone. A dry run only says that
+    they are there.
     """
     directory, run_id = os.path.join(output_dir, JOURNAL_DIRECTORY), workflow.get('run_id') or 0
     if not os.path.isdir(directory):
@@ -35604,7 +35605,7 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
     looks = {path: look_at_journal(path) for path in paths}
     journals, _, problems = replay_journals(session, workflow['id'], run_id, [
         path for path in paths if looks[path] != known.get(path)], problems)
-    known.update(looks)
+    known.update((journal.path, looks[journal.path]) for journal in journals if not journal.counts['rejected'])
     count = sum(journal.counts['accepted'] for journal in journals)
     brought = [f'{count} completions were taken in from journals of runners'] if count else []
     return printable_line('; '.join(brought + problems))
