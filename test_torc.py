@@ -28804,6 +28804,19 @@ class SyncStatusTest(CommandTest):
         self.assertEqual('failed', self.states()['first'])
         self.assertEqual([], fakes.calls())
 
+    def test_what_a_runner_that_is_gone_kept_in_its_journal_is_taken_in_before_it_counts_as_lost(self):
+        process = subprocess.Popen(['true'])
+        process.wait()
+        self.begin(None, hostname=socket.gethostname(), pid=process.pid, identity='boot/1/1')
+        name = 'offline_journal/offline_results_wf1_r1_n1.db'
+        write_journal(self.world.path('elsewhere', name), [journal_entry(1)])
+        said = self.assertExit(0, self.world.main('workflows', 'sync-status', 1, '-o', 'elsewhere', '--dry-run'))
+        self.assertEqual('1 journals in elsewhere/offline_journal would be taken in first\n', said.err)
+        self.assertNotIn('completed', self.states().values())
+        said = self.assertExit(0, self.world.main('workflows', 'sync-status', 1, '-o', 'elsewhere'))
+        self.assertEqual('1 completions were taken in from journals of runners\n', said.err)
+        self.assertEqual({'first': 'completed', 'second': 'failed', 'last': 'ready'}, self.states())
+
 # ======== 20g. Recover ========
 
 RECOVERED = """

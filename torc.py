@@ -35696,7 +35696,10 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
 
 def cmd_sync_status(session: Session, args: Arguments) -> int:
     """Find allocations that are gone, and jobs that nobody runs, and set them right."""
-    found = clean_up_allocations(session, choose_workflow(session, args), bool(args['dry_run']))
+    workflow, is_dry_run = session.workflow(choose_workflow(session, args)), bool(args['dry_run'])
+    brought = take_in_journals(session, workflow, args['output_dir'], {}, is_dry_run)
+    session.report(*filter(None, [brought]))
+    found = clean_up_allocations(session, workflow['id'], is_dry_run)
     session.answer(found, format_synced(found))
     return 0
 
@@ -37842,7 +37845,7 @@ COMMANDS = (
         'workflows reconcile 1 1 --base-dir torc_output'),
     Command('workflows sync-status', cmd_sync_status,
         'find allocations that are gone and jobs that nobody runs, and set them right',
-        (ASKED_WF, DRY_RUN), 'workflows sync-status 1 --dry-run'),
+        (ASKED_WF, OUTPUT_DIR, DRY_RUN), 'workflows sync-status 1 --dry-run'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('true|false', '', 'true: hide; false: show again', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
