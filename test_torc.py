@@ -15623,6 +15623,25 @@ class ClientTest(WorldTest):
         impostor.stop()
         self.assertEqual(1, impostor.heard.count(b'POST '))
 
+    def test_who_cannot_wait_is_not_held_up_by_a_server_that_hangs_or_by_many_addresses_of_a_host_that_is_down(self) -> None:
+        self.set_constant('CONNECT_DEADLINE_S', 0.6)
+        database = self.world.path('torc.db')
+        torc.keep_token(database + '.token')
+        with contextlib.closing(socket.socket()) as full, contextlib.ExitStack() as stack, contextlib.closing(Impostor.listen()) as hung:
+            full.bind(('127.0.0.1', 0))
+            full.listen(0)
+            for _ in range(4):      # from now on it drops whoever comes
+                waiting = stack.enter_context(contextlib.closing(socket.socket()))
+                waiting.setblocking(False)
+                waiting.connect_ex(full.getsockname())
+            down, hangs = ([f'http://127.0.0.1:{listener.getsockname()[1]}'] for listener in (full, hung))
+            for urls, reason in ((down * 6, 'does not answer: too slow'), (hangs, 'no answer from .*too slow'), (down * 3 + hangs, 'too slow')):
+                with self.subTest(urls), torc.connection_file(torc.ServerOptions(database), urls, 'x'):
+                    begun = time.monotonic()
+                    with self.assertRaisesRegex(torc.Unreachable, reason):
+                        torc.Client(database=database).ensure_connected(0.1)
+                    self.assertLess(time.monotonic() - begun, 2.5)
+
     def test_a_slow_server_is_not_waited_for_longer_than_the_deadline(self) -> None:
         with contextlib.closing(Impostor.listen()) as listener:
             client = self.connect(url=f'http://127.0.0.1:{listener.getsockname()[1]}')
@@ -19752,6 +19771,39 @@ class LinkTest(PartTest):
         self.assertEqual((2, True, True), (len(self.client.requests), link.is_quiet, link.has_asked))
         link.act(time.monotonic())
         self.assertEqual(2, len(self.client.requests))
+
+    def test_where_nothing_runs_it_says_that_the_runner_leaves(self):
+        with FakeClock().set() as clock:
+            link = self.link(NO_ANSWER, compute_node_wait_for_healthy_database_minutes=20)
+            link.act(clock.now)
+            self.assertEqual(['no answer from the server, trying again: nobody there'], self.progress.messages)
+            clock.now += 20 * 60
+            link.act(clock.now)
+        self.assertEqual('no answer from the server for 20m 00s, and nothing runs here: leaving', self.progress.messages[-1])
+
+    def test_the_server_is_looked_for_once_in_each_failed_try(self):
+        link, looks = self.link(), []   # type: Any, List[int]
+        self.client.reconnect = lambda wait_s: looks.append(1)
+        with unittest.mock.patch.object(self.client, 'ensure_connected', side_effect=NO_ANSWER):
+            link.act(0.0)
+        self.assertEqual(('silent', 0), (link.state, len(looks)), 'to connect is to look')
+        self.client.answers = [NO_ANSWER]
+        link.act(link.due())
+        self.assertEqual(('silent', 1), (link.state, len(looks)))
+
+    def test_what_ended_last_is_being_written_down_before_the_server_is_asked_once_more(self):
+        link, children = self.link(*[NO_ANSWER] * 3, compute_node_wait_for_healthy_database_minutes=0), [1]
+        link.call.has_children = lambda: bool(children)
+        link.act(time.monotonic())
+        link.change('online')
+        link.change('silent')
+        children.clear()
+        self.pace.on_end()
+        before = len(self.client.requests)
+        link.act(time.monotonic())      # goes offline: a part behind it sees that first
+        self.assertEqual(('offline', before, 0.0), (link.state, len(self.client.requests), link.due()))
+        link.act(link.due())
+        self.assertEqual(before + 1, len(self.client.requests))
 
     def test_offline_what_is_due_waits_and_what_has_ended_is_held_until_an_answer(self):
         link, acted = self.link(NO_ANSWER, {}, compute_node_wait_for_healthy_database_minutes=0), []
@@ -23952,6 +24004,19 @@ class OfflineDrainTest(RunnerCase):
         with unittest.mock.patch.object(torc, 'LAST_REPORT_S', 0.3):
             self.run_offline()
         self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+
+    def test_what_ended_last_is_on_disk_while_the_server_is_looked_for_once_more(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+        self.is_away, kept = lambda: self.has('ran1'), []   # type: Any, List[Any]
+
+        def asked() -> None:
+            if self.has('go1'):     # it is the last time: the next one would be a ping later
+                self.world.wait(self.ends, 20, 'the journal')
+                kept.append(self.ends())
+            self.go(1)
+        self.asked = asked
+        self.run_offline(ping_interval_s=600)
+        self.assertEqual([{1: ('completed', 0)}], kept)
 
     def test_the_end_of_the_nodes_time_holds_without_a_server(self):
         self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1, 'sigkill_headroom_seconds': 1})

@@ -12209,7 +12209,8 @@ def check_journaled(context: Context, entry: Values, run_id: int, database_id: s
     if name not in (None, known):
         raise Refused(printable(f"job {entry['job_id']} is {known!r} here, and {name!r} in the journal"))
     if details.get('recovering'):
-        refuse_recovering(context, job_state(context, entry['job_id']), entry['result'].get('attempt_id') or 1)
+        attempt_id = entry['result'].get('attempt_id') or 1
+        refuse_recovering(context, job_state(context, entry['job_id']), attempt_id)
 
 
 def refuse_recovering(context: Context, job: JobState, attempt_id: int) -> None:
@@ -18053,7 +18054,8 @@ class HttpConnection:
     Proxies named in the environment are not used: they seldom lead to a login node's ports.
     """
 
-    def __init__(self, address: Address, tls: Optional[TlsSettings] = None) -> None:
+    def __init__(self, address: Address, tls: Optional[TlsSettings] = None,
+                 limit_s: float = CONNECT_DEADLINE_S) -> None:
         """Connect. OSError if nobody accepts."""
         self.address = address
         name = f'[{address.host}]' if ':' in address.host else address.host
@@ -18063,9 +18065,10 @@ class HttpConnection:
         self.is_waiting = False     # a request is out whose answer has not been read
         self.most_bytes = math.inf  # of an answer
         self.signer = None         # type: Optional[Signer]  # signs requests, and checks answers
-        self.socket = socket.create_connection((address.host, address.port), CONNECT_DEADLINE_S)
+        self.socket = socket.create_connection((address.host, address.port), limit_s)
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.socket.settimeout(CONNECT_DEADLINE_S)
             if address.is_tls:
                 self.socket = (tls or TlsSettings()).wrap(self.socket, address.host)
         except BaseException:
@@ -18386,6 +18389,7 @@ class Connector:
         self.servers_started = 0                # embedded ones, by this client
         self.times_opened = 0                   # connections, or the database
         self.was_open = False                   # before: what it used is not to be made anew
+        self.look_s = FIND_DEADLINE_S           # so long each step of a look for the server may take
         self.is_lasting = False                 # a lasting server has the database: wait for it, fork none
         self.has_changed = False                # something was asked for that is more than reading
         self._connection = None                 # type: Optional[HttpConnection]
@@ -18495,6 +18499,9 @@ class Connector:
         database.
         """
         self.close()
+        # Who cannot wait long, as a runner with children, is not held up by a host that is down, either.
+        hurry_s = FIND_DEADLINE_S if wait_s is None else max(wait_s, CONNECT_DEADLINE_S)
+        self.look_s = min(FIND_DEADLINE_S, hurry_s)
         if wait_s is None:
             wait_s = NAMED_DEADLINE_S if self.named_url and not self.was_open else FIND_DEADLINE_S
         deadline, pause_s = time.monotonic() + wait_s, 0.005    # a server of our own starts in milliseconds
@@ -18626,9 +18633,10 @@ class Connector:
     def open_connection(self, urls: Sequence[str]) -> HttpConnection:
         """Connect to the first address that accepts."""
         reasons, kind = [], Unreachable     # type: List[str], Callable[[str], Unreachable]
+        limit_s = min(CONNECT_DEADLINE_S, self.look_s / max(1, len(urls)))
         for url in urls:
             try:
-                return HttpConnection(parse_url(url), self.tls)
+                return HttpConnection(parse_url(url), self.tls, limit_s)
             except (OSError, ValueError) as error:  # a wrong certificate is a ValueError before Python 3.7
                 reasons.append(f'{url} does not answer: {explain(error)}')
                 kind = absent if isinstance(error, (ConnectionError, socket.timeout)) else kind
@@ -18654,7 +18662,7 @@ class Connector:
         connection.most_bytes = MAX_PROOF_BYTES
         try:
             target = f'/healthz?challenge={challenge}'
-            status, body = connection.ask('GET', target, deadline_s=FIND_DEADLINE_S)
+            status, body = connection.ask('GET', target, deadline_s=self.look_s)
             if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
                 parse_answer(status, body)
             said = {key: item.encode('ascii', 'replace').decode() if isinstance(item, str) else ascii(item)
@@ -25415,13 +25423,16 @@ class ServerLink:
         window_ends_at = self.window_ends_at if self.state == 'silent' else math.inf
         if self.pending is not None:
             return min(self.sent_at + ANSWER_DEADLINE_S, window_ends_at)
-        return 0.0 if self.must_ask else min(self.poll_at, self.report_at, window_ends_at)
+        is_last = self.is_quiet and not self.has_asked
+        return 0.0 if self.must_ask or is_last else min(self.poll_at, self.report_at, window_ends_at)
 
     def act(self, now: float) -> None:
         """Send one request if it is time, and take its answer in if it is there."""
+        was_offline = self.state == 'offline'
         self.look_at_window(now)
-        if self.is_quiet and not self.has_asked and now < self.end:
-            self.poll_now()     # a last time
+        # A last time, which may take seconds: by then a journal is being written.
+        if was_offline and self.is_quiet and not self.has_asked and now < self.end:
+            self.poll_now()
         if self.must_ask or self.pending is None and now >= min(self.poll_at, self.report_at):
             self.begin()
         if self.pending is not None:
@@ -25471,7 +25482,7 @@ class ServerLink:
         # Conflict: another command has the database of our own server, which has ended. Denied: the file of
         # its connection or token cannot be read now.
         except (Unreachable, Conflict, Denied) as error:
-            self.on_no_answer(error)
+            self.on_no_answer(error, has_looked=True)
             return False
         self.is_doubtful = self.is_doubtful or self.client.times_opened != self.times_opened
         self.times_opened = self.client.times_opened
@@ -25556,8 +25567,10 @@ class ServerLink:
             if self.context.variables:      # its address may be another one now, for jobs that ask it
                 self.context.variables['TORC_API_URL'] = self.client.url
 
-    def on_no_answer(self, error: TorcError) -> None:
-        """Children go on; wake a server of our own that has died; ask again until the window is over."""
+    def on_no_answer(self, error: TorcError, has_looked: bool = False) -> None:
+        """Children go on; wake a server of our own that has died, unless that was tried just now; ask again
+        until the window is over.
+        """
         self.is_doubtful, self.error = True, error.message
         is_new = self.state == 'online'
         if is_new:
@@ -25566,7 +25579,8 @@ class ServerLink:
         else:
             self.retry_s = min(2 * self.retry_s, RETRY_MAX_S)
         try:
-            self.client.reconnect(RECONNECT_S)
+            if not has_looked:
+                self.client.reconnect(RECONNECT_S)
         except (Unreachable, Conflict, Denied) as again:
             self.error = again.message
         self.exempt_server()
@@ -25590,7 +25604,11 @@ class ServerLink:
             self.context.log.write('Server unreachable past the retry window: entering offline-drain mode.',
                                    'warning', running=self.attempts.count(*STARTED),
                                    unreported=self.attempts.count('reported'))
-            if self.call.has_children() and self.context.options.drains:
+            if not self.call.has_children():
+                elapsed = format_elapsed(now - self.silent_since)
+                self.context.say(f'no answer from the server for {elapsed}, and nothing runs here: leaving',
+                                 'warning')
+            elif self.context.options.drains:
                 self.context.say('no job is started until the server is back, which is asked every '
                                  f'{self.ping_interval_s:g} s; what runs goes on', 'warning')
 
@@ -28568,9 +28586,9 @@ class Runner:
             self.dispatcher,
             self.digests,
             self.submissions,
+            self.drain,             # writes while the link looks for the server
             link,
             self.dispatcher,        # again: what an answer brings starts in the same turn
-            self.drain,
             ProgressView(context, link),
         ]
 
@@ -35605,7 +35623,8 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
     looks = {path: look_at_journal(path) for path in paths}
     journals, _, problems = replay_journals(session, workflow['id'], run_id, [
         path for path in paths if looks[path] != known.get(path)], problems)
-    known.update((journal.path, looks[journal.path]) for journal in journals if not journal.counts['rejected'])
+    known.update((journal.path, looks[journal.path]) for journal in journals
+                 if not journal.counts['rejected'])
     count = sum(journal.counts['accepted'] for journal in journals)
     brought = [f'{count} completions were taken in from journals of runners'] if count else []
     return printable_line('; '.join(brought + problems))
