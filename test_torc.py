@@ -23997,6 +23997,30 @@ class OfflineDrainTest(RunnerCase):
         self.assertEqual(('terminated', 128 + signal.SIGTERM, True),
                          (entry['status'], entry['result']['return_code'], entry['torc_py']['interrupted']))
 
+    def test_a_second_interrupt_kills_jobs_at_once_and_their_ends_are_kept(self):
+        self.create("trap '' TERM; touch ran1; while :; do sleep 0.05; done", **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 600})
+        self.is_away, sent = lambda: self.has('ran1'), []       # type: Any, List[int]
+
+        def asked() -> None:
+            if len(sent) < 2:
+                sent.append(signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+        self.asked, began = asked, time.monotonic()
+        error = self.run_offline()
+        self.assertLess(time.monotonic() - began, 60)
+        self.assertEqual((3, {1: ('terminated', 128 + signal.SIGKILL)}), (error.exit, self.ends()))
+        self.assertTrue(self.entries()[1]['torc_py']['interrupted'])
+        self.assertIn('killing all jobs', self.progress.messages)
+
+    def test_a_runner_that_has_reported_all_leaves_without_a_journal_when_its_server_is_away(self):
+        self.create('true', **self.NO_WINDOW)
+        self.is_away = lambda: bool(self.client.requests) and self.results() != []
+        self.client.rows = lambda op, **params: self.real_call(op, **params)['items']
+        error = self.run_offline()
+        self.assertEqual((3, 'nobody there\nnothing is left to be reported', {}), (error.exit, error.message, error.details))
+        self.assertEqual([(1, 1, 0, 'completed')], self.results())
+        self.assertFalse(os.path.exists(self.world.path('out/offline_journal')))
+
     def test_what_is_unacknowledged_when_a_signal_ends_a_runner_in_the_window_is_kept(self):
         self.create(self.UNTIL.format(1))       # the window is 20 minutes
         self.is_away = lambda: self.has('ran1')
@@ -28476,6 +28500,14 @@ class ReconcileTest(WorldTest):
         self.assertIn('2 file(s), 2 completion(s) (2 accepted', said.out)
         self.assertIn('_n2.db: it is no SQLite file\n', said.err)
         self.assertTrue(os.path.exists(good) and os.path.exists(bad))
+
+    def test_the_run_that_it_needs_is_shown_by_status(self):
+        self.create()
+        for run_id in (1, 2):
+            for words in (('status', 1), ('workflows', 'status', 1)):
+                self.assertRegex(self.assertExit(0, self.world.main(*words)).out, rf'\AWorkflow 1: w \(user \S+, run {run_id}\)\n')
+                self.assertEqual(run_id, self.assertExit(0, self.world.main('-f', 'json', *words)).json()['run_id'])
+            self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
 
     def test_a_directory_or_workflow_that_is_not_there_is_an_error(self):
         self.create()

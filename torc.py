@@ -28766,7 +28766,9 @@ class Runner:
             where = {'journal': drain.path, 'base_dir': os.path.dirname(os.path.dirname(drain.path)),
                      'run_id': context.run_id}
             lines.append(f"{len(left) - len(lost)} jobs that ended meanwhile are kept in {where['journal']}")
-        words = lines[1:] or ['nothing is left to be reported']
+        if not left:
+            lines.append('nothing is left to be reported')
+        words = lines[1:]
         if where:
             words.append(f'torc.py workflows reconcile {context.workflow_id} {context.run_id} --base-dir '
                          f"{shlex.quote(where['base_dir'])}, when the server is back")
@@ -30435,7 +30437,8 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
     `program` begins the commands in it; its options name the server or database.
     """
     counts, total = status['jobs_by_status'], status['total_jobs']
-    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"
+    who = f"user {status['workflow_user']}" + (f", run {status['run_id']}" if status.get('run_id') else '')
+    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} ({who})"
     lines = [printable_line(title), '']
     for row in STATUSES:
         if counts[row.name]:
@@ -32659,6 +32662,7 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
 def cmd_status(session: Session, args: Arguments) -> int:
     """How far a workflow is."""
     status = session.call('get_workflow_status', workflow_id=choose_workflow(session, args))
+    status['run_id'] = session.workflow(status['workflow_id']).get('run_id') or 0   # `reconcile` asks for it
     status['explanation'] = call_addition(session.client, 'explain_workflow',
                                           workflow_id=status['workflow_id'])
     status.setdefault('unserved_ready_labels', {})
@@ -37862,6 +37866,7 @@ COMMANDS = (
         NEEDED_WF, Argument('RUN', '', 'its run, as `status` shows it', at_least(0), key='run_id'),
         Argument('--base-dir', 'DIR', 'look for journals here and in all directories below', default='.')),
         'workflows reconcile 1 1 --base-dir torc_output'),
+    Command('workflows status', cmd_status, 'the same as `status`', (ASKED_WF,), 'workflows status 1'),
     Command('workflows sync-status', cmd_sync_status,
         'find allocations that are gone and jobs that nobody runs, and set them right',
         (ASKED_WF, OUTPUT_DIR, DRY_RUN), 'workflows sync-status 1 --dry-run'),
