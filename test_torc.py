@@ -28523,6 +28523,16 @@ class ReconcileTest(WorldTest):
         self.assertTrue(200 < answer['accepted'] < 399, answer['accepted'])
         self.assertEqual(answer['accepted'], len(self.results()))
 
+    @slow
+    def test_one_command_brings_in_the_journals_of_a_thousand_nodes(self):
+        self.create(1001)
+        for number in range(1, 1001):
+            path = self.world.path(f'run/node{number}/offline_journal/offline_results_wf1_r1_node{number}.db')
+            write_journal(path, [journal_entry(number)], 'OFF')
+        answer = self.reconcile('--base-dir', 'run')
+        self.assertEqual((1000, 1000, 0), tuple(answer[key] for key in ('files', 'accepted', 'rejected')))
+        self.assertEqual({'completed': 1000, 'ready': 1}, self.counts())
+
     def test_two_runners_with_a_thousand_jobs_each_together_and_twice(self):
         self.create(2001)
         for label, first in (('n1', 1), ('n2', 1001)):
