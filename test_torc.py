@@ -8380,6 +8380,34 @@ class ReplayTest(ServiceTest):
         active = self.call('list_compute_nodes', workflow_id=self.workflow_id, is_active=True)['items']
         self.assertEqual([self.node_id], [node['id'] for node in active], 'the one that has not left lives')
 
+    def test_what_a_runner_that_has_left_had_carried_out_is_not_due_again_unless_it_is_anothers_by_now(self):
+        action = {'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+                  'job_indexes': [0], 'persistent': False}
+        runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        self.workflow_id = self.create('a:\nb: a', actions=[action])
+        node_id = self.node(self.workflow_id, **runner)
+        job = self.claim(self.workflow_id, node_id)['a']
+        answer = self.sync(self.workflow_id, node_id, completions=[self.end(job)], actions=['on_jobs_complete'])
+        result = {'action_id': answer['actions'][0]['id'], 'success': False, 'message': 'no'}
+        body = {'run_id': 1, 'completions': [], 'left': [dict(runner, compute_node_id=node_id, actions=[result])]}
+
+        def replay() -> Tuple[bool, Any, int]:
+            self.call('replay_completions', body, workflow_id=self.workflow_id)
+            found, = self.call('get_workflow_actions', workflow_id=self.workflow_id)
+            events = self.call('list_events', workflow_id=self.workflow_id, category='action')['items']
+            return found['executed'], found.get('failure'), len(events)
+        for before, after in (('at work', (True, 'no', 1)), ('lost', (True, 'no', 1)), ("another's", (True, None, 0)), ('of run 2', (False, None, 0))):
+            with self.subTest(before), self.undone():
+                if before != 'at work':
+                    self.lose(node_id)
+                if before == "another's":
+                    self.sync(self.workflow_id, self.node(self.workflow_id), actions=['on_jobs_complete'])
+                elif before == 'of run 2':
+                    self.call('reset_workflow_status', id=self.workflow_id, force=True)
+                    self.call('initialize_jobs', id=self.workflow_id)
+                for _ in range(2):
+                    self.assertEqual(after, replay())
+
     # -------- a server that is back as an older copy of its database --------
 
     def test_an_end_of_what_the_copy_does_not_know_to_run_counts(self):
@@ -18871,6 +18899,18 @@ class JournalTest(WorldTest):
         journal.keep([self.entry(9)])
         self.assertEqual([9], [row[0] for row in self.rows(path)])
 
+    def test_it_says_that_its_runner_has_left_and_what_actions_have_done_and_older_ones_only_the_first(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        actions = [{'action_id': 3, 'success': True, 'message': 'm'}, {'action_id': 4, 'success': False, 'message': None}]
+        runner = {'compute_node_id': 9, 'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        for left_at, left in ((None, []), (5, [dict(runner, actions=actions)])):
+            journal = torc.Journal(path)
+            journal.keep([], (*runner.values(), left_at), actions)
+            journal.close()
+            self.assertEqual(([], '', left), torc.read_journal(path))
+        ask_sqlite(path, 'DROP TABLE torc_py_actions')
+        self.assertEqual([dict(runner, actions=[])], torc.read_journal(path).left)
+
     def test_it_needs_no_shared_memory_and_loses_nothing_with_the_power(self):
         journal = torc.Journal(torc.journal_path(self.world.directory, 42, 1, 'node1'))
         self.addCleanup(journal.close)
@@ -24012,6 +24052,31 @@ class OfflineDrainTest(RunnerCase):
         self.assertTrue(self.entries()[1]['torc_py']['interrupted'])
         self.assertIn('killing all jobs', self.progress.messages)
 
+    def act_offline(self, *jobs: Any) -> None:
+        """An action whose end cannot be reported, since the server goes away while it is carried out, is kept and not carried out again."""
+        self.create(*jobs, **self.NO_WINDOW, actions=[{'trigger_type': 'on_jobs_complete', 'jobs': ['j1'], 'action_type': 'run_commands',
+                                                       'commands': ['echo x >> acted; exit 3']}])
+        self.is_away = lambda: os.path.exists(self.world.path('out/acted'))
+        self.asked = lambda: self.go(1)
+        error = self.run_offline()
+        kept = '1 jobs that ended meanwhile and ' if len(jobs) > 1 else ''
+        self.assertEqual(f"nobody there\n{kept}1 results of actions are kept in {error.details['journal']}", error.message)
+        entries, problem, left = torc.read_journal(error.details['journal'])
+        self.assertEqual(('', len(jobs) - 1), (problem, len(entries)))
+        for _ in range(2):
+            self.client.call('replay_completions', {'run_id': 1, 'completions': entries, 'left': left}, workflow_id=1)
+        self.assertTrue(self.run_it().is_complete)
+        self.assertEqual('x\n', self.world.read('out/acted'))
+        self.assertEqual([True], [action['executed'] for action in self.client.call('get_workflow_actions', workflow_id=1)])
+        events = self.client.rows('list_events', workflow_id=1, category='action')
+        self.assertEqual(['action_failed'], [row['data']['event_type'] for row in events])
+
+    def test_what_an_action_has_done_is_kept_with_the_jobs_that_ended(self):
+        self.act_offline('true', self.UNTIL.format(1))
+
+    def test_what_an_action_has_done_is_kept_where_no_job_ended(self):
+        self.act_offline('true')
+
     def test_a_runner_that_has_reported_all_leaves_without_a_journal_when_its_server_is_away(self):
         self.create('true', **self.NO_WINDOW)
         self.is_away = lambda: bool(self.client.requests) and self.results() != []
@@ -24120,9 +24185,10 @@ class OfflineDrainTest(RunnerCase):
             self.create(self.UNTIL.format(1), **self.NO_WINDOW)
 
             def asked() -> None:
-                with contextlib.suppress(OSError), open(filler, 'wb', 0) as file:
-                    while True:
-                        file.write(bytes(4096))
+                if not self.has('go1'):     # to fill it anew would make room for a moment
+                    with contextlib.suppress(OSError), open(filler, 'wb', 0) as file:
+                        while True:
+                            file.write(bytes(4096))
                 self.go(1)
             self.is_away, self.asked = lambda: self.has('ran1'), asked
             self.run_offline()

@@ -12177,8 +12177,12 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
         record_event(context, workflow_id, {
             'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
             'message': f'{len(accepted)} completions were taken in from journals of runners'})
-    released = [node_id for node_id in map(functools.partial(find_left, context), body.get('left') or ())
-                if node_id]
+    released = []   # type: List[int]
+    for runner in body.get('left') or ():
+        node_id, is_active = find_left(context, runner)
+        if node_id and body['run_id'] == context.state.run_id:
+            take_in_actions(context, node_id, runner.get('actions') or ())
+        released += [node_id] if is_active else []
     for node_id in released:
         end_node(context, node_id)
         leave_allocation(context, get_row(context, 'compute_node', node_id))
@@ -12186,12 +12190,22 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
             'rejected': rejected, 'released': released}
 
 
-def find_left(context: Context, runner: Values) -> Optional[int]:
-    """The active compute node of a runner that has left, if it is that very process."""
-    return context.value('SELECT id FROM compute_node WHERE id = ? AND workflow_id = ? AND is_active = 1 '
-                         'AND hostname = ? AND pid = ? AND identity = ?',
-                         (runner['compute_node_id'], context.state.id, runner['hostname'], runner['pid'],
-                          runner['identity']))
+def find_left(context: Context, runner: Values) -> Tuple[int, bool]:
+    """The compute node of a runner that has left, if it is that very process, and whether it is active."""
+    found = context.one('SELECT id, is_active FROM compute_node WHERE id = ? AND workflow_id = ? '
+                        'AND hostname = ? AND pid = ? AND identity = ?',
+                        (runner['compute_node_id'], context.state.id, runner['hostname'], runner['pid'],
+                         runner['identity']))
+    return (found[0], bool(found[1])) if found else (0, False)
+
+
+def take_in_actions(context: Context, node_id: int, results: Sequence[Values]) -> None:
+    """A runner that has left had carried out actions: these are not due again. What others began stays."""
+    for result in results:
+        if context.one('SELECT 1 FROM workflow_action WHERE id = ? AND workflow_id = ? AND persistent = 0 '
+                       'AND (executed = 0 OR executed_by = ? AND is_reported = 0)',
+                       (result['action_id'], context.state.id, node_id)):
+            record_action_end(context, context.state.id, node_id, result)
 
 
 def check_journaled(context: Context, entry: Values, run_id: int, database_id: str) -> None:
@@ -12771,7 +12785,7 @@ MODELS = {
         'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
-    'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str!',
+    'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str! actions:[@RunnerAction]',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
         'completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
@@ -23891,6 +23905,12 @@ RUNNER_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_runner (
     identity        TEXT,
     left_at         INTEGER
 )"""
+# ... and how actions have ended that it had carried out, if it could not report that.
+ACTIONS_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_actions (
+    action_id INTEGER PRIMARY KEY,
+    success   INTEGER NOT NULL,
+    message   TEXT
+)"""
 
 
 def journal_path(output_dir: str, workflow_id: int, run_id: int, label: str) -> str:
@@ -23940,14 +23960,17 @@ class Journal:
             # log (DELETE) is on disk only with the directory, which FULL does not wait for.
             for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
                 self.connection.execute(f'PRAGMA {name} = {value}')
-            for statement in (JOURNAL_SCHEMA, RUNNER_SCHEMA):
+            for statement in (JOURNAL_SCHEMA, RUNNER_SCHEMA, ACTIONS_SCHEMA):
                 self.connection.execute(statement)
         except BaseException:
             self.connection.close()
             raise
 
-    def keep(self, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = ()) -> None:
-        """Keep entries, all or none: they are on disk when this returns. `runner`: a row of RUNNER_SCHEMA."""
+    def keep(self, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = (),
+             actions: Sequence[Dict[str, Any]] = ()) -> None:
+        """Keep entries, all or none: they are on disk when this returns. `runner`: a row of RUNNER_SCHEMA;
+        `actions`: their results, as a turn of a runner carries them.
+        """
         now = int(time.time())
         rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
                 for entry in entries]
@@ -23958,6 +23981,8 @@ class Journal:
             if runner:
                 statement = 'INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)'
                 self.connection.execute(statement, runner)
+            statement = 'INSERT OR REPLACE INTO torc_py_actions VALUES (:action_id, :success, :message)'
+            self.connection.executemany(statement, actions)
             self.connection.execute('COMMIT')
         except BaseException:
             if self.connection.in_transaction:      # SQLite has not ended it by itself, as on a full disk
@@ -24018,7 +24043,7 @@ def read_journal(path: str) -> JournalContent:
         with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
             copy = copy_journal(path, os.path.join(directory, 'journal.db'))
             rows, fault = read_rows(copy)
-            left = read_left(copy) if rows else []
+            left = read_left(copy) if rows or not fault else []
         faults += [fault] if fault else []
     except (OSError, sqlite3.Error) as error:
         return JournalContent([], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
@@ -24040,10 +24065,21 @@ def read_left(copy: str) -> List[Dict[str, Any]]:
     try:
         with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
             rows = connection.execute('SELECT compute_node_id, hostname, pid, identity FROM torc_py_runner '
-                                      'WHERE left_at IS NOT NULL')
-            return [check_model('', 'RunnerLeft', dict(zip(names, row))) for row in rows]
+                                      'WHERE left_at IS NOT NULL').fetchall()
+            actions = read_actions(connection)
+            return [check_model('', 'RunnerLeft', dict(zip(names, row), actions=actions)) for row in rows]
     except (sqlite3.Error, BadInput):   # no such table, or damage, which was named: their leases end
         return []
+
+
+def read_actions(connection: sqlite3.Connection) -> List[Dict[str, Any]]:
+    """How actions have ended, from a copied journal."""
+    try:
+        rows = connection.execute('SELECT action_id, success, message FROM torc_py_actions').fetchall()
+    except sqlite3.Error:       # older ones lack the table
+        return []
+    return [{'action_id': action_id, 'success': bool(success), 'message': message}
+            for action_id, success, message in rows]
 
 
 def look_at_journal(path: str) -> List[Tuple[int, ...]]:
@@ -25652,6 +25688,7 @@ class OfflineDrain:
         self.retry_at = -math.inf   # monotonic; nothing is written before
         self.patience_s = KEEP_S    # with a file system
         self.is_last = False        # the runner ends: whatever is not acknowledged is kept
+        self.kept_actions = 0       # ... how many results of actions were
 
     def unkept(self) -> Dict[Attempt, Tuple[bool, bool]]:
         """Completions to be written: whether a recovery script goes before the report, and whether the row
@@ -25709,7 +25746,7 @@ class OfflineDrain:
         try:
             with contextlib.closing(Journal(path)) as journal:
                 who = self.context.node_id, socket.gethostname(), self.pid, self.link.identity
-                journal.keep(entries, (*who, left_at))
+                journal.keep(entries, (*who, left_at), self.link.action_results if left_at else ())
         except (OSError, sqlite3.Error):
             for name in (path, path + '-journal') if not self.path else ():     # nothing is in it
                 with contextlib.suppress(OSError):
@@ -25777,9 +25814,12 @@ class OfflineDrain:
         while self.errand is not None and time.monotonic() < give_up_at:
             self.errand.wait(max(0.0, min(self.due(), give_up_at) - time.monotonic()))
             self.act(time.monotonic())
-        if self.path and self.errand is None and self.link.state == 'offline':
-            self.begin(functools.partial(self.write, [], int(time.time()))).wait(
-                max(0.1, give_up_at - time.monotonic()))
+        is_needed = self.path or self.link.action_results
+        if is_needed and self.errand is None and self.link.state == 'offline':
+            errand = self.begin(functools.partial(self.write, [], int(time.time())))
+            errand.wait(max(0.1, give_up_at - time.monotonic()))
+            if errand.result:
+                self.path, self.kept_actions = errand.result, len(self.link.action_results)
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
@@ -28762,11 +28802,14 @@ class Runner:
         lines, where = [self.link.error], {}    # type: List[str], Dict[str, Any]
         if lost:
             lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
-        if len(left) > len(lost):
+        counts = ((len(left) - len(lost), 'jobs that ended meanwhile'),
+                  (drain.kept_actions, 'results of actions'))
+        kept = [f'{count} {words}' for count, words in counts if count]
+        if kept:
             where = {'journal': drain.path, 'base_dir': os.path.dirname(os.path.dirname(drain.path)),
                      'run_id': context.run_id}
-            lines.append(f"{len(left) - len(lost)} jobs that ended meanwhile are kept in {where['journal']}")
-        if not left:
+            lines.append(f"{' and '.join(kept)} are kept in {where['journal']}")
+        if not (left or drain.kept_actions):
             lines.append('nothing is left to be reported')
         words = lines[1:]
         if where:
