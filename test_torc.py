@@ -22599,6 +22599,29 @@ class InAllocationTest(RunnerCase):
         self.assertEqual(0o600, os.stat(self.world.path('out/slurm_env_wf1_sl5_n0_pid77.log')).st_mode & 0o777)
         self.assertNotIn('srun', [call.name for call in self.fakes.calls()])
 
+    def test_what_ends_there_without_a_server_is_kept_by_node_and_ends_the_record_when_it_is_brought_in(self):
+        self.create('touch ran; until test -e go; do sleep 0.01; done', execution_config={'mode': 'direct'},
+                    compute_node_wait_for_healthy_database_minutes=0)
+        self.allocate(5)
+        call = self.client.call
+
+        def call_if_there(*arguments: Any, **params: Any) -> Any:
+            if os.path.exists(self.world.path('ran')):
+                self.world.write('go', '')
+                raise torc.Unreachable('nobody there')
+            return call(*arguments, **params)
+        self.client.call = call_if_there
+        with self.assertRaises(torc.Unreachable) as caught:
+            self.run_it()
+        self.client.call = call
+        path = caught.exception.details['journal']
+        self.assertEqual(torc.journal_path(self.world.path('out'), 1, 1, 'wf1_sl5_n0_pid77'), path)
+        self.assertEqual({5: 'active'}, self.records())
+        found = torc.read_journal(path)
+        body = {'run_id': 1, 'completions': found.entries, 'left': found.left}
+        self.assertEqual([1], self.client.call('replay_completions', body, workflow_id=1)['released'])
+        self.assertEqual(({5: 'complete'}, {'j1': 'completed'}), (self.records(), self.statuses()))
+
     @slow
     def test_it_leaves_before_its_job_ends_and_the_users_own_end_wins_when_it_is_earlier(self):
         config = {'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 1}
