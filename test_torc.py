@@ -18901,11 +18901,11 @@ class JournalTest(WorldTest):
 
     def test_it_says_that_its_runner_has_left_and_what_actions_have_done_and_older_ones_only_the_first(self):
         path = torc.journal_path(self.world.directory, 42, 1, 'node1')
-        actions = [{'action_id': 3, 'success': True, 'message': 'm'}, {'action_id': 4, 'success': False, 'message': None}]
+        actions = [{'action_id': 3, 'success': True, 'message': 'm'}, {'action_id': 4, 'success': False, 'message': 500 * 'x'}]
         runner = {'compute_node_id': 9, 'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
         for left_at, left in ((None, []), (5, [dict(runner, actions=actions)])):
             journal = torc.Journal(path)
-            journal.keep([], (*runner.values(), left_at), actions)
+            journal.keep([], (*runner.values(), left_at), [actions[0], dict(actions[1], message=10 ** 6 * 'x')])
             journal.close()
             self.assertEqual(([], '', left), torc.read_journal(path))
         ask_sqlite(path, 'DROP TABLE torc_py_actions')

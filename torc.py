@@ -24078,8 +24078,8 @@ def read_actions(connection: sqlite3.Connection) -> List[Dict[str, Any]]:
         rows = connection.execute('SELECT action_id, success, message FROM torc_py_actions').fetchall()
     except sqlite3.Error:       # older ones lack the table
         return []
-    return [{'action_id': action_id, 'success': bool(success), 'message': message}
-            for action_id, success, message in rows]
+    return [{'action_id': action_id, 'success': bool(success),
+             'message': str(message or '')[:MAX_REASON_CHARACTERS]} for action_id, success, message in rows]
 
 
 def look_at_journal(path: str) -> List[Tuple[int, ...]]:
