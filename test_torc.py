@@ -19876,6 +19876,22 @@ class LinkTest(PartTest):
                     link.act(link.due())
                     self.assertEqual('online', link.state)
 
+    def test_what_is_on_the_way_for_long_is_kept_by_a_runner_that_is_stopped_and_by_no_other(self):
+        link, now = self.link(), time.monotonic()
+        drain = torc.OfflineDrain(link.context, link, types.SimpleNamespace(begin=None))
+        attempt = self.attempt('reported', 1)
+        for reason, state, sent_s, is_kept in (
+                ('', 'online', 100, False), ('complete', 'silent', 100, False), ('interrupt', 'online', None, False),
+                ('interrupt', 'online', 0, False), ('interrupt', 'online', 3, True), ('deadline', 'silent', None, True),
+                ('', 'offline', None, True)):
+            with self.subTest(reason=reason, state=state, sent_s=sent_s):
+                drain.leaving, link.state = (lambda: reason), state
+                link.pending, link.sent_at = (None, now) if sent_s is None else (object(), now - sent_s)
+                self.assertEqual([attempt] if is_kept else [], list(drain.unkept()))
+                at = 0.0 if is_kept else now + torc.LATE_ANSWER_S if (reason, sent_s) == ('interrupt', 0) else math.inf
+                self.assertEqual(at, drain.due())
+        link.pending = None
+
     def test_at_the_end_there_is_time_for_both_places_of_a_journal_though_one_does_not_answer(self):
         link = self.link()
         link.state = 'offline'
@@ -24129,6 +24145,21 @@ class OfflineDrainTest(RunnerCase):
         self.asked = asked
         self.run_offline(ping_interval_s=600)
         self.assertEqual([{1: ('completed', 0)}], kept)
+
+    def test_a_runner_that_is_stopped_keeps_its_ends_while_it_still_tries_to_report_them(self):
+        self.create('true', self.UNTIL.format(1))       # the window is 20 minutes
+        self.is_away, sent = lambda: self.has('ran1') and not self.has('back'), []  # type: Any, List[int]
+
+        def asked() -> None:
+            if not sent:
+                sent.append(1)
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif 1 in self.ends() or 2 in self.ends():      # in case that it is killed
+                self.world.write('back', '')
+        self.asked = asked
+        self.assertEqual(signal.SIGTERM, self.run_it().interrupted_by)
+        self.assertTrue(self.has('back'))
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 128 + signal.SIGTERM, 'terminated')], self.results())
 
     def test_the_end_of_the_nodes_time_holds_without_a_server(self):
         self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1, 'sigkill_headroom_seconds': 1})

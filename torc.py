@@ -24165,6 +24165,7 @@ RECONNECT_S = 1.0           # so long at a time an unreachable server is looked 
 MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
+LATE_ANSWER_S = 2.0         # ... and keeps its ends on disk if an answer takes longer: it may be killed soon
 KEEP_S = 20.0               # so long a file system may take for entries of the journal
 KEEP_PAUSE_S = 10.0         # between tries while they can be kept nowhere
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
@@ -25649,6 +25650,13 @@ class ServerLink:
                                  f'{self.ping_interval_s:g} s; what runs goes on', 'warning')
 
     @property
+    def doubtful_at(self) -> float:
+        """From when on (monotonic) it is doubtful that the server takes in what is on the way."""
+        if self.state != 'online':
+            return -math.inf
+        return math.inf if self.pending is None else self.sent_at + LATE_ANSWER_S
+
+    @property
     def is_quiet(self) -> bool:
         """Whether the server is away for too long, and no child is left."""
         return self.state == 'offline' and not self.call.has_children()
@@ -25678,6 +25686,7 @@ class OfflineDrain:
         self.link = link
         self.attempts = link.attempts
         self.begin = launcher.begin
+        self.leaving = lambda: ''   # type: Callable[[], str]  # why this runner leaves
         self.pid = os.getpid()
         self.path = ''              # of the journal, as soon as there is one
         self.is_local = False       # it is not, or will not be, in the output directory
@@ -25690,10 +25699,16 @@ class OfflineDrain:
         self.is_last = False        # the runner ends: whatever is not acknowledged is kept
         self.kept_actions = 0       # ... how many results of actions were
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether this runner may end before the server knows all."""
+        is_hurried = self.leaving() in SIGNAL_REASONS and time.monotonic() >= self.link.doubtful_at
+        return self.is_last or is_hurried or self.link.state == 'offline'
+
     def unkept(self) -> Dict[Attempt, Tuple[bool, bool]]:
         """Completions to be written: whether a recovery script goes before the report, and whether the row
         of slurm_stats is there. Both may change."""
-        is_away = self.is_last or self.link.state == 'offline'
+        is_away = self.is_needed
         if not (is_away or self.kept):
             return {}
         accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
@@ -25710,7 +25725,10 @@ class OfflineDrain:
         """The next try, or the end of the patience with the last one."""
         if self.errand is not None:
             return self.errand.began + self.patience_s
-        return max(0.0, self.retry_at) if self.unkept() else math.inf
+        if self.unkept():
+            return max(0.0, self.retry_at)
+        is_hurried = self.leaving() in SIGNAL_REASONS and self.attempts.by_state['reported']
+        return self.link.doubtful_at if is_hurried and not self.is_needed else math.inf
 
     def act(self, now: float) -> None:
         """See how the last write has ended; begin the next."""
@@ -28612,6 +28630,7 @@ class Runner:
         self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
         self.drain = OfflineDrain(context, link, launcher)
+        self.drain.leaving = lambda: self.shutdown.reason
         self.connect_link()
         self.parts = [
             launcher,
