@@ -34563,6 +34563,21 @@ class OfflineDrainFlowTest(FlowTest):
         self.assertEqual((5, None), (status, left_at))
 
     @slow
+    def test_a_signal_without_the_server_is_exit_3_too_for_there_is_something_to_bring_in(self):
+        runner, _ = self.lose_server()
+        self.world.wait(lambda: 'what runs goes on' in runner.err, 20, 'the end of the window', [runner])
+        runner.send(signal.SIGTERM)
+        self.assertExit(3, runner.finish(), 'SIGTERM: stopping 2 jobs', '2 jobs that ended meanwhile are kept in',
+                        'When the server is back: torc.py workflows reconcile 1 1 --base-dir ')
+
+    @slow
+    def test_the_end_of_the_runners_time_without_the_server_is_exit_3_too(self):
+        config = '\n        execution_config: {sigterm_lead_seconds: 1, sigkill_headroom_seconds: 1}\n        jobs:'
+        with unittest.mock.patch.object(type(self), 'SPEC', self.SPEC.replace('\n        jobs:', config)):
+            runner, _ = self.lose_server('--time-limit', '15s')
+        self.assertExit(3, runner.finish(), '2 jobs that ended meanwhile are kept in', 'workflows reconcile 1 1 --base-dir ')
+
+    @slow
     def test_without_the_drain_the_runner_stops_its_jobs_and_leaves(self):
         runner, _ = self.lose_server('--no-offline-drain')
         self.assertExit(3, runner.finish(), 'stopping 2', '2 jobs that ended meanwhile are kept in')
