@@ -8129,6 +8129,12 @@ def journal_entry(job_id: int, workflow_id: int = 1, **more: Any) -> Dict[str, A
     return dict({key: result[key] for key in ('job_id', 'status', 'run_id')}, result=result, **details)
 
 
+def database_of(world: World) -> Dict[str, Any]:
+    """What our runners note of the database that a world's commands use, for journal_entry()."""
+    with world.connect() as client:
+        return {'database_id': client.call('get_database')['id']}
+
+
 def write_journal(path: str, entries: Iterable[Any], mode: str = 'WAL') -> str:
     """A journal as Torc's runner leaves it: its table, its pragmas. An entry may be any text."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -28695,7 +28701,7 @@ class ReconcileTest(WorldTest):
         self.assertEqual({'completed': 1, 'ready': 4, 'blocked': 1}, self.counts())
 
     def test_a_watch_takes_a_journal_in_again_that_was_written_to_or_of_which_something_was_rejected(self):
-        path, calls, known = self.journal('n1', (1,)), [], {}     # type: Any, List[Any], Dict[str, Any]
+        path, calls, known = self.journal('n1', (1,), torc_py={'database_id': 'x'}), [], {}    # type: Any, List[Any], Dict[str, Any]
         rejected = [{'job_id': 1, 'attempt_id': 1, 'message': 'not yet'}]
 
         def call(operation: str, body: Any, **params: Any) -> Any:
@@ -29014,6 +29020,18 @@ class SyncStatusTest(CommandTest):
                          (found['slurm_jobs_failed'], found['failed_job_details'][0]['reason']))
         self.assertEqual({'first': 'failed', 'second': 'failed', 'last': 'canceled'}, self.states())
 
+    def test_a_journal_that_may_be_another_databases_is_named_and_only_taken_in_when_that_is_asked_for(self):
+        path = self.world.path('torc_output', 'offline_journal/offline_results_wf1_r1_n1.db')
+        write_journal(path, [journal_entry(1)])     # as Torc's runners write it
+        before = self.states()
+        for words in (('workflows', 'sync-status', 1), ('recover', 1, '--no-prompts'), ('watch', 1, '--once')):
+            said = self.world.main(*words).err
+            self.assertIn('n1.db: 1 completions do not say of which database they are: if they are of this one, `workflows '
+                          'reconcile` brings them in\n', said)
+            self.assertEqual(before, self.states())
+        self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertEqual('completed', self.states()['first'])
+
     def test_a_runner_of_this_host_whose_process_is_gone_is_found(self):
         fakes = self.slurm()
         process = subprocess.Popen(['sleep', '100'])
@@ -29036,7 +29054,7 @@ class SyncStatusTest(CommandTest):
         process.wait()
         self.begin(None, hostname=socket.gethostname(), pid=process.pid, identity='boot/1/1')
         name = 'offline_journal/offline_results_wf1_r1_n1.db'
-        write_journal(self.world.path('elsewhere', name), [journal_entry(1)])
+        write_journal(self.world.path('elsewhere', name), [journal_entry(1, torc_py=database_of(self.world))])
         said = self.assertExit(0, self.world.main('workflows', 'sync-status', 1, '-o', 'elsewhere', '--dry-run'))
         self.assertEqual('1 journals in elsewhere/offline_journal would be taken in first\n', said.err)
         self.assertNotIn('completed', self.states().values())
@@ -29143,7 +29161,8 @@ class RecoverTest(RecoverCase):
                 self.world = stack.enter_context(contextlib.closing(World()))
                 self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
                            {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
-                write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1)])
+                path = self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db')
+                write_journal(path, [journal_entry(1, torc_py=database_of(self.world))])
                 self.assertEqual('failed', self.statuses()['gone'])
                 if last == 'recover 1':
                     self.assertIn('1 journals in ', self.world.main('recover', '1', '--dry-run').err)

@@ -25650,13 +25650,6 @@ class ServerLink:
                                  f'{self.ping_interval_s:g} s; what runs goes on', 'warning')
 
     @property
-    def doubtful_at(self) -> float:
-        """From when on (monotonic) it is doubtful that the server takes in what is on the way."""
-        if self.state != 'online':
-            return -math.inf
-        return math.inf if self.pending is None else self.sent_at + LATE_ANSWER_S
-
-    @property
     def is_quiet(self) -> bool:
         """Whether the server is away for too long, and no child is left."""
         return self.state == 'offline' and not self.call.has_children()
@@ -25700,15 +25693,19 @@ class OfflineDrain:
         self.kept_actions = 0       # ... how many results of actions were
 
     @property
-    def is_needed(self) -> bool:
-        """Whether this runner may end before the server knows all."""
-        is_hurried = self.leaving() in SIGNAL_REASONS and time.monotonic() >= self.link.doubtful_at
-        return self.is_last or is_hurried or self.link.state == 'offline'
+    def hurries_at(self) -> float:
+        """From when on (monotonic) all is kept by a runner that was stopped, and may be killed soon."""
+        link = self.link
+        if self.leaving() not in SIGNAL_REASONS:
+            return math.inf
+        if link.state != 'online':
+            return -math.inf
+        return math.inf if link.pending is None else link.sent_at + LATE_ANSWER_S
 
     def unkept(self) -> Dict[Attempt, Tuple[bool, bool]]:
         """Completions to be written: whether a recovery script goes before the report, and whether the row
         of slurm_stats is there. Both may change."""
-        is_away = self.is_needed
+        is_away = self.is_last or self.link.state == 'offline' or time.monotonic() >= self.hurries_at
         if not (is_away or self.kept):
             return {}
         accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
@@ -25727,8 +25724,8 @@ class OfflineDrain:
             return self.errand.began + self.patience_s
         if self.unkept():
             return max(0.0, self.retry_at)
-        is_hurried = self.leaving() in SIGNAL_REASONS and self.attempts.by_state['reported']
-        return self.link.doubtful_at if is_hurried and not self.is_needed else math.inf
+        is_sent = self.attempts.by_state['reported'] and self.hurries_at > time.monotonic()
+        return self.hurries_at if is_sent else math.inf
 
     def act(self, now: float) -> None:
         """See how the last write has ended; begin the next."""
@@ -35650,13 +35647,22 @@ def cmd_reconcile(session: Session, args: Arguments) -> int:
 
 
 def replay_journals(session: Session, workflow_id: int, run_id: int, paths: Sequence[str],
-                    problems: List[str]) -> Tuple[List[JournalFound], List[str], List[str]]:
-    """Bring what journals hold to the server: the journals, why completions were rejected, and problems."""
+                    problems: List[str], is_asked: bool = True
+                    ) -> Tuple[List[JournalFound], List[str], List[str]]:
+    """Bring what journals hold to the server: the journals, why completions were rejected, and problems.
+
+    Unless it `is_asked` for, only what says of which database it is, as Torc's journals do not: ids begin at
+    1 in each, and an old journal would end jobs that never ran.
+    """
     journals, left = [], []     # type: List[JournalFound], List[Dict[str, Any]]
     for path in paths:
         entries, problem, leavers = read_journal(path)
-        journals.append(JournalFound(path, entries, {}))
         problems += [problem] if problem else []
+        known = [entry for entry in entries if is_asked or (entry.get('torc_py') or {}).get('database_id')]
+        if len(known) < len(entries):
+            problems.append(f'{path}: {len(entries) - len(known)} completions do not say of which database '
+                            'they are: if they are of this one, `workflows reconcile` brings them in')
+        journals.append(JournalFound(path, known, {}))
         left += leavers
     accepted, rejected = [], []     # type: List[Tuple[int, int]], List[Dict[str, Any]]
     for entries in replay_pieces(journals):
@@ -35688,7 +35694,7 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
         return printable_line(said) if paths else ''
     looks = {path: look_at_journal(path) for path in paths}
     journals, _, problems = replay_journals(session, workflow['id'], run_id, [
-        path for path in paths if looks[path] != known.get(path)], problems)
+        path for path in paths if looks[path] != known.get(path)], problems, False)
     known.update((journal.path, looks[journal.path]) for journal in journals
                  if not journal.counts['rejected'])
     count = sum(journal.counts['accepted'] for journal in journals)
