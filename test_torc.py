@@ -8294,7 +8294,7 @@ class ReplayTest(ServiceTest):
         entry = self.entry(status='failed', return_code=5, torc_py={'retry': True, 'recovering': True})
         before = self.dump()
         self.assertEqual(([], 0, ['the recovery script of job 1 (a) is still to end: compute node '
-                                  f'{self.node_id}, which is at work, reports it then']), self.replay(entry))
+                                  f'{self.node_id}, at work as far as is known, reports it then']), self.replay(entry))
         self.assertUnchanged(before)
         self.lose()
         self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
@@ -24069,7 +24069,7 @@ class OfflineDrainTest(RunnerCase):
                 self.go(2)
         self.asked, self.client.after = asked, after
         self.run_it(ping_interval_s=0.2)
-        waits = ['the recovery script of job 1 (j1) is still to end: compute node 1, which is at work, reports it then']
+        waits = ['the recovery script of job 1 (j1) is still to end: compute node 1, at work as far as is known, reports it then']
         self.assertEqual([(waits, [])] * 2, said)
         self.assertEqual([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], self.results(), 'its veto counts')
 

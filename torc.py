@@ -12236,7 +12236,7 @@ def refuse_recovering(context: Context, job: JobState, attempt_id: int) -> None:
         'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,))
     if is_held:
         raise Refused(f'the recovery script of job {job.id} ({job.name}) is still to end: compute node '
-                      f'{job.compute_node_id}, which is at work, reports it then')
+                      f'{job.compute_node_id}, at work as far as is known, reports it then')
 
 
 def replay_completion(context: Context, state: WorkflowState, key: List[int], entry: Values) -> bool:
