@@ -17599,6 +17599,11 @@ class HpcConfigTest(WorldTest):
     def test_what_runners_do_without_a_server_may_be_configured_and_the_command_line_wins(self):
         config = self.read('client: {offline: {enabled: false, drain_ping_interval_secs: 7}}')
         self.assertEqual((False, 7), (config.drains, config.ping_interval_s))
+        if torc.tomllib is not None:    # the section as the page names it
+            os.unlink(self.world.path('xdg/torc/config.yaml'))
+            read = self.read('[client.offline]\nenabled = false\ndrain_ping_interval_secs = 8\n', 'config.toml')
+            self.assertEqual((False, 8), (read.drains, read.ping_interval_s))
+            os.unlink(self.world.path('xdg/torc/config.toml'))
         given = {'no_offline_drain': False, 'drain_ping_interval_secs': None}
         self.assertEqual({'drains': False, 'ping_interval_s': 7}, torc.offline_options(given, config))
         given = {'no_offline_drain': True, 'drain_ping_interval_secs': 2.0}
