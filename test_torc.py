@@ -8151,6 +8151,12 @@ def journal_entry(job_id: int, workflow_id: int = 1, **more: Any) -> Dict[str, A
     return dict({key: result[key] for key in ('job_id', 'status', 'run_id')}, result=result, **details)
 
 
+def database_of(world: World) -> Dict[str, Any]:
+    """What our runners note of the database that a world's commands use, for journal_entry()."""
+    with world.connect() as client:
+        return {'database_id': client.call('get_database')['id']}
+
+
 def write_journal(path: str, entries: Iterable[Any], mode: str = 'WAL') -> str:
     """A journal as Torc's runner leaves it: its table, its pragmas. An entry may be any text."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -8306,6 +8312,17 @@ class ReplayTest(ServiceTest):
         self.replay(self.entry(status='failed', return_code=3))
         self.assertEqual('failed', self.statuses(self.workflow_id)['a'])
 
+    def test_what_waits_for_a_recovery_script_is_left_to_its_runner_as_long_as_that_is_at_work(self):
+        entry = self.entry(status='failed', return_code=5, torc_py={'retry': True, 'recovering': True})
+        before = self.dump()
+        self.assertEqual(([], 0, ['the recovery script of job 1 (a) is still to end: compute node '
+                                  f'{self.node_id}, at work as far as is known, reports it then']), self.replay(entry))
+        self.assertUnchanged(before)
+        self.lose()
+        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
+        self.assertEqual('ready', self.statuses(self.workflow_id)['a'])
+        self.assertEqual(([], 1, []), self.replay(entry))
+
     def test_an_interrupted_attempt_runs_again_and_spends_no_retry(self):
         self.replay(self.entry(status='terminated', return_code=143, torc_py={'interrupted': True}))
         self.assertEqual('ready', self.statuses(self.workflow_id)['a'])
@@ -8390,6 +8407,34 @@ class ReplayTest(ServiceTest):
             self.assertEqual(released, answer['released'], left)
         active = self.call('list_compute_nodes', workflow_id=self.workflow_id, is_active=True)['items']
         self.assertEqual([self.node_id], [node['id'] for node in active], 'the one that has not left lives')
+
+    def test_what_a_runner_that_has_left_had_carried_out_is_not_due_again_unless_it_is_anothers_by_now(self):
+        action = {'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+                  'job_indexes': [0], 'persistent': False}
+        runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        self.workflow_id = self.create('a:\nb: a', actions=[action])
+        node_id = self.node(self.workflow_id, **runner)
+        job = self.claim(self.workflow_id, node_id)['a']
+        answer = self.sync(self.workflow_id, node_id, completions=[self.end(job)], actions=['on_jobs_complete'])
+        result = {'action_id': answer['actions'][0]['id'], 'success': False, 'message': 'no'}
+        body = {'run_id': 1, 'completions': [], 'left': [dict(runner, compute_node_id=node_id, actions=[result])]}
+
+        def replay() -> Tuple[bool, Any, int]:
+            self.call('replay_completions', body, workflow_id=self.workflow_id)
+            found, = self.call('get_workflow_actions', workflow_id=self.workflow_id)
+            events = self.call('list_events', workflow_id=self.workflow_id, category='action')['items']
+            return found['executed'], found.get('failure'), len(events)
+        for before, after in (('at work', (True, 'no', 1)), ('lost', (True, 'no', 1)), ("another's", (True, None, 0)), ('of run 2', (False, None, 0))):
+            with self.subTest(before), self.undone():
+                if before != 'at work':
+                    self.lose(node_id)
+                if before == "another's":
+                    self.sync(self.workflow_id, self.node(self.workflow_id), actions=['on_jobs_complete'])
+                elif before == 'of run 2':
+                    self.call('reset_workflow_status', id=self.workflow_id, force=True)
+                    self.call('initialize_jobs', id=self.workflow_id)
+                for _ in range(2):
+                    self.assertEqual(after, replay())
 
     # -------- a server that is back as an older copy of its database --------
 
@@ -15665,6 +15710,25 @@ class ClientTest(WorldTest):
         impostor.stop()
         self.assertEqual(1, impostor.heard.count(b'POST '))
 
+    def test_who_cannot_wait_is_not_held_up_by_a_server_that_hangs_or_by_many_addresses_of_a_host_that_is_down(self) -> None:
+        self.set_constant('CONNECT_DEADLINE_S', 0.6)
+        database = self.world.path('torc.db')
+        torc.keep_token(database + '.token')
+        with contextlib.closing(socket.socket()) as full, contextlib.ExitStack() as stack, contextlib.closing(Impostor.listen()) as hung:
+            full.bind(('127.0.0.1', 0))
+            full.listen(0)
+            for _ in range(4):      # from now on it drops whoever comes
+                waiting = stack.enter_context(contextlib.closing(socket.socket()))
+                waiting.setblocking(False)
+                waiting.connect_ex(full.getsockname())
+            down, hangs = ([f'http://127.0.0.1:{listener.getsockname()[1]}'] for listener in (full, hung))
+            for urls, reason in ((down * 6, 'does not answer: too slow'), (hangs, 'no answer from .*too slow'), (down * 3 + hangs, 'too slow')):
+                with self.subTest(urls), torc.connection_file(torc.ServerOptions(database), urls, 'x'):
+                    begun = time.monotonic()
+                    with self.assertRaisesRegex(torc.Unreachable, reason):
+                        torc.Client(database=database).ensure_connected(0.1)
+                    self.assertLess(time.monotonic() - begun, 2.5)
+
     def test_a_slow_server_is_not_waited_for_longer_than_the_deadline(self) -> None:
         with contextlib.closing(Impostor.listen()) as listener:
             client = self.connect(url=f'http://127.0.0.1:{listener.getsockname()[1]}')
@@ -17588,6 +17652,11 @@ class HpcConfigTest(WorldTest):
     def test_what_runners_do_without_a_server_may_be_configured_and_the_command_line_wins(self):
         config = self.read('client: {offline: {enabled: false, drain_ping_interval_secs: 7}}')
         self.assertEqual((False, 7), (config.drains, config.ping_interval_s))
+        if torc.tomllib is not None:    # the section as the page names it
+            os.unlink(self.world.path('xdg/torc/config.yaml'))
+            read = self.read('[client.offline]\nenabled = false\ndrain_ping_interval_secs = 8\n', 'config.toml')
+            self.assertEqual((False, 8), (read.drains, read.ping_interval_s))
+            os.unlink(self.world.path('xdg/torc/config.toml'))
         given = {'no_offline_drain': False, 'drain_ping_interval_secs': None}
         self.assertEqual({'drains': False, 'ping_interval_s': 7}, torc.offline_options(given, config))
         given = {'no_offline_drain': True, 'drain_ping_interval_secs': 2.0}
@@ -18913,6 +18982,18 @@ class JournalTest(WorldTest):
         journal.keep([self.entry(9)])
         self.assertEqual([9], [row[0] for row in self.rows(path)])
 
+    def test_it_says_that_its_runner_has_left_and_what_actions_have_done_and_older_ones_only_the_first(self):
+        path = torc.journal_path(self.world.directory, 42, 1, 'node1')
+        actions = [{'action_id': 3, 'success': True, 'message': 'm'}, {'action_id': 4, 'success': False, 'message': 500 * 'x'}]
+        runner = {'compute_node_id': 9, 'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        for left_at, left in ((None, []), (5, [dict(runner, actions=actions)])):
+            journal = torc.Journal(path)
+            journal.keep([], (*runner.values(), left_at), [actions[0], dict(actions[1], message=10 ** 6 * 'x')])
+            journal.close()
+            self.assertEqual(([], '', left), torc.read_journal(path))
+        ask_sqlite(path, 'DROP TABLE torc_py_actions')
+        self.assertEqual([dict(runner, actions=[])], torc.read_journal(path).left)
+
     def test_it_needs_no_shared_memory_and_loses_nothing_with_the_power(self):
         journal = torc.Journal(torc.journal_path(self.world.directory, 42, 1, 'node1'))
         self.addCleanup(journal.close)
@@ -19258,7 +19339,7 @@ class AttemptsTest(unittest.TestCase):
         stopping     ended
         ended        judged dropped
         judged       recovering reported
-        recovering   reported
+        recovering   reported dropped
         reported     acknowledged
         returned     -
         dropped      -
@@ -19814,6 +19895,39 @@ class LinkTest(PartTest):
         link.act(time.monotonic())
         self.assertEqual(2, len(self.client.requests))
 
+    def test_where_nothing_runs_it_says_that_the_runner_leaves(self):
+        with FakeClock().set() as clock:
+            link = self.link(NO_ANSWER, compute_node_wait_for_healthy_database_minutes=20)
+            link.act(clock.now)
+            self.assertEqual(['no answer from the server, trying again: nobody there'], self.progress.messages)
+            clock.now += 20 * 60
+            link.act(clock.now)
+        self.assertEqual('no answer from the server for 20m 00s, and nothing runs here: leaving', self.progress.messages[-1])
+
+    def test_the_server_is_looked_for_once_in_each_failed_try(self):
+        link, looks = self.link(), []   # type: Any, List[int]
+        self.client.reconnect = lambda wait_s: looks.append(1)
+        with unittest.mock.patch.object(self.client, 'ensure_connected', side_effect=NO_ANSWER):
+            link.act(0.0)
+        self.assertEqual(('silent', 0), (link.state, len(looks)), 'to connect is to look')
+        self.client.answers = [NO_ANSWER]
+        link.act(link.due())
+        self.assertEqual(('silent', 1), (link.state, len(looks)))
+
+    def test_what_ended_last_is_being_written_down_before_the_server_is_asked_once_more(self):
+        link, children = self.link(*[NO_ANSWER] * 3, compute_node_wait_for_healthy_database_minutes=0), [1]
+        link.call.has_children = lambda: bool(children)
+        link.act(time.monotonic())
+        link.change('online')
+        link.change('silent')
+        children.clear()
+        self.pace.on_end()
+        before = len(self.client.requests)
+        link.act(time.monotonic())      # goes offline: a part behind it sees that first
+        self.assertEqual(('offline', before, 0.0), (link.state, len(self.client.requests), link.due()))
+        link.act(link.due())
+        self.assertEqual(before + 1, len(self.client.requests))
+
     def test_offline_what_is_due_waits_and_what_has_ended_is_held_until_an_answer(self):
         link, acted = self.link(NO_ANSWER, {}, compute_node_wait_for_healthy_database_minutes=0), []
         reported = self.attempt('reported', 1)
@@ -19844,6 +19958,22 @@ class LinkTest(PartTest):
                     link.act(link.due())
                     link.act(link.due())
                     self.assertEqual('online', link.state)
+
+    def test_what_is_on_the_way_for_long_is_kept_by_a_runner_that_is_stopped_and_by_no_other(self):
+        link, now = self.link(), time.monotonic()
+        drain = torc.OfflineDrain(link.context, link, types.SimpleNamespace(begin=None))
+        attempt = self.attempt('reported', 1)
+        for reason, state, sent_s, is_kept in (
+                ('', 'online', 100, False), ('complete', 'silent', 100, False), ('interrupt', 'online', None, False),
+                ('interrupt', 'online', 0, False), ('interrupt', 'online', 3, True), ('deadline', 'silent', None, True),
+                ('', 'offline', None, True)):
+            with self.subTest(reason=reason, state=state, sent_s=sent_s):
+                drain.leaving, link.state = (lambda: reason), state
+                link.pending, link.sent_at = (None, now) if sent_s is None else (object(), now - sent_s)
+                self.assertEqual([attempt] if is_kept else [], list(drain.unkept()))
+                at = 0.0 if is_kept else now + torc.LATE_ANSWER_S if (reason, sent_s) == ('interrupt', 0) else math.inf
+                self.assertEqual(at, drain.due())
+        link.pending = None
 
     def test_at_the_end_there_is_time_for_both_places_of_a_journal_though_one_does_not_answer(self):
         link = self.link()
@@ -20204,6 +20334,22 @@ class JobPartsTest(PartTest):
         self.assertEqual((['j1'], {'j2': 'running', 'j1': 'stopping'}, []), (self.starter.killed, self.states(), self.server.returned))
         self.starter.finish('j1', 137)
         self.assertEqual({'j2': 'running'}, self.states())
+
+    def test_the_recovery_script_of_what_is_others_by_now_is_killed_or_never_begun_and_nothing_is_reported(self):
+        dispatcher = self.build()
+        self.claim(1, 2, failure_handler=0)
+        dispatcher.act(time.monotonic())
+        self.starter.finish('j1', 7)
+        self.server.lease_ends_at = 0.0
+        self.starter.finish('j2', 7)
+        self.assertEqual((['mend'], {'j1': 'recovering', 'j2': 'recovering'}), (self.scripts.commands, self.states()))
+        script, = self.scripts.running
+        dispatcher.revoke([[1, 1], [2, 1]])
+        self.server.lease_ends_at = math.inf
+        self.server.go_on()
+        self.assertEqual(([script], ['mend'], {}), (self.scripts.killed, self.scripts.commands, self.states()))
+        self.scripts.finish(137)
+        self.assertEqual({}, self.states())
 
     def test_a_lost_output_directory_gives_claims_back_and_is_looked_at_until_it_is_mended(self):
         dispatcher = self.build()
@@ -22552,6 +22698,29 @@ class InAllocationTest(RunnerCase):
         self.assertEqual(0o600, os.stat(self.world.path('out/slurm_env_wf1_sl5_n0_pid77.log')).st_mode & 0o777)
         self.assertNotIn('srun', [call.name for call in self.fakes.calls()])
 
+    def test_what_ends_there_without_a_server_is_kept_by_node_and_ends_the_record_when_it_is_brought_in(self):
+        self.create('touch ran; until test -e go; do sleep 0.01; done', execution_config={'mode': 'direct'},
+                    compute_node_wait_for_healthy_database_minutes=0)
+        self.allocate(5)
+        call = self.client.call
+
+        def call_if_there(*arguments: Any, **params: Any) -> Any:
+            if os.path.exists(self.world.path('ran')):
+                self.world.write('go', '')
+                raise torc.Unreachable('nobody there')
+            return call(*arguments, **params)
+        self.client.call = call_if_there
+        with self.assertRaises(torc.Unreachable) as caught:
+            self.run_it()
+        self.client.call = call
+        path = caught.exception.details['journal']
+        self.assertEqual(torc.journal_path(self.world.path('out'), 1, 1, 'wf1_sl5_n0_pid77'), path)
+        self.assertEqual({5: 'active'}, self.records())
+        found = torc.read_journal(path)
+        body = {'run_id': 1, 'completions': found.entries, 'left': found.left}
+        self.assertEqual([1], self.client.call('replay_completions', body, workflow_id=1)['released'])
+        self.assertEqual(({5: 'complete'}, {'j1': 'completed'}), (self.records(), self.statuses()))
+
     @slow
     def test_it_leaves_before_its_job_ends_and_the_users_own_end_wins_when_it_is_earlier(self):
         config = {'mode': 'direct', 'sigkill_headroom_seconds': 2, 'sigterm_lead_seconds': 1}
@@ -23951,6 +24120,7 @@ class OfflineDrainTest(RunnerCase):
         self.run_offline()
         self.assertEqual([(True, 2), (True, 3)], [(entry['torc_py']['retry'], entry['torc_py']['max_retries'])
                                                   for _, entry in sorted(self.entries().items())])
+        self.assertFalse(any('recovering' in entry['torc_py'] for entry in self.entries().values()), 'its runner has left')
         self.assertFalse(self.has('recovered'))
 
     def test_a_recovery_script_begins_when_the_server_is_back_and_its_veto_counts(self):
@@ -23969,6 +24139,34 @@ class OfflineDrainTest(RunnerCase):
         self.run_it(ping_interval_s=0.2)
         self.assertEqual(([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], True), (self.results(), self.has('recovered')))
 
+    def test_what_waits_for_its_recovery_script_is_not_begun_anew_by_whoever_reads_its_journal(self):
+        script = 'touch recovering; until test -e recovered; do sleep 0.01; done; exit 1'
+        self.create({'command': f'{self.UNTIL.format(1)}; exit 5', 'failure_handler': 'h'}, self.UNTIL.format(2),
+                    failure_handlers=[{'name': 'h', 'rules': [{'exit_codes': [5], 'recovery_script': script}]}], **self.NO_WINDOW)
+        self.is_away = lambda: self.has('ran1', 'ran2') and not self.has('back')
+        said = []       # type: List[Any]
+
+        def replay() -> None:
+            answer = self.real_call('replay_completions', {'run_id': 1, 'completions': list(self.entries().values())}, workflow_id=1)
+            said.append(([row['message'] for row in answer['rejected']], answer['accepted']))
+
+        def asked() -> None:
+            self.go(1)
+            if 1 in self.ends() and not said:
+                replay()
+                self.world.write('back', '')
+
+        def after(number: int) -> None:
+            if self.has('recovering') and len(said) == 1:
+                replay()
+                self.world.write('recovered', '')
+                self.go(2)
+        self.asked, self.client.after = asked, after
+        self.run_it(ping_interval_s=0.2)
+        waits = ['the recovery script of job 1 (j1) is still to end: compute node 1, at work as far as is known, reports it then']
+        self.assertEqual([(waits, [])] * 2, said)
+        self.assertEqual([(1, 1, 5, 'failed'), (2, 1, 0, 'completed')], self.results(), 'its veto counts')
+
     def test_a_signal_ends_jobs_as_it_does_online_and_their_ends_are_kept(self):
         self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1})
         self.is_away = lambda: self.has('ran1')
@@ -23978,6 +24176,55 @@ class OfflineDrainTest(RunnerCase):
         self.assertEqual(('terminated', 128 + signal.SIGTERM, True),
                          (entry['status'], entry['result']['return_code'], entry['torc_py']['interrupted']))
 
+    def test_a_second_interrupt_kills_jobs_at_once_and_their_ends_are_kept(self):
+        self.create("trap '' TERM; touch ran1; while :; do sleep 0.05; done", **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 600})
+        self.is_away, sent = lambda: self.has('ran1'), []       # type: Any, List[int]
+
+        def asked() -> None:
+            if len(sent) < 2:
+                sent.append(signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+        self.asked, began = asked, time.monotonic()
+        error = self.run_offline()
+        self.assertLess(time.monotonic() - began, 60)
+        self.assertEqual((3, {1: ('terminated', 128 + signal.SIGKILL)}), (error.exit, self.ends()))
+        self.assertTrue(self.entries()[1]['torc_py']['interrupted'])
+        self.assertIn('killing all jobs', self.progress.messages)
+
+    def act_offline(self, *jobs: Any) -> None:
+        """An action whose end cannot be reported, since the server goes away while it is carried out, is kept and not carried out again."""
+        self.create(*jobs, **self.NO_WINDOW, actions=[{'trigger_type': 'on_jobs_complete', 'jobs': ['j1'], 'action_type': 'run_commands',
+                                                       'commands': ['echo x >> acted; exit 3']}])
+        self.is_away = lambda: os.path.exists(self.world.path('out/acted'))
+        self.asked = lambda: self.go(1)
+        error = self.run_offline()
+        kept = '1 jobs that ended meanwhile and ' if len(jobs) > 1 else ''
+        self.assertEqual(f"nobody there\n{kept}1 results of actions are kept in {error.details['journal']}", error.message)
+        entries, problem, left = torc.read_journal(error.details['journal'])
+        self.assertEqual(('', len(jobs) - 1), (problem, len(entries)))
+        for _ in range(2):
+            self.client.call('replay_completions', {'run_id': 1, 'completions': entries, 'left': left}, workflow_id=1)
+        self.assertTrue(self.run_it().is_complete)
+        self.assertEqual('x\n', self.world.read('out/acted'))
+        self.assertEqual([True], [action['executed'] for action in self.client.call('get_workflow_actions', workflow_id=1)])
+        events = self.client.rows('list_events', workflow_id=1, category='action')
+        self.assertEqual(['action_failed'], [row['data']['event_type'] for row in events])
+
+    def test_what_an_action_has_done_is_kept_with_the_jobs_that_ended(self):
+        self.act_offline('true', self.UNTIL.format(1))
+
+    def test_what_an_action_has_done_is_kept_where_no_job_ended(self):
+        self.act_offline('true')
+
+    def test_a_runner_that_has_reported_all_leaves_without_a_journal_when_its_server_is_away(self):
+        self.create('true', **self.NO_WINDOW)
+        self.is_away = lambda: bool(self.client.requests) and self.results() != []
+        self.client.rows = lambda op, **params: self.real_call(op, **params)['items']
+        error = self.run_offline()
+        self.assertEqual((3, 'nobody there\nnothing is left to be reported', {}), (error.exit, error.message, error.details))
+        self.assertEqual([(1, 1, 0, 'completed')], self.results())
+        self.assertFalse(os.path.exists(self.world.path('out/offline_journal')))
+
     def test_what_is_unacknowledged_when_a_signal_ends_a_runner_in_the_window_is_kept(self):
         self.create(self.UNTIL.format(1))       # the window is 20 minutes
         self.is_away = lambda: self.has('ran1')
@@ -23985,6 +24232,34 @@ class OfflineDrainTest(RunnerCase):
         with unittest.mock.patch.object(torc, 'LAST_REPORT_S', 0.3):
             self.run_offline()
         self.assertEqual({1: ('terminated', 128 + signal.SIGTERM)}, self.ends())
+
+    def test_what_ended_last_is_on_disk_while_the_server_is_looked_for_once_more(self):
+        self.create(self.UNTIL.format(1), **self.NO_WINDOW)
+        self.is_away, kept = lambda: self.has('ran1'), []   # type: Any, List[Any]
+
+        def asked() -> None:
+            if self.has('go1'):     # it is the last time: the next one would be a ping later
+                self.world.wait(self.ends, 20, 'the journal')
+                kept.append(self.ends())
+            self.go(1)
+        self.asked = asked
+        self.run_offline(ping_interval_s=600)
+        self.assertEqual([{1: ('completed', 0)}], kept)
+
+    def test_a_runner_that_is_stopped_keeps_its_ends_while_it_still_tries_to_report_them(self):
+        self.create('true', self.UNTIL.format(1))       # the window is 20 minutes
+        self.is_away, sent = lambda: self.has('ran1') and not self.has('back'), []  # type: Any, List[int]
+
+        def asked() -> None:
+            if not sent:
+                sent.append(1)
+                os.kill(os.getpid(), signal.SIGTERM)
+            elif 1 in self.ends() or 2 in self.ends():      # in case that it is killed
+                self.world.write('back', '')
+        self.asked = asked
+        self.assertEqual(signal.SIGTERM, self.run_it().interrupted_by)
+        self.assertTrue(self.has('back'))
+        self.assertEqual([(1, 1, 0, 'completed'), (2, 1, 128 + signal.SIGTERM, 'terminated')], self.results())
 
     def test_the_end_of_the_nodes_time_holds_without_a_server(self):
         self.create(self.UNTIL.format(1), **self.NO_WINDOW, execution_config={'sigterm_lead_seconds': 1, 'sigkill_headroom_seconds': 1})
@@ -24064,9 +24339,10 @@ class OfflineDrainTest(RunnerCase):
             self.create(self.UNTIL.format(1), **self.NO_WINDOW)
 
             def asked() -> None:
-                with contextlib.suppress(OSError), open(filler, 'wb', 0) as file:
-                    while True:
-                        file.write(bytes(4096))
+                if not self.has('go1'):     # to fill it anew would make room for a moment
+                    with contextlib.suppress(OSError), open(filler, 'wb', 0) as file:
+                        while True:
+                            file.write(bytes(4096))
                 self.go(1)
             self.is_away, self.asked = lambda: self.has('ran1'), asked
             self.run_offline()
@@ -28576,6 +28852,14 @@ class ReconcileTest(WorldTest):
         self.assertIn('_n2.db: it is no SQLite file\n', said.err)
         self.assertTrue(os.path.exists(good) and os.path.exists(bad))
 
+    def test_the_run_that_it_needs_is_shown_by_status(self):
+        self.create()
+        for run_id in (1, 2):
+            for words in (('status', 1), ('workflows', 'status', 1)):
+                self.assertRegex(self.assertExit(0, self.world.main(*words)).out, rf'\AWorkflow 1: w \(user \S+, run {run_id}\)\n')
+                self.assertEqual(run_id, self.assertExit(0, self.world.main('-f', 'json', *words)).json()['run_id'])
+            self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+
     def test_a_directory_or_workflow_that_is_not_there_is_an_error(self):
         self.create()
         self.assertExit(2, self.world.main('workflows', 'reconcile', 1, 1, '--base-dir', 'nowhere'), 'there is no directory nowhere')
@@ -28589,6 +28873,16 @@ class ReconcileTest(WorldTest):
         self.assertEqual(1, len(answer['problems']))
         self.assertTrue(200 < answer['accepted'] < 399, answer['accepted'])
         self.assertEqual(answer['accepted'], len(self.results()))
+
+    @slow
+    def test_one_command_brings_in_the_journals_of_a_thousand_nodes(self):
+        self.create(1001)
+        for number in range(1, 1001):
+            path = self.world.path(f'run/node{number}/offline_journal/offline_results_wf1_r1_node{number}.db')
+            write_journal(path, [journal_entry(number)], 'OFF')
+        answer = self.reconcile('--base-dir', 'run')
+        self.assertEqual((1000, 1000, 0), tuple(answer[key] for key in ('files', 'accepted', 'rejected')))
+        self.assertEqual({'completed': 1000, 'ready': 1}, self.counts())
 
     def test_two_runners_with_a_thousand_jobs_each_together_and_twice(self):
         self.create(2001)
@@ -28630,6 +28924,18 @@ class ReconcileTest(WorldTest):
             nodes = self.world.main('-f', 'json', 'compute-nodes', 'list', 1).json()['items']
             self.assertEqual([is_active], [node['is_active'] for node in nodes])
         self.assertEqual({'completed': 1, 'ready': 4, 'blocked': 1}, self.counts())
+
+    def test_a_watch_takes_a_journal_in_again_that_was_written_to_or_of_which_something_was_rejected(self):
+        path, calls, known = self.journal('n1', (1,), torc_py={'database_id': 'x'}), [], {}    # type: Any, List[Any], Dict[str, Any]
+        rejected = [{'job_id': 1, 'attempt_id': 1, 'message': 'not yet'}]
+
+        def call(operation: str, body: Any, **params: Any) -> Any:
+            calls.append(body)
+            return {'accepted': [], 'known': 0, 'rejected': rejected, 'released': []}
+        for change, count in ((list, 1), (rejected.clear, 2), (list, 2), (lambda: os.utime(path), 3), (list, 3)):
+            change()
+            torc.take_in_journals(types.SimpleNamespace(call=call), {'id': 1, 'run_id': 1}, self.world.path('torc_output'), known)
+            self.assertEqual(count, len(calls))
 
     def test_requests_carry_what_a_server_takes_and_earlier_attempts_come_first(self):
         self.set_constant('REPLAY_BYTES', 1500)
@@ -28944,12 +29250,25 @@ class SyncStatusTest(CommandTest):
         self.allocate(71)
         self.begin(71)
         self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', 'UPDATE compute_node SET lease_s = 0 WHERE id = 1'))
-        write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1)])
+        write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
+                      [journal_entry(1, torc_py=database_of(self.world))])
         done = self.world.main('workflows', 'sync-status', 1, '--dry-run')
         self.assertIn('1 journals in ', done.err)
         done = self.world.main('workflows', 'sync-status', 1)
         self.assertIn('1 completions were taken in from journals of runners', done.err)
         self.assertEqual({'first': 'completed', 'second': 'ready', 'last': 'ready'}, self.states())
+
+    def test_a_journal_that_may_be_another_databases_is_named_and_only_taken_in_when_that_is_asked_for(self):
+        path = self.world.path('torc_output', 'offline_journal/offline_results_wf1_r1_n1.db')
+        write_journal(path, [journal_entry(1)])     # as Torc's runners write it
+        before = self.states()
+        for words in (('workflows', 'sync-status', 1), ('recover', 1, '--no-prompts'), ('watch', 1, '--once')):
+            said = self.world.main(*words).err
+            self.assertIn('n1.db: 1 completions do not say of which database they are: if they are of this one, `workflows '
+                          'reconcile` brings them in\n', said)
+            self.assertEqual(before, self.states())
+        self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertEqual('completed', self.states()['first'])
 
     def test_a_runner_of_this_host_whose_process_is_gone_is_found(self):
         fakes = self.slurm()
@@ -28967,6 +29286,19 @@ class SyncStatusTest(CommandTest):
         self.assertEqual(len(seen), found['compute_nodes_deactivated'])
         self.assertEqual('failed', self.states()['first'])
         self.assertEqual([], fakes.calls())
+
+    def test_what_a_runner_that_is_gone_kept_in_its_journal_is_taken_in_before_it_counts_as_lost(self):
+        process = subprocess.Popen(['true'])
+        process.wait()
+        self.begin(None, hostname=socket.gethostname(), pid=process.pid, identity='boot/1/1')
+        name = 'offline_journal/offline_results_wf1_r1_n1.db'
+        write_journal(self.world.path('elsewhere', name), [journal_entry(1, torc_py=database_of(self.world))])
+        said = self.assertExit(0, self.world.main('workflows', 'sync-status', 1, '-o', 'elsewhere', '--dry-run'))
+        self.assertEqual('1 journals in elsewhere/offline_journal would be taken in first\n', said.err)
+        self.assertNotIn('completed', self.states().values())
+        said = self.assertExit(0, self.world.main('workflows', 'sync-status', 1, '-o', 'elsewhere'))
+        self.assertEqual('1 completions were taken in from journals of runners\n', said.err)
+        self.assertEqual({'first': 'completed', 'second': 'failed', 'last': 'ready'}, self.states())
 
 # ======== 20g. Recover ========
 
@@ -29083,7 +29415,8 @@ class RecoverTest(RecoverCase):
                 self.world = stack.enter_context(contextlib.closing(World()))
                 self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
                            {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
-                write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1)])
+                path = self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db')
+                write_journal(path, [journal_entry(1, torc_py=database_of(self.world))])
                 self.assertEqual('failed', self.statuses()['gone'])
                 if last == 'recover 1':
                     self.assertIn('1 journals in ', self.world.main('recover', '1', '--dry-run').err)
@@ -29104,7 +29437,8 @@ class RecoverTest(RecoverCase):
                         connection.execute('INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, status, '
                                            "submission) VALUES (1, 50, 1, 'slurm', 'active', ?)", (json.dumps({'output_dir': self.world.path(place)}),))
                 self.world.fake_slurm(squeue='true')
-                write_journal(self.world.path(place, 'offline_journal', 'offline_results_wf1_r1_n1.db'), [journal_entry(1)])
+                write_journal(self.world.path(place, 'offline_journal', 'offline_results_wf1_r1_n1.db'),
+                              [journal_entry(1, torc_py=database_of(self.world))])
                 self.world.write('elsewhere/file', '')
                 self.world.directory = self.world.path('elsewhere')
                 said = self.world.main('recover', 1, '--db', database, '--profile', 'kestrel')
@@ -34741,6 +35075,21 @@ class OfflineDrainFlowTest(FlowTest):
         path, = glob.glob(glob.escape(self.world.path('torc_output')) + '/offline_journal/*.db')
         (status, left_at), = ask_sqlite(path, 'SELECT status, left_at FROM journaled_completions, torc_py_runner')
         self.assertEqual((5, None), (status, left_at))
+
+    @slow
+    def test_a_signal_without_the_server_is_exit_3_too_for_there_is_something_to_bring_in(self):
+        runner, _ = self.lose_server()
+        self.world.wait(lambda: 'what runs goes on' in runner.err, 20, 'the end of the window', [runner])
+        runner.send(signal.SIGTERM)
+        self.assertExit(3, runner.finish(), 'SIGTERM: stopping 2 jobs', '2 jobs that ended meanwhile are kept in',
+                        'When the server is back: torc.py workflows reconcile 1 1 --base-dir ')
+
+    @slow
+    def test_the_end_of_the_runners_time_without_the_server_is_exit_3_too(self):
+        config = '\n        execution_config: {sigterm_lead_seconds: 1, sigkill_headroom_seconds: 1}\n        jobs:'
+        with unittest.mock.patch.object(type(self), 'SPEC', self.SPEC.replace('\n        jobs:', config)):
+            runner, _ = self.lose_server('--time-limit', '15s')
+        self.assertExit(3, runner.finish(), '2 jobs that ended meanwhile are kept in', 'workflows reconcile 1 1 --base-dir ')
 
     @slow
     def test_without_the_drain_the_runner_stops_its_jobs_and_leaves(self):

@@ -12179,8 +12179,12 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
         record_event(context, workflow_id, {
             'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
             'message': f'{len(accepted)} completions were taken in from journals of runners'})
-    released = [node_id for node_id in map(functools.partial(find_left, context), body.get('left') or ())
-                if node_id]
+    released = []   # type: List[int]
+    for runner in body.get('left') or ():
+        node_id, is_active = find_left(context, runner)
+        if node_id and body['run_id'] == context.state.run_id:
+            take_in_actions(context, node_id, runner.get('actions') or ())
+        released += [node_id] if is_active else []
     for node_id in released:
         end_node(context, node_id)
         leave_allocation(context, get_row(context, 'compute_node', node_id))
@@ -12188,12 +12192,22 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
             'rejected': rejected, 'released': released}
 
 
-def find_left(context: Context, runner: Values) -> Optional[int]:
-    """The active compute node of a runner that has left, if it is that very process."""
-    return context.value('SELECT id FROM compute_node WHERE id = ? AND workflow_id = ? AND is_active = 1 '
-                         'AND hostname = ? AND pid = ? AND identity = ?',
-                         (runner['compute_node_id'], context.state.id, runner['hostname'], runner['pid'],
-                          runner['identity']))
+def find_left(context: Context, runner: Values) -> Tuple[int, bool]:
+    """The compute node of a runner that has left, if it is that very process, and whether it is active."""
+    found = context.one('SELECT id, is_active FROM compute_node WHERE id = ? AND workflow_id = ? '
+                        'AND hostname = ? AND pid = ? AND identity = ?',
+                        (runner['compute_node_id'], context.state.id, runner['hostname'], runner['pid'],
+                         runner['identity']))
+    return (found[0], bool(found[1])) if found else (0, False)
+
+
+def take_in_actions(context: Context, node_id: int, results: Sequence[Values]) -> None:
+    """A runner that has left had carried out actions: these are not due again. What others began stays."""
+    for result in results:
+        if context.one('SELECT 1 FROM workflow_action WHERE id = ? AND workflow_id = ? AND persistent = 0 '
+                       'AND (executed = 0 OR executed_by = ? AND is_reported = 0)',
+                       (result['action_id'], context.state.id, node_id)):
+            record_action_end(context, context.state.id, node_id, result)
 
 
 def check_journaled(context: Context, entry: Values, run_id: int, database_id: str) -> None:
@@ -12210,6 +12224,21 @@ def check_journaled(context: Context, entry: Values, run_id: int, database_id: s
     name, known = details.get('job_name'), job_state(context, entry['job_id']).name
     if name not in (None, known):
         raise Refused(printable(f"job {entry['job_id']} is {known!r} here, and {name!r} in the journal"))
+    if details.get('recovering'):
+        attempt_id = entry['result'].get('attempt_id') or 1
+        refuse_recovering(context, job_state(context, entry['job_id']), attempt_id)
+
+
+def refuse_recovering(context: Context, job: JobState, attempt_id: int) -> None:
+    """Refuse an end whose recovery script is to run, or runs, where its job is held.
+
+    Another attempt would run beside that script, which may also veto it.
+    """
+    is_held = job.status in ACTIVE and job.attempt_id == attempt_id and context.value(
+        'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,))
+    if is_held:
+        raise Refused(f'the recovery script of job {job.id} ({job.name}) is still to end: compute node '
+                      f'{job.compute_node_id}, at work as far as is known, reports it then')
 
 
 def replay_completion(context: Context, state: WorkflowState, key: List[int], entry: Values) -> bool:
@@ -12736,7 +12765,7 @@ MODELS = {
     'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
         'torc_py:@JournaledDetails',
     'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
-        'contents:[content] accounting:?RunnerAccount job_name:str database_id:str',
+        'contents:[content] accounting:?RunnerAccount job_name:str database_id:str recovering:bool',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'ListJobIdsResponse': 'count:int! job_ids:[int]!',
     'ListMissingUserDataResponse': 'user_data:[int]!',
@@ -12782,7 +12811,7 @@ MODELS = {
         'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
     'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
         'num_nodes:int! runtime_s:int! is_implicit:bool!',
-    'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str!',
+    'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str! actions:[@RunnerAction]',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
         'completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
@@ -18065,7 +18094,8 @@ class HttpConnection:
     Proxies named in the environment are not used: they seldom lead to a login node's ports.
     """
 
-    def __init__(self, address: Address, tls: Optional[TlsSettings] = None) -> None:
+    def __init__(self, address: Address, tls: Optional[TlsSettings] = None,
+                 limit_s: float = CONNECT_DEADLINE_S) -> None:
         """Connect. OSError if nobody accepts."""
         self.address = address
         name = f'[{address.host}]' if ':' in address.host else address.host
@@ -18075,9 +18105,10 @@ class HttpConnection:
         self.is_waiting = False     # a request is out whose answer has not been read
         self.most_bytes = math.inf  # of an answer
         self.signer = None         # type: Optional[Signer]  # signs requests, and checks answers
-        self.socket = socket.create_connection((address.host, address.port), CONNECT_DEADLINE_S)
+        self.socket = socket.create_connection((address.host, address.port), limit_s)
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.socket.settimeout(CONNECT_DEADLINE_S)
             if address.is_tls:
                 self.socket = (tls or TlsSettings()).wrap(self.socket, address.host)
         except BaseException:
@@ -18398,6 +18429,7 @@ class Connector:
         self.servers_started = 0                # embedded ones, by this client
         self.times_opened = 0                   # connections, or the database
         self.was_open = False                   # before: what it used is not to be made anew
+        self.look_s = FIND_DEADLINE_S           # so long each step of a look for the server may take
         self.is_lasting = False                 # a lasting server has the database: wait for it, fork none
         self.has_changed = False                # something was asked for that is more than reading
         self._connection = None                 # type: Optional[HttpConnection]
@@ -18507,6 +18539,9 @@ class Connector:
         database.
         """
         self.close()
+        # Who cannot wait long, as a runner with children, is not held up by a host that is down, either.
+        hurry_s = FIND_DEADLINE_S if wait_s is None else max(wait_s, CONNECT_DEADLINE_S)
+        self.look_s = min(FIND_DEADLINE_S, hurry_s)
         if wait_s is None:
             wait_s = NAMED_DEADLINE_S if self.named_url and not self.was_open else FIND_DEADLINE_S
         deadline, pause_s = time.monotonic() + wait_s, 0.005    # a server of our own starts in milliseconds
@@ -18639,9 +18674,10 @@ class Connector:
     def open_connection(self, urls: Sequence[str]) -> HttpConnection:
         """Connect to the first address that accepts."""
         reasons, kind = [], Unreachable     # type: List[str], Callable[[str], Unreachable]
+        limit_s = min(CONNECT_DEADLINE_S, self.look_s / max(1, len(urls)))
         for url in urls:
             try:
-                return HttpConnection(parse_url(url), self.tls)
+                return HttpConnection(parse_url(url), self.tls, limit_s)
             except (OSError, ValueError) as error:  # a wrong certificate is a ValueError before Python 3.7
                 reasons.append(f'{url} does not answer: {explain(error)}')
                 kind = absent if isinstance(error, (ConnectionError, socket.timeout)) else kind
@@ -18667,7 +18703,7 @@ class Connector:
         connection.most_bytes = MAX_PROOF_BYTES
         try:
             target = f'/healthz?challenge={challenge}'
-            status, body = connection.ask('GET', target, deadline_s=FIND_DEADLINE_S)
+            status, body = connection.ask('GET', target, deadline_s=self.look_s)
             if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
                 parse_answer(status, body)
             said = {key: item.encode('ascii', 'replace').decode() if isinstance(item, str) else ascii(item)
@@ -23916,7 +23952,8 @@ JOURNAL_FIGURES = ('attempt_id', 'return_code', 'exec_time_minutes', 'completion
                    'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')  # of a completion, in `result`
 JOURNAL_ADDITIONS = ('reason', 'retry', 'max_retries', 'interrupted', 'file_times',     # ... under 'torc_py'
                      'accounting',      # a row of slurm_stats
-                     'job_name', 'database_id')     # ids mean something else in another database
+                     'job_name', 'database_id',     # ids mean something else in another database
+                     'recovering')      # its recovery script is to run, or runs, before it is reported
 # Beside Torc's: the runner that writes, and when it left, having waited in vain (seconds since the epoch).
 RUNNER_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_runner (
     compute_node_id INTEGER PRIMARY KEY,
@@ -23924,6 +23961,12 @@ RUNNER_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_runner (
     pid             INTEGER,
     identity        TEXT,
     left_at         INTEGER
+)"""
+# ... and how actions have ended that it had carried out, if it could not report that.
+ACTIONS_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_actions (
+    action_id INTEGER PRIMARY KEY,
+    success   INTEGER NOT NULL,
+    message   TEXT
 )"""
 
 
@@ -23974,14 +24017,17 @@ class Journal:
             # log (DELETE) is on disk only with the directory, which FULL does not wait for.
             for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
                 self.connection.execute(f'PRAGMA {name} = {value}')
-            for statement in (JOURNAL_SCHEMA, RUNNER_SCHEMA):
+            for statement in (JOURNAL_SCHEMA, RUNNER_SCHEMA, ACTIONS_SCHEMA):
                 self.connection.execute(statement)
         except BaseException:
             self.connection.close()
             raise
 
-    def keep(self, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = ()) -> None:
-        """Keep entries, all or none: they are on disk when this returns. `runner`: a row of RUNNER_SCHEMA."""
+    def keep(self, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = (),
+             actions: Sequence[Dict[str, Any]] = ()) -> None:
+        """Keep entries, all or none: they are on disk when this returns. `runner`: a row of RUNNER_SCHEMA;
+        `actions`: their results, as a turn of a runner carries them.
+        """
         now = int(time.time())
         rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
                 for entry in entries]
@@ -23992,6 +24038,8 @@ class Journal:
             if runner:
                 statement = 'INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)'
                 self.connection.execute(statement, runner)
+            statement = 'INSERT OR REPLACE INTO torc_py_actions VALUES (:action_id, :success, :message)'
+            self.connection.executemany(statement, actions)
             self.connection.execute('COMMIT')
         except BaseException:
             if self.connection.in_transaction:      # SQLite has not ended it by itself, as on a full disk
@@ -24052,7 +24100,7 @@ def read_journal(path: str) -> JournalContent:
         with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
             copy = copy_journal(path, os.path.join(directory, 'journal.db'))
             rows, fault = read_rows(copy)
-            left = read_left(copy) if rows else []
+            left = read_left(copy) if rows or not fault else []
         faults += [fault] if fault else []
     except (OSError, sqlite3.Error) as error:
         return JournalContent([], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
@@ -24074,10 +24122,21 @@ def read_left(copy: str) -> List[Dict[str, Any]]:
     try:
         with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
             rows = connection.execute('SELECT compute_node_id, hostname, pid, identity FROM torc_py_runner '
-                                      'WHERE left_at IS NOT NULL')
-            return [check_model('', 'RunnerLeft', dict(zip(names, row))) for row in rows]
+                                      'WHERE left_at IS NOT NULL').fetchall()
+            actions = read_actions(connection)
+            return [check_model('', 'RunnerLeft', dict(zip(names, row), actions=actions)) for row in rows]
     except (sqlite3.Error, BadInput):   # no such table, or damage, which was named: their leases end
         return []
+
+
+def read_actions(connection: sqlite3.Connection) -> List[Dict[str, Any]]:
+    """How actions have ended, from a copied journal."""
+    try:
+        rows = connection.execute('SELECT action_id, success, message FROM torc_py_actions').fetchall()
+    except sqlite3.Error:       # older ones lack the table
+        return []
+    return [{'action_id': action_id, 'success': bool(success),
+             'message': str(message or '')[:MAX_REASON_CHARACTERS]} for action_id, success, message in rows]
 
 
 def look_at_journal(path: str) -> List[Tuple[int, ...]]:
@@ -24163,6 +24222,7 @@ RECONNECT_S = 1.0           # so long at a time an unreachable server is looked 
 MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
+LATE_ANSWER_S = 2.0         # ... and keeps its ends on disk if an answer takes longer: it may be killed soon
 KEEP_S = 20.0               # so long a file system may take for entries of the journal
 KEEP_PAUSE_S = 10.0         # between tries while they can be kept nowhere
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
@@ -24376,7 +24436,7 @@ ATTEMPT_STATES = {
     'stopping':     AttemptState('asked to end; stopped_for says why', ('ended',)),
     'ended':        AttemptState('nothing of it lives; to be judged', ('judged', 'dropped')),
     'judged':       AttemptState('has a verdict, thus a completion', ('recovering', 'reported')),
-    'recovering':   AttemptState('its recovery script runs, or is to run', ('reported',)),
+    'recovering':   AttemptState('its recovery script runs, or is to run', ('reported', 'dropped')),
     'reported':     AttemptState('its completion is on the way', ('acknowledged',)),
     'returned':     AttemptState('given back without a start', ()),
     'dropped':      AttemptState('reset, or given to others', ()),
@@ -25288,7 +25348,6 @@ class ServerLink:
         self.state = 'online'
         self.silent_since = 0.0     # monotonic; unless online
         self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
-        self.is_hurried = False     # the runner is being stopped
         self.ping_interval_s = context.options.ping_interval_s
         self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
         self.end = math.inf         # monotonic; then no answer is waited for
@@ -25366,8 +25425,8 @@ class ServerLink:
             self.report_soon(0)
 
     def shorten_window(self, window_s: float) -> None:
-        """We are being stopped: try no longer than so many seconds to reach a silent server."""
-        self.window_s, self.is_hurried = min(self.window_s, window_s), True
+        """Try no longer than so many seconds to reach a silent server."""
+        self.window_s = min(self.window_s, window_s)
 
     # ---- among the workflow's compute nodes ----
 
@@ -25458,13 +25517,16 @@ class ServerLink:
         window_ends_at = self.window_ends_at if self.state == 'silent' else math.inf
         if self.pending is not None:
             return min(self.sent_at + ANSWER_DEADLINE_S, window_ends_at)
-        return 0.0 if self.must_ask else min(self.poll_at, self.report_at, window_ends_at)
+        is_last = self.is_quiet and not self.has_asked
+        return 0.0 if self.must_ask or is_last else min(self.poll_at, self.report_at, window_ends_at)
 
     def act(self, now: float) -> None:
         """Send one request if it is time, and take its answer in if it is there."""
+        was_offline = self.state == 'offline'
         self.look_at_window(now)
-        if self.is_quiet and not self.has_asked and now < self.end:
-            self.poll_now()     # a last time
+        # A last time, which may take seconds: by then a journal is being written.
+        if was_offline and self.is_quiet and not self.has_asked and now < self.end:
+            self.poll_now()
         if self.must_ask or self.pending is None and now >= min(self.poll_at, self.report_at):
             self.begin()
         if self.pending is not None:
@@ -25514,7 +25576,7 @@ class ServerLink:
         # Conflict: another command has the database of our own server, which has ended. Denied: the file of
         # its connection or token cannot be read now.
         except (Unreachable, Conflict, Denied) as error:
-            self.on_no_answer(error)
+            self.on_no_answer(error, has_looked=True)
             return False
         self.is_doubtful = self.is_doubtful or self.client.times_opened != self.times_opened
         self.times_opened = self.client.times_opened
@@ -25599,8 +25661,10 @@ class ServerLink:
             if self.context.variables:      # its address may be another one now, for jobs that ask it
                 self.context.variables['TORC_API_URL'] = self.client.url
 
-    def on_no_answer(self, error: TorcError) -> None:
-        """Children go on; wake a server of our own that has died; ask again until the window is over."""
+    def on_no_answer(self, error: TorcError, has_looked: bool = False) -> None:
+        """Children go on; wake a server of our own that has died, unless that was tried just now; ask again
+        until the window is over.
+        """
         self.is_doubtful, self.error = True, error.message
         is_new = self.state == 'online'
         if is_new:
@@ -25609,7 +25673,8 @@ class ServerLink:
         else:
             self.retry_s = min(2 * self.retry_s, RETRY_MAX_S)
         try:
-            self.client.reconnect(RECONNECT_S)
+            if not has_looked:
+                self.client.reconnect(RECONNECT_S)
         except (Unreachable, Conflict, Denied) as again:
             self.error = again.message
         self.exempt_server()
@@ -25633,14 +25698,13 @@ class ServerLink:
             self.context.log.write('Server unreachable past the retry window: entering offline-drain mode.',
                                    'warning', running=self.attempts.count(*STARTED),
                                    unreported=self.attempts.count('reported'))
-            if self.call.has_children() and self.context.options.drains:
+            if not self.call.has_children():
+                elapsed = format_elapsed(now - self.silent_since)
+                self.context.say(f'no answer from the server for {elapsed}, and nothing runs here: leaving',
+                                 'warning')
+            elif self.context.options.drains:
                 self.context.say('no job is started until the server is back, which is asked every '
                                  f'{self.ping_interval_s:g} s; what runs goes on', 'warning')
-
-    @property
-    def needs_journal(self) -> bool:
-        """Whether the server is away for too long; or at all while we are stopped: SIGKILL may come first."""
-        return self.state == 'offline' or self.state == 'silent' and self.is_hurried
 
     @property
     def is_quiet(self) -> bool:
@@ -25672,24 +25736,37 @@ class OfflineDrain:
         self.link = link
         self.attempts = link.attempts
         self.begin = launcher.begin
+        self.leaving = lambda: ''   # type: Callable[[], str]  # why this runner leaves
         self.pid = os.getpid()
         self.path = ''              # of the journal, as soon as there is one
         self.is_local = False       # it is not, or will not be, in the output directory
         self.errand = None          # type: Optional[Errand]
-        self.writing = {}           # type: Dict[Attempt, Tuple[str, bool]]  # what that writes, and
-        self.kept = {}              # type: Dict[Attempt, Tuple[str, bool]]  # ... what is in the journal
+        self.writing = {}           # type: Dict[Attempt, Tuple[bool, bool]]  # what that writes, and
+        self.kept = {}              # type: Dict[Attempt, Tuple[bool, bool]]  # ... what is in the journal
         self.failures = 0           # in a row
         self.retry_at = -math.inf   # monotonic; nothing is written before
         self.patience_s = KEEP_S    # with a file system
         self.is_last = False        # the runner ends: whatever is not acknowledged is kept
+        self.kept_actions = 0       # ... how many results of actions were
 
-    def unkept(self) -> Dict[Attempt, Tuple[str, bool]]:
-        """Completions to be written: state, and whether its row of slurm_stats is there. Both may follow."""
-        is_away = self.is_last or self.link.needs_journal
+    @property
+    def hurries_at(self) -> float:
+        """From when on (monotonic) all is kept by a runner that was stopped, and may be killed soon."""
+        link = self.link
+        if self.leaving() not in SIGNAL_REASONS:
+            return math.inf
+        if link.state != 'online':
+            return -math.inf
+        return math.inf if link.pending is None else link.sent_at + LATE_ANSWER_S
+
+    def unkept(self) -> Dict[Attempt, Tuple[bool, bool]]:
+        """Completions to be written: whether a recovery script goes before the report, and whether the row
+        of slurm_stats is there. Both may change."""
+        is_away = self.is_last or self.link.state == 'offline' or time.monotonic() >= self.hurries_at
         if not (is_away or self.kept):
             return {}
         accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
-        found = {attempt: (attempt.state, attempt.key in accounts)
+        found = {attempt: (attempt.state == 'recovering' and not self.is_last, attempt.key in accounts)
                  for attempt in self.attempts.of('recovering', 'reported') if is_away or attempt in self.kept}
         return {attempt: seen for attempt, seen in found.items() if self.kept.get(attempt) != seen}
 
@@ -25702,7 +25779,10 @@ class OfflineDrain:
         """The next try, or the end of the patience with the last one."""
         if self.errand is not None:
             return self.errand.began + self.patience_s
-        return max(0.0, self.retry_at) if self.unkept() else math.inf
+        if self.unkept():
+            return max(0.0, self.retry_at)
+        is_sent = self.attempts.by_state['reported'] and self.hurries_at > time.monotonic()
+        return self.hurries_at if is_sent else math.inf
 
     def act(self, now: float) -> None:
         """See how the last write has ended; begin the next."""
@@ -25716,15 +25796,16 @@ class OfflineDrain:
             self.writing = found
             self.errand = self.begin(functools.partial(self.write, self.entries(found)))
 
-    def entries(self, attempts: Iterable[Attempt]) -> List[Dict[str, Any]]:
-        """Their completions, as the journal has them."""
+    def entries(self, found: Dict[Attempt, Tuple[bool, bool]]) -> List[Dict[str, Any]]:
+        """Completions, as the journal has them."""
         context = self.context
         accounts = {(row['job_id'], row['attempt_id']): row for row in self.link.accounting}
         database_id = context.output.record.get('id')
         return [format_journal_entry(dict(attempt.completion, accounting=accounts.get(attempt.key),
-                                          job_name=attempt.name, database_id=database_id),
+                                          job_name=attempt.name, database_id=database_id,
+                                          recovering=is_recovering),
                                      context.workflow_id, context.run_id, context.node_id)
-                for attempt in attempts]
+                for attempt, (is_recovering, _) in found.items()]
 
     def write(self, entries: Sequence[Dict[str, Any]], left_at: Optional[int] = None) -> str:
         """In an errand: keep entries, in a new journal if there is none; its path."""
@@ -25737,7 +25818,7 @@ class OfflineDrain:
         try:
             with contextlib.closing(Journal(path)) as journal:
                 who = self.context.node_id, socket.gethostname(), self.pid, self.link.identity
-                journal.keep(entries, (*who, left_at))
+                journal.keep(entries, (*who, left_at), self.link.action_results if left_at else ())
         except (OSError, sqlite3.Error):
             for name in (path, path + '-journal') if not self.path else ():     # nothing is in it
                 with contextlib.suppress(OSError):
@@ -25805,9 +25886,12 @@ class OfflineDrain:
         while self.errand is not None and time.monotonic() < give_up_at:
             self.errand.wait(max(0.0, min(self.due(), give_up_at) - time.monotonic()))
             self.act(time.monotonic())
-        if self.path and self.errand is None and self.link.state == 'offline':
-            self.begin(functools.partial(self.write, [], int(time.time()))).wait(
-                max(0.1, give_up_at - time.monotonic()))
+        is_needed = self.path or self.link.action_results
+        if is_needed and self.errand is None and self.link.state == 'offline':
+            errand = self.begin(functools.partial(self.write, [], int(time.time())))
+            errand.wait(max(0.1, give_up_at - time.monotonic()))
+            if errand.result:
+                self.path, self.kept_actions = errand.result, len(self.link.action_results)
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
@@ -26247,6 +26331,7 @@ class Completions:
         self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves
         self.take_usage = self.usage_at_end     # type: Callable[[Attempt, ProcessEnd], Dict[str, Any]]
         self.judge_memory = lambda attempt, verdict: verdict    # type: Callable[[Attempt, Verdict], Verdict]
+        self.recoveries = {}    # type: Dict[Attempt, Process]  # recovery scripts that run
         self.counts = collections.Counter()     # type: collections.Counter
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
 
@@ -26359,6 +26444,8 @@ class Completions:
 
     def start_recovery(self, attempt: Attempt, script: str) -> None:
         """Start a recovery script; one that cannot be started vetoes the retry."""
+        if attempt.state != 'recovering':       # it was revoked
+            return
         if self.leaving() == 'interrupt':       # nobody would stop it
             self.skip_recovery(attempt)
             return
@@ -26367,19 +26454,30 @@ class Completions:
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
         on_end = functools.partial(self.on_recovery_end, attempt, bool(self.leaving()))
         try:
-            self.scripts.start(script, variables, 'recovery', name, on_end)
+            self.recoveries[attempt] = self.scripts.start(script, variables, 'recovery', name, on_end)
         except (OSError, ValueError) as error:
             self.veto_retry(attempt, f'the recovery script cannot be started: {error}')
             self.report(attempt)
 
     def on_recovery_end(self, attempt: Attempt, was_leaving: bool, process: Process) -> None:
         """The retry stands, unless the script refuses it; one that we stopped has not, and is no retry."""
+        del self.recoveries[attempt]
+        if attempt.state != 'recovering':       # it was revoked
+            return
         if process.end.return_code and not was_leaving and self.leaving() in ('interrupt', 'deadline'):
             self.skip_recovery(attempt)
             return
         if process.end.return_code:
             self.veto_retry(attempt, f'the recovery script ended with return code {process.end.return_code}')
         self.report(attempt)
+
+    def drop_recovery(self, attempt: Attempt) -> None:
+        """An attempt was revoked: its recovery script would run beside a later one."""
+        self.attempts.change(attempt, 'dropped')
+        self.context.log.write('No recovery script: another runner has the job', 'warning',
+                               **self.context.names(attempt))
+        if attempt in self.recoveries:
+            self.scripts.kill(self.recoveries[attempt])
 
     def skip_recovery(self, attempt: Attempt) -> None:
         """The runner is stopped: the job is ready again, as those that it stops, and no retry is spent."""
@@ -26552,6 +26650,9 @@ class Dispatcher:
         for attempt in self.attempts.of('claimed') if gone else ():
             if attempt.key in gone:
                 self.attempts.change(attempt, 'dropped')
+        for attempt in self.attempts.of('recovering') if gone else ():
+            if attempt.key in gone:
+                self.completions.drop_recovery(attempt)
         stopped = [attempt for attempt in self.attempts.of(*STARTED) if attempt.key in gone]
         context = self.context
         for attempt in stopped:
@@ -28583,6 +28684,7 @@ class Runner:
         self.submissions = Submissions(context, client, launcher, link)
         self.completions.leaving = lambda: self.shutdown.reason
         self.drain = OfflineDrain(context, link, launcher)
+        self.drain.leaving = lambda: self.shutdown.reason
         self.connect_link()
         self.parts = [
             launcher,
@@ -28597,9 +28699,9 @@ class Runner:
             self.dispatcher,
             self.digests,
             self.submissions,
+            self.drain,             # writes while the link looks for the server
             link,
             self.dispatcher,        # again: what an answer brings starts in the same turn
-            self.drain,
             ProgressView(context, link),
         ]
 
@@ -28773,11 +28875,16 @@ class Runner:
         lines, where = [self.link.error], {}    # type: List[str], Dict[str, Any]
         if lost:
             lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
-        if len(left) > len(lost):
+        counts = ((len(left) - len(lost), 'jobs that ended meanwhile'),
+                  (drain.kept_actions, 'results of actions'))
+        kept = [f'{count} {words}' for count, words in counts if count]
+        if kept:
             where = {'journal': drain.path, 'base_dir': os.path.dirname(os.path.dirname(drain.path)),
                      'run_id': context.run_id}
-            lines.append(f"{len(left) - len(lost)} jobs that ended meanwhile are kept in {where['journal']}")
-        words = lines[1:] or ['nothing is left to be reported']
+            lines.append(f"{' and '.join(kept)} are kept in {where['journal']}")
+        if not (left or drain.kept_actions):
+            lines.append('nothing is left to be reported')
+        words = lines[1:]
         if where:
             words.append(f'torc.py workflows reconcile {context.workflow_id} {context.run_id} --base-dir '
                          f"{shlex.quote(where['base_dir'])}, when the server is back")
@@ -30489,7 +30596,8 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
     `program` begins the commands in it; its options name the server or database.
     """
     counts, total = status['jobs_by_status'], status['total_jobs']
-    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} (user {status['workflow_user']})"
+    who = f"user {status['workflow_user']}" + (f", run {status['run_id']}" if status.get('run_id') else '')
+    title = f"Workflow {status['workflow_id']}: {status['workflow_name']} ({who})"
     lines = [printable_line(title), '']
     for row in STATUSES:
         if counts[row.name]:
@@ -32724,6 +32832,7 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
 def cmd_status(session: Session, args: Arguments) -> int:
     """How far a workflow is."""
     status = session.call('get_workflow_status', workflow_id=choose_workflow(session, args))
+    status['run_id'] = session.workflow(status['workflow_id']).get('run_id') or 0   # `reconcile` asks for it
     status['explanation'] = call_addition(session.client, 'explain_workflow',
                                           workflow_id=status['workflow_id'])
     status.setdefault('unserved_ready_labels', {})
@@ -35658,13 +35767,22 @@ def cmd_reconcile(session: Session, args: Arguments) -> int:
 
 
 def replay_journals(session: Session, workflow_id: int, run_id: int, paths: Sequence[str],
-                    problems: List[str]) -> Tuple[List[JournalFound], List[str], List[str]]:
-    """Bring what journals hold to the server: the journals, why completions were rejected, and problems."""
+                    problems: List[str], is_asked: bool = True
+                    ) -> Tuple[List[JournalFound], List[str], List[str]]:
+    """Bring what journals hold to the server: the journals, why completions were rejected, and problems.
+
+    Unless it `is_asked` for, only what says of which database it is, as Torc's journals do not: ids begin at
+    1 in each, and an old journal would end jobs that never ran.
+    """
     journals, left = [], []     # type: List[JournalFound], List[Dict[str, Any]]
     for path in paths:
         entries, problem, leavers = read_journal(path)
-        journals.append(JournalFound(path, entries, {}))
         problems += [problem] if problem else []
+        known = [entry for entry in entries if is_asked or (entry.get('torc_py') or {}).get('database_id')]
+        if len(known) < len(entries):
+            problems.append(f'{path}: {len(entries) - len(known)} completions do not say of which database '
+                            'they are: if they are of this one, `workflows reconcile` brings them in')
+        journals.append(JournalFound(path, known, {}))
         left += leavers
     accepted, rejected = [], []     # type: List[Tuple[int, int]], List[Dict[str, Any]]
     for entries in replay_pieces(journals):
@@ -35694,7 +35812,8 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
     """Bring what runners kept in output directories, before their jobs count as lost. A sentence, or ''.
 
     Those that lie there as they did the last time are passed over: `known`, path -> look_at_journal(), is
-    kept up to date. A dry run only says that they are there.
+    kept up to date. But what was rejected may count later, when its runner is gone. A dry run only says that
+    they are there.
     """
     run_id, paths, problems = workflow.get('run_id') or 0, [], []   # type: int, List[str], List[str]
     for directory in journal_directories(session, workflow, output_dir):
@@ -35705,8 +35824,9 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
         return printable_line(f'{len(paths)} journals in {where} would be taken in first') if paths else ''
     looks = {path: look_at_journal(path) for path in paths}
     journals, _, problems = replay_journals(session, workflow['id'], run_id, [
-        path for path in paths if looks[path] != known.get(path)], problems)
-    known.update(looks)
+        path for path in paths if looks[path] != known.get(path)], problems, False)
+    known.update((journal.path, looks[journal.path]) for journal in journals
+                 if not journal.counts['rejected'])
     count = sum(journal.counts['accepted'] for journal in journals)
     brought = [f'{count} completions were taken in from journals of runners'] if count else []
     return printable_line('; '.join(brought + problems))
@@ -35806,13 +35926,13 @@ def cmd_sync_status(session: Session, args: Arguments) -> int:
 
     What runners of theirs have kept counts first: what has ended would else be ready again.
     """
-    workflow = session.workflow(choose_workflow(session, args))
+    workflow, is_dry_run = session.workflow(choose_workflow(session, args)), bool(args['dry_run'])
     try:
-        said = take_in_journals(session, workflow, DEFAULT_OUTPUT_DIR, {}, bool(args['dry_run']))
+        brought = take_in_journals(session, workflow, args['output_dir'], {}, is_dry_run)
     except (Refused, BadInput, OSError) as error:
-        said = printable_line(f"warning: {getattr(error, 'message', error)}")
-    session.report(*filter(None, [said]))
-    found = clean_up_allocations(session, workflow['id'], bool(args['dry_run']))
+        brought = printable_line(f"warning: {getattr(error, 'message', error)}")
+    session.report(*filter(None, [brought]))
+    found = clean_up_allocations(session, workflow['id'], is_dry_run)
     session.answer(found, format_synced(found))
     return 0
 
@@ -38094,9 +38214,10 @@ COMMANDS = (
         NEEDED_WF, Argument('RUN', '', 'its run, as `status` shows it', at_least(0), key='run_id'),
         Argument('--base-dir', 'DIR', 'look for journals here and in all directories below', default='.')),
         'workflows reconcile 1 1 --base-dir torc_output'),
+    Command('workflows status', cmd_status, 'the same as `status`', (ASKED_WF,), 'workflows status 1'),
     Command('workflows sync-status', cmd_sync_status,
         'find allocations that are gone and jobs that nobody runs, and set them right',
-        (ASKED_WF, DRY_RUN), 'workflows sync-status 1 --dry-run'),
+        (ASKED_WF, OUTPUT_DIR, DRY_RUN), 'workflows sync-status 1 --dry-run'),
     Command('workflows archive', cmd_archive, 'hide workflows from lists, or show them again', (
         Argument('true|false', '', 'true: hide; false: show again', parse_truth, key='is_archived'),
         Argument('WF', '', 'ids of workflows', parse_id, '*', key='workflow_ids')),
