@@ -35765,8 +35765,8 @@ def cmd_sync_status(session: Session, args: Arguments) -> int:
     workflow = session.workflow(choose_workflow(session, args))
     try:
         said = take_in_journals(session, workflow, DEFAULT_OUTPUT_DIR, {}, bool(args['dry_run']))
-    except (Refused, BadInput, OSError) as error:
-        said = printable_line(f"warning: {getattr(error, 'message', error)}")
+    except OSError as error:
+        raise Refused(printable_line(f'nothing was changed: a journal cannot be read: {error}')) from None
     session.report(*filter(None, [said]))
     found = clean_up_allocations(session, workflow['id'], bool(args['dry_run']))
     session.answer(found, format_synced(found))
