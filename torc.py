@@ -36254,6 +36254,9 @@ class Recovery:
                     'not here: whether its files have changed is not known'))
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
                                              dry_run=True)
+            changed = {row['job_id'] for row in self.preview['changed']}
+            self.remedies = self.remedies._replace(left=[
+                (failure, reason) for failure, reason in self.remedies.left if failure.job_id not in changed])
         if self.mode != 'slurm':
             return
         if self.choice is not None:
