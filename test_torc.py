@@ -29458,6 +29458,18 @@ class RecoverTest(RecoverCase):
                              (done['jobs_to_run'], done['result']['changed']))
         self.assertEqual('ready', self.statuses()['good'])
 
+    def test_a_failed_job_whose_input_was_mended_is_not_among_those_that_are_left(self):
+        self.world.write('g.txt', 'wrong')
+        spec = self.SPEC.replace('{name: bad,', '{name: bad, input_files: [g],').replace('jobs:', 'files: [{name: g, path: g.txt}]\n        jobs:')
+        self.ended(spec, self.ENDS)
+        self.assertIn('bad does not run again: ', self.world.main('recover', 1, '--dry-run').out)
+        os.utime(self.world.path('g.txt'), (1, 1))
+        said = self.world.main('recover', 1, '--dry-run').out
+        self.assertIn('bad runs again, too: its input g.txt changed\n', said)
+        self.assertNotIn('bad does not run again', said)
+        result = self.json('recover 1')['result']
+        self.assertEqual(([], 'ready'), (result['not_retried'], self.statuses()['bad']))
+
     def test_good_jobs_do_not_run_again_because_their_files_cannot_be_seen_from_here(self):
         spec = self.SPEC.replace('{name: good,', '{name: good, output_files: [f],').replace('jobs:', 'files: [{name: f, path: f.txt}]\n        jobs:')
         self.ended(spec, self.ENDS)

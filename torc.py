@@ -35929,8 +35929,8 @@ def cmd_sync_status(session: Session, args: Arguments) -> int:
     workflow, is_dry_run = session.workflow(choose_workflow(session, args)), bool(args['dry_run'])
     try:
         brought = take_in_journals(session, workflow, args['output_dir'], {}, is_dry_run)
-    except (Refused, BadInput, OSError) as error:
-        brought = printable_line(f"warning: {getattr(error, 'message', error)}")
+    except OSError as error:
+        raise Refused(printable_line(f'nothing was changed: a journal cannot be read: {error}')) from None
     session.report(*filter(None, [brought]))
     found = clean_up_allocations(session, workflow['id'], is_dry_run)
     session.answer(found, format_synced(found))
@@ -36420,6 +36420,9 @@ class Recovery:
                     'not here: whether its files have changed is not known'))
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id,
                                              dry_run=True)
+            changed = {row['job_id'] for row in self.preview['changed']}
+            self.remedies = self.remedies._replace(left=[
+                (failure, reason) for failure, reason in self.remedies.left if failure.job_id not in changed])
         if self.mode != 'slurm':
             return
         if self.choice is not None:
