@@ -29716,6 +29716,21 @@ class WatchOnSlurmTest(SlurmTest):
     def test_its_allocation_is_canceled(self):
         self.assertIn('allocations submitted', self.end_and_watch(self.cancel).err)
 
+    def test_the_command_of_the_readme_makes_it_an_allocation_of_its_own(self):
+        command = re.search(r"^sbatch (?:.*\\\n)*.*'exec python3 torc.py watch 1 .*'$", read_text(os.path.join(HERE, 'README.md')), re.M).group()
+        for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:10:00'), ('watch 1', 'watch 1 -p 1'),
+                         ('python3 torc.py', f'{sys.executable} "{stub_path()}"'), ('--wrap', '--output=watch.out --wrap')):
+            self.assertIn(old, command)
+            command = command.replace(old, new)
+        self.world.write('w.yaml', self.SPEC)
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'w.yaml'))
+        self.wait_slurm(lambda: self.world.read('log_1'), 90, 'the first job')
+        self.cancel()
+        subprocess.check_call(command, shell=True, cwd=self.world.directory, env=self.world.environment, stdout=subprocess.DEVNULL)
+        self.wait_slurm(lambda: [row for row in self.allocations('COMPLETED') if row.name == 'torc-watch'], 200, 'its end',
+                        lambda: self.world.read('watch.out'))
+        self.assertRegex(self.world.read('watch.out'), r'(?s)allocations submitted\n.* the workflow is complete: 4 jobs ended well\n')
+
     def test_its_runner_is_killed_and_reports_nothing(self):
         said = self.end_and_watch(self.kill).err
         self.assertIn('allocation of Slurm job ', said)
