@@ -29609,6 +29609,16 @@ class WatchedSlurmTest(CommandTest):
         self.assertIn('no more allocations are submitted: 1 allocations that are queued or running are counted', done.err)
         self.assertEqual([], self.fakes.calls('sbatch'))
 
+    def test_where_what_is_left_has_too_little_time_a_loss_is_made_good(self):
+        self.allocate(72, 'active')
+        self.cancel('"72|RUNNING|N/A"')
+        self.begin(72, end_time=torc.format_time(time.time() + 90))
+        done = self.watch('--auto-schedule', '--auto-schedule-cooldown', 0, '--auto-schedule-threshold', 4, '--profile', 'kestrel')
+        self.assertIn('4 jobs are ready, and allocations were lost', done.err)
+        self.assertIn('1 allocations submitted', done.err)
+        rows = self.json('scheduled-compute-nodes list 1')['items']
+        self.assertEqual({(71, 'complete'), (72, 'active'), (100, 'pending')}, {(row['scheduler_id'], row['status']) for row in rows})
+
     @slow
     def test_allocations_that_end_at_once_are_not_replaced_for_ever(self):
         end = f'FAILED|1:0|{int(time.time())}|{os.getuid()}|tester'
