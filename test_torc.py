@@ -29494,6 +29494,26 @@ class WatchTest(CommandTest):
         self.assertExit(0, self.world.cli('run', 1))
         self.assertExit(0, process.finish(), 'the server answers after')
 
+    @slow
+    def test_a_server_whose_next_allocation_is_queued_for_long_is_waited_for(self):
+        words = '--db', 'study.db'
+        self.world.environment.update(SLURM_JOB_ID='17', SLURMD_NODENAME='node1')
+        server = self.world.start('serve', *words)
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in server.out, 20, 'the server', [server])
+        spec = self.world.write('w.yaml', self.PLAIN + 'compute_node_wait_for_healthy_database_minutes: 0\n')
+        self.assertExit(0, self.world.cli(*words, 'create', spec))
+        process = self.world.start(*words, 'watch', 1, '-p', 0.2, '--persistent')
+        self.world.wait(lambda: 'Watch started' in process.err, 20, 'the watch', [process])
+        server.send(signal.SIGTERM)
+        server.finish(20)
+        self.world.wait(lambda: 'waiting: the server of ' in process.err, 40, 'the silence', [process])
+        server = self.world.start('serve', *words)
+        self.world.wait(lambda: 'the server answers after' in process.err, 30, 'the answer', [process])
+        process.send(signal.SIGTERM)
+        self.assertExit(130, process.finish())
+        server.send(signal.SIGINT)
+        self.assertExit(0, server.finish(20))
+
     def test_a_server_that_stays_away_is_given_up_when_the_window_is_over(self):
         self.world.serve()
         self.make(self.PLAIN + 'compute_node_wait_for_healthy_database_minutes: 0\n')
