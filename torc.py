@@ -18439,7 +18439,7 @@ class Connector:
 
     @property
     def will_go_on(self) -> bool:
-        """Whether a server that does not answer goes on in its next allocation, however long that is queued."""
+        """Whether a server that does not answer goes on in its next allocation, whenever that begins."""
         with contextlib.suppress(OSError, Denied):
             found = read_server_file(self.server_file or self.database + '.connection')
             return bool(found and found.get('travels'))
@@ -25608,7 +25608,7 @@ class ServerLink:
 
     @property
     def needs_journal(self) -> bool:
-        """Whether the server is away for too long; or at all while we are stopped, for SIGKILL may come first."""
+        """Whether the server is away for too long; or at all while we are stopped: SIGKILL may be near."""
         return self.state == 'offline' or self.state == 'silent' and self.is_hurried
 
     @property
