@@ -30138,6 +30138,26 @@ class WatchTest(CommandTest):
         self.assertExit(0, self.world.cli('run', 1))
         self.assertExit(0, process.finish(), 'the server answers after')
 
+    @slow
+    def test_a_server_whose_next_allocation_is_queued_for_long_is_waited_for(self):
+        words = '--db', 'study.db'
+        self.world.environment.update(SLURM_JOB_ID='17', SLURMD_NODENAME='node1')
+        server = self.world.start('serve', *words)
+        self.world.wait(lambda: 'TORC_SERVER_PORT=' in server.out, 20, 'the server', [server])
+        spec = self.world.write('w.yaml', self.PLAIN + 'compute_node_wait_for_healthy_database_minutes: 0\n')
+        self.assertExit(0, self.world.cli(*words, 'create', spec))
+        process = self.world.start(*words, 'watch', 1, '-p', 0.2, '--persistent')
+        self.world.wait(lambda: 'Watch started' in process.err, 20, 'the watch', [process])
+        server.send(signal.SIGTERM)
+        server.finish(20)
+        self.world.wait(lambda: 'waiting: the server of ' in process.err, 40, 'the silence', [process])
+        server = self.world.start('serve', *words)
+        self.world.wait(lambda: 'the server answers after' in process.err, 30, 'the answer', [process])
+        process.send(signal.SIGTERM)
+        self.assertExit(130, process.finish())
+        server.send(signal.SIGINT)
+        self.assertExit(0, server.finish(20))
+
     def test_a_server_that_stays_away_is_given_up_when_the_window_is_over(self):
         self.world.serve()
         self.make(self.PLAIN + 'compute_node_wait_for_healthy_database_minutes: 0\n')
@@ -30257,6 +30277,16 @@ class WatchedSlurmTest(CommandTest):
         self.assertIn('no more allocations are submitted: 1 allocations that are queued or running are counted', done.err)
         self.assertEqual([], self.fakes.calls('sbatch'))
 
+    def test_where_what_is_left_has_too_little_time_a_loss_is_made_good(self):
+        self.allocate(72, 'active')
+        self.cancel('"72|RUNNING|N/A"')
+        self.begin(72, end_time=torc.format_time(time.time() + 90))
+        done = self.watch('--auto-schedule', '--auto-schedule-cooldown', 0, '--auto-schedule-threshold', 4, '--profile', 'kestrel')
+        self.assertIn('4 jobs are ready, and allocations were lost', done.err)
+        self.assertIn('1 allocations submitted', done.err)
+        rows = self.json('scheduled-compute-nodes list 1')['items']
+        self.assertEqual({(71, 'complete'), (72, 'active'), (100, 'pending')}, {(row['scheduler_id'], row['status']) for row in rows})
+
     @slow
     def test_allocations_that_end_at_once_are_not_replaced_for_ever(self):
         end = f'FAILED|1:0|{int(time.time())}|{os.getuid()}|tester'
@@ -30373,6 +30403,21 @@ class WatchOnSlurmTest(SlurmTest):
 
     def test_its_allocation_is_canceled(self):
         self.assertIn('allocations submitted', self.end_and_watch(self.cancel).err)
+
+    def test_the_command_of_the_readme_makes_it_an_allocation_of_its_own(self):
+        command = re.search(r"^sbatch (?:.*\\\n)*.*'exec python3 torc.py watch 1 .*'$", read_text(os.path.join(HERE, 'README.md')), re.M).group()
+        for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:10:00'), ('watch 1', 'watch 1 -p 1'),
+                         ('python3 torc.py', f'{sys.executable} "{stub_path()}"'), ('--wrap', '--output=watch.out --wrap')):
+            self.assertIn(old, command)
+            command = command.replace(old, new)
+        self.world.write('w.yaml', self.SPEC)
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'w.yaml'))
+        self.wait_slurm(lambda: self.world.read('log_1'), 90, 'the first job')
+        self.cancel()
+        subprocess.check_call(command, shell=True, cwd=self.world.directory, env=self.world.environment, stdout=subprocess.DEVNULL)
+        self.wait_slurm(lambda: [row for row in self.allocations('COMPLETED') if row.name == 'torc-watch'], 200, 'its end',
+                        lambda: self.world.read('watch.out'))
+        self.assertRegex(self.world.read('watch.out'), r'(?s)allocations submitted\n.* the workflow is complete: 4 jobs ended well\n')
 
     def test_its_runner_is_killed_and_reports_nothing(self):
         said = self.end_and_watch(self.kill).err

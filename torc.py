@@ -18482,6 +18482,14 @@ class Connector:
                            '`torc.py run FILE` or `torc.py create FILE` makes one')
 
     @property
+    def will_go_on(self) -> bool:
+        """Whether a server that does not answer goes on in its next allocation, whenever that begins."""
+        with contextlib.suppress(OSError, Denied):
+            found = read_server_file(self.server_file or self.database + '.connection')
+            return bool(found and found.get('travels'))
+        return False
+
+    @property
     def is_direct(self) -> bool:
         """Whether the verbs run in this process, on the database itself."""
         return self._service is not None
@@ -37133,10 +37141,12 @@ class Supervision:
         """No answer: wait for one, unless that has lasted for too long."""
         now = time.monotonic()
         self.silent_at = now if self.silent_at is None else self.silent_at
-        if now - self.silent_at >= self.window_s or self.args['once']:
+        will_go_on = self.session.client.will_go_on
+        if self.args['once'] or now - self.silent_at >= self.window_s and not will_go_on:
             self.say(f'given up: {error.message}', 'error')
             raise error
-        self.say_once(f'waiting for up to {format_elapsed(self.window_s)}: {error.message}', 'warning')
+        limit = '' if will_go_on else f' for up to {format_elapsed(self.window_s)}'
+        self.say_once(f'waiting{limit}: {error.message}', 'warning')
 
     def note_answer(self) -> None:
         """The server has answered."""
