@@ -9701,7 +9701,8 @@ GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$nou
                           'actions': [{'action_id': '$schedule', 'count': 1}], 'ended': ['nobody']},
     'DatabaseBackupModel': {'path': '/copy.db'},
     'ReplayRequest': {
-        'run_id': 1, 'left': [{'compute_node_id': '$compute_node', 'hostname': 'h', 'pid': 7, 'identity': 'x'}],
+        'run_id': 1, 'left': [{'compute_node_id': '$compute_node', 'hostname': 'h', 'pid': 7, 'identity': 'x', 'actions': [
+            {'action_id': '$action', 'success': True, 'message': 'm'}]}],
         'completions': [{'job_id': '$running', 'run_id': 1, 'status': 'failed', 'result': '$result_of_running', 'torc_py': {
             'reason': 'r', 'retry': True, 'max_retries': 2, 'interrupted': False, 'file_times': {'$made_file': 1.5}}}]},
     'StoreAllocationsRequest': {

@@ -18598,7 +18598,8 @@ class Connector:
         if self.is_lasting:
             raise absent(f'the server of {self.database} is gone; start it again with '
                          f'`torc.py serve -d {shlex.quote(self.database)}`')
-        elif self.was_open and not self.in_memory and not os.path.exists(self.database):
+        elif self.was_open and not self.in_memory and not any(
+                os.path.exists(self.database + end) for end in ('', '.loss')):      # a loss has its cure there
             what = '' if os.path.isdir(os.path.dirname(self.database)) else 'the directory of '
             raise Unreachable(f'{what}the database {self.database} is gone')    # make no new one
         try:
