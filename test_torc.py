@@ -30347,16 +30347,6 @@ class WatchedSlurmTest(CommandTest):
         self.assertIn('to go on: torc.py run 1', done.err)
         self.assertEqual(('ready', []), (self.states()['j1'], self.fakes.calls()))
 
-    def test_while_a_hook_runs_no_other_watch_takes_over(self):
-        self.let_fail(3)
-        leases, call = [], torc.Client.call
-        def note(client: Any, op: str, body: Any = None, *words: Any, **more: Any) -> Any:
-            leases.extend([body['lease_s']] if op == 'watch_workflow' and body.get('recovers') else [])
-            return call(client, op, body, *words, **more)
-        with unittest.mock.patch.object(torc.Client, 'call', note):
-            self.watch('-r', '--recovery-hook', 'true', code=1)
-        self.assertGreater(leases[0], torc.AGENT_LIMIT_S)
-
     def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
         self.let_fail(3)
         done = self.watch('-r', '--profile', 'kestrel', code=1)

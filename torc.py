@@ -37311,8 +37311,7 @@ class Supervision:
 
     def recover(self) -> None:
         """Run what failed again. It counts before it begins: one that is killed is not repeated for ever."""
-        has_program = self.args['recovery_hook'] or self.args['ai_recovery']    # nothing is renewed meanwhile
-        self.renew(recovers=True, **({'lease_s': WATCH_LEASE_S + AGENT_LIMIT_S} if has_program else {}))
+        self.renew(recovers=True)
         run_id, refusal = self.seen['run_id'], ''
         try:
             workflow = self.session.workflow(self.number)
