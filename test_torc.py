@@ -29428,6 +29428,26 @@ class RecoverTest(RecoverCase):
                 self.assertIn('1 completions were taken in from journals of runners', said.err)
                 self.assertEqual({'gone': 'completed', 'bad': 'failed'}, self.statuses())
 
+    def test_nothing_counts_as_lost_while_a_journal_cannot_be_read(self):
+        self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
+                   {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
+        write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
+                      [journal_entry(1, torc_py=database_of(self.world))])
+        before, away = self.statuses(), OSError(errno.EIO, 'Input/output error')
+        for name in ('copy_part', 'is_directory_there'):
+            with unittest.mock.patch.object(torc, name, side_effect=away):
+                for words in ('workflows sync-status 1', 'recover 1', 'recover 1 --retry-unknown'):
+                    self.assertExit(4, self.world.main(*words.split()), 'nothing was changed: a journal cannot be read')
+                said = self.assertExit(1, self.world.main('watch', 1, '--once', '--recover', '--retry-unknown'))
+                self.assertIn('a journal cannot be read: [Errno 5] Input/output error', said.err)
+            self.assertEqual((1, before), (self.json('workflows get 1')['run_id'], self.statuses()))
+        with unittest.mock.patch('os.stat', side_effect=away):
+            self.assertRaises(OSError, torc.is_directory_there, 'x')
+        with unittest.mock.patch.object(torc, 'copy_part', side_effect=away):
+            said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertIn('n1.db cannot be read: Input/output error', said.out + said.err)
+        self.assertIn('1 completions were taken in', self.world.main('workflows', 'sync-status', 1).err)
+
     def test_journals_are_found_from_any_directory(self):
         for place in ('torc_output', 'scratch'):        # of the workflow; of an allocation that is gone
             with self.subTest(place), contextlib.ExitStack() as stack:

@@ -24101,8 +24101,13 @@ class JournalContent(Row):
     left: List[Dict[str, Any]] = []     # of RunnerLeft: the runners that have said that they leave
 
 
+# Of a file that may well be read later: its file system is away, or this machine has no room for the copy.
+NOT_NOW = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+           errno.ESHUTDOWN, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
 def read_journal(path: str) -> JournalContent:
-    """Read a journal without changing anything."""
+    """Read a journal without changing anything. OSError if it cannot be read now, but perhaps later."""
     entries, faults = [], []    # type: List[Dict[str, Any]], List[str]
     try:
         with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
@@ -24111,6 +24116,8 @@ def read_journal(path: str) -> JournalContent:
             left = read_left(copy) if rows or not fault else []
         faults += [fault] if fault else []
     except (OSError, sqlite3.Error) as error:
+        if getattr(error, 'errno', None) in NOT_NOW:
+            raise
         return JournalContent([], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
     for job_id, payload in rows:
         try:
@@ -35780,11 +35787,17 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, paths: Sequ
     """Bring what journals hold to the server: the journals, why completions were rejected, and problems.
 
     Unless it `is_asked` for, only what says of which database it is, as Torc's journals do not: ids begin at
-    1 in each, and an old journal would end jobs that never ran.
+    1 in each, and an old journal would end jobs that never ran. And all or, if one cannot be read now,
+    nothing (OSError): what is in it must not be taken for lost.
     """
     journals, left = [], []     # type: List[JournalFound], List[Dict[str, Any]]
     for path in paths:
-        entries, problem, leavers = read_journal(path)
+        try:
+            entries, problem, leavers = read_journal(path)
+        except OSError as error:
+            if not is_asked:
+                raise
+            entries, problem, leavers = [], f'{path} cannot be read: {error.strerror}', []
         problems += [problem] if problem else []
         known = [entry for entry in entries if is_asked or (entry.get('torc_py') or {}).get('database_id')]
         if len(known) < len(entries):
@@ -35812,7 +35825,17 @@ def journal_directories(session: Session, workflow: Dict[str, Any], output_dir: 
     found = [output_dir, os.path.join(base_directory(workflow), output_dir),
              *(row['output_dir'] for row in rows if row.get('output_dir'))]
     directories = dict.fromkeys(os.path.realpath(os.path.join(path, JOURNAL_DIRECTORY)) for path in found)
-    return list(filter(os.path.isdir, directories))
+    return list(filter(is_directory_there, directories))
+
+
+def is_directory_there(path: str) -> bool:
+    """Whether a directory is there. OSError if that cannot be said now, as of a file system that is away."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except OSError as error:
+        if error.errno in NOT_NOW:
+            raise
+        return False
 
 
 def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str, known: Dict[str, Any],
@@ -35821,7 +35844,7 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
 
     Those that lie there as they did the last time are passed over: `known`, path -> look_at_journal(), is
     kept up to date. But what was rejected may count later, when its runner is gone. A dry run only says that
-    they are there.
+    they are there. OSError, and nothing is done, if one cannot be read now.
     """
     run_id, paths, problems = workflow.get('run_id') or 0, [], []   # type: int, List[str], List[str]
     for directory in journal_directories(session, workflow, output_dir):
@@ -35838,6 +35861,15 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
     count = sum(journal.counts['accepted'] for journal in journals)
     brought = [f'{count} completions were taken in from journals of runners'] if count else []
     return printable_line('; '.join(brought + problems))
+
+
+def take_in_first(session: Session, workflow: Dict[str, Any], output_dir: str, is_dry_run: bool) -> None:
+    """Take journals in and say so. Refused if one cannot be read now: what is in it would count as lost."""
+    try:
+        brought = take_in_journals(session, workflow, output_dir, {}, is_dry_run)
+    except OSError as error:
+        raise Refused(printable_line(f'nothing was changed: a journal cannot be read: {error}')) from None
+    session.report(*filter(None, [brought]))
 
 
 def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, Any]]]:
@@ -35935,11 +35967,7 @@ def cmd_sync_status(session: Session, args: Arguments) -> int:
     What runners of theirs have kept counts first: what has ended would else be ready again.
     """
     workflow, is_dry_run = session.workflow(choose_workflow(session, args)), bool(args['dry_run'])
-    try:
-        brought = take_in_journals(session, workflow, args['output_dir'], {}, is_dry_run)
-    except OSError as error:
-        raise Refused(printable_line(f'nothing was changed: a journal cannot be read: {error}')) from None
-    session.report(*filter(None, [brought]))
+    take_in_first(session, workflow, args['output_dir'], is_dry_run)
     found = clean_up_allocations(session, workflow['id'], is_dry_run)
     session.answer(found, format_synced(found))
     return 0
@@ -36291,11 +36319,12 @@ class Recovery:
             self.refuse_without_failures(counts)
 
     def clean_up(self) -> None:
-        """Set right what dead allocations and runners left; what fails here is only told."""
+        """Set right what dead allocations and runners left; what fails here is only told.
+
+        Refused if a journal cannot be read now: jobs that have ended would run again.
+        """
+        take_in_first(self.session, self.workflow, self.options.output_dir, self.options.is_dry_run)
         try:
-            brought = take_in_journals(self.session, self.workflow, self.options.output_dir, {},
-                                       self.options.is_dry_run)
-            self.session.report(*filter(None, [brought]))
             self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
         except (Refused, BadInput, OSError) as error:
             self.session.report(printable_line(f"warning: {getattr(error, 'message', error)}"))
@@ -37044,6 +37073,7 @@ class Supervision:
         self.reason = ''        # last reported
         self.journals = {}      # type: Dict[str, Any]  # path -> look_at_journal(), of those taken in
         self.brought = ''       # what was last said of them
+        self.unread = ''        # why they cannot be read now
         self.counts = ''        # ... and last counts of jobs
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
         self.seen = {}          # type: Dict[str, Any]  # its last answer
@@ -37161,6 +37191,8 @@ class Supervision:
         for _ in range(MOST_WATCH_STEPS):
             self.renew()
             step = self.watcher.next_step(time.monotonic(), self.seen)
+            if self.unread and step.name in ('look', 'recover'):    # what is kept there would run again
+                step = WatchStep('wait')
             if step.name == 'wait':
                 break
             if step.reason:
@@ -37176,10 +37208,12 @@ class Supervision:
     def take_in_journals(self) -> None:
         """What runners have kept since the last poll counts before anything is taken for lost."""
         self.renew()
-        run = dict(self.workflow, run_id=self.seen['run_id'])
+        run, self.unread = dict(self.workflow, run_id=self.seen['run_id']), ''
         try:
             brought = take_in_journals(self.session, run, self.args['output_dir'], self.journals)
-        except (Refused, BadInput, OSError) as error:
+        except OSError as error:
+            brought = self.unread = printable_line(f'a journal cannot be read: {error}')
+        except (Refused, BadInput) as error:
             brought = text_of_failure(error)
         if brought and brought != self.brought:
             self.say(brought, 'warning')
