@@ -25046,6 +25046,13 @@ class WatcherTest(unittest.TestCase):
                 self.assertIn(row['reason'], reason)
                 self.assertIn(name, torc.WATCH_STEPS)
 
+    def test_an_older_server_says_nothing_of_what_came_later(self):
+        watcher = torc.Watcher(torc.WatchRules(recovers=True, retries_unknown=True))
+        seen = watched('1 failed')
+        for name in ('idle_recoveries', 'has_losses'):
+            seen.pop(name, None)
+        self.assertEqual('recover', watcher.next_step(0.0, seen).name)
+
     def test_after_two_polls_a_persistent_watch_still_waits(self):
         watcher = torc.Watcher(torc.WatchRules(is_persistent=True))
         for second in range(5):

@@ -30114,7 +30114,7 @@ class Watcher:
             return WatchStep('end', f"jobs failed again after {seen['recoveries']} recoveries "
                              '(--max-retries)', 1)
         is_idle = self.rules.retries_unknown and self.rules.max_retries is None \
-            and seen['idle_recoveries'] >= IDLE_RECOVERIES
+            and seen.get('idle_recoveries', 0) >= IDLE_RECOVERIES
         if is_idle and not seen['is_begun']:
             return WatchStep('end', f"no job has completed after any of the last {seen['idle_recoveries']} "
                              'recoveries (--max-retries allows a certain number)', 1)
