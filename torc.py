@@ -37171,7 +37171,7 @@ class Supervision:
         """No answer: wait for one, unless that has lasted for too long."""
         now = time.monotonic()
         self.silent_at = now if self.silent_at is None else self.silent_at
-        will_go_on = self.session.client.will_go_on
+        will_go_on = isinstance(error, Unreachable) and self.session.client.will_go_on
         if self.args['once'] or now - self.silent_at >= self.window_s and not will_go_on:
             self.say(f'given up: {error.message}', 'error')
             raise error
