@@ -30104,6 +30104,9 @@ class WatchTest(CommandTest):
             done = self.assertExit(130, self.world.main('-f', 'json', 'watch', 1))
         self.assertEqual((False, 'interrupted', 2), (done.json()['is_complete'], done.json()['reason'],
                                                      done.json()['jobs_by_status']['uninitialized']))
+        with unittest.mock.patch.object(torc.Supervision, 'begin', return_value=False):     # a signal while it waited for another
+            done = self.assertExit(130, self.world.main('-f', 'json', 'watch', 1))
+        self.assertEqual({'workflow_id': 1, 'is_complete': False, 'reason': 'interrupted'}, done.json())
 
     def test_what_is_not_away_but_refuses_is_not_waited_for_without_end(self):
         watch = types.SimpleNamespace(silent_at=time.monotonic() - 9, window_s=5.0, args={'once': False}, say=lambda *_: None, say_once=lambda *_: None,

@@ -37117,6 +37117,7 @@ class Supervision:
     def run(self, wakeup: Wakeup) -> int:
         """Watch until the end or a signal; the exit code."""
         if not self.begin(wakeup):
+            self.show_end('interrupted', 130)
             return 130
         self.say(f'Watch started workflow_id={self.number} hostname={socket.gethostname()} '
                  f'output_dir={self.log.output.path} log_file={self.log.name}')
@@ -37252,10 +37253,12 @@ class Supervision:
 
     def show_end(self, reason: str, code: int, **more: Any) -> None:
         """The outcome as JSON, if that is asked for."""
+        if self.seen:       # the server has let us watch
+            more.update(recoveries=self.seen['recoveries'],
+                        jobs_by_status=self.seen['status']['jobs_by_status'])
         if self.session.format == 'json':
             self.session.show_json({'workflow_id': self.number, 'is_complete': not code, 'reason': reason,
-                                    'recoveries': self.seen['recoveries'],
-                                    'jobs_by_status': self.seen['status']['jobs_by_status'], **more})
+                                    **more})
 
     def say_counts(self) -> None:
         """The counts of jobs: as they change, or each time if that is asked for."""
