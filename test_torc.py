@@ -24191,13 +24191,17 @@ class OfflineDrainTest(RunnerCase):
         self.assertTrue(self.entries()[1]['torc_py']['interrupted'])
         self.assertIn('killing all jobs', self.progress.messages)
 
-    def act_offline(self, *jobs: Any) -> None:
-        """An action whose end cannot be reported, since the server goes away while it is carried out, is kept and not carried out again."""
+    def act_unheard(self, *jobs: Any) -> torc.Unreachable:
+        """An action whose end cannot be reported, since the server goes away while it is carried out."""
         self.create(*jobs, **self.NO_WINDOW, actions=[{'trigger_type': 'on_jobs_complete', 'jobs': ['j1'], 'action_type': 'run_commands',
                                                        'commands': ['echo x >> acted; exit 3']}])
         self.is_away = lambda: os.path.exists(self.world.path('out/acted'))
         self.asked = lambda: self.go(1)
-        error = self.run_offline()
+        return self.run_offline()
+
+    def act_offline(self, *jobs: Any) -> None:
+        """The same; its end is kept, and it is not carried out again."""
+        error = self.act_unheard(*jobs)
         kept = '1 jobs that ended meanwhile and ' if len(jobs) > 1 else ''
         self.assertEqual(f"nobody there\n{kept}1 results of actions are kept in {error.details['journal']}", error.message)
         entries, problem, left = torc.read_journal(error.details['journal'])
@@ -24215,6 +24219,16 @@ class OfflineDrainTest(RunnerCase):
 
     def test_what_an_action_has_done_is_kept_where_no_job_ended(self):
         self.act_offline('true')
+
+    def test_what_an_action_has_done_is_kept_elsewhere_where_the_output_directory_cannot_have_a_journal(self):
+        with self.broken_journal(lambda: OSError(errno.ENOSPC, 'No space left on device')):
+            self.act_offline('true')
+
+    def test_what_an_action_has_done_is_said_to_be_lost_where_it_can_be_kept_nowhere(self):
+        with unittest.mock.patch.object(torc.Journal, 'keep', side_effect=OSError(errno.ENOSPC, 'No space left on device')):
+            error = self.act_unheard('true')
+        self.assertEqual('nobody there\n1 results of actions could not be reported, nor kept on disk: they may be carried out again',
+                         error.message)
 
     def test_a_runner_that_has_reported_all_leaves_without_a_journal_when_its_server_is_away(self):
         self.create('true', **self.NO_WINDOW)

@@ -25903,10 +25903,17 @@ class OfflineDrain:
             self.act(time.monotonic())
         is_needed = self.path or self.link.action_results
         if is_needed and self.errand is None and self.link.state == 'offline':
+            self.note_end(give_up_at)
+
+    def note_end(self, give_up_at: float) -> None:
+        """Keep that this runner has left, and how actions have ended; elsewhere if there is no journal yet."""
+        for num_places in (1,) if self.path else (2, 1):
             errand = self.begin(functools.partial(self.write, [], int(time.time())))
-            errand.wait(max(0.1, give_up_at - time.monotonic()))
+            errand.wait(max(0.1, (give_up_at - time.monotonic()) / num_places))
             if errand.result:
                 self.path, self.kept_actions = errand.result, len(self.link.action_results)
+                break
+            self.is_local = self.is_local if self.path else not self.is_local
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
@@ -28890,6 +28897,10 @@ class Runner:
         lines, where = [self.link.error], {}    # type: List[str], Dict[str, Any]
         if lost:
             lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
+        num_lost = len(self.link.action_results) - drain.kept_actions
+        if num_lost:
+            lines.append(f'{num_lost} results of actions could not be reported, nor kept on disk: they may be '
+                         'carried out again')
         counts = ((len(left) - len(lost), 'jobs that ended meanwhile'),
                   (drain.kept_actions, 'results of actions'))
         kept = [f'{count} {words}' for count, words in counts if count]
@@ -28897,7 +28908,7 @@ class Runner:
             where = {'journal': drain.path, 'base_dir': os.path.dirname(os.path.dirname(drain.path)),
                      'run_id': context.run_id}
             lines.append(f"{' and '.join(kept)} are kept in {where['journal']}")
-        if not (left or drain.kept_actions):
+        if not lines[1:]:
             lines.append('nothing is left to be reported')
         words = lines[1:]
         if where:
