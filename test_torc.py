@@ -14442,6 +14442,15 @@ class TravelTest(WorldTest):
         hosts = {torc.parse_url(url).host for url in found['candidates']}
         self.assertLessEqual({'node1', *torc.own_addresses()}, hosts)
 
+    def test_who_is_told_its_address_knows_that_it_goes_on_by_the_file_of_the_token(self) -> None:
+        url, token = 'http://127.0.0.1:1', self.world.path('my.db.token')
+        for found, goes_on in (({'token_file': token, 'travels': True}, True), ({'token_file': token}, False),
+                               ({'token_file': 'other', 'travels': True}, False)):
+            with open(os.open(self.world.path('my.db.connection'), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 'w') as file:
+                json.dump(dict(found, url=url), file)
+            self.assertEqual([goes_on, False, False],
+                             [torc.Client(url, token_file=path).will_go_on for path in (token, '', self.world.path('my.db'))])
+
     def test_clients_wait_while_it_moves_and_find_it_in_the_next_allocation_by_themselves(self) -> None:
         first = self.serve_in(17, 'node1')
         client = self.client(needs_server=True)

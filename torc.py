@@ -18482,11 +18482,20 @@ class Connector:
                            '`torc.py run FILE` or `torc.py create FILE` makes one')
 
     @property
+    def connection_file(self) -> str:
+        """The file that says where the server is, also when it has moved; '' if that is not known."""
+        if not self.named_url:
+            return self.server_file or self.database + '.connection'
+        stem, ending = os.path.splitext(self.token_file)
+        return stem + '.connection' if ending == '.token' else ''
+
+    @property
     def will_go_on(self) -> bool:
         """Whether a server that does not answer goes on in its next allocation, whenever that begins."""
         with contextlib.suppress(OSError, Denied):
-            found = read_server_file(self.server_file or self.database + '.connection')
-            return bool(found and found.get('travels'))
+            found = read_server_file(self.connection_file) or {}
+            is_ours = not self.named_url or found.get('token_file') == self.token_file
+            return is_ours and bool(found.get('travels'))
         return False
 
     @property
@@ -18623,9 +18632,7 @@ class Connector:
 
         A job has been told an address at its start; the file beside that of the token knows the new one.
         """
-        if not self.token_file.endswith('.token'):
-            return None
-        found = read_server_file(self.token_file[:-len('.token')] + '.connection')
+        found = read_server_file(self.connection_file)
         if found is None or not found.get('travels') or is_server_over(found):
             return None
         if found.get('token_file') != self.token_file:
@@ -18639,7 +18646,7 @@ class Connector:
         Unreachable while it is between two allocations: another server would be in its way. Who asks only
         once for a database by its name takes it meanwhile.
         """
-        path = self.server_file or self.database + '.connection'
+        path = self.connection_file
         found = read_server_file(path)
         if found is None or not is_server_over(found):
             return found
