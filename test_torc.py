@@ -29319,6 +29319,22 @@ class SyncStatusTest(CommandTest):
         self.assertEqual('failed', self.states()['first'])
         self.assertEqual([], fakes.calls())
 
+    def test_what_waited_for_the_recovery_script_of_a_runner_that_is_gone_is_taken_in_at_once(self):
+        for words in ('workflows sync-status 1', 'recover 1'):
+            with self.subTest(words), contextlib.ExitStack() as stack:
+                self.world = stack.enter_context(contextlib.closing(World()))
+                self.make(self.SPEC)
+                self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+                process = subprocess.Popen(['true'])
+                process.wait()
+                self.begin(None, hostname=socket.gethostname(), pid=process.pid, identity='boot/1/1')
+                details = dict(database_of(self.world), recovering=True, retry=True, max_retries=2)
+                write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
+                              [journal_entry(1, status='failed', return_code=3, torc_py=details)])
+                self.assertIn('1 completions were taken in', self.world.main(*words.split()).err)
+                self.assertIn((1, 3), [(row['run_id'], row['return_code']) for row in self.json('results list 1 --all-runs')['items']])
+                self.assertEqual('ready', self.states()['first'])
+
     def test_what_a_runner_that_is_gone_kept_in_its_journal_is_taken_in_before_it_counts_as_lost(self):
         process = subprocess.Popen(['true'])
         process.wait()

@@ -35881,10 +35881,11 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
     return printable_line('; '.join(brought + problems))
 
 
-def take_in_first(session: Session, workflow: Dict[str, Any], output_dir: str, is_dry_run: bool) -> None:
-    """Take journals in and say so. Refused if one cannot be read now: what is in it would count as lost."""
+def take_in_first(session: Session, workflow: Dict[str, Any], output_dir: str, known: Dict[str, Any],
+                  is_dry_run: bool = False) -> None:
+    """The same, said to the user. Refused if one cannot be read now: what is in it would count as lost."""
     try:
-        brought = take_in_journals(session, workflow, output_dir, {}, is_dry_run)
+        brought = take_in_journals(session, workflow, output_dir, known, is_dry_run)
     except OSError as error:
         raise Refused(printable_line(f'nothing was changed: a journal cannot be read: {error}')) from None
     session.report(*filter(None, [brought]))
@@ -35985,8 +35986,11 @@ def cmd_sync_status(session: Session, args: Arguments) -> int:
     What runners of theirs have kept counts first: what has ended would else be ready again.
     """
     workflow, is_dry_run = session.workflow(choose_workflow(session, args)), bool(args['dry_run'])
-    take_in_first(session, workflow, args['output_dir'], is_dry_run)
+    known = {}      # type: Dict[str, Any]
+    take_in_first(session, workflow, args['output_dir'], known, is_dry_run)
     found = clean_up_allocations(session, workflow['id'], is_dry_run)
+    if found['compute_nodes_deactivated'] and not is_dry_run:   # what their recovery scripts held up
+        take_in_first(session, workflow, args['output_dir'], known)
     session.answer(found, format_synced(found))
     return 0
 
@@ -36341,11 +36345,14 @@ class Recovery:
 
         Refused if a journal cannot be read now: jobs that have ended would run again.
         """
-        take_in_first(self.session, self.workflow, self.options.output_dir, self.options.is_dry_run)
+        known, options = {}, self.options       # type: Dict[str, Any], RecoverOptions
+        take_in_first(self.session, self.workflow, options.output_dir, known, options.is_dry_run)
         try:
             self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
         except (Refused, BadInput, OSError) as error:
             self.session.report(printable_line(f"warning: {getattr(error, 'message', error)}"))
+        if self.cleaned.get('compute_nodes_deactivated') and not options.is_dry_run:
+            take_in_first(self.session, self.workflow, options.output_dir, known)
         for doubt in self.cleaned.get('doubts', ()):
             self.session.report(printable_line(f'warning: {doubt}'))
 
