@@ -25913,7 +25913,7 @@ class OfflineDrain:
             self.note_end(give_up_at)
 
     def note_end(self, give_up_at: float) -> None:
-        """Keep that this runner has left, and how actions have ended; elsewhere if there is no journal yet."""
+        """Keep that this runner has left, and how actions ended; elsewhere if there is no journal yet."""
         for num_places in (1,) if self.path else (2, 1):
             errand = self.begin(functools.partial(self.write, [], int(time.time())))
             errand.wait(max(0.1, (give_up_at - time.monotonic()) / num_places))
@@ -28906,8 +28906,8 @@ class Runner:
             lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
         num_lost = len(self.link.action_results) - drain.kept_actions
         if num_lost:
-            lines.append(f'{num_lost} results of actions could not be reported, nor kept on disk: they may be '
-                         'carried out again')
+            lines.append(f'{num_lost} results of actions could not be reported, nor kept on disk: they may '
+                         'be carried out again')
         counts = ((len(left) - len(lost), 'jobs that ended meanwhile'),
                   (drain.kept_actions, 'results of actions'))
         kept = [f'{count} {words}' for count, words in counts if count]
@@ -36341,18 +36341,15 @@ class Recovery:
             self.refuse_without_failures(counts)
 
     def clean_up(self) -> None:
-        """Set right what dead allocations and runners left; what fails here is only told.
-
-        Refused if a journal cannot be read now: jobs that have ended would run again.
-        """
-        known, options = {}, self.options       # type: Dict[str, Any], RecoverOptions
-        take_in_first(self.session, self.workflow, options.output_dir, known, options.is_dry_run)
+        """Set right what dead allocations and runners left; what fails is only told, but for journals."""
+        take_in = functools.partial(take_in_first, self.session, self.workflow, self.options.output_dir, {})
+        take_in(self.options.is_dry_run)
         try:
             self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
         except (Refused, BadInput, OSError) as error:
             self.session.report(printable_line(f"warning: {getattr(error, 'message', error)}"))
-        if self.cleaned.get('compute_nodes_deactivated') and not options.is_dry_run:
-            take_in_first(self.session, self.workflow, options.output_dir, known)
+        if self.cleaned.get('compute_nodes_deactivated') and not self.options.is_dry_run:
+            take_in()       # as in cmd_sync_status()
         for doubt in self.cleaned.get('doubts', ()):
             self.session.report(printable_line(f'warning: {doubt}'))
 
