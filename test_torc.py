@@ -29494,6 +29494,23 @@ class RecoverTest(RecoverCase):
         self.assertIn('n1.db cannot be read: Input/output error', said.out + said.err)
         self.assertIn('1 completions were taken in', self.world.main('workflows', 'sync-status', 1).err)
 
+    def test_what_a_watch_has_read_its_recover_does_not_read_again(self):
+        self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
+                   {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
+        write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
+                      [journal_entry(1, torc_py=database_of(self.world))])
+        full, real, copied = OSError(errno.ENOSPC, 'No space left on device'), torc.copy_part, []   # type: Any, Any, List[str]
+
+        def copy(path: str, target: str) -> None:
+            copied.append(path)
+            if len(copied) > 1:
+                raise full
+            real(path, target)
+        with unittest.mock.patch.object(torc, 'copy_part', copy):
+            said = self.world.main('watch', 1, '--once', '--recover', '--retry-unknown')
+        self.assertNotIn('a journal cannot be read', said.err)
+        self.assertEqual((2, 1), (self.json('workflows get 1')['run_id'], len(copied)))
+
     def test_journals_are_found_from_any_directory(self):
         for place in ('torc_output', 'scratch'):        # of the workflow; of an allocation that is gone
             with self.subTest(place), contextlib.ExitStack() as stack:

@@ -36272,6 +36272,7 @@ class RecoverOptions(Row):
     ai_agent: Optional[str] = None  # command of a program that takes a prompt as its last word
     settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
     meanwhile: Callable[[], Any] = bool     # called now and then while a hook or agent runs
+    journals: Dict[str, Any] = {}   # path -> look_at_journal(), of those that were taken in just now
 
     @property
     def kinds(self) -> List[str]:
@@ -36342,7 +36343,8 @@ class Recovery:
 
     def clean_up(self) -> None:
         """Set right what dead allocations and runners left; what fails is only told, but for journals."""
-        take_in = functools.partial(take_in_first, self.session, self.workflow, self.options.output_dir, {})
+        take_in = functools.partial(take_in_first, self.session, self.workflow, self.options.output_dir,
+                                    dict(self.options.journals))
         take_in(self.options.is_dry_run)
         try:
             self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
@@ -37393,7 +37395,7 @@ class Supervision:
         """Options of `recover` from those of `watch`."""
         names = set(RecoverOptions._fields) & set(self.args)
         return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings(),
-                              meanwhile=self.go_on)
+                              meanwhile=self.go_on, journals=self.journals)
 
     def go_on(self) -> None:
         """Say that we still watch. Refused, which ends what runs, if somebody else does."""
