@@ -14443,6 +14443,15 @@ class TravelTest(WorldTest):
         hosts = {torc.parse_url(url).host for url in found['candidates']}
         self.assertLessEqual({'node1', *torc.own_addresses()}, hosts)
 
+    def test_who_is_told_its_address_knows_that_it_goes_on_by_the_file_of_the_token(self) -> None:
+        url, token = 'http://127.0.0.1:1', self.world.path('my.db.token')
+        for found, goes_on in (({'token_file': token, 'travels': True}, True), ({'token_file': token}, False),
+                               ({'token_file': 'other', 'travels': True}, False)):
+            with open(os.open(self.world.path('my.db.connection'), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 'w') as file:
+                json.dump(dict(found, url=url), file)
+            self.assertEqual([goes_on, False, False],
+                             [torc.Client(url, token_file=path).will_go_on for path in (token, '', self.world.path('my.db'))])
+
     def test_clients_wait_while_it_moves_and_find_it_in_the_next_allocation_by_themselves(self) -> None:
         first = self.serve_in(17, 'node1')
         client = self.client(needs_server=True)
@@ -24192,13 +24201,17 @@ class OfflineDrainTest(RunnerCase):
         self.assertTrue(self.entries()[1]['torc_py']['interrupted'])
         self.assertIn('killing all jobs', self.progress.messages)
 
-    def act_offline(self, *jobs: Any) -> None:
-        """An action whose end cannot be reported, since the server goes away while it is carried out, is kept and not carried out again."""
+    def act_unheard(self, *jobs: Any) -> torc.Unreachable:
+        """An action whose end cannot be reported, since the server goes away while it is carried out."""
         self.create(*jobs, **self.NO_WINDOW, actions=[{'trigger_type': 'on_jobs_complete', 'jobs': ['j1'], 'action_type': 'run_commands',
                                                        'commands': ['echo x >> acted; exit 3']}])
         self.is_away = lambda: os.path.exists(self.world.path('out/acted'))
         self.asked = lambda: self.go(1)
-        error = self.run_offline()
+        return self.run_offline()
+
+    def act_offline(self, *jobs: Any) -> None:
+        """The same; its end is kept, and it is not carried out again."""
+        error = self.act_unheard(*jobs)
         kept = '1 jobs that ended meanwhile and ' if len(jobs) > 1 else ''
         self.assertEqual(f"nobody there\n{kept}1 results of actions are kept in {error.details['journal']}", error.message)
         entries, problem, left = torc.read_journal(error.details['journal'])
@@ -24216,6 +24229,16 @@ class OfflineDrainTest(RunnerCase):
 
     def test_what_an_action_has_done_is_kept_where_no_job_ended(self):
         self.act_offline('true')
+
+    def test_what_an_action_has_done_is_kept_elsewhere_where_the_output_directory_cannot_have_a_journal(self):
+        with self.broken_journal(lambda: OSError(errno.ENOSPC, 'No space left on device')):
+            self.act_offline('true')
+
+    def test_what_an_action_has_done_is_said_to_be_lost_where_it_can_be_kept_nowhere(self):
+        with unittest.mock.patch.object(torc.Journal, 'keep', side_effect=OSError(errno.ENOSPC, 'No space left on device')):
+            error = self.act_unheard('true')
+        self.assertEqual('nobody there\n1 results of actions could not be reported, nor kept on disk: they may be carried out again',
+                         error.message)
 
     def test_a_runner_that_has_reported_all_leaves_without_a_journal_when_its_server_is_away(self):
         self.create('true', **self.NO_WINDOW)
@@ -25046,6 +25069,13 @@ class WatcherTest(unittest.TestCase):
                 self.assertEqual((row['step'], int(row['exit'])), (name, code))
                 self.assertIn(row['reason'], reason)
                 self.assertIn(name, torc.WATCH_STEPS)
+
+    def test_an_older_server_says_nothing_of_what_came_later(self):
+        watcher = torc.Watcher(torc.WatchRules(recovers=True, retries_unknown=True))
+        seen = watched('1 failed')
+        for name in ('idle_recoveries', 'has_losses'):
+            seen.pop(name, None)
+        self.assertEqual('recover', watcher.next_step(0.0, seen).name)
 
     def test_after_two_polls_a_persistent_watch_still_waits(self):
         watcher = torc.Watcher(torc.WatchRules(is_persistent=True))
@@ -29290,6 +29320,22 @@ class SyncStatusTest(CommandTest):
         self.assertEqual('failed', self.states()['first'])
         self.assertEqual([], fakes.calls())
 
+    def test_what_waited_for_the_recovery_script_of_a_runner_that_is_gone_is_taken_in_at_once(self):
+        for words in ('workflows sync-status 1', 'recover 1'):
+            with self.subTest(words), contextlib.ExitStack() as stack:
+                self.world = stack.enter_context(contextlib.closing(World()))
+                self.make(self.SPEC)
+                self.assertExit(0, self.world.main('workflows', 'init', 1, '--no-prompts'))
+                process = subprocess.Popen(['true'])
+                process.wait()
+                self.begin(None, hostname=socket.gethostname(), pid=process.pid, identity='boot/1/1')
+                details = dict(database_of(self.world), recovering=True, retry=True, max_retries=2)
+                write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
+                              [journal_entry(1, status='failed', return_code=3, torc_py=details)])
+                self.assertIn('1 completions were taken in', self.world.main(*words.split()).err)
+                self.assertIn((1, 3), [(row['run_id'], row['return_code']) for row in self.json('results list 1 --all-runs')['items']])
+                self.assertEqual('ready', self.states()['first'])
+
     def test_what_a_runner_that_is_gone_kept_in_its_journal_is_taken_in_before_it_counts_as_lost(self):
         process = subprocess.Popen(['true'])
         process.wait()
@@ -29428,6 +29474,43 @@ class RecoverTest(RecoverCase):
                 said = self.world.main(*last.split())
                 self.assertIn('1 completions were taken in from journals of runners', said.err)
                 self.assertEqual({'gone': 'completed', 'bad': 'failed'}, self.statuses())
+
+    def test_nothing_counts_as_lost_while_a_journal_cannot_be_read(self):
+        self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
+                   {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
+        write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
+                      [journal_entry(1, torc_py=database_of(self.world))])
+        before, away = self.statuses(), OSError(errno.EIO, 'Input/output error')
+        for name in ('copy_part', 'is_directory_there'):
+            with unittest.mock.patch.object(torc, name, side_effect=away):
+                for words in ('workflows sync-status 1', 'recover 1', 'recover 1 --retry-unknown'):
+                    self.assertExit(4, self.world.main(*words.split()), 'nothing was changed: a journal cannot be read')
+                said = self.assertExit(1, self.world.main('watch', 1, '--once', '--recover', '--retry-unknown'))
+                self.assertIn('a journal cannot be read: [Errno 5] Input/output error', said.err)
+            self.assertEqual((1, before), (self.json('workflows get 1')['run_id'], self.statuses()))
+        with unittest.mock.patch('os.stat', side_effect=away):
+            self.assertRaises(OSError, torc.is_directory_there, 'x')
+        with unittest.mock.patch.object(torc, 'copy_part', side_effect=away):
+            said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
+        self.assertIn('n1.db cannot be read: Input/output error', said.out + said.err)
+        self.assertIn('1 completions were taken in', self.world.main('workflows', 'sync-status', 1).err)
+
+    def test_what_a_watch_has_read_its_recover_does_not_read_again(self):
+        self.ended('{name: r, jobs: [{name: gone, command: "true"}, {name: bad, command: "true"}]}',
+                   {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
+        write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
+                      [journal_entry(1, torc_py=database_of(self.world))])
+        full, real, copied = OSError(errno.ENOSPC, 'No space left on device'), torc.copy_part, []   # type: Any, Any, List[str]
+
+        def copy(path: str, target: str) -> None:
+            copied.append(path)
+            if len(copied) > 1:
+                raise full
+            real(path, target)
+        with unittest.mock.patch.object(torc, 'copy_part', copy):
+            said = self.world.main('watch', 1, '--once', '--recover', '--retry-unknown')
+        self.assertNotIn('a journal cannot be read', said.err)
+        self.assertEqual((2, 1), (self.json('workflows get 1')['run_id'], len(copied)))
 
     def test_journals_are_found_from_any_directory(self):
         for place in ('torc_output', 'scratch'):        # of the workflow; of an allocation that is gone
@@ -30078,6 +30161,15 @@ class WatchTest(CommandTest):
             done = self.assertExit(130, self.world.main('-f', 'json', 'watch', 1))
         self.assertEqual((False, 'interrupted', 2), (done.json()['is_complete'], done.json()['reason'],
                                                      done.json()['jobs_by_status']['uninitialized']))
+        with unittest.mock.patch.object(torc.Supervision, 'begin', return_value=False):     # a signal while it waited for another
+            done = self.assertExit(130, self.world.main('-f', 'json', 'watch', 1))
+        self.assertEqual({'workflow_id': 1, 'is_complete': False, 'reason': 'interrupted'}, done.json())
+
+    def test_what_is_not_away_but_refuses_is_not_waited_for_without_end(self):
+        watch = types.SimpleNamespace(silent_at=time.monotonic() - 9, window_s=5.0, args={'once': False}, say=lambda *_: None, say_once=lambda *_: None,
+                                      session=types.SimpleNamespace(client=types.SimpleNamespace(will_go_on=True)))
+        torc.Supervision.bear(watch, torc.Unreachable('between two allocations'))
+        self.assertRaises(torc.Conflict, torc.Supervision.bear, watch, torc.Conflict('another command has the database'))
 
     def test_what_can_only_fail_later_is_refused_at_once(self):
         self.make(self.PLAIN)
@@ -30347,16 +30439,6 @@ class WatchedSlurmTest(CommandTest):
         done = self.watch('-r', code=1)
         self.assertIn('to go on: torc.py run 1', done.err)
         self.assertEqual(('ready', []), (self.states()['j1'], self.fakes.calls()))
-
-    def test_while_a_hook_runs_no_other_watch_takes_over(self):
-        self.let_fail(3)
-        leases, call = [], torc.Client.call
-        def note(client: Any, op: str, body: Any = None, *words: Any, **more: Any) -> Any:
-            leases.extend([body['lease_s']] if op == 'watch_workflow' and body.get('recovers') else [])
-            return call(client, op, body, *words, **more)
-        with unittest.mock.patch.object(torc.Client, 'call', note):
-            self.watch('-r', '--recovery-hook', 'true', code=1)
-        self.assertGreater(leases[0], torc.AGENT_LIMIT_S)
 
     def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
         self.let_fail(3)

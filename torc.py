@@ -18482,11 +18482,20 @@ class Connector:
                            '`torc.py run FILE` or `torc.py create FILE` makes one')
 
     @property
+    def connection_file(self) -> str:
+        """The file that says where the server is, also when it has moved; '' if that is not known."""
+        if not self.named_url:
+            return self.server_file or self.database + '.connection'
+        stem, ending = os.path.splitext(self.token_file)
+        return stem + '.connection' if ending == '.token' else ''
+
+    @property
     def will_go_on(self) -> bool:
         """Whether a server that does not answer goes on in its next allocation, whenever that begins."""
         with contextlib.suppress(OSError, Denied):
-            found = read_server_file(self.server_file or self.database + '.connection')
-            return bool(found and found.get('travels'))
+            found = read_server_file(self.connection_file) or {}
+            is_ours = not self.named_url or found.get('token_file') == self.token_file
+            return is_ours and bool(found.get('travels'))
         return False
 
     @property
@@ -18624,9 +18633,7 @@ class Connector:
 
         A job has been told an address at its start; the file beside that of the token knows the new one.
         """
-        if not self.token_file.endswith('.token'):
-            return None
-        found = read_server_file(self.token_file[:-len('.token')] + '.connection')
+        found = read_server_file(self.connection_file)
         if found is None or not found.get('travels') or is_server_over(found):
             return None
         if found.get('token_file') != self.token_file:
@@ -18640,7 +18647,7 @@ class Connector:
         Unreachable while it is between two allocations: another server would be in its way. Who asks only
         once for a database by its name takes it meanwhile.
         """
-        path = self.server_file or self.database + '.connection'
+        path = self.connection_file
         found = read_server_file(path)
         if found is None or not is_server_over(found):
             return found
@@ -24102,8 +24109,13 @@ class JournalContent(Row):
     left: List[Dict[str, Any]] = []     # of RunnerLeft: the runners that have said that they leave
 
 
+# Of a file that may well be read later: its file system is away, or this machine has no room for the copy.
+NOT_NOW = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+           errno.ESHUTDOWN, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
 def read_journal(path: str) -> JournalContent:
-    """Read a journal without changing anything."""
+    """Read a journal without changing anything. OSError if it cannot be read now, but perhaps later."""
     entries, faults = [], []    # type: List[Dict[str, Any]], List[str]
     try:
         with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
@@ -24112,6 +24124,8 @@ def read_journal(path: str) -> JournalContent:
             left = read_left(copy) if rows or not fault else []
         faults += [fault] if fault else []
     except (OSError, sqlite3.Error) as error:
+        if getattr(error, 'errno', None) in NOT_NOW:
+            raise
         return JournalContent([], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
     for job_id, payload in rows:
         try:
@@ -24226,12 +24240,12 @@ SHARED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 SHARED_SIGNAL_S = 0.5       # who signals a whole control group, as slurmd(8) does, reaches the runner by then
 LEAVE_S = 5.0               # before the end of its time, at most, a runner kills all and reports
 LAST_REPORT_S = 10.0        # an interrupted runner tries so long to report to an unreachable server
+LATE_ANSWER_S = 2.0         # ... and keeps its ends on disk if an answer takes longer: it may be killed soon
 READ_DEADLINE_S = 5.0       # for an answer that has begun to come
 RECONNECT_S = 1.0           # so long at a time an unreachable server is looked for: children wait meanwhile
 MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
-LATE_ANSWER_S = 2.0         # ... and keeps its ends on disk if an answer takes longer: it may be killed soon
 KEEP_S = 20.0               # so long a file system may take for entries of the journal
 KEEP_PAUSE_S = 10.0         # between tries while they can be kept nowhere
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
@@ -25897,10 +25911,17 @@ class OfflineDrain:
             self.act(time.monotonic())
         is_needed = self.path or self.link.action_results
         if is_needed and self.errand is None and self.link.state == 'offline':
+            self.note_end(give_up_at)
+
+    def note_end(self, give_up_at: float) -> None:
+        """Keep that this runner has left, and how actions ended; elsewhere if there is no journal yet."""
+        for num_places in (1,) if self.path else (2, 1):
             errand = self.begin(functools.partial(self.write, [], int(time.time())))
-            errand.wait(max(0.1, give_up_at - time.monotonic()))
+            errand.wait(max(0.1, (give_up_at - time.monotonic()) / num_places))
             if errand.result:
                 self.path, self.kept_actions = errand.result, len(self.link.action_results)
+                break
+            self.is_local = self.is_local if self.path else not self.is_local
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
@@ -28884,6 +28905,10 @@ class Runner:
         lines, where = [self.link.error], {}    # type: List[str], Dict[str, Any]
         if lost:
             lines.append(f'{len(lost)} ended jobs could not be reported, nor kept on disk: {first_of(lost)}')
+        num_lost = len(self.link.action_results) - drain.kept_actions
+        if num_lost:
+            lines.append(f'{num_lost} results of actions could not be reported, nor kept on disk: they may '
+                         'be carried out again')
         counts = ((len(left) - len(lost), 'jobs that ended meanwhile'),
                   (drain.kept_actions, 'results of actions'))
         kept = [f'{count} {words}' for count, words in counts if count]
@@ -28891,7 +28916,7 @@ class Runner:
             where = {'journal': drain.path, 'base_dir': os.path.dirname(os.path.dirname(drain.path)),
                      'run_id': context.run_id}
             lines.append(f"{' and '.join(kept)} are kept in {where['journal']}")
-        if not (left or drain.kept_actions):
+        if not lines[1:]:
             lines.append('nothing is left to be reported')
         words = lines[1:]
         if where:
@@ -30108,7 +30133,7 @@ class Watcher:
             return WatchStep('end', f"jobs failed again after {seen['recoveries']} recoveries "
                              '(--max-retries)', 1)
         is_idle = self.rules.retries_unknown and self.rules.max_retries is None \
-            and seen['idle_recoveries'] >= IDLE_RECOVERIES
+            and seen.get('idle_recoveries', 0) >= IDLE_RECOVERIES
         if is_idle and not seen['is_begun']:
             return WatchStep('end', f"no job has completed after any of the last {seen['idle_recoveries']} "
                              'recoveries (--max-retries allows a certain number)', 1)
@@ -35781,11 +35806,17 @@ def replay_journals(session: Session, workflow_id: int, run_id: int, paths: Sequ
     """Bring what journals hold to the server: the journals, why completions were rejected, and problems.
 
     Unless it `is_asked` for, only what says of which database it is, as Torc's journals do not: ids begin at
-    1 in each, and an old journal would end jobs that never ran.
+    1 in each, and an old journal would end jobs that never ran. And all or, if one cannot be read now,
+    nothing (OSError): what is in it must not be taken for lost.
     """
     journals, left = [], []     # type: List[JournalFound], List[Dict[str, Any]]
     for path in paths:
-        entries, problem, leavers = read_journal(path)
+        try:
+            entries, problem, leavers = read_journal(path)
+        except OSError as error:
+            if not is_asked:
+                raise
+            entries, problem, leavers = [], f'{path} cannot be read: {error.strerror}', []
         problems += [problem] if problem else []
         known = [entry for entry in entries if is_asked or (entry.get('torc_py') or {}).get('database_id')]
         if len(known) < len(entries):
@@ -35813,7 +35844,17 @@ def journal_directories(session: Session, workflow: Dict[str, Any], output_dir: 
     found = [output_dir, os.path.join(base_directory(workflow), output_dir),
              *(row['output_dir'] for row in rows if row.get('output_dir'))]
     directories = dict.fromkeys(os.path.realpath(os.path.join(path, JOURNAL_DIRECTORY)) for path in found)
-    return list(filter(os.path.isdir, directories))
+    return list(filter(is_directory_there, directories))
+
+
+def is_directory_there(path: str) -> bool:
+    """Whether a directory is there. OSError if that cannot be said now, as of a file system that is away."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except OSError as error:
+        if error.errno in NOT_NOW:
+            raise
+        return False
 
 
 def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str, known: Dict[str, Any],
@@ -35822,7 +35863,7 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
 
     Those that lie there as they did the last time are passed over: `known`, path -> look_at_journal(), is
     kept up to date. But what was rejected may count later, when its runner is gone. A dry run only says that
-    they are there.
+    they are there. OSError, and nothing is done, if one cannot be read now.
     """
     run_id, paths, problems = workflow.get('run_id') or 0, [], []   # type: int, List[str], List[str]
     for directory in journal_directories(session, workflow, output_dir):
@@ -35839,6 +35880,16 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
     count = sum(journal.counts['accepted'] for journal in journals)
     brought = [f'{count} completions were taken in from journals of runners'] if count else []
     return printable_line('; '.join(brought + problems))
+
+
+def take_in_first(session: Session, workflow: Dict[str, Any], output_dir: str, known: Dict[str, Any],
+                  is_dry_run: bool = False) -> None:
+    """The same, said to the user. Refused if one cannot be read now: what is in it would count as lost."""
+    try:
+        brought = take_in_journals(session, workflow, output_dir, known, is_dry_run)
+    except OSError as error:
+        raise Refused(printable_line(f'nothing was changed: a journal cannot be read: {error}')) from None
+    session.report(*filter(None, [brought]))
 
 
 def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, Any]]]:
@@ -35936,12 +35987,11 @@ def cmd_sync_status(session: Session, args: Arguments) -> int:
     What runners of theirs have kept counts first: what has ended would else be ready again.
     """
     workflow, is_dry_run = session.workflow(choose_workflow(session, args)), bool(args['dry_run'])
-    try:
-        brought = take_in_journals(session, workflow, args['output_dir'], {}, is_dry_run)
-    except OSError as error:
-        raise Refused(printable_line(f'nothing was changed: a journal cannot be read: {error}')) from None
-    session.report(*filter(None, [brought]))
+    known = {}      # type: Dict[str, Any]
+    take_in_first(session, workflow, args['output_dir'], known, is_dry_run)
     found = clean_up_allocations(session, workflow['id'], is_dry_run)
+    if found['compute_nodes_deactivated'] and not is_dry_run:   # what their recovery scripts held up
+        take_in_first(session, workflow, args['output_dir'], known)
     session.answer(found, format_synced(found))
     return 0
 
@@ -36223,6 +36273,7 @@ class RecoverOptions(Row):
     ai_agent: Optional[str] = None  # command of a program that takes a prompt as its last word
     settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
     meanwhile: Callable[[], Any] = bool     # called now and then while a hook or agent runs
+    journals: Dict[str, Any] = {}   # path -> look_at_journal(), of those that were taken in just now
 
     @property
     def kinds(self) -> List[str]:
@@ -36292,14 +36343,16 @@ class Recovery:
             self.refuse_without_failures(counts)
 
     def clean_up(self) -> None:
-        """Set right what dead allocations and runners left; what fails here is only told."""
+        """Set right what dead allocations and runners left; what fails is only told, but for journals."""
+        take_in = functools.partial(take_in_first, self.session, self.workflow, self.options.output_dir,
+                                    dict(self.options.journals))
+        take_in(self.options.is_dry_run)
         try:
-            brought = take_in_journals(self.session, self.workflow, self.options.output_dir, {},
-                                       self.options.is_dry_run)
-            self.session.report(*filter(None, [brought]))
             self.cleaned = clean_up_allocations(self.session, self.workflow_id, self.options.is_dry_run)
         except (Refused, BadInput, OSError) as error:
             self.session.report(printable_line(f"warning: {getattr(error, 'message', error)}"))
+        if self.cleaned.get('compute_nodes_deactivated') and not self.options.is_dry_run:
+            take_in()       # as in cmd_sync_status()
         for doubt in self.cleaned.get('doubts', ()):
             self.session.report(printable_line(f'warning: {doubt}'))
 
@@ -37045,6 +37098,7 @@ class Supervision:
         self.reason = ''        # last reported
         self.journals = {}      # type: Dict[str, Any]  # path -> look_at_journal(), of those taken in
         self.brought = ''       # what was last said of them
+        self.unread = ''        # why they cannot be read now
         self.counts = ''        # ... and last counts of jobs
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
         self.seen = {}          # type: Dict[str, Any]  # its last answer
@@ -37088,6 +37142,7 @@ class Supervision:
     def run(self, wakeup: Wakeup) -> int:
         """Watch until the end or a signal; the exit code."""
         if not self.begin(wakeup):
+            self.show_end('interrupted', 130)
             return 130
         self.say(f'Watch started workflow_id={self.number} hostname={socket.gethostname()} '
                  f'output_dir={self.log.output.path} log_file={self.log.name}')
@@ -37142,7 +37197,7 @@ class Supervision:
         """No answer: wait for one, unless that has lasted for too long."""
         now = time.monotonic()
         self.silent_at = now if self.silent_at is None else self.silent_at
-        will_go_on = self.session.client.will_go_on
+        will_go_on = isinstance(error, Unreachable) and self.session.client.will_go_on
         if self.args['once'] or now - self.silent_at >= self.window_s and not will_go_on:
             self.say(f'given up: {error.message}', 'error')
             raise error
@@ -37162,6 +37217,8 @@ class Supervision:
         for _ in range(MOST_WATCH_STEPS):
             self.renew()
             step = self.watcher.next_step(time.monotonic(), self.seen)
+            if self.unread and step.name in ('look', 'recover'):    # what is kept there would run again
+                step = WatchStep('wait')
             if step.name == 'wait':
                 break
             if step.reason:
@@ -37177,10 +37234,12 @@ class Supervision:
     def take_in_journals(self) -> None:
         """What runners have kept since the last poll counts before anything is taken for lost."""
         self.renew()
-        run = dict(self.workflow, run_id=self.seen['run_id'])
+        run, self.unread = dict(self.workflow, run_id=self.seen['run_id']), ''
         try:
             brought = take_in_journals(self.session, run, self.args['output_dir'], self.journals)
-        except (Refused, BadInput, OSError) as error:
+        except OSError as error:
+            brought = self.unread = printable_line(f'a journal cannot be read: {error}')
+        except (Refused, BadInput) as error:
             brought = text_of_failure(error)
         if brought and brought != self.brought:
             self.say(brought, 'warning')
@@ -37219,10 +37278,12 @@ class Supervision:
 
     def show_end(self, reason: str, code: int, **more: Any) -> None:
         """The outcome as JSON, if that is asked for."""
+        if self.seen:       # the server has let us watch
+            more.update(recoveries=self.seen['recoveries'],
+                        jobs_by_status=self.seen['status']['jobs_by_status'])
         if self.session.format == 'json':
             self.session.show_json({'workflow_id': self.number, 'is_complete': not code, 'reason': reason,
-                                    'recoveries': self.seen['recoveries'],
-                                    'jobs_by_status': self.seen['status']['jobs_by_status'], **more})
+                                    **more})
 
     def say_counts(self) -> None:
         """The counts of jobs: as they change, or each time if that is asked for."""
@@ -37312,8 +37373,7 @@ class Supervision:
 
     def recover(self) -> None:
         """Run what failed again. It counts before it begins: one that is killed is not repeated for ever."""
-        has_program = self.args['recovery_hook'] or self.args['ai_recovery']    # nothing is renewed meanwhile
-        self.renew(recovers=True, **({'lease_s': WATCH_LEASE_S + AGENT_LIMIT_S} if has_program else {}))
+        self.renew(recovers=True)
         run_id, refusal = self.seen['run_id'], ''
         try:
             workflow = self.session.workflow(self.number)
@@ -37336,7 +37396,7 @@ class Supervision:
         """Options of `recover` from those of `watch`."""
         names = set(RecoverOptions._fields) & set(self.args)
         return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings(),
-                              meanwhile=self.go_on)
+                              meanwhile=self.go_on, journals=self.journals)
 
     def go_on(self) -> None:
         """Say that we still watch. Refused, which ends what runs, if somebody else does."""
