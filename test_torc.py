@@ -15206,11 +15206,26 @@ class FindServerTest(WorldTest):
     def test_a_killed_server_is_an_error_that_names_the_ways_and_changes_nothing(self) -> None:
         self.kill()
         database = shlex.quote(self.world.path('my.db'))
+        again = f' torc.py serve -d {database} --port {torc.parse_url(self.world.url).port}\n'
         for words in (('delete', 1, '--no-prompts'), ('cancel', 1, '--no-prompts'), ('workflows', 'list'), ('run', '../w.yaml'), ('ping',)):
-            outcome = self.assertExit(3, self.cli(*words), f' torc.py serve -d {database}\n', f' --db {database}\n', ' -s\n', ' rm ')
+            outcome = self.assertExit(3, self.cli(*words), again, f' --db {database}\n', ' -s\n', ' rm ')
         self.assertEqual(['local'], self.names('-s'))
         os.unlink(shlex.split(outcome.err.rpartition(' rm ')[2])[0])
         self.assertEqual(['local'], self.names())
+
+    def test_what_starts_a_killed_server_again_lets_runners_elsewhere_find_it_too(self) -> None:
+        server = {'database': '/my data/t.db', 'candidates': ['a', 'b']}
+        for url, more, wanted in (('http://127.0.0.1:8080', {}, ''), ('http://login1:8080', {}, ' --host 0.0.0.0'),
+                                  ('http://[::1]:81', {}, ' --port 81'), ('http://localhost:8080', {'in_memory': True}, ' --in-memory'),
+                                  ('https://10.0.0.7:81', {'candidates': ['a']}, ' --host 10.0.0.7 --port 81')):
+            again = torc.restart_command(dict(server, url=url + '/torc-service/v1', **more))
+            self.assertEqual("torc.py serve -d '/my data/t.db'" + wanted, again)
+        url = self.world.serve('-d', 'my.db', '--host', '0.0.0.0')
+        self.world.server.kill()
+        command = self.assertExit(3, self.cli('ping')).err.partition('start it again:')[2].splitlines()[0]
+        self.assertIn('--host 0.0.0.0 --port ', command)
+        self.world.serve(*shlex.split(command)[2:])
+        self.assertExit(0, self.cli('--url', url, 'ping'))
 
     def test_a_runner_of_a_workflow_waits_for_a_server_that_is_started_again(self) -> None:
         spec = self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')

@@ -18361,13 +18361,22 @@ def describe_server(path: str, server: Dict[str, Any]) -> str:
     return f"\n    {server['url']}  {server['database']}{state}"
 
 
+def restart_command(server: Dict[str, Any]) -> str:
+    """How a server is started again that those find who have found it before, such as runners elsewhere."""
+    words, address = ['torc.py', 'serve', '-d', server['database']], parse_url(server['url'])
+    if address.host != 'localhost' and not is_loopback(address.host):
+        words += ['--host', '0.0.0.0' if len(server.get('candidates') or ()) > 1 else address.host]
+    if address.port != DEFAULT_PORT:
+        words += ['--port', str(address.port)]
+    return ' '.join(map(shlex.quote, words + ['--in-memory'] * bool(server.get('in_memory'))))
+
+
 def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
     """Why a registered server cannot be used, and the ways out."""
     database = shlex.quote(server['database'])
-    memory = ' --in-memory' if server.get('in_memory') else ''
     paths = dict.fromkeys([path, server['database'] + '.connection' if server.get('travels') else path])
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
-            f'  to start it again:                  torc.py serve -d {database}{memory}\n'
+            f'  to start it again:                  {restart_command(server)}\n'
             f'  to use its database without it:     --db {database}\n'
             f'  to use that of this directory:      -s\n'
             f"  to forget the server:               rm {' '.join(map(shlex.quote, paths))}")
@@ -18596,8 +18605,9 @@ class Connector:
             # Killed with its container or its allocation; if not, it has a lock or a lease on the database.
             self.is_lasting = was_lasting
         if self.is_lasting:
-            raise absent(f'the server of {self.database} is gone; start it again with '
-                         f'`torc.py serve -d {shlex.quote(self.database)}`')
+            known = read_server_file(self.server_file or self.database + '.connection')
+            again = restart_command(known) if known else f'torc.py serve -d {shlex.quote(self.database)}'
+            raise absent(f'the server of {self.database} is gone; start it again with `{again}`')
         elif self.was_open and not self.in_memory and not os.path.exists(self.database):
             what = '' if os.path.isdir(os.path.dirname(self.database)) else 'the directory of '
             raise Unreachable(f'{what}the database {self.database} is gone')    # make no new one
