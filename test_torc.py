@@ -24577,8 +24577,8 @@ class LookTest(unittest.TestCase):
         TIMEOUT|0:0         failed       reached its time limit (TIMEOUT, END)
         DEADLINE|0:0        failed       reached its deadline (DEADLINE, END)
         OUT_OF_MEMORY|0:125 failed       was killed for lack of memory (OUT_OF_MEMORY, exit code 0:125, END)
-        FAILED|0:9          failed       ended with another exit code (FAILED, exit code 0:9, END)
-        FAILED|3:0          failed       ended with another exit code (FAILED, exit code 3:0, END)JOURNAL
+        FAILED|0:9          failed       ended with an exit code or signal other than 0 (FAILED, exit code 0:9, END)
+        FAILED|3:0          failed       ended with an exit code or signal other than 0 (FAILED, exit code 3:0, END)JOURNAL
         COMPLETED|0:0       failed       ended with exit code 0 (COMPLETED, END)
         """).strip().replace('END)', 'at 2023-11-14T22:13:20.000Z)').replace(
             'JOURNAL', '; its runner had no server, and may have a journal: workflows reconcile')
@@ -26417,6 +26417,11 @@ class ReasonTest(CommandTest):
         for pattern in patterns:
             self.assertRegex(text, f'(?m)^{pattern}$')
 
+    def test_a_job_that_runs_again_is_shown_without_the_end_of_its_last_attempt(self):
+        job, last = {'start_time': '2026-11-22T10:00:00Z'}, {'exec_time_minutes': 1.0, 'completion_time': '2026-11-22T09:00:00Z', 'return_code': -128}
+        self.assertEqual(['start_time'], list(torc.times_of(dict(job, status='running'), [last])))
+        self.assertEqual(-128, torc.times_of(dict(job, status='failed'), [last])['return_code'])
+
     def test_jobs_get_names_everything_that_a_job_is_related_to(self):
         self.assertLines(self.text('jobs get 6'),
                          r'input_files: +out \(out.txt\)', r'depends_on: +missing \(failed\)',
@@ -27531,7 +27536,7 @@ class ExplainTest(CommandTest):
 
     def test_what_helps_depends_on_whether_slurm_has_refused_or_the_submitter_is_gone(self):
         status = {'workflow_id': 1, 'total_jobs': 1, 'is_canceled': False, 'is_complete': False,
-                  'jobs_by_status': {'uninitialized': 0}}
+                  'jobs_by_status': {'uninitialized': 0, 'pending_failed': 0}}
         action = {'action_type': 'schedule_nodes', 'executed': False, 'trigger_count': 1, 'required_triggers': 1,
                   'reason': 'is due'}
         for reason, allocations, wanted in (
@@ -29312,7 +29317,7 @@ class SyncStatusTest(CommandTest):
         write_journal(self.world.path('elsewhere', name), [journal_entry(1, torc_py=database_of(self.world))])
         said = self.assertExit(0, self.world.main('workflows', 'sync-status', 1, '-o', 'elsewhere', '--dry-run'))
         place = os.path.realpath(self.world.path('elsewhere', 'offline_journal'))
-        self.assertEqual(f'1 journals in {place} would be taken in first\n', said.err)
+        self.assertEqual(f'1 journals in {place} would be taken in first: no job whose end is in them would be failed\n', said.err)
         self.assertNotIn('completed', self.states().values())
         said = self.assertExit(0, self.world.main('workflows', 'sync-status', 1, '-o', 'elsewhere'))
         self.assertEqual('1 completions were taken in from journals of runners\n', said.err)
@@ -29588,6 +29593,8 @@ class RecoverTest(RecoverCase):
 
     def test_classify_decides_about_one_job(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None)})
+        self.assertEqual(['Run each again or let it fail: torc.py jobs list 1 --status pending_failed; torc.py jobs classify ID retry --reason TEXT'],
+                         [step for step in self.json('explain 1')['next_steps'] if 'classify' in step])
         self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail', '--reason', 'x', '--memory', '1g'), 'go with retry')
         self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail'), '--reason')
         self.assertEqual({'workflow_id': 1, 'retried': [], 'failed': [3]}, self.json('jobs classify 3 fail --reason "a bug"'))
@@ -29606,6 +29613,7 @@ class RecoverTest(RecoverCase):
         self.assertEqual('failed', self.statuses()['oom'])
         code, said = self.typed('a\n4\ns\nr\ns\ny\n', 'recover', 1)
         self.assertEqual((0, True), (code, 'go on with: torc.py run 1' in said), said)
+        self.assertEqual([1, 1], [said.count(words) for words in ('1 job ran out of memory:', 'To run again: oom, bad')])
         self.assertEqual(('4g', 'PT1H'), self.needs()['oom'])
         self.assertEqual({'oom': 'ready', 'bad': 'ready', 'slow': 'terminated', 'gone': 'failed'},
                          {name: self.statuses()[name] for name in ('oom', 'bad', 'slow', 'gone')})
@@ -30342,7 +30350,7 @@ class WatchedSlurmTest(CommandTest):
         self.looks('cat "$fake"/job_*')
         done = self.watch('-r', '-m', 1, '--profile', 'kestrel')
         self.assertIn('jobs failed: recovery 1', done.err)
-        self.assertIn('1 jobs run again: 1 with more memory, 0 with more time', done.err)
+        self.assertRegex(done.err, '1 jobs run again: 1 with more memory\n')
         self.assertEqual(2, self.json('workflows get 1')['run_id'])
         self.assertEqual({'j1': 'ready', 'j2': 'completed', 'j3': 'completed', 'j4': 'completed'}, self.states())
         rows = self.json('scheduled-compute-nodes list 1')['items']
@@ -30375,7 +30383,9 @@ class WatchedSlurmTest(CommandTest):
     def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
         self.let_fail(3)
         done = self.watch('-r', '--profile', 'kestrel', code=1)
-        self.assertIn('what failed is not run again: ', done.err)
+        self.assertRegex(done.err, 'what failed is not run again: nothing to retry: 1 job failed for a reason of its own. '
+                         '--retry-unknown runs it again all the same\n')
+        self.assertEqual(1, done.err.count('nothing to retry'))
         self.assertEqual((1, []), (self.json('workflows get 1')['run_id'], self.fakes.calls('sbatch')))
 
 
@@ -32829,7 +32839,7 @@ class OrphanTest(OrphanCase):
         os.kill(node['pid'], signal.SIGKILL)
         found = self.sync_when_certain('slurm_jobs_failed')
         self.assertRegex(found['allocations'][0]['reason'],
-                         fr'^Slurm job {number} ended with another exit code \(FAILED, exit code 0:9, at')
+                         fr'^Slurm job {number} ended with an exit code or signal other than 0 \(FAILED, exit code 0:9, at')
         self.assertEqual((0, 2), (found['jobs_requeued'], found['slurm_jobs_failed']))
         for row in self.rows('list_results'):
             self.assertEqual((-128, 'failed'), (row['return_code'], row['status']))

@@ -21427,7 +21427,7 @@ SLURM_STATES = {
     'STOPPED':       SlurmState(False, True,  'was stopped (SIGSTOP)'),
     'SUSPENDED':     SlurmState(False, True,  'is suspended'),
     'COMPLETED':     SlurmState(False, False, 'ended with exit code 0'),
-    'FAILED':        SlurmState(False, False, 'ended with another exit code'),
+    'FAILED':        SlurmState(False, False, 'ended with an exit code or signal other than 0'),
     'CANCELLED':     SlurmState(False, False, 'was canceled by a user or administrator'),
     'TIMEOUT':       SlurmState(False, False, 'reached its time limit'),
     'DEADLINE':      SlurmState(False, False, 'reached its deadline'),
@@ -30831,6 +30831,9 @@ def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = Fa
                          f"{row['scheduler_config_id']} ...; scancel {row['slurm_job_id']}; "
                          f'{program} slurm schedule-nodes {number}')
             break       # the others are mostly like it
+    if counts['pending_failed']:
+        steps.append(f'Run each again or let it fail: {program} jobs list {number} --status pending_failed; '
+                     f'{program} jobs classify ID retry --reason TEXT')
     if 'lacks' in codes:
         steps.append('Ask for less, or offer more: '
                      f'{program} resource-requirements list {number}; {program} slurm list {number}')
@@ -32450,7 +32453,7 @@ def cmd_jobs_get(session: Session, args: Arguments) -> int:
 
 def times_of(job: Dict[str, Any], results: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
     """When a job began and ended, and with which code. The server keeps the start of running jobs only."""
-    if not results:
+    if not results or job['status'] == 'running':       # then they are of earlier attempts
         return {'start_time': format_local_time(job.get('start_time')) or None}
     exec_s, end_time = results[0]['exec_time_minutes'] * 60, results[0]['completion_time']
     start_time = job.get('start_time') or format_time(parse_time(end_time) - exec_s)
@@ -35839,7 +35842,8 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
         paths, problems = paths + found, problems + passed_over
     if is_dry_run:
         where = first_of(list(dict.fromkeys(map(os.path.dirname, paths))))
-        return printable_line(f'{len(paths)} journals in {where} would be taken in first') if paths else ''
+        return printable_line(f'{len(paths)} journals in {where} would be taken in first: no job '
+                              'whose end is in them would be failed') if paths else ''
     looks = {path: look_at_journal(path) for path in paths}
     journals, _, problems = replay_journals(session, workflow['id'], run_id, [
         path for path in paths if looks[path] != known.get(path)], problems, False)
@@ -36507,8 +36511,7 @@ class Recovery:
         reasons = collections.Counter(reason for _, reason in self.remedies.left)
         told = '; '.join(f"{count} {'job' if count == 1 else 'jobs'} {reason}"
                          for reason, count in reasons.most_common(CANDIDATES_SHOWN))
-        raise Refused(printable_line(f'nothing to retry: {told}. --retry-unknown runs them again all the '
-                                     'same; canceled jobs are not recovered automatically'))
+        raise Refused(printable_line(f'nothing to retry: {told}{advise_retries(self)}'))
 
     def request(self) -> Dict[str, Any]:
         """Body of recover_jobs."""
@@ -36887,6 +36890,14 @@ def ask_recovery(recovery: Recovery) -> None:
         ask_allocations(recovery)
 
 
+def advise_retries(recovery: Recovery) -> str:
+    """What would help where nothing is retried; '' if that is not known."""
+    them = 'it' if len(recovery.remedies.left) == 1 else 'them'
+    text = '' if recovery.options.retry_unknown else f'. --retry-unknown runs {them} again all the same'
+    is_any = any(job['status'] == 'canceled' for job in recovery.jobs)
+    return text + ('; canceled jobs are not recovered automatically' if is_any else '')
+
+
 def describe_class(kind: str, failures: Sequence[Failure]) -> str:
     """How many jobs failed in this way."""
     return f"{len(failures)} {'job' if len(failures) == 1 else 'jobs'} {FAILURE_CLASSES[kind].meaning}:"
@@ -36915,7 +36926,7 @@ def ask_allocations(recovery: Recovery) -> None:
     for number, row in schedulers.items():
         session.report(printable_line(f"  {number}: {row.get('name')}, {row['nodes']} nodes for "
                                       f"{row['walltime']}, partition {row.get('partition') or 'default'}"))
-    word = ask_value(session, 'Enter: plan new allocations; or the id of a scheduler: ',
+    word = ask_value(session, 'a: plan new allocations; or the id of a scheduler [a] ',
                      one_of(*schedulers, 'a'), 'a')
     if word == 'a':
         partition = ask_value(session, f"Partition [{options.partition or 'chosen for the jobs'}]: ", str,
@@ -36960,7 +36971,7 @@ def cmd_recover(session: Session, args: Arguments) -> int:
         error.details = dict(error.details, workflow_id=workflow_id, dry_run=options.is_dry_run)
         raise
     answer = recovery.describe()
-    session.answer(answer, format_recovery(session, recovery, answer))
+    session.answer(answer, format_recovery(session, recovery, answer, is_asking))
     return 1 if recovery.submitted is not None and lacks_allocations(recovery.submitted) else 0
 
 
@@ -37013,14 +37024,14 @@ def format_plan(recovery: Recovery, style: Style) -> str:
     return format_remedies(recovery.remedies, style) + format_lines(map(printable_line, lines))
 
 
-def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any]) -> str:
-    """The answer of recover for people."""
+def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any], was_asked: bool) -> str:
+    """The answer of recover for people. Who was asked has seen what failed, and what was to be done."""
     text, style = '', style_of(session.out, os.environ)
-    for kind in FAILURE_CLASSES:
+    for kind in () if was_asked else FAILURE_CLASSES:
         failures = [failure for failure in recovery.failures if failure.kind == kind]
         if failures:
             text += f'{describe_class(kind, failures)}\n{format_failures(failures, style)}'
-    text += format_plan(recovery, style)
+    text += format_plan(recovery, style) if answer['dry_run'] or not was_asked else ''
     run = f"Run {answer['run_id']} of workflow {recovery.workflow_id}"
     if answer['dry_run']:
         end = 'Nothing was changed: this is a dry run'
@@ -37042,6 +37053,10 @@ WATCH_LEASE_S = 600.0       # a watch that was killed where nobody can see that 
 TAKEOVER_PAUSE_S = 5.0      # between looks at whether one on another host goes on
 MOST_WATCH_STEPS = 8        # in one poll
 
+RETRY_COUNTS = (    # in the result of a recovery -> of how many jobs it says what
+    ('oom_fixed', 'with more memory'), ('timeout_fixed', 'with more time'), ('cpu_retried', 'for their CPUs'),
+    ('lost_retried', 'lost with their node or allocation'), ('unknown_retried', 'failed for another reason'))
+
 
 class Supervision:
     """A workflow that is watched: carries out what a Watcher decides."""
@@ -37055,6 +37070,7 @@ class Supervision:
         self.journals = {}      # type: Dict[str, Any]  # path -> look_at_journal(), of those taken in
         self.brought = ''       # what was last said of them
         self.counts = ''        # ... and last counts of jobs
+        self.refusal = ''       # why a recovery was refused, until it is reported
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
         self.seen = {}          # type: Dict[str, Any]  # its last answer
         self.rival = {}         # type: Dict[str, Any]  # ... when it said that another one watches
@@ -37171,6 +37187,9 @@ class Supervision:
         for _ in range(MOST_WATCH_STEPS):
             self.renew()
             step = self.watcher.next_step(time.monotonic(), self.seen)
+            if self.refusal and not step.reason.endswith(self.refusal):
+                self.say(f'not recovered: {self.refusal}', 'warning')
+            self.refusal = ''
             if step.name == 'wait':
                 break
             if step.reason:
@@ -37333,11 +37352,12 @@ class Supervision:
             refusal = text_of_failure(error)
         self.watcher.on_recover(run_id, refusal)
         if refusal:
-            return self.say(f'not recovered: {refusal}', 'warning')
+            self.refusal = refusal
+            return None
         result = found.get('result') or {}
         number = len(result.get('jobs_to_retry') or ())
-        self.say(f"{number} jobs run again: {result.get('oom_fixed', 0)} with more memory, "
-                 f"{result.get('timeout_fixed', 0)} with more time")
+        kinds = [f'{result[key]} {words}' for key, words in RETRY_COUNTS if result.get(key)]
+        self.say(f'{number} jobs run again' + (f": {', '.join(kinds)}" if kinds else ''))
         if found.get('next_command'):
             self.say(f"to go on: {found['next_command']}")
 
