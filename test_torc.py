@@ -29705,6 +29705,20 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertExit(4, self.world.main(*self.OPTIONS, env={'TORC_FAKE_SBATCH': '/no/sbatch'}), 'there is no /no/sbatch here')
         self.assertEqual(before, self.state())
 
+    def test_jobs_of_lost_allocations_are_not_said_to_be_left_out_where_they_are_planned_for(self):
+        session = unittest.mock.Mock(options=dict.fromkeys(('standalone', 'url', 'db')))
+        words = (session, {'id': 1}, unittest.mock.Mock(num_counted=0), {'allocations': [{'slurm_job_id': 50, 'num_jobs': 2}]}, ({50}, ''))
+        self.assertEqual([], list(torc.supply_warnings(*words, True)))
+        self.assertRegex(next(torc.supply_warnings(*words, False)), '2 jobs count as running in 1 allocations that have ended')
+
+    def test_several_jobs_are_spoken_of_in_the_plural(self):
+        for meaning, wanted in (('was lost with its runner or node', 'were lost with their runner or node'),
+                                ('failed for a reason of its own', 'failed for a reason of their own'),
+                                ('used more CPUs than it asked for', 'used more CPUs than they asked for'),
+                                ('was lost 3 times: it may be what brings its node down',
+                                 'were lost 3 times: they may be what brings their node down')):
+            self.assertEqual([f'1 job {meaning}', f'2 jobs {wanted}'], [torc.describe_jobs(count, meaning) for count in (1, 2)])
+
     def test_while_slurm_is_silent_about_an_allocation_the_hook_does_nothing(self):
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
             database.execute("UPDATE scheduled_compute_node SET status = 'active'")

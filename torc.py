@@ -29773,6 +29773,7 @@ class RegenerateOptions(Row):
     single_allocation: bool = False
     include_job_ids: Sequence[int] = ()     # as if they were left, too
     only_job_ids: Sequence[int] = ()        # of those that are left; empty: all
+    includes_lost: bool = False             # ... among them jobs whose allocation is gone
     overrides: Any = ()                     # job -> fields of its requirements, as they will be; () is none
     submits: bool = False
     is_dry_run: bool = False
@@ -36075,7 +36076,7 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     warnings += [f'{row.name}: a walltime of {format_walltime(row.walltime_s)} is longer than the '
                  f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
                  for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
-    warnings += supply_warnings(session, workflow, supply, found, gone)
+    warnings += supply_warnings(session, workflow, supply, found, gone, options.includes_lost)
     actions = session.call('get_workflow_actions', workflow_id=number)
     renewals = [keep_earlier(demand, renewal, schedulers, actions) for renewal in renewals]
     kept = {action_id for renewal in renewals for action_id in renewal.action_ids}
@@ -36085,7 +36086,7 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
 
 
 def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
-                    gone: Tuple[Set[int], str]) -> Iterator[str]:
+                    gone: Tuple[Set[int], str], includes_lost: bool) -> Iterator[str]:
     """What the user is told of allocations that are there already."""
     if supply.num_counted:
         yield (f'{supply.num_counted} allocations that are queued or running are counted: what they will do '
@@ -36095,7 +36096,7 @@ def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, 
                'taken to be in the queue')
     lost = [row for row in found['allocations'] if row['slurm_job_id'] in gone[0]]
     held = sum(row['num_jobs'] for row in lost)
-    if held:
+    if held and not includes_lost:
         sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
         yield (f'{held} jobs count as running in {len(lost)} allocations that have ended: they are not '
                f'planned for; first: {sync}')
@@ -36455,8 +36456,8 @@ class Recovery:
         cleaned = self.cleaned if self.options.is_dry_run else {}      # else it has been done
         requeued = [row['job_id'] for row in cleaned.get('requeued_job_details', ())]
         self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
-            include_job_ids=self.preview.get('to_run', requeued), overrides=overrides, is_dry_run=True,
-            is_cleaned=not cleaned.get('allocations')))
+            include_job_ids=self.preview.get('to_run', requeued), includes_lost=True, overrides=overrides,
+            is_dry_run=True, is_cleaned=not cleaned.get('allocations')))
 
     def sharers(self) -> Dict[int, List[int]]:
         """Requirements -> the jobs that have them."""
@@ -36509,7 +36510,7 @@ class Recovery:
     def refuse_nothing(self) -> None:
         """Nothing is retried: say why, and what would."""
         reasons = collections.Counter(reason for _, reason in self.remedies.left)
-        told = '; '.join(f"{count} {'job' if count == 1 else 'jobs'} {reason}"
+        told = '; '.join(describe_jobs(count, reason)
                          for reason, count in reasons.most_common(CANDIDATES_SHOWN))
         raise Refused(printable_line(f'nothing to retry: {told}{advise_retries(self)}'))
 
@@ -36900,7 +36901,17 @@ def advise_retries(recovery: Recovery) -> str:
 
 def describe_class(kind: str, failures: Sequence[Failure]) -> str:
     """How many jobs failed in this way."""
-    return f"{len(failures)} {'job' if len(failures) == 1 else 'jobs'} {FAILURE_CLASSES[kind].meaning}:"
+    return describe_jobs(len(failures), FAILURE_CLASSES[kind].meaning) + ':'
+
+
+PLURALS = {'was': 'were', 'it': 'they', 'its': 'their'}    # in what is said of a job
+
+
+def describe_jobs(count: int, meaning: str) -> str:
+    """2, 'was lost with its node' -> '2 jobs were lost with their node'."""
+    if count == 1:
+        return f'1 job {meaning}'
+    return f'{count} jobs ' + re.sub(r'\b(was|its|it(?= asked| may))\b', lambda match: PLURALS[match.group()], meaning)
 
 
 def ask_about_class(recovery: Recovery, kind: str) -> bool:
