@@ -36911,7 +36911,8 @@ def describe_jobs(count: int, meaning: str) -> str:
     """2, 'was lost with its node' -> '2 jobs were lost with their node'."""
     if count == 1:
         return f'1 job {meaning}'
-    return f'{count} jobs ' + re.sub(r'\b(was|its|it(?= asked| may))\b', lambda match: PLURALS[match.group()], meaning)
+    words = re.sub(r'\b(was|its|it(?= asked| may))\b', lambda match: PLURALS[match.group()], meaning)
+    return f'{count} jobs {words}'
 
 
 def ask_about_class(recovery: Recovery, kind: str) -> bool:
