@@ -29585,6 +29585,14 @@ class RecoverTest(RecoverCase):
         self.assertEqual(f'    and {600 - len(shown)} more, which are asked about the next time', lines[-1])
         self.assertGreater(len(shown), 100)
 
+    def test_the_time_until_a_lost_job_was_missed_is_not_taken_for_its_runtime(self):
+        self.ended(self.SPEC, {'bad': (-128, 'failed', 540.0, 'compute node 4 (node1), which ran it, went away'), 'good': (0, 'completed', 1.0, None)})
+        found = self.json('recover 1 --dry-run')
+        self.assertEqual((1, []), (found['result']['lost_retried'], found['diagnosis']['violations']))
+        before = self.needs()
+        self.json('recover 1')
+        self.assertEqual((before, 'ready'), (self.needs(), self.statuses()['bad']))
+
     def test_what_waits_for_a_decision_alone_is_not_taken_for_left(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None), 'good': (0, 'completed', 1.0, None)})
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:

@@ -29282,12 +29282,17 @@ def seconds_of(result: Dict[str, Any]) -> float:
     return result['exec_time_minutes'] * 60
 
 
+def runtime_of(result: Dict[str, Any]) -> Optional[float]:
+    """The same, as a measure of what a job needs. None if it was lost: it counts until that was noticed."""
+    return None if result['return_code'] == ORPHAN_RETURN_CODE else seconds_of(result)
+
+
 MEASURES = {
     'Memory': Measure(lambda needs: parse_memory(needs['memory']),
                       lambda result: result.get('peak_memory_bytes'), report_memory),
     'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
                    lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
-    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
+    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), runtime_of, report_duration),
 }
 
 
@@ -29354,7 +29359,7 @@ def explain_failure(use: JobUse) -> Dict[str, Any]:
     peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
     runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
     is_timeout, oom = has_timed_out(use), find_memory_violation(use)
-    is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < ran_s
+    is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < (runtime_of(result) or 0.0)
     found = {
         'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
         'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
@@ -29441,7 +29446,7 @@ def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Corr
     """More time, if one of the jobs took more than it asked for, or was killed for it."""
     over, wanted_s, peak_s = [], 0.0, 0.0
     for use in uses:
-        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
+        limit_s, ran_s = limit_of('Runtime', use.needs), runtime_of(use.result) or 0.0
         is_timeout = has_timed_out(use) and not use.is_stale
         if limit_s and (is_timeout or ran_s > limit_s):
             over.append(use)
