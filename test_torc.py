@@ -15216,11 +15216,26 @@ class FindServerTest(WorldTest):
     def test_a_killed_server_is_an_error_that_names_the_ways_and_changes_nothing(self) -> None:
         self.kill()
         database = shlex.quote(self.world.path('my.db'))
+        again = f' torc.py serve -d {database} --port {torc.parse_url(self.world.url).port}\n'
         for words in (('delete', 1, '--no-prompts'), ('cancel', 1, '--no-prompts'), ('workflows', 'list'), ('run', '../w.yaml'), ('ping',)):
-            outcome = self.assertExit(3, self.cli(*words), f' torc.py serve -d {database}\n', f' --db {database}\n', ' -s\n', ' rm ')
+            outcome = self.assertExit(3, self.cli(*words), again, f' --db {database}\n', ' -s\n', ' rm ')
         self.assertEqual(['local'], self.names('-s'))
         os.unlink(shlex.split(outcome.err.rpartition(' rm ')[2])[0])
         self.assertEqual(['local'], self.names())
+
+    def test_what_starts_a_killed_server_again_lets_runners_elsewhere_find_it_too(self) -> None:
+        server = {'database': '/my data/t.db', 'candidates': ['a', 'b']}
+        for url, more, wanted in (('http://127.0.0.1:8080', {}, ''), ('http://login1:8080', {}, ' --host 0.0.0.0'),
+                                  ('http://[::1]:81', {}, ' --port 81'), ('http://localhost:8080', {'in_memory': True}, ' --in-memory'),
+                                  ('https://10.0.0.7:81', {'candidates': ['a']}, ' --host 10.0.0.7 --port 81')):
+            again = torc.restart_command(dict(server, url=url + '/torc-service/v1', **more))
+            self.assertEqual("torc.py serve -d '/my data/t.db'" + wanted, again)
+        url = self.world.serve('-d', 'my.db', '--host', '0.0.0.0')
+        self.world.server.kill()
+        command = self.assertExit(3, self.cli('ping')).err.partition('start it again:')[2].splitlines()[0]
+        self.assertIn('--host 0.0.0.0 --port ', command)
+        self.world.serve(*shlex.split(command)[2:])
+        self.assertExit(0, self.cli('--url', url, 'ping'))
 
     def test_a_runner_of_a_workflow_waits_for_a_server_that_is_started_again(self) -> None:
         spec = self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
@@ -24586,8 +24601,8 @@ class LookTest(unittest.TestCase):
         TIMEOUT|0:0         failed       reached its time limit (TIMEOUT, END)
         DEADLINE|0:0        failed       reached its deadline (DEADLINE, END)
         OUT_OF_MEMORY|0:125 failed       was killed for lack of memory (OUT_OF_MEMORY, exit code 0:125, END)
-        FAILED|0:9          failed       ended with another exit code (FAILED, exit code 0:9, END)
-        FAILED|3:0          failed       ended with another exit code (FAILED, exit code 3:0, END)JOURNAL
+        FAILED|0:9          failed       ended with an exit code or signal other than 0 (FAILED, exit code 0:9, END)
+        FAILED|3:0          failed       ended with an exit code or signal other than 0 (FAILED, exit code 3:0, END)JOURNAL
         COMPLETED|0:0       failed       ended with exit code 0 (COMPLETED, END)
         """).strip().replace('END)', 'at 2023-11-14T22:13:20.000Z)').replace(
             'JOURNAL', '; its runner had no server, and may have a journal: workflows reconcile')
@@ -26433,6 +26448,11 @@ class ReasonTest(CommandTest):
         for pattern in patterns:
             self.assertRegex(text, f'(?m)^{pattern}$')
 
+    def test_a_job_that_runs_again_is_shown_without_the_end_of_its_last_attempt(self):
+        job, last = {'start_time': '2026-11-22T10:00:00Z'}, {'exec_time_minutes': 1.0, 'completion_time': '2026-11-22T09:00:00Z', 'return_code': -128}
+        self.assertEqual(['start_time'], list(torc.times_of(dict(job, status='running'), [last])))
+        self.assertEqual(-128, torc.times_of(dict(job, status='failed'), [last])['return_code'])
+
     def test_jobs_get_names_everything_that_a_job_is_related_to(self):
         self.assertLines(self.text('jobs get 6'),
                          r'input_files: +out \(out.txt\)', r'depends_on: +missing \(failed\)',
@@ -27547,7 +27567,7 @@ class ExplainTest(CommandTest):
 
     def test_what_helps_depends_on_whether_slurm_has_refused_or_the_submitter_is_gone(self):
         status = {'workflow_id': 1, 'total_jobs': 1, 'is_canceled': False, 'is_complete': False,
-                  'jobs_by_status': {'uninitialized': 0}}
+                  'jobs_by_status': {'uninitialized': 0, 'pending_failed': 0}}
         action = {'action_type': 'schedule_nodes', 'executed': False, 'trigger_count': 1, 'required_triggers': 1,
                   'reason': 'is due'}
         for reason, allocations, wanted in (
@@ -29344,7 +29364,7 @@ class SyncStatusTest(CommandTest):
         write_journal(self.world.path('elsewhere', name), [journal_entry(1, torc_py=database_of(self.world))])
         said = self.assertExit(0, self.world.main('workflows', 'sync-status', 1, '-o', 'elsewhere', '--dry-run'))
         place = os.path.realpath(self.world.path('elsewhere', 'offline_journal'))
-        self.assertEqual(f'1 journals in {place} would be taken in first\n', said.err)
+        self.assertEqual(f'1 journals in {place} would be taken in first: no job whose end is in them would be failed\n', said.err)
         self.assertNotIn('completed', self.states().values())
         said = self.assertExit(0, self.world.main('workflows', 'sync-status', 1, '-o', 'elsewhere'))
         self.assertEqual('1 completions were taken in from journals of runners\n', said.err)
@@ -29649,6 +29669,14 @@ class RecoverTest(RecoverCase):
         self.assertEqual(f'    and {600 - len(shown)} more, which are asked about the next time', lines[-1])
         self.assertGreater(len(shown), 100)
 
+    def test_the_time_until_a_lost_job_was_missed_is_not_taken_for_its_runtime(self):
+        self.ended(self.SPEC, {'bad': (-128, 'failed', 540.0, 'compute node 4 (node1), which ran it, went away'), 'good': (0, 'completed', 1.0, None)})
+        found = self.json('recover 1 --dry-run')
+        self.assertEqual((1, []), (found['result']['lost_retried'], found['diagnosis']['violations']))
+        before = self.needs()
+        self.json('recover 1')
+        self.assertEqual((before, 'ready'), (self.needs(), self.statuses()['bad']))
+
     def test_what_waits_for_a_decision_alone_is_not_taken_for_left(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None), 'good': (0, 'completed', 1.0, None)})
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
@@ -29657,6 +29685,8 @@ class RecoverTest(RecoverCase):
 
     def test_classify_decides_about_one_job(self):
         self.ended(self.SPEC, {'bad': (3, 'pending_failed', 1.0, None)})
+        self.assertEqual(['Run each again or let it fail: torc.py jobs list 1 --status pending_failed; torc.py jobs classify ID retry --reason TEXT'],
+                         [step for step in self.json('explain 1')['next_steps'] if 'classify' in step])
         self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail', '--reason', 'x', '--memory', '1g'), 'go with retry')
         self.assertExit(2, self.world.main('jobs', 'classify', 3, 'fail'), '--reason')
         self.assertEqual({'workflow_id': 1, 'retried': [], 'failed': [3]}, self.json('jobs classify 3 fail --reason "a bug"'))
@@ -29675,6 +29705,7 @@ class RecoverTest(RecoverCase):
         self.assertEqual('failed', self.statuses()['oom'])
         code, said = self.typed('a\n4\ns\nr\ns\ny\n', 'recover', 1)
         self.assertEqual((0, True), (code, 'go on with: torc.py run 1' in said), said)
+        self.assertEqual([1, 1], [said.count(words) for words in ('1 job ran out of memory:', 'To run again: oom, bad')])
         self.assertEqual(('4g', 'PT1H'), self.needs()['oom'])
         self.assertEqual({'oom': 'ready', 'bad': 'ready', 'slow': 'terminated', 'gone': 'failed'},
                          {name: self.statuses()[name] for name in ('oom', 'bad', 'slow', 'gone')})
@@ -29765,6 +29796,20 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertEqual((before, []), (self.state(), self.fakes.calls('sbatch')))
         self.assertExit(4, self.world.main(*self.OPTIONS, env={'TORC_FAKE_SBATCH': '/no/sbatch'}), 'there is no /no/sbatch here')
         self.assertEqual(before, self.state())
+
+    def test_jobs_of_lost_allocations_are_not_said_to_be_left_out_where_they_are_planned_for(self):
+        session = unittest.mock.Mock(options=dict.fromkeys(('standalone', 'url', 'db')))
+        words = (session, {'id': 1}, unittest.mock.Mock(num_counted=0), {'allocations': [{'slurm_job_id': 50, 'num_jobs': 2}]}, ({50}, ''))
+        self.assertEqual([], list(torc.supply_warnings(*words, True)))
+        self.assertRegex(next(torc.supply_warnings(*words, False)), '2 jobs count as running in 1 allocations that have ended')
+
+    def test_several_jobs_are_spoken_of_in_the_plural(self):
+        for meaning, wanted in (('was lost with its runner or node', 'were lost with their runner or node'),
+                                ('failed for a reason of its own', 'failed for a reason of their own'),
+                                ('used more CPUs than it asked for', 'used more CPUs than they asked for'),
+                                ('was lost 3 times: it may be what brings its node down',
+                                 'were lost 3 times: they may be what brings their node down')):
+            self.assertEqual([f'1 job {meaning}', f'2 jobs {wanted}'], [torc.describe_jobs(count, meaning) for count in (1, 2)])
 
     def test_while_slurm_is_silent_about_an_allocation_the_hook_does_nothing(self):
         with contextlib.closing(sqlite3.connect(self.world.path('torc_output', 'torc.db'))) as database, database:
@@ -30420,7 +30465,7 @@ class WatchedSlurmTest(CommandTest):
         self.looks('cat "$fake"/job_*')
         done = self.watch('-r', '-m', 1, '--profile', 'kestrel')
         self.assertIn('jobs failed: recovery 1', done.err)
-        self.assertIn('1 jobs run again: 1 with more memory, 0 with more time', done.err)
+        self.assertRegex(done.err, '1 jobs run again: 1 with more memory\n')
         self.assertEqual(2, self.json('workflows get 1')['run_id'])
         self.assertEqual({'j1': 'ready', 'j2': 'completed', 'j3': 'completed', 'j4': 'completed'}, self.states())
         rows = self.json('scheduled-compute-nodes list 1')['items']
@@ -30443,7 +30488,9 @@ class WatchedSlurmTest(CommandTest):
     def test_what_failed_for_a_reason_of_its_own_is_not_run_again(self):
         self.let_fail(3)
         done = self.watch('-r', '--profile', 'kestrel', code=1)
-        self.assertIn('what failed is not run again: ', done.err)
+        self.assertRegex(done.err, 'what failed is not run again: nothing to retry: 1 job failed for a reason of its own. '
+                         '--retry-unknown runs it again all the same\n')
+        self.assertEqual(1, done.err.count('nothing to retry'))
         self.assertEqual((1, []), (self.json('workflows get 1')['run_id'], self.fakes.calls('sbatch')))
 
 
@@ -32897,7 +32944,7 @@ class OrphanTest(OrphanCase):
         os.kill(node['pid'], signal.SIGKILL)
         found = self.sync_when_certain('slurm_jobs_failed')
         self.assertRegex(found['allocations'][0]['reason'],
-                         fr'^Slurm job {number} ended with another exit code \(FAILED, exit code 0:9, at')
+                         fr'^Slurm job {number} ended with an exit code or signal other than 0 \(FAILED, exit code 0:9, at')
         self.assertEqual((0, 2), (found['jobs_requeued'], found['slurm_jobs_failed']))
         for row in self.rows('list_results'):
             self.assertEqual((-128, 'failed'), (row['return_code'], row['status']))

@@ -18361,13 +18361,22 @@ def describe_server(path: str, server: Dict[str, Any]) -> str:
     return f"\n    {server['url']}  {server['database']}{state}"
 
 
+def restart_command(server: Dict[str, Any]) -> str:
+    """How a server is started again that those find who have found it before, such as runners elsewhere."""
+    words, address = ['torc.py', 'serve', '-d', server['database']], parse_url(server['url'])
+    if address.host != 'localhost' and not is_loopback(address.host):
+        words += ['--host', '0.0.0.0' if len(server.get('candidates') or ()) > 1 else address.host]
+    if address.port != DEFAULT_PORT:
+        words += ['--port', str(address.port)]
+    return ' '.join(map(shlex.quote, words + ['--in-memory'] * bool(server.get('in_memory'))))
+
+
 def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
     """Why a registered server cannot be used, and the ways out."""
     database = shlex.quote(server['database'])
-    memory = ' --in-memory' if server.get('in_memory') else ''
     paths = dict.fromkeys([path, server['database'] + '.connection' if server.get('travels') else path])
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
-            f'  to start it again:                  torc.py serve -d {database}{memory}\n'
+            f'  to start it again:                  {restart_command(server)}\n'
             f'  to use its database without it:     --db {database}\n'
             f'  to use that of this directory:      -s\n'
             f"  to forget the server:               rm {' '.join(map(shlex.quote, paths))}")
@@ -18605,8 +18614,9 @@ class Connector:
             # Killed with its container or its allocation; if not, it has a lock or a lease on the database.
             self.is_lasting = was_lasting
         if self.is_lasting:
-            raise absent(f'the server of {self.database} is gone; start it again with '
-                         f'`torc.py serve -d {shlex.quote(self.database)}`')
+            known = read_server_file(self.connection_file)
+            again = restart_command(known) if known else f'torc.py serve -d {shlex.quote(self.database)}'
+            raise absent(f'the server of {self.database} is gone; start it again with `{again}`')
         elif self.was_open and not self.in_memory and not any(
                 os.path.exists(self.database + end) for end in ('', '.loss')):      # a loss has its cure there
             what = '' if os.path.isdir(os.path.dirname(self.database)) else 'the directory of '
@@ -21425,7 +21435,7 @@ SLURM_STATES = {
     'STOPPED':       SlurmState(False, True,  'was stopped (SIGSTOP)'),
     'SUSPENDED':     SlurmState(False, True,  'is suspended'),
     'COMPLETED':     SlurmState(False, False, 'ended with exit code 0'),
-    'FAILED':        SlurmState(False, False, 'ended with another exit code'),
+    'FAILED':        SlurmState(False, False, 'ended with an exit code or signal other than 0'),
     'CANCELLED':     SlurmState(False, False, 'was canceled by a user or administrator'),
     'TIMEOUT':       SlurmState(False, False, 'reached its time limit'),
     'DEADLINE':      SlurmState(False, False, 'reached its deadline'),
@@ -29298,12 +29308,17 @@ def seconds_of(result: Dict[str, Any]) -> float:
     return result['exec_time_minutes'] * 60
 
 
+def runtime_of(result: Dict[str, Any]) -> Optional[float]:
+    """The same, as a measure of what a job needs. None if it was lost: it counts until that was noticed."""
+    return None if result['return_code'] == ORPHAN_RETURN_CODE else seconds_of(result)
+
+
 MEASURES = {
     'Memory': Measure(lambda needs: parse_memory(needs['memory']),
                       lambda result: result.get('peak_memory_bytes'), report_memory),
     'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
                    lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
-    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), seconds_of, report_duration),
+    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), runtime_of, report_duration),
 }
 
 
@@ -29370,7 +29385,7 @@ def explain_failure(use: JobUse) -> Dict[str, Any]:
     peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
     runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
     is_timeout, oom = has_timed_out(use), find_memory_violation(use)
-    is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < ran_s
+    is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < (runtime_of(result) or 0.0)
     found = {
         'job_id': use.job['id'], 'job_name': use.job['name'], 'return_code': result['return_code'],
         'exec_time_minutes': result['exec_time_minutes'], 'configured_memory': needs['memory'],
@@ -29457,7 +29472,7 @@ def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Corr
     """More time, if one of the jobs took more than it asked for, or was killed for it."""
     over, wanted_s, peak_s = [], 0.0, 0.0
     for use in uses:
-        limit_s, ran_s = limit_of('Runtime', use.needs), seconds_of(use.result)
+        limit_s, ran_s = limit_of('Runtime', use.needs), runtime_of(use.result) or 0.0
         is_timeout = has_timed_out(use) and not use.is_stale
         if limit_s and (is_timeout or ran_s > limit_s):
             over.append(use)
@@ -29789,6 +29804,7 @@ class RegenerateOptions(Row):
     single_allocation: bool = False
     include_job_ids: Sequence[int] = ()     # as if they were left, too
     only_job_ids: Sequence[int] = ()        # of those that are left; empty: all
+    includes_lost: bool = False             # ... among them jobs whose allocation is gone
     overrides: Any = ()                     # job -> fields of its requirements, as they will be; () is none
     submits: bool = False
     is_dry_run: bool = False
@@ -30847,6 +30863,9 @@ def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = Fa
                          f"{row['scheduler_config_id']} ...; scancel {row['slurm_job_id']}; "
                          f'{program} slurm schedule-nodes {number}')
             break       # the others are mostly like it
+    if counts['pending_failed']:
+        steps.append(f'Run each again or let it fail: {program} jobs list {number} --status pending_failed; '
+                     f'{program} jobs classify ID retry --reason TEXT')
     if 'lacks' in codes:
         steps.append('Ask for less, or offer more: '
                      f'{program} resource-requirements list {number}; {program} slurm list {number}')
@@ -32466,7 +32485,7 @@ def cmd_jobs_get(session: Session, args: Arguments) -> int:
 
 def times_of(job: Dict[str, Any], results: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
     """When a job began and ended, and with which code. The server keeps the start of running jobs only."""
-    if not results:
+    if not results or job['status'] == 'running':       # then they are of earlier attempts
         return {'start_time': format_local_time(job.get('start_time')) or None}
     exec_s, end_time = results[0]['exec_time_minutes'] * 60, results[0]['completion_time']
     start_time = job.get('start_time') or format_time(parse_time(end_time) - exec_s)
@@ -35871,7 +35890,8 @@ def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str
         paths, problems = paths + found, problems + passed_over
     if is_dry_run:
         where = first_of(list(dict.fromkeys(map(os.path.dirname, paths))))
-        return printable_line(f'{len(paths)} journals in {where} would be taken in first') if paths else ''
+        return printable_line(f'{len(paths)} journals in {where} would be taken in first: no job '
+                              'whose end is in them would be failed') if paths else ''
     looks = {path: look_at_journal(path) for path in paths}
     journals, _, problems = replay_journals(session, workflow['id'], run_id, [
         path for path in paths if looks[path] != known.get(path)], problems, False)
@@ -36112,7 +36132,7 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     warnings += [f'{row.name}: a walltime of {format_walltime(row.walltime_s)} is longer than the '
                  f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
                  for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
-    warnings += supply_warnings(session, workflow, supply, found, gone)
+    warnings += supply_warnings(session, workflow, supply, found, gone, options.includes_lost)
     actions = session.call('get_workflow_actions', workflow_id=number)
     renewals = [keep_earlier(demand, renewal, schedulers, actions) for renewal in renewals]
     kept = {action_id for renewal in renewals for action_id in renewal.action_ids}
@@ -36122,7 +36142,7 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
 
 
 def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, found: Dict[str, Any],
-                    gone: Tuple[Set[int], str]) -> Iterator[str]:
+                    gone: Tuple[Set[int], str], includes_lost: bool) -> Iterator[str]:
     """What the user is told of allocations that are there already."""
     if supply.num_counted:
         yield (f'{supply.num_counted} allocations that are queued or running are counted: what they will do '
@@ -36132,7 +36152,7 @@ def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, 
                'taken to be in the queue')
     lost = [row for row in found['allocations'] if row['slurm_job_id'] in gone[0]]
     held = sum(row['num_jobs'] for row in lost)
-    if held:
+    if held and not includes_lost:
         sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
         yield (f'{held} jobs count as running in {len(lost)} allocations that have ended: they are not '
                f'planned for; first: {sync}')
@@ -36495,8 +36515,8 @@ class Recovery:
         cleaned = self.cleaned if self.options.is_dry_run else {}      # else it has been done
         requeued = [row['job_id'] for row in cleaned.get('requeued_job_details', ())]
         self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
-            include_job_ids=self.preview.get('to_run', requeued), overrides=overrides, is_dry_run=True,
-            is_cleaned=not cleaned.get('allocations')))
+            include_job_ids=self.preview.get('to_run', requeued), includes_lost=True, overrides=overrides,
+            is_dry_run=True, is_cleaned=not cleaned.get('allocations')))
 
     def sharers(self) -> Dict[int, List[int]]:
         """Requirements -> the jobs that have them."""
@@ -36549,10 +36569,9 @@ class Recovery:
     def refuse_nothing(self) -> None:
         """Nothing is retried: say why, and what would."""
         reasons = collections.Counter(reason for _, reason in self.remedies.left)
-        told = '; '.join(f"{count} {'job' if count == 1 else 'jobs'} {reason}"
+        told = '; '.join(describe_jobs(count, reason)
                          for reason, count in reasons.most_common(CANDIDATES_SHOWN))
-        raise Refused(printable_line(f'nothing to retry: {told}. --retry-unknown runs them again all the '
-                                     'same; canceled jobs are not recovered automatically'))
+        raise Refused(printable_line(f'nothing to retry: {told}{advise_retries(self)}'))
 
     def request(self) -> Dict[str, Any]:
         """Body of recover_jobs."""
@@ -36931,9 +36950,28 @@ def ask_recovery(recovery: Recovery) -> None:
         ask_allocations(recovery)
 
 
+def advise_retries(recovery: Recovery) -> str:
+    """What would help where nothing is retried; '' if that is not known."""
+    them = 'it' if len(recovery.remedies.left) == 1 else 'them'
+    text = '' if recovery.options.retry_unknown else f'. --retry-unknown runs {them} again all the same'
+    is_any = any(job['status'] == 'canceled' for job in recovery.jobs)
+    return text + ('; canceled jobs are not recovered automatically' if is_any else '')
+
+
 def describe_class(kind: str, failures: Sequence[Failure]) -> str:
     """How many jobs failed in this way."""
-    return f"{len(failures)} {'job' if len(failures) == 1 else 'jobs'} {FAILURE_CLASSES[kind].meaning}:"
+    return describe_jobs(len(failures), FAILURE_CLASSES[kind].meaning) + ':'
+
+
+PLURALS = {'was': 'were', 'it': 'they', 'its': 'their'}    # in what is said of a job
+
+
+def describe_jobs(count: int, meaning: str) -> str:
+    """2, 'was lost with its node' -> '2 jobs were lost with their node'."""
+    if count == 1:
+        return f'1 job {meaning}'
+    words = re.sub(r'\b(was|its|it(?= asked| may))\b', lambda match: PLURALS[match.group()], meaning)
+    return f'{count} jobs {words}'
 
 
 def ask_about_class(recovery: Recovery, kind: str) -> bool:
@@ -36959,7 +36997,7 @@ def ask_allocations(recovery: Recovery) -> None:
     for number, row in schedulers.items():
         session.report(printable_line(f"  {number}: {row.get('name')}, {row['nodes']} nodes for "
                                       f"{row['walltime']}, partition {row.get('partition') or 'default'}"))
-    word = ask_value(session, 'Enter: plan new allocations; or the id of a scheduler: ',
+    word = ask_value(session, 'a: plan new allocations; or the id of a scheduler [a] ',
                      one_of(*schedulers, 'a'), 'a')
     if word == 'a':
         partition = ask_value(session, f"Partition [{options.partition or 'chosen for the jobs'}]: ", str,
@@ -37004,7 +37042,7 @@ def cmd_recover(session: Session, args: Arguments) -> int:
         error.details = dict(error.details, workflow_id=workflow_id, dry_run=options.is_dry_run)
         raise
     answer = recovery.describe()
-    session.answer(answer, format_recovery(session, recovery, answer))
+    session.answer(answer, format_recovery(session, recovery, answer, is_asking))
     return 1 if recovery.submitted is not None and lacks_allocations(recovery.submitted) else 0
 
 
@@ -37057,14 +37095,14 @@ def format_plan(recovery: Recovery, style: Style) -> str:
     return format_remedies(recovery.remedies, style) + format_lines(map(printable_line, lines))
 
 
-def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any]) -> str:
-    """The answer of recover for people."""
+def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any], was_asked: bool) -> str:
+    """The answer of recover for people. Who was asked has seen what failed, and what was to be done."""
     text, style = '', style_of(session.out, os.environ)
-    for kind in FAILURE_CLASSES:
+    for kind in () if was_asked else FAILURE_CLASSES:
         failures = [failure for failure in recovery.failures if failure.kind == kind]
         if failures:
             text += f'{describe_class(kind, failures)}\n{format_failures(failures, style)}'
-    text += format_plan(recovery, style)
+    text += format_plan(recovery, style) if answer['dry_run'] or not was_asked else ''
     run = f"Run {answer['run_id']} of workflow {recovery.workflow_id}"
     if answer['dry_run']:
         end = 'Nothing was changed: this is a dry run'
@@ -37086,6 +37124,10 @@ WATCH_LEASE_S = 600.0       # a watch that was killed where nobody can see that 
 TAKEOVER_PAUSE_S = 5.0      # between looks at whether one on another host goes on
 MOST_WATCH_STEPS = 8        # in one poll
 
+RETRY_COUNTS = (    # in the result of a recovery -> of how many jobs it says what
+    ('oom_fixed', 'with more memory'), ('timeout_fixed', 'with more time'), ('cpu_retried', 'for their CPUs'),
+    ('lost_retried', 'lost with their node or allocation'), ('unknown_retried', 'failed for another reason'))
+
 
 class Supervision:
     """A workflow that is watched: carries out what a Watcher decides."""
@@ -37100,6 +37142,7 @@ class Supervision:
         self.brought = ''       # what was last said of them
         self.unread = ''        # why they cannot be read now
         self.counts = ''        # ... and last counts of jobs
+        self.refusal = ''       # why a recovery was refused, until it is reported
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
         self.seen = {}          # type: Dict[str, Any]  # its last answer
         self.rival = {}         # type: Dict[str, Any]  # ... when it said that another one watches
@@ -37217,6 +37260,9 @@ class Supervision:
         for _ in range(MOST_WATCH_STEPS):
             self.renew()
             step = self.watcher.next_step(time.monotonic(), self.seen)
+            if self.refusal and not step.reason.endswith(self.refusal):
+                self.say(f'not recovered: {self.refusal}', 'warning')
+            self.refusal = ''
             if self.unread and step.name in ('look', 'recover'):    # what is kept there would run again
                 step = WatchStep('wait')
             if step.name == 'wait':
@@ -37384,11 +37430,12 @@ class Supervision:
             refusal = text_of_failure(error)
         self.watcher.on_recover(run_id, refusal)
         if refusal:
-            return self.say(f'not recovered: {refusal}', 'warning')
+            self.refusal = refusal
+            return None
         result = found.get('result') or {}
         number = len(result.get('jobs_to_retry') or ())
-        self.say(f"{number} jobs run again: {result.get('oom_fixed', 0)} with more memory, "
-                 f"{result.get('timeout_fixed', 0)} with more time")
+        kinds = [f'{result[key]} {words}' for key, words in RETRY_COUNTS if result.get(key)]
+        self.say(f'{number} jobs run again' + (f": {', '.join(kinds)}" if kinds else ''))
         if found.get('next_command'):
             self.say(f"to go on: {found['next_command']}")
 
