@@ -18618,7 +18618,7 @@ class Connector:
             again = restart_command(known) if known else f'torc.py serve -d {shlex.quote(self.database)}'
             raise absent(f'the server of {self.database} is gone; start it again with `{again}`')
         elif self.was_open and not self.in_memory and not any(
-                os.path.exists(self.database + end) for end in ('', '.loss')):      # a loss has its cure there
+                os.path.exists(self.database + end) for end in ('', '.loss')):      # .loss names a cure
             what = '' if os.path.isdir(os.path.dirname(self.database)) else 'the directory of '
             raise Unreachable(f'{what}the database {self.database} is gone')    # make no new one
         try:
