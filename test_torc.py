@@ -20890,9 +20890,9 @@ code=$?
 [ $code = 0 ] || echo "srun: error: node1: task 0: Exited with exit code $code" >&2
 exit $code
 '''
-# The same on another node, where what is killed here lives on.
-SRUN_ELSEWHERE = SRUN.replace('SLURM_STEP_ID=5',
-                              'prlimit --rttime=unlimited env -u TORC_RUN_TAG SLURM_STEP_ID=5 setsid -w', 1)
+# The same on another node, where what is killed here lives on: below a slurmstepd, until scancel ends that.
+SRUN_ELSEWHERE = SRUN.replace('SLURM_STEP_ID=5', 'prlimit --rttime=unlimited env -u TORC_RUN_TAG SLURM_STEP_ID=5 setsid -w '
+                              'sh -c \'echo $$ > "$0"; "$@"; exit $?\' "$fake/stepd"', 1)
 
 
 class SlurmStarterTest(PartTest):
@@ -21158,7 +21158,7 @@ class SlurmStarterTest(PartTest):
 
     def test_when_srun_was_killed_its_step_is_canceled_before_the_job_goes_back(self):
         self.build(SRUN_ELSEWHERE)
-        self.fakes.write('scancel', 'until [ -e "$fake/go" ]; do sleep 0.01; done')
+        self.fakes.write('scancel', 'until [ -e "$fake/go" ]; do sleep 0.01; done; kill -9 $(cat "$fake/stepd")')
         attempt = self.begun(self.begin('sleep 1000'))
         os.kill(attempt.process.pid, signal.SIGKILL)
         self.wait_for(lambda: attempt.end and self.scancels(), 'scancel')
