@@ -30213,8 +30213,8 @@ class WatchTest(CommandTest):
     def test_what_is_not_away_but_refuses_is_not_waited_for_without_end(self):
         watch = types.SimpleNamespace(silent_at=time.monotonic() - 9, window_s=5.0, args={'once': False}, say=lambda *_: None, say_once=lambda *_: None,
                                       session=types.SimpleNamespace(client=types.SimpleNamespace(will_go_on=True)))
-        torc.Supervision.bear(watch, torc.Unreachable('between two allocations'))
-        self.assertRaises(torc.Conflict, torc.Supervision.bear, watch, torc.Conflict('another command has the database'))
+        torc.Supervision.on_no_answer(watch, torc.Unreachable('between two allocations'))
+        self.assertRaises(torc.Conflict, torc.Supervision.on_no_answer, watch, torc.Conflict('another command has the database'))
 
     def test_what_can_only_fail_later_is_refused_at_once(self):
         self.make(self.PLAIN)

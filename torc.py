@@ -12579,7 +12579,7 @@ def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     if body.get('schedules') or body.get('recovers'):
         losses['has_any'] = False
     if body.get('schedules'):
-        last = context.value('SELECT ifnull(max(id), 0) FROM result WHERE workflow_id = ?', (workflow_id,))
+        last = newest_id(context, 'result', workflow_id)
         watcher.update(scheduled_at=now, idle_submissions=idle + 1, last_result=last)
     context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
                 (None if body.get('is_over') else format_json(watcher), workflow_id))
@@ -12600,7 +12600,7 @@ def find_losses(context: Context, workflow_id: int, watcher: Values) -> Values:
     """Whether allocations have been lost, or jobs interrupted, since a watch has last submitted any."""
     known = watcher.get('losses')
     ended = context.value(f'SELECT count(*) FROM scheduled_compute_node WHERE {ENDED_BADLY}', (workflow_id,))
-    last = context.value('SELECT ifnull(max(id), 0) FROM result WHERE workflow_id = ?', (workflow_id,))
+    last = newest_id(context, 'result', workflow_id)
     has_any = known is not None and (known['has_any'] or ended > known['ended'] or context.one(
         'SELECT 1 FROM result WHERE workflow_id = ? AND id > ? AND is_interrupted = 1 LIMIT 1',
         (workflow_id, known['last_result'])) is not None)
@@ -37165,12 +37165,12 @@ class Supervision:
         while True:
             try:
                 self.renew()
-                self.note_answer()
+                self.on_answer()
                 return True
             except (Unreachable, Conflict) as error:
-                self.bear(error)
+                self.on_no_answer(error)
             except Refused:
-                self.note_answer()
+                self.on_answer()
                 if not self.rival or self.args['once'] or process_lives(self.rival['process']) \
                         or until not in (None, self.rival['until']):
                     raise
@@ -37228,15 +37228,15 @@ class Supervision:
         try:
             code = self.poll()
         except (Unreachable, Conflict) as error:
-            self.bear(error)
+            self.on_no_answer(error)
             return None
         except TorcError as error:
             self.say(error.message, 'error')
             raise
-        self.note_answer()
+        self.on_answer()
         return code
 
-    def bear(self, error: TorcError) -> None:
+    def on_no_answer(self, error: TorcError) -> None:
         """No answer: wait for one, unless that has lasted for too long."""
         now = time.monotonic()
         self.silent_at = now if self.silent_at is None else self.silent_at
@@ -37247,7 +37247,7 @@ class Supervision:
         limit = '' if will_go_on else f' for up to {format_elapsed(self.window_s)}'
         self.say_once(f'waiting{limit}: {error.message}', 'warning')
 
-    def note_answer(self) -> None:
+    def on_answer(self) -> None:
         """The server has answered."""
         if self.silent_at is not None:
             self.say(f'the server answers after {format_elapsed(time.monotonic() - self.silent_at)}')
