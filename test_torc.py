@@ -3890,10 +3890,24 @@ class StateTest(ServiceTest):
                 ('ready', 'complete completed', ''), ('running', 'initialize', 'ready'),
                 ('failed', 'reinitialize', 'failed'), ('running', 'cancel', 'canceled')):
             ids = self.job_in(status)
+            self.call('create_job', {'workflow_id': ids[0], 'name': 'open', 'command': 'true'})     # else it is complete
             self.call('cancel_workflow', id=ids[0])
             with self.subTest(words, status=status):
                 self.assertEqual(expected, self.outcome(words, ids))
         self.assertEqual({}, self.claim(ids[0], ids[1]))
+
+    def test_cancel_changes_nothing_where_nothing_is_left_to_do(self):
+        for ends, is_canceled in (({}, False), ({'a': 'failed'}, False), (None, True)):
+            with self.subTest(ends):
+                workflow_id = self.create('a:\nb: a')
+                if ends is not None:
+                    self.drive(workflow_id, ends)
+                before = self.dump()
+                self.assertIs(is_canceled, self.call('cancel_workflow', id=workflow_id)['is_canceled'])
+                if not is_canceled:
+                    self.assertUnchanged(before)
+        empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']      # Torc's clients may cancel these
+        self.assertIs(True, self.call('cancel_workflow', id=empty)['is_canceled'])
 
     def test_what_depends_on_a_job_that_is_set_back_follows_to_the_last_at_the_next_initialize(self):
         for status in ('completed', 'failed', 'terminated', 'canceled', 'disabled'):
@@ -6843,13 +6857,13 @@ class NodeTest(ServiceTest):
         self.assertEqual({'a': 'completed', 'b': 'completed'}, self.drive(workflow_id, {}))
 
     def test_in_a_canceled_workflow_nothing_waits_again(self):
-        workflow_id = self.create('a:\nb: a')
+        workflow_id = self.create('a:\nb: a\nc:')
         node_id = self.node(workflow_id)
         job = self.claim(workflow_id, node_id)['a']
         self.lose(workflow_id, node_id, [job])
         self.call('cancel_workflow', id=workflow_id)
         self.sync(workflow_id, self.node(workflow_id), completions=[self.end(job)])
-        self.assertEqual({'a': 'completed', 'b': 'canceled'}, self.statuses(workflow_id))
+        self.assertEqual({'a': 'completed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(workflow_id))
 
     def test_a_result_that_a_journal_or_another_client_brings_late_counts_too(self):
         workflow_id = self.create('a:\nb: a')
@@ -15315,6 +15329,7 @@ class FindServerTest(WorldTest):
         url = self.world.serve('-d', 'my.db')
         self.assertExit(0, self.cli('run', '../w.yaml'))
         place = f"workflow 1 (hello) of the database {self.world.path('my.db')} (served at {url})"
+        self.assertExit(0, self.cli('cancel', 1, '--no-prompts'), f'Nothing to cancel: {place} is complete\n')
         for words, text in ((('cancel', 1), f'Cancel {place}?'),
                             (('workflows', 'init', 1), f'Forget all results of {place}, and start it again?'),
                             (('delete', 1), f"Delete workflow 1 (hello) of the database {self.world.path('my.db')} (served at {url}) with all jobs and results?"),
@@ -15324,6 +15339,7 @@ class FindServerTest(WorldTest):
                             (('user-data', 'delete-all', 1), f'Delete all user data of {place}?')):
             self.assertExit(2, self.cli(*words), f'confirmation required ("{text}"')
         self.assertIn(f'workflow 1 (hello) of the server {url}?"', self.cli('--url', url, 'cancel', 1).err)
+        self.assertExit(0, self.cli('workflows', 'reset-status', 1, '--no-prompts'))
         self.assertExit(0, self.cli('cancel', 1, '--no-prompts'), f'Canceled {place}. ')
         self.assertExit(4, self.cli('delete', 1, 2, '--no-prompts'), f'Deleted {place}\n', 'there is no workflow 2')
 
@@ -30993,10 +31009,6 @@ class ParserTest(unittest.TestCase):
         parsed = self.parse('workflows reset-status 5 -rq')
         self.assertEqual((True, True), (parsed.args['reinitialize'], parsed.options['quiet']))
 
-    def test_force_of_delete_is_no_prompts(self):
-        self.assertTrue(self.parse('delete 1 --force').options['no_prompts'])
-        self.assertFalse(self.parse('delete 1').options['no_prompts'])
-
     def test_mistakes_are_told_with_the_nearest_right_word(self):
         table = (
             ('jobz', "there is no command 'jobz', did you mean 'jobs'? (see: torc.py help)"),
@@ -31938,6 +31950,18 @@ class InterruptTest(FlowTest):
         self.assertExit(1, outcome)
         self.assertDead('pid_1', 'pid_2')
         self.assertEqual({'long_1': 'canceled', 'long_2': 'canceled'}, self.statuses())
+
+    def test_a_workflow_at_work_is_deleted_by_force_only_and_its_runner_says_so(self):
+        runner = self.start_long()
+        self.ask_json('workflows', 'new', '--name', 'idle')
+        refused = self.assertExit(4, self.world.cli('--no-prompts', 'delete', 1, 2), 'Deleted workflow 2 (idle)')
+        self.assertIn('torc: workflow 1 is at work (2 jobs running, 1 compute nodes at work); stop it first (torc.py cancel 1) '
+                      'and wait for its end, or give --force\n', refused.err)
+        self.assertEqual({'running'}, set(self.statuses().values()))
+        self.assertExit(0, self.world.cli('delete', 1, '--force'), 'Deleted workflow 1 (long)')
+        self.assertExit(4, runner.finish(30), 'torc: workflow 1 was deleted while this runner worked on it; '
+                        'of its jobs 2 ran here, and are killed without a result\n')
+        self.assertDead('pid_1', 'pid_2')
 
     def test_cancel_ends_a_run_whose_first_action_is_at_work(self):
         commands = ['echo $$ > "$OLDPWD/action"; exec sleep 1000', 'echo late > "$OLDPWD/late"']

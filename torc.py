@@ -8169,8 +8169,10 @@ def add_user_event(context: Context, workflow_id: int, action: str, **details: A
 
 
 def cancel_workflow(context: Context, workflow_id: int) -> Values:
-    """Stop a workflow: no job starts any more, and runners stop those that run."""
+    """Stop a workflow: no job starts any more, and runners stop those that run. A complete one stays so."""
     state = workflow_state(context, workflow_id)
+    if is_complete(context, workflow_id) and ids_of_jobs(context, workflow_id, '1 LIMIT 1'):
+        return get_workflow(context, workflow_id)
     context.run('UPDATE workflow SET is_canceled = 1 WHERE id = ?', (workflow_id,))
     record_event(context, workflow_id, {
         'category': 'workflow_canceled', 'message': f'Workflow {workflow_id} canceled',
@@ -19156,13 +19158,15 @@ NODE_COUNTS = (('active_compute_nodes', 'compute nodes at work'),
                ('pending_scheduled_nodes', 'allocations pending'))
 
 
-def refuse_at_work(client: Client, workflow_id: int, is_forced: bool) -> None:
-    """Refuse, unless forced, while runners or allocations are there: they would not see reset jobs."""
+def refuse_at_work(client: Client, workflow_id: int, is_forced: bool,
+                   cure: str = 'wait for its end') -> None:
+    """Refuse, unless forced, while jobs, runners or allocations are there: they would not see the change."""
     status = client.call('get_workflow_status', workflow_id=workflow_id)
-    busy = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
+    active = sum(status['jobs_by_status'][row.name] for row in STATUSES if row.is_active)
+    busy = [f'{active} jobs running'] if active else []
+    busy += [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
     if busy and not is_forced:
-        raise Refused(f"workflow {workflow_id} is at work ({', '.join(busy)}); "
-                      'wait for its end, or give --force')
+        raise Refused(f"workflow {workflow_id} is at work ({', '.join(busy)}); {cure}, or give --force")
 
 
 def refuse_active_jobs(jobs: List[Dict[str, Any]], cure: str = 'cancel the workflow') -> None:
@@ -28834,6 +28838,12 @@ class Runner:
             while self.has_slurm_work and not self.has_drained:
                 self.turn()
                 self.wait()
+        except NotFound as error:
+            count = self.attempts.count(*STARTED)
+            what = f'; of its jobs {count} ran here, and are killed without a result' if count else ''
+            self.context.log.write(f'Leaving: {error.message}{what}', 'error')
+            raise NotFound(f'workflow {self.context.workflow_id} was deleted while this runner worked on it'
+                           + what) from None
         finally:
             self.drain.close(min(KEEP_S, max(1.0, self.shutdown.end - time.monotonic())))
             self.starter.close()
@@ -32918,7 +32928,7 @@ def cmd_cancel(session: Session, args: Arguments) -> int:
     named = name_workflow(session, workflow_id)
     if not session.confirm(f'Cancel {named}?'):
         return 0
-    session.call('cancel_workflow', workflow_id=workflow_id)
+    is_canceled = session.call('cancel_workflow', workflow_id=workflow_id)['is_canceled']
     canceled, errors = cancel_allocations(session.client, workflow_id)
     value = {'canceled_slurm_jobs': canceled, 'errors': errors or None, 'status': 'success',
              'workflow_id': workflow_id}
@@ -32928,18 +32938,21 @@ def cmd_cancel(session: Session, args: Arguments) -> int:
         session.report(f'torc: its allocations are not canceled, do so again: {error}')
     now = command_line(session, 'run', workflow_id, '--retry-failed')
     later = command_line(session, 'workflows', 'reset-status', workflow_id, '--failed-only', '-r')
-    session.answer(value, f'Canceled {named}. To go on with what it left undone: {now}\n'
-                          f'(or {later}, and run it later)\n')
+    text = f'Canceled {named}. To go on with what it left undone: {now}\n(or {later}, and run it later)\n'
+    if not is_canceled:
+        value['message'] = f'Nothing to cancel: {named} is complete'
+        text = format_lines([value['message']])
+    session.answer(value, text)
     return 1 if errors else 0
 
 
 def cmd_delete_workflows(session: Session, args: Arguments) -> int:
     """Delete workflows and everything that belongs to them, but no file on disk."""
-    ids = args['workflow_ids']
-    found, code = try_each(session, ids, functools.partial(own_workflow, session))
+    found, code = try_each(session, args['workflow_ids'],
+                           functools.partial(deletable_workflow, session, args['force']))
     names = printable(', '.join(f"{workflow['id']} ({workflow['name']})" for workflow in found))
     question = f'Delete workflow {names} of {session.client.location} with all jobs and results?'
-    if found and not session.confirm(question):
+    if found and not (args['force'] or session.confirm(question)):
         return code
     deleted, later = try_each(session, [workflow['id'] for workflow in found],
                               lambda number: session.call('delete_workflow', workflow_id=number))
@@ -32957,18 +32970,20 @@ def try_each(session: Session, ids: Sequence[int], act: Callable[[int], Any]) ->
     for number in ids:
         try:
             done.append(act(number))
-        except (NotFound, Denied) as error:
+        except (NotFound, Denied, Refused) as error:
             session.report(f'torc: {error.message}')
             code = error.exit
     return done, code
 
 
-def own_workflow(session: Session, workflow_id: int) -> Dict[str, Any]:
-    """A workflow of the user: another's is not deleted by mistake."""
+def deletable_workflow(session: Session, is_forced: bool, workflow_id: int) -> Dict[str, Any]:
+    """A workflow of the user's that is not at work: nothing else is deleted by mistake."""
     workflow = session.workflow(workflow_id)
     if workflow['user'] != user_name():     # the server would allow it to an administrator, or to a group
         user = workflow['user']
         raise Denied(printable(f'workflow {workflow_id} belongs to {user}, you are {user_name()}: it stays'))
+    stop = command_line(session, 'cancel', workflow_id)
+    refuse_at_work(session.client, workflow_id, is_forced, f'stop it first ({stop}) and wait for its end')
     return workflow
 
 
@@ -38165,7 +38180,7 @@ COMMANDS = (
     Command('cancel', cmd_cancel, 'stop a workflow', (ASKED_WF,), 'cancel 1 --no-prompts'),
     Command('delete', cmd_delete_workflows, 'delete workflows with their jobs and results', (
         Argument('WF', '', 'ids of workflows', parse_id, '+', key='workflow_ids'),
-        Argument('--force', '', 'as --no-prompts', key='no_prompts')), 'delete 1 --no-prompts'),
+        Argument('--force', '', 'also while they are at work; asks nothing')), 'delete 1 --no-prompts'),
     Command('logs', cmd_logs, 'print the output of jobs, of the newest attempt of each', (
         ASKED_WF,
         Argument('JOB', '', 'ids or names of jobs; without them all that ran', count='*', key='jobs'),
