@@ -17809,6 +17809,32 @@ class AllocationPlanTest(unittest.TestCase):
         self.assertEqual([('short_scheduler', 'short', '00:45:00', 2, 1, 30), ('short_deferred_scheduler', 'short', '00:45:00', 2, 1, 30)],
                          self.plan(chain_of([(0, 30), (0, 30)]), [half]))
 
+    def test_few_allocations_are_asked_for_and_last_longer(self):
+        half, hour, day = (resource_class(cpus=104, runtime_s=seconds) for seconds in (1800, 3600, 86400))
+        two_kinds = torc.JobGraph(list(map(str, range(103))), [0] * 100 + [1] * 3, [0] * 103, [[]])
+        many = 'the plan has 120 allocations: --max-allocations N makes fewer and longer ones'
+        for graph, classes, most, options, wanted, warning in (
+                (chain_of([(0, 100)]), [half], None, {}, [('00:45:00', 100)], 'the plan has 100 allocations: --max-a'),
+                (chain_of([(0, 50)]), [half], None, {}, [('00:45:00', 50)], ''),
+                (chain_of([(0, 100)]), [half], 100, {}, [('00:45:00', 100)], ''),
+                (chain_of([(0, 100)]), [half], 50, {}, [('01:30:00', 50)], ''),
+                (chain_of([(0, 100)]), [half], 20, {}, [('03:45:00', 20)], ''),
+                (chain_of([(0, 100)]), [half], 15, {}, [('04:00:00', 15)], ''),     # seven rounds, and some time to end
+                (chain_of([(0, 100)]), [half], 10, {}, [('04:00:00', 10)], 'its jobs take 15 allocations of 04:00:00, by --max-a'),
+                (chain_of([(0, 9)]), [half], 5, {'walltime_strategy': 'max-partition-time'}, [('04:00:00', 2)], ''),
+                (chain_of([(0, 9)]), [half], 1, {'walltime_strategy': 'max-partition-time'}, [('04:00:00', 1)], 'take 2 allocations'),
+                (chain_of([(0, 9)]), [half], 2, {'walltime_s': 3600}, [('01:00:00', 2)], 'its jobs take 5 allocations of 01:00:00'),
+                (chain_of([(0, 60), (0, 60)]), [hour], None, {}, [('01:30:00', 60), ('01:30:00', 60)], many),
+                (chain_of([(0, 60), (0, 60)]), [hour], 60, {}, [('03:00:00', 30), ('03:00:00', 30)], ''),
+                (chain_of([(0, 60), (0, 60)]), [hour], 1, {}, [('04:00:00', 1), ('04:00:00', 1)],
+                 'the plan has 2 allocations, one for each scheduler and stage: more than --max-allocations 1'),
+                (two_kinds, [half, day], 18, {}, [('04:00:00', 15), ('1-12:00:00', 3)], ''),
+                (two_kinds, [half, day], 30, {}, [('03:00:00', 25), ('1-12:00:00', 3)], ''),
+                (two_kinds, [half, day], 12, {}, [('04:00:00', 9), ('1-12:00:00', 2)], 'its jobs take 15 allocations')):
+            found = self.plan(graph, classes, max_allocations=most, **options)
+            self.assertEqual((wanted, bool(warning)), ([row[2:4] for row in found], bool(self.made.warnings)), (most, wanted))
+            self.assertIn(warning, '; '.join(self.made.warnings))
+
     def test_jobs_have_their_time_before_the_allocation_stops_them(self):
         self.assertEqual([torc.END_S, 660, 360], [torc.end_of_jobs(config) for config in (
             None, {'sigkill_headroom_seconds': 600, 'sigterm_lead_seconds': None}, {'sigterm_lead_seconds': 300})])
@@ -17905,7 +17931,8 @@ class AllocationPlanTest(unittest.TestCase):
             sets = [[]] + [sorted(rng.sample(range(job), min(job, rng.randrange(3)))) for job in range(1, size)]
             numbers = [rng.choice([0, 0, 1, 1, 2, 3, None]) for _ in range(size)]
             graph = torc.JobGraph([str(job) for job in range(size)], numbers, list(range(size)), sets)
-            made = torc.plan_allocations(graph, classes, KESTREL, torc.PlanOptions(group_by=rng.choice(torc.GROUPINGS)))
+            made = torc.plan_allocations(graph, classes, KESTREL, torc.PlanOptions(
+                group_by=rng.choice(torc.GROUPINGS), max_allocations=rng.choice((None, None, 1, 3, 9))))
             stages = [stage for scheduler in made.schedulers for stage in scheduler.stages]
             self.assertEqual(sorted(job for job, number in enumerate(numbers) if number is not None),
                              sorted(job for stage in stages for job in stage.jobs))
@@ -18219,7 +18246,12 @@ class BatchScriptTest(unittest.TestCase):
         self.assertEqual('torc-wf7-sched3-fedcba', torc.job_name_of(other))     # a chain of its own
         words = torc.runner_words(self.submission({'serialize_allocations': True}, None, {'num_allocations': 50}), self.CALLER)
         self.assertNotIn('--startup-delay-seconds', words)
-        self.assertEqual('xwf7_a12', self.options(settings={'prefix': 'x'})['job-name'])
+
+    def test_its_name_begins_with_that_of_the_workflow_or_with_a_prefix(self):
+        for name, prefix, wanted in (('', None, 'wf7_a12'), ('sweep 2.1', None, 'sweep_2.1_wf7_a12'), ('sweep', 'x', 'xwf7_a12'),
+                                     ('--x"; rm *', None, 'x_rm_wf7_a12'), ('模拟', None, 'wf7_a12'), ('n' * 200, None, 'n' * 40 + '_wf7_a12')):
+            found = self.options(None, {'name': name}, {'prefix': prefix})['job-name']
+            self.assertEqual((wanted, wanted[:-7]), (found, torc.NAMED_JOB.match(found).group(1)))
 
     def test_every_option_can_be_left_out_and_most_be_replaced(self):
         everything = {'partition': 'p', 'qos': 'q', 'mem': '1G', 'gres': 'gpu:1', 'tmp': '1G', 'ntasks_per_node': 2, 'serialize_allocations': True}
@@ -27773,7 +27805,7 @@ class SubmitTest(SubmitCase):
         self.assertEqual({'workflow_id': 1, 'message': 'Submitted 2 allocations of workflow 1: 100, 101',
                           'slurm_job_ids': [100, 101]}, done.json())
         self.assertEqual([(100, 'pending'), (101, 'pending')], self.records())
-        self.assertRegex(self.queue()[0], r'^100\|PENDING\|wf1_a1\|torc:[0-9a-f]{12}:1:1$')
+        self.assertRegex(self.queue()[0], r'^100\|PENDING\|w_wf1_a1\|torc:[0-9a-f]{12}:1:1$')
         self.assertEqual(4, self.json('status 1')['jobs_by_status']['ready'])
         environment = read_text(self.fakes.path('environment'))
         self.assertNotRegex(environment, r'(?m)^(SBATCH|SLURM_JOB|CUDA_VISIBLE)')
@@ -27960,7 +27992,7 @@ class SlurmSubmitTest(SlurmTest):
         done = self.assertExit(0, self.world.cli('-f', 'json', 'submit', 'w.yaml', env=env))
         first, second = done.json()['slurm_job_ids']
         found = self.job(first)
-        self.assertEqual(('wf1_a1', 'wfacct', '00:10:00', '1', 'main'), tuple(
+        self.assertEqual(('w_wf1_a1', 'wfacct', '00:10:00', '1', 'main'), tuple(
             found[key] for key in ('JobName', 'Account', 'TimeLimit', 'Requeue', 'Partition')))
         self.assertEqual(('2', self.world.directory), (found['NumCPUs'], found['WorkDir']))
         self.assertRegex(found['Comment'], r'^torc:[0-9a-f]{12}:1:1$')
@@ -27989,7 +28021,7 @@ class SlurmSubmitTest(SlurmTest):
         self.assertEqual(1, len(self.live_allocations()))
         fakes.write('sbatch', 'exec sbatch "$@"')
         self.assertExit(0, self.world.cli('submit', 1))
-        self.assertEqual(['wf1_a1', 'wf1_a2'], sorted(row.name for row in self.live_allocations()))
+        self.assertEqual(['w_wf1_a1', 'w_wf1_a2'], sorted(row.name for row in self.live_allocations()))
 
 
     def wait_complete(self, deadline_s: float = 240) -> Dict[str, Dict[str, Any]]:
@@ -28020,7 +28052,7 @@ class SlurmSubmitTest(SlurmTest):
             """)
         fakes = self.world.fake_slurm(**{name: f'exec {name} "$@"' for name in FakeSlurm.NAMES})
         fakes.write('sbatch', 'env >> "$fake/environment"; exec sbatch "$@"')
-        self.assertExit(0, self.world.cli('submit', '-p', '0.5', 'stages.yaml', env={'TORC_PASSWORD': 'of-the-user'}))
+        self.assertExit(0, self.world.cli('submit', '-p', '0.5', '--job-prefix', 'my.', 'stages.yaml', env={'TORC_PASSWORD': 'of-the-user'}))
         jobs = self.wait_complete()
         for path in glob.glob(glob.escape(self.world.path('torc_output', 'job_stdio')) + '/*.o'):    # written by the jobs of all stages
             self.assertEqual('tag: one, password: \n', read_text(path), path)
@@ -28028,6 +28060,7 @@ class SlurmSubmitTest(SlurmTest):
         self.assertEqual(4, read_text(fakes.path('environment')).count('\nTORC_PASSWORD=of-the-user\n'))
         names = [row.name for row in self.allocations()]
         self.assertEqual(len(names), len(set(names)), names)
+        self.assertEqual({'my.wf1_a'}, {name[:8] for name in names})
 
         def records() -> List[Any]:
             return self.world.main('-f', 'json', 'scheduled-compute-nodes', 'list', 1).json()['items']
@@ -28244,7 +28277,7 @@ class SlurmGenerateTest(WorldTest):
             jobs: [{name: j, command: x, resource_requirements: small, scheduler: old}]
             ''')
         self.assertIn('has slurm_schedulers and actions of the type schedule_nodes and jobs with a scheduler already: submit it as it '
-                      'is, without --account, or replace them with `slurm generate --overwrite`', self.generate(spec, code=2).err)
+                      'is, without --account and other options that plan, or replace them with `slurm generate --overwrite`', self.generate(spec, code=2).err)
         value = torc.load_yaml(self.generate(spec, '--overwrite').out)[0]
         self.assertEqual(['short_scheduler'], [row['name'] for row in value['slurm_schedulers']])
         self.assertEqual(['run_commands', 'schedule_nodes'], [row['action_type'] for row in value['actions']])
@@ -28645,6 +28678,16 @@ class SubmitPlannedTest(WorldTest):
         self.assertExit(0, self.world.main('slurm', 'generate', '-a', 'x', '--profile', 'kestrel', spec, '-o', ready))
         self.assertExit(2, self.world.main('submit', ready, '-a', 'x', '--profile', 'kestrel'), 'submit it as it is, without --account')
         self.assertExit(4, self.world.main('submit', spec), 'slurm generate')
+
+    def test_its_options_are_those_of_generate(self):
+        self.world.fake_slurm(sbatch='echo 17', squeue='exit 0', sinfo='exit 0', scontrol='exit 0')
+        spec = self.world.write('staged.yaml', STAGED_SPEC.rstrip() + '\n    slurm_defaults: {account: mine}\n')
+        for words, wanted in ((('--walltime-strategy', 'max-partition-time'), '4 x 1 node of short for 04:00:00'),
+                              (('--walltime-multiplier', '1.2'), 'short for 02:24:00'),
+                              (('--max-allocations', 4, '--job-prefix', 'x'), 'short_deferred_scheduler: 16 jobs, 3 x 1 node')):
+            self.assertExit(0, self.world.main('submit', spec, '--profile', 'kestrel', *words), wanted)
+            self.assertExit(2, self.world.main('submit', 1, *words[:2]), f'{words[0]} plans the allocations of a workflow file')
+        self.assertExit(2, self.world.main('submit', spec, '--job-prefix', 'a b'), '--job-prefix takes letters')
 
 
 class PlanAllocationsTest(WorldTest):

@@ -22045,6 +22045,7 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 
 END_S = 120                 # so long before its end an allocation stops jobs, by default; see end_of_jobs()
 RUNNER_MEMORY_MB = 512      # the runner itself, and its sruns: some 100 MB, and 5 MB a step (slurm 22.05)
+MANY_ALLOCATIONS = 50       # of a plan; more of them are said to be many
 MERGED_ALLOCATIONS = 2      # up to so many together, a partition's two groups become one; as in Torc
 SMALL_CPUS, SMALL_MEMORY_MB = 26, 60000     # of a job that goes to shared nodes where there are some; Torc's
 GROUPINGS = ('partition', 'resource-requirements')
@@ -22100,6 +22101,7 @@ class PlanOptions(Row):
     walltime_s: Optional[int] = None                # in place of what was worked out
     suffix: str = 'scheduler'                       # of the schedulers' names
     end_s: int = END_S                              # of end_of_jobs()
+    max_allocations: Optional[int] = None           # of all groups; longer ones, so that these do
 
 
 class Stage(Row):
@@ -22270,6 +22272,13 @@ def size_request(partition: Partition, num_allocations: int,
 GroupKey = Tuple[int, int, bool]    # partition or class, nodes of a job, whether its jobs wait for others
 
 
+class StageDraft(Row):
+    """A stage in the making."""
+    jobs: List[int]
+    gates: List[int]
+    ends_s: List[int]       # when each job ends at the latest, from the begin of the stage
+
+
 class Grouping:
     """Jobs on their way into groups and stages."""
 
@@ -22277,6 +22286,8 @@ class Grouping:
         self.graph, self.classes, self.options = graph, classes, options
         self.partitions = {}    # class -> Partition
         self.groups = {}        # GroupKey -> class -> its jobs
+        self.rounds = {}        # GroupKey -> how many jobs one after the other, where lengthen() has decided
+        self.lacking = {}       # GroupKey -> how many allocations it would take, where it gets fewer
 
     def choose(self, partitions: Sequence[Partition]) -> List[Tuple[int, str]]:
         """Choose a partition for each class; what fits none is answered."""
@@ -22338,8 +22349,46 @@ class Grouping:
             jobs_of = {}
             for job in jobs:
                 jobs_of.setdefault(self.graph.class_numbers[job], []).append(job)
-        nominal_s = nominal_walltime(self.partition(key), self.longest(key), self.options)
+        nominal_s = self.rounds[key] * self.longest(key) if key in self.rounds else \
+            nominal_walltime(self.partition(key), self.longest(key), self.options)
         return count_allocations(self.partition(key), nominal_s, self.demands(jobs_of))
+
+    def lengthen(self, key: GroupKey, stages: Sequence[StageDraft], most: int) -> List[int]:
+        """Allocations for each stage of a group, of as many rounds as it takes that they are no more than
+        `most`, or as the partition has time for.
+        """
+        partition, longest_s = self.partition(key), max(1, self.longest(key))
+        low = max(1, nominal_walltime(partition, longest_s, self.options) // longest_s)
+        high = (partition.max_walltime_secs - self.options.end_s) // longest_s
+        while low < high and self.options.walltime_s is None:
+            self.rounds[key] = middle = (low + high) // 2
+            is_enough = sum(self.count(key, stage.jobs) for stage in stages) <= most
+            low, high = (low, middle) if is_enough else (middle + 1, high)
+            self.rounds[key] = low
+        return [self.count(key, stage.jobs) for stage in stages]
+
+    def share_out(self, drafts: Dict[GroupKey, List[StageDraft]]) -> Dict[GroupKey, List[int]]:
+        """Allocations for each stage of each group: what its partition makes necessary, or else one, and of
+        those that may be more a share.
+        """
+        counts = {key: [self.count(key, stage.jobs) for stage in stages] for key, stages in drafts.items()}
+        wanted, most = sum(map(sum, counts.values())), self.options.max_allocations
+        if most is None or wanted <= most:
+            return counts
+        high, low = counts, {key: self.lengthen(key, stages, 0) for key, stages in drafts.items()}
+        if sum(map(sum, low.values())) > most:
+            high, low = low, {key: [1] * len(stages) for key, stages in drafts.items()}
+        few, many = (sum(map(sum, side.values())) for side in (low, high))
+        for key, stages in drafts.items():
+            shares = [least + max(0, most - few) * (top - least) // max(1, many - few)
+                      for least, top in zip(low[key], high[key])]
+            self.rounds.pop(key, None)
+            if sum(shares) < sum(counts[key]):
+                found = self.lengthen(key, stages, sum(shares))
+                if sum(found) > sum(shares):
+                    self.lacking[key], found = sum(found), list(map(min, shares, found))
+                counts = {**counts, key: found}
+        return counts
 
 
 def jobs_in_order(graph: JobGraph) -> List[Tuple[List[int], List[int]]]:
@@ -22351,13 +22400,6 @@ def jobs_in_order(graph: JobGraph) -> List[Tuple[List[int], List[int]]]:
 
 
 StageKey = Tuple[Optional[GroupKey], int]       # a group, and the number of its stage
-
-
-class StageDraft(Row):
-    """A stage in the making."""
-    jobs: List[int]
-    gates: List[int]
-    ends_s: List[int]       # when each job ends at the latest, from the begin of the stage
 
 
 class Staging:
@@ -22429,25 +22471,34 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
                 for jobs in jobs_of.values() for job in jobs}
     runtimes_s = {job: classes[graph.class_numbers[job]].runtime_s for job in group_of}
     staging = Staging(graph, group_of, runtimes_s)
+    drafts = {key: staging.of_group(key) for key in grouping.groups}
+    counts = grouping.share_out(drafts)
     names, schedulers = set(), []   # type: Set[str], List[PlannedScheduler]
     for key in sorted(grouping.groups, key=lambda key: min(map(min, grouping.groups[key].values()))):
-        stages = staging.of_group(key)
-        made = make_scheduler(grouping, key, stages, names)
+        made = make_scheduler(grouping, key, zip(drafts[key], counts[key]), names)
         names.add(made.name)
         schedulers.append(made)
         warnings += doubt_scheduler(made, classes, options.end_s, max(itertools.chain.from_iterable(
-            stage.ends_s for stage in stages)))
+            stage.ends_s for stage in drafts[key])))
+        if key in grouping.lacking:
+            warnings.append(f'{made.name}: its jobs take {grouping.lacking[key]} allocations of '
+                            f'{format_walltime(made.walltime_s)}, by --max-allocations it has '
+                            f'{made.num_allocations}: for what these leave, `slurm regenerate --submit`')
+    total, most = sum(made.num_allocations for made in schedulers), options.max_allocations
+    if total > (most or MANY_ALLOCATIONS):
+        warnings.append(f'the plan has {total} allocations' + (
+            f', one for each scheduler and stage: more than --max-allocations {most}' if most else
+            ': --max-allocations N makes fewer and longer ones, with more jobs one after the other'))
     return AllocationPlan(schedulers, problems, warnings)
 
 
-def make_scheduler(grouping: Grouping, key: GroupKey, stages: Sequence[StageDraft],
+def make_scheduler(grouping: Grouping, key: GroupKey, stages: Iterable[Tuple[StageDraft, int]],
                    names: Set[str]) -> PlannedScheduler:
-    """The scheduler of a group."""
+    """The scheduler of a group, whose stages have so many allocations."""
     partition, jobs_of, options = grouping.partition(key), grouping.groups[key], grouping.options
-    walltime_s = plan_walltime(partition, grouping.longest(key), options)
+    walltime_s = plan_walltime(partition, grouping.rounds.get(key, 1) * grouping.longest(key), options)
     job_nodes = max(grouping.classes[number].num_nodes for number in jobs_of)
-    planned = [Stage(sorted(stage.jobs), sorted(stage.gates), grouping.count(key, stage.jobs))
-               for stage in stages]
+    planned = [Stage(sorted(stage.jobs), sorted(stage.gates), count) for stage, count in stages]
     nodes = job_nodes
     if options.is_single:
         nodes = job_nodes * max(stage.num_allocations for stage in planned)
@@ -22548,7 +22599,8 @@ def clear_schedulers(document: Document, replaces: bool) -> None:
         ('jobs with a scheduler', any(job.get('scheduler') for job in jobs))) if is_there]
     if found and not replaces:
         raise BadInput(f"the workflow file has {' and '.join(found)} already: submit it as it is, without "
-                       '--account, or replace them with `slurm generate --overwrite`')
+                       '--account and other options that plan, or replace them with `slurm generate '
+                       '--overwrite`')
     document.find_position(value)       # of JSON they are only found in the value that was read
     if value.get('slurm_schedulers'):
         value['slurm_schedulers'] = None
@@ -22729,6 +22781,8 @@ SUBMITTED = Expression(r'(?:Submitted batch job )?([0-9]+)(?:(?:;| on cluster )(
 DIRECTIVE_VALUE = Expression(r'''(?!-[^0-9])[^\s"'\\#\x00-\x1f\x7f]+\Z''')
 DIRECTIVE_NAME = Expression(r'[a-z][a-z0-9-]*\Z')
 JOB_PREFIX = Expression(r'(?!-)[A-Za-z0-9_.+-]*\Z')
+NAMED_JOB = Expression(r'((?!-)[A-Za-z0-9_.+-]*)wf[0-9]+_a[0-9]+\Z')   # of submission_name()
+MAX_NAME_IN_QUEUE = 40
 # Options with which an allocation would not be one job that runs its script.
 UNSUITABLE_OPTIONS = frozenset(('array', 'a', 'wrap', 'test-only', 'wait', 'W', 'help', 'h', 'usage',
                                 'version', 'V', 'uid', 'gid'))
@@ -22864,8 +22918,14 @@ SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the
 
 
 def submission_name(submission: Submission) -> str:
-    """Name of an allocation's script, and of its Slurm job unless it belongs to a chain."""
-    return f"{submission.settings.get('prefix') or ''}wf{submission.workflow['id']}_a{submission.id}"
+    """Name of an allocation's script, and of its Slurm job unless it belongs to a chain.
+
+    It begins with the workflow's name, unless a prefix was given: squeue shows little more than that.
+    """
+    workflow = submission.workflow
+    name = re.sub('[^A-Za-z0-9.+-]+', '_', workflow.get('name') or '')[:MAX_NAME_IN_QUEUE].strip('._-')
+    prefix = submission.settings.get('prefix') or (f'{name}_' if name else '')
+    return f"{prefix}wf{workflow['id']}_a{submission.id}"
 
 
 def submission_tag(submission: Submission) -> str:
@@ -28137,6 +28197,7 @@ class Submissions:
         self.write_at = -math.inf   # monotonic; no other one is begun before
         self.has_sbatch = context.allocation is not None and has_slurm_program('sbatch')
         self.directory = os.getcwd()    # it may be removed while jobs run
+        self.own_name = NAMED_JOB.match(os.environ.get('SLURM_JOB_NAME', ''))
 
     @property
     def is_busy(self) -> bool:
@@ -28152,7 +28213,7 @@ class Submissions:
         """The `submits` of a request: how further allocations are to work; None if none can be submitted."""
         options = self.context.options
         return {'directory': self.directory, 'output_dir': self.context.output.path,
-                'poll_interval': options.poll_interval_s,
+                'poll_interval': options.poll_interval_s, 'prefix': self.own_name and self.own_name.group(1),
                 'claim_backoff_max_secs': options.claim_backoff_max_s} if self.has_sbatch else None
 
     def ids(self) -> List[int]:
@@ -29808,10 +29869,7 @@ class RegenerateOptions(Row):
     profile: Optional[str] = None
     partition: Optional[str] = None     # no other one
     walltime: Optional[int] = None      # seconds, in place of what is worked out
-    group_by: str = 'resource-requirements'     # of GROUPINGS
-    walltime_strategy: str = WALLTIME_STRATEGIES[0]
-    walltime_multiplier: float = DEFAULT_WALLTIME_MULTIPLIER
-    single_allocation: bool = False
+    plan: PlanOptions = PlanOptions(group_by='resource-requirements')
     include_job_ids: Sequence[int] = ()     # as if they were left, too
     only_job_ids: Sequence[int] = ()        # of those that are left; empty: all
     includes_lost: bool = False             # ... among them jobs whose allocation is gone
@@ -29820,11 +29878,6 @@ class RegenerateOptions(Row):
     is_dry_run: bool = False
     is_cleaned: bool = False        # queued and running allocations are known to be in the queue
     settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
-
-    def for_plan(self, suffix: str, end_s: int) -> PlanOptions:
-        """The same for the planner, with what the schedulers' names end in. `end_s`: of end_of_jobs()."""
-        return PlanOptions(self.group_by, self.walltime_strategy, self.walltime_multiplier,
-                           self.single_allocation, self.walltime, suffix, end_s)
 
 
 class Demand(Row):
@@ -34034,10 +34087,13 @@ def hpc_config(session: Session) -> HpcConfig:
     return config
 
 
+PLANNING = ('group_by', 'walltime_strategy', 'walltime_multiplier', 'max_allocations')
+
+
 def plan_options(args: Arguments) -> PlanOptions:
-    """How allocations are planned, from the command line."""
-    return PlanOptions(args['group_by'], args['walltime_strategy'], args['walltime_multiplier'],
-                       bool(args.get('single_allocation')))
+    """How allocations are planned, from the command line: `submit` has some of the options only."""
+    return PlanOptions(is_single=bool(args.get('single_allocation')),
+                       **{name: args[name] for name in PLANNING if args.get(name)})
 
 
 def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOptions = PlanOptions(),
@@ -34737,6 +34793,8 @@ ALLOCATION_JOB_COLUMNS = 'Job ID=job_id, Job Name=job_name, Status=status, Retur
 
 def submission_settings(args: Arguments) -> Dict[str, Any]:
     """SUBMISSION_SETTINGS from the arguments of a command."""
+    if not JOB_PREFIX.match(args.get('job_prefix') or ''):
+        raise BadInput('--job-prefix takes letters, digits and . _ + -, and does not begin with a dash')
     given_settings = {
         'directory': os.getcwd(), 'output_dir': os.path.abspath(args['output_dir']),
         'poll_interval': args['poll_interval'] or DEFAULT_ALLOCATION_POLL_S,
@@ -34773,6 +34831,8 @@ def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]]
 
 def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
     """Refuse what no script could be made of, before anything is created or claimed."""
+    if scheduler.get('serialize_allocations') and settings.get('prefix'):
+        raise BadInput('--job-prefix does not go with serialize_allocations, whose jobs share a name')
     submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
                             AllocationNeeds(), '', True)
     format_batch_script(submission, Site(), Caller('', '', ''))
@@ -35055,11 +35115,7 @@ def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
     refuse_without_sbatch()
     workflow = session.workflow(choose_workflow(session, args))
     settings = submission_settings(args)
-    if not JOB_PREFIX.match(args['job_prefix'] or ''):
-        raise BadInput('--job-prefix takes letters, digits and . _ + -, and does not begin with a dash')
     scheduler = choose_scheduler(session, workflow, args['scheduler_config_id'])
-    if scheduler.get('serialize_allocations') and args['job_prefix']:
-        raise BadInput('--job-prefix does not go with serialize_allocations, whose jobs share a name')
     if args['start_one_worker_per_node'] and (workflow.get('execution_config') or {}).get('mode') != 'direct':
         raise BadInput('--start-one-worker-per-node needs mode direct in execution_config')
     check_scheduler(workflow, scheduler, settings)
@@ -35772,16 +35828,16 @@ def cmd_submit(session: Session, args: Arguments) -> int:
     """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
     refuse_without_sbatch()
     settings = submission_settings(args)
+    given = [name for name in ('account', 'profile', *PLANNING) if args.get(name)]
     if is_id(args['target']):
-        if args['account'] or args['profile']:
-            raise BadInput('--account and --profile plan the allocations of a workflow file; to change those '
-                           'of a workflow: `slurm update`')
+        if given:
+            raise BadInput(f"--{given[0].replace('_', '-')} plans the allocations of a workflow file; to "
+                           'change those of a workflow: `slurm update`, or `slurm regenerate`')
         workflow = session.workflow(int(args['target']))
         actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
         refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
         return submit_workflow(session, workflow, settings, args)
-    is_planned = args['account'] or args['profile']
-    plan = read_planned(session, args) if is_planned else read_spec(session, args['target'], args)
+    plan = read_planned(session, args) if given else read_spec(session, args['target'], args)
     refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
     for scheduler in plan.body['slurm_schedulers']:
         check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
@@ -35796,7 +35852,7 @@ def cmd_submit(session: Session, args: Arguments) -> int:
 
 def read_planned(session: Session, args: Arguments) -> Plan:
     """A workflow file without schedulers, read with those that `slurm generate` gives it."""
-    made, profile, _, _ = read_for_slurm(session, args['target'], args)
+    made, profile, _, _ = read_for_slurm(session, args['target'], args, plan_options(args))
     session.inform(*format_generated(made, profile).splitlines())
     path = '' if args['target'] == '-' else args['target']
     plan = read_plan(Document(made.value, '', '', {}), spec_directory(path),
@@ -36133,8 +36189,8 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
     if options.walltime:
         partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
     suffix = time.strftime('regen_%Y%m%d_%H%M%S', time.gmtime())
-    made = plan_allocations(demand.graph, demand.classes, partitions, options.for_plan(
-        suffix, end_of_jobs(workflow.get('execution_config'))))
+    made = plan_allocations(demand.graph, demand.classes, partitions, options.plan._replace(
+        walltime_s=options.walltime, suffix=suffix, end_s=end_of_jobs(workflow.get('execution_config'))))
     problems = [f"resource_requirements '{shorten(demand.classes[number].name)}' fits no partition of "
                 f'{profile.name}: {reason}' for number, reason in made.problems]
     if problems and not (made.schedulers or demand.chains):
@@ -36215,8 +36271,7 @@ def cmd_regenerate(session: Session, args: Arguments) -> int:
         refuse_without_sbatch()
     workflow = session.workflow(choose_workflow(session, args))
     options = RegenerateOptions(
-        args['account'], args['profile'], args['partition'], args['walltime'], args['group_by'],
-        args['walltime_strategy'], args['walltime_multiplier'], bool(args['single_allocation']),
+        args['account'], args['profile'], args['partition'], args['walltime'], plan_options(args),
         args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
         settings=submission_settings(args))
     value = regenerate_workflow(session, workflow, options)
@@ -38000,13 +38055,18 @@ PLANNED_SPEC = (
 PLAN_OPTIONS = (
     Argument('--group-by', 'WHAT', f"a scheduler for each {' or '.join(GROUPINGS)}", one_of(*GROUPINGS),
              default=GROUPINGS[0]),
-    Argument('--walltime-strategy', 'WHICH', ' or '.join(WALLTIME_STRATEGIES), one_of(*WALLTIME_STRATEGIES),
-             default=WALLTIME_STRATEGIES[0]),
-    Argument('--walltime-multiplier', 'N', 'of the longest runtime of a job', parse_factor,
-             default=DEFAULT_WALLTIME_MULTIPLIER),
+    Argument('--walltime-strategy', 'WHICH', f"{' or '.join(WALLTIME_STRATEGIES)} (default: the first)",
+             one_of(*WALLTIME_STRATEGIES)),
+    Argument('--walltime-multiplier', 'N', 'of the longest runtime of a job (default '
+             f'{DEFAULT_WALLTIME_MULTIPLIER:g})', parse_factor),
+    Argument('--max-allocations', 'N', 'plan at most N, which last longer and run more jobs one after '
+             'the other',
+             at_least(1)),
     Argument('--skip-checks', '', 'leave out jobs that fit no partition'),
     SPEC_OPTIONS[1],
 )
+JOB_PREFIX_OPTION = Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs (default: the '
+                             'name of the workflow)')
 # Of recover, and of watch, which calls it.
 RECOVER_OPTIONS = (
     OUTPUT_DIR,
@@ -38142,9 +38202,10 @@ COMMANDS = (
         Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'),
         Argument('-a --account', 'ACCOUNT', 'plan the allocations of a file, as `slurm generate` does, and '
                  'charge this account'),
-        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'),
+        Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'), *PLAN_OPTIONS[1:4],
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
-        *ALLOCATION_OPTIONS, *SPEC_OPTIONS), 'submit examples/slurm.yaml'),
+        JOB_PREFIX_OPTION._replace(names='--job-prefix'), *ALLOCATION_OPTIONS, *SPEC_OPTIONS),
+        'submit examples/slurm.yaml'),
     Command('watch', cmd_watch, 'watch a workflow until it is complete: clean up, recover, add allocations', (
         NEEDED_WF,
         Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server; Slurm is asked '
@@ -38537,7 +38598,7 @@ COMMANDS = (
     Command('slurm schedule-nodes', cmd_schedule_nodes, 'submit allocations of a scheduler', (
         ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many (default: 1; of a chain what its jobs take)',
                            at_least(1)),
-        Argument('-j --job-prefix', 'TEXT', 'begin of the names of the Slurm jobs'),
+        JOB_PREFIX_OPTION,
         Argument('--scheduler-config-id', 'ID', 'the scheduler, if the workflow has several', parse_id),
         *ALLOCATION_OPTIONS,
         Argument('--start-one-worker-per-node', '', 'start a runner on each node (mode direct)'),
@@ -38578,7 +38639,7 @@ COMMANDS = (
         PROFILE, Argument('--partition', 'NAME', 'only of this partition'),
         Argument('--walltime', 'TIME', 'time limit of an allocation, such as 4h', parse_allocation_time),
         Argument('--single-allocation', '', 'one allocation of several nodes for each scheduler'),
-        PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:3],
+        PLAN_OPTIONS[0]._replace(default=GROUPINGS[1]), *PLAN_OPTIONS[1:4],
         Argument('--include-job-ids', 'ID,...', 'plan for these jobs, too, whatever their state', parse_ids),
         Argument('--submit', '', 'submit what waits for no other job at once'), *ALLOCATION_OPTIONS, DRY_RUN),
         'slurm regenerate 1 --account acct --profile kestrel --dry-run'),
@@ -38779,7 +38840,7 @@ the time that is left.
 
     torc.py slurm generate --account A FILE -o READY    plan: schedulers, and actions that submit them
     torc.py submit READY                                create, initialize, sbatch; returns at once
-    torc.py submit --account A FILE                     all in one
+    torc.py submit --account A FILE                     all in one; --max-allocations 10: fewer, longer ones
     torc.py status WF                                   how far it is, and its allocations
     torc.py explain WF                                  why nothing runs: jobs, queue, actions
     torc.py cancel WF                                   also cancels the Slurm jobs
