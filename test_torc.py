@@ -22837,6 +22837,40 @@ class InAllocationTest(RunnerCase):
         self.assertEqual(signal.SIGTERM, outcome.interrupted_by)
         self.assertEqual(({'j1': 'ready'}, {5: 'pending'}), (self.statuses(), self.records()))
 
+    def test_jobs_that_end_with_an_allocation_that_somebody_canceled_have_failed_and_others_are_ready_again(self):
+        said = 'Slurm job 5 was canceled by a user or administrator'
+        self.create({'command': 'echo > begun; exec sleep 60', 'failure_handler': 'again'},
+                    'trap "sleep 0.1; exit 0" TERM; echo > good; while :; do sleep 0.05; done',
+                    execution_config={'mode': 'direct', 'sigterm_lead_seconds': 5},
+                    failure_handlers=[{'name': 'again', 'rules': [{'exit_codes': [-128, 143]}]}])
+        self.allocate(5)
+
+        def terminate(number: int) -> None:
+            if not self.progress.messages and all(os.path.exists(self.world.path(name)) for name in ('begun', 'good')):
+                os.kill(os.getpid(), signal.SIGTERM)
+        self.client.after = terminate
+        late = 'test -e "$fake/asked" && echo "5|CANCELLED by 7" || echo "5|RUNNING"; touch "$fake/asked"'
+        for number, (account, status, code, record) in enumerate((
+                ('echo "5|CANCELLED by 7"', 'failed', -128, ('canceled', said)), (late, 'failed', -128, ('canceled', said)),
+                ('echo "5|PREEMPTED"', 'ready', 143, None), ('echo "5|RUNNING"', 'ready', 143, None),
+                ('echo "sacct: error: down" >&2; exit 1', 'ready', 143, None))):
+            with self.subTest(account):
+                self.fakes.write('sacct', f'echo x >> "$fake/calls"; {account}')
+                self.run_it()
+                job, good = self.client.rows('list_jobs', workflow_id=1)
+                self.assertEqual((status, 'completed'), (job['status'], good['status']))
+                result = self.client.rows('list_results', workflow_id=1, job_id=1, sort_by='id')[-1]
+                self.assertEqual((code, status == 'failed'), (result['return_code'], result['reason'] == said))
+                row, = self.client.rows('list_scheduled_compute_nodes', workflow_id=1)
+                self.assertEqual(record or ('complete', row['reason']), (row['status'], row['reason']))
+                self.assertLessEqual(len(self.fakes.calls('sacct')), 4 * (number + 1))
+                for name in ('begun', 'good'):
+                    os.unlink(self.world.path(name))
+                self.progress.messages.clear()
+                self.client.call('reset_workflow_status', workflow_id=1, force=True)
+                self.client.call('reset_job_status', workflow_id=1)
+                self.client.call('initialize_jobs', workflow_id=1)
+
 
 @slow
 class AllocationRunnerTest(SlurmTest):
@@ -24645,7 +24679,8 @@ class LookTest(unittest.TestCase):
         NODE_FAIL|0:0       interrupted  lost a node (NODE_FAIL, END)
         PREEMPTED|0:0       interrupted  was preempted by a job of higher priority (PREEMPTED, END)
         BOOT_FAIL|0:0       interrupted  could not boot its nodes (BOOT_FAIL, END)
-        CANCELLED by 0|0:0  interrupted  was canceled by a user or administrator (CANCELLED, END)
+        LAUNCH_FAILED|0:0   interrupted  could not be launched (LAUNCH_FAILED, END)
+        CANCELLED by 0|0:0  failed       was canceled by a user or administrator (CANCELLED, END)
         TIMEOUT|0:0         failed       reached its time limit (TIMEOUT, END)
         DEADLINE|0:0        failed       reached its deadline (DEADLINE, END)
         OUT_OF_MEMORY|0:125 failed       was killed for lack of memory (OUT_OF_MEMORY, exit code 0:125, END)
@@ -24733,7 +24768,7 @@ class LookTest(unittest.TestCase):
                          (row['reason'], row['is_interrupted'], row.get('ended_s')))
         for account in ('', '17|RUNNING|0:0|Unknown|UID|me'):       # the accounting is late
             row, = torc.evidence_of(self.judge(account, out='17|CANCELLED|1700000000\n'), 1700000060.0)
-            self.assertEqual((True, 60.0), (row['is_interrupted'], row['ended_s']))
+            self.assertEqual((False, 60.0), (row['is_interrupted'], row['ended_s']))
 
     def test_one_of_this_very_moment_or_of_a_clock_that_went_back_may_not_be_listed_yet(self):
         seen = self.judge('', self.row('pending', age_s=0.0))
@@ -29260,9 +29295,9 @@ class SyncStatusTest(CommandTest):
 
     def test_one_squeue_and_one_sacct_are_asked_for_all_and_a_dry_run_says_what_is_done_then(self):
         now, uid = int(time.time()), os.getuid()
-        fakes = self.slurm(r'71|CANCELLED|%d\n72|RUNNING|%d\n' % (now - 9, now + 900),
-                           r'71|CANCELLED by 0|0:0|%d|%d|me\n73|TIMEOUT|0:0|%d|%d|me\n' % (now - 9, uid,
-                                                                                           now - 99, uid))
+        fakes = self.slurm(r'71|PREEMPTED|%d\n72|RUNNING|%d\n' % (now - 9, now + 900),
+                           r'71|PREEMPTED|0:0|%d|%d|me\n73|TIMEOUT|0:0|%d|%d|me\n' % (now - 9, uid,
+                                                                                     now - 99, uid))
         for slurm_job_id in (71, 72, 73, 0):
             self.allocate(slurm_job_id)
         self.begin(71)
@@ -29270,7 +29305,7 @@ class SyncStatusTest(CommandTest):
         self.assertEqual({'first': 'running', 'second': 'running', 'last': 'blocked'}, self.states())
         done = text.replace('would be ', '')
         times = [torc.format_time(now - age_s) for age_s in (9, 99)]
-        said = f'Slurm job 71 was canceled by a user or administrator (CANCELLED, at {times[0]})'
+        said = f'Slurm job 71 was preempted by a job of higher priority (PREEMPTED, at {times[0]})'
         for line in (f'allocation 1 complete: {said}', f'job 1 (first) ready again: {said}',
                      f'job 2 (second) ready again: {said}',
                      f'allocation 3 complete: Slurm job 73 reached its time limit (TIMEOUT, at {times[1]})',
@@ -29357,8 +29392,8 @@ class SyncStatusTest(CommandTest):
                          (found['slurm_jobs_failed'], found['failed_job_details'][0]['reason']))
         self.assertEqual({'first': 'failed', 'second': 'failed', 'last': 'canceled'}, self.states())
 
-    def test_what_had_ended_in_an_allocation_that_was_canceled_is_not_ready_again(self):
-        self.slurm(accounts=r'71|CANCELLED|0:0|%d|%d|me\n' % (time.time() - 900, os.getuid()))
+    def test_what_had_ended_in_an_allocation_that_was_preempted_is_not_ready_again(self):
+        self.slurm(accounts=r'71|PREEMPTED|0:0|%d|%d|me\n' % (time.time() - 900, os.getuid()))
         self.allocate(71)
         self.begin(71)
         self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', 'UPDATE compute_node SET lease_s = 0 WHERE id = 1'))
@@ -30442,23 +30477,23 @@ class WatchedSlurmTest(CommandTest):
         self.assertEqual([(71, 'complete'), (100, 'pending')],
                          [(row['scheduler_id'], row['status']) for row in rows])
 
-    def cancel(self, *alive: str) -> None:
-        """An allocation with all jobs in it was canceled; squeue lists these, and then what was submitted."""
+    def preempt(self, *alive: str) -> None:
+        """An allocation with all jobs in it was preempted; squeue lists these, and then what was submitted."""
         self.allocate(71)
         self.begin(71)
-        self.fakes.write('sacct', f'printf "71|CANCELLED|0:0|{int(time.time())}|{os.getuid()}|tester\\n"')
+        self.fakes.write('sacct', f'printf "71|PREEMPTED|0:0|{int(time.time())}|{os.getuid()}|tester\\n"')
         said = 'printf "%s\\n" ' + ' '.join(alive)
         self.looks(f'{said} "71|RUNNING|N/A"', said, said, f'{said}; cat "$fake"/job_*')
 
     def test_a_watch_that_recovers_submits_again_what_was_lost_though_nothing_failed(self):
-        self.cancel()
+        self.preempt()
         done = self.watch('-r', '--profile', 'kestrel')
         self.assertIn('4 jobs are ready, and there is no allocation', done.err)
         self.assertIn('1 allocations submitted', done.err)
         self.assertEqual((1, 1), (self.json('workflows get 1')['run_id'], len(self.fakes.calls('sbatch'))))
 
     def test_one_that_does_not_names_the_command_that_does(self):
-        self.cancel()
+        self.preempt()
         done = self.watch('-f', 'json', code=1)
         self.assertIn('jobs are left: 4 ready (`recover` it, or give --auto-schedule or --persistent)', done.err)
         self.assertIn('to go on: torc.py recover 1\n', done.err)
@@ -30468,7 +30503,7 @@ class WatchedSlurmTest(CommandTest):
 
     def test_where_what_is_left_will_do_a_loss_is_no_reason_for_more_and_that_is_no_failure(self):
         self.allocate(72)
-        self.cancel('"72|PENDING|N/A"')
+        self.preempt('"72|PENDING|N/A"')
         done = self.watch('--auto-schedule', '--auto-schedule-cooldown', 0, '--auto-schedule-threshold', 4, '--profile', 'kestrel')
         self.assertIn('4 jobs are ready, and allocations were lost', done.err)
         self.assertIn('no more allocations are submitted: 1 allocations that are queued or running are counted', done.err)
@@ -30476,7 +30511,7 @@ class WatchedSlurmTest(CommandTest):
 
     def test_where_what_is_left_has_too_little_time_a_loss_is_made_good(self):
         self.allocate(72, 'active')
-        self.cancel('"72|RUNNING|N/A"')
+        self.preempt('"72|RUNNING|N/A"')
         self.begin(72, end_time=torc.format_time(time.time() + 90))
         done = self.watch('--auto-schedule', '--auto-schedule-cooldown', 0, '--auto-schedule-threshold', 4, '--profile', 'kestrel')
         self.assertIn('4 jobs are ready, and allocations were lost', done.err)
@@ -32980,14 +33015,20 @@ class OrphanTest(OrphanCase):
     def test_an_active_allocation_that_was_canceled_tells_it_itself(self):
         self.begin()
         self.bed.ask('scancel', self.live_allocations()[0].id)
-        self.wait_slurm(lambda: self.count('ready') == 2, 30, 'the last words of the runner', self.situation)
+        self.wait_slurm(lambda: self.count('failed') == 2, 30, 'the last words of the runner', self.situation)
         self.wait_gone()
         found = self.sync()
-        self.assertEqual(([], 0, {'pending': 0, 'active': 0}), (found['allocations'], found['jobs_requeued'],
+        self.assertEqual(([], 0, {'pending': 0, 'active': 0}), (found['allocations'], found['slurm_jobs_failed'],
                                                                 found['alive']))
         row, = self.rows('list_scheduled_compute_nodes')
-        self.assertEqual(('complete', 'its last runner (compute node 1) has left'), (row['status'],
-                                                                                     row['reason']))
+        said = f"Slurm job {row['scheduler_id']} was canceled by a user or administrator"
+        self.assertEqual(('canceled', said), (row['status'], row['reason']))
+        self.assertEqual({(-128, 'failed', said)}, {(row['return_code'], row['status'], row['reason'])
+                                                    for row in self.rows('list_results')})
+        self.assertIn(said, self.assertExit(0, self.world.cli('status', 1)).out)
+        self.world.write('go', '')
+        self.assertExit(0, self.world.cli('recover', 1, '--no-prompts'))
+        self.wait_slurm(lambda: self.count('completed') == 2, 90, 'the end of the jobs', self.situation)
 
     def test_a_pending_allocation_that_was_canceled(self):
         self.submit(self.SPEC.replace('EXTRA', '--begin=now+1hour').replace('MODE', 'direct'))
@@ -33032,14 +33073,13 @@ class LostNodeTest(OrphanCase):
         self.assertIn(f'Slurm job {allocation.id} is ending (COMPLETING)', self.sync()['doubts'])
         os.kill(node['pid'], signal.SIGKILL)
         self.bed.control('thaw-node', allocation.nodes)
-        found = self.sync_when_certain('jobs_requeued')
+        found = self.sync_when_certain('slurm_jobs_failed')
         self.assertRegex(found['allocations'][0]['reason'],
                          fr'^Slurm job {allocation.id} was canceled by a user or '
                          r'administrator \(CANCELLED, at .*Z\)$')
-        self.assertEqual((2, 0, 1), (found['jobs_requeued'], found['slurm_jobs_failed'],
+        self.assertEqual((0, 2, 1), (found['jobs_requeued'], found['slurm_jobs_failed'],
                                      found['compute_nodes_deactivated']))
-        self.go_on()
-        self.assertEqual({2}, {row['attempt_id'] for row in self.rows('list_results')})
+        self.assertEqual({(1, -128)}, {(row['attempt_id'], row['return_code']) for row in self.rows('list_results')})
 
     def test_an_allocation_that_was_preempted_while_its_runner_could_not_say_so(self):
         node = self.begin('--no-requeue --partition=low')

@@ -26476,10 +26476,16 @@ class Completions:
         streams, cap = attempt.streams, self.context.cap
         if streams and not cap.is_written(streams, time.monotonic()):
             return      # the thread wakes us
+        allocation = self.context.allocation if attempt.stopped_for == 'interrupt' else None
+        if allocation is not None and allocation.is_in_doubt:
+            return      # the answer wakes us
         verdict = self.starter.judge(attempt)
         if verdict is None:
             return
         verdict = self.judge_memory(attempt, verdict)
+        if allocation is not None and allocation.canceled and verdict.status == 'terminated' \
+                and not verdict.is_interrupted:
+            verdict = Verdict('failed', ORPHAN_RETURN_CODE, allocation.canceled)
         context, file_times = self.context, {}      # type: NodeContext, Dict[str, float]
         if verdict.status == 'completed' and attempt.job['outputs']:
             file_times, missing = stat_outputs(attempt.job['outputs'])
@@ -27816,6 +27822,8 @@ class Allocation:
         self.step_end_time = None   # type: Optional[float]  # ... of the step that we are in
         self.record_id = None       # type: Optional[int]  # the scheduled_compute_node
         self.scheduler_config_id = None     # type: Optional[int]
+        self.is_in_doubt = False    # sacct is being asked whether somebody has canceled the Slurm job
+        self.canceled = ''          # somebody has: one sentence
 
     @property
     def own_index(self) -> Optional[int]:
@@ -28076,10 +28084,29 @@ class AllocationWatch:
         self.asked_at = time.monotonic()
         self.is_asking = False
         self.is_doubtful = False            # whether it still runs
+        self.end_looks = 4                  # how often sacct may be asked whether it was canceled
 
     def look_now(self) -> None:
         """Slurm has started no step: perhaps the job is over."""
         self.is_doubtful = True
+
+    def look_at_end(self) -> None:
+        """SIGTERM has come, perhaps of scancel(1): as long as the job is ending, only sacct says so."""
+        allocation = self.context.allocation
+        if allocation is not None and self.end_looks and not allocation.is_in_doubt:
+            self.end_looks, allocation.is_in_doubt = self.end_looks - 1, True
+            argv = slurm_argv('sacct', '-X', '-n', '-P', '-j', allocation.job_id, '--format', 'JobID,State')
+            self.launcher.query(argv, LAST_QUERY_S, self.on_end, query_variables())
+
+    def on_end(self, reply: Reply) -> None:
+        """sacct has answered, which may be a moment late."""
+        allocation = self.context.allocation
+        name = parse_slurm_state(dict(read_slurm_rows(reply.out, 2)).get(allocation.job_id, ''))
+        allocation.is_in_doubt = False
+        if name == 'CANCELLED':
+            allocation.canceled = f'Slurm job {allocation.job_id} {SLURM_STATES[name].meaning}'
+        elif name == 'RUNNING':
+            self.look_at_end()
 
     def due(self) -> float:
         """The next look."""
@@ -28114,6 +28141,7 @@ class AllocationWatch:
         is_again = count.isdigit() and int(count) > allocation.restart_count
         is_ending = name == 'COMPLETING' or name in SLURM_STATES and not SLURM_STATES[name].is_live
         if is_unknown_job(reply) or is_again or is_ending:
+            self.look_at_end()
             self.on_over()      # its EndTime would be that of its end
             return
         end_time = parse_slurm_instant(facts.get('EndTime', ''))
@@ -28696,8 +28724,15 @@ def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]],
 
 
 def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
-    """A runner was ended by Slurm: if its job waits in the queue again, so does the record."""
+    """A runner was ended by Slurm: if its job waits in the queue again, so does the record.
+
+    If somebody has canceled it, the record says that.
+    """
     allocation = context.allocation
+    if allocation.canceled and allocation.record_id is not None:
+        body = {'status': 'canceled', 'reason': allocation.canceled}
+        client.call('update_scheduled_compute_node', body, id=allocation.record_id)
+        return
     reply = ask(slurm_argv('scontrol', 'show', 'job', '-o', allocation.job_id))
     facts = read_slurm_facts(find_job_line(reply.out, allocation.job_id))
     count = facts.get('Restarts', '')   # the state may still be that of its end
@@ -28884,6 +28919,8 @@ class Runner:
         for number in self.wakeup.wait(wait_s, self.link.pending):
             if number != signal.SIGCHLD:
                 self.shutdown.on_signal(number)
+            if number == signal.SIGTERM:
+                self.allocation_watch.look_at_end()
 
     # ---- life ----
 
@@ -28956,6 +28993,8 @@ class Runner:
     def has_slurm_work(self) -> bool:
         """Whether Slurm is still to be told, or asked, something; not beyond the end of our time."""
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
+        allocation = self.context.allocation
+        is_asking = is_asking or allocation is not None and allocation.is_in_doubt
         return is_asking or self.submissions.is_busy and self.shutdown.reason not in SIGNAL_REASONS
 
     @property
@@ -29058,7 +29097,7 @@ def finish_allocation(runner: Runner, client: Any, began_at: float) -> None:
     def ask(argv: List[str]) -> Reply:
         return ask_before_work(argv, limit_s, runner.launcher, runner.wakeup, query_variables())
     try:
-        if is_stopped:
+        if is_stopped and not runner.link.answer['is_canceled']:
             note_requeue(context, client, ask)
         elif context.allocation.node_index == 0 and not is_work_left(runner.link.answer['jobs_by_status']):
             cancel_surplus(context, client, ask)
@@ -29150,9 +29189,9 @@ SEEN_FORMAT = '%i|%T|%e'            # of squeue: id, state, end
 END_FORMAT = 'JobID,State,ExitCode,End,UID,User'
 # The allocation was ended, not the jobs in it: they may run again as they are. One that has used up its time
 # or memory (TIMEOUT, DEADLINE, OUT_OF_MEMORY), or whose runner was killed (FAILED), is not among them: what
-# ran in it may be the cause, and would run for ever if that spent no attempt.
-INTERRUPTED_STATES = frozenset(('NODE_FAIL', 'PREEMPTED', 'BOOT_FAIL', 'CANCELLED', 'LAUNCH_FAILED',
-                                'RECONFIG_FAIL', 'REVOKED'))
+# ran in it may be the cause, and would run for ever if that spent no attempt. Who cancels one means its jobs.
+INTERRUPTED_STATES = frozenset(('NODE_FAIL', 'PREEMPTED', 'BOOT_FAIL', 'LAUNCH_FAILED', 'RECONFIG_FAIL',
+                                'REVOKED'))
 # Slurm is about to do something with it: whatever that will be, it is too early to judge.
 PASSING_STATES = frozenset(('COMPLETING', 'REQUEUED', 'REQUEUE_FED', 'RESIZING', 'SIGNALING', 'STAGE_OUT',
                             'STOPPED', 'SUSPENDED'))
@@ -38862,6 +38901,7 @@ The end of the time
     before the end, with return code 152, unless it saves its work and exits 0 before.
 Preemption, lost nodes
     Slurm starts the allocation again. Jobs that were interrupted are ready again, which costs no retry.
+    Those of an allocation that somebody has canceled have failed (-128): `recover` runs them again.
 What went wrong
     explain, then `slurm parse-logs torc_output -w WF`: slurm_output_wf*_sl*.e, job_runner_slurm_*.log.
 Accounting
