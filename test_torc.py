@@ -6708,6 +6708,19 @@ class NodeTest(ServiceTest):
         self.node(workflow_id)      # without an end
         self.assertEqual((0, None, 2 * day_s - 5), told())
 
+    def test_the_wall_time_is_from_the_first_start_to_the_last_end_or_to_now_while_a_job_runs(self):
+        workflow_id = self.create('a:\nb:')
+        node_id = self.node(workflow_id)
+        jobs = self.claim(workflow_id, node_id)
+        begun = self.clock
+        for after_s, sent, wall_s in ((0, {}, None), (50, {'started': [[jobs['a']['id'], 1, torc.format_time(begun)]]}, 50),
+                                      (100, {'completions': [dict(self.end(jobs['a']), exec_time_minutes=1.0, completion_time=torc.format_time(begun + 60))]}, 60),
+                                      (500, {'started': [[jobs['b']['id'], 1, torc.format_time(begun + 400)]]}, 500)):
+            self.clock = begun + after_s
+            self.sync(workflow_id, node_id, **sent)
+            found = self.call('get_workflow_status', id=workflow_id).get('walltime_seconds')
+            self.assertEqual(wall_s, None if found is None else round(found, 1))
+
     def test_a_claim_that_a_dead_runner_may_have_started_is_another_attempt(self):
         workflow_id = self.create('a:')
         node_id = self.node(workflow_id)
@@ -7596,12 +7609,15 @@ class UpdatesTest(ServiceTest):
         job = self.claim(workflow_id, node_id)['a']
         self.sync(workflow_id, node_id, started=[[job['id'], 1, '2026-01-01T00:00:00Z']])
         self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 3, reason='why')])
+        self.sync(workflow_id, node_id)     # which is no other end
         self.call('delete_compute_node', id=node_id)
         node = {'compute_node_id': node_id, 'hostname': 'h', 'pid': 1, 'compute_node_type': 'local'}
         self.assertEqual([
             ('compute_node_started', dict(node, num_cpus=4, memory_gb=8.0, num_gpus=0)),
             ('job_started', {'job_id': job['id'], 'job_name': 'a', 'compute_node_id': node_id, 'run_id': 1}),
             ('job_failed', {'job_id': job['id'], 'job_name': 'a', 'status': 'failed', 'return_code': 3, 'message': 'why'}),
+            ('workflow_completed', {'category': 'workflow_completed', 'workflow_id': workflow_id, 'run_id': 1, 'last_result_id': 1,
+                                    'message': f'Workflow {workflow_id} has ended: 1 failed', 'jobs_by_status': {'failed': 1}}),
             ('compute_node_stopped', dict(node, duration_seconds=None))],
             [(item.event_type, item.data) for item in self.service.take_updates()])
 
@@ -7615,7 +7631,7 @@ class UpdatesTest(ServiceTest):
         with self.service.transaction():
             torc.release_lost_nodes(self.context, lambda *_: False)
         self.call('delete_compute_node', id=node_id)
-        self.assertEqual(['compute_node_stopped', 'job_failed', 'job_orphaned'], [event_type for event_type, _, _ in self.told()])
+        self.assertEqual(['compute_node_stopped', 'job_failed', 'job_orphaned', 'workflow_completed'], [event_type for event_type, _, _ in self.told()])
 
     def test_the_end_of_a_task_is_told_with_who_asked_for_it(self):
         workflow_id = self.create('a:')
@@ -7652,7 +7668,7 @@ class UpdatesTest(ServiceTest):
         self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['first'], 'failed', 1)])
         updates = self.service.take_updates()
         described = [item for item in updates if not isinstance(item, int)]
-        self.assertEqual((100, [workflow_id] * 4903), (len(described), updates[100:]))
+        self.assertEqual((101, [workflow_id] * 4903, 'workflow_completed'), (len(described), updates[100:-1], described[-1].event_type))
         feeds = torc.Feeds()
         feed = feeds.join(workflow_id, None)
         feeds.add_updates(updates)
@@ -15335,7 +15351,7 @@ class FindServerTest(WorldTest):
                             (('delete', 1), f"Delete workflow 1 (hello) of the database {self.world.path('my.db')} (served at {url}) with all jobs and results?"),
                             (('workflows', 'reset-status', 1), f'Reset the status of all jobs of {place}?'),
                             (('jobs', 'delete-all', 1), f'Delete all jobs of {place}?'),
-                            (('jobs', 'reset-status', 1), f'Reset the status of 1 jobs of {place}?'),
+                            (('jobs', 'reset-status', 1), f'Reset the status of 1 job of {place}?'),
                             (('user-data', 'delete-all', 1), f'Delete all user data of {place}?')):
             self.assertExit(2, self.cli(*words), f'confirmation required ("{text}"')
         self.assertIn(f'workflow 1 (hello) of the server {url}?"', self.cli('--url', url, 'cancel', 1).err)
@@ -15968,7 +15984,7 @@ class StepsTest(WorldTest):
             torc.reset_failed(client, client.get_workflow(1), False, said.append)
             statuses = {job['name']: job['status'] for job in torc.list_items(client, 'list_jobs', workflow_id=1)}
             self.assertEqual({'first': 'completed', 'second': 'ready'}, statuses)
-            self.assertEqual(['1 jobs run again: what did not complete or has changed, and what depends on it'], said)
+            self.assertEqual(['1 job to run again: what did not complete or has changed, and what depends on it'], said)
             torc.reset_failed(client, client.get_workflow(1), False, said.append)
         self.assertEqual('Workflow 1 has no jobs that failed or were canceled', said[-1])
         self.world.write('mended', '')
@@ -16381,7 +16397,7 @@ class SeriesTest(WorldTest):
                       for name, in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")}
             self.assertEqual({
                 'job_resource_samples': ['job_id', 'timestamp', 'cpu_percent', 'memory_bytes', 'num_processes'],
-                'job_metadata': ['job_id', 'job_name'],
+                'job_metadata': ['job_id', 'job_name'], 'job_resource_summary': ['job_id', 'peak_memory_bytes'],
                 'system_resource_samples': ['id', 'timestamp', 'cpu_percent', 'memory_bytes', 'total_memory_bytes'],
                 'system_resource_summary': ['id', 'sample_count', 'peak_cpu_percent', 'avg_cpu_percent',
                                             'peak_memory_bytes', 'avg_memory_bytes']}, tables)
@@ -20804,6 +20820,8 @@ class MonitorRunTest(RunnerCase):
             self.assertGreaterEqual(connection.execute('SELECT count(*) FROM system_resource_samples').fetchone()[0], 2)
             self.assertEqual(1, connection.execute('SELECT count(*) FROM system_resource_summary').fetchone()[0])
         self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
+        with contextlib.closing(torc.SeriesFile(path)) as file:
+            self.assertEqual({1: self.result()['peak_memory_bytes']}, file.job_peaks())
 
     def test_a_series_that_cannot_be_written_harms_no_job(self):
         self.world.write('out/resource_utilization', 'in the way')
@@ -23389,10 +23407,11 @@ class RunnerTest(RunnerCase):
 
     def test_a_recovery_script_that_fails_vetoes_the_retry_and_is_named(self):
         self.create({'command': 'exit 10', 'failure_handler': 'fix'},
-                    failure_handlers=[{'name': 'fix', 'rules': [{'match_all_exit_codes': True, 'recovery_script': 'exit 5'}]}])
+                    failure_handlers=[{'name': 'fix', 'rules': [{'match_all_exit_codes': True, 'recovery_script': 'echo hm; echo no such luck >&2; exit 5'}]}])
         outcome = self.run_it()
         self.assertEqual([(1, 1, 10, 'failed')], self.results())
-        self.assertIn('the recovery script ended with return code 5', outcome.failed_jobs[0][3])
+        self.assertIn('the recovery script ended with return code 5: no such luck (its log: recovery_j1_a1_wf1_r1.log)', outcome.failed_jobs[0][3])
+        self.assertEqual('hm\nno such luck\n', self.world.read('out/recovery_j1_a1_wf1_r1.log'))
 
     def test_max_retries_counts_attempts(self):
         self.create({'command': 'exit 1', 'failure_handler': 'fix'},
@@ -25467,7 +25486,7 @@ class StatusReportTest(unittest.TestCase):
                     '  total                4\n'
                     '\n'
                     '  Wall time 1m 10s, execution time 6.0s\n'
-                    '  1 compute nodes at work\n'
+                    '  1 compute node at work\n'
                     '\n'
                     'x Workflow ended: 3 completed, 1 failed\n')
         self.assertEqual(expected, torc.format_status(status_of(completed=3, failed=1)))
@@ -25508,11 +25527,20 @@ class StatusReportTest(unittest.TestCase):
         self.assertNotIn('post_0', text)
 
     def test_the_verdict_follows_from_the_counts(self):
-        table = ((status_of(completed=2), 'complete'), (status_of(completed=1, canceled=1), 'failed'), (status_of(ready=1), 'running'),
-                 (status_of(uninitialized=1), 'running'), (dict(status_of(ready=1), is_canceled=True),
-                                                           'canceled'), (status_of(), 'complete'))
-        for status, kind in table:
-            self.assertEqual(kind, torc.verdict_of(status)[0], status)
+        idle = {'active_compute_nodes': 0}
+        for status, kind, words in (
+                (status_of(completed=2), 'complete', 'is complete: every job'), (status_of(completed=1, canceled=1), 'failed', 'ended: 1 completed'),
+                (status_of(uninitialized=1), 'waiting', 'has not been started'), (status_of(), 'complete', 'is complete'),
+                (dict(status_of(ready=1), is_canceled=True), 'canceled', 'was canceled'),
+                (status_of(ready=1), 'running', 'is in progress: 1 ready'), (dict(status_of(running=1), **idle), 'running', 'is in progress: 1 running'),
+                (dict(status_of(ready=1), **idle), 'waiting', 'waits for a runner: 1 ready'),
+                (dict(status_of(ready=1), **idle, pending_scheduled_nodes=1), 'waiting', 'waits for an allocation: 1 ready'),
+                (dict(status_of(ready=1), **idle, active_scheduled_nodes=1), 'waiting', 'waits for the runner of an allocation: 1 ready'),
+                (dict(status_of(pending_failed=1, blocked=1), **idle), 'waiting', 'waits for a decision about failed jobs: 1 blocked, 1 pending_failed'),
+                (dict(status_of(uninitialized=1, completed=1), **idle), 'waiting', 'waits for its initialization: 1 uninitialized, 1 completed')):
+            found, sentence = torc.verdict_of(status)
+            self.assertEqual(kind, found, status)
+            self.assertIn(f'Workflow {words}', sentence)
 
     def test_a_report_of_a_new_workflow_has_no_wall_time(self):
         status = status_of(uninitialized=2)
@@ -25881,6 +25909,14 @@ class PlotTest(WorldTest):
         self.assertEqual(([], []), (free.of('line', 'limit'), free.of('rect', 'over')))
         self.assertIn('Peak memory', free.words)
 
+    def test_the_peak_of_memory_is_that_of_the_results(self):
+        path = self.series()
+        torc.write_series(path, {'peaks': [(1, 3 * GIB), (1, 2 * GIB), (2, 1)]})
+        pages = self.plot(path)
+        self.assertIn('memory: peak 3 GB, average 50 MB', pages['job_1'].words[2])
+        self.assertIn('memory: peak 20 MB,', pages['job_2'].words[2])
+        self.assertIn('3 GB', pages['summary'].words)
+
     def test_a_peak_survives_however_many_samples_there_are(self):
         samples = [(second, 10.0, 2 ** 20, 1) for second in range(10000)]
         samples[7171] = (7171, 999.0, 7 * GIB, 1)
@@ -26205,6 +26241,7 @@ class WhichWorkflowTest(CommandTest):
     def test_without_an_id_and_a_terminal_the_candidates_are_told(self):
         self.assertExit(4, self.world.main('status'), 'there is no server and no database')
         self.make()
+        self.assertIn('Workflow has not been started', self.text('status'), 'the only one is meant')
         self.make()
         outcome = self.assertExit(2, self.world.main('status'))
         self.assertEqual('torc: a workflow id is required when there is no terminal: 1 (sample), 2 (sample)\n', outcome.err)
@@ -26898,7 +26935,7 @@ class WorkflowTest(CommandTest):
                 'compute_node_type': 'local', 'is_active': True}
         client.create_compute_node(node)
         client.close()
-        self.assertExit(4, self.world.main('jobs', 'reset-status', 4, '--no-prompts'), 'workflow 1 is at work (1 compute nodes at work)')
+        self.assertExit(4, self.world.main('jobs', 'reset-status', 4, '--no-prompts'), 'workflow 1 is at work (1 compute node at work)')
         self.assertExit(0, self.world.main('jobs', 'reset-status', 4, '--no-prompts', '--force'))
 
     def test_a_finished_workflow_is_not_run_again_unasked(self):
@@ -27758,7 +27795,7 @@ class ExplainTest(CommandTest):
                                                                                 'slurm_job_id': 72}})
         text, about = self.text('status 1'), '(scheduler cpu, partition main, 01:00:00)'
         self.assertIn(f'    allocation 1: Slurm job 71 {about}: pending\n'
-                      f'    allocation 2: Slurm job 72 {about}: active; 1 runners with 0 jobs; 1h 00m left\n',
+                      f'    allocation 2: Slurm job 72 {about}: active; 1 runner with 0 jobs; 1h 00m left\n',
                       text)
         self.assertEqual([71, 72], [row['slurm_job_id'] for row in self.json('status 1')['allocations']])
         self.assertEqual([], fakes.calls())
@@ -28519,7 +28556,7 @@ class RegenerateTest(SubmitCase):
             'dry_run', 'pending_jobs', 'profile_name', 'total_allocations', 'would_submit')))
         text = self.text('slurm regenerate 1 --profile kestrel --dry-run')
         self.assertIn('32 jobs of workflow 1 are left\n', text)
-        self.assertRegex(text, r'  small_deferred_regen_\d+_\d+: 1 jobs, 1 x 1 node of short for 00:45:00, when its jobs are ready\nNothing was changed')
+        self.assertRegex(text, r'  small_deferred_regen_\d+_\d+: 1 job, 1 x 1 node of short for 00:45:00, when its jobs are ready\nNothing was changed')
         self.assertEqual(before, self.dump())
 
 
@@ -29912,7 +29949,7 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         before = self.state()
         for more in ((), ('--dry-run',)):
             self.assertExit(4, self.world.main(*self.OPTIONS, '--recovery-hook', 'touch', *more),
-                            'Slurm job 50 may be anything: squeue failed', 'Cannot recover: workflow is not complete (1 allocations active)')
+                            'Slurm job 50 may be anything: squeue failed', 'Cannot recover: workflow is not complete (1 allocation active)')
         self.assertEqual((before, False), (self.state(), os.path.exists(self.world.path('1'))))
 
     def test_a_job_that_had_the_longest_walltime_is_told_so(self):
@@ -30060,7 +30097,7 @@ class RecoverOrphansTest(RecoverCase):
         before = {'first': 'running', 'second': 'running', 'last': 'blocked'}
         for more in ((), ('--dry-run',)):
             self.assertExit(4, self.world.main('recover', 1, '--profile', 'kestrel', *more), 'Cannot recover: workflow is not complete '
-                            '(1 compute nodes at work, 1 allocations active, 2 jobs running)')
+                            '(1 compute node at work, 1 allocation active, 2 jobs running)')
             self.assertEqual((before, False), (self.statuses(), self.json('workflows is-complete 1')['is_complete']))
         fakes.write('squeue', 'true')
         fakes.write('sacct', r'printf "71|FAILED|1:0|%d|%d|me\n"' % (time.time() - 9, os.getuid()))
@@ -30079,7 +30116,7 @@ class RecoverOrphansTest(RecoverCase):
                 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True, 'lease_s': 600.0})
         self.world.fake_slurm(**dict(FAKE_QUEUE, squeue='true', sacct=r'printf "71|FAILED|1:0|%d|%d|me\n"' % (time.time() - 9, os.getuid())))
         for more in (('--dry-run',), ()):
-            self.assertExit(4, self.world.main('recover', 1, '--profile', 'kestrel', *more), '(1 compute nodes at work')
+            self.assertExit(4, self.world.main('recover', 1, '--profile', 'kestrel', *more), '(1 compute node at work')
 
     def test_jobs_of_a_failed_allocation_run_again_and_those_of_a_lost_node_go_on(self):
         for state, retried, run_id in (('FAILED', [1, 2], 2), ('NODE_FAIL', [], 1)):
@@ -30431,7 +30468,7 @@ class WatchedSlurmTest(CommandTest):
         self.allocate(71)
         self.looks('printf "71|PENDING|N/A"', 'true')
         process = self.world.start('watch', 1, '-p', 0.02, '-s')
-        line = '4 ready; 1 allocations pending'
+        line = '4 ready; 1 allocation pending'
         self.world.wait(lambda: process.err.count(line) > 20, 30, '20 polls', [process])
         self.assertEqual(1, len(self.fakes.calls('squeue')))
         process.send(signal.SIGTERM)
@@ -31698,7 +31735,7 @@ class GoOnTest(FlowTest):
         outcome = self.assertExit(1, self.world.cli('--db', "it's.db", 'run', '-o', 'my out', 'w.yaml'))
         self.assertIn("here: torc.py --db 'it'\"'\"'s.db' run 1 --retry-failed -o 'my out'\n", outcome.err)
         self.assertNotIn('-128', outcome.err)
-        self.assertIn('2 jobs run again', self.go_on(outcome).err)
+        self.assertIn('2 jobs to run again', self.go_on(outcome).err)
         self.assertEqual('a\n', self.world.read('ran'))
         again = self.world.cli('--db', "it's.db", 'run', 1, '--retry-failed')
         self.assertExit(0, again, 'has no jobs that failed', 'has nothing left to do')
@@ -31725,7 +31762,7 @@ class GoOnTest(FlowTest):
                 'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z',
                 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local',
                 'is_active': True})
-        self.assertExit(4, self.world.cli('run', 1, '--retry-failed'), 'is at work (1 compute nodes at work)')
+        self.assertExit(4, self.world.cli('run', 1, '--retry-failed'), 'is at work (1 compute node at work)')
         self.assertEqual({'a': 'failed'}, self.statuses())
         self.assertExit(2, self.world.cli('run', 'spec.yaml', '--retry-failed'), 'give its id in place')
 
@@ -32033,7 +32070,7 @@ class InterruptTest(FlowTest):
         runner = self.start_long()
         self.ask_json('workflows', 'new', '--name', 'idle')
         refused = self.assertExit(4, self.world.cli('--no-prompts', 'delete', 1, 2), 'Deleted workflow 2 (idle)')
-        self.assertIn('torc: workflow 1 is at work (2 jobs running, 1 compute nodes at work); stop it first (torc.py cancel 1) '
+        self.assertIn('torc: workflow 1 is at work (2 jobs running, 1 compute node at work); stop it first (torc.py cancel 1) '
                       'and wait for its end, or give --force\n', refused.err)
         self.assertEqual({'running'}, set(self.statuses().values()))
         self.assertExit(0, self.world.cli('delete', 1, '--force'), 'Deleted workflow 1 (long)')

@@ -586,6 +586,11 @@ def parse_memory(text: str) -> int:
     return value
 
 
+def counted(number: int, noun: str) -> str:
+    """(1, 'job') -> '1 job', (2, 'job') -> '2 jobs'."""
+    return f'{number} {noun}' if number == 1 else f'{number} {noun}s'
+
+
 def format_memory(value_bytes: float) -> str:
     """Bytes -> '12.3MB', for people."""
     for unit, size in (('TB', 1024 ** 4), ('GB', 1024 ** 3), ('MB', 1024 ** 2), ('KB', 1024)):
@@ -6877,7 +6882,8 @@ def announce(context: Context, workflow_id: int, event_type: str, data: Values,
     service = context.service
     if workflow_id in service.watched:
         update = Update(workflow_id, event_type, severity, int(context.now() * 1000), data)
-        service.updates.append(update if len(service.updates) < MAX_UPDATES else workflow_id)
+        is_kept = len(service.updates) < MAX_UPDATES or event_type == 'workflow_completed'  # it is waited for
+        service.updates.append(update if is_kept else workflow_id)
 
 
 def announce_start(context: Context, job: JobState, run_id: int) -> None:
@@ -8210,12 +8216,15 @@ def get_workflow_status(context: Context, workflow_id: int) -> Values:
     """One summary: jobs by status, times, nodes, and why ready jobs may be waiting."""
     workflow, counts = get_workflow(context, workflow_id), count_by_status(context, workflow_id)
     total_minutes, walltime_s, nodes, pending, active = context.one(
-        'SELECT total(exec_time_minutes), (max(julianday(completion_time)) - '
-        'min(julianday(completion_time) - exec_time_minutes / 1440)) * 86400, '    # from the first start
+        # from the first start to the last end, or to now while jobs run
+        'WITH span (began, ended, minutes) AS (SELECT julianday(completion_time) - exec_time_minutes / 1440, '
+        'julianday(completion_time), exec_time_minutes FROM result WHERE workflow_id = ?1 AND is_current = 1 '
+        'UNION ALL SELECT julianday(start_time), julianday(?2), 0 FROM job WHERE workflow_id = ?1 '
+        f'AND status = {RUNNING}) SELECT total(minutes), (max(ended) - min(began)) * 86400, '
         '(SELECT count(*) FROM compute_node WHERE workflow_id = ?1 AND is_active = 1), '
         "(SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ?1 AND status = 'pending'), "
         "(SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ?1 AND status = 'active') "
-        'FROM result WHERE workflow_id = ?1 AND is_current = 1', (workflow_id,))
+        'FROM span', (workflow_id, context.time))
     return {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
             'total_jobs': sum(counts.values()), 'jobs_by_status': counts,
             'is_canceled': workflow['is_canceled'],
@@ -8422,6 +8431,12 @@ def note_contents(context: Context, workflow_id: int, contents: Sequence[Cells])
 
 # -------- initialize and reset --------
 
+def format_counts(counts: Dict[str, int]) -> str:
+    """{'completed': 3, 'failed': 1} -> '3 completed, 1 failed', in the order of STATUSES, without zeros."""
+    shown = (f'{counts[row.name]} {row.name}' for row in STATUSES if counts.get(row.name))
+    return ', '.join(shown) or 'no jobs'
+
+
 def note_if_complete(context: Context, workflow_id: int) -> None:
     """If a workflow is complete, its on_workflow_complete actions are due."""
     if is_complete(context, workflow_id):
@@ -8432,6 +8447,7 @@ def note_complete(context: Context, workflow_id: int) -> None:
     """A workflow is complete: its on_workflow_complete actions are due, and the run has ended."""
     context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? '
                 "AND trigger_type = 'on_workflow_complete'", (workflow_id,))
+    record_completion(context, workflow_id)
     if not keeps_crate(context, workflow_id):
         return
     run_id = workflow_state(context, workflow_id).run_id
@@ -8441,6 +8457,23 @@ def note_complete(context: Context, workflow_id: int) -> None:
         last = context.value('SELECT max(completion_time) FROM result WHERE workflow_id = ? AND run_id = ?',
                              (workflow_id, run_id))
         put_entity(context, *of_run, ('CreateAction', 'prov:Activity'), {'endTime': last})
+
+
+def record_completion(context: Context, workflow_id: int) -> None:
+    """The end of a workflow is an event, once for the same results; a cancellation is one of its own."""
+    state = workflow_state(context, workflow_id)
+    last_id = context.value('SELECT max(id) FROM result WHERE workflow_id = ?', (workflow_id,))
+    data = {'category': 'workflow_completed', 'workflow_id': workflow_id, 'run_id': state.run_id,
+            'last_result_id': last_id}      # type: Values
+    known = context.one('SELECT 1 FROM event WHERE workflow_id = ? AND instr(data, ?) = 1 '
+                        'ORDER BY timestamp DESC LIMIT 1', (workflow_id, format_json(data)[:-1]))
+    if known is None and not state.is_canceled:
+        counts = count_by_status(context, workflow_id)
+        is_bad = any(counts[row.name] for row in STATUSES if row.is_bad)
+        record_event(context, workflow_id, dict(
+            data, message=f'Workflow {workflow_id} has ended: {format_counts(counts)}',
+            jobs_by_status={name: count for name, count in counts.items() if count}),
+            'warning' if is_bad else 'info')
 
 
 def refuse_archived(state: WorkflowState) -> None:
@@ -19153,9 +19186,14 @@ def wait_for_task(client: Client, task: Dict[str, Any], timeout_s: Optional[floa
     return task
 
 
-NODE_COUNTS = (('active_compute_nodes', 'compute nodes at work'),
-               ('active_scheduled_nodes', 'allocations active'),
-               ('pending_scheduled_nodes', 'allocations pending'))
+NODE_COUNTS = (('active_compute_nodes', 'compute node', 'at work'),
+               ('active_scheduled_nodes', 'allocation', 'active'),
+               ('pending_scheduled_nodes', 'allocation', 'pending'))
+
+
+def describe_nodes(status: Dict[str, Any]) -> List[str]:
+    """'2 compute nodes at work' and the like, of an answer of get_workflow_status."""
+    return [f'{counted(status[key], noun)} {state}' for key, noun, state in NODE_COUNTS if status[key]]
 
 
 def refuse_at_work(client: Client, workflow_id: int, is_forced: bool,
@@ -19163,8 +19201,8 @@ def refuse_at_work(client: Client, workflow_id: int, is_forced: bool,
     """Refuse, unless forced, while jobs, runners or allocations are there: they would not see the change."""
     status = client.call('get_workflow_status', workflow_id=workflow_id)
     active = sum(status['jobs_by_status'][row.name] for row in STATUSES if row.is_active)
-    busy = [f'{active} jobs running'] if active else []
-    busy += [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
+    busy = [f"{counted(active, 'job')} running"] if active else []
+    busy += describe_nodes(status)
     if busy and not is_forced:
         raise Refused(f"workflow {workflow_id} is at work ({', '.join(busy)}); {cure}, or give --force")
 
@@ -19194,7 +19232,8 @@ def reset_failed(client: Client, workflow: Dict[str, Any], is_forced: bool, repo
     client.call('reset_workflow_status', workflow_id=number, force=is_forced)
     client.call('reset_job_status', workflow_id=number, failed_only=True)
     count = reinitialize(client, workflow)
-    report(f'{count} jobs run again: what did not complete or has changed, and what depends on it')
+    jobs = counted(count, 'job')
+    report(f'{jobs} to run again: what did not complete or has changed, and what depends on it')
 
 
 # ======== 11c. Installation: a compiled copy of this file, and what starts it ========
@@ -20311,6 +20350,10 @@ CREATE TABLE IF NOT EXISTS job_metadata (
     job_id   INTEGER PRIMARY KEY,
     job_name TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS job_resource_summary (      -- of each attempt, beside Torc's tables
+    job_id            INTEGER NOT NULL,
+    peak_memory_bytes INTEGER NOT NULL
+);
 CREATE TABLE IF NOT EXISTS system_resource_samples (
     id                 INTEGER PRIMARY KEY AUTOINCREMENT,
     timestamp          INTEGER NOT NULL,
@@ -20330,6 +20373,7 @@ CREATE TABLE IF NOT EXISTS system_resource_summary (
 SERIES_INSERTS = {
     'names':   'INSERT OR REPLACE INTO job_metadata VALUES (?, ?)',
     'jobs':    'INSERT OR REPLACE INTO job_resource_samples VALUES (?, ?, ?, ?, ?)',
+    'peaks':   'INSERT INTO job_resource_summary VALUES (?, ?)',
     'node':    'INSERT INTO system_resource_samples VALUES (NULL, ?, ?, ?, ?)',
     'summary': 'INSERT OR REPLACE INTO system_resource_summary VALUES (1, ?, ?, ?, ?, ?)',
 }
@@ -20373,6 +20417,11 @@ class Series:
             self.rows['names'].append((job_id, name))
         if len(self.rows['jobs']) < MAX_SERIES_ROWS:    # a file system that hangs costs what comes then
             self.rows['jobs'].append((job_id, *values))
+
+    def add_usage(self, job_id: int, usage: Dict[str, Any]) -> None:
+        """What the result of a job says: its peak may lie between two samples."""
+        if job_id in self.named and usage.get('peak_memory_bytes'):
+            self.rows['peaks'].append((job_id, usage['peak_memory_bytes']))
 
     def act(self, now: float) -> None:
         """Begin to write what there is if it is time; see how the child has ended."""
@@ -26241,13 +26290,17 @@ class Scripts:
         def on_script_end(process: Process) -> None:
             del self.running[process]
             on_end(process)
-        descriptor = self.open_log(f'{log_name}_wf{self.context.workflow_id}_r{self.context.run_id}.log')
+        descriptor = self.open_log(self.log_name(log_name))
         try:
             process = self.shell.start(command, variables, (descriptor, descriptor), name, on_script_end)
         finally:
             os.close(descriptor)
         self.running[process] = None
         return process
+
+    def log_name(self, stem: str) -> str:
+        """Name of a log in the output directory."""
+        return f'{stem}_wf{self.context.workflow_id}_r{self.context.run_id}.log'
 
     def open_log(self, name: str) -> int:
         """Such a log; where none can be written, a script runs all the same. OSError if the name is taken."""
@@ -26434,6 +26487,7 @@ class Completions:
         self.link = link
         self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves
         self.take_usage = self.usage_at_end     # type: Callable[[Attempt, ProcessEnd], Dict[str, Any]]
+        self.on_usage = lambda job_id, usage: None      # type: Callable[[int, Dict[str, Any]], Any]
         self.judge_memory = lambda attempt, verdict: verdict    # type: Callable[[Attempt, Verdict], Verdict]
         self.recoveries = {}    # type: Dict[Attempt, Process]  # recovery scripts that run
         self.counts = collections.Counter()     # type: collections.Counter
@@ -26454,6 +26508,7 @@ class Completions:
     def on_end(self, attempt: Attempt, end: ProcessEnd) -> None:
         """Nothing of an attempt lives any more."""
         attempt.end, attempt.usage = end, self.take_usage(attempt, end)
+        self.on_usage(attempt.id, attempt.usage)
         self.attempts.change(attempt, 'ended')
         if attempt.stopped_for == 'revoked':
             self.attempts.change(attempt, 'dropped')
@@ -26560,11 +26615,12 @@ class Completions:
             self.skip_recovery(attempt)
             return
         name, code = f'{attempt.id}-{attempt.attempt_id}-recovery', attempt.completion['return_code']
+        log_name = f'recovery_j{attempt.id}_a{attempt.attempt_id}'      # several may run at a time
         variables = dict(self.context.variables, TORC_JOB_ID=str(attempt.id), TORC_JOB_NAME=attempt.name,
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
         on_end = functools.partial(self.on_recovery_end, attempt, bool(self.leaving()))
         try:
-            self.recoveries[attempt] = self.scripts.start(script, variables, 'recovery', name, on_end)
+            self.recoveries[attempt] = self.scripts.start(script, variables, log_name, name, on_end)
         except (OSError, ValueError) as error:
             self.veto_retry(attempt, f'the recovery script cannot be started: {error}')
             self.report(attempt)
@@ -26578,7 +26634,10 @@ class Completions:
             self.skip_recovery(attempt)
             return
         if process.end.return_code:
-            self.veto_retry(attempt, f'the recovery script ended with return code {process.end.return_code}')
+            log_name = self.scripts.log_name(f'recovery_j{attempt.id}_a{attempt.attempt_id}')
+            line = read_last_line(log_name, self.context.output.top.opener)
+            self.veto_retry(attempt, f'the recovery script ended with return code {process.end.return_code}'
+                            f"{line and ': '}{line} (its log: {log_name})")
         self.report(attempt)
 
     def drop_recovery(self, attempt: Attempt) -> None:
@@ -28524,10 +28583,9 @@ class Shutdown:
         self.interrupted_by = number
         self.launcher.act(time.monotonic())     # what has ended by itself was not stopped
         count = self.dispatcher.attempts.count(*STARTED)
-        jobs = '1 job' if count == 1 else f'{count} jobs'
         self.context.log.write(f'Termination requested ({name} received).', 'warning')
         again = 'again' if number == signal.SIGINT else 'SIGINT'
-        self.context.say(f'{name}: stopping {jobs}; {again} to kill at once', 'warning')
+        self.context.say(f"{name}: stopping {counted(count, 'job')}; {again} to kill at once", 'warning')
         self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
 
     def on_over(self) -> None:
@@ -28811,6 +28869,7 @@ class Runner:
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
         self.monitor = Monitor(context, launcher, self.dispatcher)
+        self.completions.on_usage = self.monitor.series.add_usage
         self.accounting = None      # type: Optional[Accounting]
         if context.in_steps:
             self.connect_accounting()
@@ -30394,7 +30453,7 @@ PROGRESS_EVERY_S = 10.0     # between lines of progress where there is no termin
 REFRESH_EVERY_S = 0.1       # between updates of the line where there is one
 VERDICTS = {    # how a workflow stands: symbol, the same in ASCII, colour
     'complete': ('✓', '+', '32'), 'failed': ('✗', 'x', '31'), 'canceled': ('⊘', '-', '35'),
-    'running': ('◷', 'o', '36')}
+    'running': ('◷', 'o', '36'), 'waiting': ('◷', 'o', '33')}
 
 
 def style_of(stream: Any, environ: Dict[str, str]) -> Style:
@@ -30674,14 +30733,14 @@ def verdict_of(status: Dict[str, Any]) -> Tuple[str, str]:
     if status['is_complete']:
         return 'complete', 'Workflow is complete: every job ended well'
     if counts['uninitialized'] == status['total_jobs']:
-        return 'running', 'Workflow has not been started'
-    return 'running', f'Workflow is in progress: {format_counts(counts)}'
-
-
-def format_counts(counts: Dict[str, int]) -> str:
-    """{'completed': 3, 'failed': 1} -> '3 completed, 1 failed', in the order of STATUSES, without zeros."""
-    shown = (f'{counts[row.name]} {row.name}' for row in STATUSES if counts.get(row.name))
-    return ', '.join(shown) or 'no jobs'
+        return 'waiting', 'Workflow has not been started'
+    if status['active_compute_nodes'] or counts['running'] or counts['pending']:
+        return 'running', f'Workflow is in progress: {format_counts(counts)}'
+    missing = ('an allocation' if status['pending_scheduled_nodes'] else
+               'the runner of an allocation' if status['active_scheduled_nodes'] else
+               'a runner' if counts['ready'] else
+               'a decision about failed jobs' if counts['pending_failed'] else 'its initialization')
+    return 'waiting', f'Workflow waits for {missing}: {format_counts(counts)}'
 
 
 def explain_failures(groups: Sequence[Dict[str, Any]], counts: Dict[str, int], number: int,
@@ -30760,7 +30819,7 @@ def format_status(status: Dict[str, Any], style: Style = PLAIN, program: str = '
     if status.get('walltime_seconds') is not None:
         times = f"wall time {format_seconds(status['walltime_seconds'])}, {times}"
     lines.append('  ' + times[0].upper() + times[1:])
-    nodes = [f'{status[key]} {words}' for key, words in NODE_COUNTS if status[key]]
+    nodes = describe_nodes(status)
     lines += [f"  {', '.join(nodes)}"] if nodes else []
     rows = status.get('allocations') or []
     lines += [f'    {printable_line(format_allocation(row))}' for row in rows[:FAILURES_SHOWN]]
@@ -30801,8 +30860,8 @@ def summarize_waiting(waiting: Dict[str, Any]) -> str:
                         ('uninitialized', '{} are not initialized')):
         parts += [words.format(counts[name])] if counts[name] else []
     failed = [action for action in waiting['actions'] if action['reason'].startswith('failed: ')]
-    parts += [f'{len(failed)} actions failed'] if failed else []
-    head = f'{running} of {status["total_jobs"]} jobs run' if running else 'Nothing runs'
+    parts += [f"{counted(len(failed), 'action')} failed"] if failed else []
+    head = f"{running} of {counted(status['total_jobs'], 'job')} running" if running else 'Nothing runs'
     return f"{head}: {', '.join(parts)}" if parts else head
 
 
@@ -30832,7 +30891,8 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
     """What is to be said of the state of an allocation, as the server and, if it was asked, Slurm know it."""
     queued, found = row.get('queue'), [row['status']]
     if row['status'] == 'active':
-        found.append(f"{row['num_runners']} runners with {row['num_jobs']} jobs" if row['num_runners'] else
+        found.append(' with '.join(counted(row[f'num_{noun}s'], noun) for noun in ('runner', 'job'))
+                     if row['num_runners'] else
                      'no runner is at work in it')
         if row['remaining_seconds'] is not None:
             found.append(f"{format_elapsed(row['remaining_seconds'])} left")
@@ -30903,7 +30963,8 @@ def format_runner(runner: Dict[str, Any]) -> str:
     left = runner['remaining_seconds']
     about = [f"Slurm job {runner['slurm_job_id']}"] if runner['slurm_job_id'] else []
     about += [f"label {','.join(runner['labels'])}"] if runner['labels'] else []
-    about += [f"{runner['num_jobs']} jobs"] + ([f'{format_elapsed(left)} left'] if left is not None else [])
+    about.append(counted(runner['num_jobs'], 'job'))
+    about += [f'{format_elapsed(left)} left'] if left is not None else []
     return f"compute node {runner['compute_node_id']} ({runner['hostname']}), {has}: {', '.join(about)}"
 
 
@@ -30923,8 +30984,8 @@ def format_diagnosis(found: Dict[str, Any]) -> str:
             f"{word} {format_elapsed(times[f'{word}_seconds'])}" for word in ('min', 'median', 'max'))
             if times else '-')
     lines = [
-        f"Workflow {found['workflow_id']}: {found['active_allocations']} compute nodes at work "
-        f"({found['allocations_unlimited']} without an end), {found['ready_jobs']} ready jobs", '',
+        f"Workflow {found['workflow_id']}: {counted(found['active_allocations'], 'compute node')} at work "
+        f"({found['allocations_unlimited']} without an end), {counted(found['ready_jobs'], 'ready job')}", '',
         span('time left of nodes', 'allocation_remaining'),
         span('run time of ready jobs', 'ready_job_runtime'), '']
     lines.append(f"{found['runtime_blocked_jobs']} ready jobs need more time than any active node has left"
@@ -31348,6 +31409,11 @@ class SeriesFile:
                          'ORDER BY timestamp', [job_id])
         return [tuple(map(finite, row)) for row in rows]
 
+    def job_peaks(self) -> Dict[int, float]:
+        """Job -> highest memory of its results."""
+        return {number: finite(peak) or 0.0 for number, peak in self.rows(
+            'job_resource_summary', 'SELECT job_id, peak_memory_bytes FROM job_resource_summary ORDER BY 2')}
+
     def node_samples(self) -> List[Sample]:
         """Samples of the node, by time; its whole memory in the place of processes."""
         rows = self.rows('system_resource_samples',
@@ -31693,6 +31759,11 @@ class JobSeries(Row):
     id: int
     name: str
     samples: List[Tuple[str, List[Sample]]]     # by label of the file
+    peak_memory_bytes: float = 0.0              # as its results say; 0: they don't
+
+    def peak(self, axis: str) -> float:
+        """The highest value of a measure."""
+        return max([*self.values(axis), self.peak_memory_bytes if axis == 'memory' else 0.0])
 
     def values(self, axis: str) -> List[float]:
         """All values of a measure."""
@@ -31722,7 +31793,7 @@ def describe_span(series: Sequence[Sequence[Sample]]) -> str:
     """'12 samples in 1m 50s from 2026-11-22 15:43:34 +0000'."""
     times = [sample[0] for samples in series for sample in samples]
     begin, count = min(times), len(times)
-    words = '1 sample' if count == 1 else f'{count} samples in {format_elapsed(max(times) - begin)}'
+    words = counted(count, 'sample') + (f' in {format_elapsed(max(times) - begin)}' if count > 1 else '')
     return f'{words} from {format_local_time(format_time(begin))}'
 
 
@@ -31734,7 +31805,7 @@ def job_page(series: JobSeries, limits: Dict[str, float]) -> Page:
         values = series.values(axis)
         average = show_amount(axis, sum(values) / len(values))
         word = 'CPU' if axis == 'cpu' else axis
-        facts.append(f'{word}: peak {show_amount(axis, max(values))}, average {average}')
+        facts.append(f'{word}: peak {show_amount(axis, series.peak(axis))}, average {average}')
     title = f'Job {series.id}: {series.name}'
     page = format_page(title, '; '.join(facts), [format_chart(chart) for chart in charts])
     return Page(f'job_{series.id}', page, chart_figure(charts, title))
@@ -31744,7 +31815,7 @@ def peaks_of(series: JobSeries, limits: Dict[str, float]) -> JobPeaks:
     """What the pages of all jobs keep of one."""
     values = {axis: series.values(axis) for axis in ('cpu', 'memory', 'processes')}
     count = sum(len(samples) for _, samples in series.samples)
-    return JobPeaks(series.id, series.name, count, {axis: max(values[axis]) for axis in values},
+    return JobPeaks(series.id, series.name, count, {axis: series.peak(axis) for axis in values},
                     {axis: sum(values[axis]) / len(values[axis]) for axis in values}, limits)
 
 
@@ -31816,7 +31887,7 @@ def summary_page(jobs: Sequence[JobPeaks], name_of: Callable[[str], str]) -> Pag
     rows = [summary_row(job, name_of(f'job_{job.id}')) for job in jobs]
     body.append('<h2>All jobs</h2>\n' + format_plot_table(titles, rows))
     over = sum(any(share_of(job, axis) > 1 for axis in ('cpu', 'memory')) for job in jobs)
-    words = '1 job' if len(jobs) == 1 else f'{len(jobs)} jobs'
+    words = counted(len(jobs), 'job')
     words += f'; {over} used more than asked for' if any(job.limits for job in jobs) else ''
     title = 'What jobs used'
     return Page('summary', format_page(title, words, body),
@@ -31851,8 +31922,7 @@ def node_pages(files: Sequence[SeriesFile]) -> List[Page]:
                    'y': [summary[place] for _, summary in summaries]}
                   for place, name in ((1, 'Peak CPU percent'), (2, 'Average CPU percent'), (3, 'Peak memory'),
                                       (4, 'Average memory'))]
-        words = '1 node' if len(rows) == 1 else f'{len(rows)} nodes'
-        page = format_page('What nodes used', words, [format_plot_table(titles, rows)])
+        page = format_page('What nodes used', counted(len(rows), 'node'), [format_plot_table(titles, rows)])
         pages.append(Page('system_summary', page,
                           {'data': traces, 'layout': {'title': {'text': 'What nodes used'}}}))
     return pages
@@ -31866,6 +31936,7 @@ def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int], limits: Limit
     """
     homes: Dict[int, List[SeriesFile]] = {}
     names: Dict[int, str] = {}
+    file_peaks = [file.job_peaks() for file in files]
     for file in files:
         names.update(file.job_names())
         for number in file.job_ids():
@@ -31874,7 +31945,8 @@ def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int], limits: Limit
     for number in sorted(set(homes).intersection(wanted) if wanted else homes):
         samples = [(file.label, file.job_samples(number)) for file in homes[number]]
         name = names.get(number) or f'job {number}'
-        series = JobSeries(number, name, [pair for pair in samples if pair[1]])
+        peak_bytes = max(found.get(number, 0.0) for found in file_peaks)
+        series = JobSeries(number, name, [pair for pair in samples if pair[1]], peak_bytes)
         if series.samples:
             yield job_page(series, limits.get(number, {}))
             peaks.append(peaks_of(series, limits.get(number, {})))
@@ -32147,19 +32219,19 @@ def name_workflow(session: Session, workflow_id: int) -> str:
 
 
 def choose_workflow(session: Session, args: Arguments) -> int:
-    """The given workflow; without an id on a terminal a choice, elsewhere an error that lists candidates."""
+    """The given or the only workflow; of several a choice on a terminal, elsewhere an error."""
     if args['workflow_id'] is not None:
         return args['workflow_id']
     # Only the user's own: an operation on somebody else's needs its id.
     own = session.items('list_workflows', user=user_name(), is_archived=False)
     if not own:
         raise BadInput('there is no workflow yet: make one with `create` or `run`')
+    if len(own) == 1:
+        return own[0]['id']
     if not session.is_interactive:
         named = ', '.join(f"{item['id']} ({item['name']})" for item in own[-CANDIDATES_SHOWN:])
         more = f' and {len(own) - CANDIDATES_SHOWN} older ones' if len(own) > CANDIDATES_SHOWN else ''
         raise BadInput(printable(f'a workflow id is required when there is no terminal: {named}{more}'))
-    if len(own) == 1:
-        return own[0]['id']
     titles = ('ID', 'Name', 'Description', 'Created')
     rows = [(item['id'], item['name'], item.get('description'),
              format_local_time(item.get('timestamp'))) for item in own]
@@ -32972,7 +33044,7 @@ def cmd_reset_status(session: Session, args: Arguments) -> int:
     count = session.call('reset_job_status', workflow_id=workflow_id,
                          failed_only=args['failed_only'])['updated_count']
     messages = [f'Successfully reset workflow status for workflow {workflow_id}',
-                f'Successfully reset {count} jobs of workflow {workflow_id}']
+                f"Successfully reset {counted(count, 'job')} of workflow {workflow_id}"]
     if args['reinitialize']:
         reinitialize(session.client, session.workflow(workflow_id))
         messages.append(f'Successfully reinitialized workflow {workflow_id}')
@@ -33025,7 +33097,7 @@ def cmd_cancel(session: Session, args: Arguments) -> int:
     value = {'canceled_slurm_jobs': canceled, 'errors': errors or None, 'status': 'success',
              'workflow_id': workflow_id}
     if canceled:
-        session.inform(f'Canceled {len(canceled)} Slurm jobs: {first_of(canceled)}')
+        session.inform(f"Canceled {counted(len(canceled), 'Slurm job')}: {first_of(canceled)}")
     for error in errors:
         session.report(f'torc: its allocations are not canceled, do so again: {error}')
     now = command_line(session, 'run', workflow_id, '--retry-failed')
@@ -33107,7 +33179,7 @@ def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
             for number, command in zip(free, commands)]
     for start in range(0, len(jobs), MAX_LIST_ITEMS):
         session.call('create_jobs', {'jobs': jobs[start:start + MAX_LIST_ITEMS]})
-    message = f'Successfully created {len(jobs)} jobs from file'
+    message = f"Successfully created {counted(len(jobs), 'job')} from file"
     value = {'jobs_created': len(jobs), 'message': message, 'status': 'success', 'workflow_id': workflow_id}
     session.answer(value, message + '\n')
     return 0
@@ -33187,7 +33259,8 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
     if not args['force']:
         refuse_active_jobs(jobs, 'give --force')
     refuse_at_work(session.client, workflow_id, args['force'])
-    if not session.confirm(f'Reset the status of {len(jobs)} jobs of {name_workflow(session, workflow_id)}?'):
+    named = name_workflow(session, workflow_id)
+    if not session.confirm(f"Reset the status of {counted(len(jobs), 'job')} of {named}?"):
         return 0
     done, failures = reset_jobs(session, jobs)
     if args['reinit']:
@@ -33199,7 +33272,7 @@ def cmd_jobs_reset_status(session: Session, args: Arguments) -> int:
         'reinit': {'applied': bool(args['reinit']), 'error': None, 'requested': bool(args['reinit'])},
         'requested_job_ids': [job['id'] for job in jobs], 'reset_count': len(done), 'reset_job_ids': done,
         'status': 'partial_failure' if failures else 'success', 'workflow_id': workflow_id}
-    session.answer(value, f"Reset {len(done)} jobs. {value['next_steps']}\n")
+    session.answer(value, f"Reset {counted(len(done), 'job')}. {value['next_steps']}\n")
     return Refused.exit if failures else 0
 
 
@@ -34176,8 +34249,8 @@ def format_generated(made: GeneratedSpec, profile: Profile) -> str:
     lines = [f'Schedulers for {profile.display_name}:']
     for scheduler in made.plan.schedulers:
         gpus = f', {scheduler.num_gpus} GPUs' if scheduler.num_gpus else ''
-        nodes = f'{scheduler.nodes} nodes' if scheduler.nodes > 1 else '1 node'
-        lines.append(f'  {scheduler.name}: {len(scheduler.jobs)} jobs, {scheduler.num_allocations} x {nodes} '
+        jobs, nodes = counted(len(scheduler.jobs), 'job'), counted(scheduler.nodes, 'node')
+        lines.append(f'  {scheduler.name}: {jobs}, {scheduler.num_allocations} x {nodes} '
                      f'of {scheduler.partition.name} for {format_walltime(scheduler.walltime_s)}, each with '
                      f'{scheduler.num_cpus} CPUs, {format_request(scheduler.memory_mb)}{gpus}')
         if made.actions:
@@ -34248,7 +34321,7 @@ def allocation_row(config: Dict[str, Any], scheduler: Optional[str]) -> Dict[str
 
 def format_execution_plan(plan: Dict[str, Any]) -> str:
     """The plan for people: an event, what it waits for, what it starts."""
-    counts = f"{plan['total_jobs']} jobs in {plan['total_events']} events"
+    counts = f"{counted(plan['total_jobs'], 'job')} in {counted(plan['total_events'], 'event')}"
     lines = [f"Execution plan of {plan['workflow_name']}: {counts}", '']
     for event in plan['events']:
         lines.append(f"{event['id']}: {event['trigger_description']}")
@@ -34302,7 +34375,7 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
     body = plan.body
     if earlier is None:
         value = {'workflow_id': None, 'job_count': len(body['jobs'])}
-        session.answer(value, f"A new one would have {len(body['jobs'])} jobs\n")
+        session.answer(value, f"A new one would have {counted(len(body['jobs']), 'job')}\n")
         return 0
     base = base_directory(body['workflow'])
     times = read_file_times(base, {file['name']: file['path'] for file in body['files']})
@@ -36335,8 +36408,8 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
     lines = [f"{value['pending_jobs']} jobs of workflow {number} are left"
              + ('' if rows else ': no further allocation is needed')]
     for row in rows:
-        nodes = f"{row['nodes']} nodes" if row['nodes'] > 1 else '1 node'
-        lines.append(f"  {row['name']}: {row['job_count']} jobs, {row['num_allocations']} x {nodes} of "
+        jobs, nodes = counted(row['job_count'], 'job'), counted(row['nodes'], 'node')
+        lines.append(f"  {row['name']}: {jobs}, {row['num_allocations']} x {nodes} of "
                      f"{row['partition']} for {row['walltime']}"
                      + (', when its jobs are ready' if row['has_dependencies'] else ''))
     due = value['total_allocations'] - value.get('allocations_deferred', 0)
@@ -36520,9 +36593,9 @@ class Recovery:
         # Also those that Slurm is silent about: the server would refuse, but when the hook has done its work.
         pending, active = left['pending'], left['active']
         jobs = 0 if self.options.is_dry_run and not nodes else counts['pending'] + counts['running']
-        found = [f'{number} {words}' for number, words in (
-            (nodes, 'compute nodes at work'), (active, 'allocations active'),
-            (pending, 'allocations pending'), (jobs, 'jobs running')) if number > 0]
+        found = [f'{counted(number, noun)} {state}' for number, noun, state in (
+            (nodes, 'compute node', 'at work'), (active, 'allocation', 'active'),
+            (pending, 'allocation', 'pending'), (jobs, 'job', 'running')) if number > 0]
         if found:
             cancel = command_line(self.session, 'cancel', self.workflow_id)
             self.refusal = f"Cannot recover: workflow is not complete ({', '.join(found)}); wait for all " \
@@ -37443,8 +37516,7 @@ class Supervision:
     def say_counts(self) -> None:
         """The counts of jobs: as they change, or each time if that is asked for."""
         status = self.seen['status']
-        text = format_counts(status['jobs_by_status'])
-        text += ''.join(f'; {status[key]} {words}' for key, words in NODE_COUNTS if status[key])
+        text = '; '.join([format_counts(status['jobs_by_status']), *describe_nodes(status)])
         if text != self.counts or self.args['show_job_counts']:
             self.say(text)
         self.counts = text
