@@ -2427,7 +2427,15 @@ class ParametersTest(unittest.TestCase):
 
 BAD_SPECS = (
     # YAML with {} around it and name: w before it                                              the problems, without places
-    ('jobs: [{name: a, command: c, cpus: 1}]',                                                   ["job 'a': unknown field 'cpus'"]),
+    ('jobs: [{name: a, command: c, cpus: 1}]',                                                   ["job 'a': unknown field 'cpus', 'num_cpus' is a field of resource_requirements"]),
+    ('jobs: [{name: a, command: c, retries: 1}]',
+     ["job 'a': unknown field 'retries', 'max_retries' is a field of rules of a failure handler"]),
+    ('jobs: [{name: a, command: c, mem: 1g, inputs: [f]}]',
+     ["job 'a': unknown field 'mem', 'memory' is a field of resource_requirements", "job 'a': unknown field 'inputs', did you mean 'input_files'?"]),
+    ('jobs: [{name: "a{i}", command: c, parameters: {i: 1..10}}]',
+     ["job 'a{i}': parameter 'i' '1..10' is no range: write 1:10, or ['1..10'] for the text"]),
+    ('jobs: [{name: a, command: "cat ${files.inputs}", timeout: 0}]',
+     ["job 'a': timeout must be at least 1, not 0", "job 'a': ${files.inputs} stands for nothing: the job has no input_files"]),
     ('jobs: [{name: a, command: c, num_cpus: 1}]',
      ["job 'a': unknown field 'num_cpus', it is a field of resource_requirements"]),
     ('jobs: [{name: a, comand: c}]',
@@ -2756,6 +2764,20 @@ class SpecTest(unittest.TestCase):
         self.assertEqual('pre dir/f', job.invocation_script)
         self.assertEqual(((0, 1), (2,), (0,), ()), (tuple(job.input_files), tuple(job.output_files),
                                                     tuple(job.input_user_data), tuple(job.output_user_data)))
+
+    def test_values_and_paths_are_quoted_for_the_shell_where_that_is_asked_for(self):
+        spec = {'name': 'w', 'variables': {'v': "a'b", 'w': 'x y'}, 'files': [{'name': 'f{i}', 'path': 'my dir/{i}', 'parameters': {'i': '1:2'}}, {'name': 'o', 'path': 'o'}],
+                'user_data': [{'name': 'u', 'data': {'k': 1}}],
+                'jobs': [{'name': 'j{p}', 'command': 'x {p} "{p}" {p:q} {v:q} {w} ${files.input.f1} ${files.input.f{n}:q} ${user_data.input.u:q}',
+                          'parameters': {'p': ['a', '$b c'], 'n': [1, 2]}, 'parameter_mode': 'zip'},
+                         {'name': 'all', 'command': 'cat ${files.inputs} > ${files.outputs}', 'input_file_regexes': ['^f'], 'output_files': ['o']}]}
+        plan = plan_of(spec, is_dry_run=True)
+        self.assertEqual(['''x a "a" a 'a'"'"'b' x y my dir/1 'my dir/1' '{"k":1}\'''', '''x $b c "$b c" '$b c' 'a'"'"'b' x y my dir/1 'my dir/2' '{"k":1}\'''',
+                          "cat 'my dir/1' 'my dir/2' > o"], [job.command for job in plan.body['jobs']])
+        self.assertEqual(["job 'j{p}': command puts '$b c' into the shell as it is for {p}: write {p:q} to quote it",
+                          "job 'j{p}': command puts 'my dir/1' into the shell as it is for ${files.input.f1}: write ${files.input.f1:q} to quote it"],
+                         [warning.message for warning in plan.warnings])
+        self.assertEqual([], plan_of(spec).warnings)
 
     def test_everything_is_expanded(self):
         body = plan_of({'name': 'w', 'parameters': {'one': [7], 'many': '1:2'}, 'env': {'A': '{one}', 'B': '{many}', 'C': '{other}'},
@@ -10457,6 +10479,8 @@ OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, Non
     'ComputeNodeModel.identity': (None, 'string'),              # tells runners on one host apart
     'ComputeNodeModel.lease_s': (None, 'number'),               # how long an unreachable runner keeps its jobs
     'EventModel.timestamp': ('integer!', 'integer'),            # the server sets it
+    'ExecutionConfig.job_timeouts': (None, '{integer}'),        # limits of jobs, by name
+    'ExecutionConfig.timeout': (None, 'integer'),               # ... and of those that have none of their own
     'FileModel.identifier': (None, 'string'),                   # of RO-Crate; Torc 1.0's server knows it
     'JobModel.schedule_compute_nodes': ('ComputeNodeSchedule', 'any'),      # kept as it came; nobody reads it
     'ResultModel.reason': (None, 'string'),                     # of a failure, for people
@@ -18631,9 +18655,9 @@ class StepRulesTest(unittest.TestCase):
                          set(given) - set(found))
 
     def test_notes_are_read_as_far_as_they_go(self):
-        notes = torc.parse_step_notes('step 12 345 node2\nsignal 15\nsignal 10\nend 143 15 1 2.5 1.25 '
+        notes = torc.parse_step_notes('step 12 345 node2 7.5\nsignal 15\nsignal 10\nend 143 15 1 2.5 1.25 '
                                       '2048\nend 0 0')
-        self.assertEqual(('12', 345, 'node2', (15, 10), '', False, 143, 15, True, 2.5, 1.25, 2048 * 1024),
+        self.assertEqual(('12', 345, 'node2', 7.5, (15, 10), '', False, 143, 15, True, 2.5, 1.25, 2048 * 1024),
                          tuple(notes))
         self.assertEqual((torc.StepNotes(), False), (torc.parse_step_notes(''), torc.StepNotes().has_begun))
         self.assertEqual('node2: No such file x y',
@@ -21343,10 +21367,11 @@ class SlurmStepCase(SlurmTest):
                   for number, job in enumerate(jobs, 1)]
         known = [{'name': 'r', 'num_cpus': 1, 'memory': '50m', 'runtime': 'PT1M'},
                  *fields.pop('resource_requirements', ())]
+        words = fields.pop('words', ())
         config = dict({'mode': 'slurm', 'sigkill_headroom_seconds': 30}, **(config or {}))
         self.world.write('w.json', json.dumps(dict({'name': 'w', 'jobs': listed, 'resource_requirements': known, 'execution_config': config},
                                                    **fields)))
-        self.runner = self.world.start('run', 'w.json', '-p', '0.3', '--claim-backoff-max-secs', 1,
+        self.runner = self.world.start('run', 'w.json', '-p', '0.3', '--claim-backoff-max-secs', 1, *words,
                                        env={'SLURM_JOB_ID': self.job_id})
         return self.runner
 
@@ -21445,6 +21470,18 @@ class SlurmStepTest(SlurmStepCase):
     """Jobs that end, that are stopped, or whose programs are killed."""
 
     # -------- what becomes of jobs --------
+
+    def test_a_timeout_counts_from_the_start_of_the_step(self):
+        self.allocate(num_nodes=1)      # 800 MB: one waits in its srun for the other, by queue depth
+        self.begin({'command': 'date +%s.%N > at1; sleep 1000', 'resource_requirements': 'big'}, {'command': 'date +%s.%N > at2; sleep 1000', 'resource_requirements': 'big'},
+                   {'command': "trap 'exit 0' TERM; while :; do sleep 0.1; done", 'timeout': 3}, config={'timeout': 6},
+                   resource_requirements=[{'name': 'big', 'num_cpus': 1, 'memory': '500m', 'runtime': 'PT1M'}], words=('-j', 3))
+        self.ended(120)
+        self.assertEqual([(1, 1, 152, 'terminated'), (2, 1, 152, 'terminated'), (3, 1, 0, 'completed')], self.results())
+        rows = self.world.cli('-f', 'json', 'results', 'list', 1).json()['items']
+        for row in rows:
+            self.assertGreaterEqual(row['exec_time_minutes'] * 60, 3 if row['job_id'] == 3 else 5.9, row)
+        self.assertEqual([], self.live_steps())
 
     def test_jobs_end_as_they_do_without_slurm_and_nothing_of_them_is_left(self):
         self.allocate('--gres=gpu:1')
@@ -24596,6 +24633,20 @@ class TerminationTest(RunnerCase):
         self.assertGreater(last, end - 3 - 0.5 - late.most_s)
         self.assertLess(last, end - 3 + 0.5 + late.most_s)
         self.assertEqual(('deadline', None), (outcome.reason, outcome.interrupted_by))
+
+    def test_a_timeout_ends_its_job_alone_and_is_retried_as_other_failures(self):
+        wait = 'while :; do sleep 0.02; done'
+        self.create({'command': wait, 'timeout': 1, 'failure_handler': 'h'}, f"trap '' TERM; {wait}", f"trap 'exit 75' TERM; {wait}",
+                    f"trap 'exit 0' TERM; {wait}", {'command': 'sleep 3; echo done', 'timeout': '1h'},
+                    failure_handlers=[{'name': 'h', 'rules': [{'exit_codes': [152], 'max_retries': 2}]}],
+                    execution_config={'mode': 'direct', 'sigterm_lead_seconds': 1, 'timeout': '2s'})
+        self.run_it(max_parallel_jobs=5)
+        self.assertEqual([(1, 1, 152, 'terminated'), (1, 2, 152, 'terminated'), (2, 1, 152, 'terminated'), (3, 1, 75, 'terminated'),
+                          (4, 1, 0, 'completed'), (5, 1, 0, 'completed')], self.results())
+        rows = {row['job_id']: row for row in self.client.rows('list_results', workflow_id=1)}
+        self.assertEqual('stopped: its timeout is over', rows[1]['reason'])
+        for job_id, least_s in ((1, 1), (2, 3), (3, 2)):
+            self.assertGreaterEqual(rows[job_id]['exec_time_minutes'] * 60, least_s)
 
     def test_termination_is_logged_in_the_words_of_the_page(self):
         self.create("trap '' INT; while :; do sleep 0.02; done", "trap 'exit 0' INT; echo > ready; while :; do sleep 0.02; done",

@@ -3030,6 +3030,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('supports_termination', 'bool', 'has no effect: every job is sent the termination signal', False),
         ('priority',            'count', 'higher is claimed first', 0),
         ('labels{}',            'texts', 'only runners with all of these labels take it'),
+        ('timeout',             'interval', 'it is ended after this time, such as 90s or 2h, as out of time'),
         ('stdio',               'stdio', 'where its output goes, in place of stdio of execution_config'),
     ) + INSTANCE_FIELDS),
     ('file', INSTANCE_FIELDS + (
@@ -3102,6 +3103,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('enable_cpu_bind',     'bool', 'let srun bind jobs to CPUs (slurm)', False),
         ('srun_mpi',            'mpi', 'srun --mpi for start_one_worker_per_node'),
         ('staggered_start',     'bool', 'runners of an allocation start one after the other', True),
+        ('timeout',             'interval', 'timeout of every job that has none of its own'),
+        ('job_timeouts',        'intervals', 'the same by job name'),
         ('stdio',               'stdio', 'where the output of every job goes'),
         ('job_stdio_overrides', 'stdio_map', 'the same by job name'),
     )),
@@ -3153,6 +3156,14 @@ OLD_NAMES = {
 REFUSED_NAMES = {
     ('workflow', 'slurm_config'): 'its fields stand under execution_config now',
 }
+
+# Words that people take for the name of a field -> its name.
+OTHER_WORDS = {
+    'cpus': 'num_cpus', 'cores': 'num_cpus', 'threads': 'num_cpus', 'ncpus': 'num_cpus', 'gpus': 'num_gpus',
+    'mem': 'memory', 'ram': 'memory', 'walltime': 'runtime', 'time_limit': 'timeout',
+    'retries': 'max_retries', 'retry': 'max_retries', 'cmd': 'command', 'script': 'command', 'run': 'command',
+    'needs': 'depends_on', 'requires': 'depends_on', 'after': 'depends_on', 'environment': 'env',
+    'inputs': 'input_files', 'outputs': 'output_files'}
 
 # sbatch options that only a scheduler may set, by any of their names (sbatch(1)).
 SCHEDULER_OPTIONS = frozenset('partition nodes walltime time mem gres name job-name'.split())
@@ -3381,6 +3392,7 @@ TYPES = {
     'duration':       Type('duration', read_normalized(normalize_duration)),
     'seconds':        Type('seconds, or a duration', read_span('seconds', 1, 0)),
     'interval':       Type('seconds, or a duration', read_span('seconds', 1, 1)),
+    'intervals':      Type('mapping of seconds', read_span('seconds', 1, 1), 'map', '', read_name),
     'minutes':        Type('minutes, or a duration', read_span('minutes', 60, 0)),
     'walltime':       Type('Slurm time, or a duration', read_normalized(normalize_walltime)),
     'slurm_memory':   Type('Slurm memory', read_normalized(normalize_slurm_memory)),
@@ -3474,6 +3486,18 @@ def kdl_vocabulary(kind: str) -> Dict[str, Tuple[str, str, str]]:
     return vocabulary
 
 
+def propose_field(where: str, word: str, near: str) -> str:
+    """What may have been meant by a word that is no field here; `near`: by did_you_mean."""
+    other = OTHER_WORDS.get(word, word)
+    if other in FIELDS_OF[where]:
+        return f", did you mean '{other}'?"
+    if other != word:
+        home = next(BLOCKS[home].partition(':')[0] for home in BLOCKS if other in FIELDS_OF[home])
+        return f", '{other}' is a field of {home}"
+    homes = [home for home in BLOCKS if word in FIELDS_OF[home]]
+    return near or (f", it is a field of {' and '.join(homes)}" if homes else '')
+
+
 class KdlSpec(TextReader):
     """Turns the nodes of one text into the value that the same workflow has in YAML."""
 
@@ -3524,7 +3548,7 @@ class KdlSpec(TextReader):
         """What a name means inside a kind of block."""
         known = kdl_vocabulary(kind)
         if name not in known:
-            cure = did_you_mean(name[:60], known)
+            cure = propose_field(kind, name[:60], did_you_mean(name[:60], known))
             home = ' block of '.join(reversed(kind.split('.')))
             self.fail(at, f'{printable(name[:60])!r} is not known in a {home}{cure or ": remove it"}')
         return known[name]
@@ -3702,8 +3726,10 @@ PARAMETER = Expression(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
 class SpecContext:
     """What all steps of reading a spec share; they add the problems and warnings that they find to it."""
 
-    def __init__(self, document: Document, directory: str, max_instances: int) -> None:
+    def __init__(self, document: Document, directory: str, max_instances: int,
+                 is_dry_run: bool = False) -> None:
         self.document = document
+        self.is_dry_run = is_dry_run        # warn of more than what is likely a mistake
         self.directory = directory          # that tables, lists and inputs are relative to
         self.max_instances = max_instances
         self.problems, self.warnings = [], []   # of Problem
@@ -3721,12 +3747,18 @@ class SpecContext:
     def fill(self, value: Any) -> Any:
         """A value with {variables} replaced in every text, in one pass: what is put in stays."""
         if isinstance(value, str):
-            return PARAMETER.sub(lambda match: self.variables.get(match.group(1), match.group()), value)
+            return PARAMETER.sub(self.fill_token, value)
         if isinstance(value, list):
             return [self.fill(item) for item in value]
         if isinstance(value, dict):
             return {key: self.fill(item) for key, item in value.items()}
         return value
+
+    def fill_token(self, match: Any) -> str:
+        """The text of a variable for its {name} or {name:q}; what is none stays."""
+        name, spec = match.groups()
+        text = self.variables.get(name, match.group())
+        return shlex.quote(text) if spec == 'q' and name in self.variables else text
 
 
 class Block(dict):
@@ -3798,9 +3830,7 @@ def old_field(block: Block, key: Any) -> Optional[Field]:
     key = str(key)
     reason = REFUSED_NAMES.get((where, key)) or (f"write '{name}' only" if name else '')
     if not reason:
-        hint = block.context.suggest(key, FIELDS_OF[where])
-        homes = [home for home in BLOCKS if key in FIELDS_OF[home] and home != where]
-        reason = hint[2:] if hint else f"it is a field of {' and '.join(homes)}" if homes else ''
+        reason = propose_field(where, key, block.context.suggest(key, FIELDS_OF[where]))[2:]
     block.error(f"unknown field '{shorten(key)}'" + (f', {reason}' if reason else ''), key)
     return None
 
@@ -3964,6 +3994,10 @@ def expand_value_text(text: str, directory: str, limit: int) -> List[Value]:
         text = inner
     if text[0] == '[' and text[-1] == ']':
         return split_value_list(text)
+    dotted = re.match(r'(-?[0-9]+)\.{2,3}(-?[0-9]+)\Z', text)
+    if dotted:
+        cure = ':'.join(dotted.groups())
+        raise ValueError(f"'{text}' is no range: write {cure}, or ['{text}'] for the text")
     return expand_range(text, limit) if ':' in text else [parse_value(text)]
 
 
@@ -4184,10 +4218,15 @@ def expand_parameters(parameters: Dict[str, Any], mode: str = 'product', directo
 
 
 def format_value(value: Value, spec: str = '') -> str:
-    """A parameter's value as text. Floats: shortest digits, no exponent, no '.0'; or Python's formats."""
+    """A parameter's value as text. Floats: shortest digits, no exponent, no '.0'; or Python's formats.
+
+    The format q quotes it for the shell.
+    """
+    if spec == 'q':
+        return shlex.quote(format_value(value))
     if spec:
         if not NUMBER_FORMAT.match(spec):
-            raise ValueError(f"'{shorten(spec)}' is not a format: write such as 03d or .2f")
+            raise ValueError(f"'{shorten(spec)}' is not a format: write such as 03d or .2f, or q to quote it")
         try:
             return format(value, spec)
         except ValueError:
@@ -4212,7 +4251,11 @@ def substitute(template: str, values: Dict[str, Value]) -> str:
 
 # -------- templates --------
 
-RELATION = Expression(r'\$\{(files|user_data)\.(input|output)\.((?:[^{}]|\{[^{}]*\})*)\}')
+RELATION = Expression(r'\$\{(files|user_data)\.(input|output)\.((?:[^{}]|\{[^{}]*\})*?)(:q)?\}')
+PATH_LIST = Expression(r'\$\{files\.(inputs|outputs)\}')
+SHELL_TOKEN = Expression(f'{RELATION.text}|{PARAMETER.text}')
+SHELL_SPECIAL = Expression(r"""[\s;|&$<>()`'"\\]""")
+SHELL_QUOTED = Expression(r'''\\.|'[^']*'|"(?:\\.|[^"\\])*"''', re.DOTALL)
 # Literal, after ^.
 REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*?{]))*))?')
 
@@ -4384,7 +4427,7 @@ class Planner:
         self.files = []             # records of the plan's body
         self.user_data = []         # the same
         self.jobs = []              # of PlannedJob
-        self.stdio = {}             # by job name
+        self.stdio, self.timeouts = {}, {}      # by job name
         self.sets = {}              # dependency set, as sorted indexes -> its number
         self.job_classes = {}       # (resources, priority, scheduler, labels) -> its number
         self.class_columns = {}     # column of their numbers, by the fields as they are written
@@ -4564,6 +4607,8 @@ class Planner:
         if tokens or not RELATION_FIELDS.isdisjoint(block):
             related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
                        for noun, way, given, regexes in RELATED]
+        paths = functools.partial(self.put_paths, block)
+        command, script = (each(paths, column, *related[1:3]) for column in (command, script))
         columns = (names, command, script, env, self.job_class(expansion),
                    each(self.dependency_set, related[0]),
                    self.named(expansion, 'failure_handler', 'failure_handler'),
@@ -4572,23 +4617,51 @@ class Planner:
         self.jobs += itertools.starmap(PlannedJob, spread(side_by_side(columns), count))
         if 'stdio' in block:
             self.stdio.update((name, dict(block['stdio'])) for name in spread(names, count))
+        if 'timeout' in block:
+            self.timeouts.update(dict.fromkeys(spread(names, count), block['timeout']))
 
     def command(self, expansion: Expansion, key: str, tokens: Dict[Tuple[str, str], List[Column]]) -> Column:
         """Column of a command with ${files.input.NAME} and the like replaced; each adds a relation."""
-        template = expansion.block.get(key, '')
-        if '${' not in template:
-            return expansion.text(template, key)
+        template, texts = expansion.block.get(key, ''), {}
         pieces, position = [], 0
-        for match in RELATION.finditer(template):
+        for match in RELATION.finditer(template) if '${' in template else ():
             pieces.append(expansion.text(template[position:match.start()], key))
             noun = 'file' if match.group(1) == 'files' else 'user_data'
             found = self.find(expansion, noun, expansion.text(match.group(3), key), key)
             if found is not None:
                 tokens.setdefault((noun, match.group(2)), []).append(found)
-            pieces.append(self.token_text(expansion, noun, found, key))
+            texts[match.start()] = text = self.token_text(expansion, noun, found, key)
+            pieces.append(each(shlex.quote, text) if match.group(4) else text)
             position = match.end()
+        if self.context.is_dry_run:
+            self.warn_unquoted(expansion, key, template, texts)
+        if not pieces:
+            return expansion.text(template, key)
         pieces.append(expansion.text(template[position:], key))
         return each(''.join, side_by_side(pieces))
+
+    @staticmethod
+    def warn_unquoted(expansion: Expansion, key: str, template: str, texts: Dict[int, Column]) -> None:
+        """Warn of values that the shell would take apart. `texts`: of relations, by their place."""
+        for match in SHELL_TOKEN.finditer(template):
+            axis = expansion.instances.axes.get(match.group(5), NO_PARAMETERS)
+            values = spread(texts[match.start()], 1) if match.group(1) else getattr(axis, 'values', ())
+            unsafe = next(filter(SHELL_SPECIAL.search, map(str, values)), None)
+            is_quoted = match.group(4) or match.group(6) \
+                or re.search('[\'"]', SHELL_QUOTED.sub('', template[:match.start()]))
+            if unsafe is not None and not is_quoted:
+                token = match.group()
+                expansion.block.warn(f"{key} puts '{shorten(unsafe)}' into the shell as it is for {token}: "
+                                     f'write {token[:-1]}:q}} to quote it', key)
+
+    def put_paths(self, block: Block, text: Optional[str], *related: Tuple[int, ...]) -> Optional[str]:
+        """A command with ${files.inputs} and ${files.outputs} replaced by all such paths of its job."""
+        def paths(match: Any) -> str:
+            indexes = related[match.group(1) == 'outputs']
+            if not indexes:
+                block.error(f'{match.group()} stands for nothing: the job has no {match.group(1)[:-1]}_files')
+            return ' '.join(shlex.quote(self.files[index]['path']) for index in indexes)
+        return PATH_LIST.sub(paths, text) if text and '${files.' in text else text
 
     def token_text(self, expansion: Expansion, noun: str, found: Column, key: str) -> Column:
         """What stands in a command for a file (its path) or user data (its value as JSON)."""
@@ -4962,8 +5035,9 @@ def plan_workflow(planner: Planner, workflow: Block) -> Dict[str, Any]:
     if workflow.get('slurm_defaults'):
         body['slurm_defaults'] = workflow['slurm_defaults']
     config = dict(workflow.get('execution_config', {}))
-    if planner.stdio or config.get('job_stdio_overrides'):
-        config['job_stdio_overrides'] = {**config.get('job_stdio_overrides', {}), **planner.stdio}
+    for name, by_job in (('job_stdio_overrides', planner.stdio), ('job_timeouts', planner.timeouts)):
+        if by_job:
+            config[name] = {**config.get(name, {}), **by_job}
     if config:
         body['execution_config'] = config
     body['resource_monitor_config'] = plan_monitor(workflow.get('resource_monitor'))
@@ -5020,9 +5094,9 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
 
 
 def read_plan(document: Document, directory: str = '', max_instances: int = MAX_INSTANCES,
-              skip_checks: bool = False) -> Plan:
+              skip_checks: bool = False, is_dry_run: bool = False) -> Plan:
     """Check and expand a spec. Raises BadInput with all that is wrong, each problem with its position."""
-    context = SpecContext(document, directory, max_instances)
+    context = SpecContext(document, directory, max_instances, is_dry_run)
     raw = document.value
     if not isinstance(raw, dict):
         message = f'a workflow must be a mapping with name and jobs, not {show_value(raw)}'
@@ -5242,6 +5316,7 @@ Values
     5   abc             one value
 In text
     {name}              the value; {name:03d} {name:.2f} {name:>8} format it as Python does
+    {name:q}            quoted for the shell: in commands, wherever values come from outside
     ${name}             is the shell's and stays, as other braces do; values in regexes are escaped
     {...} works in      {templates}
 Combinations
@@ -12764,10 +12839,10 @@ MODELS = {
     'DynamicJobsConfig': 'max_iterations:int',
     'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
     'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
-    'ExecutionConfig': 'enable_cpu_bind:bool job_stdio_overrides:{@StdioConfig} limit_resources:bool '
-        'mode:@ExecutionMode oom_exit_code:int sigkill_headroom_seconds:int sigterm_lead_seconds:int '
-        'srun_mpi:str srun_termination_signal:str staggered_start:bool stdio:@StdioConfig '
-        'termination_signal:str timeout_exit_code:int',
+    'ExecutionConfig': 'enable_cpu_bind:bool job_stdio_overrides:{@StdioConfig} job_timeouts:{int} '
+        'limit_resources:bool mode:@ExecutionMode oom_exit_code:int sigkill_headroom_seconds:int '
+        'sigterm_lead_seconds:int srun_mpi:str srun_termination_signal:str staggered_start:bool '
+        'stdio:@StdioConfig termination_signal:str timeout:int timeout_exit_code:int',
     'FailureHandlerModel': 'id:int name:name! rules:rules! workflow_id:int!',
     'FileModel': 'id:int name:name! path:str! st_mtime:float workflow_id:int! identifier:str',
     'FilesModel': 'files:[@FileModel]!',
@@ -23727,7 +23802,7 @@ def main():
     set_handlers(on_signal)
     PRCTL(DEATH_SIGNAL, signal.SIGPWR, 0, 0, 0)
     words = list(map(os.fsencode, sys.argv[2:]))
-    if not note('step', os.environ.get('SLURM_STEP_ID', '-'), os.getpid(), os.uname()[1]):
+    if not note('step', os.environ.get('SLURM_STEP_ID', '-'), os.getpid(), os.uname()[1], time.time()):
         return FAILED       # the runner has gone, or this node does not see its files
     signal.pthread_sigmask(signal.SIG_SETMASK, range(1, 32))
     began, job, pid = time.monotonic(), os.fork(), 0
@@ -23755,6 +23830,7 @@ class StepNotes(Row):
     number: str = ''            # of the step; '' if the supervisor has not begun
     pid: int = 0                # of the supervisor
     host: str = ''
+    at: float = 0.0             # seconds since the epoch; when it began
     signals: Tuple[int, ...] = ()       # that it got
     failure: str = ''           # why the job could not be started there
     is_lost: bool = False       # slurmstepd died, and the job was killed
@@ -23778,7 +23854,8 @@ def parse_step_notes(text: str) -> StepNotes:
         word, *rest = line.split(' ')
         try:
             if word == 'step':
-                notes = notes._replace(number=rest[0], pid=int(rest[1]), host=rest[2])
+                notes = notes._replace(number=rest[0], pid=int(rest[1]), host=rest[2],
+                                       at=float((*rest, 0)[3]))
             elif word == 'signal':
                 notes = notes._replace(signals=notes.signals + (int(rest[0]),))
             elif word == 'failed':
@@ -24610,7 +24687,7 @@ class Attempt:
         self.stderr = None              # type: Optional[str]
         self.deletes_stdio = False      # after success
         self.process = None             # type: Optional[Process]
-        self.stopped_for = ''           # '', one of SIGNAL_REASONS, 'revoked', or 'memory'
+        self.stopped_for = ''           # '', one of SIGNAL_REASONS, 'revoked', 'memory' or 'timeout'
         self.stopped_by = None          # type: Optional[int]  # the signal that this runner got
         self.end = None                 # type: Optional[ProcessEnd]
         self.completion = {}            # type: Dict[str, Any]  # from its verdict on
@@ -24720,11 +24797,12 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
         return Verdict('canceled', end.return_code, 'the workflow was canceled')
     if end.return_code == 0:
         return Verdict('completed', 0)
-    if stopped_for == 'deadline':
+    if stopped_for in ('deadline', 'timeout'):
         # A code of its own, such as a checkpoint's, is reported; dying of what was sent is a timeout.
         is_own = not end.signal_number and end.return_code != 128 + sent_signal
         code = end.return_code if is_own else timeout_exit_code
-        return Verdict('terminated', code, "stopped: the runner's time is over")
+        owner = 'its timeout' if stopped_for == 'timeout' else "the runner's time"
+        return Verdict('terminated', code, f'stopped: {owner} is over')
     if stopped_for:
         cause = f' by {format_signal(interrupted_by)}' if interrupted_by else ''
         return Verdict('terminated', end.return_code, f'stopped: the runner was interrupted{cause}')
@@ -26246,6 +26324,11 @@ class DirectStarter:
         variables = job_variables(attempt, context.variables, attempt.grant.devices)
         attempt.process = self.shell.start(command, variables, outputs, name, on_end, check)
 
+    @staticmethod
+    def began_at(attempt: Attempt) -> float:
+        """When a job began (monotonic)."""
+        return attempt.process.started
+
     def stop(self, attempts: Sequence[Attempt], lead_s: float) -> None:
         """Send the workflow's termination signal; SIGKILL follows after `lead_s`."""
         self.launcher.stop_all([attempt.process for attempt in attempts], self.context.stop_signal, lead_s)
@@ -26576,7 +26659,7 @@ class Completions:
             self.report_cuts(attempt)
         if verdict.is_interrupted or verdict.status == 'terminated' and attempt.stopped_for == 'interrupt':
             completion['interrupted'] = True
-        is_own = attempt.stopped_for in ('', 'deadline', 'memory') and not verdict.is_interrupted
+        is_own = attempt.stopped_for in ('', 'deadline', 'memory', 'timeout') and not verdict.is_interrupted
         may_retry = verdict.status in ('failed', 'terminated') and is_own
         if not (may_retry and self.tries_again(attempt)):
             self.report(attempt)
@@ -26720,15 +26803,18 @@ class Dispatcher:
         self.is_closed = False      # nothing is claimed or started any more
         self.end = math.inf         # monotonic; of the node's time
         self.on_started = bool      # type: Callable[[Attempt], Any]
+        self.limits = {}            # type: Dict[Attempt, float]  # monotonic; ends of their own timeouts
 
     def due(self) -> float:
-        """When what was claimed ahead goes back, or the node may have room again."""
+        """When what was claimed ahead goes back, or the node may have room again; or a timeout is over."""
+        limit_at = min(self.limits.values(), default=math.inf)
         if self.policy.backlog and self.link.has_lease and not self.actions.is_busy:
-            return max(self.policy.stale_at(), self.policy.not_before)
-        return math.inf
+            return min(limit_at, max(self.policy.stale_at(), self.policy.not_before))
+        return limit_at
 
     def act(self, now: float) -> None:
         """Start what fits; give back what has waited too long. Actions come first: jobs may count on them."""
+        self.stop_overdue(now)
         if self.watch.loss or self.starter.is_drained:
             return self.link.give_back(self.attempts.of('claimed'))
         if self.is_closed or self.actions.is_busy or now < self.policy.not_before or not self.link.has_lease:
@@ -26772,6 +26858,8 @@ class Dispatcher:
         context, process = self.context, attempt.process
         self.attempts.change(attempt, 'running')
         self.on_started(attempt)
+        if self.timeout_of(attempt):
+            self.limits[attempt] = process.started + self.timeout_of(attempt)
         self.link.started.append([attempt.id, attempt.attempt_id, format_time(process.started_at)])
         self.link.report_soon(START_REPORT_S)
         context.log.write('Job started', workflow_id=context.workflow_id, job_id=attempt.id,
@@ -26808,6 +26896,7 @@ class Dispatcher:
 
     def on_end(self, attempt: Attempt, process: Process) -> None:
         """A job's process and all that came from it are gone."""
+        self.limits.pop(attempt, None)
         self.policy.ledger.release(attempt.grant)
         self.policy.on_end(process.end.wall_s)
         self.link.pace.on_end()
@@ -26832,6 +26921,25 @@ class Dispatcher:
             names = first_of([attempt.name for attempt in stopped])
             context.say(f'stopped {len(stopped)} jobs that were reset or given to other runners: {names}',
                         'warning')
+
+    def timeout_of(self, attempt: Attempt) -> Optional[int]:
+        """After how many seconds a job is to be stopped."""
+        config = self.context.config
+        return (config['job_timeouts'] or {}).get(attempt.name, config['timeout'])
+
+    def stop_overdue(self, now: float) -> None:
+        """Stop jobs whose own timeout is over: it counts from their start, also where srun had to wait."""
+        overdue = []
+        for attempt in [attempt for attempt, limit_at in self.limits.items() if now >= limit_at]:
+            self.limits[attempt] = self.starter.began_at(attempt) + self.timeout_of(attempt)
+            if now >= self.limits[attempt]:
+                del self.limits[attempt]
+                overdue += [attempt] if attempt.state == 'running' and attempt.process.end is None else []
+        for attempt in overdue:
+            self.set_stopping(attempt, 'timeout')
+            self.context.log.write('Job timeout', 'warning', **self.context.names(attempt))
+        if overdue:
+            self.starter.stop(overdue, self.context.config['sigterm_lead_seconds'])
 
     def set_stopping(self, attempt: Attempt, reason: str, signal_number: Optional[int] = None) -> None:
         """From here on its end is our doing."""
@@ -27339,6 +27447,13 @@ class SlurmStarter:
             self.launcher.query(argv, SLURM_QUERY_S, on_answer, query_variables())
 
     # ---- stopping ----
+
+    def began_at(self, attempt: Attempt) -> float:
+        """When a job began (monotonic), by the clock of its node; now, if it has not."""
+        step, process = self.steps[attempt], attempt.process
+        self.read_notes(step)
+        waited_s = max(0.0, step.notes.at - process.started_at)
+        return process.started + waited_s if step.notes.number else time.monotonic()
 
     def stop(self, attempts: Sequence[Attempt], lead_s: float) -> None:
         """Send the workflow's termination signal; SIGKILL follows after `lead_s`."""
@@ -29745,7 +29860,8 @@ REASON_SIGNS = (
                r'|killed by the kernel for lack of memory '),
     ('timeout', re.escape(STEP_OUTCOMES['timeout'].meaning)),
     ('deadline', r"stopped: the runner's time is over"),
-    ('unknown', 'declared output files are missing: |' + re.escape(STEP_OUTCOMES['canceled'].meaning)),
+    ('unknown', 'stopped: its timeout is over|declared output files are missing: |'
+                + re.escape(STEP_OUTCOMES['canceled'].meaning)),
 )
 # Of an allocation that Slurm ended with its runner in it; see describe_slurm_end.
 ALLOCATION_TIMEOUT = Expression(r'Slurm job [0-9]+ [^(]*\(TIMEOUT\b')
@@ -34114,7 +34230,7 @@ def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     directory = os.path.dirname(os.path.abspath(name)) if name else os.getcwd()
     try:
         plan = read_plan(read_document(data, name), directory, args['max_instances'] or MAX_INSTANCES,
-                         bool(args['skip_checks']))
+                         bool(args['skip_checks']), bool(args.get('dry_run')))
     except BadInput as error:
         error.problems = [placed(problem, name) for problem in error.problems]
         raise
@@ -39043,10 +39159,11 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
     found = {}      # type: Arguments
     table = dict(option_table(GLOBAL_ARGUMENTS), **option_table(command.arguments))
     try:
-        positional = read_words(queue, table, found)
+        takes_rest = [argument.count for argument in command.arguments[-1:]] == ['--']
+        positional = read_words(queue, table, found, 1 if takes_rest else math.inf)
         if found.get('help'):
             return Parsed(command, args, dict(options, help=True))
-        assign_positional(command, positional, rest, found)
+        assign_positional(command, positional + list(queue), rest, found)
     except ValueError as error:
         raise BadInput(f'{error}; usage: {program_name()} {format_usage(command)}') from None
     args.update((key, value) for key, value in found.items() if key in args)
@@ -39155,7 +39272,8 @@ def assign_positional(command: Command, positional: List[str], rest: List[str], 
         word = printable(positional[0])
         is_spec = os.path.splitext(word)[1].lower() in FORMATS
         raise ValueError(f'{word!r} is a workflow file: run it with `torc.py run {word}`' if is_spec else
-                         f'{word!r} is no option: give a command with -c, as one word, or after --')
+                         f'{word!r} is no option: give a command with -c, as one word, or after --: '
+                         f"exec -- {printable(' '.join(map(shlex.quote, positional)))}")
     if positional or rest:
         raise ValueError(f'{printable((positional + rest)[0])!r} is an unexpected argument')
 
