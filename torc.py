@@ -14194,12 +14194,6 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
     return found
 
 
-def read_living_server(path: str) -> Optional[Dict[str, Any]]:
-    """The same. None also if the server is known to have ended."""
-    found = read_server_file(path)
-    return None if found is None or is_server_over(found) else found
-
-
 def is_server_over(server: Dict[str, Any]) -> bool:
     """Whether a server is known to have ended, by what its connection file says."""
     return bool(server.get('moved_at')) or process_lives(server) is False
@@ -14208,15 +14202,6 @@ def is_server_over(server: Dict[str, Any]) -> bool:
 def is_between_allocations(server: Dict[str, Any]) -> bool:
     """Whether a server has ended that goes on in the next allocation: nobody else is to take its database."""
     return bool(server.get('travels')) and is_server_over(server)
-
-
-def explain_server_end(server: Dict[str, Any]) -> str:
-    """How a server has ended, and what that means."""
-    if not server.get('travels'):
-        return 'was killed, or the machine was restarted'
-    how = f"ended at {server['moved_at']} with" if server.get('moved_at') else 'was killed in'
-    return (f"{how} its allocation, Slurm job {server.get('allocation')} on host {server.get('host')}, and "
-            'goes on in the next one (`squeue --me`)')
 
 
 # -------- registered servers --------
@@ -18432,6 +18417,21 @@ STREAM_PATIENCE_S = 60.0            # for the server of a stream to come back
 LEAVE_DEADLINE_S = 2.0              # for an embedded server in memory to end, if we were its last client
 LEAVE_PAUSE_S = 0.02
 STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the last one
+
+
+def read_living_server(path: str) -> Optional[Dict[str, Any]]:
+    """The same. None also if the server is known to have ended."""
+    found = read_server_file(path)
+    return None if found is None or is_server_over(found) else found
+
+
+def explain_server_end(server: Dict[str, Any]) -> str:
+    """How a server has ended, and what that means."""
+    if not server.get('travels'):
+        return 'was killed, or the machine was restarted'
+    how = f"ended at {server['moved_at']} with" if server.get('moved_at') else 'was killed in'
+    return (f"{how} its allocation, Slurm job {server.get('allocation')} on host {server.get('host')}, and "
+            'goes on in the next one (`squeue --me`)')
 
 
 def find_database() -> Tuple[str, str]:
