@@ -32365,18 +32365,6 @@ def parse_number(text: str) -> int:
     return int(text)
 
 
-def parse_id(text: str) -> int:
-    """An id: a whole number from 1."""
-    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
-        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
-    return int(text)
-
-
-def parse_ids(text: str) -> List[int]:
-    """'3,5' -> [3, 5]."""
-    return [parse_id(word.strip()) for word in text.split(',')]
-
-
 def parse_factor(text: str) -> float:
     """A multiplier of what was seen: 1 or more."""
     try:
@@ -32399,22 +32387,6 @@ def parse_allocation_time(text: str) -> int:
     if value_s < 60:
         raise ValueError(f'{text!r} is too short for an allocation: write a minute or more')
     return value_s
-
-
-def parse_percent(text: str) -> float:
-    """Percent, without the sign."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f'{text!r} is not a number of percent, such as 5')
-    return value
-
-
-def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
-    """A parser of values with commas between them."""
-    return lambda text: list(map(parse, text.split(',')))
 
 
 def at_least(least: float, parse: Callable[[str], Any] = parse_number) -> Callable[[str], Any]:
@@ -38142,6 +38114,34 @@ class Command(Row):
     arguments: Sequence[Argument]
     example: str
     has_csv: bool = False
+
+
+def parse_id(text: str) -> int:
+    """An id: a whole number from 1."""
+    if not re.match(r'[0-9]{1,18}\Z', text) or not int(text):
+        raise ValueError(f'{text!r} is not an id: ids are whole numbers from 1')
+    return int(text)
+
+
+def parse_ids(text: str) -> List[int]:
+    """'3,5' -> [3, 5]."""
+    return [parse_id(word.strip()) for word in text.split(',')]
+
+
+def parse_percent(text: str) -> float:
+    """Percent, without the sign."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MAX_INTEGER:
+        raise ValueError(f'{text!r} is not a number of percent, such as 5')
+    return value
+
+
+def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], List[Any]]:
+    """A parser of values with commas between them."""
+    return lambda text: list(map(parse, text.split(',')))
 
 
 def key_of(argument: Argument) -> str:
