@@ -11102,6 +11102,15 @@ class LeaseTest(WorldTest):
         self.assertEqual((heir.mine['id'], 2), (heir.read()['id'], heir.read()['generation']))
         self.assertFalse(os.path.exists(self.database + '.lease.takeover'))
 
+    def test_one_that_came_with_a_copy_is_not_heeded(self) -> None:
+        self.world.write('torc.db', '')
+        copy = self.world.write('copy/torc.db', '')
+        self.lease().take()
+        shutil.copy(self.database + '.lease', copy + '.lease')
+        torc.Lease(copy, lambda: self.now).take()
+        self.assertRaises(torc.Conflict, torc.Lease(copy, lambda: self.now).take)
+        self.assertRaises(torc.Conflict, self.lease().take)
+
     def watch(self, holder: Any, last_sign: int) -> Any:
         """Another host waits for a lease whose holder gives signs until a second."""
         heir, passed = self.lease(), itertools.count(1)
@@ -11307,6 +11316,28 @@ class NodeLifeTest(unittest.TestCase):
             self.assertIsNone(torc.node_lives(host, own, f'{boot}/{ticks}'))
             self.assertIs(False, torc.node_lives(host, 2 ** 22 + 1, f'{boot}/{ticks}'))
         self.assertIsNot(True, torc.node_lives(host, child.pid, f'{boot}/{ticks}'), 'a zombie')
+
+
+class CopyTest(WorldTest):
+    """State files that name a database."""
+
+    def test_a_connection_file_counts_for_the_database_that_it_names(self) -> None:
+        here, copy = self.world.write('a/torc.db', ''), self.world.write('b/torc.db', '')
+        os.symlink(self.world.path('a'), self.world.path('link'))
+        own, other, host = torc.file_identity(here)[1], torc.file_identity(copy)[1], socket.gethostname()
+        gone, boot = self.world.path('gone', 'torc.db'), torc.read_boot_id()
+        for case, named, inode, where, counts in (
+                ('itself', here, own, host, True), ('another path of it', self.world.path('link', 'torc.db'), own, host, True),
+                ('a copy', copy, other, host, False), ('a copy of one in memory', copy, 0, host, False),
+                ('a copy of one that was removed', gone, other, host, False), ('it was moved', gone, own, host, True),
+                ('a path of another host', gone, own, 'login2', True), ('a copy on another host', here, other, 'login2', False),
+                ('replaced, as its server will notice', here, other, host, True), ('in memory elsewhere', here, 0, 'login2', True)):
+            with self.subTest(case):
+                found = {'url': 'http://x', 'database': named, 'inode': inode, 'host': where, 'boot_id': boot}
+                torc.write_atomically(here + '.connection', json.dumps(found).encode())
+                self.assertEqual(found if counts else None, torc.read_server_file(here + '.connection'))
+        os.unlink(here)
+        self.assertEqual(0, torc.read_server_file(here + '.connection')['inode'])
 
 
 class RegistrationTest(WorldTest):

@@ -14177,8 +14177,19 @@ def list_of(value: Any) -> List[Any]:
     return value if isinstance(value, list) else [] if value is None else [None]
 
 
+def is_of_a_copy(database: str, state: Dict[str, Any]) -> bool:
+    """Whether a state file came with a copy of a database: the one that it names is another file."""
+    named, inode = state.get('database') or database, file_identity(database)[1]
+    with contextlib.suppress(OSError):      # one is gone: it may have been moved
+        if not os.path.samefile(named, database):
+            return True
+        if was_here(state):
+            return False    # the server itself looks whether its file was replaced
+    return bool(inode) and state.get('inode') not in (None, 0, inode)   # a device is numbered by each host
+
+
 def read_server_file(path: str) -> Optional[Dict[str, Any]]:
-    """What a connection file says of a server, running or not. None if there is no such file."""
+    """What a connection file says of a server, running or not. None if there is none, or it was copied."""
     try:
         found = parse_json(read_private(path))
     except FileNotFoundError:
@@ -14191,7 +14202,8 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
         words += [found.get('url'), *list_of(found.get('candidates'))]
     if not all(isinstance(word, str) for word in words):
         raise Denied(f'{path} is damaged: remove it')
-    return found
+    database, ending = os.path.splitext(path)
+    return None if ending == '.connection' and is_of_a_copy(database, found) else found
 
 
 def is_server_over(server: Dict[str, Any]) -> bool:
@@ -14294,7 +14306,8 @@ class Lease:
         self.database = database
         self.path = database + '.lease'
         self.clock = clock
-        self.mine = dict(describe_process(), id=secrets.token_hex(8), generation=1, renewals=0)
+        self.mine = dict(describe_process(), id=secrets.token_hex(8), generation=1, renewals=0,
+                         database=os.path.realpath(database))
         self.renewed_at = -math.inf     # by clock
         self.lock = threading.Lock()    # one thread renews it: the loop's, or that of a long request
 
@@ -14311,7 +14324,8 @@ class Lease:
             if found is None and self.create():
                 return
             found = found or {}     # {}: it was made this moment
-            lives, age_s = process_lives(found), self.clock() - seen_at
+            is_other = was_here(found) and is_of_a_copy(self.database, found)
+            lives, age_s = False if is_other else process_lives(found), self.clock() - seen_at
             if lives is False or not lives and (takes_over or age_s >= 3 * self.PERIOD_S):
                 return self.replace(found, lives is False)
             if lives or found != first or age_s >= wait_s:
@@ -14527,13 +14541,14 @@ def read_memory_file(database: str, takes_over: bool) -> str:
     path = database + '.memory'
     try:
         found = parse_json(read_private(path))
-        live, own = str(found['path']), str(found['database'])
+        live = str(found['path'])
+        is_copied = is_of_a_copy(database, {'database': str(found['database'])})
     except FileNotFoundError:
         return ''
     except (ValueError, KeyError, TypeError):
         raise Denied(f'{path} is damaged: remove it') from None
-    if own != os.path.realpath(database) and os.path.exists(own + '.memory'):
-        os.unlink(path)     # it came with a copy of the directory
+    if is_copied:
+        os.unlink(path)
         return ''
     lives, saved_at = process_lives(found), format_time(os.stat(database).st_mtime)
     if lives:
@@ -17712,6 +17727,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
     path = database + '.connection'
     content = dict(
         describe_process(), url=urls[0], candidates=urls, server_id=server_id, signs=True, database=database,
+        inode=0 if options.snapshot_interval_s is not None else file_identity(database)[1],     # 0: changes
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
         in_memory=options.snapshot_interval_s is not None,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
