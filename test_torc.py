@@ -11376,12 +11376,10 @@ class RegistrationTest(WorldTest):
 
     def test_the_state_of_another_user_is_passed_over(self) -> None:
         path = self.register('a.db')
-        default = torc.default_database() + '.connection'
-        torc.write_atomically(default, torc.format_json(torc.read_server_file(path)).encode())
+        self.assertEqual((self.world.path('a.db'), path), torc.find_database())
         embedded = (os.path.abspath(torc.EMBEDDED_DATABASE), '')
         with unittest.mock.patch('os.geteuid', lambda: 12345):
             self.assertEqual(embedded, torc.find_database())
-        os.unlink(default)
         with unittest.mock.patch('os.listdir', side_effect=PermissionError), \
                 unittest.mock.patch('os.scandir', side_effect=PermissionError):
             self.assertEqual(embedded, torc.find_database())
@@ -11410,9 +11408,13 @@ class RegistrationTest(WorldTest):
         with open(os.path.join(torc.state_directory(), 'servers'), 'w'):
             pass
         self.world.serve('-d', 'my.db')
-        self.assertIn('commands find it only with --url or --db', self.world.server.err)
+        how = f"commands find it with --db {shlex.quote(self.world.path('my.db'))}\n"
+        self.assertIn(how, self.world.server.out)
         self.assertExit(0, self.world.cli('--db', 'my.db', 'ping'))
         self.assertExit(4, self.world.cli('ping'), 'there is no server')
+        outcome = self.assertExit(0, self.world.cli('serve', '-d', 'other.db', '--port', 0, '--daemon'), 'commands find it with --db')
+        os.kill(int(outcome.out.rpartition('to stop it: kill ')[2]), signal.SIGTERM)
+        self.world.wait(lambda: not os.path.exists(self.world.path('other.db.connection')), 10, 'its end')
 
 
 # ======== 10a. Framing ========
@@ -13925,7 +13927,8 @@ class ServeTest(WorldTest):
                                                     'my.pid', '--log-dir', 'logs', '--json-logs'))
         pid = int(self.world.read('my.pid'))
         found = connection_of(self.world.path('my.db'))
-        self.assertEqual((pid, f"torc: serving {found['url']}\nTORC_SERVER_PORT={torc.parse_url(found['url']).port}\n"), (found['pid'], outcome.out))
+        said = f"torc: serving {found['url']}\nTORC_SERVER_PORT={torc.parse_url(found['url']).port}\n"
+        self.assertEqual((pid, f'{said}torc: process {pid}; to stop it: kill {pid}\n'), (found['pid'], outcome.out))
         self.assertExit(4, self.world.cli('serve', '-d', 'my.db', '-p', 0, '--daemon'), 'in use by another torc.py')
         self.assertExit(3, self.world.cli('serve', '-d', 'your.db', '-p', 0, '--daemon', '--pid-file',
                                           'no/such/place'), 'did not start', 'with --pid-file')
@@ -15291,12 +15294,15 @@ class FindServerTest(WorldTest):
         self.assertExit(0, self.cli('-s', 'workflows', 'new', '-n', 'of none'))
         self.assertEqual(['of none'], self.names('-s'))
 
-    def kill(self) -> None:
-        """A database with a workflow here and one elsewhere; then the server of the first is killed."""
-        self.assertExit(0, self.cli('-s', 'workflows', 'new', '-n', 'local'))
-        self.world.serve('-d', 'my.db')
+    def kill(self, database: str = 'my.db') -> None:
+        """A database elsewhere with a workflow, whose server is killed."""
+        self.world.serve('-d', database)
         self.assertExit(0, self.cli('workflows', 'new', '-n', 'served'))
         self.world.server.kill()
+
+    def make_own(self) -> None:
+        """A database of the directory itself, with a workflow."""
+        self.assertExit(0, self.cli('-s', 'workflows', 'new', '-n', 'local'))
 
     def test_a_killed_server_is_an_error_that_names_the_ways_and_changes_nothing(self) -> None:
         self.kill()
@@ -15304,9 +15310,8 @@ class FindServerTest(WorldTest):
         again = f' torc.py serve -d {database} --port {torc.parse_url(self.world.url).port}\n'
         for words in (('delete', 1, '--no-prompts'), ('cancel', 1, '--no-prompts'), ('workflows', 'list'), ('run', '../w.yaml'), ('ping',)):
             outcome = self.assertExit(3, self.cli(*words), again, f' --db {database}\n', ' -s\n', ' rm ')
-        self.assertEqual(['local'], self.names('-s'))
         os.unlink(shlex.split(outcome.err.rpartition(' rm ')[2])[0])
-        self.assertEqual(['local'], self.names())
+        self.assertExit(4, self.cli('workflows', 'list'), 'there is no server and no database')
 
     def test_what_starts_a_killed_server_again_lets_runners_elsewhere_find_it_too(self) -> None:
         server = {'database': '/my data/t.db', 'candidates': ['a', 'b']}
@@ -15345,9 +15350,10 @@ class FindServerTest(WorldTest):
     def test_a_killed_server_is_in_nobodys_way_who_names_another_place(self) -> None:
         self.kill()
         url = self.world.serve('-d', 'other.db')
+        self.assertExit(2, self.cli('workflows', 'list'), 'my.db (killed; to remove it: rm ', f'{url}  ')
+        self.make_own()
         self.assertEqual([[], [], ['local']], [self.names(*words) for words in (('--url', url), ('--db', '../other.db'), ('-s',))])
         self.assertExit(0, self.cli('workflows', 'list', env={'TORC_API_URL': url}))
-        self.assertExit(2, self.cli('workflows', 'list'), 'my.db (killed; to remove it: rm ', f'{url}  ')
 
     def test_a_killed_server_that_is_started_again_is_found_again(self) -> None:
         self.kill()
@@ -15359,21 +15365,64 @@ class FindServerTest(WorldTest):
             self.kill()
             self.assertExit(0, self.cli('--db', '../my.db', *words), 'was killed earlier and is no longer registered')
             self.assertEqual('', self.assertExit(0, self.cli('--db', '../my.db', 'workflows', 'list')).err)
-            self.assertIn('local', self.names())
 
-    def test_a_killed_server_whose_database_was_deleted_is_forgotten(self) -> None:
-        self.kill()
-        os.unlink(self.world.path('my.db'))
-        self.assertEqual(['local'], [item['name'] for item in self.assertExit(
-            0, self.cli('-f', 'json', 'workflows', 'list'),
-            'was killed and the database deleted: it is no longer registered').json()['items']])
-        self.assertEqual('', self.assertExit(0, self.cli('workflows', 'list')).err)
+    def test_a_killed_server_whose_database_is_gone_is_forgotten(self) -> None:
+        os.mkdir(self.world.path('data'))
+        for database, word in (('data/my.db', 'gone'), (':memory:', 'in memory')):
+            self.kill(database)
+            (_, server), = torc.list_registrations().items()
+            self.addCleanup(shutil.rmtree, os.path.dirname(server['database']), ignore_errors=True)
+            if word == 'gone':      # with its directory
+                os.rename(self.world.path('data'), self.world.path('away'))
+            self.assertExit(4, self.cli('workflows', 'list'), f'and its database is {word}: it is no longer registered')
+            self.assertEqual({}, torc.list_registrations())
 
-    def test_a_killed_server_whose_directory_is_not_there_is_not_forgotten(self) -> None:
+    def test_what_may_not_be_looked_at_is_not_forgotten(self) -> None:
         self.kill()
-        (path, server), = torc.list_registrations().items()
-        torc.write_atomically(path, json.dumps(dict(server, database=self.world.path('unmounted', 'my.db'))).encode())
-        self.assertExit(3, self.cli('workflows', 'list'), 'was killed, or the machine was restarted')
+        (path, _), = torc.list_registrations().items()
+        with unittest.mock.patch('os.stat', side_effect=PermissionError(errno.EACCES, 'Permission denied')):
+            self.assertEqual([path], list(torc.registered_servers()))
+
+    def test_the_database_of_the_directory_comes_first(self) -> None:
+        url = self.world.serve('-d', 'my.db')
+        place = f"the database {self.world.path('my.db')} (served at {url})\n"
+        self.assertEqual(f'Using {place}', self.assertExit(0, self.cli('workflows', 'new', '-n', 'served')).err)
+        self.make_own()
+        outcome = self.assertExit(0, self.cli('cancel', 1, '--no-prompts'), 'Canceled workflow 1 (local)')
+        other = shlex.quote(self.world.path('my.db'))
+        self.assertEqual(f'Using the database of this directory; served are also: {other}\n', outcome.err)
+        self.assertEqual(['served'], self.names('--url', url))
+        self.world.server.kill()
+        self.assertEqual((['local'], ''), (self.names(), self.assertExit(0, self.cli('workflows', 'list')).err))
+
+    def test_a_command_that_changes_another_database_says_which(self) -> None:
+        url = self.world.serve('-d', 'my.db')
+        self.assertExit(0, self.cli('--url', url, 'create', '../w.yaml'))
+        other = f"the database {self.world.path('my.db')} (served at {url})"
+        for words in (('workflows', 'reinit', 1, '--no-prompts'), ('slurm', 'create', 1, '-n', 's', '-a', 'proj'),
+                      ('user-data', 'create', 1, '-n', 'd'), ('workflows', 'update', 1, '-n', 'x')):
+            for flags, place in (((), other), (('--db', '../my.db'), other), (('--url', url), f'the server {url}')):
+                outcome = self.assertExit(0, self.cli(*flags, *words))
+                self.assertEqual(1, outcome.err.count(place), f'{words} {outcome}')
+        self.assertEqual('', self.cli('--url', url, 'status', 1).err)
+        self.assertEqual('', self.cli('user-data', 'create', 1, '-n', 'e', env={'TORC_API_URL': url, 'TORC_WORKFLOW_ID': '1'}).err)
+
+    def test_a_copied_directory_acts_on_itself(self) -> None:
+        self.world.write('w.yaml', 'name: hello\njobs: [{name: a, command: sleep 60}]\n')
+        for flags in (('-s',), ('-s', '--in-memory')):
+            runner = self.world.start(*flags, 'run', '../w.yaml', cwd=self.world.path('elsewhere'))
+            here = self.world.path('elsewhere', 'torc_output', 'torc.db')
+            server = self.world.wait(lambda: connection_of(here), 20, 'the server', [runner])
+            self.world.wait(lambda: '1 running' in self.cli('status', 1).out, 20, 'the job', [runner])
+            for words in (('cancel', 1, '--no-prompts'), ('exec', '-c', 'true', '-o', 'x')):    # through a server of its own
+                shutil.rmtree(self.world.path('copy'), ignore_errors=True)
+                shutil.copytree(self.world.path('elsewhere'), self.world.path('copy'))
+                self.assertExit(0, self.world.cli(*words, cwd=self.world.path('copy')))
+            self.assertEqual(['hello'], self.names())
+            self.assertEqual(server, connection_of(here))
+            self.assertExit(0, self.cli('cancel', 1, '--no-prompts'))
+            self.assertExit(1, runner.finish())
+            shutil.rmtree(self.world.path('elsewhere', 'torc_output'))
 
     def test_a_server_of_another_host_is_not_judged_by_our_processes_and_not_replaced(self) -> None:
         self.kill()
@@ -15388,13 +15437,6 @@ class FindServerTest(WorldTest):
             self.assertEqual(3, done.returncode, done.stderr)
             for words in (text, 'to forget the server:  ', ' --db '):
                 self.assertIn(words, done.stderr)
-        self.assertEqual(['local'], self.names('-s'))
-
-    def test_a_server_that_an_older_torc_started_is_found_where_it_always_was(self) -> None:
-        self.world.serve()
-        for path in torc.registration_files():
-            os.unlink(path)
-        self.assertExit(0, self.cli('ping'))
 
     def test_what_changes_or_was_changed_is_named_with_its_place(self) -> None:
         url = self.world.serve('-d', 'my.db')
@@ -15678,12 +15720,13 @@ class ClientTest(WorldTest):
     @slow
     def test_the_order_in_which_servers_are_found(self) -> None:
         lasting = self.start_lasting(torc.default_database())
-        embedded = self.connect(database=torc.EMBEDDED_DATABASE, needs_server=True)
-        self.assertTrue(connection_of(embedded.database)['is_embedded'])
         self.assertEqual(lasting['url'], self.connect().url)
         self.assertEqual(lasting['token_file'], self.connect().token_file)
         other = self.start_lasting(self.world.path('other.db'))
         self.assertRaisesRegex(torc.BadInput, 'several servers are registered', self.connect)
+        embedded = self.connect(database=torc.EMBEDDED_DATABASE, needs_server=True)
+        self.assertTrue(connection_of(embedded.database)['is_embedded'])
+        self.assertEqual(embedded.url, self.connect().url)
         self.assertEqual(embedded.url, self.connect(database=torc.EMBEDDED_DATABASE).url)
         self.assertEqual(other['url'], self.connect(database='other.db').url)
         os.environ['TORC_API_URL'], os.environ['TORC_TOKEN_FILE'] = other['url'], other['token_file']

@@ -978,6 +978,18 @@ def is_private_group(found: os.stat_result, where: Union[str, int]) -> bool:
     return is_private and not has_acl(where)
 
 
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
+def is_missing(path: str) -> bool:
+    """Whether nothing has this path for certain: what may not be looked at (EACCES, ESTALE) may be there."""
+    try:
+        os.stat(path)
+    except (OSError, ValueError) as error:      # ValueError: a NUL in the path
+        return getattr(error, 'errno', errno.ENOENT) in NO_FILE
+    return False
+
+
 def has_acl(where: Union[str, int]) -> bool:
     """Whether an access control list says who else may use a file or directory (Linux, POSIX draft)."""
     try:
@@ -14219,9 +14231,10 @@ def is_between_allocations(server: Dict[str, Any]) -> bool:
 # -------- registered servers --------
 #
 # A lasting server has a second connection file in a directory of the user's state directory, so that commands
-# find it wherever its database is stored. A clean end removes it. One that is left means that commands would
-# have used a server that was killed: to use another database instead would change what nobody meant, so that
-# it is an error until the server is started again, its database is used by name, or the file is removed.
+# in directories without a database of their own find it wherever its database is stored. A clean end removes
+# it. One that is left means that commands would have used a server that was killed: to use another database
+# instead would change what nobody meant, so that it is an error until the server is started again, its
+# database is used by name or removed, or the file is removed.
 
 def registration_path(database: str) -> str:
     """File that registers this host's server of a database."""
@@ -14252,19 +14265,15 @@ def list_registrations() -> Dict[str, Dict[str, Any]]:
 
 
 def register_server(server: Dict[str, Any]) -> str:
-    """Let commands find a lasting server. Path of its file; '' if it could not be written."""
+    """Let commands find a lasting server. Path of its file. OSError or Denied."""
     path = registration_path(server['database'])
-    try:
-        make_private_directory(os.path.dirname(path))
-        write_atomically(path, format_json(server).encode())
-        # Another host may have served it before.
-        if server.get('travels') or is_network_path(server['database']):
-            for other, old in list_registrations().items():
-                if other != path and old['database'] == server['database']:
-                    os.unlink(other)
-    except (OSError, Denied) as error:
-        log.warning('this server cannot be registered: commands find it only with --url or --db (%s)', error)
-        return ''
+    make_private_directory(os.path.dirname(path))
+    write_atomically(path, format_json(server).encode())
+    # Another host may have served it before.
+    if server.get('travels') or is_network_path(server['database']):
+        for other, old in list_registrations().items():
+            if other != path and old['database'] == server['database']:
+                os.unlink(other)
     return path
 
 
@@ -14287,7 +14296,7 @@ def forget_server(database: str) -> None:
             return
         os.unlink(path)
         log.warning('the server of %s was killed earlier and is no longer registered: '
-                    'commands find this database only with --db', database)
+                    'from other directories, commands find this database with --db', database)
 
 
 class Lease:
@@ -17500,6 +17509,7 @@ class ServerOptions(Row):
     takes_over: bool = False        # the lease of a server that is gone for certain
     from_snapshot: bool = False     # go on without what was lost in memory
     is_embedded: bool = False
+    is_volatile: bool = False       # the database ends with the server
     travels: bool = False           # it lives in an allocation, and goes on in the next one
     watches_lease: bool = True      # of another host, and takes it over when it is not renewed
     allows_sql: bool = True         # of administrators
@@ -17546,7 +17556,7 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         if options.database == IN_MEMORY:
             directory = make_memory_directory(0)
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
-            options = options._replace(database=os.path.join(directory, 'torc.db'))
+            options = options._replace(database=os.path.join(directory, 'torc.db'), is_volatile=True)
         store = hold_served_database(stack, options, announce)
         listener = open_listener(options.host, options.port, options.needs_token)
         stack.callback(listener.close)
@@ -17574,14 +17584,14 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         hosts = [f'[{name}]' if ':' in name else name for name in candidates]
         urls = [f'{scheme}://{name}:{port}{API_PREFIX}' for name in hosts]
         # Only now: who finds the file may connect at once, and is answered by the first turns of the loop.
-        stack.enter_context(connection_file(options, urls, server.id,
-                                            lambda: options.travels and server.ended_by == signal.SIGTERM))
+        where = stack.enter_context(connection_file(
+            options, urls, server.id, lambda: options.travels and server.ended_by == signal.SIGTERM))
         if options.pid_file:
             stack.enter_context(pid_file(options.pid_file))
         log.info('serving %s at %s, for %s', options.database, ' '.join(urls),
                  'this machine only' if is_loopback(host) else
                  'everybody who reaches this machine and has a token or password')
-        announce(f'torc: serving {urls[0]}\nTORC_SERVER_PORT={port}\n')
+        announce(f'torc: serving {urls[0]}\nTORC_SERVER_PORT={port}\n{where}')
         if options.ends_with_input:
             server.end_with_input(0)
         give_memory_back()      # a third of it is left over from compiling this file
@@ -17718,10 +17728,11 @@ def own_addresses() -> List[str]:
 
 @contextlib.contextmanager
 def connection_file(options: ServerOptions, urls: List[str], server_id: str,
-                    goes_on: Callable[[], bool] = bool) -> Iterator[None]:
+                    goes_on: Callable[[], bool] = bool) -> Iterator[str]:
     """While the block runs, the files that lead clients to the server of a database.
 
-    They stay where goes_on() says at the end that another server is to come, and say so to clients.
+    They stay where goes_on() says at the end that another server is to come, and say so to clients. The value
+    is a line for the user where commands do not find the server by themselves.
     """
     database = os.path.abspath(options.database)
     path = database + '.connection'
@@ -17729,20 +17740,24 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         describe_process(), url=urls[0], candidates=urls, server_id=server_id, signs=True, database=database,
         inode=0 if options.snapshot_interval_s is not None else file_identity(database)[1],     # 0: changes
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
-        in_memory=options.snapshot_interval_s is not None,
+        in_memory=options.snapshot_interval_s is not None, is_volatile=options.is_volatile,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
     if options.travels:
         content.update(travels=True, allocation=os.environ['SLURM_JOB_ID'])
-    paths = [path, '' if options.is_embedded else register_server(content)]
+    paths, where = [path], ''
+    try:
+        paths += [] if options.is_embedded else [register_server(content)]
+    except (OSError, Denied) as error:
+        where = f'torc: not registered ({error}): commands find it with --db {shlex.quote(database)}\n'
     try:
         try:
             write_atomically(path, format_json(content).encode())
         except OSError as error:
             cure = private_cure(path) if os.path.lexists(path) else 'give another place with --db'
             raise BadInput(f'cannot write {path}: {error.strerror}; {cure}') from None
-        yield
+        yield where
     finally:
-        for path in filter(None, paths):
+        for path in paths:
             unregister_server(path, content, goes_on())
 
 
@@ -17931,7 +17946,8 @@ def run_detached_server(options: ServerOptions, pipe: io.TextIOWrapper, *log_to:
             leave_caller(pipe.fileno(), *log_to)
             if options.is_embedded:
                 log.setLevel(logging.INFO)      # whatever the command that needed it logs
-            serve_database(options, functools.partial(say_once, pipe, 'ready '))
+            end = f'torc: process {os.getpid()}; to stop it: kill {os.getpid()}\n'
+            serve_database(options, lambda text: say_once(pipe, 'ready ', text, end))
     except Conflict as error:
         if pipe.closed:     # it has served, and another process has the database now
             log.error('%s', error)
@@ -18412,8 +18428,8 @@ def explain(error: Exception) -> str:
 # One class, two transports, the same values. Through HTTP, on one kept-alive connection, when a server is
 # there; and directly, on a Store of its own, when there is only a database and nobody else has it: then a
 # command costs no socket and no process. Where to look, first found first taken: a URL or database that was
-# named; TORC_API_URL; the lasting server that this account has registered, wherever its database is; the
-# embedded database of this directory.
+# named; TORC_API_URL; the embedded database of this directory; the lasting server that this account has
+# registered, wherever its database is; a new embedded database.
 #
 # A connection file is trusted only after its server has proved that it knows the token, for a port may have
 # changed hands; from then on requests and answers are signed with it (Signer), and it is never sent, but to a
@@ -18450,23 +18466,26 @@ def explain_server_end(server: Dict[str, Any]) -> str:
             'goes on in the next one (`squeue --me`)')
 
 
+def registered_servers() -> Dict[str, Dict[str, Any]]:
+    """The registered servers by the paths of their files, without those whose database is gone."""
+    servers = list_registrations()
+    for path, server in list(servers.items()):
+        if is_server_over(server) and (server.get('is_volatile') or is_missing(server['database'])):
+            log.warning('the server of %s was killed, and its database is %s: it is no longer registered',
+                        server['database'], 'gone' if is_missing(server['database']) else 'in memory')
+            with contextlib.suppress(OSError):      # a read-only home
+                os.unlink(path)
+            del servers[path]
+    return servers
+
+
 def find_database() -> Tuple[str, str]:
     """The database that commands use, and the registration of its lasting server; '' if it has none.
 
     BadInput if several servers are registered, Unreachable if the one that is was killed.
     """
-    servers = list_registrations()
-    legacy = default_database() + '.connection'     # of a server that an older torc.py started
-    found = read_living_server(legacy) if is_own_file(legacy) else None
-    if found is not None and found.get('server_id') not in [old.get('server_id') for old in servers.values()]:
-        servers[legacy] = found
-    for path, server in list(servers.items()):
-        if is_server_over(server) and is_deleted(server['database']):
-            log.warning('the server of %s was killed and the database deleted: it is no longer registered',
-                        server['database'])
-            with contextlib.suppress(OSError):      # a read-only home
-                os.unlink(path)
-            del servers[path]
+    own = os.path.abspath(EMBEDDED_DATABASE)
+    servers = registered_servers() if is_missing(own) else {}
     if len(servers) > 1:
         described = ''.join(map(describe_server, servers, servers.values()))
         raise BadInput('several servers are registered: choose one with --url URL, TORC_API_URL or --db FILE'
@@ -18475,7 +18494,17 @@ def find_database() -> Tuple[str, str]:
         if is_server_over(server):
             raise absent(explain_dead_server(path, server, explain_server_end(server)))
         return server['database'], path
-    return os.path.abspath(EMBEDDED_DATABASE), ''
+    return own, ''
+
+
+def other_databases(database: str) -> List[str]:
+    """Databases that registered servers serve, but for one."""
+    try:
+        servers = registered_servers().values()
+    except Denied:      # a damaged file is in nobody's way who does not need it
+        return []
+    return [server['database'] for server in servers
+            if not is_server_over(server) and is_of_a_copy(database, {'database': server['database']})]
 
 
 def describe_server(path: str, server: Dict[str, Any]) -> str:
@@ -18582,8 +18611,8 @@ class Connector:
         credentials   Credentials(password, cookie) for the server that url names (else TORC_PASSWORD,
                       TORC_COOKIE_HEADER)
         needs_server  fork a server, which leaves after its last client, rather than take the file
-        Without url and database: TORC_API_URL, the lasting server of this account (BadInput if there are
-        several, Unreachable if it was killed), torc_output/torc.db.
+        Without url and database: TORC_API_URL, torc_output/torc.db if there is one, the lasting server of
+        this account (BadInput if there are several, Unreachable if it was killed), a new torc_output/torc.db.
         """
         client = cls.find(*where, **how)
         client.reconnect()
@@ -18643,7 +18672,13 @@ class Connector:
         """Where its workflows are stored, for messages."""
         if self.named_url:
             return f'the server {self.named_url}'
-        return f'the database {self.database}' + (f' (served at {self.url})' if self.is_lasting else '')
+        is_served = self.is_lasting and self.url
+        return f'the database {self.database}' + (f' (served at {self.url})' if is_served else '')
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the database of this directory."""
+        return not self.named_url and self.database == os.path.abspath(EMBEDDED_DATABASE)
 
     @property
     def url(self) -> str:
@@ -19159,9 +19194,6 @@ def has_directory(workflow: Dict[str, Any]) -> bool:
 def file_exists(base: str, path: str) -> bool:
     """Whether a workflow's file is there."""
     return os.path.exists(os.path.join(base, path))
-
-
-NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def read_file_times(base: str, paths: Dict[str, str]) -> Dict[str, Optional[float]]:
@@ -32147,6 +32179,7 @@ class Session:
         self.stdin = stdin
         self.command: Any = None    # its row in COMMANDS
         self.is_reading = False     # make no database, although the command may
+        self.has_said_where = False     # in which database
         self._client: Optional[Client] = None
         self._credentials: Optional[Credentials] = None
 
@@ -32170,7 +32203,18 @@ class Session:
             client.reconnect()
             self._client = client
             self._client.snapshot_interval_s = interval_s
+            self.report_choice()
         return self._client
+
+    def report_choice(self) -> None:
+        """Say which database is used where nobody has named it, and another one might be meant."""
+        client = self._client
+        if client.server_file:
+            self.inform(f'Using {client.location}')
+        elif not client.named_url and not self.database:
+            others = [shlex.quote(path) for path in other_databases(client.database)]
+            if others:
+                self.inform(f"Using the database of this directory; served are also: {', '.join(others)}")
 
     @property
     def snapshot_interval_s(self) -> Optional[float]:
@@ -32242,6 +32286,7 @@ class Session:
     def show(self, text: str, style: Style = PLAIN) -> None:
         """Text to stdout; the style is that of text that was painted."""
         text = printable_in_colour(text, style)
+        self.note_place(text)
         try:
             self.out.write(text)
         except UnicodeEncodeError:  # a locale without UTF-8
@@ -32257,8 +32302,14 @@ class Session:
         """A message to stderr that may have several lines."""
         self.report(*printable_message(text).split('\n'))
 
+    def note_place(self, text: str) -> None:
+        """Whether a text says in which database the command works."""
+        if self._client is not None and self._client.location in text:
+            self.has_said_where = True
+
     def report(self, *lines: str) -> None:
         """Lines to stderr."""
+        self.note_place('\n'.join(lines))
         try:
             self.err.write(format_lines(lines))
             self.err.flush()    # before Python 3.9, stderr gathers what goes to a file or pipe
@@ -32331,9 +32382,13 @@ class Session:
         return is_yes
 
     def leave(self) -> None:
-        """Give the connection back, and see that what was done stays."""
-        if self._client is not None:
-            self._client.leave()
+        """Give the connection back, and see that what was done stays; say where, unless it is usual."""
+        client = self._client
+        if client is not None:
+            is_in_job = bool(os.environ.get('TORC_WORKFLOW_ID'))    # its address was given, not chosen
+            if client.has_changed and not (self.has_said_where or is_in_job or client.is_own):
+                self.inform(f'Used {client.location}')
+            client.leave()
 
     def close(self) -> None:
         """Give the connection back."""
@@ -34698,9 +34753,7 @@ def report_location(session: Session, workflow: Dict[str, Any]) -> None:
     client = session.client
     if session.options['in_memory'] and not client.in_memory:
         session.report(f'warning: {client.location} is served already, and not from memory')
-    is_embedded = not client.named_url and not client.is_lasting
-    is_usual = is_embedded and client.database == os.path.abspath(EMBEDDED_DATABASE)
-    if not is_usual:
+    if not client.is_own:
         session.inform(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
 
 
@@ -38344,8 +38397,8 @@ INIT_OPTIONS = (
 )
 GLOBAL_ARGUMENTS = (
     Argument('-f --format', 'FORMAT', 'table, json or csv', one_of(*ANSWER_FORMATS), default='table'),
-    Argument('--url', 'URL', 'server to use (default: TORC_API_URL, else the running one, else the '
-             'embedded database)'),
+    Argument('--url', 'URL', f'server to use (default: TORC_API_URL, else {DEFAULT_OUTPUT_DIR}/torc.db if it '
+             'exists, else the running server)'),
     Argument('-s --standalone', '', f'use the embedded database {DEFAULT_OUTPUT_DIR}/torc.db, '
              'even if a server is running'),
     Argument('--db', 'FILE', 'use this embedded database'),
