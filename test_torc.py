@@ -20068,6 +20068,37 @@ class LinkTest(PartTest):
                     self.assertEqual((row['state'], row['asks_at'], row['starts']),
                                      (link.state, asks_at, 'yes' if link.has_lease else 'no'))
 
+    # Of so many seconds. The last job ends 20 s before, or 10 s after its begin; an action may still be expected.
+    OUTAGES = (0, 1, 30, 69, 70, 71, 79, 80, 81, 89, 90, 91, 99, 100, 101, 119, 120, 144, 600, 1199, 1200, 1201, 5000)
+
+    def test_an_outage_of_any_length_is_no_idleness(self):
+        for outage_s, ended_at, pending in itertools.product(self.OUTAGES, (-20, 10), (0, 1)):
+            with self.subTest(outage_s=outage_s, ended_at=ended_at, pending=pending), FakeClock().set() as clock:
+                link, left, began = self.link(), [], clock.now      # type: Any, List[Any], float
+                link.call.has_children = lambda: True
+                link.call.on_answer = lambda answer: [self.attempts.change(attempt, 'acknowledged') for attempt in link.sent_completions]
+                parts = unittest.mock.MagicMock(link=link, reason='', end=math.inf, leave=lambda reason: left.append((reason, clock.now - began)))
+                parts.launcher.children = parts.dispatcher.policy.backlog = ()
+                parts.dispatcher.attempts = self.attempts
+                parts.dispatcher.policy.is_too_late.return_value = parts.actions.is_busy = False
+                rules = torc.ExitRules(link.context, parts, unittest.mock.Mock(loss=''))
+                self.pace.worked_at = self.pace.ended_at = clock.now + ended_at
+                answer = {'unfinished': 2, 'claimable': True, 'pending_actions': pending}
+                idle_from = ended_at
+                while not left and clock.now < began + 9000:
+                    second = clock.now - began
+                    if second == 10 == ended_at:
+                        self.pace.on_end()
+                        self.attempt('reported')
+                        link.report_soon(0)
+                    self.client.answers = [NO_ANSWER if second < outage_s else answer]
+                    was_away = link.state != 'online'
+                    link.act(clock.now)
+                    idle_from = max(idle_from, second) if was_away and link.state == 'online' else idle_from
+                    rules.look()
+                    clock.now += 1
+                self.assertEqual(('idle', idle_from + (torc.LATE_ACTION_S if pending else 90)), left[0])
+
     def test_no_answer_is_waited_for_when_nothing_runs_but_after_the_last_end_it_is_asked_once_more(self):
         link = self.link(*[NO_ANSWER] * 3, compute_node_wait_for_healthy_database_minutes=0)
         children = [1]
@@ -23908,7 +23939,7 @@ class RunnerTest(RunnerCase):
 
     def test_jobs_that_run_go_on_without_the_output_directory(self):
         self.create('mv out away; touch gone', 'until test -e gone; do sleep 0.02; done; echo still; sleep 0.5',
-                    {'command': 'true', 'depends_on': ['j1']}, compute_node_wait_for_new_jobs_seconds=1)
+                    {'command': 'true', 'depends_on': ['j1']}, compute_node_wait_for_new_jobs_seconds=2)
         outcome = self.run_it()
         self.assertEqual({'j1': 'completed', 'j2': 'completed', 'j3': 'ready'}, self.statuses())
         self.assertEqual('still\n', self.world.read('away/job_stdio/job_wf1_j2_r1_a1.o'))
@@ -24292,6 +24323,16 @@ class OfflineDrainTest(RunnerCase):
         self.assertEqual((3, [(1, 1, 0, 'completed'), (2, 1, 0, 'completed'), (3, 1, 0, 'completed')]), (outcome.completed, self.results()))
         for words in ('entering offline-drain mode', 'Journaled completion (offline) workflow_id=1 job_id=1 run_id=1', 'answers again'):
             self.assertIn(words, self.log())
+
+    def test_an_outage_beyond_lease_and_idle_limit_ends_no_run_also_where_an_old_journal_lies(self):
+        journal = torc.Journal(torc.journal_path(self.world.path('out'), 1, 1, socket.gethostname()))
+        journal.close()
+        self.create(self.UNTIL.format(1), {'command': 'touch ran2', 'depends_on': ['j1']}, compute_node_wait_for_new_jobs_seconds=2)
+        asked_at = []       # type: List[float]
+        self.is_away = lambda: self.has('ran1') and (not asked_at or time.monotonic() < asked_at[0] + 2.5)
+        self.asked = lambda: (self.go(1), asked_at.append(time.monotonic()))
+        with unittest.mock.patch.object(torc.Pace, 'lease_s', return_value=2.0):
+            self.assertEqual((2, 'complete'), operator.attrgetter('completed', 'reason')(self.run_it()))
 
     def test_when_all_have_ended_without_it_the_runner_leaves_with_their_ends_on_disk(self):
         self.create(self.UNTIL.format(1), {'command': self.UNTIL.format(2) + '; exit 3'}, 'touch ran3', **self.NO_WINDOW,

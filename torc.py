@@ -25557,6 +25557,11 @@ class Pace:
         self.has_progressed = True
         self.ended_at = self.worked_at = time.monotonic()
 
+    def on_return(self) -> None:
+        """The server answers again, and hears only now of what has ended: an outage is no idleness."""
+        self.worked_at = time.monotonic()
+        self.ended_at = self.ended_at if self.ended_at == -math.inf else self.worked_at
+
     def next_wait_s(self, is_poll: bool, has_children: bool) -> Optional[float]:
         """Until the next poll, after an answer: the regimes of the page "Job Runners". None: as planned."""
         base_s = self.options.poll_interval_s
@@ -25928,6 +25933,7 @@ class ServerLink:
         """The server has answered."""
         if self.state != 'online':
             self.change('online')
+            self.pace.on_return()
             elapsed = format_elapsed(time.monotonic() - self.silent_since)
             self.context.say(f'the server answers again after {elapsed}')
             if self.context.variables:      # its address may be another one now, for jobs that ask it
