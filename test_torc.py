@@ -2274,10 +2274,9 @@ class ParametersTest(unittest.TestCase):
                 values = {name: value for name, (_, value) in case['params'].items()}
                 ours = case.get('ours', {})
                 if ours.get('error'):
-                    self.assertRaises(torc.BadInput, torc.substitute, case['template'], values)
+                    self.assertTrue(problems_of({'name': 'w', 'jobs': [{'name': 'x', 'command': case['template'], 'parameters': {key: [value] for key, value in values.items()}}]}))
                     continue
                 wanted = ours.get('text', case['torc_newer'])
-                self.assertEqual(wanted, torc.substitute(case['template'], values))
                 plan = plan_of({'name': 'w', 'jobs': [{'name': 'x', 'command': case['template'] + ' ', 'parameters': {key: [value] for key, value in values.items()}}],
                                 'files': [{'name': 'x', 'path': 'p'}]} if 'files.' not in wanted else {'name': 'w', 'jobs': []})
                 self.assertEqual([wanted + ' '] if 'files.' not in wanted else [], [job.command for job in plan.body['jobs']])
@@ -2356,10 +2355,9 @@ class ParametersTest(unittest.TestCase):
             self.assertEqual(message, str(caught.exception))
 
     def test_the_last_parameter_changes_fastest(self):
-        self.assertEqual([{'a': 1, 'b': 'x'}, {'a': 1, 'b': 'y'}, {'a': 2, 'b': 'x'}, {'a': 2, 'b': 'y'}],
-                         torc.expand_parameters({'a': '1:2', 'b': '[x,y]'}))
-        self.assertEqual([{'a': 1, 'b': 'x'}, {'a': 2, 'b': 'y'}], torc.expand_parameters({'a': '1:2', 'b': '[x,y]'}, 'zip'))
-        self.assertEqual([{}], torc.expand_parameters({}))
+        for mode, wanted in (('product', ['1x', '1y', '2x', '2y']), ('zip', ['1x', '2y'])):
+            job = {'name': '{a}{b}', 'command': 'c', 'parameters': {'a': '1:2', 'b': '[x,y]'}, 'parameter_mode': mode}
+            self.assertEqual(wanted, [job.name for job in plan_of({'name': 'w', 'jobs': [job]}).body['jobs']])
 
     def test_too_many_instances_are_refused_before_they_are_made(self):
         for parameters, count in (({'i': '1:1000000000000'}, '1,000,000,000,000'),
@@ -19457,6 +19455,9 @@ class Watcher:
         self.first = self.first or counts
         self.counts = counts
 
+    def on_output(self, name: str, files: Any) -> None:
+        """Nothing is printed."""
+
     def on_failed_job(self, name: str, return_code: int, last_line: str = '') -> None:
         """Remember all."""
         self.failed.append((name, return_code, last_line))
@@ -27538,7 +27539,11 @@ class RunTest(CommandTest):
                  ('exec -c a --param i=1 --param i=2', 'stands twice'),
                  ('exec -c a --param i=1:2 --param j=1:3 --link zip', ''),
                  ('exec w.yaml', "'w.yaml' is a workflow file: run it with `torc.py run w.yaml`"),
-                 ('exec echo a', "'echo' is no option: give a command with -c, as one word, or after --"),
+                 ('exec ls -l', "'ls' is no option: give a command with -c, as one word, or after --: exec -- ls -l"),
+                 ('exec -c a --param i=1..3', "parameter 'i': '1..3' is no range: write 1:3, or ['1..3'] for the text"),
+                 ('exec -c a --print -f json', '--print has no JSON form'), ('exec -c a --resume', '--resume needs --name NAME'),
+                 ('exec -c a --timeout 0s', 'timeout must be at least 1, not 0'),
+                 ('exec -c a --param i=[1,1]', "parameters make several with the name 'a_1'"),
                  ('exec -c a b.KDL -- c', 'torc.py run b.KDL'), ('exec -c a --generate-plots', 'time-series'),
                  ('exec -c a --param i=@nope', 'nope'), ('exec -C nope', 'cannot read nope'))
         for line, text in table:
@@ -27549,14 +27554,29 @@ class RunTest(CommandTest):
         for command in ('', '  '):
             self.assertEqual(wanted, self.assertExit(2, self.world.main('exec', '-c', 'echo a', '-c', command)).err)
         outcome = self.assertExit(2, self.world.main('exec', '-c', '{x}', '--param', "x=['']"))
-        self.assertEqual("error: job 'job1': command must not be empty: write true for a job that does nothing\n", outcome.err)
+        self.assertEqual("error: job 'x_{x}': command must not be empty: write true for a job that does nothing\n", outcome.err)
 
-    def test_names_in_braces_that_no_parameter_has_are_told_once(self):
-        outcome = self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {i} {seed}', '-c',
-                                                     'echo {i} ${HOME} {a,b}', '--param', 'seeds=1:2'))
-        self.assertEqual('warning: {i} is no parameter and stays as it is; for a parameter give --param i=VALUES\n'
-                         "warning: {seed} is no parameter and stays as it is, did you mean 'seeds'?\n", outcome.err)
+    def test_a_dry_run_of_exec_doubts_names_in_braces_and_values_that_need_quotes(self):
+        outcome = self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {seed} ${HOME} {a,b} {f}', '-c', 'echo {f:q}', '--param', 'seeds=1:2', '--param', 'f=[a b]'))
+        self.assertEqual("warning: job 'echo_{seeds}_{f}': command puts 'a b' into the shell as it is for {f}: write {f:q} to quote it\n"
+                         "warning: job 'echo_{seeds}_{f}': command holds {seed}, which is no parameter and stays as it is, did you mean 'seeds'?\n", outcome.err)
+        self.assertEqual(["echo 'a b'"] * 2, [job['command'] for job in outcome.json()['jobs'][2:]])
         self.assertEqual('', self.assertExit(0, self.world.main('exec', '--dry-run', '-c', 'echo {i:03d}', '--param', 'i=1:2')).err)
+
+    def test_exec_prints_output_in_order_retries_and_goes_on_after_an_edit(self):
+        done = self.assertExit(0, self.world.cli('exec', '-c', 'while [ {i} = 1 ] && [ ! -e 2 ]; do sleep 0.02; done; touch {i}; echo out {i}; echo err {i} >&2',
+                                                 '--param', 'i=1:2', '-k', '-j', 2))
+        self.assertEqual('out 1\nout 2\n', done.out)
+        self.assertEqual(['err 1', 'err 2'], re.findall('^err .', done.err, re.MULTILINE))
+        self.assertEqual(['while_1', 'while_2'], [job['name'] for job in self.json('jobs list 1')['items']])
+        self.world.write('list', 'echo one\necho try $TORC_ATTEMPT_ID; exit 3\necho two\n')
+        words = ('exec', '-n', 'l', '-C', 'list', '--retries', 2, '--timeout', '1m', '--print')
+        self.assertEqual(['one', 'try 3', 'two'], sorted(self.assertExit(1, self.world.cli(*words)).out.splitlines()))
+        self.world.write('list', 'echo zero\necho one\necho two\n')
+        self.assertIn('1 of 3 jobs would run', self.assertExit(0, self.world.cli(*words, '--resume', '--dry-run')).out)
+        self.assertEqual('zero\n', self.assertExit(0, self.world.cli(*words, '--resume', '-k')).out)
+        self.assertEqual({'job1': 'echo one', 'job3': 'echo two', 'job4': 'echo zero'}, {job['name']: job['command'] for job in self.json('jobs list 2')['items']})
+        self.assertEqual([('job1', 1), ('job3', 1), ('job4', 2)], [(row['job_name'], row['run_id']) for row in self.json('results list 2')['items']])
 
     def test_exec_knows_torcs_names_of_options(self):
         self.world.write('commands.txt', 'echo 1\n')

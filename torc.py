@@ -109,6 +109,7 @@ import bisect
 import codecs
 import collections
 import contextlib
+import copy
 import datetime
 import errno
 import fcntl
@@ -3177,6 +3178,8 @@ OTHER_WORDS = {
     'needs': 'depends_on', 'requires': 'depends_on', 'after': 'depends_on', 'environment': 'env',
     'inputs': 'input_files', 'outputs': 'output_files'}
 
+NOTHING_TO_DO = ': write true for a job that does nothing'      # the cure of an empty command
+
 # sbatch options that only a scheduler may set, by any of their names (sbatch(1)).
 SCHEDULER_OPTIONS = frozenset('partition nodes walltime time mem gres name job-name'.split())
 
@@ -3376,7 +3379,7 @@ TYPES = {
     'text':           Type('text', read_text),
     'name':           Type('name', read_name),
     # `true` does nothing on purpose.
-    'command':        Type('text', read_filled(': write true for a job that does nothing')),
+    'command':        Type('text', read_filled(NOTHING_TO_DO)),
     'path':           Type('path', read_filled()),
     'texts':          Type('list of text', read_text, 'list'),
     'names':          Type('list of names', read_name, 'list'),
@@ -4212,23 +4215,6 @@ def axis_column(axis: Axis, items: Sequence[Any], count: int) -> Varying:
     return Varying(column * (count // len(column)))
 
 
-def expand_parameters(parameters: Dict[str, Any], mode: str = 'product', directory: str = '',
-                      limit: int = MAX_INSTANCES) -> List[Dict[str, Value]]:
-    """Parameters as in a spec -> one dict of values per instance."""
-    values, name = {}, ''
-    try:
-        for name, value in parameters.items():
-            check_parameter_name(name)
-            values[name] = expand_values(value, directory, limit)
-        instances = combine_values(values, mode, limit) if values else NO_PARAMETERS
-    except ValueError as error:
-        raise BadInput(f"parameter '{shorten(name)}': {error}") from None
-    if not values:
-        return [{}]
-    columns = [axis_column(axis, axis.values, instances.count) for axis in instances.axes.values()]
-    return [dict(zip(values, row)) for row in zip(*columns)]
-
-
 def format_value(value: Value, spec: str = '') -> str:
     """A parameter's value as text. Floats: shortest digits, no exponent, no '.0'; or Python's formats.
 
@@ -4248,17 +4234,6 @@ def format_value(value: Value, spec: str = '') -> str:
         text = format(decimal.Decimal(repr(value)), 'f')
         return text.rstrip('0').rstrip('.') if '.' in text else text
     return str(value)
-
-
-def substitute(template: str, values: Dict[str, Value]) -> str:
-    """A template with {name} and {name:format} replaced. One pass; ${name} and unknown names stay."""
-    def replace(match: Any) -> str:
-        name, spec = match.groups()
-        return format_value(values[name], spec or '') if name in values else match.group()
-    try:
-        return PARAMETER.sub(replace, template)
-    except ValueError as error:
-        raise BadInput(f"'{shorten(template)}': {error}") from None
 
 
 # -------- templates --------
@@ -4619,6 +4594,8 @@ class Planner:
         if tokens or not RELATION_FIELDS.isdisjoint(block):
             related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
                        for noun, way, given, regexes in RELATED]
+        if block.get('command') and not all(map(str.strip, spread(command, 1))):
+            block.error(f'command must not be empty{NOTHING_TO_DO}', 'command')
         paths = functools.partial(self.put_paths, block)
         command, script = (each(paths, column, *related[1:3]) for column in (command, script))
         columns = (names, command, script, env, self.job_class(expansion),
@@ -26830,6 +26807,7 @@ class Completions:
             self.context.log.write('Job retried', **names, new_attempt_id=attempt.attempt_id + 1)
             return
         self.counts['failed' if status == 'pending_failed' else status] += 1
+        self.context.progress.on_output(attempt.name, (attempt.stdout, attempt.stderr))
         if status == 'completed':
             if attempt.deletes_stdio:
                 self.context.output.stdio.remove(attempt.stdout)
@@ -31210,14 +31188,16 @@ def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = Fa
 class Progress:
     """What `run` shows while jobs run: on a terminal a line that is rewritten, elsewhere lines at intervals.
 
-    The Runner calls on_turn, on_failed_job and on_message; only times and counts pass, so that any object
-    with these three can stand in. Failed jobs and messages are printed above the line, in both forms.
+    The Runner calls on_turn, on_output, on_failed_job and on_message; only texts and counts pass, so that any
+    object with these four can stand in. Failed jobs and messages are printed above the line, in both forms.
     """
 
     def __init__(self, stream: Any, style: Style, is_quiet: bool = False,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 clock: Callable[[], float] = time.monotonic,
+                 printer: Optional[Callable[[str, Sequence[Optional[str]]], Any]] = None) -> None:
         self.stream = stream
         self.style = style
+        self.printer = printer
         self.is_quiet = is_quiet
         self.clock = clock
         self.started_at = clock()
@@ -31237,6 +31217,12 @@ class Progress:
             self.shown_at = now
             self._show(format_progress(counts, counts.get('done', 0) - self.first_done, now - self.started_at,
                                        self.style))
+
+    def on_output(self, name: str, files: Sequence[Optional[str]]) -> None:
+        """A job has ended for good; where its stdout and stderr are, in job_stdio."""
+        if self.printer is not None:
+            self.finish()
+            self.printer(name, files)
 
     def on_failed_job(self, name: str, return_code: int, last_line: str = '') -> None:
         """A job that will not be tried again."""
@@ -34505,27 +34491,27 @@ CHANGED_NOUNS = {
 
 
 def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) -> Optional[Dict[str, Any]]:
-    """The newest workflow that was made from the same file, or None. The plan takes its directory over.
+    """The newest workflow that was made from the same file, or by `exec` here; or None.
 
-    Asks about one of the same name and directory that has no file: older versions did not store it.
+    The plan takes its directory over.
     """
     path = planned['spec_path']
-    if not path:
+    if not path and session.command.name != 'exec':
         raise BadInput('--resume needs a workflow file: what comes through stdin cannot be found again')
     session.is_reading = session.is_reading or is_dry_run
     session.client.need_server()    # it looks which runners still live
     name, directory, unknown, moved = planned['name'], planned['submission_directory'], None, None
     for item in session.client.pages('list_workflows', name=name, is_archived=False, reverse_sort=True):
         if item['user'] in (planned['user'], user_name()):
-            if item.get('spec_path') == path:
+            if item.get('spec_path') == path and (path or item.get('submission_directory') == directory):
                 planned['submission_directory'] = item.get('submission_directory')
                 return item
             if not item.get('spec_path') and item.get('submission_directory') == directory:
                 unknown = unknown or item
             moved = moved or item
     if unknown is None:
-        session.report(f'No workflow {name!r} was made from {path} before')
-        if moved is not None and moved.get('spec_path'):
+        session.report(f"No workflow {name!r} was made {f'from {path}' if path else 'here'} before")
+        if path and moved is not None and moved.get('spec_path'):
             update = command_line(session, 'workflows', 'update', moved['id'], '--spec-path', path)
             session.report(f"Workflow {moved['id']} was made from {moved['spec_path']}; "
                            f'if that is now this one: {update}')
@@ -34700,8 +34686,9 @@ def check_plan_files(session: Session, body: Dict[str, Any], earlier: Optional[D
     return FileCheck([path for path in paths if not file_exists(base, path)], [], empty)
 
 
-def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forced: bool) -> int:
-    """Initialize if need be, run, report. Returns the exit code."""
+def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forced: bool,
+               printer: Optional[Callable[[str, Sequence[Optional[str]]], Any]] = None) -> int:
+    """Initialize if need be, run, report. Returns the exit code. `printer`: see Progress.on_output."""
     workflow = session.workflow(target.workflow_id)
     refuse_short_time(workflow, options)
     if target.retries_failed:
@@ -34724,7 +34711,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
     session.client.need_server()    # the runner, and others that join it, speak to one
     report_location(session, workflow)
     style = style_of(session.err, os.environ)
-    progress = Progress(session.err, style, session.options['quiet'])
+    progress = Progress(session.err, style, session.options['quiet'], printer=printer)
     try:
         outcome = run_workflow(session.client, workflow['id'], options, progress)
     except Unreachable as error:
@@ -34964,21 +34951,46 @@ def cmd_slurm_job_runner(session: Session, args: Arguments) -> int:
 
 
 def cmd_exec(session: Session, args: Arguments) -> int:
-    """Run commands as the jobs of a new workflow, without a file."""
-    options = runner_options(args)
+    """Run commands as the jobs of a workflow, without a file."""
+    options, prints = runner_options(args), args['print'] or args['keep_order']
+    if prints and session.format == 'json':
+        raise BadInput('--print has no JSON form: leave one of the two out')
+    if args['resume'] and not args['name']:
+        raise BadInput('--resume needs --name NAME: that of the workflow to go on with (see: workflows list)')
     # From here on as if a file had said it: the same checks, messages and defaults.
     spec = exec_spec(session, args)
-    if args['dry_run']:
-        session.show_json(spec)
-        return 0
     document = Document(spec, '', '', {})   # without a text: errors name no line
-    plan = complete_plan(read_plan(document, os.getcwd()), False)
+    plan = complete_plan(read_plan(document, os.getcwd(), is_dry_run=bool(args['dry_run'])), False)
+    for warning in plan.warnings[:PROBLEMS_SHOWN]:
+        session.report(f'warning: {warning}')
+    if args['dry_run'] and not args['resume']:
+        same = {key: value for key, value in spec['jobs'][0].items() if not key.startswith('parameter')}
+        session.show_json(dict(spec, jobs=[
+            dict(same, name=job.name, command=job.command, supports_termination=False)
+            for job in plan.body['jobs']]))
+        return 0
+    earlier, done = None, set()     # type: Optional[Dict[str, Any]], Set[str]
+    if args['resume']:
+        earlier = find_earlier(session, plan.body['workflow'], args['dry_run'])
+    if earlier is not None:
+        jobs = session.items('list_jobs', workflow_id=earlier['id'])
+        done = {job['name'] for job in jobs if job['status'] == 'completed'}
+        plan.body['jobs'] = keep_names(plan.body['jobs'], jobs)
+    if args['dry_run']:
+        return apply_plan(session, plan, earlier, True)
     refuse_short_time(plan.body['workflow'], options)
     prepare_output_dir(session, options)
-    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-    if session.format != 'json':    # which is one line, at the end
-        session.inform(f'Created workflow {workflow_id}')
-    code = run_to_end(session, Target(workflow_id, True), options, False)
+    if earlier is not None:
+        apply_plan(session, plan, earlier, False)
+        workflow_id = earlier['id']
+    else:
+        workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+        if session.format != 'json':    # which is one line, at the end
+            session.inform(f'Created workflow {workflow_id}')
+    order = [job.name for job in plan.body['jobs'] if job.name not in done] if args['keep_order'] else ()
+    printer = OutputPrinter(session, options.output_dir, order)
+    code = run_to_end(session, Target(workflow_id, True), options, False, printer.on_end if prints else None)
+    printer.finish()
     if session.format == 'json':
         counts = session.call('get_workflow_status', workflow_id=workflow_id)['jobs_by_status']
         session.show_json({'workflow_id': workflow_id, 'status': 'failed' if code else 'completed',
@@ -34987,8 +34999,52 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     return code
 
 
+def keep_names(planned: Sequence[PlannedJob], jobs: Sequence[Dict[str, Any]]) -> List[PlannedJob]:
+    """Commands with the names that they had before an edit of their list; new ones get new numbers."""
+    known = collections.defaultdict(list)       # type: Dict[str, List[str]]
+    for job in jobs:
+        known[job['command']].append(job['name'])
+    numbers = itertools.count(1 + max((int(job['name'][3:]) for job in jobs
+                                       if re.match('job[0-9]{1,9}$', job['name'])), default=0))
+    return [job if not re.match('job[0-9]+$', job.name) else job._replace(
+        name=known[job.command].pop(0) if known[job.command] else f'job{next(numbers)}') for job in planned]
+
+
+class OutputPrinter:
+    """Prints what jobs of `exec` have written when they end: to our stdout and stderr."""
+
+    def __init__(self, session: Session, directory: str, order: Iterable[str]) -> None:
+        self.session = session
+        self.directory = os.path.join(directory, 'job_stdio')
+        self.order = collections.deque(order)   # names: each waits for those before it
+        self.ended = {}             # type: Dict[str, Sequence[Optional[str]]]  # files, until they are shown
+
+    def on_end(self, name: str, files: Sequence[Optional[str]]) -> None:
+        """A job has ended."""
+        self.ended[name] = files
+        if not self.order:
+            self.show(name)
+        while self.order and self.order[0] in self.ended:
+            self.show(self.order.popleft())
+
+    def show(self, name: str) -> None:
+        """Print a job's stdout and stderr, or what is both."""
+        files = self.ended.pop(name)
+        for file, out in dict(zip(files[::-1], (self.session.err, self.session.out))).items():
+            if file:
+                session = copy.copy(self.session)
+                session.out = out
+                Tail(session).show(os.path.join(self.directory, file), '')
+                out.flush()
+
+    def finish(self) -> None:
+        """What has waited for jobs that have not run."""
+        for name in [name for name in self.order if name in self.ended]:
+            self.show(name)
+
+
 def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
-    """The spec that the options of `exec` stand for: each command with each combination of parameters."""
+    """The spec that the options of `exec` stand for: each command is a template of jobs."""
     commands = list(map(utf8_text, args['command'] or []))
     if args['commands_file']:
         commands += read_commands(session, args['commands_file'])
@@ -34999,32 +35055,39 @@ def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
     if not all(command.strip() for command in commands):
         raise BadInput("-c '' is an empty command: give one, such as -c 'echo {i}', or leave the option out")
     parameters = exec_parameters(args['param'] or [])
-    warn_of_leftovers(session, commands, parameters)
-    instances = expand_parameters(parameters, args['link'])
-    texts = [substitute(command, instance) if instance else command for command in commands
-             for instance in instances]
-    jobs = [{'name': f'job{number}', 'command': text, 'cancel_on_blocking_job_failure': False,
-             'supports_termination': False} for number, text in enumerate(texts, 1)]
+    common = {'cancel_on_blocking_job_failure': False}      # type: Dict[str, Any]
+    if parameters:
+        common.update(parameters=parameters, parameter_mode=args['link'])
     spec = {'name': utf8_text(args['name'] or '') or time.strftime('exec_%Y%m%d_%H%M%S'), 'user': user_name(),
-            'jobs': jobs, 'resource_monitor': exec_monitor(args)}
+            'resource_monitor': exec_monitor(args)}
     if args['description']:
         spec['description'] = utf8_text(args['description'])
-    if args['stdio']:
-        spec['execution_config'] = {'stdio': {'mode': args['stdio'].replace('-', '_')}}
+    if args['retries']:
+        rule = {'match_all_exit_codes': True, 'max_retries': args['retries'] + 1}   # which counts attempts
+        spec['failure_handlers'] = [{'name': 'retries', 'rules': [rule]}]
+        common['failure_handler'] = 'retries'
+    config = {'stdio': {'mode': args['stdio'].replace('-', '_')}} if args['stdio'] else {}
+    if args['timeout'] is not None:
+        config['timeout'] = math.ceil(args['timeout'])
+    if config:
+        spec['execution_config'] = config
+    spec['jobs'] = [dict(common, name=name, command=command)
+                    for name, command in zip(exec_names(commands, parameters), commands)]
     return spec
 
 
-def warn_of_leftovers(session: Session, commands: Sequence[str], parameters: Iterable[str]) -> None:
-    """Say which {names} in the commands are no parameters; each once."""
-    left = {match.group(): match.group(1) for command in commands for match in PARAMETER.finditer(command)
-            if IDENTIFIER.match(match.group(1)) and match.group(1) not in parameters}
-    for token, name in left.items():
-        hint = did_you_mean(name, parameters) or f'; for a parameter give --param {name}=VALUES'
-        session.report(f'warning: {token} is no parameter and stays as it is{hint}')
+def exec_names(commands: Sequence[str], parameters: Iterable[str]) -> Iterator[str]:
+    """Names of jobs: job1, or, with parameters, the command's first word and the values."""
+    taken = set()       # type: Set[str]
+    for number, command in enumerate(commands, 1):
+        word = re.sub(r'[^\w.-]+', '', os.path.basename(command.split()[0])) if parameters else ''
+        word = word if word and word not in taken else f"{word or 'job'}{number}"
+        taken.add(word)
+        yield '_'.join([word, *map('{{{}}}'.format, parameters)])
 
 
 def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
-    """['i=1:3', 'x=@names'] -> {'i': '1:3', 'x': [...]}."""
+    """['i=1:3', 'x=@names'] -> {'i': [1, 2, 3], 'x': [...]}."""
     parameters: Dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition('=')
@@ -35033,7 +35096,12 @@ def exec_parameters(words: Sequence[str]) -> Dict[str, Any]:
                                      'or file=@names.txt'))
         if name in parameters:
             raise BadInput(printable(f'--param {name} stands twice'))
-        parameters[utf8_text(name)] = value if value.startswith('@') else utf8_text(value)  # @: a file's name
+        try:
+            check_parameter_name(name)
+            values = expand_values(value if value.startswith('@') else utf8_text(value))    # @: a file's name
+        except ValueError as error:
+            raise BadInput(printable(f"parameter '{shorten(name)}': {error}")) from None
+        parameters[utf8_text(name)] = values
     return parameters
 
 
@@ -38490,7 +38558,13 @@ COMMANDS = (
         Argument('--link', 'MODE', 'product: all combinations; zip: value by value', one_of('product', 'zip'),
                  default='product'),
         Argument('-n --name', 'NAME', 'name of the workflow'),
-        Argument('--description', 'TEXT', 'description of the workflow'), DRY_RUN, *RUN_OPTIONS,
+        Argument('--description', 'TEXT', 'description of the workflow'), DRY_RUN,
+        Argument('--resume', '', 'let the workflow of this --name follow the edited commands, and run those '
+                 'that are new or did not complete'),
+        Argument('--retries', 'N', 'run a job that fails up to N times more', at_least(0)),
+        Argument('--timeout', 'DURATION', 'stop each job after this time, such as 90s or 2h', parse_span),
+        Argument('--print', '', "print each job's stdout and stderr when it ends"),
+        Argument('-k --keep-order', '', 'the same, in the order of the commands'), *RUN_OPTIONS,
         Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs (default summary)',
                  one_of(*MONITOR_WORDS)),
         Argument('--monitor-compute-node', 'WHAT', 'the same of nodes (default off)', one_of(*MONITOR_WORDS)),
@@ -39115,6 +39189,9 @@ What is removed
     more. Nothing on disk. What commands such as `jobs create` have added stays; what they have changed
     becomes what the file says. A job with another name is another job. What jobs have written into user data
     stays.
+Commands without a file
+    `exec -n NAME --resume -C LIST` does the same for the newest workflow of that name that was made in this
+    directory: commands that were in the list before keep their jobs, whatever their place in it is now.
 All of it is one transaction, and a new run if anything is to run. It is refused while runners are at work.
 """
 
