@@ -969,16 +969,6 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 FULL_BYTES = 65536      # a file system with less free is full
 
 
-def is_private_group(found: os.stat_result, where: Union[str, int]) -> bool:
-    """Whether the group that may write is the owner's alone, as RHEL and Debian make one for each user.
-
-    `where`, a path or descriptor: with an access control list the group's bits are for all that it names
-    (acl(5)).
-    """
-    is_private = not found.st_mode & 0o002 and found.st_gid == found.st_uid == os.geteuid()
-    return is_private and not has_acl(where)
-
-
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -991,24 +981,11 @@ def is_missing(path: str) -> bool:
     return False
 
 
-def has_acl(where: Union[str, int]) -> bool:
-    """Whether an access control list says who else may use a file or directory (Linux, POSIX draft)."""
-    try:
-        return 'system.posix_acl_access' in os.listxattr(where)
-    except (AttributeError, OSError):   # not Linux, or a file system without such lists
-        return False
-
-
-def is_writable_by_us_only(found: os.stat_result, path: str) -> bool:
-    """Whether this is a plain file of ours that nobody else may write to."""
-    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-    return is_ours and (not found.st_mode & 0o022 or is_private_group(found, path))
+OTHER_PLACE = 'give another place with --db, or have it removed'    # where another user's file is in the way
 
 
 def describe_owner(found: os.stat_result) -> str:
-    """What is wrong with something that is no file of ours."""
-    if found.st_uid == os.geteuid():
-        return 'other users may write to it' if stat.S_ISREG(found.st_mode) else 'is no plain file'
+    """Whose something is."""
     try:
         return f'belongs to user {pwd.getpwuid(found.st_uid).pw_name}'
     except KeyError:
@@ -1087,13 +1064,16 @@ def link_new(temporary: str, path: str, dir_fd: Optional[int] = None) -> bool:
     return True
 
 
-def make_own_directory(name: str, dir_fd: int, mode: int = 0o755) -> None:
-    """Make a directory by the umask, but writable for nobody else, unless there is something of this name."""
+def make_own_directory(name: str, dir_fd: int, mode: int = 0o755, least: int = 0o700) -> None:
+    """Make a directory by the umask, but writable for nobody else, unless there is something of this name.
+
+    `least`: the umask does not take these away, such as our own rights.
+    """
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, mode, dir_fd=dir_fd)
-        mode = os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode
-        if mode & 0o700 != 0o700:       # such a umask would keep us out, too
-            os.chmod(name, stat.S_IMODE(mode) | 0o700, dir_fd=dir_fd)
+        mode = stat.S_IMODE(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
+        if mode & least != least:
+            os.chmod(name, mode | least, dir_fd=dir_fd)
 
 
 def current_umask() -> int:
@@ -1118,22 +1098,23 @@ def open_regular(path: str, flags: int, dir_fd: Optional[int] = None) -> int:
     raise OSError(errno.EINVAL, 'Is a directory' if stat.S_ISDIR(mode) else 'Is not a regular file', path)
 
 
+def refuse_public_directory(found: os.stat_result, path: str, option: str) -> None:
+    """Denied if all users could replace files in a directory. A group is trusted: sites work in such ones."""
+    if found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:
+        cure = f'`chmod o-w {shlex.quote(path)}`, or ' if found.st_uid == os.geteuid() else ''
+        raise Denied(f'all users may write to {path}, and could replace what lies in it: {cure}'
+                     f'give another directory with {option}')
+
+
 ON_THE_WAY = getattr(os, 'O_PATH', os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # not to read
 MAX_LINKS = 40          # of one path, as in Linux (path_resolution(7))
 
 
-def others_may_write(found: os.stat_result, where: Union[str, int]) -> bool:
-    """Whether all users may write to a directory, or a group that is neither private nor trusted by umask."""
-    is_shared = found.st_mode & 0o020 and not is_private_group(found, where) and current_umask() & 0o020
-    return bool(found.st_mode & 0o002 or is_shared)
-
-
-def follow_link(name: str, dir_fd: int, path: str, is_last: bool) -> str:
+def follow_link(name: str, dir_fd: int, path: str) -> str:
     """Where a link leads that stands in a path. OSError if it is none; Denied if it may be a trap.
 
     The rule is that of Linux's fs.protected_symlinks (proc(5)), which hosts may have switched off, for every
-    directory that others may write to: links of ours, root's and its owner's are followed. As the last name
-    of a path, only ours and root's are.
+    directory that all users may write to: links of ours, root's and its owner's are followed.
     """
     has_handle = hasattr(os, 'O_PATH')      # else (not Linux) it could be replaced between two looks
     link = os.open(name, ON_THE_WAY, dir_fd=dir_fd) if has_handle else os.dup(dir_fd)
@@ -1142,8 +1123,7 @@ def follow_link(name: str, dir_fd: int, path: str, is_last: bool) -> str:
         above = os.fstat(dir_fd)
         if not stat.S_ISLNK(found.st_mode):
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-        is_open = found.st_uid != above.st_uid and others_may_write(above, f'/proc/self/fd/{dir_fd}')
-        if found.st_uid not in (os.geteuid(), 0) and (is_last or is_open):
+        if above.st_mode & 0o002 and found.st_uid not in (os.geteuid(), 0, above.st_uid):
             raise Denied(f'{path} is a link that another user has made, and could lead anywhere: '
                          'give another directory')
         return os.readlink('' if has_handle else name, dir_fd=link)
@@ -1156,7 +1136,7 @@ def walk_to_directory(path: str, mode: Optional[int] = None) -> int:
 
     With `mode` what is missing is made: directories of ours, the last one with this mode. OSError, or Denied.
     """
-    names, place, links, is_last_followed = os.path.abspath(path).split('/')[:0:-1], '/', 0, False
+    names, place, links = os.path.abspath(path).split('/')[:0:-1], '/', 0
     here = os.open('/', ON_THE_WAY | os.O_DIRECTORY)
     try:
         while names:
@@ -1175,9 +1155,8 @@ def walk_to_directory(path: str, mode: Optional[int] = None) -> int:
             except OSError as error:
                 if error.errno not in (errno.ENOTDIR, errno.ELOOP) or links == MAX_LINKS:   # it may be a link
                     raise
-                is_last = not names and not is_last_followed
-                target = follow_link(name, here, os.path.join(place, name), is_last)
-                links, is_last_followed = links + 1, is_last_followed or is_last
+                target = follow_link(name, here, os.path.join(place, name))
+                links += 1
                 names += target.split('/')[::-1]
                 if target[:1] == '/':
                     here, above, place = os.open('/', ON_THE_WAY | os.O_DIRECTORY), here, '/'
@@ -1237,8 +1216,13 @@ class HeldDirectory:
             return False
 
     def is_own_file(self, found: os.stat_result) -> bool:
-        """Whether it is a regular file of ours, or of the directory's owner, who may be us, mapped."""
-        return stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), self.found.st_uid)
+        """Whether it is a regular file: ours or the directory's owner's, or, where not all may write, any."""
+        is_ours = found.st_uid in (os.geteuid(), self.found.st_uid) or not self.found.st_mode & 0o002
+        return is_ours and stat.S_ISREG(found.st_mode)
+
+    def make_directory(self, name: str, mode: int = 0o755) -> None:
+        """Make a directory in it, unless it has one; its group may write there if it may write here."""
+        make_own_directory(name, self.descriptor, mode, 0o770 if self.found.st_mode & 0o020 else 0o700)
 
     def refuse(self, name: str) -> OSError:
         """The error for a name under which something else lies than a file of ours."""
@@ -1405,7 +1389,7 @@ def is_network_path(path: str) -> bool:
 
 def is_deleted(path: str) -> bool:
     """Whether a file was removed. Its directory must be there: the file system may not be mounted now."""
-    return os.path.isdir(os.path.dirname(path)) and not os.path.exists(path)
+    return is_missing(path) and os.path.isdir(os.path.dirname(path))
 
 
 # ======== 4. Formats: what the readers of all formats share ========
@@ -6147,6 +6131,7 @@ class Store(Statements):
         for path in (self.path, self.path + '-wal')[len(self._descriptors):]:
             with contextlib.suppress(FileNotFoundError):    # no write-ahead log
                 self._descriptors.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+                check_state_file(os.fstat(self._descriptors[-1]), path)     # now it cannot be replaced
         self._files = self.look()
 
     def close(self) -> None:
@@ -6461,10 +6446,7 @@ def check_log(path: str) -> None:
             raise Refused(printable(note.read(4096).decode('utf-8', 'replace')))
     for name in (path + '-wal', path + '-journal'):     # what is in them becomes part of the database
         with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(name)
-            if not is_writable_by_us_only(found, name):
-                raise Denied(f'{name} would count as a part of the database, and {describe_owner(found)}: '
-                             'have it removed, or give another place with --db')
+            check_state_file(os.lstat(name), name)
     held, main = read_log(path), read_main(path)
     name = shlex.quote(path + '-wal')
     aside = shlex.quote(path + '-wal.old')
@@ -6543,20 +6525,22 @@ def has_member(text: Optional[str], key: str, value: Any) -> bool:
     return isinstance(found, dict) and type(found.get(key)) is type(value) and found[key] == value
 
 
-def check_database_file(path: str) -> None:
-    """Refuse a database that others may change, or that has two names; make one that others may read private.
-
-    What SQLite puts beside it gets its mode.
-    """
-    found = os.stat(path)
+def check_state_file(found: os.stat_result, path: str) -> None:
+    """Refuse a file of a database that is another user's, that others may change, or that has two names."""
     if not stat.S_ISREG(found.st_mode):
-        raise BadInput(f'the database {path} is not a regular file; give another place with --db')
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found, path):
-        raise Denied(f'other users may change the database {path}: it must be yours, `chmod go-w '
-                     f'{shlex.quote(path)}`')
+        raise BadInput(f'{path} is not a regular file; give another place with --db')
+    if found.st_uid != os.geteuid():
+        raise Denied(f'{path} {describe_owner(found)}: {OTHER_PLACE}')
+    if found.st_mode & 0o022:
+        raise Denied(f'other users may change {path}: `chmod go-w {shlex.quote(path)}`, if none has')
     if found.st_nlink > 1:
-        raise Denied(f'the database {path} has another name too (a hard link), under which it could be '
-                     'changed: copy it')
+        raise Denied(f'{path} has another name too (a hard link), under which it could be changed: copy it')
+
+
+def check_database_file(path: str) -> None:
+    """The same of a database; one that others may read becomes private, as what SQLite puts beside it."""
+    found = os.stat(path)
+    check_state_file(found, path)
     if found.st_mode & 0o077:
         os.chmod(path, 0o600)
 
@@ -14036,23 +14020,18 @@ def prepare_database_directory(database: str) -> None:
     directory = os.path.dirname(os.path.abspath(database))
     try:
         make_private_directory(directory)
-        check_directory(directory, 'the database', '--db')
+        check_directory(directory, '--db')
     except OSError as error:
         raise BadInput(f'cannot make the directory {directory}: {error.strerror}; '
                        'give another place with --db') from None
 
 
-def check_directory(directory: str, what: str, option: str) -> None:
-    """Denied if somebody else could replace our files in a directory."""
+def check_directory(directory: str, option: str) -> None:
+    """Denied if all users could replace our files in a directory, or another's link leads there."""
     descriptor = walk_to_directory(directory)
     found = os.fstat(descriptor)
     os.close(descriptor)
-    if found.st_uid not in (os.geteuid(), 0):
-        raise Denied(f'{directory} belongs to another user, who could replace {what} in it; '
-                     f'give another place with {option}')
-    if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not is_private_group(found, directory):
-        raise Denied(f'other users may write to {directory} and could replace {what} in it: '
-                     f'`chmod go-w {shlex.quote(directory)}`, or give another place with {option}')
+    refuse_public_directory(found, directory, option)
 
 
 def open_private(path: str, flags: int) -> int:
@@ -14082,10 +14061,13 @@ def read_private(path: str) -> str:
 
 def private_cure(path: str) -> str:
     """What to do about a state file that we cannot use."""
-    found = os.lstat(path) if os.path.lexists(path) else None
-    if found is None or found.st_uid == os.geteuid():
+    try:
+        found = os.lstat(path)
+    except OSError:     # it is not there, or may not be looked at
+        return 'give another place with --db'
+    if found.st_uid == os.geteuid():
         return 'it must be a private file of yours: remove it'
-    return f'it {describe_owner(found)}: have it removed, or use a database in a directory of your own'
+    return f'it {describe_owner(found)}: {OTHER_PLACE}'
 
 
 def read_token(path: str) -> str:
@@ -15841,7 +15823,7 @@ def read_password_file(path: str) -> str:
         with open(path, encoding='utf-8-sig', opener=open_at_once) as file:
             found = os.fstat(file.fileno())
             is_ours = found.st_uid in (os.geteuid(), 0) and stat.S_ISREG(found.st_mode)
-            if not is_ours or found.st_mode & 0o022 and not is_private_group(found, file.fileno()):
+            if not is_ours or found.st_mode & 0o022:
                 raise Denied(f'other users may change {path}, and let themselves in: it must be a file of '
                              f'yours, `chmod go-w {shlex.quote(path)}`')
             return file.read()
@@ -17730,8 +17712,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         try:
             write_atomically(path, format_json(content).encode())
         except OSError as error:
-            cure = private_cure(path) if os.path.lexists(path) else 'give another place with --db'
-            raise BadInput(f'cannot write {path}: {error.strerror}; {cure}') from None
+            raise BadInput(f'cannot write {path}: {error.strerror}; {private_cure(path)}') from None
         yield where
     finally:
         for path in paths:
@@ -17755,7 +17736,7 @@ def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str]
     path = options.snapshot
     try:
         refuse_special_file(path)
-        check_directory(os.path.dirname(path), 'a copy', 'TORC_SERVER_SNAPSHOT_PATH')
+        check_directory(os.path.dirname(path), 'TORC_SERVER_SNAPSHOT_PATH')
         store.copy_to(path + '.tmp')
         rotate_files(path, options.snapshots_kept)
         os.replace(path + '.tmp', path)
@@ -18618,7 +18599,7 @@ class Connector:
 
     def check_exists(self) -> None:
         """NotFound if a database would be made."""
-        if not self.named_url and not self.server_file and not os.path.exists(self.database):
+        if not self.named_url and not self.server_file and is_missing(self.database):
             raise NotFound(f'there is no server and no database {self.database}: '
                            '`torc.py run FILE` or `torc.py create FILE` makes one')
 
@@ -19159,18 +19140,13 @@ def call_addition(client: Client, op: str, **params: Any) -> Dict[str, Any]:
 def base_directory(workflow: Dict[str, Any]) -> str:
     """Where relative paths of a workflow start: its directory of creation if it is here, else the current."""
     directory = workflow.get('submission_directory')
-    return directory if directory and os.path.isdir(directory) else os.getcwd()
+    return directory if directory and not is_missing(directory) else os.getcwd()
 
 
 def has_directory(workflow: Dict[str, Any]) -> bool:
     """Whether a workflow's directory is here: elsewhere all that its jobs have made would seem gone."""
     directory = workflow.get('submission_directory')
     return not directory or os.path.isdir(directory)
-
-
-def file_exists(base: str, path: str) -> bool:
-    """Whether a workflow's file is there."""
-    return os.path.exists(os.path.join(base, path))
 
 
 def read_file_times(base: str, paths: Dict[str, str]) -> Dict[str, Optional[float]]:
@@ -19232,8 +19208,8 @@ def check_files(client: Client, workflow: Dict[str, Any]) -> FileCheck:
     required.difference_update(item['id'] for item in outputs)
     files = list_items(client, 'list_files', workflow_id=number) if required else []
     missing = sorted(item['path'] for item in files
-                     if item['id'] in required and not file_exists(base, item['path']))
-    existing = sorted(item['path'] for item in outputs if file_exists(base, item['path']))
+                     if item['id'] in required and is_missing(os.path.join(base, item['path'])))
+    existing = sorted(item['path'] for item in outputs if not is_missing(os.path.join(base, item['path'])))
     empty = client.call('list_missing_user_data', workflow_id=number)['user_data']
     if empty:
         pairs = list_items(client, 'list_job_user_data_relationships', workflow_id=number)
@@ -19405,7 +19381,7 @@ def refuse_open_directory(path: str) -> None:
     """Refuse a directory in which others may put what is then run as this user."""
     with contextlib.suppress(FileNotFoundError):
         found = os.stat(path)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o022 and not is_private_group(found, path):
+        if found.st_uid != os.geteuid() or found.st_mode & 0o002:
             raise Refused(printable(f'others may write to {path}: give another --prefix'))
 
 
@@ -24836,13 +24812,9 @@ def judge_end(end: ProcessEnd, stopped_for: str, sent_signal: int, timeout_exit_
 
 def stat_outputs(outputs: Sequence[Sequence[Any]]) -> Tuple[Dict[str, float], List[str]]:
     """Modification times of declared output files, and the paths of those that are missing."""
-    times, missing = {}, []
-    for file_id, path in outputs:
-        try:
-            times[str(file_id)] = os.stat(path).st_mtime
-        except (OSError, ValueError):   # ValueError: a NUL in the path
-            missing.append(path)
-    return times, missing
+    found = read_file_times('', {str(file_id): path for file_id, path in outputs})
+    missing = [path for file_id, path in outputs if found.get(str(file_id), 0) is None]
+    return {key: time for key, time in found.items() if time is not None}, missing
 
 
 def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dict[str, Any]]:
@@ -24929,7 +24901,7 @@ def read_output_record(directory: HeldDirectory, is_for_writing: bool = True) ->
     while True:
         name = output_record_name(number + 1)
         try:
-            if directory.stat(name).st_uid not in (0, os.geteuid(), directory.found.st_uid):
+            if directory.stat(name).st_uid and not directory.is_own_file(directory.stat(name)):
                 if not is_for_writing:
                     return number, found
                 raise PermissionError(errno.EPERM, 'Is a file of another user')
@@ -25006,32 +24978,13 @@ def take_output_dir(held: HeldDirectory, database: Dict[str, Any]) -> str:
 # -------- an output directory in use --------
 #
 # Whoever may replace what lies in an output directory can have a runner write over its user's other files,
-# or read and forge what jobs print. So `run` uses only a directory that is its user's or root's, with a
-# job_stdio of its user's, where nobody else may write: not all users, unless the sticky bit keeps them off
-# others' entries (as in /tmp), and the group only if it is the user's private one, or if their umask lets
-# it write anyway. What is checked is held open, and all files are opened in it by name, new ones with
+# or read and forge what jobs print. So `run` uses no directory to which all users may write, unless the
+# sticky bit keeps them off others' entries (as in /tmp). A group is trusted, and so is the directory's owner:
+# that is how sites work. What is checked is held open, and all files are opened in it by name, new ones with
 # O_EXCL. Where the file system keeps no owners and modes (FAT, CIFS, NFS that maps all users to one),
 # nothing can be known, and nothing is refused.
 #
 # A runner goes on only while the directory that it holds is the one under its path and can be written to.
-
-def explain_danger(directory: HeldDirectory, is_top: bool) -> str:
-    """Who else could replace what is written to a directory, and the cure; or ''. A top may be root's."""
-    found, path = directory.found, directory.path
-    is_sticky = is_top and found.st_mode & stat.S_ISVTX
-    elsewhere = 'give another directory with -o DIR'
-    if found.st_uid not in ((os.geteuid(), 0) if is_top else (os.geteuid(),)):
-        return f'{path} belongs to another user, who could replace what is written to it: {elsewhere}'
-    is_open = found.st_mode & 0o002 and not is_sticky
-    is_shared = found.st_mode & 0o020 and not (is_sticky or is_private_group(found, directory.descriptor))
-    is_listed = is_shared and found.st_gid == found.st_uid == os.geteuid()
-    if not (is_open or is_listed or is_shared and current_umask() & 0o020):
-        return ''
-    group = 'the users of its access control list' if is_listed else 'the users of its group'
-    others, word = ('all users', 'go-w') if is_open else (group, 'g-w')
-    cure = f'`chmod {word} {shlex.quote(path)}`, or ' if found.st_uid == os.geteuid() else ''
-    return f'{others} may write to {path}, and could replace what is written to it: {cure}{elsewhere}'
-
 
 def try_to_write(directory: HeldDirectory) -> os.stat_result:
     """Make a file and remove it: quotas and strange file systems show in no other way. OSError."""
@@ -25089,21 +25042,23 @@ def hold_top(path: str, makes: bool = False) -> HeldDirectory:
     finally:
         os.close(on_the_way)
     top.path = path
-    return refuse_danger(top, True)
+    return refuse_danger(top)
 
 
 def hold_own_stdio(top: HeldDirectory) -> HeldDirectory:
     """The job_stdio of an output directory, made if it is missing, and checked. OSError, or Denied."""
-    make_own_directory('job_stdio', top.descriptor)
-    return refuse_danger(hold_stdio(top.path, top.descriptor), False)
+    top.make_directory('job_stdio')
+    return refuse_danger(hold_stdio(top.path, top.descriptor))
 
 
-def refuse_danger(directory: HeldDirectory, is_top: bool) -> HeldDirectory:
-    """The directory, if nobody else could replace what is written to it; else Denied."""
-    danger = explain_danger(directory, is_top)
-    if danger and keeps_owners(directory):
-        directory.close()
-        raise Denied(danger)
+def refuse_danger(directory: HeldDirectory) -> HeldDirectory:
+    """The directory, unless all users could replace what is written to it: Denied."""
+    try:
+        refuse_public_directory(directory.found, directory.path, '-o DIR')
+    except Denied:
+        if keeps_owners(directory):
+            directory.close()
+            raise
     return directory
 
 
@@ -26090,8 +26045,8 @@ class OfflineDrain:
             return new_journal_path(journal_path(tempfile.mkdtemp(prefix='torc-offline-'), *names))
         with hold_top(context.output.path) as top:
             path = journal_path(top.path, *names)
-            make_own_directory(JOURNAL_DIRECTORY, top.descriptor, 0o700)
-            with refuse_danger(HeldDirectory(os.path.dirname(path), top.descriptor, False), False):
+            top.make_directory(JOURNAL_DIRECTORY, 0o700)
+            with refuse_danger(HeldDirectory(os.path.dirname(path), top.descriptor, False)):
                 return new_journal_path(path)
 
     def look(self, now: float) -> None:
@@ -27138,9 +27093,9 @@ class Monitor:
     def write_series(self, rows: Dict[str, Sequence[Sequence[Any]]]) -> None:
         """In an errand: add rows to the file, made if it is missing. OSError, Denied, sqlite3.Error."""
         with hold_top(self.context.output.path) as top:
-            make_own_directory(SERIES_DIRECTORY, top.descriptor)
+            top.make_directory(SERIES_DIRECTORY)
             path = os.path.join(top.path, SERIES_DIRECTORY)
-            with refuse_danger(HeldDirectory(path, top.descriptor, False), False):
+            with refuse_danger(HeldDirectory(path, top.descriptor, False)):
                 write_series(os.path.join(path, self.series_name), rows)
 
     def on_series_error(self, error: str) -> None:
@@ -27232,7 +27187,7 @@ class StepFiles:
             if self.held is not None and os.path.samestat(os.stat(self.path), self.held.found):
                 return self.held
         self.close()
-        make_own_directory(STEPS_DIRECTORY, self.output.top.descriptor, 0o700)
+        self.output.top.make_directory(STEPS_DIRECTORY, 0o700)
         with HeldDirectory(os.path.dirname(self.path), self.output.top.descriptor, False) as parent:
             make_own_directory(self.name, parent.descriptor, 0o700)
             held = HeldDirectory(self.path, parent.descriptor, False)
@@ -34683,7 +34638,7 @@ def check_plan_files(session: Session, body: Dict[str, Any], earlier: Optional[D
     if empty and earlier is not None:
         stored = session.items('list_user_data', workflow_id=earlier['id'])
         empty = sorted(set(empty).difference(item['name'] for item in stored if item.get('data') is not None))
-    return FileCheck([path for path in paths if not file_exists(base, path)], [], empty)
+    return FileCheck([path for path in paths if is_missing(os.path.join(base, path))], [], empty)
 
 
 def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forced: bool,
@@ -34838,7 +34793,7 @@ def report_outcome(session: Session, workflow: Dict[str, Any], outcome: RunOutco
         if words[:1] == ['--retry-failed']:
             report_edit(session, workflow, words[1:])
     database = session.client.database
-    if database and not os.path.exists(database):
+    if database and is_deleted(database):
         session.report(f'The database {database} was deleted during the run: its results are lost')
 
 
