@@ -29851,15 +29851,15 @@ class RecoverTest(RecoverCase):
                    {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
         write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
                       [journal_entry(1, torc_py=database_of(self.world))])
-        before, away = self.statuses(), OSError(errno.EIO, 'Input/output error')
-        for name in ('copy_part', 'is_directory_there'):
-            with unittest.mock.patch.object(torc, name, side_effect=away):
+        before, away, theirs = self.statuses(), OSError(errno.EIO, 'Input/output error'), OSError(errno.EACCES, 'Permission denied')
+        for name, error in (('copy_part', away), ('copy_part', theirs), ('is_directory_there', away)):
+            with unittest.mock.patch.object(torc, name, side_effect=error):
                 for words in ('workflows sync-status 1', 'recover 1', 'recover 1 --retry-unknown'):
                     self.assertExit(4, self.world.main(*words.split()), 'nothing was changed: a journal cannot be read')
                 said = self.assertExit(1, self.world.main('watch', 1, '--once', '--recover', '--retry-unknown'))
-                self.assertIn('a journal cannot be read: [Errno 5] Input/output error', said.err)
+                self.assertIn(f'a journal cannot be read: {error}', said.err)
             self.assertEqual((1, before), (self.json('workflows get 1')['run_id'], self.statuses()))
-        with unittest.mock.patch('os.stat', side_effect=away):
+        with unittest.mock.patch('os.listdir', side_effect=theirs):
             self.assertRaises(OSError, torc.is_directory_there, 'x')
         with unittest.mock.patch.object(torc, 'copy_part', side_effect=away):
             said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
@@ -35451,7 +35451,7 @@ class OutputSafetyTest(FlowTest):
         need('root', os.geteuid() == 0, 'root, to act as another user')
         os.chmod(self.world.root, 0o755)
         os.chmod(self.world.directory, 0o755)
-        spec, group = self.world.write('w.yaml', self.SPEC), self.world.path('group')
+        spec = self.world.write('w.yaml', self.SPEC)
 
         def ask(uid: int, mask: int, code: int, *words: Any, says: str = '') -> None:
             def work() -> int:
@@ -35463,6 +35463,7 @@ class OutputSafetyTest(FlowTest):
             self.assertEqual(0, end_child(run_as(work, uid, 47012, mask)), (uid, words))
         ann, bob = OTHER_UID, OTHER_UID + 1
         for mask in (0o002, 0o022):
+            group = self.world.path(f'group {mask}')
             for name in ('', 'out', 'torc_output', 'of_ann'):
                 os.makedirs(os.path.join(group, name), exist_ok=True)
                 os.chown(os.path.join(group, name), OTHER_UID + 2, 47012)      # of a third one of the group
@@ -35478,7 +35479,6 @@ class OutputSafetyTest(FlowTest):
                 ask(bob, mask, 4, '--db', 'ann.db', 'status', 1, says=f'belongs to user {ann}: ')
                 for name in ('torc_output/torc.db', 'torc_output/torc.db.token', 'ann.db'):
                     self.assertEqual(0o600, stat.S_IMODE(os.stat(os.path.join(group, name)).st_mode))
-            shutil.rmtree(group)
 
     def test_in_a_directory_that_was_made_read_only_no_more_jobs_are_started(self):
         need('root', os.geteuid() == 0, 'root, to act as another user')

@@ -24310,9 +24310,11 @@ class JournalContent(Row):
     left: List[Dict[str, Any]] = []     # of RunnerLeft: the runners that have said that they leave
 
 
-# Of a file that may well be read later: its file system is away, or this machine has no room for the copy.
+# Of a file that may well be read later, or by others: its file system is away, it is another user's, or this
+# machine has no room for the copy.
 NOT_NOW = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH,
-           errno.ESHUTDOWN, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+           errno.ESHUTDOWN, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE,
+           errno.ENOMEM)
 
 
 def read_journal(path: str) -> JournalContent:
@@ -36178,7 +36180,7 @@ class JournalFound(Row):
 def cmd_reconcile(session: Session, args: Arguments) -> int:
     """Bring the ends of jobs, which runners kept on disk while the server was away, to the server."""
     workflow_id, run_id, base_dir = args['workflow_id'], args['run_id'], args['base_dir']
-    if not os.path.isdir(base_dir):
+    if is_missing(base_dir):
         raise BadInput(printable(f'there is no directory {base_dir}: name the output directory of the '
                                  'runners, or one above it, with --base-dir'))
     session.workflow(workflow_id)   # refused before thousands of files are read
@@ -36236,13 +36238,14 @@ def journal_directories(session: Session, workflow: Dict[str, Any], output_dir: 
 
 
 def is_directory_there(path: str) -> bool:
-    """Whether a directory is there. OSError if that cannot be said now, as of a file system that is away."""
+    """Whether a directory is there. OSError if it cannot be read, as in a file system that is away."""
     try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
+        os.listdir(path)
     except OSError as error:
-        if error.errno in NOT_NOW:
+        if error.errno not in NO_FILE:
             raise
         return False
+    return True
 
 
 def take_in_journals(session: Session, workflow: Dict[str, Any], output_dir: str, known: Dict[str, Any],
