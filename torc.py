@@ -17707,7 +17707,8 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
     try:
         paths += [] if options.is_embedded else [register_server(content)]
     except (OSError, Denied) as error:
-        where = f'torc: not registered ({error}): commands find it with --db {shlex.quote(database)}\n'
+        reason = f'{state_directory()}: {getattr(error, "strerror", None) or error}'
+        where = f'torc: not registered ({reason}): commands find it with --db {shlex.quote(database)}\n'
     try:
         try:
             write_atomically(path, format_json(content).encode())
@@ -34703,7 +34704,7 @@ def report_location(session: Session, workflow: Dict[str, Any]) -> None:
     client = session.client
     if session.options['in_memory'] and not client.in_memory:
         session.report(f'warning: {client.location} is served already, and not from memory')
-    if not client.is_own:
+    if not (client.is_own or session.has_said_where):
         session.inform(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
 
 
