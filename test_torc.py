@@ -27160,7 +27160,7 @@ class WorkflowTest(CommandTest):
         self.make()
         self.assertExit(3, self.world.main('ping'), 'no server is running')
         self.assertEqual({'status': 'error'}, {key: value for key, value in self.json('ping', 3).items() if key == 'status'})
-        self.world.serve()
+        self.world.serve('-d', 'torc_output/torc.db')
         self.assertEqual({'status': 'Server is running'}, self.json('ping'))
 
 
