@@ -27806,6 +27806,11 @@ class AccountCommandTest(CommandTest):
             'total_cpu_time_seconds': 32}, self.json('slurm usage 1'))
         self.assertIn('Node time:   10m 50s\n', self.text('slurm usage 1'))
 
+    def test_usage_counts_no_nodes_of_an_allocation_that_never_began(self):
+        self.says(self.SACCT.partition('42|')[0] + '42|a|CANCELLED by 0|0:0|0||00:00.000|4|None assigned\n')
+        found = self.json('slurm usage 1')
+        self.assertEqual((2, 2, None), (found['total_slurm_jobs'], found['total_nodes'], found.get('errors')))
+
     def test_an_allocation_that_sacct_does_not_know_is_named(self):
         self.says(self.SACCT.partition('42|')[0])
         error = 'sacct does not know Slurm job 42'
@@ -27944,7 +27949,7 @@ class ExplainTest(CommandTest):
             self.allocate(slurm_job_id)
         text, about = self.text('explain 1'), '(scheduler cpu, partition main, 01:00:00)'
         for line in (
-                '1 ready fit no runner or allocation, 1 ready wait for a pending allocation, '
+                '1 ready fit no runner or allocation, 1 ready wait for an allocation, '
                 '1 blocked wait for other jobs\n',
                 '  gpu (1 CPUs, 2.0GB, 1 GPUs, 30m 00s): no runner or allocation can take it: '
                 'it needs 1 GPUs, and allocation 1 (scheduler cpu) has 0 (gres)',
@@ -27965,6 +27970,20 @@ class ExplainTest(CommandTest):
                           for row in found['allocations'][:2]])
         self.assertIsNone(found['allocations'][3]['queue'])
         self.assertEqual(1, len(fakes.calls()))
+
+    def test_nothing_is_about_to_be_taken_by_a_runner_whose_allocation_is_ending(self):
+        self.allocate(71, 'active')
+        with self.world.connect() as client:
+            client.call('create_compute_node', {
+                'workflow_id': 1, 'hostname': 'n1', 'pid': 1, 'num_cpus': 8, 'memory_gb': 16.0, 'num_gpus': 0, 'num_nodes': 1,
+                'start_time': '2026-01-01T00:00:00Z', 'compute_node_type': 'slurm', 'is_active': True,
+                'scheduler': {'type': 'slurm', 'slurm_job_id': 71}})
+        self.assertIn('1 ready are about to be taken', self.text('explain 1'))
+        self.world.fake_slurm(squeue="echo '71|COMPLETING|1700000000|N/A|N/A|main|None'")
+        text = self.text('explain 1')
+        self.assertIn('2 ready wait for a runner', text)
+        self.assertNotIn('in the queue', text)
+        self.assertIn('01:00:00): active; 1 runner with 0 jobs; Slurm says COMPLETING: it is ending\n', text)
 
     def test_an_allocation_that_will_not_start_by_itself_is_told_with_the_way_to_replace_it(self):
         self.world.fake_slurm(squeue="echo '71|PENDING|1700000000|N/A|N/A|main|PartitionTimeLimit'")
@@ -28202,6 +28221,7 @@ class SubmitTest(SubmitCase):
         self.assertExit(1, self.world.main('submit', 1), 'none of its actions is due')     # it was suppressed
         self.text('slurm create 1 -n chain -a proj --serialize-allocations -p main -e --exclusive')
         for words, message in ((('--scheduler-config-id', 9), 'workflow 1 has no Slurm scheduler 9; it has 1 (s), 2 (chain)'),
+                               (('--scheduler-config-id', 'chains'), 'workflow 1 has no Slurm scheduler chains; it has 1 (s), 2 (chain)'),
                                ((), '--scheduler-config-id is required: one of 1 (s), 2 (chain)'),
                                (('--scheduler-config-id', 2, '-j', 'x'), '--job-prefix does not go with serialize_allocations'),
                                (('--scheduler-config-id', 1, '-j', '-x'), '--job-prefix takes letters'),
@@ -28209,9 +28229,23 @@ class SubmitTest(SubmitCase):
             outcome = self.world.main('slurm', 'schedule-nodes', 1, *words)
             self.assertIn(outcome.code, (2, 4))
             self.assertIn(message, outcome.err)
-        self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '--scheduler-config-id', 2))
+        self.assertExit(0, self.world.main('slurm', 'schedule-nodes', 1, '--scheduler-config-id', 'chain'))
         self.assertIn('#SBATCH --dependency=singleton\n', read_text(self.fakes.path('script')))
         self.assertRegex(self.queue()[-1], r'\|torc-wf1-sched2-([0-9a-f]{6})\|torc:\1')
+
+    def test_allocations_of_which_the_runner_will_use_one_node_are_warned_of(self):
+        self.assertExit(0, self.world.main('create', 'w.yaml'))
+        self.text('slurm create 1 -n wide -a proj -N 2')
+        said = 'warning: in mode direct a runner uses one of the nodes that scheduler wide asks for'
+        for config, words, is_warned in (
+                ('{mode: direct}', (), True), ('{mode: direct}', ('--start-one-worker-per-node',), False),
+                ('{mode: direct, limit_resources: false}', (), False), ('{mode: slurm}', (), False)):
+            with self.subTest(config, words=words):
+                value = json.dumps(torc.read_document(config.encode(), '', 'yaml').value)
+                self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write',
+                                                   f"UPDATE workflow SET execution_config = '{value}' WHERE id = 1"))
+                done = self.world.main('slurm', 'schedule-nodes', 1, '--scheduler-config-id', 'wide', *words)
+                self.assertEqual(is_warned, said in self.assertExit(0, done).err, str(done))
 
     @slow
     def test_a_password_from_the_command_line_reaches_the_runners_but_no_script(self):
@@ -28601,6 +28635,18 @@ class SlurmGenerateTest(WorldTest):
         self.assertExit(2, no_account, 'no account is named: give --account, or account under slurm_defaults')
         spec = self.world.write('w.yaml', STAGED_SPEC.rstrip() + '\n    slurm_defaults: {account: mine}\n')
         self.assertIn('account: mine', self.assertExit(0, self.world.main('slurm', 'generate', '--profile', 'kestrel', spec)).out)
+
+    def test_the_mode_is_that_of_the_file_which_is_written(self):
+        spec = '{name: x, resource_requirements: [{name: r, runtime: PT1H}], execution_config: {%s}, ' \
+            'jobs: [{name: a, command: b, resource_requirements: r}]}'
+        made = self.generate(self.world.write('w.yaml', spec % 'srun_termination_signal: TERM@120'), '-o', 'ready.yaml')
+        self.assertIn('Wrote ready.yaml', made.out + made.err)
+        self.assertExit(0, self.world.main('create', 'ready.yaml'))
+        self.assertIn('termination_signal does not go with mode auto, which is slurm here: remove it, or set mode: direct',
+                      self.generate(self.world.write('w.yaml', spec % 'termination_signal: SIGINT'), code=2).err)
+        self.world.fake_slurm(sbatch='echo 17', squeue='exit 0', sinfo='exit 0', scontrol='exit 0')
+        self.world.write('w.yaml', spec % 'srun_termination_signal: TERM@120')
+        self.assertExit(0, self.world.main('submit', 'w.yaml', '--account', 'a', '--profile', 'kestrel'))
 
     def test_a_template_of_several_schedulers_names_none(self):
         spec = self.world.write('mixed.yaml', '''
@@ -30816,8 +30862,9 @@ class WatchedSlurmTest(CommandTest):
         self.let_fail(137)
         self.looks('cat "$fake"/job_*')
         done = self.watch('-r', '-m', 1, '--profile', 'kestrel')
-        self.assertIn('jobs failed: recovery 1', done.err)
-        self.assertRegex(done.err, '1 jobs run again: 1 with more memory\n')
+        self.assertIn('Attempting automatic recovery (attempt 1/1)\n', done.err)
+        self.assertRegex(done.err, r'Applied fixes: 1 OOM, 0 timeout\n\S+ 1 jobs run again\n\S+ Recovery initiated\. Resuming monitoring')
+        self.assertIn('Applied fixes: 1 OOM, 0 timeout\n', read_text(glob.glob(glob.escape(self.world.path('torc_output')) + '/watch_*.log')[0]))
         self.assertEqual(2, self.json('workflows get 1')['run_id'])
         self.assertEqual({'j1': 'ready', 'j2': 'completed', 'j3': 'completed', 'j4': 'completed'}, self.states())
         rows = self.json('scheduled-compute-nodes list 1')['items']
@@ -30829,7 +30876,7 @@ class WatchedSlurmTest(CommandTest):
             self.assertIn(words, self.watch('-r', '-m', 1, '--once', '--profile', 'kestrel', code=1).err)
         self.assertEqual((2, 1), (self.json('workflows get 1')['run_id'], len(self.fakes.calls('sbatch'))))
         done = self.watch('-r', '--once', '--profile', 'kestrel', code=1)
-        self.assertIn('jobs failed: recovery 2', done.err)
+        self.assertIn('Attempting automatic recovery (attempt 2)\n', done.err)
 
     def test_without_allocations_what_failed_is_made_ready_for_a_runner(self):
         self.let_fail(137)
@@ -30904,7 +30951,7 @@ class WatchOnSlurmTest(SlurmTest):
     def test_its_runner_is_killed_and_reports_nothing(self):
         said = self.end_and_watch(self.kill).err
         self.assertIn('allocation of Slurm job ', said)
-        self.assertIn('jobs failed: recovery 1', said)
+        self.assertIn('Attempting automatic recovery (attempt 1)\n', said)
 
 
 # ======== 20i. Service ========
@@ -36989,7 +37036,7 @@ class Loss:
             def sync() -> bool:
                 outcome = self.world.cli('workflows', 'sync-status', 1)
                 assert outcome.code == 0, str(outcome)
-                return not [row for row in self.rows('list_scheduled_compute_nodes') if row['status'] != 'complete']
+                return not [row for row in self.rows('list_scheduled_compute_nodes') if row['status'] not in ('complete', 'canceled')]
             self.wait(sync, 120, 'the knowledge that it has ended')
             assert 'running' not in {row['status'] for row in self.rows('list_jobs')}, self.situation()
 

@@ -4858,11 +4858,12 @@ def find_mode_conflicts(config: Any, mode: str) -> Iterator[Tuple[str, str, str]
             yield name, shown, 'direct' if mode == 'slurm' else 'slurm'
 
 
-def check_execution(workflow: Block) -> None:
+def check_execution(workflow: Block, gets_schedulers: bool) -> None:
     """Fields of execution_config that do not go with the mode, or with the actions."""
     config = workflow.get('execution_config') or Block(workflow.context, 'execution_config', {})
     mode = config.get('mode', 'auto')
-    effective = mode if mode != 'auto' else 'slurm' if workflow.get('slurm_schedulers') else 'direct'
+    has_schedulers = gets_schedulers or workflow.get('slurm_schedulers')
+    effective = mode if mode != 'auto' else 'slurm' if has_schedulers else 'direct'
     why = f'mode {mode}' if mode == effective else f'mode auto, which is {effective} here'
     for name, shown, other in find_mode_conflicts(config, effective):
         config.error(f'{shown} does not go with {why}: remove it, or set mode: {other}', name)
@@ -5067,7 +5068,7 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
 
 
 def read_plan(document: Document, directory: str = '', max_instances: int = MAX_INSTANCES,
-              skip_checks: bool = False, is_dry_run: bool = False) -> Plan:
+              skip_checks: bool = False, is_dry_run: bool = False, gets_schedulers: bool = False) -> Plan:
     """Check and expand a spec. Raises BadInput with all that is wrong, each problem with its position."""
     context = SpecContext(document, directory, max_instances, is_dry_run)
     raw = document.value
@@ -5096,7 +5097,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
         'actions': [plan_action(planner, action) for action in workflow.get('actions', ())],
     }
     check_workflow(workflow, planner.declared)
-    check_execution(workflow)
+    check_execution(workflow, gets_schedulers)
     check_identifiers(planner)
     check_producers(planner)
     check_cycles(planner)
@@ -10953,12 +10954,13 @@ class Place(Row):
 def explain_waiting(context: Context, workflow_id: int, ended: Sequence[int] = ()) -> Values:
     """Which ready jobs no runner or allocation can take, and what all others wait for.
 
-    `ended` are allocations that the caller knows to be over in Slurm: nothing waits for them.
+    `ended` are allocations that the caller knows to be over in Slurm, or ending: nothing waits for them.
     """
     runners = describe_runners(context, workflow_id)
     allocations = describe_allocations(context, workflow_id, runners)
     state = workflow_state(context, workflow_id)
-    places = find_places(context, workflow_id, runners,
+    over = {str(row['slurm_job_id']) for row in allocations if row['allocation_id'] in set(ended)}
+    places = find_places(context, workflow_id, [row for row in runners if row['slurm_job_id'] not in over],
                          [row for row in allocations if row['allocation_id'] not in set(ended)])
     return {'status': get_workflow_status(context, workflow_id),
             'explanation': explain_workflow(context, workflow_id),
@@ -22744,7 +22746,8 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
     Jobs stay parameterised. BadInput with all that is wrong, also where a job fits no partition.
     """
     clear_schedulers(document, options.replaces)
-    spec = read_plan(document, directory, options.max_instances, options.skip_checks)
+    spec = read_plan(document, directory, options.max_instances, options.skip_checks,
+                     gets_schedulers=True)
     if not spec.body['resource_requirements']:
         raise BadInput('the workflow file has no resource_requirements: allocations are planned by what jobs '
                        'need')
@@ -30420,7 +30423,9 @@ class Watcher:
         if is_idle and not seen['is_begun']:
             return WatchStep('end', f"no job has completed after any of the last {seen['idle_recoveries']} "
                              'recoveries (--max-retries allows a certain number)', 1)
-        return WatchStep('recover', f'jobs failed: recovery {seen["recoveries"] + (not seen["is_begun"])}')
+        of = '' if self.rules.max_retries is None else f'/{self.rules.max_retries}'
+        number = seen['recoveries'] + (not seen['is_begun'])
+        return WatchStep('recover', f'Attempting automatic recovery (attempt {number}{of})')    # Torc's words
 
     def look_for_unplanned(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
         """Jobs are left, and so are runners or allocations: is any job not among what these are for?"""
@@ -30945,7 +30950,7 @@ WAITING_SUMMARY = {     # code of a group of ready jobs -> what a summary says o
     'lacks': '{} ready fit no runner or allocation', 'no_runner': '{} ready wait for a runner',
     'late': '{} ready wait for a runner with more time left',
     'action': '{} ready wait for an action that allocates nodes',
-    'allocation': '{} ready wait for a pending allocation', 'busy': '{} ready wait for busy runners',
+    'allocation': '{} ready wait for an allocation', 'busy': '{} ready wait for busy runners',
     'next_turn': '{} ready are about to be taken'}
 RUNNERS_SHOWN = 5
 ALLOCATIONS_SHOWN = 20
@@ -35314,8 +35319,18 @@ def ask_site() -> Callable[[Optional[str]], Site]:
     return functools.partial(parse_site, partitions, config)
 
 
-def warn_of_dependencies(session: Session, submissions: Sequence[Submission]) -> None:
-    """Say which chains are none, because their schedulers have a dependency of their own: the last counts."""
+def warn_of_schedulers(session: Session, submissions: Sequence[Submission]) -> None:
+    """Say which chains are none, because their schedulers have a dependency of their own: the last counts.
+
+    And of which allocations, in mode direct, the runner uses one node: jobs that call srun have no limits.
+    """
+    config = submissions[0].workflow.get('execution_config') or {}
+    wide = {item.scheduler.get('name'): None for item in submissions if (item.scheduler.get('nodes') or 1) > 1
+            and not item.settings.get('start_one_worker_per_node')}
+    if wide and config.get('mode') == 'direct' and config.get('limit_resources') is not False:
+        session.report(printable(f'warning: in mode direct a runner uses one of the nodes that scheduler '
+                                 f'{first_of(list(wide))} asks for: let it ask for 1, or give '
+                                 'start_one_worker_per_node'))
     chains = {item.scheduler['id']: item.scheduler for item in submissions
               if item.scheduler.get('serialize_allocations')}
     for number, scheduler in chains.items():
@@ -35328,7 +35343,7 @@ def warn_of_dependencies(session: Session, submissions: Sequence[Submission]) ->
 
 def start_submissions(session: Session, work: Submitter, submissions: List[Submission]) -> None:
     """Write the scripts of allocations, and hand them to a Submitter."""
-    warn_of_dependencies(session, submissions)
+    warn_of_schedulers(session, submissions)
     site_of, callers = ask_site(), {}   # type: Any, Dict[str, Caller]
     for submission in submissions:
         output_dir = submission.settings['output_dir']
@@ -35430,22 +35445,21 @@ def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
     return report_submitted(session, workflow, submit_allocations(session, workflow, request))
 
 
-def choose_scheduler(session: Session, workflow: Dict[str, Any], number: Optional[int]) -> Dict[str, Any]:
-    """The named scheduler of a workflow, its only one, or the one that is chosen on a terminal."""
-    schedulers = {item['id']: item for item in session.items('list_slurm_schedulers',
-                                                             workflow_id=workflow['id'])}
+def choose_scheduler(session: Session, workflow: Dict[str, Any], word: Optional[str]) -> Dict[str, Any]:
+    """The scheduler of a workflow with this id or name, its only one, or one that is chosen on a terminal."""
+    schedulers = {str(item['id']): item for item in session.items('list_slurm_schedulers',
+                                                                  workflow_id=workflow['id'])}
     if not schedulers:
         raise Refused(f"workflow {workflow['id']} has no Slurm scheduler: make one with `slurm create`")
     named = ', '.join(f"{item['id']} ({item.get('name')})" for item in schedulers.values())
-    if number is None and len(schedulers) > 1:
+    if word is None and len(schedulers) > 1:
         if not session.is_interactive:
             raise BadInput(printable(f'--scheduler-config-id is required: one of {named}'))
         word = session.ask(f'Scheduler, one of {named}: ')
-        number = int(word) if is_id(word) else 0
-    number = next(iter(schedulers)) if number is None else number
-    if number not in schedulers:
-        raise NotFound(printable(f"workflow {workflow['id']} has no Slurm scheduler {number}; "
-                                 f'it has {named}'))
+    names = {item.get('name'): number for number, item in schedulers.items()}
+    number = next(iter(schedulers)) if word is None else word if word in schedulers else names.get(word)
+    if number is None:
+        raise NotFound(printable(f"workflow {workflow['id']} has no Slurm scheduler {word}; it has {named}"))
     return schedulers[number]
 
 
@@ -35613,8 +35627,10 @@ def cmd_slurm_usage(session: Session, args: Arguments) -> int:
     whole = [account for account in accounts if not account.step]
     node_s = sum(account.elapsed_s * (account.num_nodes or 1) for account in whole)
     cpu_s = sum(account.cpu_s or 0.0 for account in whole)
-    nodes = {account.job_id: account.num_nodes or 0 for account in whole}
-    errors = [f'sacct does not know Slurm job {job_id}' for job_id in job_ids if job_id not in nodes]
+    nodes = {account.job_id: account.num_nodes or 0 for account in whole
+             if expand_node_list(account.node_list)}    # else it never began, and has but asked for nodes
+    known = {account.job_id for account in whole}
+    errors = [f'sacct does not know Slurm job {job_id}' for job_id in job_ids if job_id not in known]
     answer = {'workflow_id': workflow_id, 'total_slurm_jobs': len(job_ids),
               'total_nodes': sum(nodes.values()), 'total_node_time': format_elapsed(node_s),
               'total_node_time_seconds': round(node_s), 'total_cpu_time': format_elapsed(cpu_s),
@@ -35739,7 +35755,7 @@ def cmd_explain(session: Session, args: Arguments) -> int:
         slurm = {'asked_at': queue.asked_at, 'error': queue.error or None}
         for row in found['allocations'] if not queue.error else ():
             row['queue'] = describe_queued(queue.jobs.get(str(row['slurm_job_id'])))
-            row['has_ended'] = row['allocation_id'] in ended
+            row['has_ended'] = row['allocation_id'] in ended and row['queue'] is None
     program, style = command_line(session), style_of(session.out, os.environ)
     had_allocations = bool(session.items('list_scheduled_compute_nodes', 1, workflow_id=number))
     waiting = {'workflow_id': number, 'summary': summarize_waiting(found),
@@ -35749,9 +35765,10 @@ def cmd_explain(session: Session, args: Arguments) -> int:
 
 
 def has_left_queue(row: Dict[str, Any], queue: Queue) -> bool:
-    """Whether an allocation was there when Slurm was asked, and is not in its queue any more."""
+    """Whether an allocation was there when Slurm was asked, and has ended by now, or is about to."""
     number = str(row['slurm_job_id'])
-    return not queue.error and number in queue.wanted and number != '0' and number not in queue.jobs
+    is_over = number not in queue.jobs or queue.jobs[number].state == 'COMPLETING'
+    return not queue.error and number in queue.wanted and number != '0' and is_over
 
 
 def describe_queued(found: Optional[ListedJob]) -> Optional[Dict[str, Any]]:
@@ -36522,7 +36539,7 @@ def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, 
                'is not planned again')
     if gone[1] and found['allocations']:
         yield (f'{gone[1]}: all {len(found["allocations"])} allocations that were not reported as ended are '
-               'taken to be in the queue')
+               'taken to wait or run')
     lost = [row for row in found['allocations'] if row['slurm_job_id'] in gone[0]]
     held = sum(row['num_jobs'] for row in lost)
     if held and not includes_lost:
@@ -37496,10 +37513,6 @@ WATCH_LEASE_S = 600.0       # a watch that was killed where nobody can see that 
 TAKEOVER_PAUSE_S = 5.0      # between looks at whether one on another host goes on
 MOST_WATCH_STEPS = 8        # in one poll
 
-RETRY_COUNTS = (    # in the result of a recovery -> of how many jobs it says what
-    ('oom_fixed', 'with more memory'), ('timeout_fixed', 'with more time'), ('cpu_retried', 'for their CPUs'),
-    ('lost_retried', 'lost with their node or allocation'), ('unknown_retried', 'failed for another reason'))
-
 
 class Supervision:
     """A workflow that is watched: carries out what a Watcher decides."""
@@ -37805,8 +37818,10 @@ class Supervision:
             return None
         result = found.get('result') or {}
         number = len(result.get('jobs_to_retry') or ())
-        kinds = [f'{result[key]} {words}' for key, words in RETRY_COUNTS if result.get(key)]
-        self.say(f'{number} jobs run again' + (f": {', '.join(kinds)}" if kinds else ''))
+        if result.get('oom_fixed') or result.get('timeout_fixed'):
+            self.say(f"Applied fixes: {result['oom_fixed']} OOM, {result['timeout_fixed']} timeout")
+        self.say(f'{number} jobs run again')
+        self.say('Recovery initiated. Resuming monitoring...')
         if found.get('next_command'):
             self.say(f"to go on: {found['next_command']}")
 
@@ -38934,7 +38949,7 @@ COMMANDS = (
         ASKED_WF, Argument('-n --num-hpc-jobs', 'N', 'how many (default: 1; of a chain what its jobs take)',
                            at_least(1)),
         JOB_PREFIX_OPTION,
-        Argument('--scheduler-config-id', 'ID', 'the scheduler, if the workflow has several', parse_id),
+        Argument('--scheduler-config-id', 'ID|NAME', 'the scheduler, if the workflow has several'),
         *ALLOCATION_OPTIONS,
         Argument('--start-one-worker-per-node', '', 'start a runner on each node (mode direct)'),
         Argument('--keep-submission-scripts', '', 'keep the scripts in the output directory'),
@@ -39201,10 +39216,19 @@ The end of the time
 Preemption, lost nodes
     Slurm starts the allocation again. Jobs that were interrupted are ready again, which costs no retry.
     Those of an allocation that somebody has canceled have failed (-128): `recover` runs them again.
+Jobs that are longer than an allocation (checkpoint and continue)
+    A job saves its state on SIGTERM, exits 75, and goes on when started again. `runtime` is that of a part.
+        failure_handlers: [{name: go_on, rules: [{exit_codes: [75], max_retries: 20}]}]
+        execution_config: {srun_termination_signal: TERM@120}
+        jobs: [{name: sim, command: exec ./sim.sh, resource_requirements: part, failure_handler: go_on}]
+    In sim.sh: trap 'save; exit 75' TERM; ./program & wait
+    After `submit`, `torc.py watch WF --auto-schedule` submits an allocation for each next part.
 What went wrong
     explain, then `slurm parse-logs torc_output -w WF`: slurm_output_wf*_sl*.e, job_runner_slurm_*.log.
 Accounting
     `slurm stats` (gathered), `slurm usage` (sum), `slurm sacct` (asks Slurm now)
+Faster commands
+    `torc.py install` compiles this file as the command `torc`: each command starts five times faster.
 """
 
 
