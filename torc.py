@@ -3548,6 +3548,8 @@ class KdlSpec(TextReader):
         known = kdl_vocabulary(kind)
         if name not in known:
             cure = propose_field(kind, name[:60], did_you_mean(name[:60], known))
+            if name == kind:
+                cure = f': write {name} blocks without {name}s {{ }} around them'
             home = ' block of '.join(reversed(kind.split('.')))
             self.fail(at, f'{printable(name[:60])!r} is not known in a {home}{cure or ": remove it"}')
         return known[name]
@@ -11287,7 +11289,8 @@ def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX
 def list_workflows(context: Context, resource: str, access_group: Sequence[str] = (), **query: Any) -> Values:
     """Workflows; of one of these groups only, if any is named."""
     if access_group:
-        found = rows_by_ids(context, 'SELECT id FROM access_group WHERE name IN', access_group)
+        found = [row for column in ('name', 'CAST(id AS TEXT)') for row in rows_by_ids(
+            context, f'SELECT id FROM access_group WHERE {column} IN', access_group)]
         query['access_group'] = ',' + ''.join(f'{row[0]},' for row in found)
     answer = list_rows(context, resource, **query)
     add_group_names(context, answer['items'])
@@ -14943,6 +14946,7 @@ class StaticAnswer:
 STATIC_ANSWERS = {
     '/healthz': StaticAnswer('application/json', True, lambda request: format_json(
         dict({'status': 'ok'}, **request.identity.proof or {})).encode()),
+    '/health':  StaticAnswer('application/json', True, lambda request: b'{"status":"ok"}'),
     PING_PATH:  StaticAnswer('application/json', False, lambda request: b'{"status":"ok"}'),
 }
 OPEN_PATHS = frozenset(path for path, static in STATIC_ANSWERS.items() if static.is_open)
@@ -16024,7 +16028,7 @@ class Authenticator:
         self.server_id, self.port = server_id, port
         self.nobody = Identity(ANONYMOUS, False)
         # who asks with the token, or where there is none
-        self.owner = Identity(user_name(), True) if self.token else self.nobody
+        self.owner = Identity(user_name() if self.token else ANONYMOUS, True)
 
     def identify(self, head: RequestHead, signer: Optional[Signer], now: float) -> Identity:
         """Who sends a request on a connection with this signer, if any. Denied for one that shows nothing."""
@@ -21906,6 +21910,8 @@ def read_config(environment: Any = os.environ) -> HpcConfig:
                 value = read_document(file.read(), path).value
             found = read_hpc_config(value)
             settings.update(read_client_settings(value))
+            unread = sorted(unread_settings(value))
+            notes += [f'{path}: torc.py does not read {first_of(unread)} yet'] if unread else []
         except OSError as error:
             raise BadInput(f'cannot read {path}: {error.strerror}') from None
         except ValueError as error:
@@ -21913,6 +21919,15 @@ def read_config(environment: Any = os.environ) -> HpcConfig:
         profiles.update(found.profiles)
         accounts.update(found.accounts)
     return HpcConfig(profiles, accounts, notes, **settings)
+
+
+def unread_settings(value: Any, path: str = '') -> Iterator[str]:
+    """Keys of one file that nothing here reads."""
+    if isinstance(value, dict) and path != 'client.hpc':
+        for key, inner in value.items():
+            yield from unread_settings(inner, f'{path}.{key}'.lstrip('.'))
+    elif path and path not in ['client.hpc', *(name for name, _ in CLIENT_SETTINGS.values())]:
+        yield path
 
 
 def read_client_settings(value: Any) -> Dict[str, Any]:
@@ -29676,7 +29691,8 @@ def explain_failure(use: JobUse) -> Dict[str, Any]:
         'likely_runtime_violation': 0 < runtime_s < ran_s or None,
         'peak_cpu_percent': cpu_percent,
         'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in found.items() if value is not None
+            or key in ('peak_memory_bytes', 'peak_memory_formatted', 'peak_cpu_percent')}
 
 
 # -------- corrections --------
@@ -30675,7 +30691,7 @@ class Heading(Row):
     key: str            # of the object; '' gives `show` the whole object
     show: Callable[[Any], Any]
     rank: int = 0       # 0: always shown; where a terminal is too narrow the highest are dropped first
-    is_ours: bool = False   # no column of Torc's CSV, whose readers may count columns
+    is_ours: bool = False   # no column of Torc's: in CSV it comes last, for readers may count columns
 
 
 def itself(value: Any) -> Any:
@@ -30787,6 +30803,10 @@ def format_csv(headers: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
+CSV_VALUES = {      # cells that are Torc's there, and in tables easier to read
+    'exec_time_minutes': lambda value: '' if value is None else f'{value:.2f}',
+    'duration_seconds': lambda value: '' if value is None else f'{value:.1f}s',
+    'peak_memory_bytes': lambda value: '' if value is None else report_memory(value).replace(' ', '')}
 # How texts begin that spreadsheets take for formulas (OWASP, "CSV Injection"; tabs and line ends
 # are escapes then).
 FORMULA_STARTS = frozenset('=+-@\uff1d\uff0b\uff0d\uff20')
@@ -30794,6 +30814,7 @@ FORMULA_STARTS = frozenset('=+-@\uff1d\uff0b\uff0d\uff20')
 
 def format_csv_cell(value: Any) -> str:
     """A cell of CSV: an apostrophe stands before text that looks like a formula. Numbers stay numbers."""
+    value = ('yes' if value else 'no') if isinstance(value, bool) else value
     text = printable_line(format_cell(value)).replace('\t', '\\t')
     return "'" + text if isinstance(value, str) and text.lstrip()[:1] in FORMULA_STARTS else text
 
@@ -30811,6 +30832,11 @@ def format_record(record: Dict[str, Any]) -> str:
     line_end = '\n' + ' ' * (width + 1)     # of a value with several lines: none of them begins like a key
     lines = (f'{pad(key + ":", width)} {printable(text)}'.replace('\n', line_end) for key, text in shown)
     return ''.join(line + '\n' for line in lines)
+
+
+def with_nulls(record: Dict[str, Any], keys: Iterable[str]) -> Dict[str, Any]:
+    """A record in which these keys are, null where nothing is known."""
+    return {**record, **{key: None for key in keys if key not in record}}
 
 
 def format_lines(lines: Iterable[str]) -> str:
@@ -32307,7 +32333,8 @@ class Session:
         `value` is what stands in JSON where that is not {"items": items}.
         """
         if self.format == 'csv':
-            headings = [heading for heading in headings if not heading.is_ours]
+            headings = [heading._replace(show=CSV_VALUES.get(heading.key, heading.show))
+                        for heading in sorted(headings, key=lambda heading: heading.is_ours)]
         titles = [heading.title for heading in headings]
         if self.format == 'json':
             self.show_json({'items': items} if value is None else value)
@@ -32501,7 +32528,23 @@ def with_workflow(session: Session, args: Arguments) -> Arguments:
     found = given(args)
     if 'workflow_id' in args:
         found['workflow_id'] = choose_workflow(session, args)
+    if 'group_id' in args:
+        found['group_id'] = find_group(session, args['group_id'])
     return found
+
+
+def find_group(session: Session, word: str) -> int:
+    """Id of an access group, which is named by it or by its name."""
+    if is_id(word):
+        return int(word)
+    try:
+        groups = session.items('list_access_groups')
+    except Denied:      # who manages none but their own
+        groups = session.items('list_user_groups', user_name=user_name())
+    for group in groups:
+        if group['name'] == word:
+            return group['id']
+    raise NotFound(printable(f'there is no access group {word!r} that you may see; an id works, too'))
 
 
 def shows(op: str, text: str = '') -> CommandFunction:
@@ -32536,7 +32579,7 @@ def lists(op: str, columns: str, what: str, key: str = '') -> CommandFunction:
 def changes(op: str, text: str) -> CommandFunction:
     """A command that changes something, and says so in a sentence with the keys of answer and arguments."""
     def command(session: Session, args: Arguments) -> int:
-        in_path = path_parameters(OPERATIONS[op])
+        args, in_path = dict(args, **with_workflow(session, args)), path_parameters(OPERATIONS[op])
         rest = {key: value for key, value in args.items() if key not in in_path}
         body = rest if OPERATIONS[op].body else None
         answer = session.call(op, body, **{key: args[key] for key in in_path})
@@ -32648,6 +32691,7 @@ class Noun(Row):
     """A kind of object that the API lists, gets, creates, updates and deletes."""
     name: str           # one of them, as in create_NAME and get_NAME
     columns: str        # of its list; the titles are Torc's
+    keys: Sequence[str] = ()    # that its JSON always has
 
     @property
     def words(self) -> str:
@@ -32655,6 +32699,7 @@ class Noun(Row):
         return self.name.replace('_', ' ')
 
 
+MEASURED = ('peak_memory_bytes', 'avg_memory_bytes', 'peak_cpu_percent', 'avg_cpu_percent')
 NOUNS = {       # by the first word of their commands, which is also the plural of their list operation
     'workflows': Noun(
         'workflow', 'ID=id, User=user:3, Name=name, +Status=status, Run=run_id:5, Canceled=is_canceled:8, '
@@ -32673,7 +32718,7 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'result', 'ID=id:2, Job ID=job_id:4, Job Name=job_name, WF ID=workflow_id:9, Run ID=run_id:6, '
         'Attempt=attempt_id:5, Return Code=return_code, Exec Time=exec_time_minutes:3, '
         'Peak Mem=peak_memory_bytes:7, Peak CPU %=peak_cpu_percent:8, Completion Time=completion_time:6, '
-        'Status=status:1, +Reason=reason'),
+        'Status=status:1, +Reason=reason', MEASURED),
     'events': Noun(
         'event', 'Timestamp=timestamp_formatted, Level=(level), Event Type=(type), +Message=(message), '
         'Data=data:1'),
@@ -32684,7 +32729,8 @@ NOUNS = {       # by the first word of their commands, which is also the plural 
         'compute_node', 'ID=id, Hostname=hostname, Scheduler=compute_node_type:7, '
         'Scheduler Job ID=(slurm job):4, Labels=labels:5, PID=pid:6, CPUs=num_cpus:2, '
         'Memory (GB)=memory_gb:3, GPUs=num_gpus:3, Active=is_active, Start Time=start_time:1, '
-        'Duration=duration_seconds:1, CPU peak/avg=(cpu):8, Mem peak/avg=(memory):9'),
+        'Duration=duration_seconds:1, CPU peak/avg=(cpu):8, Mem peak/avg=(memory):9',
+        (*MEASURED, 'sample_count', 'duration_seconds')),
 }
 JOB_JOB_COLUMNS = ('Job ID=job_id:1, Job Name=job_name, Blocked By Job ID=depends_on_job_id:2, '
                    'Blocked By Job Name=depends_on_job_name')
@@ -32730,7 +32776,8 @@ def cmd_list(session: Session, args: Arguments,
     plural = group_of(session).replace('-', '_')
     query = given(args, 'workflow_id', 'exclude')
     query['workflow_id'] = choose_workflow(session, args)
-    items = [dated(item) for item in session.items(f'list_{plural}', **query)]
+    items = [with_nulls(dated(item), noun_of(session).keys)
+             for item in session.items(f'list_{plural}', **query)]
     complete(session, items)
     excluded = {word.strip().lower() for words in args.get('exclude') or [] for word in words.split(',')}
     headings = [heading for heading in headings_of(noun_of(session).columns)
@@ -32817,7 +32864,7 @@ def call_on(session: Session, verb: str, number: int, body: Any = None) -> Dict[
     op = f'{verb}_{noun_of(session).name}'
     if op == 'delete_resource_requirements':    # the plural deletes all of a workflow
         op = 'delete_resource_requirement'
-    return dated(session.call(op, body, id=number))
+    return with_nulls(dated(session.call(op, body, id=number)), noun_of(session).keys)
 
 
 def cmd_get(session: Session, args: Arguments) -> int:
@@ -32960,7 +33007,7 @@ def cmd_admin_sql(session: Session, args: Arguments) -> int:
         headings = [Heading(name, '', lambda row, name=name: row[name]) for name in answer['columns']]
         session.show_list(headings, answer['items'], 'rows', answer)
     if answer.get('rows_affected') is not None and session.format == 'table':
-        session.show(f"{answer['rows_affected']} rows changed\n")
+        session.show(f"{counted(answer['rows_affected'], 'row')} changed\n")
     return 0
 
 
@@ -33473,6 +33520,7 @@ def cmd_results_list(session: Session, args: Arguments) -> int:
         items = items[offset:None if limit is None else offset + limit]
     else:
         items = session.items('list_results', limit, offset, workflow_id=workflow_id, **query)
+    items = [with_nulls(item, MEASURED) for item in items]
     if args['include_logs']:
         session.show_json(results_with_logs(session, workflow_id, items, args))
     else:
@@ -34305,14 +34353,6 @@ def format_summary(summary: Dict[str, Any]) -> str:
 # -------- planned allocations --------
 
 
-def hpc_config(session: Session) -> HpcConfig:
-    """Clusters of the user's configuration files; what could not be read is reported."""
-    config = read_config()
-    for note in config.notes:
-        session.report(f'warning: {note}')
-    return config
-
-
 PLANNING = ('group_by', 'walltime_strategy', 'walltime_multiplier', 'max_allocations')
 
 
@@ -34331,7 +34371,7 @@ def read_for_slurm(session: Session, spec: str, args: Arguments, options: PlanOp
     """
     path = '' if spec == '-' else spec
     document = read_document(read_input(session, spec), path)
-    config = hpc_config(session)
+    config = read_config()
     profile = find_profile(args['profile'], config)
     defaults = document.value.get('slurm_defaults') if isinstance(document.value, dict) else None
     account = find_account(args['account'], defaults if isinstance(defaults, dict) else {}, profile, config)
@@ -35791,13 +35831,13 @@ PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime
 
 def chosen_profile(session: Session, name: Optional[str]) -> Profile:
     """The cluster that a command was given, or that this machine belongs to."""
-    return find_profile(name, hpc_config(session))
+    return find_profile(name, read_config())
 
 
 def cmd_hpc_list(session: Session, args: Arguments) -> int:
     """The clusters that are known without asking Slurm."""
     rows = [{'name': profile.name, 'display': profile.display_name, 'partitions': len(profile.partitions),
-             'detected': is_here(profile)} for profile in known_profiles(hpc_config(session))]
+             'detected': is_here(profile)} for profile in known_profiles(read_config())]
     headings = headings_of('name=name, display=display, partitions=partitions, detected=detected')
     session.show_list(headings, rows, f'profiles (and {LIVE_PROFILE}: asks sinfo)', rows)
     return 0
@@ -35805,7 +35845,7 @@ def cmd_hpc_list(session: Session, args: Arguments) -> int:
 
 def cmd_hpc_detect(session: Session, args: Arguments) -> int:
     """The cluster that this machine belongs to; null if there is none."""
-    config = hpc_config(session)
+    config = read_config()
     found = next((profile for profile in known_profiles(config) if is_here(profile)), None)
     if found is None and has_slurm_program('sinfo'):
         try:
@@ -35850,7 +35890,8 @@ def cmd_hpc_show(session: Session, args: Arguments) -> int:
              'charge_factor_cpu', 'charge_factor_gpu', 'metadata')
     value = {key: value[key] for key in order}
     if session.format == 'json':
-        session.show_json(value)
+        metadata = {'documentation': None, 'support_email': None, **profile.metadata}
+        session.show_json(dict(value, metadata=metadata))
         return 0
     session.show(format_record({key: value[key] for key in order[:3] + order[4:5]}) + '\n')
     session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, profile.partitions)),
@@ -36452,7 +36493,7 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
     demand = read_demand(found, options)
     if not demand.num_left:
         return regeneration_value(number, demand, options, [])
-    config = hpc_config(session)
+    config = read_config()
     profile = find_profile(options.profile, config)
     plan = functools.partial(plan_regeneration, session, workflow, options, (profile, config),
                              find_gone(session, number, options))
@@ -37856,7 +37897,7 @@ def cmd_watch(session: Session, args: Arguments) -> int:
     options = RunnerOptions(output_dir=args['output_dir'])
     refuse_bad_programs(args)
     if args['profile'] not in (None, LIVE_PROFILE):
-        find_profile(args['profile'], hpc_config(session))
+        find_profile(args['profile'], read_config())
     await_server(session, options)
     workflow = session.workflow(args['workflow_id'])
     prepare_output_dir(session, options)
@@ -38436,7 +38477,7 @@ COST = Argument('-c --cost', 'N', f'cost of the hash; each step doubles the work
 RELOAD_OPTIONS = (
     Argument('--reload-auth', '', 'then have the server read its password file again (see --url)'),
     Argument('--server-password', 'PW', 'your own password at the server that --url names'))
-GROUP_ID = Argument('GROUP', '', 'id of the access group', parse_id, key='group_id')
+GROUP_ID = Argument('GROUP', '', 'id or name of the access group', key='group_id')
 GROUP_USER = USER._replace(key='user_name')
 INIT_OPTIONS = (
     FORCE, DRY_RUN, Argument('--async', '', 'do not wait for its end (see: tasks wait)'),
@@ -38700,7 +38741,7 @@ COMMANDS = (
         *PAGE_OPTIONS, Argument('--archived-only', '', 'only archived ones'),
         Argument('--include-archived', '', 'include archived ones'),
         Argument('-a --all-users', '', "include those of other users"),
-        Argument('-g --access-group', 'NAME', 'those that this access group may use, of all users',
+        Argument('-g --access-group', 'GROUP', 'those that this access group may use, of all users',
                  count='*')), 'workflows list', True),
     Command('workflows get', shows('get_workflow'), 'show a workflow', (ASKED_WF,), 'workflows get 1'),
     Command('workflows update', cmd_workflows_update, 'change a workflow', (
@@ -39255,6 +39296,16 @@ JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflow
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
                'watch')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
+PLANNED = {     # commands of Torc that are not there yet -> what there is instead
+    'remote': 'start `torc.py run ID --url URL` on each host, with ssh',
+    'config': 'give options, or variables such as TORC_API_URL',
+    'tui': '`torc.py status ID` and `torc.py explain ID` say how a workflow stands',
+    'workflows export': '`torc.py serve --backup FILE` copies a database with all its workflows',
+    'workflows import': '`torc.py create FILE` makes a workflow from its file',
+    'ro-crate': 'the REST API has its entities, under /ro_crate_entities',
+    'monitor-node': 'resource_monitor in a workflow file has runners measure their nodes',
+    'completions': '`torc.py help commands` lists all commands and options',
+    'self': 'copy a newer torc.py over this one'}
 
 
 class Parsed(Row):
@@ -39307,12 +39358,19 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
     return Parsed(command, args, options)
 
 
+def refuse_planned(words: str) -> None:
+    """Refuse a command of Torc that is not there yet."""
+    if words in PLANNED:
+        raise BadInput(f'`{words}` is not there yet: {PLANNED[words]}')
+
+
 def find_command(first: str, queue: Any, options: Arguments) -> Command:
     """The row that the first word, or the first two, name."""
     if queue and f'{first} {queue[0]}' in COMMANDS_BY_NAME:     # `logs bundle`, beside `logs`
         return COMMANDS_BY_NAME[f'{first} {queue.popleft()}']
     if first in COMMANDS_BY_NAME:
         return COMMANDS_BY_NAME[first]
+    refuse_planned(first)
     if first not in GROUPS:
         near = did_you_mean(first, [*COMMANDS_BY_NAME, *GROUPS])
         raise BadInput(printable(f'there is no command {first!r}{near} (see: {program_name()} help)'))
@@ -39320,6 +39378,7 @@ def find_command(first: str, queue: Any, options: Arguments) -> Command:
     if second and f'{first} {second[0]}' in COMMANDS_BY_NAME:
         return COMMANDS_BY_NAME[f'{first} {second[0]}']
     verbs = verbs_of(first)
+    refuse_planned(' '.join([first, *second]))
     if not second:
         raise BadInput(f"`{first}` requires one of: {', '.join(verbs)}")
     near, known = did_you_mean(second[0], verbs), ', '.join(verbs)
@@ -39432,7 +39491,7 @@ def run_command(parsed: Parsed, session: Session) -> int:
     if session.format == 'csv' and not parsed.command.has_csv:
         raise BadInput(f'`{parsed.command.name}` has no CSV form: give -f table or -f json')
     session.command = parsed.command
-    for doubt in ineffective_arguments(parsed.command, parsed.args):
+    for doubt in [*read_config().notes, *ineffective_arguments(parsed.command, parsed.args)]:
         session.report(f'warning: {doubt}')
     return parsed.command.run(session, parsed.args)
 
