@@ -35540,6 +35540,10 @@ class OutputSafetyTest(FlowTest):
                 self.assertExit(code, self.world.main(*words, env={'HOME': home, 'XDG_STATE_HOME': home}), says)
                 return 0
             self.assertEqual(0, end_child(run_as(work, uid, 47012, mask)), (uid, words))
+
+        def log() -> None:
+            with torc.OutputDirectory(os.path.join(group, 'of_ann')) as output:
+                torc.RunLog(output, 'x.log', 'info').close()
         ann, bob = OTHER_UID, OTHER_UID + 1
         for mask in (0o002, 0o022):
             group = self.world.path(f'group {mask}')
@@ -35556,6 +35560,11 @@ class OutputSafetyTest(FlowTest):
                 ask(ann, mask, 0, '--db', 'ann.db', 'run', '-o', 'of_ann', spec)
                 ask(ann, mask, 0, '--db', 'ann.db', 'logs', '-o', 'of_ann', 1, says='mine')
                 ask(bob, mask, 4, '--db', 'ann.db', 'status', 1, says=f'belongs to user {ann}: ')
+                for uid in (ann, bob):      # who goes on with the other's run, on the same host
+                    self.assertEqual(0, end_child(run_as(log, uid, 47012, mask)))
+                self.assertEqual([ann, bob], [os.stat(os.path.join(group, 'of_ann', name)).st_uid for name in ('x.log.1', 'x.log')])
+                os.chmod(os.path.join(group, 'of_ann'), 0o700)
+                ask(ann, mask, 0, '--db', 'ann.db', 'logs', '-o', 'of_ann', 1, says='of_ann: Permission denied')
                 for name in ('torc_output/torc.db', 'torc_output/torc.db.token', 'ann.db'):
                     self.assertEqual(0o600, stat.S_IMODE(os.stat(os.path.join(group, name)).st_mode))
 

@@ -4078,7 +4078,7 @@ def read_table_text(path: str, directory: str) -> str:
     """Text of a file that a spec names, relative to the spec, else to the working directory."""
     try:
         found = os.path.join(directory, path)
-        with open(found if os.path.exists(found) else path, encoding='utf-8-sig', newline='') as file:
+        with open(path if is_missing(found) else found, encoding='utf-8-sig', newline='') as file:
             return file.read()
     except (OSError, ValueError) as error:
         raise ValueError(f"'{shorten(path)}' cannot be read: "
@@ -14528,7 +14528,7 @@ def read_memory_file(database: str, takes_over: bool) -> str:
         raise Conflict(f'the database {database} is in use by another torc.py (process {found["pid"]}, '
                        'in memory); stop it, or give another place with --db')
     # We have the lock: a server of another container of this host is dead, too.
-    is_lost = lives is None and not was_here(found) or not os.path.exists(live)
+    is_lost = lives is None and not was_here(found) or is_missing(live)
     if lives is None and is_lost and not takes_over:
         raise Refused(f'the newest state of {database} is in the memory of host {found["host"]}: use it '
                       f'there first; or, if that host was restarted, continue with the snapshot of {saved_at}'
@@ -22848,7 +22848,7 @@ def rebase_tables(value: Dict[str, Any], directory: str, new_directory: str) -> 
     """A workflow file for another directory: the tables and lists that it names are found from there, too."""
     def rebase(path: str) -> str:
         found = os.path.join(directory, path)
-        return os.path.relpath(found, new_directory) if os.path.exists(found) else path
+        return path if is_missing(found) else os.path.relpath(found, new_directory)
 
     def rebase_block(block: Dict[str, Any]) -> Dict[str, Any]:
         block = dict(block)
@@ -25364,8 +25364,13 @@ class RunLog:
         self.open()
 
     def open(self) -> None:
-        """The file, which nobody else may read."""
-        self.descriptor = self.output.top.append(self.name, 0o600)
+        """The file, which nobody else may read. That of a colleague, who ran the same here, is put away."""
+        top = self.output.top
+        try:
+            self.descriptor = top.append(self.name, 0o600)
+        except PermissionError:
+            os.rename(self.name, self.name + '.1', src_dir_fd=top.descriptor, dst_dir_fd=top.descriptor)
+            self.descriptor = top.append(self.name, 0o600)
         self.held = self.output.top     # the directory in which it is open
         with contextlib.suppress(OSError):      # a file system without modes
             os.fchmod(self.descriptor, 0o600)
@@ -33556,7 +33561,7 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
     """The directory that runners of a workflow wrote to. Refused if it belongs to another database."""
     directory = os.path.join(base_directory(workflow), args['output_dir'])
     database = call_addition(session.client, 'get_database')
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+    try:
         with HeldDirectory(directory) as held:
             if database:
                 refuse_foreign_output(directory, read_output_record(held, False)[1], database)
@@ -33564,6 +33569,10 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
             if stdio.found.st_uid != os.geteuid():      # a colleague, or an attacker who replaced ours
                 owner = f'belongs to another user (uid {stdio.found.st_uid})'
                 session.report(f'torc: {stdio.path} {owner}')
+    except PermissionError as error:
+        session.report(f'torc: cannot read {directory}: {error.strerror}')
+    except (FileNotFoundError, NotADirectoryError):
+        pass        # nothing has run here
     return directory
 
 
