@@ -22430,7 +22430,6 @@ class Grouping:
         self.partitions = {}    # class -> Partition
         self.groups = {}        # GroupKey -> class -> its jobs
         self.rounds = {}        # GroupKey -> how many jobs one after the other, where lengthen() has decided
-        self.lacking = {}       # GroupKey -> how many allocations it would take, where it gets fewer
 
     def choose(self, partitions: Sequence[Partition]) -> List[Tuple[int, str]]:
         """Choose a partition for each class; what fits none is answered."""
@@ -22511,26 +22510,21 @@ class Grouping:
         return [self.count(key, stage.jobs) for stage in stages]
 
     def share_out(self, drafts: Dict[GroupKey, List[StageDraft]]) -> Dict[GroupKey, List[int]]:
-        """Allocations for each stage of each group: what its partition makes necessary, or else one, and of
-        those that may be more a share.
-        """
+        """Allocations for each stage of each group: max_allocations at most, each group with its share."""
         counts = {key: [self.count(key, stage.jobs) for stage in stages] for key, stages in drafts.items()}
-        wanted, most = sum(map(sum, counts.values())), self.options.max_allocations
+        most, wanted = self.options.max_allocations, sum(map(sum, counts.values()))
         if most is None or wanted <= most:
             return counts
-        high, low = counts, {key: self.lengthen(key, stages, 0) for key, stages in drafts.items()}
-        if sum(map(sum, low.values())) > most:
-            high, low = low, {key: [1] * len(stages) for key, stages in drafts.items()}
-        few, many = (sum(map(sum, side.values())) for side in (low, high))
-        for key, stages in drafts.items():
-            shares = [least + max(0, most - few) * (top - least) // max(1, many - few)
-                      for least, top in zip(low[key], high[key])]
+        least = {key: sum(self.lengthen(key, stages, 0)) for key, stages in drafts.items()}
+        spare = most - sum(least.values())
+        if spare < 0:
+            raise BadInput(f'--max-allocations {most}: at least {most - spare} are needed, one for each '
+                           'scheduler and stage, and more where a partition has not the time for all jobs')
+        for key, count in [(key, sum(counts[key])) for key in drafts]:
+            share = least[key] + spare * (count - least[key]) // (wanted - most + spare)
             self.rounds.pop(key, None)
-            if sum(shares) < sum(counts[key]):
-                found = self.lengthen(key, stages, sum(shares))
-                if sum(found) > sum(shares):
-                    self.lacking[key], found = sum(found), list(map(min, shares, found))
-                counts = {**counts, key: found}
+            if share < count:
+                counts[key] = self.lengthen(key, drafts[key], share)
         return counts
 
 
@@ -22623,15 +22617,10 @@ def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitio
         schedulers.append(made)
         warnings += doubt_scheduler(made, classes, options.end_s, max(itertools.chain.from_iterable(
             stage.ends_s for stage in drafts[key])))
-        if key in grouping.lacking:
-            warnings.append(f'{made.name}: its jobs take {grouping.lacking[key]} allocations of '
-                            f'{format_walltime(made.walltime_s)}, by --max-allocations it has '
-                            f'{made.num_allocations}: for what these leave, `slurm regenerate --submit`')
-    total, most = sum(made.num_allocations for made in schedulers), options.max_allocations
-    if total > (most or MANY_ALLOCATIONS):
-        warnings.append(f'the plan has {total} allocations' + (
-            f', one for each scheduler and stage: more than --max-allocations {most}' if most else
-            ': --max-allocations N makes fewer and longer ones, with more jobs one after the other'))
+    total = sum(made.num_allocations for made in schedulers)
+    if total > MANY_ALLOCATIONS and options.max_allocations is None:
+        warnings.append(f'the plan has {total} allocations: --max-allocations N makes fewer and longer ones, '
+                        'with more jobs one after the other')
     return AllocationPlan(schedulers, problems, warnings)
 
 
