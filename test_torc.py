@@ -23547,13 +23547,13 @@ class RunnerTest(RunnerCase):
 
     def test_a_missing_output_file_fails_the_job_by_name(self):
         self.create({'command': 'true', 'output_files': ['f']}, {'command': 'true', 'input_files': ['f']},
-                    {'command': 'echo > made.txt', 'output_files': ['g']},
-                    files=[{'name': 'f', 'path': 'missing.txt'}, {'name': 'g', 'path': 'made.txt'}])
+                    {'command': 'echo > new/deep/made.txt; mkdir new/made', 'output_files': ['g', 'h']},
+                    files=[{'name': 'f', 'path': 'missing.txt'}, {'name': 'g', 'path': 'new/deep/made.txt'}, {'name': 'h', 'path': 'new/made/'}])
         outcome = self.run_it()
         self.assertEqual({'j1': 'failed', 'j2': 'canceled', 'j3': 'completed'}, self.statuses())
         self.assertEqual((1, 'declared output files are missing: missing.txt'), outcome.failed_jobs[0][2:])
         times = {row['name']: row.get('st_mtime') for row in self.client.rows('list_files', workflow_id=1)}
-        self.assertEqual({'f': None, 'g': os.stat(self.world.path('made.txt')).st_mtime}, times)
+        self.assertEqual({'f': None, **{name: os.stat(self.world.path('new', path)).st_mtime for name, path in (('g', 'deep/made.txt'), ('h', 'made'))}}, times)
 
     def test_a_persistent_runner_leaves_when_no_job_of_its_labels_is_left(self):
         self.create({'command': 'true', 'labels': ['big']}, {'command': 'true', 'depends_on': ['j1'], 'labels': ['big']}, 'true',
@@ -35229,7 +35229,9 @@ class OutputOwnerTest(WorldTest):
         runs = [self.world.start('run', 'a.yaml') for _ in range(4)]
         for run in runs:
             self.assertExit(0, run.finish())
-        self.assertEqual(['.torc_database.1'], [name for name in os.listdir(self.world.path('torc_output')) if name[0] == '.'])
+        self.assertEqual(['.gitignore', '.torc_database.1'], sorted(
+            name for name in os.listdir(self.world.path('torc_output')) if name[0] == '.'))
+        self.assertEqual('*\n', self.world.read('torc_output/.gitignore'))     # of a token and logs
 
     def database(self, name: str, **more: Any) -> Dict[str, Any]:
         """A database as its server describes it."""

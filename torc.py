@@ -1074,6 +1074,8 @@ def make_own_directory(name: str, dir_fd: int, mode: int = 0o755, least: int = 0
         mode = stat.S_IMODE(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
         if mode & least != least:
             os.chmod(name, mode | least, dir_fd=dir_fd)
+        if name == DEFAULT_OUTPUT_DIR:      # logs and a token: nothing for `git add -A`
+            write_atomically(os.path.join(name, '.gitignore'), b'*\n', 0o644, True, dir_fd)
 
 
 def current_umask() -> int:
@@ -24827,6 +24829,13 @@ def stat_outputs(outputs: Sequence[Sequence[Any]]) -> Tuple[Dict[str, float], Li
     return {key: time for key, time in found.items() if time is not None}, missing
 
 
+def make_output_directories(outputs: Sequence[Sequence[Any]]) -> None:
+    """Make the directories of declared output files. What cannot be made is the job's to report."""
+    for directory in {os.path.dirname(path.rstrip('/')) for _, path in outputs}.difference(('',)):
+        with contextlib.suppress(OSError, ValueError):
+            os.makedirs(directory, exist_ok=True)
+
+
 def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dict[str, Any]]:
     """A failure handler's rule for a return code: the first that names it, else the first for all codes."""
     for rule in rules:
@@ -26847,6 +26856,7 @@ class Dispatcher:
     def start(self, attempt: Attempt) -> bool:
         """Start one job. False if the node has no room for processes now, or must ask the server first."""
         outputs, on_end = [], functools.partial(self.on_end, attempt)     # type: List[int], Any
+        make_output_directories(attempt.job['outputs'])
         try:
             self.starter.start(attempt, outputs, on_end, self.link.check_lease)
         except LeaseOver:
