@@ -26477,6 +26477,15 @@ class WhichWorkflowTest(CommandTest):
         outcome = self.assertExit(2, self.world.main('status'))
         self.assertEqual('torc: a workflow id is required when there is no terminal: 1 (sample), 2 (sample)\n', outcome.err)
 
+    def test_who_has_none_is_told_of_those_of_others(self):
+        self.assertExit(0, self.world.main('workflows', 'new', '-n', 'w'))
+        told, other = 'There are 1 of other users: torc.py workflows list -a', {'USER': 'guest'}
+        outcome = self.assertExit(0, self.world.main('workflows', 'list', env=other), 'No workflows found', told)
+        self.assertIn('1 workflows', self.world.main(*shlex.split(outcome.err.split('torc.py ')[1]), env=other).out)
+        self.assertExit(2, self.world.main('status', env=other), told, 'there is no workflow yet')
+        for words in (('list', '--archived-only'), ('list', '-a', '--archived-only')):
+            self.assertNotIn('other users', str(self.world.main('workflows', *words, env=other)))
+
     def session(self, typed: str, **options: Any) -> Any:
         """A session with somebody at a terminal who types this."""
         terminal = io.StringIO(typed)

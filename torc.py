@@ -32391,6 +32391,14 @@ def name_workflow(session: Session, workflow_id: int) -> str:
     return printable_line(f"workflow {workflow['id']} ({workflow['name']}) of {session.client.location}")
 
 
+def tell_of_others(session: Session, **query: Any) -> None:
+    """Who has no workflow may see those of others, as a member of their access group."""
+    count = session.call('list_workflows', limit=1, **query)['total_count']
+    if count:
+        session.report(f'There are {count} of other users: '
+                       + command_line(session, 'workflows', 'list', '-a'))
+
+
 def choose_workflow(session: Session, args: Arguments) -> int:
     """The given or the only workflow; of several a choice on a terminal, elsewhere an error."""
     if args['workflow_id'] is not None:
@@ -32398,6 +32406,7 @@ def choose_workflow(session: Session, args: Arguments) -> int:
     # Only the user's own: an operation on somebody else's needs its id.
     own = session.items('list_workflows', user=user_name(), is_archived=False)
     if not own:
+        tell_of_others(session, is_archived=False)
         raise BadInput('there is no workflow yet: make one with `create` or `run`')
     if len(own) == 1:
         return own[0]['id']
@@ -33056,6 +33065,8 @@ def cmd_workflows_list(session: Session, args: Arguments) -> int:
     if 'user' in query:     # it would say the same in every row
         headings = tuple(heading for heading in headings if heading.key != 'user')
     session.show_list(headings, items, 'workflows')
+    if not items and query.pop('user', None):
+        tell_of_others(session, **query)
     return 0
 
 
