@@ -27127,9 +27127,9 @@ class WorkflowTest(CommandTest):
         before = self.json('status 1')
         answer = self.json('workflows reinit 1 --dry-run')
         self.assertEqual(['a'], [change['job_name'] for change in answer['changed']])
-        self.assertEqual('existing output: g.txt\nwould run again: a (its input f.txt changed)\n'
-                         'would run again: b (it depends on a)\n2 jobs would run again\n',
-                         self.text('workflows reinit 1 --dry-run'))
+        again = 'would run again: a (its input f.txt changed)\nwould run again: b (it depends on a)\n2 jobs would run again\n'
+        self.assertEqual('1 output files exist (-v names them)\n' + again, self.text('workflows reinit 1 --dry-run'))
+        self.assertEqual('1 output files exist\nexisting output: g.txt\n' + again, self.text('workflows reinit 1 --dry-run -v'))
         self.assertEqual(['b'], [change['job_name'] for change in answer['downstream_jobs']])
         os.unlink(self.world.path('g.txt'))
         self.assertNotRegex(self.text('workflows reinit 1 --dry-run'), '(?s)missing.*Safe')
@@ -32192,6 +32192,43 @@ class EditedFileTest(FlowTest):
         self.assertEqual({'completed'}, set(self.statuses().values()))
         self.assertEqual((ids, [1]), (self.job_ids(), self.workflow_ids()))
         self.assertLessEqual(set(output.items()), set(self.written().items()))
+
+    def test_output_files_of_removed_jobs_stay_or_are_deleted_when_asked_for(self):
+        outside = os.path.join(self.world.root, 'outside.txt')
+        names = ['a', 'b', 'used', 'dir/x', 'changed', 'link', 'directory', 'gone', outside]
+        rest = """
+            name: w
+            files: [{name: dir, path: dir}, {name: again, path: ./b}, {name: used, path: used}]
+            jobs:
+              - {name: stays, command: test -d dir && cat used, input_files: [dir, used]}
+            """
+        removed = ''.join(f"""
+              - name: make{index}
+                command: echo {index} > "${{files.output.f{index}}}"
+            """ for index in range(len(names)))
+        files = ''.join(f', {{name: f{index}, path: "{name}"}}' for index, name in enumerate(names))
+        self.world.write('used', '')
+        os.mkdir(self.world.path('dir'))
+        self.world.write('w.yaml', rest.replace('path: used}', 'path: used}' + files).rstrip() + removed)
+        self.assertExit(0, self.world.cli('run', 'w.yaml'))
+        for name in ('link', 'directory', 'gone'):
+            os.unlink(self.world.path(name))
+        os.symlink(self.world.path('used'), self.world.path('link'))
+        os.mkdir(self.world.path('directory'))
+        os.utime(self.world.path('changed'), (1, 1))
+        self.world.write('w.yaml', rest)
+        stays = 'output files of removed jobs stay on disk'
+        self.resume(0, f'\n7 {stays} (--delete-outputs removes them): {outside}, a, b, ', path='w.yaml', flags=['--dry-run'])
+        self.resume(0, '\n1 output files of removed jobs would be deleted: a\n', f'\n6 {stays} (see: help resume)', path='w.yaml',
+                    flags=['--dry-run', '--delete-outputs'])
+        self.assertTrue(os.path.exists(self.world.path('a')))
+        value = self.ask_json('create', '--resume', '--delete-outputs', 'w.yaml')
+        self.assertEqual((['a'], sorted(set(names) - {'a', 'gone', 'used'})), (value['deleted_outputs'], value['left_outputs']))
+        self.assertEqual([name not in ('a', 'gone') for name in names],
+                         [os.path.lexists(self.world.path(name)) for name in names])
+        self.assertTrue(os.path.exists(self.world.path('used')))
+        for words in (('run', 'w.yaml'), ('create', 'w.yaml'), ('create', '--dry-run', 'w.yaml'), ('run', 1)):
+            self.assertExit(2, self.world.cli(*words, '--delete-outputs'), '--resume')
 
     def test_a_run_with_failures_says_what_to_do_after_an_edit(self):
         for flags in ((), ('-o', 'my out')):

@@ -7663,6 +7663,7 @@ class PlanMerge:
         self.known = {}     # type: Dict[str, KnownJob]  # by name; not those that were spawned
         self.classes = {}     # type: Dict[int, Tuple]  # id -> CLASS_PARTS
         self.differences = collections.defaultdict(list)    # type: Dict[int, List[str]]  # job id -> fields
+        self.removed_outputs = []   # type: List[Tuple[str, float]]  # path and time, of jobs that are removed
         # (noun, 'added', 'removed' or 'changed', fields) -> names
         self.changes = collections.defaultdict(list)        # type: Dict[Tuple[str, str, Tuple], List[str]]
 
@@ -7822,6 +7823,8 @@ class PlanMerge:
                       if job.is_declared and name not in names)
         if gone:
             ids = [job_id for job_id, _ in gone]
+            query = 'SELECT path, st_mtime FROM job_output_file JOIN file ON id = file_id WHERE job_id IN'
+            self.removed_outputs = rows_by_ids(self.context, query, ids)
             run_by_ids(self.context, f'UPDATE job SET status = {UNINITIALIZED} WHERE id IN', ids)
             remove_spawned(self.context, self.workflow_id)
             run_by_ids(self.context, 'DELETE FROM job WHERE id IN', ids)
@@ -8888,8 +8891,10 @@ def describe_applied(context: Context, merge: PlanMerge, before: Dict[int, int],
                'reason': reasons.get(job_id) or WHY_TO_RUN.get(before.get(job_id), 'it is not done')}
               for job_id, name in unfinished]
     changes = sorted(merge.changes.items(), key=lambda item: (APPLIED_ORDER.index(item[0][0]), item[0][1:]))
+    left = set(context.ids('SELECT path FROM file WHERE workflow_id = ?', (merge.workflow_id,)))
     return {'workflow_id': merge.workflow_id, 'run_id': workflow_state(context, merge.workflow_id).run_id,
             'job_count': len(merge.jobs), 'to_run': to_run,
+            'removed_outputs': [list(row) for row in merge.removed_outputs if row[0] not in left],
             'changes': [{'noun': noun, 'change': change, 'fields': list(fields), 'names': names}
                         for (noun, change, fields), names in changes]}
 
@@ -12775,8 +12780,8 @@ MODELS = {
         'status_4xx:int! status_5xx:int! status_other:int!',
     'ApiStatsResponse': 'buckets:[@ApiStatsBucket]! interval_seconds:int! now_ms:int! window_seconds:int!',
     'AdminSqlResponse': 'columns:[str]! committed:bool! items:[object]! rows_affected:int',
-    'ApplySpecResponse': 'changes:[@SpecChange]! job_count:int! run_id:int! to_run:[@ChangedJob]! '
-        'workflow_id:int!',
+    'ApplySpecResponse': 'changes:[@SpecChange]! job_count:int! removed_outputs:[object]! run_id:int! '
+        'to_run:[@ChangedJob]! workflow_id:int!',
     'ArchiveWorkflowRequest': 'is_archived:bool!',
     'BatchCompleteJobsRequest': 'completions:[@JobCompletionEntry]!',
     'BatchCompleteJobsResponse': 'completed:[int]! errors:[@JobCompletionError]!',
@@ -33123,7 +33128,7 @@ def initialize(session: Session, args: Arguments, is_partial: bool) -> int:
     check = check_files(client, workflow)
     if args['dry_run']:
         found = find_changes(client, workflow, is_dry_run=True) if is_partial else {}
-        return answer_file_check(session, number, check, found)
+        return answer_file_check(session, number, check, found, args['verbose'])
     active = session.call('get_active_task_for_workflow', workflow_id=number).get('task')
     if active:      # another would begin another run
         return answer_task(session, args, active)
@@ -33191,7 +33196,8 @@ def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
     return 1 if error else 0
 
 
-def answer_file_check(session: Session, workflow_id: int, check: FileCheck, found: Dict[str, Any]) -> int:
+def answer_file_check(session: Session, workflow_id: int, check: FileCheck, found: Dict[str, Any],
+                      is_verbose: bool) -> int:
     """What a dry run of init and reinit says; `found` is what would run again."""
     value = {'existing_output_file_count': len(check.existing_outputs),
              'existing_output_files': check.existing_outputs,
@@ -33202,7 +33208,10 @@ def answer_file_check(session: Session, workflow_id: int, check: FileCheck, foun
     changed = [change for changes in found.values() for change in changes]
     lines = [f'missing input: {path}' for path in check.missing_inputs]
     lines += [f'missing user data: id {number}' for number in check.missing_user_data]
-    lines += [f'existing output: {path}' for path in check.existing_outputs]
+    if check.existing_outputs:
+        hint = '' if is_verbose else ' (-v names them)'
+        lines.append(f'{len(check.existing_outputs)} output files exist{hint}')
+    lines += [f'existing output: {path}' for path in check.existing_outputs if is_verbose]
     lines += [f"would run again: {change['job_name']} ({change['reason']})" for change in changed]
     lines.append('Not safe: make what is missing, or give --force' if not value['safe'] else
                  f'{len(changed)} jobs would run again' if changed else 'Safe: no input is missing')
@@ -34290,6 +34299,8 @@ def plot_run(session: Session, workflow: Dict[str, Any], output_dir: str) -> Non
 
 def read_spec(session: Session, path: str, args: Arguments) -> Plan:
     """A workflow file, read, expanded and checked. Its warnings go to stderr."""
+    if args.get('delete_outputs') and not args['resume']:
+        raise BadInput('--delete-outputs goes with --resume: it is about jobs that a file has no longer')
     data = read_input(session, path)
     name = '' if path == '-' else path
     directory = os.path.dirname(os.path.abspath(name)) if name else os.getcwd()
@@ -34334,7 +34345,7 @@ def cmd_create_workflow(session: Session, args: Arguments) -> int:
     if args['resume']:
         earlier = find_earlier(session, plan.body['workflow'], args['dry_run'])
         if earlier is not None or args['dry_run']:
-            return apply_plan(session, plan, earlier, args['dry_run'])
+            return apply_plan(session, plan, earlier, args['dry_run'], args['delete_outputs'])
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     message = f'Workflow created successfully with ID: {workflow_id}'
     session.answer({'message': message, 'status': 'success', 'workflow_id': workflow_id},
@@ -34543,7 +34554,36 @@ def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) ->
     return unknown
 
 
-def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], is_dry_run: bool) -> int:
+def delete_outputs(body: Dict[str, Any], answer: Dict[str, Any], deletes: Optional[bool],
+                   is_dry_run: bool) -> str:
+    """Delete the output files of removed jobs, or say which are there. Nothing that could be another's."""
+    outputs, sides = sorted(answer.pop('removed_outputs')), ([], [])    # type: Any, Tuple[List, List]
+    base = body['workflow'].get('submission_directory') or os.devnull
+    root, *named = (os.path.realpath(os.path.join(base, path))
+                    for path in ['', *(file['path'] for file in body['files'] if outputs)])
+    for path, st_mtime in outputs:
+        full = os.path.join(base, path)
+        try:
+            found, words = os.lstat(full), os.path.realpath(full).split('/')
+        except (OSError, ValueError):
+            continue
+        above = {'/'.join(words[:count]) for count in range(1, len(words) + 1)}
+        is_free = deletes and root in above and above.isdisjoint(named) \
+            and stat.S_ISREG(found.st_mode) and found.st_mtime == st_mtime
+        if is_free and not is_dry_run:
+            with contextlib.suppress(OSError):
+                os.unlink(full)
+            is_free = not os.path.lexists(full)
+        sides[not is_free].append(path)
+    answer.update(zip(('deleted_outputs', 'left_outputs'), sides))
+    words = ('would be deleted' if is_dry_run else 'deleted',
+             f"stay on disk ({'see: help resume' if deletes else '--delete-outputs removes them'})")
+    return ''.join(f'{len(side)} output files of removed jobs {word}: {first_of(side)}\n'
+                   for word, side in zip(words, sides) if side)
+
+
+def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], is_dry_run: bool,
+               deletes: Optional[bool] = False) -> int:
     """Let the workflow that was made from a file follow it, and say what that changes; or only say it."""
     body = plan.body
     if earlier is None:
@@ -34555,6 +34595,7 @@ def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], 
     body = dict(body, file_times=times)
     answer = session.call('apply_spec', body, workflow_id=earlier['id'], dry_run=is_dry_run)
     text = format_applied(answer, earlier['name'], is_dry_run)
+    text += delete_outputs(body, answer, deletes, is_dry_run)
     if is_dry_run or session.command.name == 'create':
         hint = f"Run them with: {command_line(session, 'run', earlier['id'])}\n"
         session.answer(answer, text + (hint if answer['to_run'] and not is_dry_run else ''))
@@ -34608,7 +34649,7 @@ def cmd_run(session: Session, args: Arguments) -> int:
     if args['dry_run'] and not args['resume']:      # it would run the jobs of a user who expects a check
         raise BadInput('--dry-run goes with --resume; to check a workflow file: `create --dry-run FILE`')
     if is_id(args['target']):
-        if args['resume']:
+        if args['resume'] or args['delete_outputs']:
             raise BadInput('--resume takes the workflow file; to go on with a workflow as it is: `run ID`')
         target = Target(int(args['target']), False, bool(args['retry_failed']))
         await_server(session, options)
@@ -34620,10 +34661,10 @@ def cmd_run(session: Session, args: Arguments) -> int:
     earlier = find_earlier(session, plan.body['workflow'], args['dry_run']) if args['resume'] else None
     refuse_missing_inputs(check_plan_files(session, plan.body, earlier), args['force'], session.report)
     if args['dry_run']:
-        return apply_plan(session, plan, earlier, True)
+        return apply_plan(session, plan, earlier, True, args['delete_outputs'])
     prepare_output_dir(session, options)
     if earlier is not None:
-        apply_plan(session, plan, earlier, False)
+        apply_plan(session, plan, earlier, False, args['delete_outputs'])
         return run_to_end(session, Target(earlier['id'], True), options, args['force'])
     workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
     message = f'Created workflow {workflow_id}'
@@ -38395,7 +38436,8 @@ SHORT_PAGE_OPTIONS = (LIMIT, OFFSET._replace(names='-o --offset'))
 SHORT_SORT_OPTIONS = (*SHORT_PAGE_OPTIONS, SORT._replace(names='-s --sort-by'),
                       REVERSE._replace(names='-r --reverse-sort'))
 JOB = Argument('-j --job-id', 'JOB', 'only of this job', parse_id)
-RESUME = Argument('--resume', '', 'update the workflow last made from this file (see: help resume)')
+RESUME = (Argument('--resume', '', 'update the workflow last made from this file (see: help resume)'),
+          Argument('--delete-outputs', '', 'with --resume: delete the output files of jobs that are removed'))
 SPEC_OPTIONS = (
     Argument('--skip-checks', '', 'create the workflow even if jobs fit no scheduler'),
     Argument('--max-instances', 'N', f'maximum number of instances from parameters (default {MAX_INSTANCES})',
@@ -38499,7 +38541,8 @@ RELOAD_OPTIONS = (
 GROUP_ID = Argument('GROUP', '', 'id or name of the access group', key='group_id')
 GROUP_USER = USER._replace(key='user_name')
 INIT_OPTIONS = (
-    FORCE, DRY_RUN, Argument('--async', '', 'do not wait for its end (see: tasks wait)'),
+    FORCE, DRY_RUN, Argument('-v --verbose', '', 'with --dry-run: name the output files that exist'),
+    Argument('--async', '', 'do not wait for its end (see: tasks wait)'),
     Argument('--wait-timeout', 'SECONDS', 'wait at most this long; the task continues',
              at_least(0, parse_seconds)),
 )
@@ -38557,7 +38600,7 @@ def cmd_help(session: Session, args: Arguments) -> int:
 
 COMMANDS = (
     Command('run', cmd_run, 'create a workflow from a file, or take one by its id, and run its jobs here', (
-        Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), RESUME,
+        Argument('SPEC|ID', '', 'workflow file, - for stdin, or id of a workflow', key='target'), *RESUME,
         Argument('--dry-run', '', 'with --resume: only show what would change and run'), *RUN_OPTIONS,
         Argument('--persistent', '', 'keep running when nothing is left to do'),
         Argument('--retry-failed', '',
@@ -38583,7 +38626,7 @@ COMMANDS = (
         'slurm-job-runner http://127.0.0.1:8080 1 torc_output'),
     Command('create', cmd_create_workflow, 'create a workflow from a file, without running it', (
         Argument('SPEC', '', 'workflow file, or - for stdin'),
-        Argument('--dry-run', '', 'only check the file; with --resume: only show what would change'), RESUME,
+        Argument('--dry-run', '', 'only check the file; with --resume: only show what would change'), *RESUME,
         *SPEC_OPTIONS), 'create --dry-run examples/hello.yaml'),
     Command('exec', cmd_exec, 'run commands as jobs, without a workflow file', (
         Argument('-c --command', 'CMD', 'a command; {name} stands for a parameter', count='*'),
@@ -39220,9 +39263,10 @@ What does not
     again.
 What is removed
     Jobs that the file has no longer, with their results; files, user data and so on that nothing needs any
-    more. Nothing on disk. What commands such as `jobs create` have added stays; what they have changed
-    becomes what the file says. A job with another name is another job. What jobs have written into user data
-    stays.
+    more. What commands such as `jobs create` have added stays; what they have changed becomes what the file
+    says. A job with another name is another job. What jobs have written into user data stays.
+    On disk nothing, and it says which output files of removed jobs stay. --delete-outputs deletes those that
+    are plain files below the workflow's directory, as their jobs left them, and not named by the file.
 Commands without a file
     `exec -n NAME --resume -C LIST` does the same for the newest workflow of that name that was made in this
     directory: commands that were in the list before keep their jobs, whatever their place in it is now.
