@@ -26479,7 +26479,7 @@ class WhichWorkflowTest(CommandTest):
 
     def test_who_has_none_is_told_of_those_of_others(self):
         self.assertExit(0, self.world.main('workflows', 'new', '-n', 'w'))
-        told, other = 'There are 1 of other users: torc.py workflows list -a', {'USER': 'guest'}
+        told, other = '1 workflow of other users: torc.py workflows list -a', {'USER': 'guest'}
         outcome = self.assertExit(0, self.world.main('workflows', 'list', env=other), 'No workflows found', told)
         self.assertIn('1 workflows', self.world.main(*shlex.split(outcome.err.split('torc.py ')[1]), env=other).out)
         self.assertExit(2, self.world.main('status', env=other), told, 'there is no workflow yet')
@@ -27128,8 +27128,8 @@ class WorkflowTest(CommandTest):
         answer = self.json('workflows reinit 1 --dry-run')
         self.assertEqual(['a'], [change['job_name'] for change in answer['changed']])
         again = 'would run again: a (its input f.txt changed)\nwould run again: b (it depends on a)\n2 jobs would run again\n'
-        self.assertEqual('1 output files exist (-v names them)\n' + again, self.text('workflows reinit 1 --dry-run'))
-        self.assertEqual('1 output files exist\nexisting output: g.txt\n' + again, self.text('workflows reinit 1 --dry-run -v'))
+        self.assertEqual('1 existing output file (-v: their names)\n' + again, self.text('workflows reinit 1 --dry-run'))
+        self.assertEqual('1 existing output file\nexisting output: g.txt\n' + again, self.text('workflows reinit 1 --dry-run -v'))
         self.assertEqual(['b'], [change['job_name'] for change in answer['downstream_jobs']])
         os.unlink(self.world.path('g.txt'))
         self.assertNotRegex(self.text('workflows reinit 1 --dry-run'), '(?s)missing.*Safe')
@@ -29058,10 +29058,10 @@ class SubmitPlannedTest(WorldTest):
 
     def test_its_options_are_those_of_generate(self):
         self.world.fake_slurm(sbatch='echo 17', squeue='exit 0', sinfo='exit 0', scontrol='exit 0')
-        spec = self.world.write('staged.yaml', STAGED_SPEC.rstrip() + '\n    slurm_defaults: {account: mine}\n')
-        for words, wanted in ((('--walltime-strategy', 'max-partition-time'), '4 x 1 node of short for 04:00:00'),
-                              (('--walltime-multiplier', '1.2'), 'short for 02:24:00'),
-                              (('--max-allocations', 4, '--job-prefix', 'x'), 'short_deferred_scheduler: 16 jobs, 3 x 1 node')):
+        spec = self.world.write('staged.yaml', STAGED_SPEC.replace('PT2H', 'PT1H').rstrip() + '\n    slurm_defaults: {account: mine}\n')
+        for words, wanted in ((('--walltime-strategy', 'max-partition-time'), '2 x 1 node of short for 04:00:00'),
+                              (('--walltime-multiplier', '1.2'), 'short for 01:12:00'),
+                              (('--max-allocations', 5, '--job-prefix', 'x'), '16 jobs, 4 x 1 node of short for 03:00:00')):
             self.assertExit(0, self.world.main('submit', spec, '--profile', 'kestrel', *words), wanted)
             self.assertExit(2, self.world.main('submit', 1, *words[:2]), f'{words[0]} plans the allocations of a workflow file')
         self.assertExit(2, self.world.main('submit', spec, '--job-prefix', 'a b'), '--job-prefix takes letters')
@@ -32217,9 +32217,9 @@ class EditedFileTest(FlowTest):
         os.mkdir(self.world.path('directory'))
         os.utime(self.world.path('changed'), (1, 1))
         self.world.write('w.yaml', rest)
-        stays = 'output files of removed jobs stay on disk'
+        stays = 'output files of removed jobs left on disk'
         self.resume(0, f'\n7 {stays} (--delete-outputs removes them): {outside}, a, b, ', path='w.yaml', flags=['--dry-run'])
-        self.resume(0, '\n1 output files of removed jobs would be deleted: a\n', f'\n6 {stays} (see: help resume)', path='w.yaml',
+        self.resume(0, '\n1 output file of removed jobs would be deleted: a\n', f'\n6 {stays} (see: help resume)', path='w.yaml',
                     flags=['--dry-run', '--delete-outputs'])
         self.assertTrue(os.path.exists(self.world.path('a')))
         value = self.ask_json('create', '--resume', '--delete-outputs', 'w.yaml')

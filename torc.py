@@ -19204,6 +19204,34 @@ def record_contents(client: Client, workflow: Dict[str, Any]) -> None:
         client.call('set_file_times', {'files': {}, 'contents': contents}, workflow_id=workflow['id'])
 
 
+def delete_outputs(body: Dict[str, Any], answer: Dict[str, Any], deletes: Optional[bool],
+                   is_dry_run: bool) -> str:
+    """Delete the output files of removed jobs, or say which are there. Nothing that could be another's."""
+    outputs, sides = sorted(answer.pop('removed_outputs', ()), key=str), ([], [])  # type: Any, Any
+    base = body['workflow'].get('submission_directory') or os.devnull
+    root, *named = (os.path.realpath(os.path.join(base, path))
+                    for path in ['', *(file['path'] for file in body['files'] if outputs)])
+    for path, st_mtime in outputs:
+        full = os.path.join(base, path)
+        try:
+            found, words = os.lstat(full), os.path.realpath(full).split('/')
+        except (OSError, ValueError):
+            continue
+        above = {'/'.join(words[:count]) for count in range(1, len(words) + 1)}
+        is_free = deletes and root in above and above.isdisjoint(named) \
+            and stat.S_ISREG(found.st_mode) and found.st_mtime == st_mtime
+        if is_free and not is_dry_run:
+            with contextlib.suppress(OSError):
+                os.unlink(full)
+            is_free = not os.path.lexists(full)
+        sides[not is_free].append(path)
+    answer.update(zip(('deleted_outputs', 'left_outputs'), sides))
+    verbs = ('would be deleted' if is_dry_run else 'deleted',
+             f"left on disk ({'see: help resume' if deletes else '--delete-outputs removes them'})")
+    return ''.join(f"{counted(len(side), 'output file')} of removed jobs {verb}: {first_of(side)}\n"
+                   for verb, side in zip(verbs, sides) if side)
+
+
 class FileCheck(Row):
     """What there is on disk before a workflow starts."""
     missing_inputs: List[str]       # that must exist
@@ -32400,7 +32428,7 @@ def tell_of_others(session: Session, **query: Any) -> None:
     """Who has no workflow may see those of others, as a member of their access group."""
     count = session.call('list_workflows', limit=1, **query)['total_count']
     if count:
-        session.report(f'There are {count} of other users: '
+        session.report(f"{counted(count, 'workflow')} of other users: "
                        + command_line(session, 'workflows', 'list', '-a'))
 
 
@@ -33209,8 +33237,8 @@ def answer_file_check(session: Session, workflow_id: int, check: FileCheck, foun
     lines = [f'missing input: {path}' for path in check.missing_inputs]
     lines += [f'missing user data: id {number}' for number in check.missing_user_data]
     if check.existing_outputs:
-        hint = '' if is_verbose else ' (-v names them)'
-        lines.append(f'{len(check.existing_outputs)} output files exist{hint}')
+        hint = '' if is_verbose else ' (-v: their names)'
+        lines.append(counted(len(check.existing_outputs), 'existing output file') + hint)
     lines += [f'existing output: {path}' for path in check.existing_outputs if is_verbose]
     lines += [f"would run again: {change['job_name']} ({change['reason']})" for change in changed]
     lines.append('Not safe: make what is missing, or give --force' if not value['safe'] else
@@ -34552,34 +34580,6 @@ def find_earlier(session: Session, planned: Dict[str, Any], is_dry_run: bool) ->
                              'which file it was made. Is it this one?'):
         raise Refused('nothing was changed; without --resume the file makes a new workflow')
     return unknown
-
-
-def delete_outputs(body: Dict[str, Any], answer: Dict[str, Any], deletes: Optional[bool],
-                   is_dry_run: bool) -> str:
-    """Delete the output files of removed jobs, or say which are there. Nothing that could be another's."""
-    outputs, sides = sorted(answer.pop('removed_outputs')), ([], [])    # type: Any, Tuple[List, List]
-    base = body['workflow'].get('submission_directory') or os.devnull
-    root, *named = (os.path.realpath(os.path.join(base, path))
-                    for path in ['', *(file['path'] for file in body['files'] if outputs)])
-    for path, st_mtime in outputs:
-        full = os.path.join(base, path)
-        try:
-            found, words = os.lstat(full), os.path.realpath(full).split('/')
-        except (OSError, ValueError):
-            continue
-        above = {'/'.join(words[:count]) for count in range(1, len(words) + 1)}
-        is_free = deletes and root in above and above.isdisjoint(named) \
-            and stat.S_ISREG(found.st_mode) and found.st_mtime == st_mtime
-        if is_free and not is_dry_run:
-            with contextlib.suppress(OSError):
-                os.unlink(full)
-            is_free = not os.path.lexists(full)
-        sides[not is_free].append(path)
-    answer.update(zip(('deleted_outputs', 'left_outputs'), sides))
-    words = ('would be deleted' if is_dry_run else 'deleted',
-             f"stay on disk ({'see: help resume' if deletes else '--delete-outputs removes them'})")
-    return ''.join(f'{len(side)} output files of removed jobs {word}: {first_of(side)}\n'
-                   for word, side in zip(words, sides) if side)
 
 
 def apply_plan(session: Session, plan: Plan, earlier: Optional[Dict[str, Any]], is_dry_run: bool,
