@@ -25182,6 +25182,7 @@ class FailureTest(unittest.TestCase):
                 ({'code': 42, 'minutes': 59}, '', over, 'timeout'),
                 ({'code': 152, 'minutes': 20}, '', over, 'lost'),       # it had not what it asked for
                 ({'code': 1, 'minutes': 59}, '', 'declared output files are missing: x', 'unknown'),
+                ({'code': 152, 'minutes': 59}, '', 'stopped: its timeout is over', 'unknown'),     # more runtime would not help
                 ({'code': -128, 'minutes': 0}, '', '', 'lost'),
                 ({'code': -128, 'minutes': 70}, '', 'compute node 1 (n1), which ran it, went away', 'lost'),
                 ({'code': -128, 'minutes': 59}, '', 'Slurm job 17 reached its time limit (TIMEOUT, at 2026-01-01T00:00:00Z)', 'timeout'),
