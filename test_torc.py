@@ -14900,6 +14900,10 @@ class WireTest(unittest.TestCase):
                 self.ask(answer)
         with self.assertRaisesRegex(ConnectionError, 'an answer came without its length'):
             self.ask(b'HTTP/1.1 200 OK\r\ncontent-length: %s\r\n\r\n{' % (b'9' * 5000))
+        most = b'HTTP/1.1 200 OK\r\ncontent-length: 67108864\r\n\r\n' + b'0' * 67108864
+        self.assertEqual(67108864, len(self.ask(most)[1]))
+        with self.assertRaisesRegex(ConnectionError, 'its answer is too long: 64.0MB, and at most 64.0MB are read from what has shown neither'):
+            self.ask(b'HTTP/1.1 200 OK\r\ncontent-length: 67108865\r\n\r\n{')
 
     def test_events_that_are_no_json_are_an_error(self) -> None:
         for text in (b'{', b'[' * 60000):
@@ -31142,6 +31146,7 @@ class PasswordServeTest(CommandTest):
 
     def test_beside_a_password_file_no_auth_lets_the_anonymous_in(self):
         self.world.serve('--auth-file', 'users', '--no-auth')
+        self.assertIn('WARNING --no-auth: every user of this host can run commands as you', self.world.server.err)
         as_anybody = {'TORC_API_URL': self.world.url, 'TORC_TOKEN_FILE': ''}
         with http_connection(self.world.url) as connection:
             for field, status in (('', 200), ('Basic ' + base64.b64encode(b'ann:word of ann').decode(), 200),
@@ -31150,6 +31155,35 @@ class PasswordServeTest(CommandTest):
                 answer = connection.getresponse()
                 self.assertEqual((status, True), (answer.status, bool(answer.read())))
         self.assertExit(0, self.world.cli('workflows', 'list', env=as_anybody))
+
+    def test_a_password_without_https_is_warned_of_once_in_a_command(self):
+        url, warned = self.world.serve('--auth-file', 'users'), 'the password goes to 127.0.0.1 port'
+        spec = self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
+        for words in (('run', spec), ('status', 1), ('--url', url, 'workflows', 'list')):
+            self.assertEqual(1, self.assertExit(0, self.as_user('ann', *words)).err.count(warned))
+        self.assertNotIn(warned, self.world.cli('status', 1).err)
+
+    @slow
+    def test_a_runner_leaves_what_has_the_address_of_its_server_and_another_database(self):
+        flags = '--auth-file', 'users', '--port', self.world.serve('--auth-file', 'users', '-d', 'one.db').rsplit(':', 1)[1].split('/')[0]
+        spec = 'name: w\njobs:\n  - {{name: a, command: "touch {0}; until test -e go; do sleep 0.1; done"}}\n  - {{name: b, command: touch {1}}}\n'
+        ann = {'TORC_API_URL': self.world.url, 'TORC_USERNAME': 'ann', 'TORC_PASSWORD': 'word of ann'}
+        runners = [self.world.start('run', '-p', '0.2', '--num-cpus', 1, self.world.write('w.yaml', spec.format('begun', 'own')), env=ann)]
+        self.world.wait(lambda: os.path.exists(self.world.path('begun')), 20, 'the job', runners)
+        self.world.server.kill()
+        self.world.serve('-d', 'two.db', *flags)
+        self.assertExit(0, self.as_user('ann', 'create', self.world.write('x.yaml', spec.format('stolen', 'stolen'))))
+        self.assertExit(0, self.as_user('ann', 'workflows', 'init', 1, '--no-prompts'))
+        self.world.wait(lambda: 'no job is started until the server is back' in runners[0].err, 30, 'the notice', runners)
+        self.world.write('go', '')
+        outcome = self.assertExit(3, runners[0].finish(60), 'has not the database any more that this began with, but another one (id ')
+        self.assertIn('1 jobs that ended meanwhile are kept in ', outcome.err)
+        self.assertFalse(os.path.exists(self.world.path('stolen')))
+        self.world.server.kill()
+        self.world.serve('-d', 'one.db', *flags)
+        self.assertExit(0, self.as_user('ann', 'workflows', 'reconcile', 1, 1, '--base-dir', 'torc_output'))
+        self.assertExit(0, self.as_user('ann', 'run', 1))
+        self.assertTrue(os.path.exists(self.world.path('own')))
 
     def test_the_password_can_be_asked_for(self):
         self.world.serve('--auth-file', 'users')

@@ -17981,6 +17981,8 @@ CALL_DEADLINE_S = 600.0             # for one answer, by default; large workflow
 STREAM_DEADLINE_S = 45.0            # for more of a stream, which gets a comment every KEEP_ALIVE_S
 MAX_EVENT_BYTES = 16 * 1024 ** 2
 MAX_PROOF_BYTES = 65536             # of the first answer of a server: what sends more is another program
+PAGE_ITEMS = 20000                  # of a list that is fetched page by page
+MAX_UNPROVEN_BYTES = 64 * 1024 ** 2     # of an answer that neither a signature nor a certificate vouches for
 CERTIFICATE_CURES = {       # OpenSSL's verify codes (x509_vfy.h)
     9: 'is not valid yet: is the clock right?',
     10: 'has expired: the server wants a new one',
@@ -18153,9 +18155,10 @@ def check_credentials(url: str, given: Credentials) -> Credentials:
         raise BadInput(f'{printable(user_name())!r} cannot log in: a user name holds no colon; '
                        'set TORC_USERNAME')
     address = parse_url(url)
-    is_here = is_loopback(address.host) or address.host in LOOPBACK_NAMES
-    if found.password and not address.is_tls and not is_here:
-        log.warning('the password travels to %s unencrypted: others on the way can read it', address.host)
+    if (found.password or found.cookie) and not address.is_tls:
+        what = 'password' if found.password else 'cookie'
+        log.warning('the %s goes to %s port %d without https: who is on the way, or listens there once the '
+                    'server is gone, can read it', what, address.host, address.port)
     return found
 
 
@@ -18202,14 +18205,16 @@ class HttpConnection:
         self.fields = f'host: {self.host}\r\nuser-agent: torc.py/{__version__}\r\n'
         self.is_closed = False
         self.is_waiting = False     # a request is out whose answer has not been read
-        self.most_bytes = math.inf  # of an answer
+        tls = tls or TlsSettings()
+        is_proven = address.is_tls and not tls.is_insecure
+        self.most_bytes = math.inf if is_proven else MAX_UNPROVEN_BYTES     # of an answer
         self.signer = None         # type: Optional[Signer]  # signs requests, and checks answers
         self.socket = socket.create_connection((address.host, address.port), limit_s)
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.socket.settimeout(CONNECT_DEADLINE_S)
             if address.is_tls:
-                self.socket = (tls or TlsSettings()).wrap(self.socket, address.host)
+                self.socket = tls.wrap(self.socket, address.host)
         except BaseException:
             self.close()
             raise
@@ -18360,7 +18365,9 @@ class HttpConnection:
     def read_body(self, data: bytes, length: int, deadline: float) -> bytes:
         """A body of known length, of which some has come."""
         if length > self.most_bytes:
-            raise ConnectionError('its answer is too long')
+            raise ConnectionError(f'its answer is too long: {format_memory(length)}, and at most '
+                                  f'{format_memory(self.most_bytes)} are read from what has shown neither '
+                                  'token nor certificate; ask for less at a time')
         if len(data) >= length:
             return data[:length]
         parts, missing = [data], length - len(data)
@@ -18564,6 +18571,8 @@ class Connector:
         self.server_file = ''                   # registration of the lasting server; '': none
         self.servers_started = 0                # embedded ones, by this client
         self.times_opened = 0                   # connections, or the database
+        self.database_id = ''                   # the only one that will do, once somebody has set it
+        self.times_checked = 0                  # ... is what was found at this value of times_opened
         self.was_open = False                   # before: what it used is not to be made anew
         self.look_s = FIND_DEADLINE_S           # so long each step of a look for the server may take
         self.is_lasting = False                 # a lasting server has the database: wait for it, fork none
@@ -18858,7 +18867,7 @@ class Connector:
 
         `server` is what its connection file says; {} if there is none.
         """
-        challenge = secrets.token_hex(16)
+        challenge, usual_bytes = secrets.token_hex(16), connection.most_bytes
         connection.most_bytes = MAX_PROOF_BYTES
         try:
             target = f'/healthz?challenge={challenge}'
@@ -18867,7 +18876,7 @@ class Connector:
                 parse_answer(status, body)
             said = {key: item.encode('ascii', 'replace').decode() if isinstance(item, str) else ascii(item)
                     for key, item in json.loads(body.decode()).items()}
-            connection.most_bytes = math.inf
+            connection.most_bytes = usual_bytes
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             connection.close()
             raise absent(f'no answer from {connection.address.url}: {explain(error)}') from None
@@ -18881,7 +18890,7 @@ class Connector:
             connection.fields += f'authorization: Bearer {token}\r\n'     # older servers know no other way
         elif not is_old and hmac.compare_digest(said.get('signed_proof', ''), signer.proof) \
                 and server.get('server_id') in (None, said['server_id']):
-            connection.signer = signer
+            connection.signer, connection.most_bytes = signer, math.inf
         else:
             connection.close()
             raise Unreachable(f'what answers at {connection.address.url} is not the server of the token '
@@ -19012,6 +19021,8 @@ class Client(Connector, Operations):
         params = name_parameters(route, {name: value for name, value in params.items() if value is not None})
         self.has_changed = self.has_changed or route.method != 'GET'
         self.ensure_connected(min(FIND_DEADLINE_S, deadline_s))
+        if self.database_id and self.times_checked != self.times_opened and op != 'get_database':
+            self.check_database(deadline_s)
         if self._service is not None:
             return PendingCall(self.call_direct(self._service, route, body, params))
         try:
@@ -19026,6 +19037,16 @@ class Client(Connector, Operations):
         except (OSError, ValueError) as error:
             raise Unreachable(f'no answer from {self.url}: {explain(error)}') from None
         return PendingCall(connection=connection, kind=route.returns)
+
+    def check_database(self, deadline_s: float) -> None:
+        """Unreachable if what answers now has another database: its ids mean something else."""
+        found = self.call('get_database', None, deadline_s)['id']
+        if found != self.database_id:
+            self.close()
+            raise Unreachable(f'{self.location} has not the database any more that this began with, but '
+                              f'another one (id {printable(str(found))[:32]} in place of {self.database_id})',
+                              is_other=True)
+        self.times_checked = self.times_opened
 
     @staticmethod
     def call_direct(service: Service, route: Route, body: Any, params: Dict[str, Any]) -> Any:
@@ -19076,6 +19097,7 @@ class Client(Connector, Operations):
     def pages(self, op: str, **params: Any) -> Iterator[Any]:
         """All items of a list operation from `offset` on, fetched page by page, `limit` at a time."""
         offset = params.pop('offset', 0)
+        params.setdefault('limit', PAGE_ITEMS)
         while True:
             page = self.call(op, offset=offset, **params)
             yield from page['items']
@@ -19140,7 +19162,7 @@ Report = Callable[[str], None]    # shows a line to the user
 
 def list_items(client: Client, op: str, **params: Any) -> List[Dict[str, Any]]:
     """All items of a list operation."""
-    return list(client.pages(op, limit=MAX_LIST_ITEMS, **params))
+    return list(client.pages(op, **params))
 
 
 def call_addition(client: Client, op: str, **params: Any) -> Dict[str, Any]:
@@ -25613,6 +25635,7 @@ class ServerLink:
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.state = 'online'
         self.silent_since = 0.0     # monotonic; unless online
+        self.is_other = False       # ... what answers has another database: there is nothing to wait for
         self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
         self.ping_interval_s = context.options.ping_interval_s
         self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
@@ -25932,7 +25955,7 @@ class ServerLink:
         """Children go on; wake a server of our own that has died, unless that was tried just now; ask again
         until the window is over.
         """
-        self.is_doubtful, self.error = True, error.message
+        self.is_doubtful, self.error, self.is_other = True, error.message, 'is_other' in error.details
         is_new = self.state == 'online'
         if is_new:
             self.change('silent')
@@ -25955,7 +25978,7 @@ class ServerLink:
     @property
     def window_ends_at(self) -> float:
         """When a server that is silent has been so for too long (monotonic)."""
-        return min(self.silent_since + self.window_s, self.end)
+        return min(self.silent_since + (0.0 if self.is_other else self.window_s), self.end)
 
     def look_at_window(self, now: float) -> None:
         """The page's offline drain begins when the window is over, or our own time."""
@@ -32298,7 +32321,7 @@ class Session:
     def items(self, op: str, limit: Optional[int] = None, offset: int = 0,
               **params: Any) -> List[Dict[str, Any]]:
         """Items of a list operation, page after page."""
-        size = MAX_LIST_ITEMS if limit is None else min(limit, MAX_LIST_ITEMS)
+        size = PAGE_ITEMS if limit is None else min(limit, PAGE_ITEMS)
         return list(itertools.islice(self.client.pages(op, offset=offset, limit=size, **params), limit))
 
     def show(self, text: str, style: Style = PLAIN) -> None:
@@ -34723,6 +34746,7 @@ def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
             if not database:
                 raise Refused(f'{session.client.location} is not served by this version of torc.py, as '
                               'runners need: stop that server, and start it again with this one')
+            session.client.database_id = database['id']
             gone = take_output_dir(output.top, database)
         if gone:
             session.inform(f'The output directory {options.output_dir} belonged to the database '
@@ -38106,6 +38130,8 @@ def cmd_serve(session: Session, args: Arguments) -> int:
         return back_up(session, args)
     if args['require_auth'] and args['no_auth']:
         raise BadInput('--require-auth and --no-auth contradict each other')
+    if args['no_auth']:
+        log.warning('--no-auth: every user of this host can run commands as you')
     options = server_options(session, args)
     report_leftovers(session)
     if options.database == IN_MEMORY and options.snapshot_interval_s is not None:
