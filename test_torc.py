@@ -30974,7 +30974,7 @@ class WatchOnSlurmTest(SlurmTest):
         return done
 
     def test_its_allocation_is_canceled(self):
-        self.assertIn('allocations submitted', self.end_and_watch(self.cancel).err)
+        self.assertIn('Recovery initiated. Resuming monitoring', self.end_and_watch(self.cancel).err)
 
     def test_the_command_of_the_readme_makes_it_an_allocation_of_its_own(self):
         command = re.search(r"^sbatch (?:.*\\\n)*.*'exec python3 torc.py watch 1 .*'$", read_text(os.path.join(HERE, 'README.md')), re.M).group()
@@ -30989,7 +30989,7 @@ class WatchOnSlurmTest(SlurmTest):
         subprocess.check_call(command, shell=True, cwd=self.world.directory, env=self.world.environment, stdout=subprocess.DEVNULL)
         self.wait_slurm(lambda: [row for row in self.allocations('COMPLETED') if row.name == 'torc-watch'], 200, 'its end',
                         lambda: self.world.read('watch.out'))
-        self.assertRegex(self.world.read('watch.out'), r'(?s)allocations submitted\n.* the workflow is complete: 4 jobs ended well\n')
+        self.assertRegex(self.world.read('watch.out'), r'(?s)Recovery initiated\..* the workflow is complete: 4 jobs ended well\n')
 
     def test_its_runner_is_killed_and_reports_nothing(self):
         said = self.end_and_watch(self.kill).err
@@ -32125,7 +32125,7 @@ class GoOnTest(FlowTest):
         runner.kill()
         outcome = self.world.cli('run', '-p', 0.2, 1)
         self.assertExit(1, outcome, '  failed: slow\n', '  canceled: last\n',
-                        'Jobs of other runners were lost with them (return code -128): 1\n')
+                        'Jobs that were lost with their runner or allocation (return code -128): 1\n')
         self.go_on(outcome)
 
 

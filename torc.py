@@ -34966,7 +34966,7 @@ def report_undone(session: Session, workflow_id: int, counts: Dict[str, int], sh
         return
     if lost:
         code = ORPHAN_RETURN_CODE
-        session.report(f'Jobs of other runners were lost with them (return code {code}): {lost}')
+        session.report(f'Jobs that were lost with their runner or allocation (return code {code}): {lost}')
 
 
 def words_to_go_on(outcome: RunOutcome) -> Optional[List[str]]:
