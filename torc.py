@@ -592,6 +592,11 @@ def counted(number: int, noun: str) -> str:
     return f'{number} {noun}' if number == 1 else f'{number} {noun}s'
 
 
+def utf8_text(word: str) -> str:
+    """A word of the command line as UTF-8, whatever the locale: in C, Python 3.6 decodes ASCII only."""
+    return os.fsencode(word).decode('utf-8', 'surrogateescape')
+
+
 def format_memory(value_bytes: float) -> str:
     """Bytes -> '12.3MB', for people."""
     for unit, size in (('TB', 1024 ** 4), ('GB', 1024 ** 3), ('MB', 1024 ** 2), ('KB', 1024)):
@@ -32548,11 +32553,6 @@ def is_id(word: str) -> bool:
 
 # -------- input --------
 
-def utf8_text(word: str) -> str:
-    """A word of the command line as UTF-8, whatever the locale: in C, Python 3.6 decodes ASCII only."""
-    return os.fsencode(word).decode('utf-8', 'surrogateescape')
-
-
 def read_input(session: Session, path: str) -> bytes:
     """Content of a file that the user named; '-' is stdin."""
     try:
@@ -32577,12 +32577,6 @@ def read_bounded(file: Any) -> bytes:
             return bytes(data)
         data += part
     raise BadInput(f'the input is larger than {format_memory(MAX_SPEC_BYTES)}: it is no workflow file')
-
-
-def read_commands(session: Session, path: str) -> List[str]:
-    """Lines of a file of commands, '-' for stdin, without blank ones and comments."""
-    text = read_input(session, path).decode('utf-8', 'surrogateescape')
-    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith('#')]
 
 
 def given(args: Arguments, *but: str) -> Arguments:
@@ -33398,6 +33392,12 @@ def cmd_ping(session: Session, args: Arguments) -> int:
 
 
 # -------- jobs --------
+
+def read_commands(session: Session, path: str) -> List[str]:
+    """Lines of a file of commands, '-' for stdin, without blank ones and comments."""
+    text = read_input(session, path).decode('utf-8', 'surrogateescape')
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith('#')]
+
 
 def cmd_jobs_create_from_file(session: Session, args: Arguments) -> int:
     """A job for each line of a file, all with the same requirements."""
