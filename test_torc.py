@@ -21762,7 +21762,7 @@ class SlurmStepTest(SlurmStepCase):
                                   '--mem=800', '-t', 5, *flags)
         return self.job_id
 
-    def test_when_the_allocation_is_canceled_its_jobs_go_back_to_ready(self):
+    def test_when_the_allocation_is_canceled_its_jobs_have_failed(self):
         self.world.write('w.json', json.dumps({'name': 'w', 'jobs': [
             {'name': f'j{number}', 'command': f'echo $$ > {number}; exec sleep 1000'} for number in (1, 2, 3)]}))
         self.batch('--no-requeue')
@@ -21771,7 +21771,8 @@ class SlurmStepTest(SlurmStepCase):
         self.wait_slurm(lambda: not self.live_allocations(), 40, 'its end')
         self.runner = self.world.read('run.log')
         self.assertGone(*pids)
-        self.assertIn('\n  ready: j1, j2, j3\n', self.runner, self.progress())
+        for name in ('j1', 'j2', 'j3'):
+            self.assertIn(f'failed {name} (return code -128): Slurm job {self.job_id} was canceled by a user', self.runner, self.progress())
 
 
 @slow
@@ -30495,8 +30496,9 @@ class RecoverOnSlurmTest(SlurmTest):
         self.bed.ask('scancel', *done['slurm_job_ids'])
         self.world.write('go', '')
         statuses = self.wait_idle()
-        self.assertNotIn('failed', statuses.values())
-        self.assertEqual('slurm', self.recover()['mode'])
+        self.assertIn('failed', statuses.values())
+        done = self.recover()
+        self.assertEqual(('slurm', True), (done['mode'], done['result']['lost_retried'] > 0))
         self.assertEqual({'completed'}, set(self.wait_idle().values()))
 
 
@@ -33866,14 +33868,14 @@ class InterruptionTest(ClusterCase):
         self.wait_slurm(lambda: wanted <= set(self.names_at('end')), 60, f'jobs of {name}', self.situation)
         return [row for row in self.allocations() if row.id not in before][0]
 
-    def check_held(self, name: str, workflow_id: int, held: int = 2) -> None:
-        """Every job of a workflow has come to its end once, and only what was interrupted has begun again."""
+    def check_held(self, name: str, workflow_id: int, held: int = 2, run_id: int = 1) -> None:
+        """Every job of a workflow has come to its end once, and only what was ended has begun again, in this run."""
         jobs = [f'{name}_{kind}_{number}' for kind, count in (('held', held), ('quick', 2))
                 for number in range(1, count + 1)]
         ends = collections.Counter(self.names_at('end'))
         self.assertEqual([1] * len(jobs), [ends[job] for job in jobs], self.situation(workflow_id))
         last = [row[:2] + row[3:] for row in self.results(workflow_id) if row[4] == 'completed']
-        self.assertEqual([(job, 1, 0, 'completed') for job in jobs], last)
+        self.assertEqual([(job, run_id if '_held_' in job else 1, 0, 'completed') for job in jobs], last)
         self.assertEqual({'completed'}, set(self.statuses(workflow_id).values()))
 
     def test_killed_nodes_with_and_without_the_runner(self):
@@ -33896,13 +33898,13 @@ class InterruptionTest(ClusterCase):
         self.bed.ask('scancel', canceled.id)
         self.sbatch('sleep 3', '-p', 'high', '-w', preempted.nodes, '--exclusive', '-t', 1)
         self.wait_slurm(lambda: self.allocations('PENDING'), 30, 'the preemption')
-        self.wait_slurm(lambda: set(self.statuses(1).values()) == {'completed', 'ready'}, 30,
-                        'jobs to be ready again', self.situation)
+        self.wait_slurm(lambda: set(self.statuses(1).values()) == {'completed', 'failed'}, 30,
+                        'jobs to have failed', self.situation)
         self.world.write('go', '')
-        self.assertExit(0, self.world.cli('slurm', 'schedule-nodes', 1, '-n', 1, '-p', 1))
+        self.wait_slurm(lambda: self.world.cli('recover', 1, '--no-prompts').code == 0, 30, 'the end of its runner')
         self.wait_complete(120, 1, 2)
         for number, name in ((1, 'canceled'), (2, 'preempted')):
-            self.check_held(name, number)
+            self.check_held(name, number, run_id=3 - number)
         self.wait_gone()
         lives = self.bed.ask('sacct', '-n', '-P', '-X', '-D', '-j', preempted.id, '-o', 'state').split()
         self.assertEqual(['PREEMPTED', 'COMPLETED'], lives)
