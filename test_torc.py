@@ -28243,6 +28243,22 @@ class SubmitTest(SubmitCase):
         self.assertEqual(2, len(self.fakes.calls('scancel')))
         self.assertExit(4, self.world.main('submit', 1), 'workflow 1 was canceled; to go on')
 
+    def test_a_copied_directory_cancels_no_allocation_of_the_original_and_a_moved_one_its_own(self):
+        self.assertExit(0, self.world.main('submit', 'w.yaml'))
+        made, copy, moved = (self.world.path(name) for name in ('torc_output', 'copy', 'moved'))
+        os.mkdir(copy)
+        shutil.copytree(made, os.path.join(copy, 'torc_output'))
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'cancel', 1, cwd=copy))
+        self.assertEqual(([], []), (done.json()['canceled_slurm_jobs'], self.fakes.calls('scancel')))
+        shown = self.assertExit(0, self.world.cli('-f', 'json', 'scheduled-compute-nodes', 'list', 1, cwd=copy)).json()['items']
+        self.assertEqual([('canceled', f'it is of the database {made}/torc.db, of which this one is a copy')] * 2,
+                         [(item['status'], item['reason']) for item in shown])
+        self.assertEqual([(100, 'pending'), (101, 'pending')], self.records())
+        os.mkdir(moved)
+        os.rename(made, os.path.join(moved, 'torc_output'))
+        done = self.assertExit(0, self.world.cli('-f', 'json', 'cancel', 1, cwd=moved))
+        self.assertEqual([100, 101], done.json()['canceled_slurm_jobs'])
+
     @slow
     def test_a_submission_that_is_canceled_meanwhile_is_taken_back(self):
         url = self.world.serve()
@@ -28313,7 +28329,7 @@ class SubmitTest(SubmitCase):
         self.assertExit(4, self.world.main('slurm', 'update', 2, '--partition', 'a b'), "partition 'a b' cannot be given to sbatch")
         self.assertEqual(['s', 's9'], [item['name'] for item in self.json('slurm list 1')['items']])
         self.assertEqual('ID,Name,Account,Nodes,Walltime,Partition,QOS,Serialized', self.text('-f csv slurm list 1').splitlines()[0])
-        self.assertEqual('ID,Scheduler ID,Config ID,Type,Status', self.text('-f csv scheduled-compute-nodes list 1').strip())
+        self.assertEqual('ID,Scheduler ID,Config ID,Type,Status,Reason', self.text('-f csv scheduled-compute-nodes list 1').strip())
         self.assertEqual('Deleted Slurm scheduler 2\n', self.text('slurm delete 2'))
         self.assertExit(4, self.world.main('slurm', 'get', 2))
 

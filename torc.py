@@ -10221,7 +10221,7 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
         raise Refused(explain_excess(count))
     values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
               'scheduler_type': 'slurm', 'status': 'pending', 'made_for': action_id,
-              'submission': dict(settings, num_allocations=count)}
+              'submission': dict(settings, num_allocations=count, database=context.store.file_path)}
     return [context.insert('scheduled_compute_node', values) for _ in range(count)]
 
 
@@ -12761,6 +12761,20 @@ def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
     return {'job_ids': sorted(found), 'count': len(found)}
 
 
+def disown_allocations(context: Context) -> None:
+    """At a start: what another database has had submitted, of which this is a copy, is not ours to cancel.
+
+    It is another one where its file is still there, with another inode (each host numbers devices itself).
+    """
+    for record_id, text in context.rows("SELECT id, submission FROM scheduled_compute_node "
+                                        "WHERE status IN ('pending', 'active')"):
+        submitted_by = json.loads(text or '{}').get('database', '')
+        with contextlib.suppress(OSError):      # nothing tells, or it is gone: ours was moved
+            if os.stat(submitted_by).st_ino != os.stat(context.store.file_path).st_ino:
+                set_allocation_status(context, get_row(context, 'scheduled_compute_node', record_id), 'canceled',
+                                      f'it is of the database {submitted_by}, of which this one is a copy')
+
+
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
 # MODELS says what a request's body may hold. An answer of an official operation has the keys of its model:
@@ -14433,7 +14447,9 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
         store.lease = lease
         stack.callback(store.close)
         with store.transaction():
-            fail_open_tasks(Service(store).context())
+            context = Service(store).context()
+            fail_open_tasks(context)
+            disown_allocations(context)
         stack.pop_all()
         return store
 
@@ -23109,7 +23125,8 @@ SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the
     'directory': 'working directory', 'output_dir': 'output directory', 'poll_interval': 'seconds',
     'claim_backoff_max_secs': 'seconds', 'max_parallel_jobs': 'jobs at a time',
     'start_one_worker_per_node': 'a runner on each node', 'prefix': 'begin of the name of the Slurm job',
-    'num_allocations': 'submitted together', 'keeps_script': 'the script stays'}
+    'num_allocations': 'submitted together', 'keeps_script': 'the script stays',
+    'database': 'path of the database that has them submitted'}
 
 
 def submission_name(submission: Submission) -> str:
