@@ -16502,7 +16502,7 @@ class SeriesTest(WorldTest):
         self.assertEqual(0.0, series.due())
         series.act(1.0)
         self.errands[0].work()
-        self.assertEqual([{'names': [(1, 'a')], 'jobs': [(1, 5, 1.0, 2, 3)]}], self.written)
+        self.assertEqual([{'names': [(1, 'a', None)], 'jobs': [(1, 5, 1.0, 2, 3)]}], self.written)
         series.add_job(1, 'a', (6, 1.0, 2, 3))
         series.act(400.0)
         self.assertEqual((1, math.inf), (len(self.errands), series.due()), 'one child at a time')
@@ -16523,19 +16523,19 @@ class SeriesTest(WorldTest):
                 series.add_job(2, 'b', (number, 1.0, 2, 3))
         series.act(300.0)
         self.errands[1].work()
-        self.assertEqual((['disk full'], [(1, 'a'), (2, 'b')], 3), (self.errors, self.written[0]['names'], len(self.written[0]['jobs'])))
+        self.assertEqual((['disk full'], [(1, 'a', None), (2, 'b', None)], 3), (self.errors, self.written[0]['names'], len(self.written[0]['jobs'])))
 
     def test_the_file_has_torcs_tables(self):
         path = self.world.path('x.db')
         for at in (5, 6):
-            torc.write_series(path, {'names': [(1, 'a')], 'jobs': [(1, at, 50.0, 1000, 2)],
+            torc.write_series(path, {'names': [(1, 'a', None)], 'jobs': [(1, at, 50.0, 1000, 2)],
                                      'node': [(at, 10.0, 5, 9)], 'summary': [(at, 1.0, 1.0, 5, 4)]})
         with contextlib.closing(sqlite3.connect(path)) as connection:
             tables = {name: [row[1] for row in connection.execute(f'PRAGMA table_info({name})')]
                       for name, in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")}
             self.assertEqual({
                 'job_resource_samples': ['job_id', 'timestamp', 'cpu_percent', 'memory_bytes', 'num_processes'],
-                'job_metadata': ['job_id', 'job_name'], 'job_resource_summary': ['job_id', 'peak_memory_bytes'],
+                'job_metadata': ['job_id', 'job_name', 'peak_memory_bytes'],
                 'system_resource_samples': ['id', 'timestamp', 'cpu_percent', 'memory_bytes', 'total_memory_bytes'],
                 'system_resource_summary': ['id', 'sample_count', 'peak_cpu_percent', 'avg_cpu_percent',
                                             'peak_memory_bytes', 'avg_memory_bytes']}, tables)
@@ -20855,7 +20855,7 @@ class DirectStarterTest(PartTest):
         context, launcher, ended = self.context(), self.launcher(), []    # type: Any, Any, List[Any]
         scripts = torc.Scripts(context, launcher)
         for command in ('echo one', 'echo two; exec sleep 1000'):
-            process = scripts.start(command, {}, 'actions', 'a1', ended.append)
+            process = scripts.start(command, {}, 'actions_wf1_r1.log', 'a1', ended.append)
             self.assertEqual([process], list(scripts.running))
             self.world.wait(lambda: self.world.read('out/actions_wf1_r1.log').count('\n') > len(ended), 20, 'its output')
             if 'sleep' in command:
@@ -20993,12 +20993,12 @@ class MonitorRunTest(RunnerCase):
         self.assertEqual(f'resource_metrics_wf1_h{socket.gethostname()}_r1_p{os.getpid()}.db', os.path.basename(path))
         with contextlib.closing(sqlite3.connect(path)) as connection:
             jobs = connection.execute('SELECT * FROM job_resource_samples ORDER BY timestamp').fetchall()
-            self.assertEqual([(1, 'j1')], connection.execute('SELECT * FROM job_metadata').fetchall())
+            self.assertEqual([(1, 'j1')], connection.execute('SELECT job_id, job_name FROM job_metadata').fetchall())
             self.assertGreaterEqual(connection.execute('SELECT count(*) FROM system_resource_samples').fetchone()[0], 2)
             self.assertEqual(1, connection.execute('SELECT count(*) FROM system_resource_summary').fetchone()[0])
         self.assertTrue(jobs[-1][3] > 100 << 20 and jobs[-1][4] == 1 and abs(jobs[-1][1] - time.time()) < 60)
         with contextlib.closing(torc.SeriesFile(path)) as file:
-            self.assertEqual({1: self.result()['peak_memory_bytes']}, file.job_peaks())
+            self.assertEqual({1: ('j1', self.result()['peak_memory_bytes'])}, file.job_names())
 
     def test_a_series_that_cannot_be_written_harms_no_job(self):
         self.world.write('out/resource_utilization', 'in the way')
@@ -23601,8 +23601,8 @@ class RunnerTest(RunnerCase):
                     failure_handlers=[{'name': 'fix', 'rules': [{'match_all_exit_codes': True, 'recovery_script': 'echo hm; echo no such luck >&2; exit 5'}]}])
         outcome = self.run_it()
         self.assertEqual([(1, 1, 10, 'failed')], self.results())
-        self.assertIn('the recovery script ended with return code 5: no such luck (its log: recovery_j1_a1_wf1_r1.log)', outcome.failed_jobs[0][3])
-        self.assertEqual('hm\nno such luck\n', self.world.read('out/recovery_j1_a1_wf1_r1.log'))
+        self.assertIn('the recovery script ended with return code 5: no such luck (its log: recovery_wf1_r1_j1_a1.log)', outcome.failed_jobs[0][3])
+        self.assertEqual('hm\nno such luck\n', self.world.read('out/recovery_wf1_r1_j1_a1.log'))
 
     def test_max_retries_counts_attempts(self):
         self.create({'command': 'exit 1', 'failure_handler': 'fix'},
@@ -26126,9 +26126,11 @@ class PlotTest(WorldTest):
         self.assertIn('Peak memory', free.words)
 
     def test_the_peak_of_memory_is_that_of_the_results(self):
-        path = self.series()
-        torc.write_series(path, {'peaks': [(1, 3 * GIB), (1, 2 * GIB), (2, 1)]})
-        pages = self.plot(path)
+        path, other = self.series(), self.series('resource_metrics_g_wf1_r1.db')
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            database.execute('ALTER TABLE job_metadata ADD COLUMN peak_memory_bytes INTEGER')
+            database.execute('UPDATE job_metadata SET peak_memory_bytes = CASE job_id WHEN 1 THEN ? ELSE 1 END', (3 * GIB,))
+        pages = self.plot(path, other)
         self.assertIn('memory: peak 3 GB, average 50 MB', pages['job_1'].words[2])
         self.assertIn('memory: peak 20 MB,', pages['job_2'].words[2])
         self.assertIn('3 GB', pages['summary'].words)
@@ -31490,7 +31492,7 @@ class ParserTest(unittest.TestCase):
             ('jobz', "there is no command 'jobz', did you mean 'jobs'? (see: torc.py help)"),
             ('events lst', "there is no command 'events lst', did you mean 'list'? (events has: create, list, get-latest-event, monitor, delete)"),
             ('events', '`events` requires one of: create, list, get-latest-event, monitor, delete'),
-            *((line, f'`{name}` is not there yet: {torc.PLANNED[name]}') for line, name in (
+            *((line, f'`{name}` is a command of Torc that torc.py {torc.__version__} does not have yet') for line, name in (
                 ('remote list-workers 1', 'remote'), ('config show', 'config'), ('tui', 'tui'), ('workflows export 1', 'workflows export'))),
             ('status 1 --qiet', "unknown option --qiet, did you mean '--quiet'?"),
             ('status -z', 'unknown option -z'),

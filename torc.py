@@ -8526,15 +8526,15 @@ def record_completion(context: Context, workflow_id: int) -> None:
     last_id = context.value('SELECT max(id) FROM result WHERE workflow_id = ?', (workflow_id,))
     data = {'category': 'workflow_completed', 'workflow_id': workflow_id, 'run_id': state.run_id,
             'last_result_id': last_id}      # type: Values
-    known = context.one('SELECT 1 FROM event WHERE workflow_id = ? AND instr(data, ?) = 1 '
-                        'ORDER BY timestamp DESC LIMIT 1', (workflow_id, format_json(data)[:-1]))
-    if known is None and not state.is_canceled:
-        counts = count_by_status(context, workflow_id)
-        is_bad = any(counts[row.name] for row in STATUSES if row.is_bad)
-        record_event(context, workflow_id, dict(
-            data, message=f'Workflow {workflow_id} has ended: {format_counts(counts)}',
-            jobs_by_status={name: count for name, count in counts.items() if count}),
-            'warning' if is_bad else 'info')
+    if state.is_canceled or context.one('SELECT 1 FROM event WHERE workflow_id = ? AND instr(data, ?) = 1 '
+                                        'ORDER BY timestamp DESC LIMIT 1',
+                                        (workflow_id, format_json(data)[:-1] + ',')):
+        return
+    counts = {name: count for name, count in count_by_status(context, workflow_id).items() if count}
+    message = f'Workflow {workflow_id} has ended: {format_counts(counts)}'
+    is_bad = any(counts.get(row.name) for row in STATUSES if row.is_bad)
+    record_event(context, workflow_id, dict(data, message=message, jobs_by_status=counts),
+                 'warning' if is_bad else 'info')
 
 
 def refuse_archived(state: WorkflowState) -> None:
@@ -20508,12 +20508,9 @@ CREATE TABLE IF NOT EXISTS job_resource_samples (
 );
 CREATE INDEX IF NOT EXISTS idx_job_resource_samples_job_id ON job_resource_samples (job_id);
 CREATE TABLE IF NOT EXISTS job_metadata (
-    job_id   INTEGER PRIMARY KEY,
-    job_name TEXT NOT NULL
-);
-CREATE TABLE IF NOT EXISTS job_resource_summary (      -- of each attempt, beside Torc's tables
-    job_id            INTEGER NOT NULL,
-    peak_memory_bytes INTEGER NOT NULL
+    job_id            INTEGER PRIMARY KEY,
+    job_name          TEXT NOT NULL,
+    peak_memory_bytes INTEGER           -- the highest of its results, not in files of Torc
 );
 CREATE TABLE IF NOT EXISTS system_resource_samples (
     id                 INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -20532,9 +20529,8 @@ CREATE TABLE IF NOT EXISTS system_resource_summary (
 );
 """
 SERIES_INSERTS = {
-    'names':   'INSERT OR REPLACE INTO job_metadata VALUES (?, ?)',
+    'names':   'INSERT OR REPLACE INTO job_metadata VALUES (?, ?, ?)',
     'jobs':    'INSERT OR REPLACE INTO job_resource_samples VALUES (?, ?, ?, ?, ?)',
-    'peaks':   'INSERT INTO job_resource_summary VALUES (?, ?)',
     'node':    'INSERT INTO system_resource_samples VALUES (NULL, ?, ?, ?, ?)',
     'summary': 'INSERT OR REPLACE INTO system_resource_summary VALUES (1, ?, ?, ?, ?, ?)',
 }
@@ -20567,22 +20563,21 @@ class Series:
         self.on_error = on_error
         self.rows = {name: [] for name in SERIES_INSERTS}   # type: Dict[str, List[Tuple[Any, ...]]]
         self.sent = {}              # type: Dict[str, int]  # how many of each the child writes
-        self.named = set()          # type: Set[int]  # jobs whose names are there
+        self.named = {}             # type: Dict[int, int]  # jobs whose names are there -> peak of memory
         self.errand = None          # type: Any
         self.due_at = 0.0           # monotonic: the first samples show whether the file can be written
 
     def add_job(self, job_id: int, name: str, values: Sequence[Any]) -> None:
         """A sample of a job: time, CPU percent, bytes, processes."""
         if job_id not in self.named:
-            self.named.add(job_id)
-            self.rows['names'].append((job_id, name))
+            self.add_peak(job_id, name, 0)
         if len(self.rows['jobs']) < MAX_SERIES_ROWS:    # a file system that hangs costs what comes then
             self.rows['jobs'].append((job_id, *values))
 
-    def add_usage(self, job_id: int, usage: Dict[str, Any]) -> None:
-        """What the result of a job says: its peak may lie between two samples."""
-        if job_id in self.named and usage.get('peak_memory_bytes'):
-            self.rows['peaks'].append((job_id, usage['peak_memory_bytes']))
+    def add_peak(self, job_id: int, name: str, peak_bytes: int) -> None:
+        """What the result of a job says: the peak may lie between two samples."""
+        self.named[job_id] = max(peak_bytes, self.named.get(job_id, 0))
+        self.rows['names'].append((job_id, name, self.named[job_id] or None))
 
     def act(self, now: float) -> None:
         """Begin to write what there is if it is time; see how the child has ended."""
@@ -26461,17 +26456,13 @@ class Scripts:
         def on_script_end(process: Process) -> None:
             del self.running[process]
             on_end(process)
-        descriptor = self.open_log(self.log_name(log_name))
+        descriptor = self.open_log(log_name)
         try:
             process = self.shell.start(command, variables, (descriptor, descriptor), name, on_script_end)
         finally:
             os.close(descriptor)
         self.running[process] = None
         return process
-
-    def log_name(self, stem: str) -> str:
-        """Name of a log in the output directory."""
-        return f'{stem}_wf{self.context.workflow_id}_r{self.context.run_id}.log'
 
     def open_log(self, name: str) -> int:
         """Such a log; where none can be written, a script runs all the same. OSError if the name is taken."""
@@ -26615,7 +26606,8 @@ class Actions:
         try:
             self.process = self.scripts.start(
                 f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{commands[self.index]}', self.context.variables,
-                'actions', f"a{action['id']}-{self.index}", functools.partial(self.on_command_end, action))
+                f'actions_wf{self.context.workflow_id}_r{self.context.run_id}.log',
+                f"a{action['id']}-{self.index}", functools.partial(self.on_command_end, action))
         except (OSError, ValueError) as error:
             self.finish(False, failure + str(error))
 
@@ -26658,7 +26650,7 @@ class Completions:
         self.link = link
         self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves
         self.take_usage = self.usage_at_end     # type: Callable[[Attempt, ProcessEnd], Dict[str, Any]]
-        self.on_usage = lambda job_id, usage: None      # type: Callable[[int, Dict[str, Any]], Any]
+        self.on_usage = bool        # type: Callable[[Attempt], Any]
         self.judge_memory = lambda attempt, verdict: verdict    # type: Callable[[Attempt, Verdict], Verdict]
         self.recoveries = {}    # type: Dict[Attempt, Process]  # recovery scripts that run
         self.counts = collections.Counter()     # type: collections.Counter
@@ -26679,7 +26671,7 @@ class Completions:
     def on_end(self, attempt: Attempt, end: ProcessEnd) -> None:
         """Nothing of an attempt lives any more."""
         attempt.end, attempt.usage = end, self.take_usage(attempt, end)
-        self.on_usage(attempt.id, attempt.usage)
+        self.on_usage(attempt)
         self.attempts.change(attempt, 'ended')
         if attempt.stopped_for == 'revoked':
             self.attempts.change(attempt, 'dropped')
@@ -26786,17 +26778,18 @@ class Completions:
             self.skip_recovery(attempt)
             return
         name, code = f'{attempt.id}-{attempt.attempt_id}-recovery', attempt.completion['return_code']
-        log_name = f'recovery_j{attempt.id}_a{attempt.attempt_id}'      # several may run at a time
+        log_name = 'recovery_wf{}_r{}_j{}_a{}.log'.format(      # of its own: several may run at a time
+            self.context.workflow_id, self.context.run_id, attempt.id, attempt.attempt_id)
         variables = dict(self.context.variables, TORC_JOB_ID=str(attempt.id), TORC_JOB_NAME=attempt.name,
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
-        on_end = functools.partial(self.on_recovery_end, attempt, bool(self.leaving()))
+        on_end = functools.partial(self.on_recovery_end, attempt, bool(self.leaving()), log_name)
         try:
             self.recoveries[attempt] = self.scripts.start(script, variables, log_name, name, on_end)
         except (OSError, ValueError) as error:
             self.veto_retry(attempt, f'the recovery script cannot be started: {error}')
             self.report(attempt)
 
-    def on_recovery_end(self, attempt: Attempt, was_leaving: bool, process: Process) -> None:
+    def on_recovery_end(self, attempt: Attempt, was_leaving: bool, log_name: str, process: Process) -> None:
         """The retry stands, unless the script refuses it; one that we stopped has not, and is no retry."""
         del self.recoveries[attempt]
         if attempt.state != 'recovering':       # it was revoked
@@ -26805,7 +26798,6 @@ class Completions:
             self.skip_recovery(attempt)
             return
         if process.end.return_code:
-            log_name = self.scripts.log_name(f'recovery_j{attempt.id}_a{attempt.attempt_id}')
             line = read_last_line(log_name, self.context.output.top.opener)
             self.veto_retry(attempt, f'the recovery script ended with return code {process.end.return_code}'
                             f"{line and ': '}{line} (its log: {log_name})")
@@ -27100,6 +27092,11 @@ class Monitor:
         tree = self.sampler.drop(attempt)
         figures = UsageFigures(0.0) if tree is None else tree.figures
         return figures.at_end(end.wall_s, end.cpu_s, end.peak_memory_bytes)
+
+    def note_peak(self, attempt: Attempt) -> None:
+        """A job that is in the time series has ended."""
+        if attempt.id in self.series.named:
+            self.series.add_peak(attempt.id, attempt.name, attempt.usage.get('peak_memory_bytes', 0))
 
     def due(self) -> float:
         """The next sample, or write. The end of an errand comes with a SIGCHLD."""
@@ -29074,7 +29071,7 @@ class Runner:
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
         self.monitor = Monitor(context, launcher, self.dispatcher)
-        self.completions.on_usage = self.monitor.series.add_usage
+        self.completions.on_usage = self.monitor.note_peak
         self.accounting = None      # type: Optional[Accounting]
         if context.in_steps:
             self.connect_accounting()
@@ -31623,10 +31620,10 @@ class SeriesFile:
                          'SELECT DISTINCT job_id FROM job_resource_samples ORDER BY 1')
         return [number for number, in rows if isinstance(number, int)]
 
-    def job_names(self) -> Dict[int, str]:
-        """Job -> name."""
-        return {number: str(name) for number, name in
-                self.rows('job_metadata', 'SELECT job_id, job_name FROM job_metadata')}
+    def job_names(self) -> Dict[int, Tuple[str, float]]:
+        """Job -> name and highest memory of its results, 0 if that is not known."""
+        return {number: (str(name), finite(peak[0] if peak else 0) or 0.0) for number, name, *peak in
+                self.rows('job_metadata', 'SELECT * FROM job_metadata')}
 
     def job_samples(self, job_id: int) -> List[Sample]:
         """Samples of a job, by time."""
@@ -31635,11 +31632,6 @@ class SeriesFile:
                          'FROM job_resource_samples WHERE job_id = ? AND timestamp IS NOT NULL '
                          'ORDER BY timestamp', [job_id])
         return [tuple(map(finite, row)) for row in rows]
-
-    def job_peaks(self) -> Dict[int, float]:
-        """Job -> highest memory of its results."""
-        return {number: finite(peak) or 0.0 for number, peak in self.rows(
-            'job_resource_summary', 'SELECT job_id, peak_memory_bytes FROM job_resource_summary ORDER BY 2')}
 
     def node_samples(self) -> List[Sample]:
         """Samples of the node, by time; its whole memory in the place of processes."""
@@ -32162,17 +32154,16 @@ def make_pages(files: Sequence[SeriesFile], wanted: Sequence[int], limits: Limit
     One job's samples are in memory at a time. `name_of` gives the file of a page.
     """
     homes: Dict[int, List[SeriesFile]] = {}
-    names: Dict[int, str] = {}
-    file_peaks = [file.job_peaks() for file in files]
+    names: Dict[int, List[Tuple[str, float]]] = {}
     for file in files:
-        names.update(file.job_names())
+        for number, known in file.job_names().items():
+            names.setdefault(number, []).append(known)
         for number in file.job_ids():
             homes.setdefault(number, []).append(file)
     peaks, highest = [], [HighestLines('cpu'), HighestLines('memory')]
     for number in sorted(set(homes).intersection(wanted) if wanted else homes):
         samples = [(file.label, file.job_samples(number)) for file in homes[number]]
-        name = names.get(number) or f'job {number}'
-        peak_bytes = max(found.get(number, 0.0) for found in file_peaks)
+        name, peak_bytes = max(names.get(number, [(f'job {number}', 0.0)]), key=operator.itemgetter(1))
         series = JobSeries(number, name, [pair for pair in samples if pair[1]], peak_bytes)
         if series.samples:
             yield job_page(series, limits.get(number, {}))
@@ -35986,13 +35977,13 @@ def cmd_hpc_show(session: Session, args: Arguments) -> int:
     """Everything that is known of a cluster."""
     profile = chosen_profile(session, args['name'])
     value = dict(profile._asdict(), detection=list(profile.detection),
+                 metadata={'documentation': None, 'support_email': None, **profile.metadata},
                  partitions=[partition_record(partition) for partition in profile.partitions])
     order = ('name', 'display_name', 'description', 'detection', 'default_account', 'partitions',
              'charge_factor_cpu', 'charge_factor_gpu', 'metadata')
     value = {key: value[key] for key in order}
     if session.format == 'json':
-        metadata = {'documentation': None, 'support_email': None, **profile.metadata}
-        session.show_json(dict(value, metadata=metadata))
+        session.show_json(value)
         return 0
     session.show(format_record({key: value[key] for key in order[:3] + order[4:5]}) + '\n')
     session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, profile.partitions)),
@@ -39402,16 +39393,8 @@ JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflow
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
                'watch')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
-PLANNED = {     # commands of Torc that are not there yet -> what there is instead
-    'remote': 'start `torc.py run ID --url URL` on each host, with ssh',
-    'config': 'give options, or variables such as TORC_API_URL',
-    'tui': '`torc.py status ID` and `torc.py explain ID` say how a workflow stands',
-    'workflows export': '`torc.py serve --backup FILE` copies a database with all its workflows',
-    'workflows import': '`torc.py create FILE` makes a workflow from its file',
-    'ro-crate': 'the REST API has its entities, under /ro_crate_entities',
-    'monitor-node': 'resource_monitor in a workflow file has runners measure their nodes',
-    'completions': '`torc.py help commands` lists all commands and options',
-    'self': 'copy a newer torc.py over this one'}
+PLANNED = ('remote', 'config', 'tui', 'workflows export', 'workflows import', 'ro-crate', 'monitor-node',
+           'completions', 'self')       # commands of Torc that are not there yet
 
 
 class Parsed(Row):
@@ -39464,19 +39447,15 @@ def parse_command_line(words: Sequence[str]) -> Parsed:
     return Parsed(command, args, options)
 
 
-def refuse_planned(words: str) -> None:
-    """Refuse a command of Torc that is not there yet."""
-    if words in PLANNED:
-        raise BadInput(f'`{words}` is not there yet: {PLANNED[words]}')
-
-
 def find_command(first: str, queue: Any, options: Arguments) -> Command:
     """The row that the first word, or the first two, name."""
     if queue and f'{first} {queue[0]}' in COMMANDS_BY_NAME:     # `logs bundle`, beside `logs`
         return COMMANDS_BY_NAME[f'{first} {queue.popleft()}']
     if first in COMMANDS_BY_NAME:
         return COMMANDS_BY_NAME[first]
-    refuse_planned(first)
+    for name in (first, ' '.join([first, *list(queue)[:1]])):
+        if name in PLANNED:
+            raise BadInput(f'`{name}` is a command of Torc that torc.py {__version__} does not have yet')
     if first not in GROUPS:
         near = did_you_mean(first, [*COMMANDS_BY_NAME, *GROUPS])
         raise BadInput(printable(f'there is no command {first!r}{near} (see: {program_name()} help)'))
@@ -39484,7 +39463,6 @@ def find_command(first: str, queue: Any, options: Arguments) -> Command:
     if second and f'{first} {second[0]}' in COMMANDS_BY_NAME:
         return COMMANDS_BY_NAME[f'{first} {second[0]}']
     verbs = verbs_of(first)
-    refuse_planned(' '.join([first, *second]))
     if not second:
         raise BadInput(f"`{first}` requires one of: {', '.join(verbs)}")
     near, known = did_you_mean(second[0], verbs), ', '.join(verbs)
