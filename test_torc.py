@@ -1727,20 +1727,14 @@ def format_kdl(nodes: Sequence[Any], indent: str = '') -> str:
     """KDL nodes in the canonical form of KDL's test suite."""
     lines = []
     for node in nodes:
-        words = [format_kdl_type(node.types.get('')) + format_kdl_text(node.name)]
-        words += [format_kdl_value(value, node.types.get(number)) for number, value in enumerate(node.args)]
-        words += [format_kdl_text(name) + '=' + format_kdl_value(node.props[name], node.types.get(name)) for name in sorted(node.props)]
+        words = [format_kdl_text(node.name), *map(format_kdl_value, node.args)]
+        words += [format_kdl_text(name) + '=' + format_kdl_value(node.props[name]) for name in sorted(node.props)]
         block = [' {\n', format_kdl(node.children, indent + '    '), indent, '}'] if node.children else []
         lines.append(indent + ' '.join(words) + ''.join(block) + '\n')
     return ''.join(lines)
 
 
-def format_kdl_type(kind: Optional[str]) -> str:
-    """'(type)' or ''."""
-    return '' if kind is None else f'({format_kdl_text(kind)})'
-
-
-def format_kdl_value(value: Any, kind: Optional[str]) -> str:
+def format_kdl_value(value: Any) -> str:
     """A KDL value; a fraction as it was written, but for the sign and case of its exponent."""
     if isinstance(value, str):
         word = format_kdl_text(value)
@@ -1751,13 +1745,13 @@ def format_kdl_value(value: Any, kind: Optional[str]) -> str:
     else:
         raw = getattr(value, 'raw', '') or repr(value)
         word = re.sub('E(?=[0-9])', 'E+', raw.replace('_', '').upper()) if raw[-1] not in 'fn' else '#' + raw
-    return format_kdl_type(kind) + word
+    return word
 
 
 def format_kdl_text(text: str) -> str:
     """A bare word where KDL allows one, else quoted."""
     try:
-        if text[:1] not in ('', '"', '#') and torc.KdlReader(text, False).read_text(0) == (text, len(text)):
+        if text[:1] not in ('', '"', '#') and torc.KdlReader(text).read_text(0) == (text, len(text)):
             return text
     except torc.BadInput:
         pass    # looks like a number or keyword: quotes
@@ -1818,14 +1812,18 @@ class FormatsTest(unittest.TestCase):
                 except torc.BadInput:
                     self.assertTrue(case['expect'] != 'y' or 'duplicated_key' in case['name'])
 
-    def test_the_kdl_test_suite_passes_in_strict_mode(self):
+    def test_the_kdl_test_suite_passes_but_for_types_and_forms_of_kdl_1(self):
+        kdl_1 = {'legacy_raw_string_fail', 'legacy_raw_string_hash_fail', 'multiline_raw_string_single_quote_err_fail',
+                 'multiline_string_single_quote_err_fail', 'no_solidus_escape_fail'}
         for case in read_shared('suites/kdl-v2.json'):
             with self.subTest(case['name']):
-                text = torc.normal_text(case['text'])
-                if case['expected'] is None:
-                    self.assertRaises(torc.BadInput, torc.read_kdl_nodes, text, False)
-                else:
-                    self.assertEqual(format_kdl(torc.read_kdl_nodes(text, False)).strip(), case['expected'].strip())
+                try:
+                    self.assertEqual(case['expected'] and case['expected'].strip(), format_kdl(torc.read_kdl_nodes(torc.normal_text(case['text']))).strip())
+                except torc.BadInput as error:
+                    self.assertTrue(case['expected'] is None or 'a type such as' in error.message)
+                except AssertionError:
+                    if case['name'] not in kdl_1:
+                        raise
 
     def test_real_workflow_files_give_their_recorded_values_and_places(self):
         names = [name for name in os.listdir(shared('specs')) if name.endswith('.expected.json')]
@@ -2047,7 +2045,7 @@ MISTAKES = (
     ('w.kdl',   'jobs {\n job "a" {\n }\n}',    2, 2, "'job' is not known in a job: write job blocks without jobs { } around them"),
     ('w.kdl',   'name "a"\nname "b"\n',         2, 1, "'name' stands twice"),
     ('w.kdl',   'name 1 2\n',                   1, 8, 'takes one value'),
-    ('w.kdl',   'name (u8)5\n',                 1, 1, 'a type such as (u8) has no meaning here'),
+    ('w.kdl',   'name (u8)5\n',                 1, 6, 'a type such as (u8) has no meaning here'),
     ('w.kdl',   'user_data "a" { data "{x"; }', 1, 22, 'must hold JSON'),
     ('w.kdl',   'job "a" {\n',                  1, 10, "'}' is missing"),
     ('w.kdl',   'job "a" { labels; }',          1, 11, "'labels' needs a value"),

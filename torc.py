@@ -2610,8 +2610,8 @@ def plain_dates(value: Any) -> Any:
 #
 # What the nodes of a workflow mean is decided in Documents, by the types of fields.
 #
-# KDL 2.0. Lax reading also takes the forms of KDL 1 that do not clash with it (true, r"raw", line breaks
-# inside "...", '\/'): Torc's own files and its exporter mix the two.
+# KDL 2.0 without type annotations, which mean nothing here, and the forms of KDL 1 that do not clash with it
+# (true, r"raw", line breaks inside "...", '\/'): Torc's own files and its exporter mix the two.
 
 KDL_BLANK = '[ \t\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]'
 KDL_BREAK = '(?:\r\n|[\r\n\x0b\x0c\x85\u2028\u2029])'
@@ -2641,23 +2641,18 @@ KDL_ESCAPES = {'n': '\n', 'r': '\r', 't': '\t', '\\': '\\', '"': '"', 'b': '\b',
 
 
 class KdlNode(Row):
-    """One node. `offsets` and `types` are by argument number or property name; types has 'node' by ''."""
+    """One node. `offsets` are by argument number or property name."""
     name: str
     args: List[Any]
     props: Dict[str, Any]
     children: List[Any]     # of KdlNode
     offset: int
     offsets: Dict[Union[int, str], int]
-    types: Dict[Union[int, str], str]
     has_block: bool         # { } stands, be it empty
 
 
 class KdlReader(TextReader):
     """Reads a KDL text by recursive descent. Every read_ answers what it read and the offset after it."""
-
-    def __init__(self, text: str, lax: bool) -> None:
-        super().__init__(text)
-        self.lax = lax
 
     def skip_space(self, at: int, over_lines: bool, over_joints: bool = True) -> int:
         """White space, comments and continued lines; line ends too where asked."""
@@ -2700,7 +2695,7 @@ class KdlReader(TextReader):
         self.enter(at, nodes)
         while True:
             at = self.skip_space(at, True)
-            while self.lax and text.startswith(';', at):
+            while text.startswith(';', at):
                 at = self.skip_space(at + 1, True)
             if at >= len(text) or text[at] == '}':
                 break
@@ -2718,10 +2713,9 @@ class KdlReader(TextReader):
         text = self.text
         # Three states: values may follow (with a blank before each), a block has been seen, the node has
         # ended.
-        kind, at = self.read_type(at)
         name, end = self.read_text(at) or self.fail(at, 'expected the name of a node, found '
                                                         f'{text[at:at + 1]!r}')
-        node = KdlNode(name, [], {}, [], at, {}, {} if kind is None else {'': kind}, False)
+        node = KdlNode(name, [], {}, [], at, {}, False)
         has_block = is_after_block = False
         while True:
             at = self.skip_space(end, False)
@@ -2748,15 +2742,15 @@ class KdlReader(TextReader):
 
     def read_entry(self, node: KdlNode, at: int, is_dropped: bool) -> int:
         """One argument or property of a node."""
-        value, end, kind = self.read_value(at)
+        value, end = self.read_value(at)
         equals = self.skip_space(end, False)
         name = len(node.args)       # type: Union[int, str]
         is_property = self.text.startswith('=', equals)
         if is_property:
-            if not isinstance(value, str) or self.text[at] == '(':
+            if not isinstance(value, str):
                 self.fail(at, 'the name of a property must be text')
             name = value
-            value, end, kind = self.read_value(self.skip_space(equals + 1, False))
+            value, end = self.read_value(self.skip_space(equals + 1, False))
         if is_dropped:
             return end
         if is_property:
@@ -2765,38 +2759,24 @@ class KdlReader(TextReader):
         else:
             node.args.append(value)
         node.offsets[name] = at
-        node.types.pop(name, None)
-        if kind is not None:
-            node.types[name] = kind
         return end
 
-    def read_type(self, at: int) -> Tuple[Optional[str], int]:
-        """A type annotation '(name)', if there is one."""
-        if not self.text.startswith('(', at):
-            return None, at
-        at = self.skip_space(at + 1, False)
-        name, at = self.read_text(at) or self.fail(at, 'expected a type in ( )')
-        at = self.skip_space(at, False)
-        if not self.text.startswith(')', at):
-            self.fail(at, "')' is missing")
-        return name, self.skip_space(at + 1, False)
-
-    def read_value(self, at: int) -> Tuple[Any, int, Optional[str]]:
-        """A value, the offset after it, and its type annotation."""
-        kind, at = self.read_type(at)
+    def read_value(self, at: int) -> Tuple[Any, int]:
+        """A value and the offset after it."""
         match = KDL_KEYWORD.match(self.text, at)
         if match:
-            return KDL_KEYWORDS[match.group(1)], match.end(), kind
-        value, end = self.read_text(at, True) or self.fail(at, 'expected a value, found '
-                                                               f'{self.text[at:at + 1]!r}')
-        return value, end, kind
+            return KDL_KEYWORDS[match.group(1)], match.end()
+        return self.read_text(at, True) or self.fail(at, f'expected a value, found {self.text[at:at + 1]!r}')
 
     def read_text(self, at: int, is_value: bool = False) -> Optional[Tuple[Any, int]]:
         """Text in quotes or a bare word; as a value also a number. None where there is neither."""
         character = self.text[at:at + 1]
+        if character == '(':
+            word = printable(self.text[at + 1:].partition(')')[0][:40])
+            self.fail(at, f'a type such as ({word}) has no meaning here: remove it')
         if character == '"':
             return self.read_quoted(at)
-        if character == '#' or self.lax and self.text.startswith(('r"', 'r#'), at):
+        if character == '#' or self.text.startswith(('r"', 'r#'), at):
             return self.read_raw(at)
         match = KDL_WORD.match(self.text, at)
         if not match:
@@ -2807,7 +2787,7 @@ class KdlReader(TextReader):
         if KDL_NUMBER_START.match(word):
             return self.read_number(at, word, is_value), end
         if word in KDL_KEYWORDS:
-            if not (self.lax and is_value and word in JSON_WORDS):
+            if not (is_value and word in JSON_WORDS):
                 self.fail(at, f'write #{word}, or "{word}" for text')
             return JSON_WORDS[word], end
         return word, end
@@ -2834,8 +2814,8 @@ class KdlReader(TextReader):
         end = self.text.find(closing, start)
         if end < 0:
             self.fail(at, f'the raw text is not closed: {closing} is missing')
-        value = self.finish_text(at, start, self.text[start:end], match.group(2) == '"""')
-        return value, end + len(closing)
+        value = self.text[start:end]
+        return self.dedent(start, value) if match.group(2) == '"""' else value, end + len(closing)
 
     def read_quoted(self, at: int) -> Tuple[str, int]:
         """Text in quotes; in three of them it may have several lines."""
@@ -2843,21 +2823,13 @@ class KdlReader(TextReader):
         match = (KDL_LONG_QUOTED if is_long else KDL_QUOTED).match(self.text, at)
         if not match:
             self.fail(at, 'text in quotes is not closed')
-        start = match.start(1)
-        value = self.finish_text(at, start, match.group(1), is_long, True)
+        start, value = match.start(1), match.group(1)
+        value = self.dedent(start, value, True) if is_long else value
         if '\\' in value:
             value = KDL_ESCAPE.sub(lambda escape: self.unescape(start, escape), value)
         return value, match.end()
 
-    def finish_text(self, at: int, start: int, value: str, is_long: bool, has_escapes: bool = False) -> str:
-        """What stands between the quotes at `at`. KDL 2 wants three of them around several lines."""
-        if is_long:
-            return self.dedent(start, value, has_escapes)
-        if not self.lax and KDL_LINE_END.search(KDL_SPACE_ESCAPE.sub('', value) if has_escapes else value):
-            self.fail(at, 'text in quotes must be closed on the same line: use """ for several lines')
-        return value
-
-    def dedent(self, start: int, value: str, has_escapes: bool) -> str:
+    def dedent(self, start: int, value: str, has_escapes: bool = False) -> str:
         """The lines between three quotes, without the indentation of the closing ones."""
         value = KDL_LINE_END.sub('\n', value)
         if has_escapes:     # a backslash and white space join lines before the indentation is looked at
@@ -2884,18 +2856,18 @@ class KdlReader(TextReader):
             return ''
         if code and int(code, 16) <= sys.maxunicode and not 0xd800 <= int(code, 16) < 0xe000:
             return chr(int(code, 16))
-        if code or character not in KDL_ESCAPES and not (self.lax and character == '/'):
+        if code or character not in KDL_ESCAPES and character != '/':
             self.fail(start + match.start(), f'unknown escape {printable(match.group())}: '
                                              'write \\\\ for a backslash, or #"..."# for raw text')
         return KDL_ESCAPES.get(character, '/')
 
 
-def read_kdl_nodes(text: str, lax: bool) -> List[KdlNode]:
+def read_kdl_nodes(text: str) -> List[KdlNode]:
     """The nodes of a KDL text with plain line ends."""
     found = KDL_FORBIDDEN.search(text)
     if found:
         raise problem_at(text, found.start(), f'the character {found.group()!r} is not allowed')
-    return KdlReader(text, lax).read_nodes(0, False)[0]
+    return KdlReader(text).read_nodes(0, False)[0]
 
 
 # ======== 5. Spec: what a workflow file may say ========
@@ -3528,9 +3500,6 @@ class KdlSpec(TextReader):
     def add_node(self, block: Dict[str, Any], kind: str, node: KdlNode) -> None:
         """Put what a node says into the block that it stands in."""
         at = node.offset
-        if node.types:
-            word = next(iter(node.types.values()))
-            self.fail(at, f'a type such as ({word}) has no meaning here: remove it')
         field, shape, inner = self.find_meaning(kind, node.name, at)
         if shape in ('one', 'list') and (node.props or node.has_block):
             self.fail(at, f'{node.name!r} takes values only, no properties and no {{ }} block')
@@ -3587,15 +3556,13 @@ class KdlSpec(TextReader):
             at = node.offsets[name]
             if self.find_meaning(kind, name, at)[1] not in ('one', 'list', 'json'):
                 self.fail(at, f'{name!r} cannot be a property: write it in the {{ }} block')
-            self.add_node(block, kind, KdlNode(name, [value], {}, [], at, {0: at}, {}, False))
+            self.add_node(block, kind, KdlNode(name, [value], {}, [], at, {0: at}, False))
         for child in node.children:
             self.add_node(block, kind, child)
         return block
 
     def read_map(self, node: KdlNode) -> Any:
         """Free names: each child is a key; its value is one argument, a list of several, or a block."""
-        if node.types:
-            self.fail(node.offset, 'a type has no meaning here: remove it')
         if not (node.has_block or node.props):
             if len(node.args) < 2:
                 return self.one_value(node)
@@ -3628,7 +3595,7 @@ def load_kdl(text: str) -> Tuple[Any, str, Positions]:
     text = normal_text(text)
     spec = KdlSpec(text)
     workflow = spec.container({}, 0)
-    for node in read_kdl_nodes(text, True):
+    for node in read_kdl_nodes(text):
         spec.add_node(workflow, 'workflow', node)
     spec.add_list(workflow, 'jobs', 0)      # in KDL an empty list has no form of its own
     return workflow, text, spec.positions
