@@ -401,7 +401,7 @@ WAIT_REASONS = {
     'time':          'every ready job needs at least {}, and only {} are left',
     'scheduler':     'every ready job is bound to another scheduler',
     'no_room':       'no ready job fits what is free: the smallest needs {} CPUs, {} and {} GPUs on {} nodes',
-    'late':          'no job is started when less than {} s are left',
+    'late':          'no job is started when less than {1:.0f} s are left of {0}',
     'stuck':         'of the jobs that are left ({}) none can run here',
 }
 
@@ -428,6 +428,8 @@ DEFAULT_CLAIM_BACKOFF_MAX_S = 300.0
 DEFAULT_PING_INTERVAL_S = 120.0     # Torc's drain_ping_interval_secs
 SLURM_POLL_INTERVAL_S = 30.0        # of runners in allocations
 CLAIM_GRACE_S = 120                 # a job as long as its allocation must be taken at its start
+MIN_TIME_S = 300                    # with less left nothing is started by queue depth: see least_time
+SHORTEST_STEP_S = 60                # Slurm counts minutes
 # Of requirements that a request makes without one, and of jobs that name none.
 DEFAULT_RUNTIME = 'PT1M'
 # Of requirements that a workflow file declares without one; both as in Torc.
@@ -2979,7 +2981,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
          'runners stay when the workflow is complete', False),
         ('compute_node_wait_for_healthy_database_minutes', 'minutes',
          'a runner waits so long for its server', 20),
-        ('compute_node_min_time_for_new_jobs_seconds', 'seconds', 'no new jobs when less time is left', 300),
+        ('compute_node_min_time_for_new_jobs_seconds', 'seconds',
+         'with -j no new jobs when less time is left; else 300, a tenth at most'),
         ('compute_node_expiration_buffer_seconds', 'seconds', 'has no effect: Torc used it once'),
         ('jobs_sort_method',    'text', 'has no effect: Torc used it once'),
     )),
@@ -3404,6 +3407,7 @@ def defaults_of(where: str) -> Dict[str, Any]:
 WORKFLOW_DEFAULTS = {name: value for name, value in defaults_of('workflow').items()
                      # That one is stored only where it is set.
                      if value is not None and name != 'enable_ro_crate'}
+WORKFLOW_DEFAULTS['compute_node_min_time_for_new_jobs_seconds'] = None      # see least_time
 DEFAULT_REQUIREMENTS = {    # of jobs that name none
     # DEFAULT_RUNTIME, as Torc spells it here.
     'name': 'default', **defaults_of('resource_requirements'), 'runtime': 'P0DT1M'}
@@ -3421,6 +3425,54 @@ def stdio_names(workflow_id: int, job_id: int, run_id: int, attempt_id: int,
         'no_stderr': (stem + '.o', None),
         'none': (None, None),
     }[mode]
+
+
+STEP_SIGNAL = Expression(r'(?i)(?:[A-Z]+:)?([A-Z0-9]+)(?:@([0-9]+))?\Z')
+DEFAULT_SIGNAL_LEAD_S = 60      # of --signal without a time (srun(1))
+
+
+def execution_settings(workflow: Dict[str, Any]) -> Dict[str, Any]:
+    """A workflow's execution_config, with all defaults."""
+    given = workflow.get('execution_config') or {}
+    return dict(EXECUTION_DEFAULTS, **{key: value for key, value in given.items() if value is not None})
+
+
+def parse_step_signal(text: str) -> Optional[Tuple[str, int]]:
+    """'TERM@120' -> ('TERM', 120): what a step is sent so many seconds before its limit. None for nothing."""
+    match = STEP_SIGNAL.match(text.strip())
+    if not match:
+        return None
+    name = match.group(1).upper()
+    lead_s = DEFAULT_SIGNAL_LEAD_S if match.group(2) is None else int(match.group(2))
+    return name[3:] if name.startswith('SIG') else name, lead_s
+
+
+def early_lead(workflow: Dict[str, Any]) -> int:
+    """How many seconds before the end of their time steps get srun_termination_signal; 0 without one."""
+    early = parse_step_signal(execution_settings(workflow)['srun_termination_signal'] or '')
+    return early[1] if early else 0
+
+
+def longest_runtime(workflow: Dict[str, Any], left_s: float) -> float:
+    """The longest runtime of a job that is started when so much is left of the time of a runner."""
+    return left_s + CLAIM_GRACE_S - early_lead(workflow)
+
+
+def least_time(workflow: Dict[str, Any], whole_s: float, is_by_queue: bool, has_steps: bool = False) -> float:
+    """A runner starts no job when less than so many seconds are left, of `whole_s` in all.
+    `is_by_queue`: with --max-parallel-jobs. `has_steps`: in an allocation, unless the mode is direct."""
+    stated, config = workflow.get('compute_node_min_time_for_new_jobs_seconds'), execution_settings(workflow)
+    by_queue_s = min(MIN_TIME_S, whole_s / 10) if stated is None else stated
+    step_s = config['sigkill_headroom_seconds'] + early_lead(workflow) + SHORTEST_STEP_S
+    return max(by_queue_s * is_by_queue, step_s * (has_steps and config['mode'] != 'direct'))
+
+
+def refuse_late(workflow: Dict[str, Any], whole_s: float, is_by_queue: bool, whole: str) -> None:
+    """BadInput if a runner would start no job in all of its time, since its workflow states too much."""
+    least_s = least_time(workflow, whole_s, is_by_queue)
+    if whole_s <= least_s:
+        raise BadInput(f"{WAIT_REASONS['late'].format(whole, least_s)}: allow more time, or lower the "
+                       "workflow's compute_node_min_time_for_new_jobs_seconds")
 
 
 # ======== 5a. Documents: from a file to blocks of checked fields ========
@@ -4766,7 +4818,7 @@ def check_fit(planner: Planner, skip_checks: bool) -> None:
         if resources is not None and not labels:    # runners with labels are not in allocations
             requirements = planner.workflow['resource_requirements'][resources]
             candidates = schedulers if scheduler is None else [schedulers[scheduler]]
-            reasons = [incompatibility(requirements, candidate) for candidate in candidates]
+            reasons = [incompatibility(planner.workflow, requirements, candidate) for candidate in candidates]
             if all(reasons):
                 block = planner.job_block(first_jobs[kind])
                 shown = '; '.join(reasons[:3]) + ('; ...' if len(reasons) > 3 else '')
@@ -4775,12 +4827,14 @@ def check_fit(planner: Planner, skip_checks: bool) -> None:
                      'resource_requirements')
 
 
-def incompatibility(requirements: Block, scheduler: Block) -> str:
+def incompatibility(workflow: Block, requirements: Block, scheduler: Block) -> str:
     """Why a job with these resources cannot run in a scheduler's allocations, with both numbers, or ''."""
     name = f"'{shorten(scheduler.get('name', ''))}'"
     runtime, walltime = requirements.value('runtime'), scheduler.value('walltime')
-    if parse_duration(runtime) > parse_walltime(walltime):
-        return f'runtime {runtime} is longer than walltime {walltime} of {name}'
+    runtime_s, walltime_s = parse_duration(runtime), parse_walltime(walltime)
+    if runtime_s > min(walltime_s, longest_runtime(workflow, walltime_s)):
+        less = '' if runtime_s > walltime_s else ', less the time of srun_termination_signal'
+        return f'runtime {runtime} is longer than walltime {walltime} of {name}{less}'
     memory, available = requirements.value('memory'), scheduler.get('mem')
     if available and 0 < parse_requested_memory(available) < parse_memory(memory):
         return f'memory {memory} is more than mem {available} of {name}'
@@ -5326,7 +5380,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5349,7 +5403,7 @@ CREATE TABLE workflow (
     compute_node_wait_for_new_jobs_seconds         INTEGER NOT NULL DEFAULT 90,   -- then an idle runner exits
     compute_node_ignore_workflow_completion        BOOL INTEGER NOT NULL DEFAULT 0,
     compute_node_wait_for_healthy_database_minutes INTEGER NOT NULL DEFAULT 20,
-    compute_node_min_time_for_new_jobs_seconds     INTEGER NOT NULL DEFAULT 300,
+    compute_node_min_time_for_new_jobs_seconds     INTEGER,        -- NULL: see least_time
     run_id                  INTEGER NOT NULL DEFAULT 0, -- run generation: 0 until the first initialize
     is_canceled             BOOL INTEGER NOT NULL DEFAULT 0,
     is_archived             BOOL INTEGER NOT NULL DEFAULT 0,
@@ -5446,6 +5500,7 @@ CREATE TABLE compute_node (
     compute_node_type   TEXT NOT NULL,
     scheduler           JSON TEXT,
     labels              JSON TEXT,
+    reason              TEXT,                           -- why it has left, if work was left
     sample_count        INTEGER,
     peak_cpu_percent    REAL,
     avg_cpu_percent     REAL,
@@ -5790,6 +5845,13 @@ ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
 ALTER TABLE scheduled_compute_node ADD COLUMN reason TEXT;
 ALTER TABLE workflow ADD COLUMN watcher JSON TEXT;
 """,
+    11: """
+ALTER TABLE compute_node ADD COLUMN reason TEXT;
+PRAGMA writable_schema = ON;    -- the way to lift NOT NULL (sqlite.org/lang_altertable.html)
+UPDATE sqlite_master SET sql = replace(sql, 'new_jobs_seconds     INTEGER NOT NULL DEFAULT 300',
+                                            'new_jobs_seconds     INTEGER') WHERE name = 'workflow';
+PRAGMA writable_schema = RESET;
+""",
 }
 
 
@@ -6002,7 +6064,7 @@ class Statements:
         names = ', '.join(column.name for column in columns)
         found = self.execute(f'SELECT {names} FROM {table} {where}', parameters)
         return [{column.name: decode_cell(column.codec, cell) for column, cell in zip(columns, row)
-                 if cell is not None}
+                 if cell is not None or column.name == 'compute_node_min_time_for_new_jobs_seconds'}
                 for row in found]
 
     def insert(self, table: str, values: Values) -> int:
@@ -8279,7 +8341,7 @@ def measure_blocked_by_time(context: Context, workflow_id: int) -> Values:
         f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) '
         'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
         'WHERE kind.workflow_id = ? AND labels IS NULL', (workflow_id,))
-    limit_s = max(left_s[end] for end in ends) + CLAIM_GRACE_S
+    limit_s = longest_runtime(get_row(context, 'workflow', workflow_id), max(left_s[end] for end in ends))
     ready = [(runtime_s, count) for runtime_s, count in classes if count]
     answer['runtime_blocked_ready_jobs'] = sum(count for runtime_s, count in ready if runtime_s > limit_s)
     if ready:
@@ -9013,9 +9075,10 @@ def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], pool: NodePool
 
 
 def claim_by_queue(context: Context, workflow_id: int, want: Values) -> Placement:
-    """The next ready jobs by priority and id, whatever they need; on which nodes is the caller's business."""
-    kinds = sorted(ready_kinds(context, workflow_id, want), key=lambda kind: -kind.priority)
-    chosen = []  # type: List[int]
+    """The next ready jobs by priority and id, whatever they need but time; the caller knows where."""
+    limit_s, chosen = parse_time_limit(want), []    # type: Optional[int], List[int]
+    kinds = sorted((kind for kind in ready_kinds(context, workflow_id, want)
+                    if limit_s is None or kind.runtime_s <= limit_s), key=lambda kind: -kind.priority)
     for _, group in itertools.groupby(kinds, key=lambda kind: kind.priority):
         room = want['limit'] - len(chosen)
         if room <= 0:
@@ -9080,7 +9143,7 @@ INCOMPATIBLE_SHOWN = 5
 class Offer(Row):
     """What a runner offers to jobs: one at work, or that of an allocation which is to come."""
     labels: Tuple[str, ...]
-    size: Optional[Capacity]    # of the largest of its nodes; None: it asks for jobs of any size
+    size: Optional[Capacity]    # of the largest of its nodes; None: it asks for jobs of any size (-j)
     num_nodes: int = 1
     limit_s: Optional[int] = None       # it takes jobs up to this runtime, the grace included; None: any
     scheduler_id: Optional[int] = None  # it takes only jobs bound to this one, or to none; None: any
@@ -9134,7 +9197,7 @@ def find_lacks(kind: Kind, offer: Offer, by: str = 'option') -> List[Lack]:
         lacks.append(Lack('labels', 'a runner without --label'))
     if None not in (offer.scheduler_id, kind.scheduler_id) and offer.scheduler_id != kind.scheduler_id:
         lacks.append(Lack('scheduler', f'an allocation of scheduler {kind.scheduler_id}'))
-    for dimension in DIMENSIONS if offer.size is not None else ():
+    for dimension in DIMENSIONS if offer.size is not None else DIMENSIONS[-1:]:
         needs, has = dimension.needs(kind), dimension.has(offer)
         if needs > has:
             show = format_left if dimension.name == 'runtime' else dimension.format
@@ -9153,7 +9216,7 @@ def offer_of(want: Values) -> Offer:
     """What a claim offers: the sizes of the nodes, if it states them, whatever is free of them."""
     labels = tuple(want.get('labels') or ())
     if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
-        return Offer(labels, None)
+        return Offer(labels, None, limit_s=parse_time_limit(want) if want['strategy'] == 'queue' else None)
     sizes = node_sizes(want)
     return Offer(labels, Capacity(*map(max, zip(*sizes))), len(sizes), parse_time_limit(want))
 
@@ -9739,7 +9802,9 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
             'blockers': [explain_job(context, job_id) for job_id in blockers],
             'remarks': explain_interruptions(context, workflow_id, limit) + [
                 {'job_id': job_id, 'job_name': name, 'status': STATUS_NAMES[COMPLETED], 'reason': reason}
-                for job_id, name, reason in remarks], 'ended_allocations': ended}
+                for job_id, name, reason in remarks], 'ended_allocations': ended,
+            'last_runner': next(iter(context.select('compute_node', 'WHERE workflow_id = ? ORDER BY id DESC '
+                                                    'LIMIT 1', (workflow_id,))), None)}
 
 
 def explain_interruptions(context: Context, workflow_id: int, limit: int) -> List[Values]:
@@ -10198,18 +10263,15 @@ def default_count(context: Context, workflow_id: int, scheduler_id: int) -> int:
     needs = allocation_needs(context, workflow_id, scheduler_id)
     if not scheduler['serialize_allocations']:
         return 1
-    least_s = context.value('SELECT compute_node_min_time_for_new_jobs_seconds FROM workflow WHERE id = ?',
-                            (workflow_id,))
-    return count_links(needs['num_jobs'], scheduler['walltime'], needs['runtime_s'], least_s)
+    return count_links(get_row(context, 'workflow', workflow_id), needs['num_jobs'], scheduler['walltime'],
+                       needs['runtime_s'])
 
 
-def count_links(num_jobs: int, walltime: str, runtime_s: int, least_s: int) -> int:
-    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end.
-
-    `least_s`: with less time left, runners with --max-parallel-jobs begin no job, however short it is.
-    """
+def count_links(workflow: Values, num_jobs: int, walltime: str, runtime_s: int) -> int:
+    """Allocations of a chain for so many jobs, one after the other; surplus links are canceled at the end."""
     try:
-        usable_s = parse_walltime(walltime) - max(0, least_s - runtime_s)
+        usable_s = parse_walltime(walltime)
+        usable_s -= max(0, int(least_time(workflow, usable_s, True)) - runtime_s)
     except ValueError:      # Slurm will say so
         usable_s = 0
     jobs_each = max(1, usable_s // runtime_s) if runtime_s else max(1, num_jobs)
@@ -10930,6 +10992,7 @@ class Place(Row):
     reason: str     # why a job that it can take does not run yet, of NEAREST_REASONS
     name: str       # for people
     by: str         # column of DIMENSIONS that says how to change what it offers
+    least_s: float  # of least_time
 
 
 def explain_waiting(context: Context, workflow_id: int, ended: Sequence[int] = ()) -> Values:
@@ -10965,7 +11028,8 @@ def describe_runners(context: Context, workflow_id: int) -> List[Values]:
             'memory_gb': node['memory_gb'], 'num_gpus': node['num_gpus'], 'num_nodes': node['num_nodes'],
             'labels': node.get('labels') or [], 'slurm_job_id': slurm_jobs.get(node['id']),
             'scheduler_config_id': node.get('scheduler_config_id'), 'num_jobs': jobs.get(node['id'], 0),
-            'remaining_seconds': left_s})
+            'remaining_seconds': left_s, 'total_seconds': None if end_time is None else
+            max(0, int(parse_time(end_time) - parse_time(node['start_time'])))})
     return runners
 
 
@@ -10975,17 +11039,18 @@ def describe_allocations(context: Context, workflow_id: int, runners: Sequence[V
     for runner in runners:
         members[runner['slurm_job_id']].append(runner)
     rows = context.rows(
-        'SELECT allocation.id, allocation.scheduler_id, allocation.status, scheduler.id, '
+        'SELECT allocation.id, allocation.scheduler_id, allocation.status, scheduler.id, submission, '
         f'{ALLOCATION_COLUMNS} FROM scheduled_compute_node allocation LEFT JOIN slurm_scheduler scheduler '
         'ON scheduler.id = allocation.scheduler_config_id WHERE allocation.workflow_id = ? '
         "AND allocation.status IN ('pending', 'active') ORDER BY allocation.id", (workflow_id,))
     found = []
-    for allocation_id, slurm_job_id, status, config_id, *cells in rows:
+    for allocation_id, slurm_job_id, status, config_id, settings, *cells in rows:
         mine = members.get(str(slurm_job_id), [])
         left = [runner['remaining_seconds'] for runner in mine]
         found.append({
             'allocation_id': allocation_id, 'slurm_job_id': slurm_job_id, 'status': status,
             'scheduler_config_id': config_id, **describe_scheduler(cells), 'num_runners': len(mine),
+            'max_parallel_jobs': json.loads(settings or '{}').get('max_parallel_jobs'),
             'num_jobs': sum(runner['num_jobs'] for runner in mine),
             'remaining_seconds': max((left_s for left_s in left if left_s is not None), default=None)})
     return found
@@ -11009,17 +11074,20 @@ def due_allocations(context: Context, workflow_id: int) -> List[Values]:
         cells = context.one(f'SELECT {ALLOCATION_COLUMNS} FROM slurm_scheduler scheduler WHERE id = ?',
                             (config.get('scheduler_id'),))
         if cells:
-            found.append(dict(describe_scheduler(cells), action_id=action['id']))
+            found.append(dict(describe_scheduler(cells), action_id=action['id'],
+                              max_parallel_jobs=config.get('max_parallel_jobs')))
     return found
 
 
 def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
                 allocations: Sequence[Values]) -> List[Place]:
     """What runners, and allocations to come, offer; of those that differ in their time alone the longest."""
-    places = [place_of_runner(context, runner) for runner in runners]
+    workflow = get_row(context, 'workflow', workflow_id)
+    places = [place_of_runner(context, workflow, runner) for runner in runners]
     # An active one without a runner was put back into the queue.
-    places += [place_of_allocation(row, 'allocation') for row in allocations if not row['num_runners']]
-    places += [place_of_allocation(row, 'action') for row in due_allocations(context, workflow_id)]
+    places += [place_of_allocation(workflow, row, 'allocation') for row in allocations
+               if not row['num_runners']]
+    places += [place_of_allocation(workflow, row, 'action') for row in due_allocations(context, workflow_id)]
     longest = {}    # type: Dict[Any, Place]
     for place in places:
         key = place.offer._replace(limit_s=None), place.reason
@@ -11030,10 +11098,10 @@ def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
     return list(longest.values())
 
 
-def place_of_runner(context: Context, runner: Values) -> Place:
+def place_of_runner(context: Context, workflow: Values, runner: Values) -> Place:
     """What a runner offers: as it last asked for work, else what its record says."""
     want, left_s = context.service.wants.get(runner['compute_node_id']), runner['remaining_seconds']
-    limit_s = None if left_s is None else left_s + CLAIM_GRACE_S
+    limit_s = None if left_s is None else longest_runtime(workflow, left_s)
     if want:
         offer = offer_of(want)._replace(limit_s=limit_s)
         if want.get('strict'):
@@ -11043,32 +11111,29 @@ def place_of_runner(context: Context, runner: Values) -> Place:
         size = Capacity(runner['num_cpus'] // number, int(runner['memory_gb'] * 1024 ** 3 / number),
                         runner['num_gpus'] // number)
         offer = Offer(tuple(runner['labels']), size, number, limit_s)
-    is_late = offer.size is None and left_s is not None and left_s < min_time_for_new_jobs(context, runner)
-    return Place(offer, 'late' if is_late else 'busy' if runner['num_jobs'] else 'next_turn',
+    least_s = 0 if left_s is None else least_time(workflow, runner['total_seconds'], offer.size is None,
+                                                  bool(runner['slurm_job_id']))
+    return Place(offer, 'late' if (left_s or 0) < least_s else 'busy' if runner['num_jobs'] else 'next_turn',
                  f"compute node {runner['compute_node_id']} ({runner['hostname']})",
-                 'field' if runner['scheduler_config_id'] else 'option')
+                 'field' if runner['scheduler_config_id'] else 'option', least_s)
 
 
-def min_time_for_new_jobs(context: Context, runner: Values) -> int:
-    """So many seconds must be left for a runner that looks at no resources to start a job."""
-    return context.value('SELECT compute_node_min_time_for_new_jobs_seconds FROM workflow WHERE id = '
-                         '(SELECT workflow_id FROM compute_node WHERE id = ?)', (runner['compute_node_id'],))
-
-
-def place_of_allocation(row: Values, what: str) -> Place:
+def place_of_allocation(workflow: Values, row: Values, what: str) -> Place:
     """What an allocation, or that of an action, will offer by its scheduler, which may leave things open."""
     mem, walltime, num_gpus = row['mem'], row['walltime'], row['num_gpus']
     try:
         memory_bytes = parse_requested_memory(mem or '0') or MAX_INTEGER    # 0: all that a node has
-        limit_s = parse_walltime(walltime) + CLAIM_GRACE_S if walltime else None
+        walltime_s = parse_walltime(walltime) if walltime else math.inf
     except ValueError:      # the API takes any text
-        memory_bytes, limit_s = MAX_INTEGER, None
+        memory_bytes, walltime_s = MAX_INTEGER, math.inf
     size = Capacity(row['num_cpus'] or MAX_INTEGER, memory_bytes,
                     MAX_INTEGER if num_gpus is None else num_gpus)
     name = f"{what} {row[f'{what}_id']}"
     if row['scheduler_name']:
         name += f" (scheduler {row['scheduler_name']})"
-    return Place(Offer((), size, row['num_nodes'] or MAX_INTEGER, limit_s), what, name, 'field')
+    offer = Offer((), size, row['num_nodes'] or MAX_INTEGER, longest_runtime(workflow, walltime_s))
+    least_s = least_time(workflow, walltime_s, bool(row['max_parallel_jobs']), True)
+    return Place(offer, 'late' if walltime_s <= least_s else what, name, 'field', least_s)
 
 
 def explain_ready(context: Context, workflow_id: int, places: Sequence[Place]) -> List[Values]:
@@ -11103,7 +11168,7 @@ def explain_kind(kind: Kind, places: Sequence[Place]) -> Tuple[str, str, List[La
     if lacks:
         needs = '; '.join(format_lack(lack, place.name) for lack in lacks)
         return 'lacks', WAIT_REASONS['lacks'].format(needs), lacks
-    return place.reason, WAIT_REASONS[place.reason].format(place.name), []
+    return place.reason, WAIT_REASONS[place.reason].format(place.name, place.least_s), []
 
 
 def explain_actions(context: Context, workflow_id: int) -> List[Values]:
@@ -11148,7 +11213,8 @@ def diagnose_workflow(context: Context, workflow_id: int) -> Values:
         'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
         'WHERE kind.workflow_id = ? AND ready > 0 ORDER BY runtime_s', (workflow_id,))
     number, is_unlimited = sum(count for _, count in runtimes), len(ends) > len(left_s)
-    best_s = left_s[-1] + CLAIM_GRACE_S if left_s and not is_unlimited else math.inf
+    workflow = get_row(context, 'workflow', workflow_id)
+    best_s = longest_runtime(workflow, left_s[-1]) if left_s and not is_unlimited else math.inf
     blocked = sum(count for runtime_s, count in runtimes if runtime_s > best_s)
     longest_s = runtimes[-1][0] if runtimes else 0
     return {'workflow_id': workflow_id, 'active_allocations': len(ends),
@@ -11158,7 +11224,7 @@ def diagnose_workflow(context: Context, workflow_id: int) -> Values:
             'allocation_remaining': measure_span([(seconds, 1) for seconds in left_s]),
             'ready_job_runtime': measure_span(runtimes), 'runtime_blocked_jobs': blocked,
             'allocations_too_short_for_longest':
-                sum(seconds + CLAIM_GRACE_S < longest_s for seconds in left_s),
+                sum(longest_runtime(workflow, seconds) < longest_s for seconds in left_s),
             'runtime_blocked': blocked > 0}
 
 
@@ -12786,7 +12852,7 @@ MODELS = {
         'duration_seconds:float end_time:time hostname:str! id:int is_active:bool labels:[str] '
         'memory_gb:float! num_cpus:int! num_gpus:int! num_nodes:int! peak_cpu_percent:float '
         'peak_memory_bytes:int pid:int! sample_count:int scheduler:any scheduler_config_id:int '
-        'start_time:time! time_limit:str workflow_id:int! identity:str lease_s:float',
+        'start_time:time! time_limit:str workflow_id:int! identity:str lease_s:float reason:str',
     'ComputeNodeMonitorConfig': 'cpu:bool enabled:bool granularity:@MonitorGranularity memory:bool',
     'ComputeNodesResources': 'id:int labels:[str] memory_gb:gigabytes! num_cpus:int! num_gpus:int! '
         'num_nodes:nodes! scheduler_config_id:int time_limit:str',
@@ -12962,9 +13028,9 @@ MODELS = {
     'VersionResponse': 'api_version:str! git_hash:str version:str!',
     'WaitingAction': 'action_id:int! action_type:str! executed:bool! num_allocations:int reason:str! '
         'required_triggers:int! scheduler_name:str trigger_count:int! trigger_type:str!',
-    'WaitingAllocation': 'allocation_id:int! gres:str mem:str num_cpus:int num_gpus:int num_jobs:int! '
-        'num_nodes:int num_runners:int! partition:str remaining_seconds:int scheduler_config_id:int '
-        'scheduler_name:str slurm_job_id:int! status:str! walltime:str',
+    'WaitingAllocation': 'allocation_id:int! gres:str max_parallel_jobs:int mem:str num_cpus:int '
+        'num_gpus:int num_jobs:int! num_nodes:int num_runners:int! partition:str remaining_seconds:int '
+        'scheduler_config_id:int scheduler_name:str slurm_job_id:int! status:str! walltime:str',
     'WaitingExplanation': 'actions:[@WaitingAction]! allocations:[@WaitingAllocation]! '
         'explanation:@WorkflowExplanation! ready:[@WaitingJobs]! runners:[@WaitingRunner]! '
         'status:@WorkflowStatusResponse!',
@@ -12974,7 +13040,7 @@ MODELS = {
     'WaitingLack': 'has:str! name:str! needs:str!',
     'WaitingRunner': 'compute_node_id:int! compute_node_type:str! hostname:str! '
         'labels:[str]! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int! num_nodes:int! '
-        'remaining_seconds:int scheduler_config_id:int slurm_job_id:str',
+        'remaining_seconds:int scheduler_config_id:int slurm_job_id:str total_seconds:int',
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
     'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_losses:bool '
@@ -12987,7 +13053,7 @@ MODELS = {
         'required_triggers:int trigger_count:int trigger_type:str! workflow_id:int!',
     'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! '
         'blockers:[@JobExplanation]! remarks:[@JobExplanation] '
-        'ended_allocations:[@ScheduledComputeNodesModel]',
+        'ended_allocations:[@ScheduledComputeNodesModel] last_runner:@ComputeNodeModel',
     'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int '
         'compute_node_ignore_workflow_completion:bool compute_node_min_time_for_new_jobs_seconds:int '
         'compute_node_wait_for_healthy_database_minutes:int compute_node_wait_for_new_jobs_seconds:int '
@@ -22226,7 +22292,8 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 # rank of the group) grows, or both jobs are in the same stage. Jobs that wait for another job of their stage
 # and for a group that has perhaps not begun by then are in the next stage, too.
 
-END_S = 120                 # so long before its end an allocation stops jobs, by default; see end_of_jobs()
+END_S = 120                 # so much longer than its jobs an allocation is, by default; see plan_times()
+RUNNER_START_S = 30
 RUNNER_MEMORY_MB = 512      # the runner itself, and its sruns: some 100 MB, and 5 MB a step (slurm 22.05)
 MANY_ALLOCATIONS = 50       # of a plan; more of them are said to be many
 MERGED_ALLOCATIONS = 2      # up to so many together, a partition's two groups become one; as in Torc
@@ -22266,13 +22333,13 @@ class JobGraph(Row):
     sets: Sequence[Sequence[int]]
 
 
-def end_of_jobs(execution_config: Optional[Dict[str, Any]]) -> int:
-    """How many seconds before its end an allocation stops jobs: SIGKILL comes sigkill_headroom_seconds before
-    it; steps get whole minutes until then, and other jobs a signal sigterm_lead_seconds before that."""
-    config = dict(EXECUTION_DEFAULTS, **(execution_config or {}))
-    headroom_s, lead_s = (EXECUTION_DEFAULTS[name] if config[name] is None else config[name]
-                          for name in ('sigkill_headroom_seconds', 'sigterm_lead_seconds'))
-    return headroom_s + max(60, lead_s)
+def plan_times(workflow: Dict[str, Any]) -> Dict[str, Any]:
+    """Fields of PlanOptions: what jobs cannot have of an allocation, since its runner has to start, to signal
+    them, and to stop them before the end; and how long it must be for a first job."""
+    config = execution_settings(workflow)
+    lead_s = max(config['sigterm_lead_seconds'], early_lead(workflow))
+    return {'end_s': config['sigkill_headroom_seconds'] + lead_s + RUNNER_START_S,
+            'least_s': least_time(workflow, 0, True) + RUNNER_START_S}
 
 
 class PlanOptions(Row):
@@ -22283,7 +22350,8 @@ class PlanOptions(Row):
     is_single: bool = False                         # one allocation of several nodes for each group
     walltime_s: Optional[int] = None                # in place of what was worked out
     suffix: str = 'scheduler'                       # of the schedulers' names
-    end_s: int = END_S                              # of end_of_jobs()
+    end_s: int = END_S                              # of plan_times(), as the next
+    least_s: float = 0
     max_allocations: Optional[int] = None           # of all groups; longer ones, so that these do
 
 
@@ -22416,7 +22484,7 @@ def nominal_walltime(partition: Partition, longest_s: int, options: PlanOptions)
 def plan_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
     """Walltime that is asked for: at its end, a job that takes all of its runtime has not been stopped."""
     nominal_s = nominal_walltime(partition, longest_s, options)
-    least_s = min(longest_s + options.end_s, partition.max_walltime_secs)
+    least_s = min(max(longest_s + options.end_s, options.least_s), partition.max_walltime_secs)
     return nominal_s if options.walltime_s is not None else max(nominal_s, least_s)
 
 
@@ -22796,8 +22864,8 @@ def generate_spec(document: Document, directory: str, partitions: Sequence[Parti
         raise BadInput('the workflow file has no resource_requirements: allocations are planned by what jobs '
                        'need')
     graph, classes = planned_graph(spec)
-    made = plan_allocations(graph, classes, partitions, options.plan._replace(
-        end_s=end_of_jobs(spec.body['workflow'].get('execution_config'))))
+    made = plan_allocations(graph, classes, partitions,
+                            options.plan._replace(**plan_times(spec.body['workflow'])))
     cure = 'its jobs are left out' if options.skip_checks else \
         'change it, choose another --profile, or leave its jobs out with --skip-checks'
     problems = [misfit_problem(document, classes[number].name, f'{reason}: {cure}')
@@ -23582,8 +23650,6 @@ def step_name(context: Any, attempt: Any) -> str:
     return name_step(context.workflow_id, attempt.id, context.run_id, attempt.attempt_id)
 
 
-STEP_SIGNAL = re.compile(r'(?:[A-Z]+:)?([A-Z0-9]+)(?:@([0-9]+))?\Z', re.IGNORECASE)
-DEFAULT_SIGNAL_LEAD_S = 60      # of --signal without a time (srun(1))
 LEAST_STEP_MB = 30      # of stated memory: the supervisor takes 9; cgroup.conf(5), MinRAMSpace, is 30 as well
 STEP_EXIT_ERROR, STEP_EXIT_IMMEDIATE = 213, 214     # srun's own failures, told from the job's codes
 # What srun(1) takes from the environment, "INPUT ENVIRONMENT VARIABLES" of 20.11 to 25.05: what the batch job
@@ -23626,22 +23692,12 @@ class StepRequest(Row):
     errors_to: str = ''         # path for what the job writes to stderr, if it goes through srun
 
 
-def step_minutes(left_s: float, headroom_s: float) -> Optional[int]:
-    """A step's time limit, when so much is left of the allocation; None if nothing is known of its end.
+def step_minutes(left_s: float) -> Optional[int]:
+    """A step's time limit, when it has so much time; None if nothing is known of its end.
 
-    Rounded down, so that the step ends in time, as TIMEOUT, before the allocation does; 1 at least.
+    Rounded up, 1 at least: the runner ends the step in time, and none may end before.
     """
-    return None if math.isinf(left_s) else max(1, int((left_s - headroom_s) // 60))
-
-
-def parse_step_signal(text: str) -> Optional[Tuple[str, int]]:
-    """'TERM@120' -> ('TERM', 120): what a step is sent so many seconds before its limit. None for nothing."""
-    match = STEP_SIGNAL.match(text.strip())
-    if not match:
-        return None
-    name = match.group(1).upper()
-    lead_s = DEFAULT_SIGNAL_LEAD_S if match.group(2) is None else int(match.group(2))
-    return name[3:] if name.startswith('SIG') else name, lead_s
+    return None if math.isinf(left_s) else max(1, math.ceil(left_s / 60))
 
 
 def step_flags(step: StepRequest) -> List[str]:
@@ -24885,12 +24941,6 @@ def find_rule(rules: Sequence[Dict[str, Any]], return_code: int) -> Optional[Dic
 
 # -------- the settings of a workflow --------
 
-def execution_settings(workflow: Dict[str, Any]) -> Dict[str, Any]:
-    """A workflow's execution_config, with all defaults."""
-    given = workflow.get('execution_config') or {}
-    return dict(EXECUTION_DEFAULTS, **{key: value for key, value in given.items() if value is not None})
-
-
 class MonitorSettings(Row):
     """What is measured, from a workflow's resource_monitor_config."""
     jobs: bool              # each job
@@ -24923,11 +24973,7 @@ def refuse_short_time(workflow: Dict[str, Any], options: RunnerOptions) -> None:
         raise BadInput(f'{left}, but jobs are stopped {lead_s + headroom_s} s before its end, so that none '
                        f'could start: allow more time, or lower sigterm_lead_seconds ({lead_s}) and '
                        f'sigkill_headroom_seconds ({headroom_s}) in execution_config')
-    name = 'compute_node_min_time_for_new_jobs_seconds'
-    least_s = WORKFLOW_DEFAULTS[name] if workflow.get(name) is None else workflow[name]
-    if options.max_parallel_jobs is not None and left_s < least_s:
-        raise BadInput(f'{left}, but with --max-parallel-jobs no job is started when less than {least_s} s '
-                       f"are left: allow more time, or lower the workflow's {name}")
+    refuse_late(workflow, left_s, options.max_parallel_jobs is not None, f'the {left_s:.0f} s until the end')
 
 
 def parse_signal(name: str) -> int:
@@ -26190,11 +26236,12 @@ class OfflineDrain:
 class ClaimPolicy:
     """How much work to ask for: what is free, or several rounds ahead while jobs are short."""
 
-    def __init__(self, options: RunnerOptions, ledger: Ledger, min_time_s: float, attempts: Attempts) -> None:
+    def __init__(self, options: RunnerOptions, ledger: Ledger, workflow: Dict[str, Any],
+                 attempts: Attempts) -> None:
         self.options = options
         self.ledger = ledger
-        self.min_time_s = min_time_s    # the queue strategy claims nothing when less is left
-        self.least_s = -math.inf        # ... nor does any strategy
+        self.workflow = workflow
+        self.least_s = 0.0              # nothing is claimed when less is left
         self.allocation = None          # type: Any  # the Allocation around us
         self.attempts = attempts
         self.backlog = attempts.by_state['claimed']     # in the order of the server
@@ -26220,8 +26267,10 @@ class ClaimPolicy:
         """The `want` of a runner_sync, or None."""
         if time.monotonic() < self.not_before or remaining_s < self.least_s:
             return None
+        time_limit = None if math.isinf(remaining_s) else \
+            format_duration(max(60, longest_runtime(self.workflow, remaining_s)))
         if self.ledger.max_jobs is not None:
-            return self.want_by_queue(remaining_s)
+            return self.want_by_queue(time_limit)
         rounds, ledger = self.rounds(), self.ledger
         if rounds == 1 and (self.backlog or ledger.is_full):
             return None
@@ -26231,14 +26280,11 @@ class ClaimPolicy:
         limit = all_rounds - len(self.backlog) if rounds > 1 else sum(node.num_cpus for node in free)
         if limit <= all_rounds // 2 and rounds > 1 or limit <= 0:
             return None
-        want = {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'nodes': list(free), 'sizes': sizes,
-                'labels': list(self.options.labels) or None, 'time_limit': None,
+        return {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'nodes': list(free), 'sizes': sizes,
+                'labels': list(self.options.labels) or None, 'time_limit': time_limit,
                 'scheduler_config_id': self.allocation and self.allocation.scheduler_config_id,
                 'strict': self.options.is_strict, **self.smallest(free), 'num_nodes': len(free),
                 'total': self.smallest(sizes)}
-        if not math.isinf(remaining_s):
-            want['time_limit'] = format_duration(max(60, remaining_s + CLAIM_GRACE_S))
-        return want
 
     @staticmethod
     def smallest(nodes: Sequence[Capacity]) -> Dict[str, Any]:
@@ -26246,18 +26292,13 @@ class ClaimPolicy:
         num_cpus, memory_bytes, num_gpus = map(min, zip(*nodes))
         return {'num_cpus': num_cpus, 'memory_gb': memory_bytes / 1024 ** 3, 'num_gpus': num_gpus}
 
-    def is_too_late(self, remaining_s: float) -> bool:
-        """Whether nothing more will be claimed, because too little time is left."""
-        is_by_queue = self.ledger.max_jobs is not None
-        return remaining_s < self.least_s or is_by_queue and remaining_s < self.min_time_s
-
-    def want_by_queue(self, remaining_s: float) -> Optional[Dict[str, Any]]:
+    def want_by_queue(self, time_limit: Optional[str]) -> Optional[Dict[str, Any]]:
         """The same for the queue strategy."""
         limit = self.rounds() * self.ledger.max_jobs - self.ledger.num_jobs - len(self.backlog)
         least = max(1, self.ledger.max_jobs * (self.rounds() - 1) // 2)
-        if self.is_too_late(remaining_s) or limit < least:
-            return None
-        return {'strategy': 'queue', 'limit': limit, 'labels': list(self.options.labels) or None}
+        return None if limit < least else {
+            'strategy': 'queue', 'limit': limit, 'labels': list(self.options.labels) or None,
+            'time_limit': time_limit}
 
     def add(self, attempts: Sequence[Attempt]) -> None:
         """Claimed jobs, in the server's order."""
@@ -27203,7 +27244,6 @@ STEP_CREATION_S = 60.0
 STEP_KILL_S = 5.0           # from scancel of a step to SIGKILL for its srun
 STEP_REST_S = 20.0          # from the end of a job, and of what it has left, to that of its srun
 SIGNAL_LEEWAY_S = 60.0      # so much sooner Slurm may send --signal (srun(1))
-OVER_LIMIT_S = 120.0        # Slurm looks at limits each 30 s, and KillWait is 30 s by default
 WATCH_S = 30.0              # between looks at the notes of a step that runs on
 MAX_NAMED_IDS = 500         # of one scancel
 
@@ -27303,8 +27343,7 @@ class Step:
                  'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early_at', 'kill_at',
                  'look_at', 'rest_at')
 
-    def __init__(self, name: str, minutes: Optional[int], early: Optional[Tuple[str, int]],
-                 creation_s: float) -> None:
+    def __init__(self, name: str, minutes: Optional[int], early_at: float, creation_s: float) -> None:
         self.name = name
         self.started = time.monotonic()     # srun
         self.notes = StepNotes()            # as last read
@@ -27315,7 +27354,7 @@ class Step:
         self.given_up = ''                  # we had to end it: what that means, as a sign of STEP_SIGNS
         self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
         self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
-        self.early_at = math.inf if early is None else self.limit_at - early[1]     # the signal before it
+        self.early_at = early_at            # srun_termination_signal
         self.kill_at = math.inf
         self.creation_at = self.started + creation_s    # by then there is a step
         self.look_at = self.started + WATCH_S       # the next look at the notes
@@ -27344,9 +27383,9 @@ class SlurmStarter:
         self.on_no_step = lambda reason: None   # type: Callable[[str], Any]  # nothing can be started now
         self.on_lost_node = lambda index: None  # type: Callable[[int], Any]
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
-        # Steps end by their own limit before, within 30 s (slurmctld looks so often) and its KillWait.
-        headroom_s = context.config['sigkill_headroom_seconds']
-        self.stop_before_s, self.kill_before_s = headroom_s / 2, headroom_s / 4
+        # Their own limit is rounded up, and slurmctld looks each 30 s: it is a second line.
+        self.stop_before_s = context.config['sigkill_headroom_seconds']
+        self.kill_before_s = self.stop_before_s / 2
         launcher.guard(functools.partial(end_steps, self.files.path, self.allocation.job_id))
 
     @property
@@ -27390,19 +27429,25 @@ class SlurmStarter:
                 os.close(descriptor)
         # With the queue strategy it is Slurm that makes jobs wait.
         creation_s = STEP_CREATION_S if attempt.grant.nodes else math.inf
-        self.steps[attempt] = Step(name, request.minutes, self.early, creation_s)
+        self.steps[attempt] = Step(name, request.minutes, self.early_at(), creation_s)
+
+    def time_left(self) -> float:
+        """How many seconds steps have before the runner stops them."""
+        end_time = self.context.end_time()
+        return math.inf if end_time is None else end_time - time.time() - self.stop_before_s
+
+    def early_at(self) -> float:
+        """When steps get the early signal (monotonic): so long before the runner stops them."""
+        return time.monotonic() + self.time_left() - self.early[1] if self.early else math.inf
 
     def request(self, attempt: Attempt, errors_to: str) -> StepRequest:
         """What the step of an attempt is to have."""
         needs, nodes, config = attempt.needs, self.allocation.node_names, self.context.config
         memory_bytes = needs.memory_bytes if needs.memory_bytes > UNSTATED_MEMORY_BYTES else 0
         chosen = [nodes[index] for index in attempt.grant.nodes] if len(nodes) > 1 else ()
-        ends = [end for end in (self.allocation.end_time, self.context.options.end_time) if end is not None]
-        left_s = min(ends, default=math.inf) - time.time()
         return StepRequest(
             self.allocation.job_id, step_name(self.context, attempt), needs.num_cpus, memory_bytes,
-            needs.num_gpus, max(1, needs.num_nodes), chosen,
-            step_minutes(left_s, config['sigkill_headroom_seconds']),
+            needs.num_gpus, max(1, needs.num_nodes), chosen, step_minutes(self.time_left()),
             str(config.get('srun_termination_signal') or ''), bool(config.get('enable_cpu_bind')), errors_to)
 
     def route(self, attempt: Attempt, outputs: Sequence[int], errors: int,
@@ -27465,8 +27510,6 @@ class SlurmStarter:
             reason = 'its srun does not end' if now >= step.rest_at else ''
         elif not notes.number and now >= step.creation_at:
             reason = f'there is still no step after {STEP_CREATION_S:g} s'
-        elif now >= step.limit_at + OVER_LIMIT_S:
-            reason, step.given_up = 'Slurm does not end it at its time limit', 'timeout'
         if reason:
             self.context.log.write(f'Step is given up: {reason}', 'warning', **self.context.names(attempt))
             step.look_at, step.kill_at = math.inf, now
@@ -27631,7 +27674,7 @@ class SlurmStarter:
         number, notes = self.early_number, step.notes
         if not number or number not in (notes.signal_number, (notes.return_code or 0) - 128):
             return False
-        sent_at = step.limit_at - self.early[1] - SIGNAL_LEEWAY_S
+        sent_at = self.early_at() - SIGNAL_LEEWAY_S
         return attempt.process.started + attempt.process.end.wall_s >= sent_at
 
 
@@ -28021,7 +28064,6 @@ GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
 STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
 KERNEL_TIME = re.compile(r'\[([A-Z][^\]]+)\]')
-SHORTEST_STEP_S = 60.0      # Slurm counts minutes
 LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 KERNEL_LOG_S = 3600.0       # of the kernel's log, before the runner began
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
@@ -28402,16 +28444,15 @@ class StepLimits:
 
     def go_on(self) -> None:
         """Lengthen the next one that may run longer."""
-        headroom_s = self.context.config['sigkill_headroom_seconds']
         while self.waiting and not self.is_calling:
-            attempt = self.waiting.popleft()
-            step, end_time = self.starter.steps.get(attempt), self.context.end_time()
-            if step is None or step.is_over or end_time is None:
+            step, left_s = self.starter.steps.get(self.waiting.popleft()), self.starter.time_left()
+            if step is None or step.is_over or math.isinf(left_s):
                 continue
             self.starter.read_notes(step)
-            left_s = end_time - time.time() - headroom_s + time.monotonic() - step.started
-            if step.notes.number and left_s // 60 > (step.limit_at - step.started) / 60:
-                minutes, self.is_calling = int(left_s // 60), True
+            step.early_at = step.early_at if math.isinf(step.early_at) else self.starter.early_at()
+            minutes = step_minutes(left_s + time.monotonic() - step.started)
+            if step.notes.number and minutes > (step.limit_at - step.started) / 60:
+                self.is_calling = True
                 name = f'StepId={self.context.allocation.job_id}.{step.notes.number}'
                 argv = slurm_argv('scontrol', 'update', name, f'TimeLimit={minutes}')
                 self.launcher.query(argv, SLURM_QUERY_S, functools.partial(self.on_reply, step, minutes),
@@ -28423,9 +28464,7 @@ class StepLimits:
         if reply.code:
             self.context.log.write(f'A step keeps its time limit: {explain_reply(reply)}', 'warning')
         else:
-            longer_s = step.started + 60 * minutes - step.limit_at
-            step.limit_at += longer_s
-            step.early_at += longer_s
+            step.limit_at = step.started + 60 * minutes
         self.go_on()
 
 
@@ -28682,6 +28721,8 @@ class Shutdown:
         self.digests = digests
         self.link = link
         self.reason = ''            # why, once it is decided
+        self.left_work = ''         # ... in words, if work was left
+        self.began = time.monotonic()
         self.interrupted_by = None  # type: Optional[int]
         self.is_killed = False      # everything was: a second signal, or the very end
         self.end = math.inf         # monotonic; when the runner must be gone
@@ -28695,6 +28736,9 @@ class Shutdown:
         if end_time is None:
             return
         self.end = self.dispatcher.end = time.monotonic() + end_time - time.time()
+        policy = self.dispatcher.policy
+        policy.least_s = least_time(context.workflow, self.end - self.began,
+                                    policy.ledger.max_jobs is not None, context.in_steps)
         self.last_at = self.end - min(context.config['sigkill_headroom_seconds'] / 2, LEAVE_S)
         self.link.end = self.launcher.last_at = self.last_at
         if self.reason not in SIGNAL_REASONS:
@@ -28709,7 +28753,7 @@ class Shutdown:
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
         if now >= self.stop_at:
-            self.context.say('End time reached: what its own time limit has not ended yet is stopped'
+            self.context.say('End time reached: the time limit, less sigkill_headroom_seconds, is over'
                              if self.context.in_steps else
                              'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
                              'and sigkill_headroom_seconds, is over')
@@ -28763,8 +28807,12 @@ class Shutdown:
             self.context.say(f'Slurm job {self.context.allocation.job_id} is over', 'warning')
             self.on_signal(signal.SIGTERM)
 
-    def leave(self, reason: str, lead_s: float = 0.0) -> None:
-        """Claim nothing more. For one of SIGNAL_REASONS, stop what runs, unless that has begun."""
+    def leave(self, reason: str, lead_s: float = 0.0, words: str = '') -> None:
+        """Claim nothing more. For one of SIGNAL_REASONS, stop what runs, unless that has begun.
+        `words` say why, where work is left: they reach `status` and `explain`."""
+        self.left_work = words
+        if words:
+            self.context.say(f'leaving: {words}', 'warning' if reason == 'output' else 'info')
         has_begun, self.reason = self.reason in SIGNAL_REASONS, reason
         self.dispatcher.close()
         self.launcher.give_up_unkillable()
@@ -28857,22 +28905,19 @@ class ExitRules:
         ignores = context.setting('compute_node_ignore_workflow_completion')
         idle_s = now - pace.worked_at
         is_over = bool(limit_s) and idle_s >= limit_s
-        if policy.is_too_late(self.shutdown.end - now):
-            leave('deadline')
-            least_s = max(policy.min_time_s if policy.ledger.max_jobs is not None else 0, policy.least_s)
-            context.say('leaving: ' + WAIT_REASONS['late'].format(f'{least_s:g}'))
+        if self.shutdown.end - now < policy.least_s:
+            whole = f'its {self.shutdown.end - self.shutdown.began:.0f} s'
+            leave('deadline', words=WAIT_REASONS['late'].format(whole, policy.least_s))
         elif self.watch.loss:
             if is_over:
-                leave('output')
                 waited = f'for {idle_s:.0f} seconds nothing could be started'
-                context.say(f'leaving: {waited}, since {self.watch.loss}', 'warning')
+                leave('output', words=f'{waited}, since {self.watch.loss}')
         elif not (answer.get('claimable', True) or pending or ignores or is_persistent):
-            leave('stuck')
-            context.say('leaving: ' + WAIT_REASONS['stuck'].format(answer['unfinished']))
+            leave('stuck', words=WAIT_REASONS['stuck'].format(answer['unfinished']))
         elif is_over and not pending:
             leave('idle')
-            context.say(f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds). '
-                        'Exiting job runner.')
+            self.shutdown.left_work = f'No jobs claimed for {idle_s:.0f} seconds (limit: {limit_s} seconds)'
+            context.say(f'{self.shutdown.left_work}. Exiting job runner.')
 
 
 class ProgressView:
@@ -29026,9 +29071,8 @@ class Runner:
         self.pace = Pace(options)
         self.link = link = ServerLink(context, client, total_size(nodes), self.attempts, self.pace)
         link.num_nodes = len(nodes)
-        min_time_s = context.setting('compute_node_min_time_for_new_jobs_seconds')
-        ledger = Ledger(nodes, options.max_parallel_jobs)
-        self.policy = ClaimPolicy(options, ledger, min_time_s, self.attempts)
+        self.policy = ClaimPolicy(options, Ledger(nodes, options.max_parallel_jobs), context.workflow,
+                                  self.attempts)
         self.policy.allocation = context.allocation
         self.digests = Digests(self.report_contents)
         scripts, self.starter = Scripts(context, launcher), starter
@@ -29082,7 +29126,6 @@ class Runner:
         accounting.sampler.on_sample = self.monitor.series.add_job
         self.dispatcher.on_started = accounting.add
         self.completions.take_usage = accounting.take_usage
-        self.policy.least_s = self.context.config['sigkill_headroom_seconds'] + SHORTEST_STEP_S
         self.step_limits = StepLimits(self.context, self.launcher, self.starter)
 
     def connect_link(self) -> None:
@@ -29175,7 +29218,8 @@ class Runner:
             self.starter.close()
             self.launcher.kill_children()
             figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.shutdown.end - time.monotonic())))
-            figures['duration_seconds'] = time.monotonic() - self.began
+            figures.update(duration_seconds=time.monotonic() - self.began,
+                           reason=self.shutdown.left_work or None)
             counts = self.completions.counts
             self.link.leave(counts['failed'] > 0, counts['terminated'] > 0, figures)
 
@@ -29889,9 +29933,6 @@ def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Di
 # -------- why jobs failed, and what may help --------
 
 LOST_RETRIES = 3        # a job that was lost so often, in all runs, is not run again by itself
-# The runner gives a job so much less than it asked for when the end of an allocation cuts it off: claims are
-# generous (8c), and what is left after the headroom is rounded down to a minute.
-CUT_OFF_S = CLAIM_GRACE_S + 120
 
 
 class FailureClass(Row):
@@ -29913,8 +29954,8 @@ FAILURE_CLASSES = {
 REASON_SIGNS = (
     ('memory', re.escape(STEP_OUTCOMES['memory'].meaning) + r'|used \d+MB of memory, and its limit was '
                r'|killed by the kernel for lack of memory '),
-    ('timeout', re.escape(STEP_OUTCOMES['timeout'].meaning)),
-    ('deadline', r"stopped: the runner's time is over"),
+    ('timeout', re.escape(STEP_OUTCOMES['timeout'].meaning) + "|stopped: the runner's time is over"
+                '|ended by .*, shortly before the time limit of its Slurm step'),
     ('unknown', 'stopped: its timeout is over|declared output files are missing: |'
                 + re.escape(STEP_OUTCOMES['canceled'].meaning)),
 )
@@ -29938,18 +29979,17 @@ class Failure(Row):
 def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
     """(cause, sentence) from Slurm's state of its step, or what its runner wrote; ('', '') without any."""
     result, reason = use.result, use.result.get('reason') or ''
-    cause = STEP_CAUSES.get(STEP_STATES.get(state, ''), '')
-    if cause:
-        return cause, f'Slurm says {state} of its step'
-    sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
-    if result['return_code'] == ORPHAN_RETURN_CODE and ALLOCATION_TIMEOUT.search(reason):
-        sign = 'deadline'
-    if sign == 'deadline':
-        # Cut off long before it had the time that it asked for, it needs no more of it.
-        is_early = seconds_of(result) + CUT_OFF_S < TIMEOUT_SHARE * limit_of('Runtime', use.needs)
-        sign = 'lost' if is_early else 'timeout'
-    if not sign and result['return_code'] == ORPHAN_RETURN_CODE:
-        return 'lost', reason or 'its runner went away'
+    sign = STEP_CAUSES.get(STEP_STATES.get(state, ''), '')
+    if sign:
+        reason = f'Slurm says {state} of its step'
+    elif result['return_code'] == ORPHAN_RETURN_CODE:
+        sign = 'timeout' if ALLOCATION_TIMEOUT.search(reason) else 'lost'
+        reason = reason or 'its runner went away'
+    else:
+        sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
+    if sign == 'timeout' and seconds_of(result) < limit_of('Runtime', use.needs):
+        # It needs no more time than it asked for: its allocation had too little left.
+        sign = 'lost'
     return sign, reason if sign else ''
 
 
@@ -30048,7 +30088,7 @@ def why_left(failure: Failure, rules: RemedyRules) -> str:
         return FAILURE_CLASSES[failure.kind].meaning
     losses = rules.losses.get(failure.job_id, 0)
     if failure.kind == 'lost' and losses >= LOST_RETRIES and 'unknown' not in rules.kinds:
-        return f'was lost {losses} times: it may be what brings its node down'
+        return f'was lost {losses} times: it may need longer allocations, or be what brings its node down'
     return ''
 
 
@@ -30297,18 +30337,15 @@ def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) ->
 
 
 def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str, Any]],
-                 least_s: int) -> List[Renewal]:
-    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id.
-
-    `least_s`: see count_links.
-    """
+                 workflow: Dict[str, Any]) -> List[Renewal]:
+    """The links that chains need beside the supply. `schedulers` are those of the workflow, by id."""
     renewals, levels = [], find_levels(demand.graph) if demand.chains else []
     for chain_id, members in sorted(demand.chains.items()):
         block, jobs = schedulers[chain_id], [job for job, _ in members]
         runtime_s, first = max(runtime_s for _, runtime_s in members), min(levels[job] for job in jobs)
         # What is first of them waits for none of the others.
         gates = [demand.job_ids[job] for job in jobs if levels[job] == first] if first else []
-        count = count_links(len(jobs), block['walltime'], runtime_s, least_s)
+        count = count_links(workflow, len(jobs), block['walltime'], runtime_s)
         count = math.ceil(count - supply.take(Stage(jobs, [], count), runtime_s) - 1e-9)
         if count:
             renewals.append(Renewal(block, bool(first), True, jobs, [RenewedStage(gates, count)], chain_id))
@@ -30971,7 +31008,11 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str,
         found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
     for row in (why or {}).get('ended_allocations', ())[:ENDED_SHOWN] if not status['is_complete'] else ():
         found.append(('canceled', f"allocation {row['id']} is {row['status']}: {row['reason']}"))
-    if counts['ready'] and not (is_part or status['is_canceled'] or status['active_compute_nodes']):
+    is_idle = counts['ready'] and not (status['is_canceled'] or status['active_compute_nodes'])
+    last = (why or {}).get('last_runner') or {}
+    if is_idle and last.get('reason'):
+        found.append(('ready', f"compute node {last['id']} ({last['hostname']}) left: {last['reason']}"))
+    if is_idle and not is_part:
         # Who has allocations does not want the work of hours to be done on a login node.
         has_slurm = status.get('pending_scheduled_nodes') or status.get('active_scheduled_nodes')
         what = f'an allocation: {program} explain' if has_slurm else f'a runner: {program} run'
@@ -35124,6 +35165,8 @@ def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
             'resource_monitor': exec_monitor(args)}
     if args['description']:
         spec['description'] = utf8_text(args['description'])
+    if args['min_time_for_new_jobs'] is not None:
+        spec['compute_node_min_time_for_new_jobs_seconds'] = args['min_time_for_new_jobs']
     if args['retries']:
         rule = {'match_all_exit_codes': True, 'max_retries': args['retries'] + 1}   # which counts attempts
         spec['failure_handlers'] = [{'name': 'retries', 'rules': [rule]}]
@@ -35235,9 +35278,13 @@ def refuse_without_schedules(session: Session, actions: Sequence[Dict[str, Any]]
 
 
 def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], settings: Dict[str, Any]) -> None:
-    """Refuse what no script could be made of, before anything is created or claimed."""
+    """Refuse what no script could be made of, or starts no job, before anything is created or claimed."""
     if scheduler.get('serialize_allocations') and settings.get('prefix'):
         raise BadInput('--job-prefix does not go with serialize_allocations, whose jobs share a name')
+    with contextlib.suppress(ValueError):       # sbatch says so
+        walltime = scheduler.get('walltime') or ''
+        refuse_late(workflow, parse_walltime(walltime), 'max_parallel_jobs' in settings,
+                    f"the {walltime} of scheduler {scheduler['name']}")
     submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
                             AllocationNeeds(), '', True)
     format_batch_script(submission, Site(), Caller('', '', ''))
@@ -36609,15 +36656,14 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
         partitions = [row for row in partitions if row.max_walltime_secs >= options.walltime] or partitions
     suffix = time.strftime('regen_%Y%m%d_%H%M%S', time.gmtime())
     made = plan_allocations(demand.graph, demand.classes, partitions, options.plan._replace(
-        walltime_s=options.walltime, suffix=suffix, end_s=end_of_jobs(workflow.get('execution_config'))))
+        walltime_s=options.walltime, suffix=suffix, **plan_times(workflow)))
     problems = [f"resource_requirements '{shorten(demand.classes[number].name)}' fits no partition of "
                 f'{profile.name}: {reason}' for number, reason in made.problems]
     if problems and not (made.schedulers or demand.chains):
         raise BadInput(problems[0])
     supply = Supply(demand, [row for row in found['allocations'] if row['slurm_job_id'] not in gone[0]])
     renewals = renew(demand, made, supply, account)
-    renewals += renew_chains(demand, supply, schedulers,
-                             workflow['compute_node_min_time_for_new_jobs_seconds'])
+    renewals += renew_chains(demand, supply, schedulers, workflow)
     warnings = [f'{problem}; its jobs keep what they have' for problem in problems] + made.warnings
     warnings += [f'{row.name}: a walltime of {format_walltime(row.walltime_s)} is longer than the '
                  f'{format_walltime(row.partition.max_walltime_secs)} of {row.partition.name}'
@@ -37018,9 +37064,10 @@ class Recovery:
         """What may be done about the failures."""
         losses = collections.Counter()      # type: collections.Counter[int]
         if any(failure.kind == 'lost' for failure in self.failures):
-            losses.update(item['job_id'] for item in self.session.items(
-                'list_results', workflow_id=self.workflow_id, return_code=ORPHAN_RETURN_CODE, all_runs=True)
-                if item['status'] == 'failed')      # others had only been claimed
+            codes = ORPHAN_RETURN_CODE, execution_settings(self.workflow)['timeout_exit_code']
+            losses.update(item['job_id'] for code in codes for item in self.session.items(
+                'list_results', workflow_id=self.workflow_id, return_code=code, all_runs=True)
+                if item['status'] == 'failed' or code > 0)      # others had only been claimed
         return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
                            self.find_ceiling(), losses)
 
@@ -37029,7 +37076,7 @@ class Recovery:
         if self.mode != 'slurm' or not any(lacking(failure.use, RemedyRules(self.multipliers, self.kinds))
                                            for failure in self.failures):
             return lambda needs, resource: None
-        walltime, end_s = self.options.walltime, end_of_jobs(self.workflow.get('execution_config'))
+        walltime, end_s = self.options.walltime, plan_times(self.workflow)['end_s']
         if self.choice is not None:
             walltime = parse_walltime(self.chosen_scheduler()['walltime'])
         given = None if walltime is None else Ceiling(max(0, walltime - end_s),
@@ -38643,6 +38690,8 @@ COMMANDS = (
         Argument('--timeout', 'DURATION', 'stop each job after this time, such as 90s or 2h', parse_span),
         Argument('--print', '', "print each job's stdout and stderr when it ends"),
         Argument('-k --keep-order', '', 'the same, in the order of the commands'), *RUN_OPTIONS,
+        Argument('--min-time-for-new-jobs', 'SECONDS', 'with -j: start no job when less of the time limit is '
+                 'left (default 300, at most a tenth of it)', at_least(0, parse_whole_seconds)),
         Argument('--monitor', 'WHAT', 'off, summary or time-series, of jobs (default summary)',
                  one_of(*MONITOR_WORDS)),
         Argument('--monitor-compute-node', 'WHAT', 'the same of nodes (default off)', one_of(*MONITOR_WORDS)),
@@ -39317,7 +39366,8 @@ Steps or processes
     node.
 The end of the time
     Nothing is started that would not end in time. What still runs is stopped `sigkill_headroom_seconds`
-    before the end, with return code 152, unless it saves its work and exits 0 before.
+    before the end, with return code 152, unless it saves its work and exits 0 before. With
+    `srun_termination_signal: TERM@120` a signal comes 120 s before that, and runtimes must fit with these.
 Preemption, lost nodes
     Slurm starts the allocation again. Jobs that were interrupted are ready again, which costs no retry.
     Those of an allocation that somebody has canceled have failed (-128): `recover` runs them again.
