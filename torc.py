@@ -28996,10 +28996,7 @@ def cancel_surplus(context: NodeContext, client: Any, ask: Callable[[List[str]],
 
 
 def note_requeue(context: NodeContext, client: Any, ask: Callable[[List[str]], Reply]) -> None:
-    """A runner was ended by Slurm: if its job waits in the queue again, so does the record.
-
-    If somebody has canceled it, the record says that.
-    """
+    """A runner was ended by Slurm: if its job was canceled, or waits again, so says the record."""
     allocation = context.allocation
     if allocation.canceled and allocation.record_id is not None:
         body = {'status': 'canceled', 'reason': allocation.canceled}
@@ -35466,10 +35463,7 @@ def ask_site() -> Callable[[Optional[str]], Site]:
 
 
 def warn_of_schedulers(session: Session, submissions: Sequence[Submission]) -> None:
-    """Say which chains are none, because their schedulers have a dependency of their own: the last counts.
-
-    And of which allocations, in mode direct, the runner uses one node: jobs that call srun have no limits.
-    """
+    """Say which allocations leave nodes idle, and which chains are none: a dependency in extra counts."""
     config = submissions[0].workflow.get('execution_config') or {}
     wide = {item.scheduler.get('name'): None for item in submissions if (item.scheduler.get('nodes') or 1) > 1
             and not item.settings.get('start_one_worker_per_node')}
