@@ -25682,7 +25682,7 @@ class TableTest(unittest.TestCase):
 
     def test_csv_has_a_header_always_and_a_line_for_each_row(self):
         self.assertEqual('A,B\n', torc.format_csv(['A', 'B'], []))
-        self.assertEqual('A,B\na\\n\\tb\\x1b,"x,""y"""\ntrue,\n',
+        self.assertEqual('A,B\na\\n\\tb\\x1b,"x,""y"""\nyes,\n',
                          torc.format_csv(['A', 'B'], [['a\n\tb\x1b', 'x,"y"'], [True, None]]))
 
     def test_no_text_in_csv_is_a_formula_and_numbers_stay_numbers(self):
@@ -26585,7 +26585,7 @@ class ObjectTest(CommandTest):
 
     def test_a_column_may_be_left_out(self):
         self.make()
-        self.assertEqual('ID,Name,Status,Priority,Elapsed', self.text('-f csv jobs list 1 -x command -x "compute node"').splitlines()[0])
+        self.assertEqual('ID,Name,Status,Priority,Elapsed,Code,Reason', self.text('-f csv jobs list 1 -x command -x "compute node"').splitlines()[0])
 
     def test_what_is_not_given_stays(self):
         self.make()
@@ -27848,7 +27848,7 @@ class AccountCommandTest(CommandTest):
         self.assertNotIn('cpu_percent', second)
         self.assertEqual([2], [item['job_id'] for item in self.json('slurm stats 1 --job-id 2')['items']])
         self.assertEqual([], self.json('slurm stats 1 --run-id 7')['items'])
-        self.assertEqual('Job ID,Run,Attempt,Slurm Job,Max RSS,Max VM,Ave CPU (s),CPU %,Nodes',
+        self.assertEqual('Job ID,Run,Attempt,Slurm Job,Max RSS,Max VM,Ave CPU (s),CPU %,Nodes,Job Name',
                          self.text('slurm stats 1 -f csv').splitlines()[0])
         self.assertRegex(self.text('slurm stats 1'), r'first +. +1 .* 41 .* 2.0GB .* 30.00 . 50.0%')
 
