@@ -25046,8 +25046,8 @@ def is_copied(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> b
         return False
     try:
         return not os.path.samefile(*paths)
-    except OSError:     # one is gone: it was moved
-        return False
+    except OSError:     # if one is gone, it was moved
+        return not any(map(is_missing, paths))
 
 
 def refuse_foreign_output(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> None:
@@ -25261,7 +25261,8 @@ class OutputDirectory:
         """Whether files cannot be made there any more. OSError."""
         held = (self.top, self.stdio)
         if not all(os.access('.', os.W_OK | os.X_OK, dir_fd=directory.descriptor) for directory in held):
-            return f'the output directory {self.path} is read-only'
+            mine, whose = self.top.found.st_uid == os.geteuid(), describe_owner(self.top.found)
+            return f'the output directory {self.path} is read-only' + ('' if mine else f': it {whose}')
         if asks_size and self.stdio.is_full():
             return f'the disk of the output directory {self.path} is full'
         for directory in held if tries else ():
