@@ -12804,7 +12804,8 @@ def disown_allocations(context: Context) -> None:
         submitted_by = json.loads(text or '{}').get('database', '')
         with contextlib.suppress(OSError):      # nothing tells, or it is gone: ours was moved
             if os.stat(submitted_by).st_ino != os.stat(context.store.file_path).st_ino:
-                set_allocation_status(context, get_row(context, 'scheduled_compute_node', record_id), 'canceled',
+                record = get_row(context, 'scheduled_compute_node', record_id)
+                set_allocation_status(context, record, 'canceled',
                                       f'it is of the database {submitted_by}, of which this one is a copy')
 
 
