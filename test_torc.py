@@ -3184,71 +3184,14 @@ class StoreTest(unittest.TestCase):
             plan = str(connection.execute('EXPLAIN QUERY PLAN ' + query, ids).fetchall())
         self.assertIn('INTEGER PRIMARY KEY', plan)
 
-    # What MIGRATIONS add, as SCHEMA has it.
-    ADDED_SINCE_1 = (r'\n    reason            TEXT,.*', r'\n    reason              TEXT,.*', r'\n    is_interrupted    BOOL INTEGER.*',
-                     r'(?s)CREATE TABLE identity .*?INSERT INTO identity [^\n]*\n',
-                     r'\n    is_declared .*', r',\n    is_run_zero .*\n    spec_path .*\n    watcher .*',
-                     r'\nCREATE INDEX job_by_name .*',
-                     r',\n    failure           TEXT .*')
-
-    def open_first_version(self, rows: str) -> Any:
-        """A database of the first version with these rows, opened by today's program."""
-        old = torc.SCHEMA
-        for pattern in self.ADDED_SINCE_1:
-            old, count = re.subn(pattern, '', old)
-            self.assertGreater(count, 0, pattern)
-        old = old.replace('lease_s', 'lease_until').replace('new_jobs_seconds     INTEGER,', 'new_jobs_seconds     INTEGER NOT NULL DEFAULT 300,')
-        old = re.sub(r',( *-- pending, active, complete, canceled\n)(?: +(?:submission|made_for|submitter\w*|reason) .*\n)+', r'\1', old)
-        with contextlib.closing(sqlite3.connect(self.path)) as connection:
-            connection.executescript(old + rows + 'PRAGMA user_version = 1;')
-        return self.open()
-
-    def test_the_first_version_migrates_to_what_a_new_database_has(self):
-        def described(store: Any) -> Dict[str, Any]:
-            names = store.ids("SELECT name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'")
-            return {name: {row[1:] for row in store.rows(f'PRAGMA table_info({name})')} for name in names}
-
-        with contextlib.closing(torc.Store(self.path + '.new')) as new:
-            self.assertEqual(described(new), described(self.open_first_version('')))
-
-    def test_a_database_of_the_first_version_goes_on_and_keeps_reasons(self):
-        store = self.open_first_version('''
-            INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('old', 'u', 't', 1);
-            INSERT INTO job (workflow_id, name, command, kind_id, status) VALUES (1, 'a', 'false', 1, 6);
-            INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code,
-                                exec_time_minutes, completion_time, status)
-                VALUES (1, 1, 1, 1, 3, 0, 't', 6);
-            ''')
-        self.assertEqual('return code 3', torc.explain_job(torc.Service(store).context(), 1)['reason'])
-        with store.transaction():
-            torc.update_row(torc.Service(store).context(), 'result', 1, {'reason': 'no luck'})
-        row = torc.read_row(torc.Service(store).context(), 'result', 1)
-        self.assertEqual(('no luck', 'a'), (row['reason'], row['job_name']))
-        with contextlib.closing(torc.Store(self.path + '.new')) as new:
-            self.assertEqual(new.columns('result'), store.columns('result'))
-
-    def test_a_runner_of_the_first_version_keeps_its_jobs_until_its_next_word_is_due(self):
-        node = ("(workflow_id, hostname, pid, start_time, is_active, num_cpus, memory_gb, num_gpus, num_nodes, "
-                "compute_node_type, lease_until) VALUES (1, 'h', 1, 't', 1, 1, 1, 0, 1, 'local', ")
-        store = self.open_first_version(f"""
-            INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('old', 'u', 't', 1);
-            INSERT INTO compute_node {node} 1700000000.5); INSERT INTO compute_node {node} NULL);
-            """)
-        self.assertEqual([630.0, None], store.ids('SELECT lease_s FROM compute_node'))
-        with store.transaction():
-            self.assertEqual([], torc.release_lost_nodes(torc.Service(store).context(), lambda *runner: None))
-
-    def test_a_database_of_the_first_version_knows_its_runs_by_one_number(self):
-        store = self.open_first_version("INSERT INTO workflow (name, user, timestamp, run_id) VALUES ('begun', 'u', 't', 1), "
-                                        "('new', 'u', 't', 0);")
-        columns = [column.name for column in store.columns('workflow')]
-        with contextlib.closing(torc.Store(os.path.join(self.directory, 'fresh.db'))) as fresh:
-            self.assertEqual(columns, [column.name for column in fresh.columns('workflow')])
-        with store.transaction():
-            context = torc.Service(store).context()
-            torc.initialize_jobs(context, 2)
-            states = [torc.workflow_state(context, number) for number in (1, 2)]
-            self.assertEqual([(1, False), (1, True)], [(state.run_id, state.is_run_zero) for state in states])
+    def test_a_database_of_a_development_version_is_refused_with_the_cure(self):
+        self.open().close()
+        for version in range(1, torc.SCHEMA_VERSION):
+            with contextlib.closing(sqlite3.connect(self.path)) as connection:
+                connection.execute(f'PRAGMA user_version = {version}')
+            before = read_bytes(self.path)
+            self.assertRaisesRegex(torc.BadInput, rf'by a development version of torc.py \(schema {version}\): finish .* --db', self.open)
+            self.assertEqual(before, read_bytes(self.path))
 
     def test_a_database_and_its_copies_have_one_identity_and_no_other_has_it(self):
         first = self.identity(self.path)
@@ -3258,11 +3201,6 @@ class StoreTest(unittest.TestCase):
             torc.keep_copy(store.connection, self.path + '.kept')
         self.assertEqual([first] * 3, [self.identity(path) for path in (self.path, self.path + '.copy', self.path + '.kept')])
         self.assertNotEqual(first, self.identity(self.path + '.new'))
-
-    def test_a_database_without_an_identity_gets_one_and_keeps_it(self):
-        self.open_first_version('').close()
-        self.assertEqual(1, len({self.identity(self.path) for _ in range(2)}))
-        self.assertTrue(os.path.exists(self.path + '.v1'))
 
     @staticmethod
     def identity(path: str) -> str:
@@ -3292,30 +3230,6 @@ class StoreTest(unittest.TestCase):
         code = 'import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0).execute("BEGIN IMMEDIATE")'
         other = subprocess.run([sys.executable, '-c', code, self.path], stderr=subprocess.PIPE)
         self.assertIn(b'database is locked', other.stderr)      # reading it did not drop our locks
-
-    def test_rows_of_a_database_of_the_first_version_count_as_the_files(self):
-        store = self.open_first_version('''
-            INSERT INTO workflow (name, user, timestamp) VALUES ('w', 'u', 't');
-            INSERT INTO resource_requirements (workflow_id, name, memory_bytes, runtime_s)
-                VALUES (1, 'r', 1, 1);
-            INSERT INTO slurm_scheduler (workflow_id, account) VALUES (1, 'a');
-            INSERT INTO failure_handler (workflow_id, name, rules) VALUES (1, 'h', '[]');
-            INSERT INTO job (workflow_id, name, command, kind_id)
-                VALUES (1, 'a', 'c', 1), (1, 'spawned', 'c', 1);
-            INSERT INTO spawn (job_id, workflow_id, caller_id, lineage, generation) VALUES (2, 1, 1, 'a', 1);
-            INSERT INTO file (workflow_id, name, path) VALUES (1, 'f', 'p');
-            INSERT INTO user_data (workflow_id, name) VALUES (1, 'd'), (1, '__torc_lineage__a__g000001');
-            INSERT INTO workflow_action (workflow_id, trigger_type, action_type, action_config, is_recovery)
-                VALUES (1, 'on_workflow_start', 'run_commands', '{}', 0),
-                       (1, 'on_workflow_start', 'run_commands', '{}', 1);
-            ''')
-        tables = ('resource_requirements', 'slurm_scheduler', 'failure_handler', 'job', 'file', 'user_data',
-                  'workflow_action')
-        declared = {table: store.ids(f'SELECT id FROM {table} WHERE is_declared = 1') for table in tables}
-        self.assertEqual(dict.fromkeys(tables, [1]), declared)
-        with contextlib.closing(torc.Store(self.path + '.new')) as new:
-            for table in ('workflow', *tables):
-                self.assertEqual(sorted(new.columns(table)), sorted(store.columns(table)), table)
 
     def test_a_transaction_happens_whole_or_not_at_all(self):
         store = self.open()

@@ -5803,56 +5803,8 @@ CREATE VIEW result_view AS
     SELECT result.*, job.name AS job_name FROM result CROSS JOIN job ON job.id = result.job_id;
 """
 
-# Version -> the SQL that leads to it from the version before.
-MIGRATIONS = {
-    2: 'ALTER TABLE result ADD COLUMN reason TEXT;',
-    3: 'ALTER TABLE result ADD COLUMN is_interrupted BOOL INTEGER NOT NULL DEFAULT 0;',
-    4: """CREATE TABLE identity (id TEXT NOT NULL);
-          INSERT INTO identity (id) VALUES (lower(hex(randomblob(16))));""",
-    5: 'ALTER TABLE workflow ADD COLUMN is_run_zero BOOL INTEGER NOT NULL DEFAULT 0;',
-    6: """
-ALTER TABLE workflow              ADD COLUMN spec_path   TEXT;
-ALTER TABLE resource_requirements ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE slurm_scheduler       ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE failure_handler       ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE job                   ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE file                  ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE user_data             ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE workflow_action       ADD COLUMN is_declared BOOL INTEGER NOT NULL DEFAULT 0;
-UPDATE resource_requirements SET is_declared = 1;      -- of older rows nobody knows; most come from a file
-UPDATE slurm_scheduler SET is_declared = 1;
-UPDATE failure_handler SET is_declared = 1;
-UPDATE job SET is_declared = 1 WHERE id NOT IN (SELECT job_id FROM spawn);
-UPDATE file SET is_declared = 1;
-UPDATE user_data SET is_declared = 1 WHERE substr(name, 1, 16) <> '__torc_lineage__';
-UPDATE workflow_action SET is_declared = 1 WHERE is_recovery = 0;
-""",
-    7: """
-CREATE INDEX job_by_name ON job (workflow_id, name);
-ALTER TABLE workflow_action ADD COLUMN failure TEXT;
-""",
-    8: """
-ALTER TABLE compute_node RENAME COLUMN lease_until TO lease_s;
-UPDATE compute_node SET lease_s = 630 WHERE lease_s IS NOT NULL;   -- the longest, until its next request
-""",
-    9: """
-ALTER TABLE scheduled_compute_node ADD COLUMN submission JSON TEXT;
-ALTER TABLE scheduled_compute_node ADD COLUMN made_for INTEGER;
-ALTER TABLE scheduled_compute_node ADD COLUMN submitter TEXT;
-ALTER TABLE scheduled_compute_node ADD COLUMN submitter_until REAL;
-""",
-    10: """
-ALTER TABLE scheduled_compute_node ADD COLUMN reason TEXT;
-ALTER TABLE workflow ADD COLUMN watcher JSON TEXT;
-""",
-    11: """
-ALTER TABLE compute_node ADD COLUMN reason TEXT;
-PRAGMA writable_schema = ON;    -- the way to lift NOT NULL (sqlite.org/lang_altertable.html)
-UPDATE sqlite_master SET sql = replace(sql, 'new_jobs_seconds     INTEGER NOT NULL DEFAULT 300',
-                                            'new_jobs_seconds     INTEGER') WHERE name = 'workflow';
-PRAGMA writable_schema = RESET;
-""",
-}
+# Version -> the SQL that leads to it from the version before; none has been released yet.
+MIGRATIONS = {}     # type: Dict[int, str]
 
 
 # ======== 6a. Capacity: what nodes have, what is taken of it, and where a job fits ========
@@ -6666,13 +6618,15 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
         raise BadInput(f'{path} is a database of another program; give another place with --db')
     if version == SCHEMA_VERSION:
         return
+    wanted = range(version + 1, SCHEMA_VERSION + 1) if version else ()
+    if not MIGRATIONS.keys() >= set(wanted):
+        raise BadInput(f'{path} was made by a development version of torc.py (schema {version}): finish its '
+                       'workflows with that one, and give another place with --db')
     if version:
         with writing(f'{path}.v{version}', '--db'):
             keep_copy(connection, f'{path}.v{version}')
-    steps = [SCHEMA, f'PRAGMA application_id = {new_log_number()};']
-    if version:
-        steps = [MIGRATIONS[step] for step in range(version + 1, SCHEMA_VERSION + 1)]
-    script = ''.join(steps)
+    script = (''.join(MIGRATIONS[step] for step in wanted) or
+              f'{SCHEMA} PRAGMA application_id = {new_log_number()};')
     connection.executescript(f'BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;')
 
 
