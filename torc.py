@@ -30871,8 +30871,10 @@ def format_record(record: Dict[str, Any]) -> str:
 
 
 def with_nulls(record: Dict[str, Any], keys: Iterable[str]) -> Dict[str, Any]:
-    """A record in which these keys are, null where nothing is known."""
-    return {**record, **{key: None for key in keys if key not in record}}
+    """A record of an answer, in which these keys are now, null where nothing is known."""
+    for key in keys:
+        record.setdefault(key, None)
+    return record
 
 
 def format_lines(lines: Iterable[str]) -> str:
