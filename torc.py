@@ -35239,7 +35239,7 @@ def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], setting
     with contextlib.suppress(ValueError):       # sbatch says so
         walltime = scheduler.get('walltime') or ''
         refuse_late(workflow, parse_walltime(walltime), 'max_parallel_jobs' in settings,
-                    f"the {walltime} of scheduler {scheduler['name']}")
+                    f"the {walltime} of scheduler {scheduler.get('name')}")
     submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
                             AllocationNeeds(), '', True)
     format_batch_script(submission, Site(), Caller('', '', ''))
