@@ -15096,11 +15096,6 @@ class Signer:
         return self.sign('piece', self.requests, self.pieces, hashlib.sha256(data).hexdigest())
 
 
-def prove_token(token: bytes, challenge: str, port: int) -> str:
-    """What older clients ask for before they send the token: only its server on this port can know it."""
-    return hmac.new(token, f'{challenge} {port}'.encode('latin-1', 'replace'), hashlib.sha256).hexdigest()
-
-
 @contextlib.contextmanager
 def keeping(what: str) -> Iterator[None]:
     """Answer 503 if a body or an answer cannot be written to disk."""
@@ -16037,11 +16032,11 @@ class AccessPolicy(Row):
 class Authenticator:
     """Judges by the head of a request who has sent it. Holds the secrets, and no connection."""
 
-    def __init__(self, policy: AccessPolicy, server_id: str, port: int) -> None:
+    def __init__(self, policy: AccessPolicy, server_id: str) -> None:
         self.token = policy.token.encode()
         self.users = policy.users
         self.lets_anonymous = policy.lets_anonymous
-        self.server_id, self.port = server_id, port
+        self.server_id = server_id
         self.nobody = Identity(ANONYMOUS, False)
         # who asks with the token, or where there is none
         self.owner = Identity(user_name() if self.token else ANONYMOUS, True)
@@ -16054,8 +16049,7 @@ class Authenticator:
             if challenge:   # a client wants a proof that we know the token, and to sign from then on
                 signer = Signer(self.token, challenge.group(1), secrets.token_hex(16), self.server_id)
                 return self.owner._replace(signer=signer, proof={
-                    'nonce': signer.nonce, 'server_id': self.server_id, 'signed_proof': signer.proof,
-                    'proof': prove_token(self.token, challenge.group(1), self.port)})
+                    'nonce': signer.nonce, 'server_id': self.server_id, 'signed_proof': signer.proof})
         if signer is not None and authorization.startswith(SIGNATURE_SCHEME):
             digest = signer.check_request(authorization, head.method, f'{head.path}?{head.query}')
             if digest:
@@ -17108,7 +17102,7 @@ class Server:
         self.traffic = Traffic(store.now)
         self.refusals = RefusalLog()
         self.responder = Responder(self.service)
-        self.access = Authenticator(policy, self.id, listener.getsockname()[1])
+        self.access = Authenticator(policy, self.id)
         self.connections = Connections(self.selector, listener, tls, self.traffic)
         self.connections.on_received, self.connections.on_sent = self.read_request, self.on_sent
         self.connections.on_error, self.connections.on_closed = self.refuse, self.on_closed
@@ -17718,7 +17712,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
     database = os.path.abspath(options.database)
     path = database + '.connection'
     content = dict(
-        describe_process(), url=urls[0], candidates=urls, server_id=server_id, signs=True, database=database,
+        describe_process(), url=urls[0], candidates=urls, server_id=server_id, database=database,
         inode=0 if options.snapshot_interval_s is not None else file_identity(database)[1],     # 0: changes
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
         in_memory=options.snapshot_interval_s is not None, is_volatile=options.is_volatile,
@@ -18420,12 +18414,12 @@ def explain(error: Exception) -> str:
 # registered, wherever its database is; a new embedded database.
 #
 # A connection file is trusted only after its server has proved that it knows the token, for a port may have
-# changed hands; from then on requests and answers are signed with it (Signer), and it is never sent, but to a
-# server of an older torc.py, which a connection file without `signs` is of. That exchange also makes sure
-# that an embedded server on the point of leaving has let us in: from then on it stays until we close. Who
-# knows the user by a password only cannot prove anything: a password goes to a server that was named, and to
-# no other. What was sent once is not sent again by itself, unless it only reads: the caller knows better. A
-# stream of events takes a connection of its own, and goes on where it left off when that is lost.
+# changed hands; from then on requests and answers are signed with it (Signer), and it is never sent. That
+# exchange also makes sure that an embedded server on the point of leaving has let us in: from then on it stays
+# until we close. Who knows the user by a password only cannot prove anything: a password goes to a server that
+# was named, and to no other. What was sent once is not sent again by itself, unless it only reads: the caller
+# knows better. A stream of events takes a connection of its own, and goes on where it left off when that is
+# lost.
 #
 # Over https a connection file names the one certificate to accept; without one it is as with any https
 # server.
@@ -18893,11 +18887,7 @@ class Connector:
             return connection
         token = read_token(self.token_file)
         signer = Signer(token.encode(), challenge, said.get('nonce', ''), said.get('server_id', ''))
-        is_old = bool(server) and not server.get('signs')
-        old_proof = prove_token(token.encode(), challenge, connection.address.port)
-        if is_old and hmac.compare_digest(said.get('proof', ''), old_proof):
-            connection.fields += f'authorization: Bearer {token}\r\n'     # older servers know no other way
-        elif not is_old and hmac.compare_digest(said.get('signed_proof', ''), signer.proof) \
+        if hmac.compare_digest(said.get('signed_proof', ''), signer.proof) \
                 and server.get('server_id') in (None, said['server_id']):
             connection.signer, connection.most_bytes = signer, math.inf
         else:
