@@ -22793,7 +22793,7 @@ class AllocationPartsTest(PartTest):
     def test_a_runner_submits_what_it_is_handed_and_reports_it(self):
         part = self.submissions()
         self.assertIsNone(torc.Submissions(self.context(), None, None, None).wanted())
-        self.assertEqual({'directory', 'output_dir', 'poll_interval', 'claim_backoff_max_secs'},
+        self.assertEqual({'directory', 'output_dir', 'poll_interval', 'claim_backoff_max_secs', 'prefix'},
                          set(part.wanted()))
         part.on_answer(self.handed_out(7, 8, 9))
         part.on_answer(self.handed_out(7))      # the answer before was lost

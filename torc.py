@@ -18415,11 +18415,11 @@ def explain(error: Exception) -> str:
 #
 # A connection file is trusted only after its server has proved that it knows the token, for a port may have
 # changed hands; from then on requests and answers are signed with it (Signer), and it is never sent. That
-# exchange also makes sure that an embedded server on the point of leaving has let us in: from then on it stays
-# until we close. Who knows the user by a password only cannot prove anything: a password goes to a server that
-# was named, and to no other. What was sent once is not sent again by itself, unless it only reads: the caller
-# knows better. A stream of events takes a connection of its own, and goes on where it left off when that is
-# lost.
+# exchange also makes sure that an embedded server on the point of leaving has let us in: from then on it
+# stays until we close. Who knows the user by a password only cannot prove anything: a password goes to a
+# server that was named, and to no other. What was sent once is not sent again by itself, unless it only
+# reads: the caller knows better. A stream of events takes a connection of its own, and goes on where it left
+# off when that is lost.
 #
 # Over https a connection file names the one certificate to accept; without one it is as with any https
 # server.
