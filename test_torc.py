@@ -18915,7 +18915,7 @@ class SupervisorTest(WorldTest):
 # ======== 14e. Accounting ========
 
 class AccountTextTest(unittest.TestCase):
-    """Rows of squeue, sstat and sacct -> figures of steps."""
+    """Rows of sstat and sacct -> figures of steps."""
     # Recorded from Slurm 22.05.8 (notes on a real Slurm), then the forms of other versions.
     SACCT = textwrap.dedent("""\
         st.sh||||||node[1-2]
@@ -18966,14 +18966,8 @@ class AccountTextTest(unittest.TestCase):
         self.assertEqual({'wf1_j1_r1_a1': 3072},
                          {name: record.max_rss_bytes for name, record in records.items()})
 
-    def test_numbers_of_steps_in_every_kind_of_job(self):
-        text = ('STEPID|NAME\n10.1|wf1_j2_r1_a1\n26_5.7|wf1_j3_r1_a1\n13+0.2|wf1_j4_r1_a1\n10.batch|batch\n'
-                '10.extern|wf1_j5_r1_a1\n10|wf1_j6_r1_a1\n')
-        self.assertEqual({'wf1_j2_r1_a1': '1', 'wf1_j3_r1_a1': '7', 'wf1_j4_r1_a1': '2'},
-                         torc.read_step_numbers(text))
-
     def test_samples_of_sstat_with_and_without_the_ids(self):
-        text = ('13.0|00:00:01|64704K\n13.batch|00:00:00|1K\n13.2|1-00:00:00.5|\n13.3||\n13.4|00:00:01|1K\n'
+        text = ('13.0|00:00:01|64704K\n13.batch|00:00:00|1K\n13+0.2|1-00:00:00.5|\n26_5.3||\n26_5.4|00:00:01|1K\n'
                 'sstat: chatter\n')
         self.assertEqual({'0': (1.0, 66256896), '2': (86400.5, None)},
                          torc.read_step_samples(text, {'0', '2', '3'}))
@@ -19044,8 +19038,6 @@ class SlurmFuzzTest(unittest.TestCase):
                 self.assertTrue(all(isinstance(name, str)
                                     for name in itertools.islice(torc.expand_node_word(text), 100)))
                 self.assertTrue(all(len(row) == 3 for row in torc.read_slurm_rows(text, 3)))
-                self.assertTrue(all(re.match('[0-9]+$', number)
-                                    for number in torc.read_step_numbers(text).values()))
                 for sample in torc.read_step_samples(text, self.NUMBERS).values():
                     self.assertTrue(self.is_size(sample.cpu_s, float)
                                     and self.is_size(sample.memory_bytes, int))
@@ -21741,13 +21733,13 @@ class LostNodeStepTest(SlurmStepCase):
 # ======== 16f. Runner's accounting ========
 
 class ScriptedSlurm:
-    """A launcher whose squeue, sstat and sacct know these steps, and answer late or not at all."""
+    """A launcher whose sstat and sacct know these steps, and answer late or not at all."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.numbers = {}       # type: Dict[str, int]  # name -> number of the steps that run
         self.records = {}       # type: Dict[str, str]  # name -> the rest of its row in sacct
-        self.latency_s = {'squeue': 0.02, 'sstat': 0.1, 'sacct': 0.05}
+        self.latency_s = {'sstat': 0.1, 'sacct': 0.05}
         self.failures = {}      # type: Dict[str, Any]  # program -> Reply
         self.calls = []         # type: List[Tuple[float, List[str]]]
         self.waiting = []       # type: List[Tuple[float, Any, Any]]
@@ -21762,11 +21754,6 @@ class ScriptedSlurm:
         reply = self.failures.get(argv[0]) or getattr(self, argv[0])(argv)
         reply = timed_out if latency_s >= limit_s else reply
         self.waiting.append((self.clock.now + latency_s, on_reply, reply))
-
-    def squeue(self, argv: List[str]) -> Any:
-        """All steps."""
-        lines = [f'7.{number}|{name}\n' for name, number in self.numbers.items()]
-        return torc.Reply(0, '7.batch|batch\n' + ''.join(lines), '')
 
     def sstat(self, argv: List[str]) -> Any:
         """Each has used half a CPU since the beginning of time, and a megabyte."""
@@ -21795,7 +21782,7 @@ class ScriptedSlurm:
 
 
 class AccountingTest(PartTest):
-    """What the runner asks squeue, sstat and sacct, and when."""
+    """What the runner asks sstat and sacct, and when."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -21810,6 +21797,8 @@ class AccountingTest(PartTest):
         self.server.context.allocation = types.SimpleNamespace(job_id='7')
         self.slurm = ScriptedSlurm(self.clock)
         self.accounting = torc.Accounting(self.server.context, self.slurm, self.server)
+        self.visible = {}       # type: Dict[Any, str]  # attempt -> number of its step
+        self.accounting.sampler.number_of = lambda attempt: self.visible.get(attempt, '')
         self.rows = self.server.accounting
         self.began = self.clock.now
 
@@ -21831,8 +21820,13 @@ class AccountingTest(PartTest):
         attempt = self.attempt('running', number)
         self.accounting.add(attempt)
         if is_visible:
-            self.slurm.numbers[f'wf1_j{number}_r1_a1'] = number
+            self.show(attempt)
         return attempt
+
+    def show(self, attempt: Any) -> None:
+        """Slurm has created the step of an attempt."""
+        self.slurm.numbers[f'wf1_j{attempt.id}_r1_a1'] = attempt.id
+        self.visible[attempt] = str(attempt.id)
 
     def finish(self, attempt: Any, row: Optional[str] = None) -> Any:
         """A step ends; it is on record at once, or not yet."""
@@ -21851,25 +21845,15 @@ class AccountingTest(PartTest):
     BAD = '2M||||00:00:05|n1|OUT_OF_MEMORY|0:125'
     AWAY = 'sacct: error: Problem talking to the database: Connection refused'
 
-    # ---- numbers and samples ----
+    # ---- samples ----
 
-    def test_one_squeue_numbers_all_new_steps(self):
-        first, second = self.begin(1), self.begin(2)
-        self.assertEqual('', self.accounting.step_id_of(first))
-        self.advance(5)
-        self.assertEqual(('7.1', '7.2', [0.2]), (self.accounting.step_id_of(first),
-                                                 self.accounting.step_id_of(second), self.calls('squeue')))
-        self.assertEqual(['squeue', '--steps', '-j', '7', '-o', '%i|%j', '--noheader'],
-                         self.slurm.calls[0][1])
-
-    def test_a_step_that_squeue_does_not_know_is_asked_for_five_times_and_then_once_a_sample(self):
+    def test_a_step_that_slurm_has_not_created_yet_is_sampled_as_soon_as_it_has(self):
         attempt = self.begin(1, is_visible=False)
         self.advance(25)
-        self.assertEqual([0.2, 0.4, 0.6, 0.9, 1.1, 10.0, 20.0], self.calls('squeue'))
-        self.slurm.numbers['wf1_j1_r1_a1'] = 3
+        self.assertEqual([], self.calls('sstat'))
+        self.show(attempt)
         self.advance(10)
-        self.assertEqual(('7.3', 8, [30.0]), (self.accounting.step_id_of(attempt), len(self.calls('squeue')),
-                                              self.calls('sstat')))
+        self.assertEqual([30.0], self.calls('sstat'))
 
     def test_one_sstat_an_interval_samples_all_steps_and_the_first_gives_no_cpu_percent(self):
         samples = []    # type: List[Any]
@@ -21889,12 +21873,11 @@ class AccountingTest(PartTest):
                           'avg_cpu_percent': 50.0},
                          {name: round(value, 1) for name, value in usage.items()})
 
-    def test_without_a_monitor_of_jobs_numbers_are_asked_for_but_no_samples(self):
+    def test_without_a_monitor_of_jobs_nothing_is_sampled(self):
         self.start(resource_monitor_config={'enabled': False})
         attempt = self.begin(1)
         self.advance(60)
-        self.assertEqual(('7.1', [], {}), (self.accounting.step_id_of(attempt), self.calls('sstat'),
-                                           attempt.account.usage.fields()))
+        self.assertEqual(([], {}), (self.calls('sstat'), attempt.account.usage.fields()))
 
     def test_a_step_that_has_ended_is_not_asked_for_and_what_sstat_says_of_it_is_debug(self):
         first, second = self.begin(1), self.begin(2)
@@ -21910,12 +21893,10 @@ class AccountingTest(PartTest):
         self.assertEqual([], self.progress.messages)
 
     def test_a_program_that_takes_long_is_asked_less_often(self):
-        self.slurm.latency_s.update(sstat=4.0, squeue=1.0)
-        self.begin(1, is_visible=False)
-        self.begin(2)
+        self.slurm.latency_s['sstat'] = 4.0
+        self.begin(1)
         self.advance(120)
-        self.assertEqual([0.2, 10.0, 21.0, 32.0], self.calls('squeue')[:4])
-        self.assertEqual([11, 56, 101], [round(at) for at in self.calls('sstat')])
+        self.assertEqual([10, 54, 98], [round(at) for at in self.calls('sstat')])
 
     def test_what_was_sampled_and_what_the_end_tells_go_into_the_result_together(self):
         attempt = self.begin(1)
@@ -21931,7 +21912,6 @@ class AccountingTest(PartTest):
         self.accounting.drop(attempt)
         again = self.begin(1)
         self.advance(3)
-        self.assertEqual('7.1', self.accounting.step_id_of(again))
         self.accounting.drop(again)
         self.advance(100)
         self.assertEqual(([], []), (self.rows, self.calls('sacct')))
@@ -22092,9 +22072,8 @@ class AccountingTest(PartTest):
         for number in range(1000):
             self.begin(number)
         self.assertEqual({'sstat': 6.0}, self.minute())
-        self.assertEqual([0.2], self.calls('squeue'))
 
-    def test_steps_that_come_and_go_all_the_time_cost_twenty_calls_a_minute(self):
+    def test_steps_that_come_and_go_all_the_time_cost_eight_calls_a_minute(self):
         advance, running = self.advance, collections.deque()    # type: Any, collections.deque
         numbers = itertools.count(1)
 
@@ -22106,7 +22085,6 @@ class AccountingTest(PartTest):
                     self.finish(running.popleft(), self.GOOD)
         self.advance = churn    # type: ignore
         calls = self.minute()
-        self.assertLessEqual(calls['squeue'], 13)
         self.assertLessEqual(calls['sstat'], 6)
         self.assertLessEqual(calls['sacct'], 2)
 
@@ -22137,7 +22115,7 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
 
     def begin(self, **fakes: str) -> None:
         """An accounting of it, which samples each second, with these programs in place of the real ones."""
-        real = {name: f'exec {name} "$@"' for name in ('squeue', 'sstat', 'sacct')}
+        real = {name: f'exec {name} "$@"' for name in ('sstat', 'sacct')}
         self.fakes = self.world.fake_slurm(**dict(real, **fakes))
         self.stack.enter_context(self.world.inside())
         self.alive = self.launcher()
@@ -22145,6 +22123,13 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
         self.server = self.link(resource_monitor_config=monitor)
         self.server.context.allocation = types.SimpleNamespace(job_id=self.job_id)
         self.accounting = torc.Accounting(self.server.context, self.alive, self.server)
+        self.accounting.sampler.number_of = lambda attempt: self.step_id_of(attempt).rpartition('.')[2]
+
+    def step_id_of(self, attempt: Any) -> str:
+        """The id of the step of an attempt, while Slurm knows it."""
+        rows = (line.split() for line in
+                self.bed.ask('squeue', '-h', '-s', '-j', self.job_id, '-o', '%i %j').splitlines())
+        return {name: step_id for step_id, name in rows}.get(f'wf1_j{attempt.id}_r1_a1', '')
 
     def step(self, number: int, *command: str) -> Any:
         """Start a step."""
@@ -22176,7 +22161,7 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
         """Whether these have."""
         return all(attempt.process.end is not None for attempt in attempts)
 
-    def test_steps_are_numbered_sampled_and_accounted_for_as_slurm_itself_says(self):
+    def test_steps_are_sampled_and_accounted_for_as_slurm_itself_says(self):
         self.begin()
         attempts = [self.burn(number, code=7 * (number == 2)) for number in (1, 2, 3)]
         self.drive(lambda: self.ended(*attempts), 'the steps', 180)
@@ -22187,7 +22172,6 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
         said = self.steps_of(self.job_id)
         for attempt, row in zip(attempts, sorted(self.server.accounting, key=lambda row: row['job_id'])):
             known = said[f'wf1_j{attempt.id}_r1_a1']
-            self.assertEqual(known['JobID'], self.accounting.step_id_of(attempt))
             self.assertEqual((attempt.id, self.job_id, torc.parse_slurm_memory(known['MaxRSS']),
                               known['NodeList']),
                              tuple(row[key]
@@ -22197,7 +22181,6 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
             usage = attempt.account.usage.fields()
             self.assertGreater(usage['peak_memory_bytes'], 100 << 20)
             self.assertTrue(0 < usage['avg_cpu_percent'] <= usage['peak_cpu_percent'] < 300, usage)
-        self.assertLessEqual(len(self.fakes.calls('squeue')), 12)
         self.assertLessEqual(len(self.fakes.calls('sacct')), 2)
 
     def test_a_step_that_somebody_cancels_and_one_that_is_too_large_are_told_by_their_states(self):
@@ -22205,7 +22188,7 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
         killed = self.step(1, 'sleep', '1000')
         large = self.step(2, sys.executable, '-S', '-c',
                           'import time; x = bytearray(600 << 20); time.sleep(100)')
-        step_id = self.drive(lambda: self.accounting.step_id_of(killed), 'the number')
+        step_id = self.drive(lambda: self.step_id_of(killed), 'the number')
         self.bed.ask('scancel', step_id)
         self.drive(lambda: self.ended(killed, large), 'the ends')
         states = [self.drive(lambda: self.accounting.state_of(attempt), 'the state').state

@@ -24027,7 +24027,6 @@ def explain_step_failure(text: str) -> str:
 # Pure functions from their output to the fields of results and of slurm_stats. A figure that is zero or
 # missing was mostly not gathered: it never replaces one that is known.
 
-STEP_FORMAT = '%i|%j'               # of squeue --steps
 SSTAT_FORMAT = 'JobID,AveCPU,MaxRSS'
 # The fields of the page "Slurm Job Step Monitoring", in its order, and what else is asked for behind them.
 SACCT_FORMAT = 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State,ExitCode'
@@ -24069,12 +24068,6 @@ def step_number(step_id: str) -> str:
     """'13.2', '26_5.2', '13+0.2' -> '2', which names the step within its job; '' for '13', '13.batch'."""
     number = step_id.rpartition('.')[2]
     return number if '.' in step_id and SLURM_NUMBER.match(number) else ''
-
-
-def read_step_numbers(text: str) -> Dict[str, str]:
-    """Output of squeue in STEP_FORMAT -> name of a step -> its number. Of several with a name the last."""
-    rows = [(name, step_number(step_id)) for step_id, name in read_slurm_rows(text, 2)]
-    return {name: number for name, number in rows if number}
 
 
 def read_step_samples(text: str, numbers: Set[str]) -> Dict[str, StepSample]:
@@ -27444,6 +27437,13 @@ class SlurmStarter:
         if text:    # a file system that fails for a moment must not make a step one that has not begun
             step.notes = parse_step_notes(text)
 
+    def number_of(self, attempt: Attempt) -> str:
+        """The number of its step within the Slurm job; '' while there is none."""
+        step = self.steps[attempt]
+        if not step.notes.number:
+            self.read_notes(step)
+        return step.notes.number if step.notes.number.isdigit() else ''
+
     def watch(self, attempt: Attempt, step: Step, now: float) -> None:
         """End a step that was never created, whose processes have gone, or that Slurm does not end."""
         notes, step.look_at = step.notes, now + WATCH_S
@@ -27661,21 +27661,16 @@ def make_starter(context: NodeContext, launcher: Launcher) -> Any:
 
 # ======== 16f. Runner's accounting: sstat while steps run, sacct when they have ended ========
 #
-# A part of a runner (see 16c). One squeue numbers all new steps, one sstat samples all, one sacct reads all
-# that have ended. None is waited for. However many steps there are, there is at most
+# A part of a runner (see 16c). One sstat samples all steps, one sacct reads all that have ended. Neither is
+# waited for. However many steps there are, there is at most
 #
-# * a round of STEP_TRIES squeues, STEP_PAUSE_S apart, when steps have begun, and mostly the first one has all
-#   numbers; while steps keep beginning a round each sample;
 # * an sstat each sample;
 # * a sacct each SACCT_PAUSE_S while the end of a job cannot be judged without it, else each SACCT_BATCH_S.
 #
 # A program that takes long is asked less often. What a controller or an accounting that is down does not say
 # is missing in the results, and nothing else happens.
 
-STEP_TRIES = 5
-STEP_PAUSE_S = 0.2
-ROUND_GAP_S = 1.0           # between two rounds of these; doubled while steps keep beginning
-STEP_QUERY_S = 30.0         # limit of squeue and sstat
+STEP_QUERY_S = 30.0         # limit of sstat
 MAX_NAMED_STEPS = 5000      # in a command line, of which Linux allows 128 kB a word
 SACCT_TRIES = 6
 SACCT_PAUSE_S = 5.0
@@ -27689,11 +27684,10 @@ PATIENCE = 10               # a program is left alone so many times as long as i
 
 class StepAccount:
     """What is known of the step of an attempt."""
-    __slots__ = ('name', 'number', 'usage', 'ended_at', 'tries', 'record', 'is_awaited', 'is_over')
+    __slots__ = ('name', 'usage', 'ended_at', 'tries', 'record', 'is_awaited', 'is_over')
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.number = ''            # within the job, once squeue has said it
         self.usage = StepUsage()
         self.ended_at = math.inf    # monotonic
         self.tries = 0              # answers of sacct since then
@@ -27703,98 +27697,45 @@ class StepAccount:
 
 
 class StepSampler:
-    """Numbers of steps, by squeue, and what they use, by sstat."""
+    """What steps use while they run, by sstat."""
 
     def __init__(self, context: NodeContext, launcher: Launcher) -> None:
         self.context = context
         self.launcher = launcher
         self.settings = monitor_settings(context.workflow)
         self.running = {}           # type: Dict[Attempt, StepAccount]
-        self.unnumbered = {}        # type: Dict[Attempt, StepAccount]  # ... of which the number is not known
-        self.is_asking = self.is_sampling = False
-        self.tries = 0              # left of the current round of questions
-        self.round_at = -math.inf   # monotonic, as all that follow; when it began
-        self.ask_at = math.inf
-        self.sample_at = math.inf
-        self.round_gap_s = 0.0      # between this round and the next
-        self.must_sample = False    # as soon as nothing is asked
+        self.is_sampling = False
+        self.sample_at = math.inf   # monotonic
+        self.number_of = lambda attempt: ''     # type: Callable[[Attempt], str]  # of its step; '': none yet
         self.on_sample = bool       # type: Callable[..., Any]  # gets attempt, time, CPU percent, bytes, 1
 
     def add(self, attempt: Attempt) -> None:
         """A step was started."""
-        self.running[attempt] = self.unnumbered[attempt] = attempt.account
-        now = time.monotonic()
-        if self.ask_at == math.inf and not self.is_asking:
-            self.plan_round(now)
-        if self.sample_at == math.inf:
-            self.sample_at = now + self.settings.interval_s
-
-    def plan_round(self, now: float) -> None:
-        """Ask for numbers soon; the more often steps begin, the longer they wait for it."""
-        is_rare = now - self.round_at > self.settings.interval_s
-        self.round_gap_s = ROUND_GAP_S if is_rare else min(2 * self.round_gap_s, self.settings.interval_s)
-        self.round_at = now if is_rare else max(now, self.round_at + self.round_gap_s)
-        self.tries, self.ask_at = STEP_TRIES, self.round_at + STEP_PAUSE_S
+        self.running[attempt] = attempt.account
+        if self.sample_at == math.inf and self.settings.jobs:
+            self.sample_at = time.monotonic() + self.settings.interval_s
 
     def drop(self, attempt: Attempt) -> None:
         """It has ended."""
         self.running.pop(attempt, None)
-        self.unnumbered.pop(attempt, None)
         if not self.running:
-            self.ask_at = self.sample_at = math.inf
+            self.sample_at = math.inf
 
     def due(self) -> float:
         """The next question."""
-        return min(math.inf if self.is_asking else self.ask_at, self.sample_at)
+        return self.sample_at
 
     def act(self, now: float) -> None:
-        """Ask what is to be asked: numbers first, since new steps are to be sampled, too."""
+        """Ask for samples."""
         if now >= self.sample_at:
-            self.sample_at, self.must_sample = now + self.settings.interval_s, self.settings.jobs
-            if self.unnumbered:
-                self.ask_at = now
-        if now >= self.ask_at and not self.is_asking:
-            self.ask_numbers(now)
-        if self.must_sample and not (self.is_asking or self.is_sampling):
-            self.must_sample = False
-            self.ask_samples(now)
-
-    def query(self, argv: List[str], on_reply: Callable[[Reply], Any]) -> None:
-        """Ask, and log at the debug level what goes wrong: mostly a step has just ended."""
-        def on_end(reply: Reply) -> None:
-            if reply.code or reply.err:
-                self.context.log.write(f'{argv[0]}: {explain_reply(reply)}', 'debug')
-            on_reply(reply)
-        self.launcher.query(argv, STEP_QUERY_S, on_end, query_variables())
-
-    # ---- numbers ----
-
-    def ask_numbers(self, now: float) -> None:
-        """One squeue for all steps."""
-        self.is_asking, self.ask_at = True, math.inf
-        argv = slurm_argv('squeue', '--steps', '-j', self.context.allocation.job_id, '-o', STEP_FORMAT,
-                          '--noheader')
-        self.query(argv, functools.partial(self.on_numbers, now, list(self.unnumbered)))
-
-    def on_numbers(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
-        """Take numbers in; ask again if one is missing of those that were there."""
-        self.is_asking, now = False, time.monotonic()
-        numbers = read_step_numbers(reply.out)
-        for attempt, step in list(self.unnumbered.items()):
-            if step.name in numbers:
-                step.number = numbers[step.name]
-                del self.unnumbered[attempt]
-        self.tries = max(0, self.tries - 1)
-        if self.tries and any(attempt in self.unnumbered for attempt in asked):
-            self.ask_at = now + max(STEP_PAUSE_S, PATIENCE * (now - asked_at))
-        elif not self.unnumbered.keys() <= set(asked):     # what began meanwhile
-            self.plan_round(now)
-
-    # ---- samples ----
+            self.sample_at = now + self.settings.interval_s
+            if not self.is_sampling:
+                self.ask_samples(now)
 
     def ask_samples(self, now: float) -> None:
-        """One sstat for all steps whose numbers are known."""
-        asked = {step.number: attempt for attempt, step in self.running.items() if step.number}
+        """One sstat for all steps that are there. What goes wrong is debug: mostly a step has just ended."""
+        asked = {self.number_of(attempt): attempt for attempt in self.running}
+        asked.pop('', None)
         if not asked:
             return
         self.is_sampling, job_id = True, self.context.allocation.job_id
@@ -27802,11 +27743,14 @@ class StepSampler:
         if len(asked) > MAX_NAMED_STEPS:
             which = ['-j', job_id, '--allsteps']
         argv = slurm_argv('sstat', *which, '--format', SSTAT_FORMAT, '-P', '-n')
-        self.query(argv, functools.partial(self.on_samples, now, asked))
+        self.launcher.query(argv, STEP_QUERY_S, functools.partial(self.on_samples, now, asked),
+                            query_variables())
 
     def on_samples(self, asked_at: float, asked: Dict[str, Attempt], reply: Reply) -> None:
         """Take samples in. All count for the same moment."""
         now, at, self.is_sampling = time.monotonic(), int(time.time()), False
+        if reply.code or reply.err:
+            self.context.log.write(f'sstat: {explain_reply(reply)}', 'debug')
         if self.sample_at != math.inf:
             self.sample_at = max(self.sample_at, now + PATIENCE * (now - asked_at))
         for number, sample in read_step_samples(reply.out, set(asked)).items():
@@ -27965,11 +27909,6 @@ class Accounting:
         """Its step has ended."""
         self.sampler.drop(attempt)
         self.records.add(attempt)
-
-    def step_id_of(self, attempt: Attempt) -> str:
-        """Its step as scancel wants it, '1234.5'; '' while that is not known."""
-        step = attempt.account
-        return f'{self.context.allocation.job_id}.{step.number}' if step and step.number else ''
 
     def state_of(self, attempt: Attempt) -> Optional[StepRecord]:
         """What sacct says of its end: None for "later", and a StepRecord without anything for "never"."""
@@ -29067,6 +29006,7 @@ class Runner:
         self.starter.on_lost_node = self.policy.ledger.lose
         accounting.records.leaving = lambda: self.shutdown.reason
         accounting.sampler.on_sample = self.monitor.series.add_job
+        accounting.sampler.number_of = self.starter.number_of
         self.dispatcher.on_started = accounting.add
         self.completions.take_usage = accounting.take_usage
         self.step_limits = StepLimits(self.context, self.launcher, self.starter)
