@@ -35817,11 +35817,6 @@ PARTITION_COLUMNS = ('name=name, cpus=cpus:1, memory=memory:1, walltime=walltime
                      'shared=shared:2, explicit=explicit:3')
 
 
-def chosen_profile(session: Session, name: Optional[str]) -> Profile:
-    """The cluster that a command was given, or that this machine belongs to."""
-    return find_profile(name, read_config())
-
-
 def cmd_hpc_list(session: Session, args: Arguments) -> int:
     """The clusters that are known without asking Slurm."""
     rows = [{'name': profile.name, 'display': profile.display_name, 'partitions': len(profile.partitions),
@@ -35871,7 +35866,7 @@ def partition_cells(partition: Partition) -> Dict[str, Any]:
 
 def cmd_hpc_show(session: Session, args: Arguments) -> int:
     """Everything that is known of a cluster."""
-    profile = chosen_profile(session, args['name'])
+    profile = find_profile(args['name'], read_config())
     value = dict(profile._asdict(), detection=list(profile.detection),
                  metadata={'documentation': None, 'support_email': None, **profile.metadata},
                  partitions=[partition_record(partition) for partition in profile.partitions])
@@ -35889,7 +35884,7 @@ def cmd_hpc_show(session: Session, args: Arguments) -> int:
 
 def cmd_hpc_partitions(session: Session, args: Arguments) -> int:
     """The partitions of a cluster."""
-    found = [partition for partition in chosen_profile(session, args['name']).partitions
+    found = [partition for partition in find_profile(args['name'], read_config()).partitions
              if (partition.gpus or not args['gpu']) and (partition.shared or not args['shared'])]
     session.show_list(headings_of(PARTITION_COLUMNS), list(map(partition_cells, found)), 'partitions',
                       list(map(partition_row, found)))
@@ -35898,7 +35893,7 @@ def cmd_hpc_partitions(session: Session, args: Arguments) -> int:
 
 def cmd_hpc_match(session: Session, args: Arguments) -> int:
     """The partitions that can run a job, and the one that would be chosen."""
-    partitions = chosen_profile(session, args['name']).partitions
+    partitions = find_profile(args['name'], read_config()).partitions
     needs = ResourceClass('', args['cpus'] or 1, args['memory'] or 0, args['gpus'] or 0, 1,
                           args['walltime'] or 0)
     found, best = fitting_partitions(partitions, needs), choose_partition(partitions, needs)
@@ -36970,7 +36965,7 @@ class Recovery:
     def partitions(self) -> List[Partition]:
         """Where new allocations may be."""
         if self._partitions is None:
-            self._partitions = chosen_partitions(chosen_profile(self.session, self.options.profile),
+            self._partitions = chosen_partitions(find_profile(self.options.profile, read_config()),
                                                  self.options.partition)
         return self._partitions
 
