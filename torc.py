@@ -8973,29 +8973,25 @@ def claim_by_resources(context: Context, workflow_id: int, want: Values) -> Plac
 
 
 def free_nodes(want: Values) -> List[Capacity]:
-    """What is free of each of the caller's nodes: `nodes`, or `num_nodes` times what older callers say."""
+    """What is free of each of the caller's nodes: `nodes`, or, as in Torc, `num_nodes` of one size."""
     if want.get('nodes'):
         return [Capacity(*node) for node in want['nodes']]
     missing = [name for name in ('num_cpus', 'memory_gb', 'num_gpus') if want.get(name) is None]
     if missing:
         raise BadInput(f"a claim by resources needs {', '.join(missing)}")
-    return [read_capacity(want)] * max(1, int(want.get('num_nodes') or 1))
+    memory_bytes = int(want['memory_gb'] * 1024 ** 3)
+    node = Capacity(int(want['num_cpus']), memory_bytes, int(want['num_gpus']))
+    return [node] * max(1, int(want.get('num_nodes') or 1))
 
 
 def node_sizes(want: Values) -> List[Capacity]:
-    """All that the caller's nodes have: `sizes`, or `total` of older callers, or what is free."""
+    """All that the caller's nodes have: `sizes`, or what is free."""
     free = free_nodes(want)
-    if want.get('sizes') is not None:
-        if len(want['sizes']) != len(free):
-            raise BadInput(f"nodes has {len(free)} entries, and sizes {len(want['sizes'])}",
-                           field='want.sizes')
-        return [Capacity(*node) for node in want['sizes']]
-    return [read_capacity(want['total'])] * len(free) if want.get('total') else free
-
-
-def read_capacity(stated: Values) -> Capacity:
-    """One node's capacity, as requests without a list of nodes state it."""
-    return Capacity(int(stated['num_cpus']), int(stated['memory_gb'] * 1024 ** 3), int(stated['num_gpus']))
+    if want.get('sizes') is None:
+        return free
+    if len(want['sizes']) != len(free):
+        raise BadInput(f"nodes has {len(free)} entries, and sizes {len(want['sizes'])}", field='want.sizes')
+    return [Capacity(*node) for node in want['sizes']]
 
 
 def claim_turn(kind: Kind, scheduler_id: Optional[int]) -> int:
@@ -9169,14 +9165,14 @@ def format_lack(lack: Lack, place: str = 'this runner') -> str:
 def offer_of(want: Values) -> Offer:
     """What a claim offers: the sizes of the nodes, if it states them, whatever is free of them."""
     labels = tuple(want.get('labels') or ())
-    if want['strategy'] != 'resources' or not (want.get('sizes') or want.get('total')):
+    if want['strategy'] != 'resources' or not want.get('sizes'):
         return Offer(labels, None, limit_s=parse_time_limit(want) if want['strategy'] == 'queue' else None)
     sizes = node_sizes(want)
     return Offer(labels, Capacity(*map(max, zip(*sizes))), len(sizes), parse_time_limit(want))
 
 
 def lacks_of(kind: Kind, want: Values) -> List[str]:
-    """What jobs of a kind need and a runner of the size `total` will never have, with the option for it.
+    """What jobs of a kind need and a runner of the size `sizes` will never have, with the option for it.
 
     A labelled runner skips jobs of other labels: that is no lack.
     """
@@ -12904,7 +12900,6 @@ MODELS = {
     'RunnerAccount': 'job_id:int! attempt_id:int! slurm_job_id:str max_rss_bytes:int max_vm_size_bytes:int '
         'max_disk_read_bytes:int max_disk_write_bytes:int ave_cpu_seconds:float node_list:str',
     'RunnerAction': 'action_id:int! success:bool! message:str',
-    'RunnerCapacity': 'num_cpus:int! memory_gb:gigabytes! num_gpus:int!',
     'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! '
         'completion_time:time! peak_memory_bytes:int avg_memory_bytes:int peak_cpu_percent:float '
         'avg_cpu_percent:float retry:bool max_retries:int interrupted:bool file_times:{float} reason:str',
@@ -12925,7 +12920,7 @@ MODELS = {
         'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}! '
         'allocations:[@SubmissionModel] surplus:[int]',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int '
-        'num_nodes:nodes depth:int total:@RunnerCapacity nodes:[capacity] sizes:[capacity] time_limit:str '
+        'num_nodes:nodes depth:int nodes:[capacity] sizes:[capacity] time_limit:str '
         'scheduler_config_id:int labels:[str] strict:bool',
     'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str '
         'scheduler_type:str! start_time:str',
@@ -24392,20 +24387,13 @@ def read_left(copy: str) -> List[Dict[str, Any]]:
         with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
             rows = connection.execute('SELECT compute_node_id, hostname, pid, identity FROM torc_py_runner '
                                       'WHERE left_at IS NOT NULL').fetchall()
-            actions = read_actions(connection)
-            return [check_model('', 'RunnerLeft', dict(zip(names, row), actions=actions)) for row in rows]
-    except (sqlite3.Error, BadInput):   # no such table, or damage, which was named: their leases end
+            ended = connection.execute('SELECT action_id, success, message FROM torc_py_actions').fetchall()
+        actions = [{'action_id': action_id, 'success': bool(success),
+                    'message': str(message or '')[:MAX_REASON_CHARACTERS]}
+                   for action_id, success, message in ended]
+        return [check_model('', 'RunnerLeft', dict(zip(names, row), actions=actions)) for row in rows]
+    except (sqlite3.Error, BadInput):   # no such tables, or damage, which was named: their leases end
         return []
-
-
-def read_actions(connection: sqlite3.Connection) -> List[Dict[str, Any]]:
-    """How actions have ended, from a copied journal."""
-    try:
-        rows = connection.execute('SELECT action_id, success, message FROM torc_py_actions').fetchall()
-    except sqlite3.Error:       # older ones lack the table
-        return []
-    return [{'action_id': action_id, 'success': bool(success),
-             'message': str(message or '')[:MAX_REASON_CHARACTERS]} for action_id, success, message in rows]
 
 
 def look_at_journal(path: str) -> List[Tuple[int, ...]]:
@@ -26222,14 +26210,7 @@ class ClaimPolicy:
         return {'strategy': 'resources', 'limit': limit, 'depth': rounds, 'nodes': list(free), 'sizes': sizes,
                 'labels': list(self.options.labels) or None, 'time_limit': time_limit,
                 'scheduler_config_id': self.allocation and self.allocation.scheduler_config_id,
-                'strict': self.options.is_strict, **self.smallest(free), 'num_nodes': len(free),
-                'total': self.smallest(sizes)}
-
-    @staticmethod
-    def smallest(nodes: Sequence[Capacity]) -> Dict[str, Any]:
-        """What every node has, as servers read it that know no lists of nodes."""
-        num_cpus, memory_bytes, num_gpus = map(min, zip(*nodes))
-        return {'num_cpus': num_cpus, 'memory_gb': memory_bytes / 1024 ** 3, 'num_gpus': num_gpus}
+                'strict': self.options.is_strict}
 
     def want_by_queue(self, time_limit: Optional[str]) -> Optional[Dict[str, Any]]:
         """The same for the queue strategy."""
