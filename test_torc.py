@@ -2187,6 +2187,7 @@ BETTER_ON_PURPOSE = (
     ('zip_parameter_mode.kdl',      'jobs.depends_on',           'Torc drops the nodes depends_on_job'),
     ('zip_parameter_mode.kdl',      'jobs.input_files',          'Torc drops the nodes input_files'),
     ('zip_parameter_mode.kdl',      'jobs.output_files',         'Torc drops the nodes output_files'),
+    ('', 'workflow.compute_node_min_time_for_new_jobs_seconds',  'of all files: not stated, it follows from the time of the runner'),
     ('slurm_dogfood_parent.yaml',   'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
     ('slurm_in_memory_exec.yaml',   'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
     ('slurm_job_parallelism.yaml',  'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
@@ -2197,7 +2198,7 @@ BETTER_ON_PURPOSE = (
 
 def recorded_differences(name: str, made: Dict[str, Any], recorded: Dict[str, Any]) -> List[str]:
     """Where a workflow made from a spec is not what Torc stored, but for BETTER_ON_PURPOSE."""
-    excused = {what for file, what, _ in BETTER_ON_PURPOSE if file == name}
+    excused = {what for file, what, _ in BETTER_ON_PURPOSE if file in (name, '')}
     found = [f'workflow.{key}: {made["workflow"].get(key)!r} is not {recorded["workflow"].get(key)!r}'
              for key in sorted({**made['workflow'], **recorded['workflow']})
              if made['workflow'].get(key) != recorded['workflow'].get(key) and f'workflow.{key}' not in excused]
@@ -7445,7 +7446,7 @@ class SubmissionRecordTest(ServiceTest):
         workflow_id = self.prepare(max_parallel_jobs=3)
         found = self.take(workflow_id)['allocations']
         self.assertEqual([(1, True), (2, True)], [(row['id'], row['is_new']) for row in found])
-        self.assertEqual(dict(self.SETTINGS, max_parallel_jobs=3, num_allocations=2), found[0]['settings'])
+        self.assertEqual(dict(self.SETTINGS, max_parallel_jobs=3, num_allocations=2, database=self.store.file_path), found[0]['settings'])
         self.assertEqual((self.scheduler_id, 32), (found[0]['scheduler']['id'], len(found[0]['database_id'])))
         self.assertEqual({1: (0, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
         again = self.take(workflow_id, 'another')
@@ -10455,6 +10456,7 @@ OTHER_ANSWERS = {   # operation -> our answer; the official interface says only 
 OTHER_FIELDS = {    # model.field -> (official type, ours; ! where required, None where it is not there), because of what
     'WorkflowActionModel.failure': (None, 'string'),            # why a run_commands action failed
     'ComputeNodeModel.identity': (None, 'string'),              # tells runners on one host apart
+    'ComputeNodeModel.reason': (None, 'string'),                # why its runner left though work was left
     'ComputeNodeModel.lease_s': (None, 'number'),               # how long an unreachable runner keeps its jobs
     'EventModel.timestamp': ('integer!', 'integer'),            # the server sets it
     'ExecutionConfig.job_timeouts': (None, '{integer}'),        # limits of jobs, by name
@@ -13337,14 +13339,13 @@ class AdminServerTest(WorldTest):
         self.assertEqual([200], statuses(answer), answer)
         return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
 
-    def test_where_everybody_may_ask_nobody_is_an_administrator(self) -> None:
+    def test_where_everybody_may_ask_everybody_is_an_administrator(self) -> None:
         server = ServerThread(self.world.path('open.db'))
         self.addCleanup(server.stop)
         for method, path, body in (('GET', '/admin/api-stats', b''), ('GET', '/admin/audit-log', b''),
-                                   ('GET', '/admin/api-events/stream', b''),
                                    ('POST', '/admin/sql', b'{"sql": "SELECT 1"}')):
             answer = server.ask(http_request(method, torc.API_PREFIX + path, body))
-            self.assertEqual([403], statuses(answer), answer)
+            self.assertEqual([200], statuses(answer), answer)
 
     def test_requests_are_shown_without_their_credentials(self) -> None:
         plain, full = (Reader(self.server.port, '/admin/api-events/stream' + query,
@@ -13882,7 +13883,7 @@ class ServeTest(WorldTest):
         self.world.server.send(signal.SIGUSR1)
         server = self.world.server
         self.world.wait(lambda: 'could not be copied' in server.err, 10, 'a word', [server])
-        self.assertIn('or give another place with TORC_SERVER_SNAPSHOT_PATH', self.world.server.err)
+        self.assertIn('or give another directory with TORC_SERVER_SNAPSHOT_PATH', self.world.server.err)
         self.assertEqual([], os.listdir(self.world.path('open')))
 
     def test_a_copy_of_a_database_without_a_place_goes_to_the_state_directory(self) -> None:
@@ -14721,7 +14722,7 @@ class EmbeddedTest(WorldTest):
         token = torc.read_token(self.database + '.token')
         for name in os.listdir(os.path.dirname(self.database)):
             path = os.path.join(os.path.dirname(self.database), name)
-            self.assertEqual(0o600, os.stat(path).st_mode & 0o777, name)
+            self.assertEqual(0o644 if name == '.gitignore' else 0o600, os.stat(path).st_mode & 0o777, name)
             with open(path, 'rb') as file:
                 self.assertEqual(name.endswith('.token'), token.encode() in file.read(), name)
 
@@ -14734,7 +14735,7 @@ class EmbeddedTest(WorldTest):
         self.assertTrue(torc.process_lives(found))
         second.close()
         self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to leave')
-        self.assertEqual({'torc.db', 'torc.db.log', 'torc.db.token'}, set(os.listdir(os.path.dirname(self.database))))
+        self.assertEqual({'.gitignore', 'torc.db', 'torc.db.log', 'torc.db.token'}, set(os.listdir(os.path.dirname(self.database))))
 
     def test_a_signal_ends_it_cleanly(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -14742,7 +14743,7 @@ class EmbeddedTest(WorldTest):
             self.hold(found)
             os.kill(found['pid'], number)
             self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to leave')
-            self.assertEqual({'torc.db', 'torc.db.log', 'torc.db.token'}, set(os.listdir(os.path.dirname(self.database))))
+            self.assertEqual({'.gitignore', 'torc.db', 'torc.db.log', 'torc.db.token'}, set(os.listdir(os.path.dirname(self.database))))
 
     def test_one_that_was_killed_is_replaced(self) -> None:
         found = self.start_server()
@@ -19225,9 +19226,11 @@ class JournalReaderTest(WorldTest):
             os.chmod(folder, 0o755)
 
         def look() -> None:
-            answers = torc.find_journals(self.world.directory, 1, 1), torc.read_journal(path)
-            os._exit(0 if answers == (([path], [f'{closed} cannot be searched: Permission denied']),
-                                      ([], f'{path} cannot be read: Permission denied', [])) else 1)
+            found = torc.find_journals(self.world.directory, 1, 1)
+            with contextlib.suppress(PermissionError):      # who asks for it decides: nothing is known of what it holds
+                torc.read_journal(path)
+                os._exit(2)
+            os._exit(0 if found == ([path], [f'{closed} cannot be searched: Permission denied']) else 1)
         self.assertEqual(0, end_child(run_as(look)))
 
     def test_ten_thousand_files_are_searched_quickly(self):
@@ -20057,7 +20060,7 @@ class LinkTest(PartTest):
                 parts = unittest.mock.MagicMock(link=link, reason='', end=math.inf, leave=lambda reason: left.append((reason, clock.now - began)))
                 parts.launcher.children = parts.dispatcher.policy.backlog = ()
                 parts.dispatcher.attempts = self.attempts
-                parts.dispatcher.policy.is_too_late.return_value = parts.actions.is_busy = False
+                parts.dispatcher.policy.least_s, parts.actions.is_busy = 0, False
                 rules = torc.ExitRules(link.context, parts, unittest.mock.Mock(loss=''))
                 self.pace.worked_at = self.pace.ended_at = clock.now + ended_at
                 answer = {'unfinished': 2, 'claimable': True, 'pending_actions': pending}
@@ -23898,7 +23901,7 @@ class RunnerTest(RunnerCase):
 
     def test_jobs_that_run_go_on_without_the_output_directory(self):
         self.create('mv out away; touch gone', 'until test -e gone; do sleep 0.02; done; echo still; sleep 0.5',
-                    {'command': 'true', 'depends_on': ['j1']}, compute_node_wait_for_new_jobs_seconds=2)
+                    {'command': 'true', 'depends_on': ['j1']}, compute_node_wait_for_new_jobs_seconds=1)
         outcome = self.run_it()
         self.assertEqual({'j1': 'completed', 'j2': 'completed', 'j3': 'ready'}, self.statuses())
         self.assertEqual('still\n', self.world.read('away/job_stdio/job_wf1_j2_r1_a1.o'))
@@ -25249,21 +25252,21 @@ class WatcherTest(unittest.TestCase):
             3 completed                  1 pending  recover   -               wait      0     all jobs have
             1 failed, 2 completed        1 active   recover   -               wait      0     all jobs have
             1 failed, 2 completed        -          plain     -               end       1     --recover
-            1 failed, 2 canceled         -          recover   -               recover   0     recovery 1
-            1 terminated                 -          twice     done=1          recover   0     recovery 2
+            1 failed, 2 canceled         -          recover   -               recover   0     (attempt 1
+            1 terminated                 -          twice     done=1          recover   0     (attempt 2
             1 terminated                 -          twice     done=2          end       1     after 2
-            1 terminated                 -          twice     done=2,begun=1  recover   0     recovery 2
-            1 terminated                 -          recover   done=99         recover   0     recovery 100
-            1 failed                     -          recover   idle=99         recover   0     recovery 1
-            1 failed                     -          all       done=99,idle=9  recover   0     recovery 100
+            1 terminated                 -          twice     done=2,begun=1  recover   0     (attempt 2
+            1 terminated                 -          recover   done=99         recover   0     (attempt 100
+            1 failed                     -          recover   idle=99         recover   0     (attempt 1
+            1 failed                     -          all       done=99,idle=9  recover   0     (attempt 100
             1 failed                     -          all       done=9,idle=10  end       1     the last 10 rec
             1 failed                     -          all       idle=99,begun=1  recover  0     recovery 0
-            1 failed                     -          twenty    done=9,idle=19  recover   0     recovery 10
+            1 failed                     -          twenty    done=9,idle=19  recover   0     (attempt 10
             3 canceled                   -          recover   canceled=1      end       1     was canceled
             2 ready                      1 pending  recover   canceled=1      end       1     was canceled
             1 pending_failed, 1 failed   -          recover   -               end       1     jobs classify
             1 pending_failed, 2 blocked  -          plain     -               end       1     jobs classify
-            1 pending_failed, 2 blocked  -          agent     -               recover   0     recovery 1
+            1 pending_failed, 2 blocked  -          agent     -               recover   0     (attempt 1
             1 pending_failed, 2 ready    1 active   plain     -               wait      0     -
             2 ready, 1 running           1 nodes    plain     -               wait      0     -
             2 ready, 1 running           -          plain     -               wait      0     -
@@ -28379,7 +28382,7 @@ class SlurmSubmitTest(SlurmTest):
         self.assertExit(0, self.world.cli('submit', '--account', 'wfacct', '--profile', 'slurm', '-p', '0.5', 'plain.yaml'))
         jobs = self.wait_complete()
         self.assertEqual(({'completed'}, 6), ({job['status'] for job in jobs.values()}, len(jobs)))
-        self.assertExit(2, self.world.main('submit', '--account', 'x', 1), '--account and --profile plan the allocations of a workflow file')
+        self.assertExit(2, self.world.main('submit', '--account', 'x', 1), '--account plans the allocations of a workflow file; to change those of a workflow: ')
 
 
 STAGED_AGAIN = """
@@ -32003,7 +32006,7 @@ class GoOnTest(FlowTest):
 
     def test_right_after_a_runner_was_killed_the_next_one_on_its_host_takes_up_its_jobs(self):
         self.world.serve()
-        for flags, code, said in ((('--retry-failed',), 0, '2 jobs run again'),
+        for flags, code, said in ((('--retry-failed',), 0, '2 jobs to run again'),
                                   ((), 1, 'nothing left to do: 1 completed, 1 failed, 1 canceled')):
             runner = self.start()
             workflow_id = json.loads(self.world.cli('-f', 'json', 'workflows', 'list').out)['items'][-1]['id']
@@ -33572,10 +33575,10 @@ class MovedEndTest(ClusterCase):
               - {name: endless, command: "{job} endless 0 1 1000", resource_requirements: short}
             ''', '-t', 10)
         self.wait_slurm(lambda: self.names_at('begin') == ['endless', 'keeper', 'short'], 60, 'jobs', self.situation)
-        self.bed.ask('scontrol', 'update', f'JobId={cut}', 'TimeLimit=1')
+        self.bed.ask('scontrol', 'update', f'JobId={cut}', 'TimeLimit=2')      # a runner looks each minute
         self.assertEqual({'keeper': 'running', 'long': 'ready'}, self.statuses(1))
         self.bed.ask('scontrol', 'update', f'JobId={longer}', 'TimeLimit=10')
-        self.wait_complete(100, 1, 2)
+        self.wait_complete(160, 1, 2)
         self.assertEqual([('keeper', 1, 1, 0, 'completed'), ('long', 1, 1, 0, 'completed')], self.results(1))
         wanted = [('endless', 1, 1, 152, 'terminated'), ('short', 1, 1, 0, 'completed')]
         self.assertEqual(wanted, self.results(2), self.situation(2))
@@ -35822,7 +35825,7 @@ class OutputCapTest(FlowTest):
             counts = [sum(name.startswith(f'job_wf{workflow_id}_j{job_id + 6 * (workflow_id - 1)}_') for name in found) for job_id in range(1, 7)]
             self.assertEqual([*modes.values(), 0], counts)
         others = {re.sub('[0-9]+', '1', name) for name in os.listdir(self.world.path('torc_output')) if not name.startswith('torc.db')}
-        self.assertEqual({'job_stdio', '.torc_database.1', re.sub('[0-9]+', '1', os.path.basename(glob.glob(glob.escape(
+        self.assertEqual({'.gitignore', 'job_stdio', '.torc_database.1', re.sub('[0-9]+', '1', os.path.basename(glob.glob(glob.escape(
             self.world.path('torc_output')) + '/job_runner_*')[0]))}, others)
 
 
