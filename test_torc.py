@@ -25260,7 +25260,7 @@ class WatcherTest(unittest.TestCase):
             1 failed                     -          recover   idle=99         recover   0     (attempt 1
             1 failed                     -          all       done=99,idle=9  recover   0     (attempt 100
             1 failed                     -          all       done=9,idle=10  end       1     the last 10 rec
-            1 failed                     -          all       idle=99,begun=1  recover  0     recovery 0
+            1 failed                     -          all       idle=99,begun=1  recover  0     (attempt 0
             1 failed                     -          twenty    done=9,idle=19  recover   0     (attempt 10
             3 canceled                   -          recover   canceled=1      end       1     was canceled
             2 ready                      1 pending  recover   canceled=1      end       1     was canceled
