@@ -17788,6 +17788,10 @@ class HpcConfigTest(WorldTest):
         note, = self.read('{client: {api_url: x, offline: {enabled: true}, hpc: {default_account: a}}, server: {port: 1, tls: {}}}').notes
         self.assertTrue(note.endswith('config.yaml: torc.py does not read client.api_url, server.port yet'), note)
         self.assertExit(4, self.world.main('status', env={'XDG_CONFIG_HOME': self.world.path('xdg')}), f'warning: {note}\n')
+        self.world.write('xdg/torc/config.yaml', 'client: {offline: {enabled: 1}}')
+        for command, code, word in (('status', 4, 'warning'), ('exec -c true', 2, 'torc')):      # who does not need it goes on
+            self.assertExit(code, self.world.main(*command.split(), env={'XDG_CONFIG_HOME': self.world.path('xdg')}),
+                            f"{word}: {self.world.path('xdg/torc/config.yaml')}: client.offline")
         for text, wrong in (('{enabled: 1}', 'enabled must be true or false, not 1'),
                             ('{drain_ping_interval_secs: 0}', 'drain_ping_interval_secs must be at least 1, not 0')):
             with self.assertRaisesRegex(torc.BadInput, f'client.offline.{wrong}'):
@@ -17843,6 +17847,7 @@ class HpcConfigTest(WorldTest):
         if torc.tomllib is None:
             self.assertEqual(({}, 1), (config.profiles, len(config.notes)))
             self.assertIn('config.toml is not read: TOML needs Python 3.11', config.notes[0])
+            self.assertEqual([], self.read('client: {}').notes)     # the cure
         else:
             profile = config.profiles['m.1']
             self.assertEqual(('M "1"', 'p', True, ('x',)), (profile.display_name, profile.partitions[0].name,
@@ -27549,14 +27554,17 @@ class RunTest(CommandTest):
         self.assertEqual('out 1\nout 2\n', done.out)
         self.assertEqual(['err 1', 'err 2'], re.findall('^err .', done.err, re.MULTILINE))
         self.assertEqual(['while_1', 'while_2'], [job['name'] for job in self.json('jobs list 1')['items']])
+        edited = [self.assertExit(0, self.world.cli('exec', '-n', 'edited', '-k', '--resume', '--param', f'i={values}', '-c', command)).out
+                  for values, command in (('1:2', 'echo a{i}'), ('1:3', 'echo b{i}'))]      # the same names, other commands
+        self.assertEqual(['a1\na2\n', 'b1\nb2\nb3\n'], edited)
         self.world.write('list', 'echo one\necho try $TORC_ATTEMPT_ID; exit 3\necho two\n')
         words = ('exec', '-n', 'l', '-C', 'list', '--retries', 2, '--timeout', '1m', '--print')
         self.assertEqual(['one', 'try 3', 'two'], sorted(self.assertExit(1, self.world.cli(*words)).out.splitlines()))
         self.world.write('list', 'echo zero\necho one\necho two\n')
         self.assertIn('1 of 3 jobs would run', self.assertExit(0, self.world.cli(*words, '--resume', '--dry-run')).out)
         self.assertEqual('zero\n', self.assertExit(0, self.world.cli(*words, '--resume', '-k')).out)
-        self.assertEqual({'job1': 'echo one', 'job3': 'echo two', 'job4': 'echo zero'}, {job['name']: job['command'] for job in self.json('jobs list 2')['items']})
-        self.assertEqual([('job1', 1), ('job3', 1), ('job4', 2)], [(row['job_name'], row['run_id']) for row in self.json('results list 2')['items']])
+        self.assertEqual({'job1': 'echo one', 'job3': 'echo two', 'job4': 'echo zero'}, {job['name']: job['command'] for job in self.json('jobs list 3')['items']})
+        self.assertEqual([('job1', 1), ('job3', 1), ('job4', 2)], [(row['job_name'], row['run_id']) for row in self.json('results list 3')['items']])
 
     def test_exec_knows_torcs_names_of_options(self):
         self.world.write('commands.txt', 'echo 1\n')

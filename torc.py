@@ -21938,8 +21938,8 @@ def config_files(environment: Any = os.environ) -> List[str]:
     """Those that are there; a later one wins."""
     home = environment.get('XDG_CONFIG_HOME') or os.path.expanduser('~/.config')
     stems = ['/etc/torc/config', os.path.join(home, 'torc', 'config')]
-    paths = [next(filter(os.path.exists, (stem + ending for ending in CONFIG_ENDINGS)), '')
-             for stem in stems]
+    endings = CONFIG_ENDINGS if tomllib else CONFIG_ENDINGS[1:] + CONFIG_ENDINGS[:1]
+    paths = [next(filter(os.path.exists, (stem + ending for ending in endings)), '') for stem in stems]
     return [path for path in [*paths, 'torc.toml'] if path and os.path.exists(path)]
 
 
@@ -34938,12 +34938,12 @@ def cmd_exec(session: Session, args: Arguments) -> int:
             dict(same, name=job.name, command=job.command, supports_termination=False)
             for job in plan.body['jobs']]))
         return 0
-    earlier, done = None, set()     # type: Optional[Dict[str, Any]], Set[str]
+    earlier, done = None, set()     # type: Optional[Dict[str, Any]], Set[Tuple[str, str]]
     if args['resume']:
         earlier = find_earlier(session, plan.body['workflow'], args['dry_run'])
     if earlier is not None:
         jobs = session.items('list_jobs', workflow_id=earlier['id'])
-        done = {job['name'] for job in jobs if job['status'] == 'completed'}
+        done = {(job['name'], job['command']) for job in jobs if job['status'] == 'completed'}
         plan.body['jobs'] = keep_names(plan.body['jobs'], jobs)
     if args['dry_run']:
         return apply_plan(session, plan, earlier, True)
@@ -34956,7 +34956,8 @@ def cmd_exec(session: Session, args: Arguments) -> int:
         workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
         if session.format != 'json':    # which is one line, at the end
             session.inform(f'Created workflow {workflow_id}')
-    order = [job.name for job in plan.body['jobs'] if job.name not in done] if args['keep_order'] else ()
+    order = [job.name for job in plan.body['jobs']
+             if args['keep_order'] and (job.name, job.command) not in done]
     printer = OutputPrinter(session, options.output_dir, order)
     code = run_to_end(session, Target(workflow_id, True), options, False, printer.on_end if prints else None)
     printer.finish()
@@ -35008,8 +35009,9 @@ class OutputPrinter:
 
     def finish(self) -> None:
         """What has waited for jobs that have not run."""
-        for name in [name for name in self.order if name in self.ended]:
-            self.show(name)
+        for name in [*self.order, *self.ended]:
+            if name in self.ended:
+                self.show(name)
 
 
 def exec_spec(session: Session, args: Arguments) -> Dict[str, Any]:
@@ -39450,7 +39452,12 @@ def run_command(parsed: Parsed, session: Session) -> int:
     if session.format == 'csv' and not parsed.command.has_csv:
         raise BadInput(f'`{parsed.command.name}` has no CSV form: give -f table or -f json')
     session.command = parsed.command
-    for doubt in [*read_config().notes, *ineffective_arguments(parsed.command, parsed.args)]:
+    doubts = list(ineffective_arguments(parsed.command, parsed.args))
+    try:
+        doubts[:0] = read_config().notes
+    except BadInput as error:   # commands that work as it says refuse it; others, such as `cancel`, go on
+        doubts.insert(0, error.message)
+    for doubt in doubts:
         session.report(f'warning: {doubt}')
     return parsed.command.run(session, parsed.args)
 
