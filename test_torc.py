@@ -7446,7 +7446,7 @@ class SubmissionRecordTest(ServiceTest):
         workflow_id = self.prepare(max_parallel_jobs=3)
         found = self.take(workflow_id)['allocations']
         self.assertEqual([(1, True), (2, True)], [(row['id'], row['is_new']) for row in found])
-        self.assertEqual(dict(self.SETTINGS, max_parallel_jobs=3, num_allocations=2, database=self.store.file_path), found[0]['settings'])
+        self.assertEqual(dict(self.SETTINGS, max_parallel_jobs=3, num_allocations=2), found[0]['settings'])
         self.assertEqual((self.scheduler_id, 32), (found[0]['scheduler']['id'], len(found[0]['database_id'])))
         self.assertEqual({1: (0, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
         again = self.take(workflow_id, 'another')
@@ -15391,6 +15391,26 @@ class FindServerTest(WorldTest):
             self.assertExit(0, self.cli('cancel', 1, '--no-prompts'))
             self.assertExit(1, runner.finish())
             shutil.rmtree(self.world.path('elsewhere', 'torc_output'))
+
+    def test_a_workflow_goes_on_with_the_files_of_a_copied_or_moved_directory(self) -> None:
+        two = 'name: two\njobs:\n- {name: a, command: pwd > a, output_files: [a]}\n- {name: b, command: pwd > b, output_files: [b]}\n' \
+              'files: [{name: a, path: a}, {name: b, path: b}]\n'
+        first = self.world.path('first', 'sub')
+        os.makedirs(first)
+        self.world.write('first/sub/w.yaml', two)
+        self.assertExit(0, self.world.cli('-s', 'run', 'w.yaml', cwd=first))
+        shutil.copytree(self.world.path('first'), self.world.path('copy'))
+        copy, moved = self.world.path('copy', 'sub'), self.world.path('moved', 'sub')
+        os.unlink(os.path.join(copy, 'a'))
+        self.assertExit(0, self.world.cli('workflows', 'reinit', 1, cwd=copy), 'a will run again: its output a is missing')
+        self.assertExit(0, self.world.cli('run', 1, cwd=copy))
+        self.assertEqual([copy, first], [read_text(os.path.join(place, 'a')).strip() for place in (copy, first)])
+        self.world.write('copy/sub/w.yaml', two.replace(two.splitlines(True)[3], '').replace(', {name: b, path: b}', ''))
+        self.assertExit(0, self.world.cli('run', '--resume', '--delete-outputs', 'w.yaml', cwd=copy))
+        self.assertEqual([True, False], [os.path.exists(os.path.join(place, 'b')) for place in (first, copy)])
+        os.rename(self.world.path('first'), self.world.path('moved'))
+        self.assertExit(0, self.world.cli('run', '--resume', 'w.yaml', cwd=moved), 'nothing left to do')
+        self.assertEqual(1, len(json.loads(self.world.cli('-f', 'json', 'workflows', 'list', cwd=moved).out)['items']))
 
     def test_a_server_of_another_host_is_not_judged_by_our_processes_and_not_replaced(self) -> None:
         self.kill()

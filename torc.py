@@ -5380,7 +5380,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5782,8 +5782,9 @@ CREATE TABLE admin_audit_log (                          -- outlives the workflow
     error            TEXT
 );
 
-CREATE TABLE identity (                                 -- one row, made with the database and never changed
-    id TEXT NOT NULL                                    -- tells this database and its copies from all others
+CREATE TABLE identity (                                 -- one row, made with the database
+    id   TEXT NOT NULL,                                 -- tells this database and its copies from all others
+    path TEXT                                           -- of its file when it was last opened
 );
 INSERT INTO identity (id) VALUES (lower(hex(randomblob(16))));
 
@@ -10203,7 +10204,7 @@ def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, se
         raise Refused(explain_excess(count))
     values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
               'scheduler_type': 'slurm', 'status': 'pending', 'made_for': action_id,
-              'submission': dict(settings, num_allocations=count, database=context.store.file_path)}
+              'submission': dict(settings, num_allocations=count)}
     return [context.insert('scheduled_compute_node', values) for _ in range(count)]
 
 
@@ -12744,19 +12745,34 @@ def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
     return {'job_ids': sorted(found), 'count': len(found)}
 
 
-def disown_allocations(context: Context) -> None:
-    """At a start: what another database has had submitted, of which this is a copy, is not ours to cancel.
+def note_place(context: Context) -> None:
+    """At a start: a database that was copied or moved means the files of its new place, and no others.
 
-    It is another one where its file is still there, with another inode (each host numbers devices itself).
+    It was copied where another file is at its old place (by the inode: each host numbers devices itself);
+    then what the original has submitted is not ours to cancel.
     """
-    for record_id, text in context.rows("SELECT id, submission FROM scheduled_compute_node "
-                                        "WHERE status IN ('pending', 'active')"):
-        submitted_by = json.loads(text or '{}').get('database', '')
-        with contextlib.suppress(OSError):      # nothing tells, or it is gone: ours was moved
-            if os.stat(submitted_by).st_ino != os.stat(context.store.file_path).st_ino:
-                record = get_row(context, 'scheduled_compute_node', record_id)
-                set_allocation_status(context, record, 'canceled',
-                                      f'it is of the database {submitted_by}, of which this one is a copy')
+    path, old = context.store.file_path, context.value('SELECT path FROM identity')
+    if old == path:
+        return
+    context.run('UPDATE identity SET path = ?', (path,))
+    if old and file_identity(old)[1] not in (0, file_identity(path)[1]):
+        for record in context.select('scheduled_compute_node', "WHERE status IN ('pending', 'active')"):
+            set_allocation_status(context, record, 'canceled', f'it is of the database {old}, of which this '
+                                  'one is a copy')
+        move_files(context, old, path)
+    elif old and is_missing(old):
+        move_files(context, old, path)
+
+
+def move_files(context: Context, old: str, new: str) -> None:
+    """Let workflows mean files beside the new path of the database, where the old ones lay beside the old."""
+    while os.path.basename(old) == os.path.basename(new) != '':
+        old, new = os.path.dirname(old), os.path.dirname(new)
+    for column in ('submission_directory', 'spec_path'):
+        for workflow_id, name in context.rows(f'SELECT id, {column} FROM workflow'):
+            moved = new + (name or '')[len(old):]
+            if f'{name}/'.startswith(f'{old}/') and os.path.exists(moved):
+                context.run(f'UPDATE workflow SET {column} = ? WHERE id = ?', (moved, workflow_id))
 
 
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
@@ -14432,7 +14448,7 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
         with store.transaction():
             context = Service(store).context()
             fail_open_tasks(context)
-            disown_allocations(context)
+            note_place(context)
         stack.pop_all()
         return store
 
@@ -23095,8 +23111,7 @@ SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the
     'directory': 'working directory', 'output_dir': 'output directory', 'poll_interval': 'seconds',
     'claim_backoff_max_secs': 'seconds', 'max_parallel_jobs': 'jobs at a time',
     'start_one_worker_per_node': 'a runner on each node', 'prefix': 'begin of the name of the Slurm job',
-    'num_allocations': 'submitted together', 'keeps_script': 'the script stays',
-    'database': 'path of the database that has them submitted'}
+    'num_allocations': 'submitted together', 'keeps_script': 'the script stays'}
 
 
 def submission_name(submission: Submission) -> str:
