@@ -25111,16 +25111,17 @@ class FailureTest(unittest.TestCase):
                 ({'code': 152, 'minutes': 59}, '', over, 'lost'),       # it had not what it asked for
                 ({'code': 152, 'minutes': 59}, '', early, 'lost'), ({'code': 152, 'minutes': 61}, '', early, 'timeout'),
                 ({'code': 1, 'minutes': 59}, '', 'declared output files are missing: x', 'unknown'),
+                ({'code': 75, 'minutes': 59}, '', 'saved', 'unknown'), ({'code': 75, 'minutes': 61}, '', 'saved', 'timeout'),
                 ({'code': 152, 'minutes': 59}, '', 'stopped: its timeout is over', 'unknown'),     # more runtime would not help
                 ({'code': -128, 'minutes': 0}, '', '', 'lost'),
                 ({'code': -128, 'minutes': 70}, '', 'compute node 1 (n1), which ran it, went away', 'lost'),
                 ({'code': -128, 'minutes': 60}, '', 'Slurm job 17 reached its time limit (TIMEOUT, at 2026-01-01T00:00:00Z)', 'timeout'),
                 ({'code': -128, 'minutes': 20}, '', 'Slurm job 17 reached its time limit (TIMEOUT)', 'lost'),
                 ({'code': -128, 'minutes': 59}, '', 'Slurm job 17 lost a node (NODE_FAIL, exit code 1:0)', 'lost'),
-                # without evidence Torc's table
+                # without evidence Torc's table; but nothing that ended inside its runtime lacked time
                 ({'code': 137, 'minutes': 47}, '', '', 'memory'), ({'code': 137, 'minutes': 49}, '', '', 'unknown'),
-                ({'code': 137, 'minutes': 55}, '', '', 'timeout'), ({'code': 152, 'minutes': 1}, '', '', 'timeout'),
-                ({'code': 1, 'minutes': 55}, '', 'Killed', 'timeout'), ({'code': 1, 'minutes': 5}, '', 'no such file', 'unknown'),
+                ({'code': 137, 'minutes': 55}, '', '', 'unknown'), ({'code': 152, 'minutes': 1}, '', '', 'timeout'),
+                ({'code': 1, 'minutes': 55}, '', 'Killed', 'unknown'), ({'code': 1, 'minutes': 65}, '', 'Killed', 'timeout'), ({'code': 1, 'minutes': 5}, '', 'no such file', 'unknown'),
                 ({'code': 1, 'minutes': 5, 'peak': 2 * GIB}, '', '', 'memory'),
                 ({'code': 1, 'minutes': 5, 'cpu': 300.0}, '', '', 'unknown')):
             with self.subTest(f'{how} {state} {reason}'):
@@ -31163,6 +31164,13 @@ class InstallTest(WorldTest):
                               stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8', timeout=60)
         return Outcome(done.returncode, done.stdout, done.stderr)
+
+    def test_a_group_may_not_replace_what_is_run_whatever_the_umask(self):
+        self.addCleanup(os.umask, os.umask(0o002))
+        self.assertExit(0, self.install())
+        for top, _, names in os.walk(self.prefix):
+            for path in (top, *(os.path.join(top, name) for name in names)):
+                self.assertEqual(0, os.stat(path).st_mode & 0o022, path)
 
     def files(self) -> List[str]:
         """What lies below the prefix, but for directories."""

@@ -19459,6 +19459,14 @@ def refuse_open_directory(path: str) -> None:
             raise Refused(printable(f'others may write to {path}: give another --prefix'))
 
 
+def make_program_directory(path: str) -> None:
+    """Make a directory and those above it, not writable for a group whatever the umask: we run what is there."""
+    if not os.path.isdir(path):
+        make_program_directory(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):      # another command made it
+            os.mkdir(path, 0o755)
+
+
 def write_installation(made: Installation) -> None:
     """Put module and launcher in place, each as a whole, and compile the module. OSError."""
     python = shlex.quote(sys.executable or '')
@@ -19468,8 +19476,10 @@ def write_installation(made: Installation) -> None:
     if not python.isprintable() or '\\' in python or "'''" in python or python == "''":
         raise BadInput(printable(f'the path of this Python, {python}, cannot be written into a launcher: '
                                  'install with another one'))
+    cache = os.path.join(os.path.dirname(made.module), '__pycache__')
+    for directory in (*map(os.path.dirname, made), cache):
+        make_program_directory(directory)
     for path in made:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         if os.path.islink(path):
             os.unlink(path)
     if os.path.realpath(source) != os.path.realpath(made.module):
@@ -19479,8 +19489,7 @@ def write_installation(made: Installation) -> None:
         os.unlink(path)
     try:
         name = f'torc.{sys.implementation.cache_tag}.pyc'   # without -O, as the launcher starts it
-        compiled = os.path.join(os.path.dirname(made.module), '__pycache__', name)
-        py_compile.compile(made.module, compiled, doraise=True, optimize=0)
+        py_compile.compile(made.module, os.path.join(cache, name), doraise=True, optimize=0)
     except (SyntaxError, ValueError) as error:      # it was changed while this program ran
         raise BadInput(printable(f'cannot compile {made.module}: {error}')) from None
     launcher = LAUNCHER.format(python=python, not_found=COMMAND_NOT_FOUND)
@@ -29894,7 +29903,8 @@ def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] 
         return Failure(use, 'memory', f'{seen}: {why}')
     if use.is_stale and found['return_code'] == TERMINATED_CODES['memory']:
         return Failure(use, 'memory', f'{seen}: as when it is killed for memory; it asks for other than then')
-    if found.get('likely_timeout'):
+    # A guess does not count inside the runtime that was asked for: more of it is not what the job lacked.
+    if found.get('likely_timeout') and (has_timed_out(use) or found.get('likely_runtime_violation')):
         return Failure(use, 'timeout', f"{seen}: {found.get('runtime_utilization', 'all')} of its runtime")
     if cpus_count and found.get('likely_cpu_violation'):
         why = f"{found['peak_cpu_percent']:.0f}% CPU used, {found['configured_cpus']} CPUs asked for"
@@ -33283,7 +33293,7 @@ def cmd_ping(session: Session, args: Arguments) -> int:
     session.call('ping')
     if session.client.is_direct:
         raise Unreachable(f'no server is running; commands use the database {session.client.database} '
-                          'directly; `torc.py serve` starts a server')
+                          f'directly; `torc.py serve -d {shlex.quote(session.client.database)}` starts a server')
     session.answer({'status': 'Server is running'}, 'Server is running\n')
     return 0
 
