@@ -19460,7 +19460,7 @@ def refuse_open_directory(path: str) -> None:
 
 
 def make_program_directory(path: str) -> None:
-    """Make a directory and those above it, not writable for a group whatever the umask: we run what is there."""
+    """Make a directory and those above it, not writable for a group whatever the umask: what is there is run."""
     if not os.path.isdir(path):
         make_program_directory(os.path.dirname(path))
         with contextlib.suppress(FileExistsError):      # another command made it
@@ -33292,8 +33292,9 @@ def cmd_ping(session: Session, args: Arguments) -> int:
     """Whether a server answers."""
     session.call('ping')
     if session.client.is_direct:
-        raise Unreachable(f'no server is running; commands use the database {session.client.database} '
-                          f'directly; `torc.py serve -d {shlex.quote(session.client.database)}` starts a server')
+        path = session.client.database
+        raise Unreachable(f'no server is running; commands use the database {path} directly; '
+                          f'`torc.py serve -d {shlex.quote(path)}` starts a server')
     session.answer({'status': 'Server is running'}, 'Server is running\n')
     return 0
 
