@@ -19460,7 +19460,7 @@ def refuse_open_directory(path: str) -> None:
 
 
 def make_program_directory(path: str) -> None:
-    """Make a directory and those above it, not writable for a group whatever the umask: what is there is run."""
+    """Make a directory and those above it, not writable for a group whatever the umask: it is run from."""
     if not os.path.isdir(path):
         make_program_directory(os.path.dirname(path))
         with contextlib.suppress(FileExistsError):      # another command made it
