@@ -27955,6 +27955,7 @@ GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\
 STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
 KERNEL_TIME = re.compile(r'\[([A-Z][^\]]+)\]')
 LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
+END_PAUSE_S = 0.3           # ... between looks at how it has ended
 KERNEL_LOG_S = 3600.0       # of the kernel's log, before the runner began
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
@@ -28244,7 +28245,8 @@ class AllocationWatch:
         self.asked_at = time.monotonic()
         self.is_asking = False
         self.is_doubtful = False            # whether it still runs
-        self.end_looks = 4                  # how often sacct may be asked whether it was canceled
+        self.end_looks = 10                 # how often sacct may be asked whether it was canceled
+        self.end_look_at = math.inf         # when it is asked next
 
     def look_now(self) -> None:
         """Slurm has started no step: perhaps the job is over."""
@@ -28254,25 +28256,22 @@ class AllocationWatch:
         """SIGTERM has come, perhaps of scancel(1): as long as the job is ending, only sacct says so."""
         allocation = self.context.allocation
         if allocation is not None and self.end_looks and not allocation.is_in_doubt:
-            self.end_looks, allocation.is_in_doubt = self.end_looks - 1, True
-            argv = slurm_argv('sacct', '-X', '-n', '-P', '-j', allocation.job_id, '--format', 'JobID,State')
-            self.launcher.query(argv, LAST_QUERY_S, self.on_end, query_variables())
+            allocation.is_in_doubt, self.end_look_at = True, time.monotonic()
 
     def on_end(self, reply: Reply) -> None:
-        """sacct has answered, which may be a moment late."""
+        """sacct has answered, which learns of a job, and of its end, some moments later."""
         allocation = self.context.allocation
         name = parse_slurm_state(dict(read_slurm_rows(reply.out, 2)).get(allocation.job_id, ''))
-        allocation.is_in_doubt = False
         if name == 'CANCELLED':
             allocation.canceled = f'Slurm job {allocation.job_id} {SLURM_STATES[name].meaning}'
-        elif name == 'RUNNING':
-            self.look_at_end()
+        allocation.is_in_doubt = not reply.code and name in ('', 'PENDING', 'RUNNING') and self.end_looks > 0
+        self.end_look_at = time.monotonic() + END_PAUSE_S if allocation.is_in_doubt else math.inf
 
     def due(self) -> float:
         """The next look."""
         allocation = self.context.allocation
-        if self.is_asking or allocation is None:
-            return math.inf
+        if self.is_asking or allocation is None or allocation.is_in_doubt:
+            return self.end_look_at
         if self.is_doubtful:
             return self.asked_at + DOUBT_S
         # Runners that have begun together do not go on asking together.
@@ -28286,7 +28285,12 @@ class AllocationWatch:
 
     def act(self, now: float) -> None:
         """Ask, if it is time."""
-        if now >= self.due():
+        if now >= self.end_look_at:
+            self.end_looks, self.end_look_at = self.end_looks - 1, math.inf
+            argv = slurm_argv('sacct', '-X', '-n', '-P', '-j', self.context.allocation.job_id, '--format',
+                              'JobID,State')
+            self.launcher.query(argv, LAST_QUERY_S, self.on_end, query_variables())
+        elif now >= self.due():
             if now >= self.stop_at() - LAST_LOOK_S:
                 self.last_look_for = self.stop_at()
             self.asked_at, self.is_asking, self.is_doubtful = now, True, False
