@@ -27955,7 +27955,7 @@ GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\
 STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
 KERNEL_TIME = re.compile(r'\[([A-Z][^\]]+)\]')
 LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
-END_PAUSE_S = 0.3           # ... between looks at how it has ended
+END_LOOKS_S, END_PAUSE_S = 3.0, 0.3     # of looks at how it has ended: KillWait (30 s) goes on meanwhile
 KERNEL_LOG_S = 3600.0       # of the kernel's log, before the runner began
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
@@ -28245,7 +28245,7 @@ class AllocationWatch:
         self.asked_at = time.monotonic()
         self.is_asking = False
         self.is_doubtful = False            # whether it still runs
-        self.end_looks = 10                 # how often sacct may be asked whether it was canceled
+        self.end_looks_until = math.inf     # so long sacct may be asked whether it was canceled
         self.end_look_at = math.inf         # when it is asked next
 
     def look_now(self) -> None:
@@ -28255,8 +28255,10 @@ class AllocationWatch:
     def look_at_end(self) -> None:
         """SIGTERM has come, perhaps of scancel(1): as long as the job is ending, only sacct says so."""
         allocation = self.context.allocation
-        if allocation is not None and self.end_looks and not allocation.is_in_doubt:
-            allocation.is_in_doubt, self.end_look_at = True, time.monotonic()
+        now = time.monotonic()
+        if allocation is not None and now < self.end_looks_until and not allocation.is_in_doubt:
+            self.end_looks_until = min(self.end_looks_until, now + END_LOOKS_S)
+            allocation.is_in_doubt, self.end_look_at = True, now
 
     def on_end(self, reply: Reply) -> None:
         """sacct has answered, which learns of a job, and of its end, some moments later."""
@@ -28264,8 +28266,10 @@ class AllocationWatch:
         name = parse_slurm_state(dict(read_slurm_rows(reply.out, 2)).get(allocation.job_id, ''))
         if name == 'CANCELLED':
             allocation.canceled = f'Slurm job {allocation.job_id} {SLURM_STATES[name].meaning}'
-        allocation.is_in_doubt = not reply.code and name in ('', 'PENDING', 'RUNNING') and self.end_looks > 0
-        self.end_look_at = time.monotonic() + END_PAUSE_S if allocation.is_in_doubt else math.inf
+        next_at = time.monotonic() + END_PAUSE_S
+        allocation.is_in_doubt = not reply.code and name in ('', 'PENDING', 'RUNNING') \
+            and next_at < self.end_looks_until
+        self.end_look_at = next_at if allocation.is_in_doubt else math.inf
 
     def due(self) -> float:
         """The next look."""
@@ -28286,7 +28290,7 @@ class AllocationWatch:
     def act(self, now: float) -> None:
         """Ask, if it is time."""
         if now >= self.end_look_at:
-            self.end_looks, self.end_look_at = self.end_looks - 1, math.inf
+            self.end_look_at = math.inf
             argv = slurm_argv('sacct', '-X', '-n', '-P', '-j', self.context.allocation.job_id, '--format',
                               'JobID,State')
             self.launcher.query(argv, LAST_QUERY_S, self.on_end, query_variables())
