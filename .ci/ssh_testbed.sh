@@ -2,7 +2,7 @@
 # ssh_testbed.sh - a few "hosts" that ssh reaches, all on this machine, on loopback, without systemd.
 #
 #   ssh_testbed.sh install              install openssh-server and openssh-client (root; starts no service)
-#   ssh_testbed.sh start   [DIR]        hosts w1, w2, ... = 127.0.0.1, 127.0.0.2, ...; those that run are kept
+#   ssh_testbed.sh start   [DIR]        hosts w1, w2, ... = 127.0.0.1, 127.0.0.2, ...; repairs those that it finds
 #   ssh_testbed.sh stop    [DIR]        end them, and all that was started on them
 #   ssh_testbed.sh status  [DIR]        exit 0 only if every host answers
 #   ssh_testbed.sh env     [DIR]        shell code:  eval "$(ssh_testbed.sh env)"; ssh -F "$SSH_TB_CONFIG" w2 hostname
@@ -15,7 +15,8 @@
 #
 # DIR defaults to $SSH_TB_DIR, else ${TMPDIR:-/tmp}/ssh-testbed-<uid>. Keys, known_hosts and ssh_config are DIR's own:
 # nothing in ~/.ssh or /etc/ssh is read or written. Who logs in is the user who has started it, by key only; his home on
-# a host is DIR/host/W/home, where a session begins. /tmp and all else is shared.
+# a host is DIR/host/W/home, or DIR/host/W/home/$TORC_TEST_HOME if the client has that variable, and a session begins
+# there. ssh also passes on TORC_TEST_WORLD, a test's mark. /tmp and all else is shared.
 #
 # Where the kernel allows it (root, mostly), a host has a name of its own (UTS namespace), mounts of its own, and, but
 # for the last one, a network of its own with nothing but a loopback interface: only what ssh forwards leads out. The
@@ -47,8 +48,9 @@ alive() {
 }
 pid_of() { cut -d' ' -f1 "$DIR/run/$1.pid"; }
 tree() { # the pids and all their descendants
-  ps -eo pid=,ppid= | awk -v roots="$*" 'BEGIN{n=split(roots,r);for(i=1;i<=n;i++)in_[r[i]]=1}
-    {pp[$1]=$2} END{do{c=0;for(p in pp)if(!(p in in_)&&(pp[p] in in_)){in_[p]=1;c=1}}while(c);for(p in in_)if(p in pp)print p}'
+  grep -H ^PPid: /proc/[0-9]*/status 2>/dev/null | awk -F'[/:[:blank:]]+' -v roots="$*" '
+    BEGIN{n=split(roots,r);for(i=1;i<=n;i++)in_[r[i]]=1}
+    {pp[$3]=$6} END{do{c=0;for(p in pp)if(!(p in in_)&&(pp[p] in in_)){in_[p]=1;c=1}}while(c);for(p in in_)if(p in pp)print p}'
 }
 # What sessions have started has SSH_TB_HOST=DIR:W in its environment (sshd_config's SetEnv), or, if it has cleared
 # that, is still in the host's namespace. sshd itself has neither, perhaps.
@@ -142,6 +144,8 @@ wait_host() { # W
     sleep 0.1
   done
 }
+in_host() { local p; p=$(pid_of "$1"); shift; nsenter --target "$p" --mount -- "$@"; }
+large_home() { in_host "$1" umount --lazy "$DIR/host/$1/home"; }
 hosts() { seq -f 'w%g' "$HOSTS"; }
 
 write_config() {
@@ -156,8 +160,17 @@ write_config() {
     mkdir -p /run/sshd; chmod 755 /run/sshd # sshd's compiled-in directory for privilege separation
     case $(getent shadow "$(id -un)" | cut -d: -f2) in '!'*) pam=yes ;; esac # a locked account logs in only through PAM
   fi
-  # A session begins in the account's home, in a shell that has read .bashrc of $HOME. The command runs in that very shell.
-  printf '%s\n' 'set -- "${SSH_ORIGINAL_COMMAND:-exec \"$SHELL\" -l}"' 'unset SSH_ORIGINAL_COMMAND' 'cd "$HOME"' 'unset OLDPWD' 'eval "$1"' >"$DIR/etc/session"
+  # sshd has started a shell, which has read .bashrc of $HOME, in the account's own home. The command runs in that shell.
+  cat >"$DIR/etc/session" <<'EOF'
+set -- "${SSH_ORIGINAL_COMMAND:-exec "$SHELL" -l}"
+if [ -n "${TORC_TEST_HOME:-}" ]; then
+  HOME=$HOME/$TORC_TEST_HOME
+  [ ! -e "$HOME/.bashrc" ] || . "$HOME/.bashrc"
+fi
+cd "$HOME"
+unset SSH_ORIGINAL_COMMAND OLDPWD
+eval "$1"
+EOF
   : >"$DIR/etc/known_hosts"; : >"$DIR/etc/ssh_config"
   for w in $(seq -f 'w%g' "$n"); do
     k=${w#w}
@@ -173,6 +186,7 @@ UsePAM $pam
 PrintMotd no
 UseDNS no
 KexAlgorithms curve25519-sha256
+AcceptEnv TORC_TEST_WORLD TORC_TEST_HOME
 SetEnv SSH_TB_HOST=$DIR:$w HOME=$DIR/host/$w/home
 ForceCommand . $DIR/etc/session
 EOF
@@ -190,12 +204,13 @@ Host w* 127.0.0.*
   GlobalKnownHostsFile /dev/null
   StrictHostKeyChecking yes
   KexAlgorithms curve25519-sha256
+  SendEnv TORC_TEST_WORLD TORC_TEST_HOME
 EOF
   printf 'HOSTS=%q PORT=%q ISOLATE=%q SSHD=%q PYTHON=%q\n' "$n" "$port" "$isolate" "$SSHD" "$PYTHON" >"$DIR/etc/shape"
 }
 
 do_start() {
-  local w running='' t0
+  local w running='' pids=() t0
   t0=$(date +%s.%N)
   SSHD=$(command -v sshd) && command -v ssh ssh-keygen >/dev/null || die "sshd, ssh or ssh-keygen not found: run '$ME install' first"
   PYTHON=$(python3 -c 'import sys; print(sys.executable)') || die "python3 not found"
@@ -206,8 +221,11 @@ do_start() {
   for w in "$DIR"/run/w*.pid; do w=${w##*/}; if alive "${w%.pid}"; then running=1; fi; done
   [ -n "$running" ] && [ -e "$DIR/etc/shape" ] || write_config
   . "$DIR/etc/shape"
-  for w in $(hosts); do start_host "$w"; done
-  for w in $(hosts); do wait_host "$w"; done
+  for w in $(hosts); do
+    if alive "$w"; then sig CONT $(host_pids "$w"); large_home "$w" 2>/dev/null || true; else start_host "$w"; fi
+  done
+  for w in $(hosts); do wait_host "$w" & pids+=($!); done
+  for w in "${pids[@]}"; do wait "$w" || exit 1; done
   say "ready in $(awk -v a="$t0" -v b="$(date +%s.%N)" 'BEGIN{printf "%.1f",b-a}')s: w1..w$HOSTS port $PORT, isolate=$ISOLATE; ssh -F $DIR/etc/ssh_config w1"
 }
 do_stop() {
@@ -228,7 +246,6 @@ sshd_sessions() { # W
     case $(cat "/proc/$p/comm" 2>/dev/null) in sshd*) echo "$p" ;; esac
   done
 }
-in_host() { nsenter --target "$(pid_of "$W")" --mount -- "$@"; }
 
 case $cmd in
   install | start | stop | clean) ;;
@@ -254,7 +271,7 @@ case $cmd in
   thaw-host) sig CONT $(host_pids "$W") ;;
   cut-host) sig KILL $(sshd_sessions "$W") ;;
   small-home) [ "$ISOLATE" != none ] || die "$W has no mounts of its own here"
-              in_host mount -t tmpfs -o mode=700,size=100k tmpfs "$DIR/host/$W/home" ;;
-  large-home) in_host umount --lazy "$DIR/host/$W/home" ;;
+              in_host "$W" mount -t tmpfs -o mode=700,size=100k tmpfs "$DIR/host/$W/home" ;;
+  large-home) large_home "$W" ;;
   *) sed -n '2,/^set -/p' "$0" | sed '$d' | sed 's/^# \{0,1\}//'; [ -z "$cmd" ] || [ "$cmd" = -h ] || [ "$cmd" = --help ] || exit 2 ;;
 esac
