@@ -10,7 +10,8 @@
     python3 test_torc.py faults [--quick]      programs killed in the middle of their work
     python3 test_torc.py readme                writes the reference part of README.md anew
 
-What needs a Slurm cluster runs on those of `.ci/slurm_testbed.sh start DIRECTORY` that TORC_TEST_SLURM names.
+What needs a Slurm cluster runs on those of `.ci/slurm_testbed.sh start DIRECTORY` that TORC_TEST_SLURM names, and what
+needs hosts that ssh reaches on those of `.ci/ssh_testbed.sh start DIRECTORY` that TORC_TEST_SSH names.
 
 The last line is 'N passed, N failed, N skipped'. Standard library only, like torc.py itself. Real processes, real
 SQLite, real sockets on port 0; waits are conditions with a deadline, never sleeps.
@@ -256,7 +257,7 @@ def prepare_process() -> None:
     Standard input is empty, so that nothing can wait for an answer; no standard descriptor is closed.
     """
     for name in list(os.environ):
-        if re.match('TORC_(?!TEST_SLURM$)|SLURM_|PYTHON(?!HOME)|COLUMNS$|LINES$', name):
+        if re.match('TORC_(?!TEST_SLURM$|TEST_SSH$)|SLURM_|PYTHON(?!HOME)|COLUMNS$|LINES$', name):
             del os.environ[name]
     null = os.open(os.devnull, os.O_RDWR)
     while null <= 2:        # as the lowest number that is free, it is a standard descriptor that was closed
@@ -793,29 +794,18 @@ class HarnessTest(unittest.TestCase):
 # at its end.
 
 SLURM_BEDS = [path for path in os.environ.get('TORC_TEST_SLURM', '').split(':') if path]
-BED_SCRIPT = os.path.join(HERE, '.ci', 'slurm_testbed.sh')
 SHARED_NODES, WHOLE_NODES = False, True     # what a site's main partition hands out
 ENDED_STATES = {'COMPLETED', 'CANCELLED', 'FAILED', 'TIMEOUT', 'NODE_FAIL', 'PREEMPTED', 'OUT_OF_MEMORY',
                 'BOOT_FAIL', 'DEADLINE'}
 
 
-class Bed:
-    """A running cluster of BED_SCRIPT. A test holds it alone, or together with others."""
+class TestBed:
+    """What a script of .ci has started. A test holds it alone, or together with others."""
+    script = ''     # in .ci
 
     def __init__(self, directory: str) -> None:
         self.directory = os.path.realpath(directory)
-        self.conf = os.path.join(self.directory, 'etc', 'slurm.conf')
-        self.has_whole_nodes = 'OverSubscribe=EXCLUSIVE' in read_text(self.conf)
-
-    @classmethod
-    def find(cls, has_whole_nodes: bool, is_alone: bool) -> 'Bed':
-        """The first one of this kind, the last one for those that want it alone; without one, the test is skipped."""
-        beds = [bed for bed in map(cls, SLURM_BEDS) if os.path.exists(bed.conf)]
-        found = [bed for bed in beds if bed.has_whole_nodes == has_whole_nodes]
-        knobs = 'TB_EXCLUSIVE=1 TB_DEF_MEM=0 ' if has_whole_nodes else ''
-        start = knobs + '.ci/slurm_testbed.sh start DIRECTORY'
-        need('slurm', found, f'a running cluster, as of `{start}`, whose DIRECTORY stands in TORC_TEST_SLURM')
-        return found[-1 if is_alone else 0]
+        self.variables = {}     # type: Dict[str, str]
 
     @contextlib.contextmanager
     def held(self, is_alone: bool) -> Iterator[None]:
@@ -828,8 +818,37 @@ class Bed:
             yield
 
     def control(self, verb: str, *words: str) -> str:
-        """Do something to it: start-node node3, ... Returns what was said."""
-        return self.call(['bash', BED_SCRIPT, verb, *words, self.directory])
+        """Do something to it: start-node node3, kill-host w2, ... Returns what was said."""
+        return self.call(['bash', os.path.join(HERE, '.ci', self.script), verb, *words, self.directory])
+
+    def call(self, argv: Sequence[str], directory: Optional[str] = None) -> str:
+        """stdout of a program that sees this bed. The test fails if it does."""
+        environment = dict(os.environ, LC_ALL='C.UTF-8', **self.variables)
+        done = subprocess.run(argv, cwd=directory, env=environment, stdin=subprocess.DEVNULL, timeout=90,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8', errors='replace')
+        assert done.returncode == 0, f'{argv}: {Outcome(done.returncode, done.stdout, done.stderr)}'
+        return done.stdout
+
+
+class Bed(TestBed):
+    """A running cluster."""
+    script = 'slurm_testbed.sh'
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self.conf = os.path.join(self.directory, 'etc', 'slurm.conf')
+        self.variables.update(SLURM_CONF=self.conf, SLURM_TIME_FORMAT='%s')
+        self.has_whole_nodes = 'OverSubscribe=EXCLUSIVE' in read_text(self.conf)
+
+    @classmethod
+    def find(cls, has_whole_nodes: bool, is_alone: bool) -> 'Bed':
+        """The first one of this kind, the last one for those that want it alone; without one, the test is skipped."""
+        beds = [bed for bed in map(cls, SLURM_BEDS) if os.path.exists(bed.conf)]
+        found = [bed for bed in beds if bed.has_whole_nodes == has_whole_nodes]
+        knobs = 'TB_EXCLUSIVE=1 TB_DEF_MEM=0 ' if has_whole_nodes else ''
+        start = knobs + '.ci/slurm_testbed.sh start DIRECTORY'
+        need('slurm', found, f'a running cluster, as of `{start}`, whose DIRECTORY stands in TORC_TEST_SLURM')
+        return found[-1 if is_alone else 0]
 
     def repair(self) -> None:
         """Start again, and cancel, what a test has left that was itself killed before its end."""
@@ -841,14 +860,6 @@ class Bed:
     def ask(self, *argv: Any) -> str:
         """What one of Slurm's programs says; times are in seconds since 1970. The test fails if it does."""
         return self.call([str(word) for word in argv])
-
-    def call(self, argv: Sequence[str], directory: Optional[str] = None) -> str:
-        """stdout of a program that sees this cluster."""
-        environment = dict(os.environ, SLURM_CONF=self.conf, SLURM_TIME_FORMAT='%s', LC_ALL='C.UTF-8')
-        done = subprocess.run(argv, cwd=directory, env=environment, stdin=subprocess.DEVNULL, timeout=90,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8', errors='replace')
-        assert done.returncode == 0, f'{argv}: {Outcome(done.returncode, done.stdout, done.stderr)}'
-        return done.stdout
 
     def rows(self, *argv: Any) -> List[List[str]]:
         """Cells of what a program says with '|' between them."""
@@ -1036,6 +1047,128 @@ class FakeSlurmTest(WorldTest):
         self.assertEqual((1, b'srun: the test has no script for it\n'), (said.returncode, said.stdout))
         fakes.write('srun', 'exit 7')
         self.assertEqual(7, subprocess.call([fakes.path('srun')]))
+
+
+# -------- ssh: real hosts --------
+#
+# .ci/ssh_testbed.sh starts hosts that ssh reaches, each with a home, a name and processes of its own; TORC_TEST_SSH
+# names its directory. w1 to w3 see no network but what ssh forwards, w4 has this machine's. ssh passes a world's mark
+# on, so that what a test starts there is known, and killed at its end.
+
+class Hosts(TestBed):
+    """The hosts of a test bed."""
+    script = 'ssh_testbed.sh'
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self.config = os.path.join(self.directory, 'etc', 'ssh_config')
+        self.names = sorted(os.listdir(os.path.join(self.directory, 'host')))
+
+    @classmethod
+    def find(cls) -> 'Hosts':
+        """The test bed; without one, the test is skipped."""
+        directory = os.environ.get('TORC_TEST_SSH', '')
+        need('ssh', 'ISOLATE=net' in read_text(os.path.join(directory, 'etc', 'shape')),
+             "hosts, as of root's `.ci/ssh_testbed.sh start DIRECTORY`, whose DIRECTORY stands in TORC_TEST_SSH")
+        return cls(directory)
+
+    def home(self, host: str) -> str:
+        """Where sessions begin, as all hosts see it."""
+        return os.path.join(self.directory, 'host', host, 'home')
+
+    def processes(self, mark: str) -> Dict[int, str]:
+        """Live processes that a world has on the hosts: pid -> host."""
+        found = {}
+        for pid in processes_with(mark):
+            with contextlib.suppress(OSError):      # it has ended
+                host = re.search(f'\0SSH_TB_HOST={re.escape(self.directory)}:(\\w+)\0', f"\0{read_text(f'/proc/{pid}/environ')}\0")
+                if host:
+                    found[pid] = host.group(1)
+        return found
+
+
+class SshTestCase(WorldTest):
+    """A test with hosts: self.hosts. On each it has a directory of its own, whose name holds a blank and a quote."""
+    is_alone = False    # whether it kills, freezes or cuts off hosts, or fills their homes
+    has_homes = False   # whether its directories are also its homes there: with no copy of torc.py in their caches yet
+
+    def setUp(self) -> None:
+        self.hosts = Hosts.find()
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        stack.enter_context(self.hosts.held(self.is_alone))
+        if self.is_alone:
+            self.hosts.control('start')     # repairs what a test has left that was itself killed before its end
+            stack.callback(self.hosts.control, 'start')
+        self.folder = f"it's {self.world.mark}"     # relative to a home
+        if self.has_homes:
+            self.world.environment['TORC_TEST_HOME'] = self.folder
+        for host in self.hosts.names:
+            os.mkdir(self.place(host))
+            stack.callback(shutil.rmtree, self.place(host), ignore_errors=True)
+        stack.callback(self.end_all)
+
+    def place(self, host: str, *names: str) -> str:
+        """Path in this test's directory on a host, which can be read from here, too."""
+        return os.path.join(self.hosts.home(host), self.folder, *names)
+
+    def running(self) -> Dict[int, str]:
+        """Live processes that this test has on hosts: pid -> host."""
+        return self.hosts.processes(self.world.mark)
+
+    def end_all(self) -> None:
+        """kill -9 all that this test has on hosts."""
+        def is_over() -> bool:
+            left = self.running()
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return not left
+        self.world.wait(is_over, 20, 'the end of its processes on the hosts', state=self.running)
+
+    def ssh(self, host: str, command: str) -> Outcome:
+        """What a command for the login shell of a host leaves."""
+        done = subprocess.run(['ssh', '-F', self.hosts.config, host, command], env=self.world.environment, timeout=60, encoding='utf-8',
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors='replace')
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    def remote_words(self, verb: str, *words: Any) -> List[Any]:
+        """Words of `torc.py remote VERB WORDS` that reach the hosts, and work in this test's directories there."""
+        found = ['remote', verb, *words]
+        if verb in ('run', 'status', 'stop', 'collect-logs', 'delete-logs', 'add-workers', 'add-workers-from-file'):
+            found += ['--ssh-option=-F' + self.hosts.config]
+        if verb == 'run':
+            found += [] if '--python' in words else ['--python', sys.executable]
+            found += [] if self.has_homes or '--chdir' in words else ['--chdir', self.folder]
+        return found
+
+    def remote(self, verb: str, *words: Any, **how: Any) -> Outcome:
+        """Run `torc.py remote VERB WORDS` as a program, to its end; World.cli says how."""
+        return self.world.cli(*self.remote_words(verb, *words), **how)
+
+
+class SshBedTest(SshTestCase):
+    """Tests on hosts see them, and leave nothing there."""
+    has_homes = True
+
+    def test_a_host_has_a_name_a_home_and_a_network_of_its_own(self):
+        with open(self.place('w2', '.bashrc'), 'w') as file:
+            file.write('PATH=/of/w2:$PATH')
+        with socket.socket() as server:
+            server.bind(('127.0.0.1', 0))
+            server.listen(5)
+            ask = f'hostname; pwd; echo ${{PATH%%:*}}; (: </dev/tcp/127.0.0.1/{server.getsockname()[1]}) 2>/dev/null; exit $((3 + $?))'
+            said = {host: self.ssh(host, ask) for host in ('w1', 'w2', 'w4')}
+        self.assertEqual(['w1', self.place('w1')], said['w1'].out.splitlines()[:2])
+        self.assertEqual(['w2', self.place('w2'), '/of/w2'], said['w2'].out.splitlines())
+        self.assertEqual([4, 4, 3], [outcome.code for outcome in said.values()])    # w4 has reached the server
+
+    def test_what_it_has_detached_there_is_known_and_ends_with_it(self):
+        said = self.assertExit(0, self.ssh('w3', 'setsid sleep 1000 </dev/null >/dev/null 2>&1 & echo $!'))
+        self.assertEqual({int(said.out): 'w3'}, self.running())
+        self.end_all()
+        self.assertEqual({}, processes_with(self.world.mark))
 
 
 # ======== 1. Vocabulary ========
