@@ -27495,9 +27495,10 @@ class BundleTest(CommandTest):
 
     def test_a_file_that_changes_while_it_is_packed_keeps_its_size(self):
         for now, packed in ((b'', b'\0' * 5), (b'abcdefgh', b'abcde'), (b'abc', b'abc\0\0')):
-            buffer = io.BytesIO()
+            buffer, member = io.BytesIO(), tarfile.TarInfo('a')
+            member.size = 5
             with tarfile.open(fileobj=buffer, mode='w') as bundle:
-                torc.add_member(bundle, 'a', 5, 0, torc.SteadyFile(io.BytesIO(now)))
+                bundle.addfile(member, torc.SteadyFile(io.BytesIO(now)))
             buffer.seek(0)
             with tarfile.open(fileobj=buffer) as bundle:
                 self.assertEqual(packed, bundle.extractfile('a').read())

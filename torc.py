@@ -25452,6 +25452,57 @@ class RunLog:
         os.close(self.descriptor)
 
 
+# -------- a workflow's files in an output directory --------
+
+LOG_DIRECTORIES = ('', 'job_stdio', 'resource_utilization', 'offline_journal')     # of an output directory
+WORKFLOW_IN_NAME = Expression(r'(?:\A|_)wf([0-9]{1,18})(?=[_.]|\Z)')
+
+
+def workflow_in_name(name: str) -> Optional[int]:
+    """12 of 'job_wf12_j1_r1_a1.o': the workflow that a log belongs to."""
+    match = WORKFLOW_IN_NAME.search(name)
+    return int(match.group(1)) if match else None
+
+
+class SteadyFile:
+    """A file as long as it was when it was opened: its job may still write to it, or empty it."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def read(self, size: int) -> bytes:
+        """The next bytes; zeros where there are none any more, as in GNU tar."""
+        return self.file.read(size).ljust(size, b'\0')
+
+
+def workflow_files(output_dir: str, workflow_id: int, report: Report) -> Iterator[Tuple[str, Any]]:
+    """Each file of a workflow in an output directory, but no links and no files of others.
+
+    Its name there, and the file, open for reading.
+    """
+    for directory in LOG_DIRECTORIES:
+        path = os.path.join(output_dir, directory)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), \
+                HeldDirectory(path, None, not directory) as held:
+            for name in sorted(name for name in os.listdir(held.descriptor)
+                               if workflow_in_name(name) == workflow_id and held.has_file(name)):
+                try:
+                    file = open(name, 'rb', opener=held.opener)
+                except OSError as error:
+                    report(f'torc: cannot read {os.path.join(path, name)}: {error.strerror}')
+                    continue
+                with file:
+                    yield os.path.join(directory, name), file
+
+
+def add_member(bundle: Any, name: str, file: Any) -> int:
+    """Add an open file to a tar file; its size."""
+    found, member = os.fstat(file.fileno()), tarfile.TarInfo(name)
+    member.size, member.mtime, member.mode = found.st_size, int(found.st_mtime), 0o644
+    bundle.addfile(member, SteadyFile(file))
+    return found.st_size
+
+
 # ======== 16b. Runner's link: how a runner and its server keep in step ========
 #
 # NodeContext is what all parts of a runner know. ServerLink is the only part that speaks to the server, by
@@ -31385,13 +31436,6 @@ class FileFindings:
             self.kept.append(Finding(number, kind, cut(text, 120)))
 
 
-def workflow_in_name(name: str) -> Optional[int]:
-    """12 of 'job_wf12_j1_r1_a1.o': the workflow that a log belongs to."""
-    match = WORKFLOW_IN_NAME.search(name)
-    return int(match.group(1)) if match else None
-
-
-WORKFLOW_IN_NAME = Expression(r'(?:\A|_)wf([0-9]{1,18})(?=[_.]|\Z)')
 STDIO_FILE_NAME = Expression(r'job_wf[0-9]+_j([0-9]+)_r([0-9]+)_a([0-9]+)\.')
 
 
@@ -33875,21 +33919,6 @@ def find_job(session: Session, workflow_id: int, word: str, follows: bool) -> Di
 
 # -------- bundles, and errors in logs --------
 
-# Of an output directory.
-BUNDLED_DIRECTORIES = ('', 'job_stdio', 'resource_utilization', 'offline_journal')
-
-
-class SteadyFile:
-    """A file as long as it was when it was opened: its job may still write to it, or empty it."""
-
-    def __init__(self, file: Any) -> None:
-        self.file = file
-
-    def read(self, size: int) -> bytes:
-        """The next bytes; zeros where there are none any more, as in GNU tar."""
-        return self.file.read(size).ljust(size, b'\0')
-
-
 def cmd_logs_bundle(session: Session, args: Arguments) -> int:
     """Pack what a workflow's runners and jobs have written into one file, for those who are to help."""
     workflow = session.call('get_workflow', workflow_id=choose_workflow(session, args))
@@ -33897,13 +33926,16 @@ def cmd_logs_bundle(session: Session, args: Arguments) -> int:
     path = os.path.join(args['bundle_dir'], f"wf{workflow['id']}.tar.gz")
     with writing(path, '--bundle-dir'), replacing(path) as file:
         with tarfile.open(fileobj=file, mode='w:gz', format=tarfile.GNU_FORMAT) as bundle:
-            sizes = [add_directory(bundle, session, os.path.join(directory, name), workflow['id'])
-                     for name in BUNDLED_DIRECTORIES]
-            found = describe_bundle(workflow, [size for group in sizes for size in group])
+            top = os.path.basename(os.path.normpath(directory))
+            sizes = [add_member(bundle, name if os.path.dirname(name) else os.path.join(top, name), file)
+                     for name, file in workflow_files(directory, workflow['id'], session.report)]
+            found = describe_bundle(workflow, sizes)
             if not found['files_collected']:
                 raise NotFound(f"no log of workflow {workflow['id']} is in {directory}; {WHERE_OUTPUT_IS}")
             data = format_json_document(found).encode('utf-8', 'replace')
-            add_member(bundle, 'bundle_metadata.json', len(data), time.time(), io.BytesIO(data))
+            member = tarfile.TarInfo('bundle_metadata.json')
+            member.size, member.mtime = len(data), int(time.time())
+            bundle.addfile(member, io.BytesIO(data))
     count, total = found['files_collected'], found['total_size_bytes']
     lines = [f'  File: {path}', f'  Files collected: {count}', f'  Total size: {total} bytes']
     session.answer(dict(found, file=path), format_lines(['Log bundle created successfully:', *lines]))
@@ -33931,35 +33963,6 @@ def describe_bundle(workflow: Dict[str, Any], sizes: Sequence[int]) -> Dict[str,
             'workflow_description': workflow.get('description'), 'workflow_user': workflow['user'],
             'collected_at': format_time(time.time()), 'files_collected': len(sizes),
             'total_size_bytes': sum(sizes)}
-
-
-def add_directory(bundle: Any, session: Session, path: str, workflow_id: int) -> List[int]:
-    """Add the files of a workflow in a directory, but no links and no files of others; their sizes."""
-    sizes = []
-    is_top, absent = path.endswith(os.sep), (FileNotFoundError, NotADirectoryError)
-    with contextlib.suppress(*absent), HeldDirectory(path, None, is_top) as held:
-        names = [name for name in os.listdir(held.descriptor) if workflow_in_name(name) == workflow_id]
-        for name in sorted(names):
-            try:
-                if not held.has_file(name):
-                    continue
-                with open(name, 'rb', opener=held.opener) as file:
-                    found = os.fstat(file.fileno())
-                    member = f'{os.path.basename(os.path.normpath(path))}/{name}'
-                    add_member(bundle, member, found.st_size, found.st_mtime, SteadyFile(file))
-                    sizes.append(found.st_size)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                session.report(f'torc: cannot read {os.path.join(path, name)}: {error.strerror}')
-    return sizes
-
-
-def add_member(bundle: Any, name: str, size: int, changed_at: float, file: Any) -> None:
-    """Add a file to a tar file."""
-    member = tarfile.TarInfo(name)
-    member.size, member.mtime, member.mode = size, int(changed_at), 0o644
-    bundle.addfile(member, file)
 
 
 def cmd_logs_analyze(session: Session, args: Arguments) -> int:
