@@ -1076,16 +1076,6 @@ class Hosts(TestBed):
         """Where sessions begin, as all hosts see it."""
         return os.path.join(self.directory, 'host', host, 'home')
 
-    def processes(self, mark: str) -> Dict[int, str]:
-        """Live processes that a world has on the hosts: pid -> host."""
-        found = {}
-        for pid in processes_with(mark):
-            with contextlib.suppress(OSError):      # it has ended
-                host = re.search(f'\0SSH_TB_HOST={re.escape(self.directory)}:(\\w+)\0', f"\0{read_text(f'/proc/{pid}/environ')}\0")
-                if host:
-                    found[pid] = host.group(1)
-        return found
-
 
 class SshTestCase(WorldTest):
     """A test with hosts: self.hosts. On each it has a directory of its own, whose name holds a blank and a quote."""
@@ -1115,7 +1105,11 @@ class SshTestCase(WorldTest):
 
     def running(self) -> Dict[int, str]:
         """Live processes that this test has on hosts: pid -> host."""
-        return self.hosts.processes(self.world.mark)
+        found, wanted = {}, re.compile(re.escape(f'\0SSH_TB_HOST={self.hosts.directory}:') + r'(\w+)')
+        for pid in processes_with(self.world.mark):
+            with contextlib.suppress(OSError):      # it has ended
+                found.update((pid, host) for host in wanted.findall('\0' + read_text(f'/proc/{pid}/environ')))
+        return found
 
     def end_all(self) -> None:
         """kill -9 all that this test has on hosts."""
