@@ -79,6 +79,7 @@ Sections (grep '^# ==' torc.py):
     17a. Diagnosis
     17b. Regeneration
     17c. Watching
+    18. Remote
     19. Rendering
     19a. Reports
     19b. Plots
@@ -91,8 +92,9 @@ Sections (grep '^# ==' torc.py):
     20f. Recovery commands
     20g. Recover
     20h. Watch
-    20i. Service
-    20j. Arguments
+    20i. Remote commands
+    20j. Service
+    20k. Arguments
     21. Command table
     21a. Main
 
@@ -171,6 +173,7 @@ class LateModule:
 
 csv, ctypes, decimal, difflib, getpass, html, py_compile, tarfile, zlib = map(LateModule, (
     'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'tarfile', 'zlib'))
+futures = LateModule('concurrent.futures')
 # Without it TOML files are refused, with the reason.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
@@ -18676,6 +18679,13 @@ class Connector:
         return not self.named_url and self.database == os.path.abspath(EMBEDDED_DATABASE)
 
     @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate of the server in use; '' without TLS."""
+        if self._connection is None or not self._connection.address.is_tls:
+            return ''
+        return hashlib.sha256(self._connection.socket.getpeercert(binary_form=True)).hexdigest()
+
+    @property
     def url(self) -> str:
         """The server's address, for TORC_API_URL; '' if the client is direct."""
         return self._connection.address.url if self._connection is not None else self.named_url
@@ -21493,19 +21503,23 @@ def query_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     return {**dict.fromkeys(removed), 'SLURM_TIME_FORMAT': '%s', 'LC_ALL': 'C'}
 
 
+def end_with_parent() -> Optional[Callable[[], Any]]:
+    """What a child is to call before its exec, to be killed when the thread that started it ends (Linux)."""
+    prctl = getattr(ctypes.CDLL(None), 'prctl', None)
+    return prctl and functools.partial(prctl, PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
 def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
               variables: Optional[Dict[str, Optional[str]]] = None) -> Reply:
     """Call a program of Slurm and wait for its reply: for commands, never in a runner.
 
     It ends with this process (Linux): an sbatch that lived on might submit what somebody else submits again.
     """
-    prctl = getattr(ctypes.CDLL(None), 'prctl', None)
-    end_with_us = prctl and functools.partial(prctl, PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     environment = {**os.environ, **(query_variables() if variables is None else variables)}
     given = {name: value for name, value in environment.items() if value is not None}
     try:
         done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, timeout=limit_s, check=False, preexec_fn=end_with_us)
+                              stderr=subprocess.PIPE, timeout=limit_s, check=False, preexec_fn=end_with_parent())
     except subprocess.TimeoutExpired:
         return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
     except (OSError, ValueError) as error:
@@ -30573,6 +30587,601 @@ def describe_left(counts: Dict[str, int]) -> str:
                      if not row.is_done and counts[row.name])
 
 
+# ======== 18. Remote: workers over ssh ========
+#
+# A worker is `torc.py run ID` on another host, for people with a few machines and no scheduler. Nothing needs
+# to be there but ssh and a Python. BOOT, which comes through stdin, keeps this very file in
+# ~/.cache/torc/HASH/ and imports it; serve_order() then carries out one order, a JSON object, and prints one
+# answer behind ANSWER_MARK: whatever else a login prints is passed over.
+#
+# A supervisor on the host starts the worker, waits for its end, and removes its token. Its files are in the
+# user's state directory there, and have database, workflow and host in their names: homes are often shared.
+#
+# A host that cannot reach the server gets a port of its own, which ssh forwards (-R). A process on this side
+# holds these connections, and sets them up again. The order at their other end writes down where the port is,
+# and ends with the connection: to the worker it is a server that moves (Connector.open_moved).
+
+ANSWER_MARK = 'torc-answer:'
+SSH_OPTIONS = ('-T', '-o', 'BatchMode=yes', '-o', 'ConnectTimeout=30', '-o', 'ServerAliveInterval=15')  # x 3
+SSH_LIMIT_S = 300.0         # for an order: a slow line takes its time for the file
+ALLOCATED_PORT = re.compile(rb'Allocated port ([0-9]+) for remote forward')      # said by ssh for -R 0:...
+SSH_ERROR = 255             # the exit code of ssh where not the command failed (ssh(1))
+START_LIMIT_S = 30.0        # for a worker to reach the server; it goes on afterwards
+TUNNEL_LOOK_S = 2.0         # between looks at the server, whose address may have changed
+TUNNEL_PAUSE_S = (1.0, 30.0)    # before a lost connection is set up again: first, longest
+PYTHONS = ('python3', *(f'python3.{minor}' for minor in range(20, 5, -1)), '/usr/libexec/platform-python')
+FIND_PYTHON = (
+    'found=; for p in {}; do '
+    'if "$p" -c "import sys, sqlite3; sys.exit(sys.version_info < (3, 6))" 2>/dev/null; then exec "$p" -c '
+    '"import json, sys; order, boot = json.loads(sys.stdin.buffer.readline().decode()); exec(boot)"; fi; '
+    'command -v "$p" >/dev/null && found="$found $p: $("$p" -V 2>&1);"; done; '
+    'echo "no Python from 3.6 on with sqlite3:${{found:- none was found}} give one with --python PATH" >&2; '
+    'exit 127')
+BOOT = """
+import hashlib, os
+home = os.path.join(os.path.expanduser('~'), '.cache', 'torc', order['hash'])
+path = os.path.join(home, 'torc.py')
+
+def answer(**said):
+    print('\\n' + order['mark'] + json.dumps(said), flush=True)
+    sys.exit()
+
+def write(path, data):
+    try:
+        with open(path + '.%d' % os.getpid(), 'wb') as file:
+            file.write(data)
+        os.replace(file.name, path)
+    except OSError:
+        os.unlink(file.name)
+        raise
+
+try:
+    with open(path, 'rb') as file:
+        data = file.read()
+except OSError:
+    data = b''
+if hashlib.sha256(data).hexdigest() != order['hash']:
+    data = sys.stdin.buffer.read(order['size'])
+    if hashlib.sha256(data).hexdigest() != order['hash']:
+        answer(needs='program')
+    try:
+        os.makedirs(home, 0o700, exist_ok=True)
+        write(os.path.join(home, 'torc-worker'), b'import sys, torc\\nsys.exit(torc.main())\\n')
+        write(path, data)
+    except OSError as error:
+        answer(error='cannot write %s: %s' % (home, error.strerror))
+sys.path[0] = home
+import torc
+torc.serve_order(order)
+"""
+WORKER = Expression(r'(?:(?P<user>[\w.][\w.@+-]*)@)?(?:\[(?P<address>[0-9a-f:.]+(?:%\w+)?)\]|(?P<host>\w[\w.-]*))'
+                    r'(?::(?P<port>[0-9]{1,5}))?\Z', re.IGNORECASE)
+
+Order = Dict[str, Any]
+
+
+# -------- on the host --------
+
+def worker_stem(order: Order) -> str:
+    """The path of a worker's files on this host, without their endings."""
+    directory = os.path.join(state_directory(), 'workers')
+    make_private_directory(directory)
+    name = f"{order['database']['id'][:12]}_wf{order['workflow_id']}_{socket.gethostname()}"
+    return os.path.join(directory, name)
+
+
+def read_worker(stem: str) -> Dict[str, Any]:
+    """What is known of a worker: its process (describe_process), files, and how it ended. {}: none was here."""
+    try:
+        return parse_json(read_private(stem + '.json'))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def is_at_work(worker: Dict[str, Any]) -> bool:
+    """Whether a worker has not ended, as far as can be told."""
+    return bool(worker) and 'code' not in worker and process_lives(worker) is not False
+
+
+def host_status(order: Order) -> Dict[str, Any]:
+    """The order `status`: how the worker of a workflow is."""
+    stem = worker_stem(order)
+    worker = read_worker(stem)
+    state = 'running' if is_at_work(worker) else 'ended' if worker else 'none'
+    server = (read_server_file(stem + '.connection') if state == 'running' else None) or {}
+    return dict(worker, state=state, hostname=socket.gethostname(), needs_tunnel=is_between_allocations(server))
+
+
+def host_start(order: Order) -> Optional[Dict[str, Any]]:
+    """The order `start`: start the worker, unless there is one. With a port: hold the tunnel that leads there.
+
+    `needs_tunnel` in the answer: the server cannot be reached without one.
+    """
+    stem, port = worker_stem(order), order.get('port')
+    os.chdir(os.path.expanduser(order['directory']))
+    with open(stem + '.lock', 'a') as lock:
+        with contextlib.suppress(OSError):      # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        is_new = not is_at_work(read_worker(stem))
+        if not is_new and not port:
+            return dict(host_status(order), is_old=True)
+        if is_new and order.get('goes_on'):     # it has ended while the tunnel was down
+            return host_status(order)
+        if is_new and order['token']:
+            write_atomically(stem + '.token', order['token'].encode())
+        if port:
+            scheme = parse_url(order['urls'][0]).url.partition(':')[0]
+            url = write_connection(stem, order, f'{scheme}://127.0.0.1:{port}', travels=True, **describe_process())
+        else:
+            url = '' if order['tunnel'] == 'always' else find_way(stem, order)
+            if not url:
+                forget_token(stem)
+                return {'needs_tunnel': True}
+        if is_new:
+            launch_worker(stem, order, url)
+    if not port:
+        return host_status(order)
+    say_answer(dict(host_status(order), is_old=not is_new))
+    return hold_tunnel(stem, order)
+
+
+def write_connection(stem: str, order: Order, url: str, **more: Any) -> str:
+    """Write down for the worker where its server is; the URL."""
+    found = dict(more, url=url, database=stem, token_file=stem + '.token', fingerprint=order['fingerprint'])
+    write_atomically(stem + '.connection', format_json(found).encode())
+    return url
+
+
+def find_way(stem: str, order: Order) -> str:
+    """The first URL at which the server answers from here; '' if none does. Refused if that must not be."""
+    reasons = []
+    for url in order['urls']:
+        try:
+            # Only a token proves who answers: on this host's own address it may be anybody.
+            if order['token'] or not is_loopback(parse_url(url).host):
+                write_connection(stem, order, url)
+                token_file = stem + '.token' if order['token'] else ''
+                with Client.connect(url, '', token_file, TlsSettings(fingerprint=order['fingerprint']),
+                                    Credentials(order['password'])) as client:
+                    if client.call('get_database')['id'] == order['database']['id']:
+                        return url
+        except TorcError as error:
+            reasons.append(error.message)
+    if order['tunnel'] == 'never':
+        forget_token(stem)
+        raise Refused('; '.join(reasons or ['the server answers on its own host only']))
+    return ''
+
+
+def forget_token(stem: str) -> None:
+    """Remove what led a worker to its server."""
+    for ending in ('.token', '.connection'):
+        with contextlib.suppress(OSError):
+            os.unlink(stem + ending)
+
+
+def launch_worker(stem: str, order: Order, url: str) -> None:
+    """Start a worker that outlives this connection, and see that it is at work. Refused if it is not."""
+    output_dir = os.path.abspath(os.path.expanduser(order['output_dir']))
+    os.makedirs(output_dir, exist_ok=True)
+    path = os.path.join(output_dir, f"torc_worker_wf{order['workflow_id']}_{socket.gethostname()}.log")
+    with open(path, 'ab') as file:
+        begin = file.seek(0, os.SEEK_END)
+    program = os.path.join(os.path.dirname(os.path.abspath(globals()['__file__'])), 'torc-worker')
+    argv = [sys.executable, program, '--url', url, *['--prompt-password'] * bool(order['password']), 'run',
+            str(order['workflow_id']), '-o', output_dir, *order['options']]
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(stem + '.json')
+    if os.fork() == 0:
+        supervise_worker(stem, argv, order, {'output_dir': output_dir, 'log': path})
+    deadline, said = time.monotonic() + START_LIMIT_S, ''
+    while time.monotonic() < deadline and ' is stored in ' not in said:
+        time.sleep(0.05)
+        worker = read_worker(stem)
+        with open(path, 'rb') as file:
+            file.seek(begin)
+            said = file.read().decode('utf-8', 'replace')
+        if worker.get('code') and ' is stored in ' not in said:
+            last = '\n'.join(said.splitlines()[-5:])
+            raise Refused(f"the worker ended with exit code {worker['code']}: {last}")
+
+
+def supervise_worker(stem: str, argv: Sequence[str], order: Order, files: Dict[str, str]) -> None:
+    """In the forked child: start the worker, wait for its end, remove its token. Never returns."""
+    try:
+        umask, directory = os.umask(0o077), os.getcwd()
+        os.setsid()
+        leave_caller(-1, logging.FileHandler, files['log'])
+        os.umask(umask)
+        os.chdir(directory)
+        environment = dict(os.environ, TORC_USERNAME=order['user'])
+        if order['token'] or order['fingerprint']:
+            environment['TORC_TOKEN_FILE'] = stem + '.token'
+        runner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=2, stderr=2, env=environment)
+        worker = dict(describe_process(), pid=runner.pid, start_ticks=read_process_start_ticks(runner.pid),
+                      started_at=format_time(time.time()), **files)
+        try:
+            write_atomically(stem + '.json', format_json(worker).encode())
+        except OSError:
+            runner.terminate()      # nobody could find it, and another one would be started
+            raise
+        runner.communicate((order['password'] + '\n').encode())
+        code = runner.returncode
+        worker.update(code=code if code >= 0 else 128 - code, ended_at=format_time(time.time()))
+        write_atomically(stem + '.json', format_json(worker).encode())
+    except BaseException:       # border: the caller's own handlers and clean-up must not run here
+        log.exception('the supervisor of a worker has ended')
+    finally:
+        forget_token(stem)
+        os._exit(0)
+
+
+def hold_tunnel(stem: str, order: Order) -> Optional[Dict[str, Any]]:
+    """Wait for the end of the worker, which is the answer; or of the connection, or of its turn: None."""
+    while is_at_work(read_worker(stem)):
+        readable, _, _ = select.select([0], [], [], 1.0)
+        if readable and not os.read(0, 1):
+            return None
+        if (read_server_file(stem + '.connection') or {}).get('pid', os.getpid()) != os.getpid():
+            return None     # another connection has taken over
+    forget_token(stem)
+    return host_status(order)
+
+
+def host_stop(order: Order) -> Dict[str, Any]:
+    """The order `stop`: SIGTERM, on which jobs stop in stages; with `force` SIGKILL, and guardians kill them."""
+    worker = read_worker(worker_stem(order))
+    if 'code' in worker or not process_lives(worker):
+        return host_status(order)
+    os.kill(worker['pid'], signal.SIGKILL if order['force'] else signal.SIGTERM)
+    deadline = time.monotonic() + 10
+    while order['force'] and process_lives(worker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return dict(host_status(order), is_told=True)
+
+
+def log_directory(order: Order) -> str:
+    """The output directory of a worker. Refused if it is another database's."""
+    worker = read_worker(worker_stem(order))
+    directory = os.path.expanduser(order['output_dir'] or worker.get('output_dir') or DEFAULT_OUTPUT_DIR)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), HeldDirectory(directory) as held:
+        refuse_foreign_output(directory, read_output_record(held, False)[1], order['database'])
+    return directory
+
+
+def size_and_time(file: Any) -> List[int]:
+    """Size and time of an open file, by which it is known again: bytes, seconds since the epoch."""
+    found = os.fstat(file.fileno())
+    return [found.st_size, int(found.st_mtime)]
+
+
+def host_collect(order: Order) -> None:
+    """The order `collect`: a compressed tar file of the workflow's files, but for those that are there."""
+    directory = log_directory(order)
+    say_answer({})
+    with tarfile.open(fileobj=sys.stdout.buffer, mode='w|gz', format=tarfile.GNU_FORMAT) as bundle:
+        for name, file in workflow_files(directory, order['workflow_id'], log.warning):
+            if order['known'].get(name) != size_and_time(file):
+                add_member(bundle, name, file)
+
+
+def host_delete(order: Order) -> Dict[str, Any]:
+    """The order `delete`: remove the workflow's files, or of these what is `known`.
+
+    Journals hold results that the server may not have: they are removed only where they are known.
+    """
+    directory, known, kept, deleted = log_directory(order), order['known'], 0, 0
+    if is_at_work(read_worker(worker_stem(order))):
+        raise Refused('its worker is at work: stop it first')
+    for name, file in workflow_files(directory, order['workflow_id'], log.warning):
+        is_journal = os.path.dirname(name) == JOURNAL_DIRECTORY
+        if not is_journal if known is None else known.get(name) == size_and_time(file):
+            os.unlink(os.path.join(directory, name))
+            deleted += 1
+        else:
+            kept += 1
+    return {'deleted': deleted, 'kept': kept, 'directory': directory}
+
+
+HOST_ORDERS = {'start': host_start, 'status': host_status, 'stop': host_stop, 'collect': host_collect,
+               'delete': host_delete}   # type: Dict[str, Callable[[Order], Optional[Dict[str, Any]]]]
+
+
+def say_answer(answer: Dict[str, Any]) -> None:
+    """One line to the other side."""
+    sys.stdout.write(f'\n{ANSWER_MARK}{format_json(answer)}\n')
+    sys.stdout.flush()
+
+
+def serve_order(order: Order) -> None:
+    """Carry out what a command on another host wants, and answer: called by BOOT only."""
+    try:
+        answer = HOST_ORDERS[order['verb']](order)
+    except TorcError as error:
+        answer = {'error': error.message}
+    except OSError as error:
+        answer = {'error': f'{error.filename or order["verb"]}: {error.strerror}'}
+    if answer is not None:
+        say_answer(answer)
+
+
+# -------- on this side --------
+
+class SshOptions(Row):
+    """How hosts are reached."""
+    words: Sequence[str] = ()   # of the command line of ssh
+    python: str = ''            # on the hosts; '' looks for one
+    limit: int = 10             # connections that are made at the same time
+
+
+def parse_worker(text: str) -> str:
+    """An address of a worker, [user@]host[:port], as it is. ValueError."""
+    if not WORKER.match(text):
+        raise ValueError(printable(f'{text!r} is no host: write [user@]host[:port], an IPv6 address in [brackets]'))
+    return text
+
+
+def ssh_argv(worker: str, ssh: SshOptions, *more: str) -> List[str]:
+    """The call of ssh that has BOOT carried out on a host."""
+    match = WORKER.match(worker)
+    host = match.group('host') or match.group('address')
+    user = ['-l', match.group('user')] if match.group('user') else []
+    port = ['-p', match.group('port')] if match.group('port') else []
+    pythons = [ssh.python] if ssh.python else PYTHONS
+    script = FIND_PYTHON.format(' '.join(map(shlex.quote, pythons)))
+    return ['ssh', *ssh.words, *SSH_OPTIONS, *more, *user, *port, '--', host, f'exec sh -c {shlex.quote(script)}']
+
+
+def own_program() -> bytes:
+    """This very file."""
+    with open(os.path.abspath(globals().get('__file__') or ''), 'rb') as file:
+        return file.read()
+
+
+def format_order(order: Order, program: bytes, is_sent: bool = False) -> bytes:
+    """What goes to a host through stdin: the order with BOOT, then this file, if it is to be sent."""
+    order = dict(order, mark=ANSWER_MARK, hash=hashlib.sha256(program).hexdigest(), size=len(program))
+    return format_json([order, BOOT]).encode() + b'\n' + program * is_sent
+
+
+def read_answer(lines: Iterable[bytes]) -> Optional[Dict[str, Any]]:
+    """The first answer among what a host says."""
+    for line in lines:
+        if line.startswith(ANSWER_MARK.encode()):
+            return parse_json(line[len(ANSWER_MARK):].decode())
+    return None
+
+
+def ssh_failure(code: int, said: bytes) -> TorcError:
+    """Why a host gave no answer: the last line that was said. Unreachable if ssh itself failed."""
+    lines = [line for line in said.decode('utf-8', 'replace').splitlines() if line.strip()]
+    message = printable_line(lines[-1].strip() if lines else f'ssh has ended with exit code {code}')
+    return Unreachable(message) if code == SSH_ERROR else Refused(message)
+
+
+def ask_host(worker: str, order: Order, ssh: SshOptions) -> Dict[str, Any]:
+    """Have an order carried out. Unreachable if ssh fails, Refused if the host cannot do it."""
+    program, answer = own_program(), None
+    for is_sent in (False, True):
+        try:
+            done = subprocess.run(ssh_argv(worker, ssh, '-o', 'ClearAllForwardings=yes'), timeout=SSH_LIMIT_S,
+                                  input=format_order(order, program, is_sent), stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE)
+        except subprocess.TimeoutExpired:
+            raise Unreachable(f'no answer within {SSH_LIMIT_S:g} s') from None
+        except OSError as error:
+            raise BadInput(f'cannot call ssh: {error.strerror}; OpenSSH must be installed') from None
+        answer = read_answer(done.stdout.splitlines())
+        if answer is None:
+            raise ssh_failure(done.returncode, done.stderr)
+        if 'needs' not in answer:
+            break
+    if 'error' in answer:
+        raise Refused(answer['error'])
+    return answer
+
+
+def ask_hosts(workers: Sequence[str], ask: Callable[[str], Any], limit: int,
+              on_answer: Callable[[], Any]) -> List[Any]:
+    """What ask() returns, or the TorcError that it raises, for each worker, in their order."""
+    interrupted = threading.Event()
+
+    def attempt(worker: str) -> Any:
+        try:
+            return Refused('interrupted') if interrupted.is_set() else ask(worker)
+        except TorcError as error:
+            return error
+        finally:
+            on_answer()
+    with futures.ThreadPoolExecutor(limit) as pool:
+        try:
+            return list(pool.map(attempt, workers))
+        except KeyboardInterrupt:
+            interrupted.set()
+            raise
+
+
+def fetch_files(worker: str, order: Order, ssh: SshOptions, directory: str) -> Dict[str, List[int]]:
+    """Bring a worker's files into a directory, whole or not at all: all that are there then, by size_and_time.
+
+    No name leads out of it; links and devices are passed over. What was fetched before is not fetched again.
+    """
+    known = {}      # type: Dict[str, List[int]]
+    for name, file in workflow_files(directory, order['workflow_id'], log.warning):
+        known[name] = size_and_time(file)
+    order = dict(order, known=known)
+    ask_host(worker, dict(order, verb='status'), ssh)       # it has the program afterwards
+    with tempfile.TemporaryFile() as said, subprocess.Popen(
+            ssh_argv(worker, ssh, '-o', 'ClearAllForwardings=yes'), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=said) as process:
+        try:
+            process.stdin.write(format_order(order, own_program()))
+            process.stdin.close()
+            answer = read_answer(process.stdout)
+            if answer is not None and 'error' not in answer:
+                with tarfile.open(fileobj=process.stdout, mode='r|gz') as bundle:
+                    for member in bundle:
+                        keep_member(bundle, member, directory, known)
+        except (tarfile.TarError, EOFError, zlib.error, BrokenPipeError) as error:
+            answer = {'error': f'cut off ({error})'}
+        code = process.wait()
+        said.seek(0)
+        if answer is None or code:
+            raise ssh_failure(code, said.read())
+    if 'error' in answer:
+        raise Refused(answer['error'])
+    return known
+
+
+def keep_member(bundle: Any, member: Any, directory: str, known: Dict[str, List[int]]) -> None:
+    """Write a member of a tar file below a directory, if it is a regular file, and note it as known."""
+    place, name = os.path.split(member.name)
+    if not member.isreg() or place not in LOG_DIRECTORIES or name in ('', '.', '..'):
+        log.warning('passed over: %s', printable(member.name))
+        return
+    os.makedirs(os.path.join(directory, place), exist_ok=True)
+    path = os.path.join(directory, member.name)
+    part = os.path.join(directory, place, f'.{name[:200]}.part')
+    with open(part, 'wb') as file:
+        shutil.copyfileobj(bundle.extractfile(member), file)
+    os.utime(part, (member.mtime, member.mtime))
+    os.replace(part, path)
+    known[member.name] = [member.size, int(member.mtime)]
+
+
+# -------- tunnels --------
+
+class Tunnels:
+    """The connections that forward a port of each host to the server, in a process of their own."""
+
+    def __init__(self, client: Client, orders: Dict[str, Order], ssh: SshOptions, pipe: Any) -> None:
+        self.client = client
+        self.orders = orders
+        self.ssh = ssh
+        self.pipe = pipe            # to the command that waits for the first answer of each host
+        self.target = client.url    # where the ports lead
+        self.over = threading.Event()   # nothing is left to do: what is lost now is not set up again
+        self.makes = threading.Semaphore(ssh.limit)     # a host answers: the next
+        self.processes = {}         # type: Dict[str, Any]  # ssh, by worker
+        self.program = own_program()
+
+    def run(self) -> None:
+        """Until no worker is left."""
+        threads = [threading.Thread(target=self.keep, args=(worker,)) for worker in self.orders]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            threads[0].join(TUNNEL_LOOK_S) if threads[0].is_alive() else time.sleep(TUNNEL_LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Follow the server to its present address; see whether its workflow is over."""
+        order = next(iter(self.orders.values()))
+        try:
+            status = self.client.call('get_workflow_status', workflow_id=order['workflow_id'])
+            if status['is_complete'] or status['is_canceled']:
+                self.over.set()
+        except NotFound:
+            self.over.set()
+        except TorcError:       # it is away
+            return
+        if self.client.url != self.target:
+            self.target = self.client.url
+            for process in list(self.processes.values()):
+                process.terminate()
+
+    def keep(self, worker: str) -> None:
+        """Hold the connection to a host until its worker has ended."""
+        order, port, pause_s = self.orders[worker], 0, TUNNEL_PAUSE_S[0]
+        while True:
+            answer, port, failure = self.connect(worker, order, port)
+            if not order.get('goes_on'):    # the first one says why it failed
+                return self.tell(worker, answer or {'error': failure.message})
+            if self.over.is_set() or answer and answer['state'] != 'running':
+                return None
+            pause_s = TUNNEL_PAUSE_S[0] if answer else min(pause_s * 2, TUNNEL_PAUSE_S[1])
+            port = port if answer or not order['token'] else 0      # it may be taken: by a connection that hangs
+            log.warning('%s: connection lost: %s; the next try is in %g s', worker, failure.message, pause_s)
+            self.over.wait(pause_s)
+
+    def connect(self, worker: str, order: Order, port: int) -> Tuple[Dict[str, Any], int, TorcError]:
+        """One connection, until it ends: the last answer, the port, why it ended.
+
+        The port stays where it can: jobs, and workers without a token, know no other.
+        """
+        address, answer, last = parse_url(self.target), {}, b''     # type: Address, Dict[str, Any], bytes
+        host = f'[{address.host}]' if ':' in address.host else address.host
+        with contextlib.ExitStack() as making:
+            making.enter_context(self.makes)
+            argv = ssh_argv(worker, self.ssh, '-o', 'ExitOnForwardFailure=yes', '-o', 'LogLevel=INFO', '-o',
+                            'ControlPath=none', '-R', f'127.0.0.1:{port}:{host}:{address.port}')
+            process = self.processes[worker] = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                preexec_fn=end_with_parent())
+            if port:
+                self.send(process, order, port)
+            for line in process.stdout:
+                allocated = ALLOCATED_PORT.search(line)
+                if allocated and not port:
+                    port = int(allocated.group(1))
+                    self.send(process, order, port)
+                elif line.startswith(ANSWER_MARK.encode()):
+                    making.close()
+                    answer = read_answer([line])
+                    if 'error' not in answer and not order.get('goes_on'):
+                        order['goes_on'] = True
+                        self.tell(worker, answer)
+                last = line if line.strip() else last
+        return answer, port, ssh_failure(process.wait(), last)
+
+    def send(self, process: Any, order: Order, port: int) -> None:
+        """Give the order to the other end, which keeps stdin open for as long as the connection lasts."""
+        with contextlib.suppress(BrokenPipeError):      # it has failed; why follows
+            process.stdin.write(format_order(dict(order, port=port), self.program))
+            process.stdin.flush()
+
+    def tell(self, worker: str, answer: Dict[str, Any]) -> None:
+        """Tell the command that waits how a host has answered first."""
+        os.write(self.pipe, format_json([worker, answer]).encode() + b'\n')
+
+
+def start_tunnels(client: Client, orders: Dict[str, Order], ssh: SshOptions) -> Iterator[Tuple[str, Dict[str, Any]]]:
+    """Fork the process that holds the tunnels of some workers; their first answers as they come in."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        run_tunnels(Tunnels(client, orders, ssh, writer))
+    os.close(writer)
+    os.waitpid(child, 0)        # the first child; the tunnels' is the second, and nobody's
+    with os.fdopen(reader, encoding='utf-8') as pipe:
+        for _ in orders:
+            line = pipe.readline()
+            if not line:
+                raise Unreachable(f'the process that holds the tunnels died; see {tunnel_log()}')
+            yield tuple(parse_json(line))
+
+
+def tunnel_log() -> str:
+    """What the processes that hold tunnels say."""
+    return os.path.join(state_directory(), 'tunnels.log')
+
+
+def run_tunnels(tunnels: Tunnels) -> None:
+    """In the forked child: leave the caller's session and hold the tunnels. Never returns."""
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            leave_caller(tunnels.pipe, LogFile, tunnel_log(), MAX_EMBEDDED_LOG_BYTES, 1)
+            rename_process('torc-tunnels')
+            tunnels.client.reconnect()
+            tunnels.run()
+            tunnels.client.leave()
+    except BaseException:       # border: the caller's own handlers and clean-up must not run here
+        log.exception('a bug in torc.py: the tunnels end')
+    finally:
+        os._exit(0)
+
+
 # ======== 19. Rendering: values -> text for people and programs ========
 #
 # Owns how things look: tables, CSV, JSON documents, the status report, the progress line.
@@ -37913,7 +38522,264 @@ def cmd_watch(session: Session, args: Arguments) -> int:
         return Supervision(session, workflow, args, log_file).run(wakeup)
 
 
-# ======== 20i. Service: commands of those who run a server, and `install` ========
+# ======== 20i. Remote commands: workers on other hosts ========
+#
+# What is done on a host is Remote's; here are the words of `remote ...`, and what is said of each host. One
+# that fails stops no other: it is named, and the exit code is 1.
+
+def find_workers(session: Session, args: Arguments) -> Tuple[Dict[str, Any], List[str]]:
+    """A workflow, and the workers that are stored for it."""
+    workflow = session.workflow(choose_workflow(session, args))
+    rows = session.call('list_remote_workers', workflow_id=workflow['id'])
+    return workflow, [row['worker'] for row in rows]
+
+
+def need_workers(session: Session, args: Arguments) -> Tuple[Dict[str, Any], List[str]]:
+    """The same. BadInput if there are none."""
+    workflow, workers = find_workers(session, args)
+    if not workers:
+        add = command_line(session, 'remote', 'add-workers', workflow['id'], 'HOST')
+        raise BadInput(f"workflow {workflow['id']} has no workers: `{add}`, or `remote run FILE {workflow['id']}`")
+    return workflow, workers
+
+
+def read_workers(session: Session, path: str) -> List[str]:
+    """The hosts in a file: one a line, with comments after #; each once."""
+    lines = [line.partition('#')[0].strip() for line in read_input(session, path).decode('utf-8', 'replace').splitlines()]
+    found = {}      # type: Dict[str, None]
+    for number, line in enumerate(lines, 1):
+        try:
+            found.update({parse_worker(line): None} if line else {})
+        except ValueError as error:
+            raise BadInput(printable(f'{path}, line {number}: {error}')) from None
+    if not found:
+        raise BadInput(printable(f'{path} names no host'))
+    return list(found)
+
+
+def make_order(session: Session, verb: str, workflow: Dict[str, Any], **more: Any) -> Order:
+    """What a host is to do."""
+    database = call_addition(session.client, 'get_database')
+    return dict(more, verb=verb, workflow_id=workflow['id'], database=database)
+
+
+def ssh_options(args: Arguments) -> SshOptions:
+    """How hosts are reached, from the command line."""
+    return SshOptions(args['ssh_option'] or (), args.get('python') or '', args['max_parallel_ssh'])
+
+
+def ask_workers(session: Session, workers: Sequence[str], args: Arguments, ask: Callable[[str], Any]) -> List[Any]:
+    """Ask all hosts, with a count on a terminal; answers or errors in their order."""
+    count = itertools.count(1)
+
+    def on_answer() -> None:
+        number = next(count)
+        if session.err.isatty() and not session.options['quiet']:
+            session.err.write(f"\r{number} of {counted(len(workers), 'host')}" + '\n' * (number == len(workers)))
+            session.err.flush()
+    return ask_hosts(workers, ask, args['max_parallel_ssh'], on_answer)
+
+
+def show_answers(session: Session, workflow: Dict[str, Any], workers: Sequence[str], answers: Sequence[Any],
+                 describe: Callable[[Dict[str, Any]], str]) -> int:
+    """What each host has answered; on stderr those that failed. The exit code."""
+    pairs = list(zip(workers, answers))
+    failed = [(worker, answer) for worker, answer in pairs if isinstance(answer, TorcError)]
+    if session.format == 'json':
+        items = [dict({'error': answer.message} if isinstance(answer, TorcError) else answer, worker=worker)
+                 for worker, answer in pairs]
+        session.show_json({'workflow_id': workflow['id'], 'items': items})
+    else:
+        session.show(format_rows([(worker, describe(answer)) for worker, answer in pairs
+                                  if not isinstance(answer, TorcError)], ''))
+    for worker, answer in failed:
+        session.report_message(f'{worker}: {answer.message}')
+    if any('Host key verification failed' in answer.message for _, answer in failed):
+        session.report('A host that ssh does not know yet: connect once by hand, and look at its key')
+    return 1 if failed else 0
+
+
+def cmd_remote_run(session: Session, args: Arguments) -> int:
+    """Start a worker on each host."""
+    numbers = [word for word in args['words'] if is_id(word)]
+    files = [word for word in args['words'] if not is_id(word)] + [args['workers']] * bool(args['workers'])
+    if len(numbers) > 1 or len(files) > 1:
+        raise BadInput('give one file of hosts and one workflow: remote run workers.txt 1')
+    args['workflow_id'] = int(numbers[0]) if numbers else None
+    named = read_workers(session, files[0]) if files else []
+    workflow, stored = find_workers(session, args) if named else need_workers(session, args)
+    workers = named or stored
+    status = session.call('get_workflow_status', workflow_id=workflow['id'])
+    if status['jobs_by_status']['uninitialized']:
+        refuse_missing_inputs(check_files(session.client, workflow), args['force'], session.report)
+        session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=workflow['id'])
+        record_contents(session.client, workflow)
+        initialize_for_run(session, workflow, status)
+    elif status['is_complete'] or status['is_canceled']:
+        return report_nothing_left(session, workflow, status, [])
+    session.client.need_server()
+    order, ssh = start_order(session, workflow, args), ssh_options(args)
+    answers = ask_workers(session, workers, args, lambda worker: ask_host(worker, order, ssh))
+    without = [worker for worker, answer in zip(workers, answers)
+               if isinstance(answer, dict) and answer['needs_tunnel']]
+    if without:
+        orders = {worker: dict(order) for worker in without}
+        found = dict(start_tunnels(session.client, orders, ssh))
+        answers = [answer if worker not in found else Refused(found[worker]['error'])
+                   if 'error' in found[worker] else found[worker] for worker, answer in zip(workers, answers)]
+    good = [worker for worker, answer in zip(workers, answers) if isinstance(answer, dict)]
+    session.call('create_remote_workers', good, workflow_id=workflow['id'])
+    code = show_answers(session, workflow, workers, answers, describe_start)
+    if without:
+        session.inform('Workers reach the server through this host: a process (torc-tunnels) holds their '
+                       'connections until they end.')
+        if not session.client.named_url and not session.client.is_lasting:
+            session.inform('The database is served for as long as they are connected; for longer runs: torc.py serve')
+    session.inform(f"See: {command_line(session, 'remote', 'status', workflow['id'])}")
+    return code
+
+
+def start_order(session: Session, workflow: Dict[str, Any], args: Arguments) -> Order:
+    """The order to start a worker: where the server is, what proves who asks, and the options of `run`."""
+    client = session.client
+    server = find_server_file(client.url, client.token_file)
+    words = [(name, args[key]) for name, key in REMOTE_RUN_WORDS if args[key] is not None]
+    words += [('--label', ','.join(args['label']))] if args['label'] else []
+    return make_order(
+        session, 'start', workflow, urls=server.get('candidates') or [client.url],
+        token=read_token(client.token_file) if client.token_file else '', fingerprint=client.fingerprint,
+        password=client.credentials.password, user=user_name(), tunnel=args['tunnel'], directory=args['chdir'],
+        output_dir=args['output_dir'], options=[str(word) for pair in words for word in pair])
+
+
+REMOTE_RUN_WORDS = (    # an option of `run` on the host, and the argument that has its value
+    ('-p', 'poll_interval'), ('--max-parallel-jobs', 'max_parallel_jobs'), ('--num-cpus', 'num_cpus'),
+    ('--memory-gb', 'memory_gb'), ('--num-gpus', 'num_gpus'))
+
+
+def describe_start(answer: Dict[str, Any]) -> str:
+    """What `run` says of a host."""
+    if answer['state'] != 'running':
+        return describe_worker(answer)
+    return f"{'already at work' if answer.get('is_old') else 'started'} (PID {answer['pid']}, log {answer['log']})"
+
+
+def describe_worker(answer: Dict[str, Any]) -> str:
+    """How a worker is."""
+    if answer['state'] == 'none':
+        return 'not running: none was started'
+    if answer['state'] == 'ended':
+        how = f"exit code {answer['code']}, {answer['ended_at']}" if 'code' in answer else 'killed, or restarted host'
+        return f'ended ({how})'
+    jobs = f", {counted(answer['num_jobs'], 'job')} at work" if 'num_jobs' in answer else ''
+    tunnel = ', its tunnel is down: `remote run` sets it up again' if answer['needs_tunnel'] else ''
+    return f"running (PID {answer['pid']}, since {answer['started_at']}){jobs}{tunnel}"
+
+
+def cmd_remote_status(session: Session, args: Arguments) -> int:
+    """How the workers are, and which jobs are where nobody answers."""
+    workflow, workers = need_workers(session, args)
+    order, ssh = make_order(session, 'status', workflow), ssh_options(args)
+    answers = ask_workers(session, workers, args, lambda worker: ask_host(worker, order, ssh))
+    jobs = collections.defaultdict(list)    # type: Dict[str, List[str]]  # by host
+    for job in session.items('get_running_jobs', workflow_id=workflow['id']):
+        jobs[job['compute_node_name']].append(job['job_name'])
+    for answer in answers:
+        if isinstance(answer, dict):
+            answer['num_jobs'] = len(jobs.pop(answer['hostname'], ()) if answer['state'] == 'running' else ())
+    code = show_answers(session, workflow, workers, answers, describe_worker)
+    for host, names in jobs.items():
+        session.report(f'At work on {host}, whose worker is not seen: {first_of(names)}')
+    if jobs:
+        sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
+        session.report(f'If such a host is gone, this settles its jobs once its runner is overdue: {sync}')
+    return code
+
+
+def cmd_remote_stop(session: Session, args: Arguments) -> int:
+    """End the workers."""
+    workflow, workers = need_workers(session, args)
+    order, ssh = make_order(session, 'stop', workflow, force=bool(args['force'])), ssh_options(args)
+    answers = ask_workers(session, workers, args, lambda worker: ask_host(worker, order, ssh))
+    code = show_answers(session, workflow, workers, answers, lambda answer: (
+        f"stopping (PID {answer['pid']})" if answer.get('is_told') and answer['state'] == 'running'
+        else 'killed' if answer.get('is_told') else describe_worker(answer)))
+    if args['force']:
+        sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
+        session.report(f'Jobs that were killed with their worker count as running until: {sync}')
+    return code
+
+
+def cmd_remote_collect_logs(session: Session, args: Arguments) -> int:
+    """Fetch what workers and their jobs have written."""
+    workflow, workers = need_workers(session, args)
+    order, ssh = make_order(session, 'collect', workflow, output_dir=args['remote_output_dir']), ssh_options(args)
+
+    def collect(worker: str) -> Dict[str, Any]:
+        directory = os.path.join(args['local_output_dir'], worker)
+        os.makedirs(directory, exist_ok=True)
+        known = fetch_files(worker, order, ssh, directory)
+        answer = {'directory': directory, 'num_files': len(known), 'deleted': 0}
+        if args['delete']:
+            answer['deleted'] = ask_host(worker, dict(order, verb='delete', known=known), ssh)['deleted']
+        return answer
+    with writing(args['local_output_dir'], '--local-output-dir'):
+        answers = ask_workers(session, workers, args, collect)
+    return show_answers(session, workflow, workers, answers, lambda answer: (
+        f"{counted(answer['num_files'], 'file')} in {answer['directory']}"
+        + (f", {answer['deleted']} deleted there" if args['delete'] else '')))
+
+
+def cmd_remote_delete_logs(session: Session, args: Arguments) -> int:
+    """Remove what workers and their jobs have written."""
+    workflow, workers = need_workers(session, args)
+    if not session.confirm(f"Delete the logs of workflow {workflow['id']} on {counted(len(workers), 'host')}?"):
+        return 1
+    order = make_order(session, 'delete', workflow, output_dir=args['remote_output_dir'], known=None)
+    ssh = ssh_options(args)
+    answers = ask_workers(session, workers, args, lambda worker: ask_host(worker, order, ssh))
+    return show_answers(session, workflow, workers, answers, lambda answer: (
+        f"{counted(answer['deleted'], 'file')} deleted in {answer['directory']}"
+        + (f"; {answer['kept']} journals stay, until collect-logs --delete" if answer['kept'] else '')))
+
+
+def cmd_remote_add_workers(session: Session, args: Arguments) -> int:
+    """Store hosts that ssh reaches."""
+    workers = list(dict.fromkeys(args['hosts'] if 'hosts' in args else read_workers(session, args['file'])))
+    workflow, _ = find_workers(session, args)
+    ssh = ssh_options(args)
+    order = make_order(session, 'status', workflow)
+    answers = ask_workers(session, workers, args, lambda worker: ask_host(worker, order, ssh))
+    pairs = list(zip(workers, answers))
+    good = [worker for worker, answer in pairs if not isinstance(answer, TorcError)]
+    session.call('create_remote_workers', good, workflow_id=workflow['id'])
+    value = {'workflow_id': workflow['id'], 'workers': good}
+    session.answer(value, format_lines([f"Added {len(good)} worker(s) to workflow {workflow['id']}",
+                                        *(f'  {worker}' for worker in good)]))
+    for worker, answer in pairs:
+        if isinstance(answer, TorcError):
+            session.report_message(f'{worker}: {answer.message}')
+    return 0 if len(good) == len(workers) else 1
+
+
+def cmd_remote_list_workers(session: Session, args: Arguments) -> int:
+    """The hosts that are stored."""
+    workflow, workers = find_workers(session, args)
+    lines = [f"Remote workers for workflow {workflow['id']} ({len(workers)} total):"] + [f'  {w}' for w in workers]
+    session.answer({'workflow_id': workflow['id'], 'workers': workers}, format_lines(lines))
+    return 0
+
+
+def cmd_remote_remove_worker(session: Session, args: Arguments) -> int:
+    """Forget a host; its worker goes on."""
+    workflow_id = choose_workflow(session, args)
+    session.call('delete_remote_worker', workflow_id=workflow_id, worker=args['host'])
+    session.answer({'workflow_id': workflow_id, 'worker': args['host']},
+                   f"Removed worker {args['host']} from workflow {workflow_id}\n")
+    return 0
+
+
+# ======== 20j. Service: commands of those who run a server, and `install` ========
 #
 # Password files, access groups, `serve`, and the installed command. Password files are changed
 # here, on disk; a server that uses one reads it again when asked to. `serve` only gathers
@@ -38249,7 +39115,7 @@ def uninstall(session: Session, made: Installation, foreign: Sequence[str]) -> i
     return 0
 
 
-# ======== 20j. Arguments: what commands take ========
+# ======== 20k. Arguments: what commands take ========
 #
 # An Argument is a row: names, value, meaning, parser, count. Parsers are functions from a word to
 # a value that raise ValueError with what is wrong. Arguments of several commands have a name
@@ -38394,6 +39260,8 @@ OFFLINE_OPTIONS = (
     Argument('--drain-ping-interval-secs', 'SECONDS', 'interval between requests to a server that is away '
              f'for too long (default {DEFAULT_PING_INTERVAL_S:g})', at_least(1, parse_seconds)),
 )
+LABEL_OF_RUNNER = Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these',
+                           parse_labels, '*')
 RUN_OPTIONS = (
     OUTPUT_DIR,
     Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
@@ -38409,9 +39277,7 @@ RUN_OPTIONS = (
              at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
     Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_span),
     Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
-    Argument('--label', 'LABEL,...', 'take only jobs that have labels, all of them among these', parse_labels,
-             '*'),
-    *OFFLINE_OPTIONS,
+    LABEL_OF_RUNNER, *OFFLINE_OPTIONS,
 )
 ALLOCATION_OPTIONS = (
     OUTPUT_DIR._replace(names='-o --output --output-dir'),
@@ -38491,6 +39357,11 @@ INIT_OPTIONS = (
     Argument('--wait-timeout', 'SECONDS', 'wait at most this long; the task continues',
              at_least(0, parse_seconds)),
 )
+SSH_WORDS = (
+    Argument('--max-parallel-ssh', 'N', 'connections that are made at the same time', at_least(1), default=10),
+    Argument('--ssh-option', 'WORD', 'a word for ssh, such as -oProxyJump=gate or -F/path/config', count='*'))
+REMOTE_OUTPUT = Argument('--remote-output-dir', 'DIR', 'output directory there (default: that of the worker)')
+HOST_TO_FORGET = Argument('HOST', '', '[user@]host[:port], as it was added')
 GLOBAL_ARGUMENTS = (
     Argument('-f --format', 'FORMAT', 'table, json or csv', one_of(*ANSWER_FORMATS), default='table'),
     Argument('--url', 'URL', f'server to use (default: TORC_API_URL, else {DEFAULT_OUTPUT_DIR}/torc.db if it '
@@ -39050,6 +39921,42 @@ COMMANDS = (
         Argument('--skip-test-only', '', 'do not ask sbatch when allocations would start'), *PLAN_OPTIONS),
         'slurm plan-allocations --offline --account acct --profile kestrel examples/resources.yaml'),
 
+    Command('remote run', cmd_remote_run, 'start a worker on each host, by ssh', (
+        Argument('[FILE] WF', '', 'hosts, one a line: [user@]host[:port] (default: those that are stored); id of '
+                 'the workflow', count='*', key='words'),
+        Argument('-w --workers', 'FILE', 'the same file'),
+        OUTPUT_DIR._replace(meaning='output directory on the hosts'),
+        Argument('-D --chdir', 'DIR', 'directory there in which the worker starts (default: that of the login)',
+                 default='.'),
+        Argument('--python', 'PATH', 'Python there, from 3.6 on (default: the first that is found)'),
+        Argument('--tunnel', 'WHEN', 'forward a port to the server: auto (where a host cannot reach it), always '
+                 'or never', one_of('auto', 'always', 'never'), default='auto'),
+        RUN_OPTIONS[1]._replace(default=5.0), *RUN_OPTIONS[2:5],
+        RUN_OPTIONS[5]._replace(names='--max-parallel-jobs'), LABEL_OF_RUNNER, FORCE, *SSH_WORDS),
+        'remote run workers.txt 1'),
+    Command('remote status', cmd_remote_status, 'show how the workers of a workflow are', (
+        ASKED_WF, OUTPUT_DIR._replace(meaning='accepted, without effect: workers are known'), *SSH_WORDS),
+        'remote status 1'),
+    Command('remote stop', cmd_remote_stop, 'stop the workers of a workflow, and the jobs that they run', (
+        ASKED_WF, Argument('--force', '', 'kill them and all that they have started'),
+        OUTPUT_DIR._replace(meaning='accepted, without effect: workers are known'), *SSH_WORDS),
+        'remote stop 1'),
+    Command('remote collect-logs', cmd_remote_collect_logs, 'fetch what workers and jobs have written', (
+        ASKED_WF, Argument('-l --local-output-dir', 'DIR', 'with a directory for each host', default='remote_logs'),
+        REMOTE_OUTPUT, Argument('--delete', '', 'there, what was received whole'), *SSH_WORDS),
+        'remote collect-logs 1'),
+    Command('remote delete-logs', cmd_remote_delete_logs, 'delete what workers and jobs have written', (
+        ASKED_WF, REMOTE_OUTPUT, *SSH_WORDS), 'remote delete-logs 1'),
+    Command('remote add-workers', cmd_remote_add_workers, 'store hosts for a workflow', (
+        NEEDED_WF, Argument('HOST', '', '[user@]host[:port]', parse_worker, '+', key='hosts'), *SSH_WORDS),
+        'remote add-workers 1 node7 me@node8:2222'),
+    Command('remote add-workers-from-file', cmd_remote_add_workers, 'store the hosts in a file', (
+        Argument('FILE', '', 'hosts, one a line'), ASKED_WF, *SSH_WORDS),
+        'remote add-workers-from-file workers.txt 1'),
+    Command('remote list-workers', cmd_remote_list_workers, 'list the stored hosts', (ASKED_WF,),
+        'remote list-workers 1'),
+    Command('remote remove-worker', cmd_remote_remove_worker, 'forget a host; its worker goes on', (
+        HOST_TO_FORGET, ASKED_WF), 'remote remove-worker node7 1'),
     Command('hpc list', cmd_hpc_list, 'list the clusters whose partitions are known', (), 'hpc list', True),
     Command('hpc detect', cmd_hpc_detect, 'show which cluster this is', (), 'hpc detect'),
     Command('hpc show', cmd_hpc_show, 'show a cluster and its partitions',
@@ -39307,7 +40214,7 @@ JSON_ERRORS = ('ping', 'cancel', 'workflows init', 'workflows reinit', 'workflow
                'workflows reset-status', 'workflows correct-resources', 'jobs reset-status', 'recover',
                'watch')
 NEGATIVE_NUMBER = Expression(r'-[0-9]+\Z')
-PLANNED = ('remote', 'config', 'tui', 'workflows export', 'workflows import', 'ro-crate', 'monitor-node',
+PLANNED = ('config', 'tui', 'workflows export', 'workflows import', 'ro-crate', 'monitor-node',
            'completions', 'self')       # commands of Torc that are not there yet
 
 
