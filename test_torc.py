@@ -75,7 +75,7 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     20f. Recovery commands
     20g. Recover
     20h. Watch
-    20i. Service
+    20j. Service
     21. Command table
 Without a number: End to end, Faults, Laws, Bench, and what runs the tests.
 """
@@ -31074,7 +31074,7 @@ class WatchOnSlurmTest(SlurmTest):
         self.assertIn('Attempting automatic recovery (attempt 1)\n', said)
 
 
-# ======== 20i. Service ========
+# ======== 20j. Service ========
 
 class PasswordCommandTest(CommandTest):
     """htpasswd: files of passwords."""
@@ -37761,6 +37761,8 @@ BORDERS = {
     'Server.work': 'a bug costs one look at the clock',
     'CopyWriter.work': 'a bug costs one snapshot; finish() reports it',
     'Users.work': 'a bug costs one look at a password, not all later ones',
+    'supervise_worker': 'the last line of a forked process: nothing of its parent may run below it',
+    'run_tunnels': 'the last line of a forked process: nothing of its parent may run below it',
     'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
     'main': 'a bug becomes a traceback and exit 70',
 }
@@ -38044,7 +38046,7 @@ class CodeLaws(unittest.TestCase):
         found = [node for node in self.torc.walk(ast.Attribute) if getattr(node.value, 'id', '') in ('sys', 'os')
                  and (node.attr == 'executable' or node.attr.startswith('exec'))]
         # a launcher starts the compiled module; nothing else may name the interpreter
-        starters = {'write_installation', 'cmd_install', 'pin_program', 'caller_of', 'SlurmStarter.start'}
+        starters = {'write_installation', 'cmd_install', 'pin_program', 'caller_of', 'SlurmStarter.start', 'launch_worker'}
         self.assertEqual(starters, {self.torc.owner(node) for node in found})
 
     def test_the_standard_library_is_enough(self):

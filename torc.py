@@ -21519,7 +21519,7 @@ def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
     given = {name: value for name, value in environment.items() if value is not None}
     try:
         done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, timeout=limit_s, check=False, preexec_fn=end_with_parent())
+                              stderr=subprocess.PIPE, timeout=limit_s, preexec_fn=end_with_parent())
     except subprocess.TimeoutExpired:
         return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
     except (OSError, ValueError) as error:
@@ -30591,73 +30591,72 @@ def describe_left(counts: Dict[str, int]) -> str:
 #
 # A worker is `torc.py run ID` on another host, for people with a few machines and no scheduler. Nothing needs
 # to be there but ssh and a Python. BOOT, which comes through stdin, keeps this very file in
-# ~/.cache/torc/HASH/ and imports it; serve_order() then carries out one order, a JSON object, and prints one
-# answer behind ANSWER_MARK: whatever else a login prints is passed over.
+# ~/.cache/torc/HASH/ there and imports it; serve_order() then carries out one order, a JSON object, and
+# prints one answer behind ANSWER_MARK: whatever else a login prints is passed over.
 #
 # A supervisor on the host starts the worker, waits for its end, and removes its token. Its files are in the
 # user's state directory there, and have database, workflow and host in their names: homes are often shared.
 #
 # A host that cannot reach the server gets a port of its own, which ssh forwards (-R). A process on this side
-# holds these connections, and sets them up again. The order at their other end writes down where the port is,
-# and ends with the connection: to the worker it is a server that moves (Connector.open_moved).
+# holds these connections and sets them up again. The order at their other end writes down where the port is,
+# and ends with the connection: to the worker that is a server that moves (Connector.open_moved).
 
 ANSWER_MARK = 'torc-answer:'
 SSH_OPTIONS = ('-T', '-o', 'BatchMode=yes', '-o', 'ConnectTimeout=30', '-o', 'ServerAliveInterval=15')  # x 3
+NO_FORWARDS = ('-o', 'ClearAllForwardings=yes')     # those of the user's configuration
+TUNNEL_OPTIONS = ('-o', 'ExitOnForwardFailure=yes', '-o', 'LogLevel=INFO', '-o', 'ControlPath=none', '-R')
+ALLOCATED_PORT = re.compile(rb'Allocated port ([0-9]+) for remote forward')     # said for -R 0:HOST:PORT
 SSH_LIMIT_S = 300.0         # for an order: a slow line takes its time for the file
-ALLOCATED_PORT = re.compile(rb'Allocated port ([0-9]+) for remote forward')      # said by ssh for -R 0:...
 SSH_ERROR = 255             # the exit code of ssh where not the command failed (ssh(1))
 START_LIMIT_S = 30.0        # for a worker to reach the server; it goes on afterwards
+KILL_LIMIT_S = 10.0         # for a worker to be gone
 TUNNEL_LOOK_S = 2.0         # between looks at the server, whose address may have changed
 TUNNEL_PAUSE_S = (1.0, 30.0)    # before a lost connection is set up again: first, longest
+WORKER = Expression(r'(?:(?P<user>[\w.][\w.@+-]*)@)?(?:\[(?P<address>[0-9a-fA-F:.]+(?:%\w+)?)\]|'
+                    r'(?P<host>\w[\w.-]*))(?::(?P<port>[0-9]{1,5}))?\Z')
 PYTHONS = ('python3', *(f'python3.{minor}' for minor in range(20, 5, -1)), '/usr/libexec/platform-python')
 FIND_PYTHON = (
     'found=; for p in {}; do '
     'if "$p" -c "import sys, sqlite3; sys.exit(sys.version_info < (3, 6))" 2>/dev/null; then exec "$p" -c '
     '"import json, sys; order, boot = json.loads(sys.stdin.buffer.readline().decode()); exec(boot)"; fi; '
-    'command -v "$p" >/dev/null && found="$found $p: $("$p" -V 2>&1);"; done; '
-    'echo "no Python from 3.6 on with sqlite3:${{found:- none was found}} give one with --python PATH" >&2; '
+    'command -v "$p" >/dev/null && found="$found $p ($("$p" -V 2>&1))"; done; '
+    'echo "no Python from 3.6 on with sqlite3 (found:${{found:- none}}): give one with --python" >&2; '
     'exit 127')
 BOOT = """
 import hashlib, os
 home = os.path.join(os.path.expanduser('~'), '.cache', 'torc', order['hash'])
-path = os.path.join(home, 'torc.py')
 
 def answer(**said):
     print('\\n' + order['mark'] + json.dumps(said), flush=True)
     sys.exit()
 
-def write(path, data):
-    try:
-        with open(path + '.%d' % os.getpid(), 'wb') as file:
-            file.write(data)
-        os.replace(file.name, path)
-    except OSError:
-        os.unlink(file.name)
-        raise
+def is_whole(data):
+    return hashlib.sha256(data).hexdigest() == order['hash']
 
 try:
-    with open(path, 'rb') as file:
-        data = file.read()
+    with open(os.path.join(home, 'torc.py'), 'rb') as file:
+        has_program = is_whole(file.read())
 except OSError:
-    data = b''
-if hashlib.sha256(data).hexdigest() != order['hash']:
-    data = sys.stdin.buffer.read(order['size'])
-    if hashlib.sha256(data).hexdigest() != order['hash']:
+    has_program = False
+if not has_program:
+    program = sys.stdin.buffer.read(order['size'])
+    if not is_whole(program):
         answer(needs='program')
     try:
         os.makedirs(home, 0o700, exist_ok=True)
-        write(os.path.join(home, 'torc-worker'), b'import sys, torc\\nsys.exit(torc.main())\\n')
-        write(path, data)
+        start = b'import sys, torc\\nsys.exit(torc.main())\\n'
+        for name, data in ('torc-worker', start), ('torc.py', program):
+            with open(os.path.join(home, '%s.%d' % (name, os.getpid())), 'wb') as file:
+                file.write(data)
+            os.replace(file.name, os.path.join(home, name))
     except OSError as error:
-        answer(error='cannot write %s: %s' % (home, error.strerror))
+        answer(error='cannot write to %s: %s' % (home, error.strerror))
 sys.path[0] = home
 import torc
 torc.serve_order(order)
 """
-WORKER = Expression(r'(?:(?P<user>[\w.][\w.@+-]*)@)?(?:\[(?P<address>[0-9a-f:.]+(?:%\w+)?)\]|(?P<host>\w[\w.-]*))'
-                    r'(?::(?P<port>[0-9]{1,5}))?\Z', re.IGNORECASE)
-
 Order = Dict[str, Any]
+HostAnswer = Dict[str, Any]
 
 
 # -------- on the host --------
@@ -30671,11 +30670,16 @@ def worker_stem(order: Order) -> str:
 
 
 def read_worker(stem: str) -> Dict[str, Any]:
-    """What is known of a worker: its process (describe_process), files, and how it ended. {}: none was here."""
+    """What is known of a worker: its process (describe_process), files, end. {}: none was here."""
     try:
         return parse_json(read_private(stem + '.json'))
     except (FileNotFoundError, ValueError):
         return {}
+
+
+def write_worker(stem: str, worker: Dict[str, Any]) -> None:
+    """Keep what is known of a worker."""
+    write_atomically(stem + '.json', format_json(worker).encode())
 
 
 def is_at_work(worker: Dict[str, Any]) -> bool:
@@ -30683,17 +30687,19 @@ def is_at_work(worker: Dict[str, Any]) -> bool:
     return bool(worker) and 'code' not in worker and process_lives(worker) is not False
 
 
-def host_status(order: Order) -> Dict[str, Any]:
-    """The order `status`: how the worker of a workflow is."""
+def host_status(order: Order) -> HostAnswer:
+    """The order `status`: how the worker of a workflow is, and whether it waits for a tunnel."""
     stem = worker_stem(order)
-    worker = read_worker(stem)
+    worker, server = read_worker(stem), None
+    if is_at_work(worker):
+        server = read_server_file(stem + '.connection')
     state = 'running' if is_at_work(worker) else 'ended' if worker else 'none'
-    server = (read_server_file(stem + '.connection') if state == 'running' else None) or {}
-    return dict(worker, state=state, hostname=socket.gethostname(), needs_tunnel=is_between_allocations(server))
+    return dict(worker, state=state, hostname=socket.gethostname(),
+                needs_tunnel=bool(server and is_between_allocations(server)))
 
 
-def host_start(order: Order) -> Optional[Dict[str, Any]]:
-    """The order `start`: start the worker, unless there is one. With a port: hold the tunnel that leads there.
+def host_start(order: Order) -> Optional[HostAnswer]:
+    """The order `start`: start the worker, unless there is one. With a port: hold the tunnel behind it.
 
     `needs_tunnel` in the answer: the server cannot be reached without one.
     """
@@ -30702,88 +30708,78 @@ def host_start(order: Order) -> Optional[Dict[str, Any]]:
     with open(stem + '.lock', 'a') as lock:
         with contextlib.suppress(OSError):      # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        is_new = not is_at_work(read_worker(stem))
-        if not is_new and not port:
+        is_old = is_at_work(read_worker(stem))
+        if is_old and not port or order.get('goes_on') and not is_old:  # it ended while the tunnel was down
             return dict(host_status(order), is_old=True)
-        if is_new and order.get('goes_on'):     # it has ended while the tunnel was down
-            return host_status(order)
-        if is_new and order['token']:
+        if not is_old and order['token']:
             write_atomically(stem + '.token', order['token'].encode())
         if port:
-            scheme = parse_url(order['urls'][0]).url.partition(':')[0]
-            url = write_connection(stem, order, f'{scheme}://127.0.0.1:{port}', travels=True, **describe_process())
-        else:
-            url = '' if order['tunnel'] == 'always' else find_way(stem, order)
-            if not url:
-                forget_token(stem)
-                return {'needs_tunnel': True}
-        if is_new:
-            launch_worker(stem, order, url)
+            url = f"http{'s' * bool(order['fingerprint'])}://127.0.0.1:{port}"
+            write_connection(stem, order, url, travels=True, **describe_process())
+        elif not reaches(stem, order):
+            return {'state': 'none', 'needs_tunnel': True}
+        if not is_old:
+            launch_worker(stem, order)
     if not port:
         return host_status(order)
-    say_answer(dict(host_status(order), is_old=not is_new))
+    say_answer(dict(host_status(order), is_old=is_old))
     return hold_tunnel(stem, order)
 
 
-def write_connection(stem: str, order: Order, url: str, **more: Any) -> str:
-    """Write down for the worker where its server is; the URL."""
+def write_connection(stem: str, order: Order, url: str, **more: Any) -> None:
+    """Write down for the worker where its server is."""
     found = dict(more, url=url, database=stem, token_file=stem + '.token', fingerprint=order['fingerprint'])
     write_atomically(stem + '.connection', format_json(found).encode())
-    return url
 
 
-def find_way(stem: str, order: Order) -> str:
-    """The first URL at which the server answers from here; '' if none does. Refused if that must not be."""
-    reasons = []
-    for url in order['urls']:
+def reaches(stem: str, order: Order) -> bool:
+    """Whether the server answers from here: that is written down. Refused if it does not, and must."""
+    reasons, token_file = [], stem + '.token' if order['token'] else ''     # type: List[str], str
+    for url in order['urls'] if order['tunnel'] != 'always' else ():
+        write_connection(stem, order, url)
         try:
-            # Only a token proves who answers: on this host's own address it may be anybody.
-            if order['token'] or not is_loopback(parse_url(url).host):
-                write_connection(stem, order, url)
-                token_file = stem + '.token' if order['token'] else ''
-                with Client.connect(url, '', token_file, TlsSettings(fingerprint=order['fingerprint']),
-                                    Credentials(order['password'])) as client:
-                    if client.call('get_database')['id'] == order['database']['id']:
-                        return url
+            with Client.connect(url, '', token_file, TlsSettings(fingerprint=order['fingerprint']),
+                                Credentials(order['password'])) as client:
+                client.call('get_database')
+            return True
         except TorcError as error:
             reasons.append(error.message)
+    forget_server_of(stem)
     if order['tunnel'] == 'never':
-        forget_token(stem)
-        raise Refused('; '.join(reasons or ['the server answers on its own host only']))
-    return ''
+        raise Refused('; '.join(reasons))
+    return False
 
 
-def forget_token(stem: str) -> None:
-    """Remove what led a worker to its server."""
+def forget_server_of(stem: str) -> None:
+    """Remove what leads a worker to its server."""
     for ending in ('.token', '.connection'):
         with contextlib.suppress(OSError):
             os.unlink(stem + ending)
 
 
-def launch_worker(stem: str, order: Order, url: str) -> None:
+def launch_worker(stem: str, order: Order) -> None:
     """Start a worker that outlives this connection, and see that it is at work. Refused if it is not."""
     output_dir = os.path.abspath(os.path.expanduser(order['output_dir']))
     os.makedirs(output_dir, exist_ok=True)
     path = os.path.join(output_dir, f"torc_worker_wf{order['workflow_id']}_{socket.gethostname()}.log")
-    with open(path, 'ab') as file:
-        begin = file.seek(0, os.SEEK_END)
     program = os.path.join(os.path.dirname(os.path.abspath(globals()['__file__'])), 'torc-worker')
+    url = read_server_file(stem + '.connection')['url']
     argv = [sys.executable, program, '--url', url, *['--prompt-password'] * bool(order['password']), 'run',
             str(order['workflow_id']), '-o', output_dir, *order['options']]
     with contextlib.suppress(FileNotFoundError):
         os.unlink(stem + '.json')
-    if os.fork() == 0:
-        supervise_worker(stem, argv, order, {'output_dir': output_dir, 'log': path})
-    deadline, said = time.monotonic() + START_LIMIT_S, ''
-    while time.monotonic() < deadline and ' is stored in ' not in said:
-        time.sleep(0.05)
-        worker = read_worker(stem)
-        with open(path, 'rb') as file:
+    with open(path, 'ab+') as file:
+        begin, said, deadline = file.tell(), b'', time.monotonic() + START_LIMIT_S
+        if os.fork() == 0:
+            supervise_worker(stem, argv, order, {'output_dir': output_dir, 'log': path})
+        while b' is stored in ' not in said and time.monotonic() < deadline:    # `run` says so when it begins
+            time.sleep(0.05)
+            worker = read_worker(stem)      # before the log: all that it has said is there
             file.seek(begin)
-            said = file.read().decode('utf-8', 'replace')
-        if worker.get('code') and ' is stored in ' not in said:
-            last = '\n'.join(said.splitlines()[-5:])
-            raise Refused(f"the worker ended with exit code {worker['code']}: {last}")
+            said = file.read()
+            if worker.get('code') and b' is stored in ' not in said:
+                last = '\n'.join(said.decode('utf-8', 'replace').splitlines()[-5:])
+                raise Refused(f"the worker ended with exit code {worker['code']}: {last}")
 
 
 def supervise_worker(stem: str, argv: Sequence[str], order: Order, files: Dict[str, str]) -> None:
@@ -30801,43 +30797,41 @@ def supervise_worker(stem: str, argv: Sequence[str], order: Order, files: Dict[s
         worker = dict(describe_process(), pid=runner.pid, start_ticks=read_process_start_ticks(runner.pid),
                       started_at=format_time(time.time()), **files)
         try:
-            write_atomically(stem + '.json', format_json(worker).encode())
+            write_worker(stem, worker)
         except OSError:
             runner.terminate()      # nobody could find it, and another one would be started
             raise
         runner.communicate((order['password'] + '\n').encode())
-        code = runner.returncode
-        worker.update(code=code if code >= 0 else 128 - code, ended_at=format_time(time.time()))
-        write_atomically(stem + '.json', format_json(worker).encode())
+        code = runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
+        write_worker(stem, dict(worker, code=code, ended_at=format_time(time.time())))
     except BaseException:       # border: the caller's own handlers and clean-up must not run here
         log.exception('the supervisor of a worker has ended')
     finally:
-        forget_token(stem)
+        forget_server_of(stem)
         os._exit(0)
 
 
-def hold_tunnel(stem: str, order: Order) -> Optional[Dict[str, Any]]:
+def hold_tunnel(stem: str, order: Order) -> Optional[HostAnswer]:
     """Wait for the end of the worker, which is the answer; or of the connection, or of its turn: None."""
     while is_at_work(read_worker(stem)):
         readable, _, _ = select.select([0], [], [], 1.0)
-        if readable and not os.read(0, 1):
-            return None
-        if (read_server_file(stem + '.connection') or {}).get('pid', os.getpid()) != os.getpid():
-            return None     # another connection has taken over
-    forget_token(stem)
+        has_ended = readable and not os.read(0, 1)
+        if has_ended or (read_server_file(stem + '.connection') or {}).get('pid', os.getpid()) != os.getpid():
+            return None     # ... its turn: another connection has taken over
+    forget_server_of(stem)
     return host_status(order)
 
 
-def host_stop(order: Order) -> Dict[str, Any]:
-    """The order `stop`: SIGTERM, on which jobs stop in stages; with `force` SIGKILL, and guardians kill them."""
+def host_stop(order: Order) -> HostAnswer:
+    """The order `stop`: SIGTERM, jobs stop in stages; with `force` SIGKILL, and guardians kill them."""
     worker = read_worker(worker_stem(order))
-    if 'code' in worker or not process_lives(worker):
-        return host_status(order)
-    os.kill(worker['pid'], signal.SIGKILL if order['force'] else signal.SIGTERM)
-    deadline = time.monotonic() + 10
-    while order['force'] and process_lives(worker) and time.monotonic() < deadline:
+    is_told = 'code' not in worker and bool(process_lives(worker))
+    if is_told:
+        os.kill(worker['pid'], signal.SIGKILL if order['force'] else signal.SIGTERM)
+    deadline = time.monotonic() + KILL_LIMIT_S
+    while is_told and order['force'] and process_lives(worker) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return dict(host_status(order), is_told=True)
+    return dict(host_status(order), is_told=is_told)
 
 
 def log_directory(order: Order) -> str:
@@ -30850,13 +30844,13 @@ def log_directory(order: Order) -> str:
 
 
 def size_and_time(file: Any) -> List[int]:
-    """Size and time of an open file, by which it is known again: bytes, seconds since the epoch."""
+    """Of an open file, by which it is known again: bytes, seconds since the epoch."""
     found = os.fstat(file.fileno())
     return [found.st_size, int(found.st_mtime)]
 
 
 def host_collect(order: Order) -> None:
-    """The order `collect`: a compressed tar file of the workflow's files, but for those that are there."""
+    """The order `collect`: a compressed tar file of the workflow's files, but for those that are known."""
     directory = log_directory(order)
     say_answer({})
     with tarfile.open(fileobj=sys.stdout.buffer, mode='w|gz', format=tarfile.GNU_FORMAT) as bundle:
@@ -30865,32 +30859,30 @@ def host_collect(order: Order) -> None:
                 add_member(bundle, name, file)
 
 
-def host_delete(order: Order) -> Dict[str, Any]:
-    """The order `delete`: remove the workflow's files, or of these what is `known`.
+def host_delete(order: Order) -> HostAnswer:
+    """The order `delete`: remove the workflow's files; with `known` only those, as they were.
 
     Journals hold results that the server may not have: they are removed only where they are known.
     """
-    directory, known, kept, deleted = log_directory(order), order['known'], 0, 0
+    directory, known, counts = log_directory(order), order['known'], [0, 0]
     if is_at_work(read_worker(worker_stem(order))):
         raise Refused('its worker is at work: stop it first')
     for name, file in workflow_files(directory, order['workflow_id'], log.warning):
         is_journal = os.path.dirname(name) == JOURNAL_DIRECTORY
-        if not is_journal if known is None else known.get(name) == size_and_time(file):
+        deletes = not is_journal if known is None else known.get(name) == size_and_time(file)
+        if deletes:
             os.unlink(os.path.join(directory, name))
-            deleted += 1
-        else:
-            kept += 1
-    return {'deleted': deleted, 'kept': kept, 'directory': directory}
+        counts[deletes] += 1
+    return {'deleted': counts[1], 'kept': counts[0], 'directory': directory}
 
 
 HOST_ORDERS = {'start': host_start, 'status': host_status, 'stop': host_stop, 'collect': host_collect,
-               'delete': host_delete}   # type: Dict[str, Callable[[Order], Optional[Dict[str, Any]]]]
+               'delete': host_delete}   # type: Dict[str, Callable[[Order], Optional[HostAnswer]]]
 
 
-def say_answer(answer: Dict[str, Any]) -> None:
+def say_answer(answer: HostAnswer) -> None:
     """One line to the other side."""
-    sys.stdout.write(f'\n{ANSWER_MARK}{format_json(answer)}\n')
-    sys.stdout.flush()
+    os.write(1, f'\n{ANSWER_MARK}{format_json(answer)}\n'.encode())
 
 
 def serve_order(order: Order) -> None:
@@ -30907,145 +30899,122 @@ def serve_order(order: Order) -> None:
 
 # -------- on this side --------
 
-class SshOptions(Row):
+class Ssh(Row):
     """How hosts are reached."""
-    words: Sequence[str] = ()   # of the command line of ssh
-    python: str = ''            # on the hosts; '' looks for one
-    limit: int = 10             # connections that are made at the same time
+    words: Sequence[str]        # of the command line of ssh
+    python: Optional[str]       # on the hosts; None: the first that is found
+    limit: int                  # connections that are made at the same time
+
+    def argv(self, worker: str, *more: str) -> List[str]:
+        """The call of ssh that has BOOT carried out on a host."""
+        match = WORKER.match(worker)
+        options = [word for name, option in (('user', '-l'), ('port', '-p')) if match.group(name)
+                   for word in (option, match.group(name))]
+        pythons = ' '.join(map(shlex.quote, [self.python] if self.python else PYTHONS))
+        return ['ssh', *self.words, *SSH_OPTIONS, *more, *options, '--', match.group('host')
+                or match.group('address'), f'exec sh -c {shlex.quote(FIND_PYTHON.format(pythons))}']
+
+    def ask(self, worker: str, order: Order) -> HostAnswer:
+        """Have an order carried out. Unreachable if ssh fails, Refused if the host cannot do it."""
+        for is_sent in (False, True):
+            try:
+                done = subprocess.run(self.argv(worker, *NO_FORWARDS), input=format_order(order, is_sent),
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=SSH_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                raise Unreachable(f'no answer within {SSH_LIMIT_S:g} s') from None
+            except OSError as error:
+                raise BadInput(f'cannot call ssh: {error.strerror}; OpenSSH must be installed') from None
+            answer = find_answer(done.stdout.splitlines())
+            if answer is None:
+                raise ssh_failure(done.returncode, done.stderr)
+            if 'needs' not in answer:
+                break
+        return answer
+
+    def fetch(self, worker: str, order: Order, directory: str) -> Dict[str, List[int]]:
+        """Bring a worker's files into a directory. All that are there then, by size_and_time().
+
+        What is there is not fetched again: a call that was interrupted is continued by the next one.
+        """
+        known = {name: size_and_time(file)
+                 for name, file in workflow_files(directory, order['workflow_id'], log.warning)}
+        self.ask(worker, dict(order, verb='status'))    # it has the program afterwards
+        with subprocess.Popen(self.argv(worker, *NO_FORWARDS), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, preexec_fn=end_with_parent()) as process:
+            try:
+                process.stdin.write(format_order(dict(order, known=known)))
+                process.stdin.close()
+                find_answer(process.stdout)
+                with tarfile.open(fileobj=process.stdout, mode='r|gz') as bundle:
+                    for member in bundle:
+                        keep_member(bundle, member, directory, known)
+                process.stdout.read()       # it fills its last block
+                error = process.wait() and f'exit code {process.returncode}'    # type: Any
+            except (tarfile.TarError, EOFError, zlib.error, BrokenPipeError) as failure:
+                error = failure
+            if error:
+                raise Unreachable(f'the connection was cut ({error}): the same command goes on from there')
+        return known
 
 
-def parse_worker(text: str) -> str:
-    """An address of a worker, [user@]host[:port], as it is. ValueError."""
-    if not WORKER.match(text):
-        raise ValueError(printable(f'{text!r} is no host: write [user@]host[:port], an IPv6 address in [brackets]'))
-    return text
-
-
-def ssh_argv(worker: str, ssh: SshOptions, *more: str) -> List[str]:
-    """The call of ssh that has BOOT carried out on a host."""
-    match = WORKER.match(worker)
-    host = match.group('host') or match.group('address')
-    user = ['-l', match.group('user')] if match.group('user') else []
-    port = ['-p', match.group('port')] if match.group('port') else []
-    pythons = [ssh.python] if ssh.python else PYTHONS
-    script = FIND_PYTHON.format(' '.join(map(shlex.quote, pythons)))
-    return ['ssh', *ssh.words, *SSH_OPTIONS, *more, *user, *port, '--', host, f'exec sh -c {shlex.quote(script)}']
-
-
-def own_program() -> bytes:
-    """This very file."""
+@functools.lru_cache(maxsize=None)
+def own_program() -> Tuple[bytes, str]:
+    """This very file, and its hash."""
     with open(os.path.abspath(globals().get('__file__') or ''), 'rb') as file:
-        return file.read()
+        program = file.read()
+    return program, hashlib.sha256(program).hexdigest()
 
 
-def format_order(order: Order, program: bytes, is_sent: bool = False) -> bytes:
+def format_order(order: Order, is_sent: bool = False) -> bytes:
     """What goes to a host through stdin: the order with BOOT, then this file, if it is to be sent."""
-    order = dict(order, mark=ANSWER_MARK, hash=hashlib.sha256(program).hexdigest(), size=len(program))
+    program, mark = own_program()
+    order = dict(order, mark=ANSWER_MARK, hash=mark, size=len(program) * is_sent)
     return format_json([order, BOOT]).encode() + b'\n' + program * is_sent
 
 
-def read_answer(lines: Iterable[bytes]) -> Optional[Dict[str, Any]]:
-    """The first answer among what a host says."""
+def find_answer(lines: Iterable[bytes]) -> Optional[HostAnswer]:
+    """The first answer among what a host says. Refused if it is an error."""
     for line in lines:
         if line.startswith(ANSWER_MARK.encode()):
-            return parse_json(line[len(ANSWER_MARK):].decode())
+            answer = parse_json(line[len(ANSWER_MARK):].decode())
+            if 'error' in answer:
+                raise Refused(answer['error'])
+            return answer
     return None
 
 
 def ssh_failure(code: int, said: bytes) -> TorcError:
-    """Why a host gave no answer: the last line that was said. Unreachable if ssh itself failed."""
+    """Why a call of ssh has failed: the last line that was said."""
     lines = [line for line in said.decode('utf-8', 'replace').splitlines() if line.strip()]
     message = printable_line(lines[-1].strip() if lines else f'ssh has ended with exit code {code}')
     return Unreachable(message) if code == SSH_ERROR else Refused(message)
 
 
-def ask_host(worker: str, order: Order, ssh: SshOptions) -> Dict[str, Any]:
-    """Have an order carried out. Unreachable if ssh fails, Refused if the host cannot do it."""
-    program, answer = own_program(), None
-    for is_sent in (False, True):
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[Any]:
+    """A file for writing, for nobody else to read, that gets the name `path` when it is complete."""
+    refuse_special_file(path)
+    directory, name = os.path.split(path)
+    with tempfile.NamedTemporaryFile(dir=directory or '.', prefix=f'.{name}.', delete=False) as file:
         try:
-            done = subprocess.run(ssh_argv(worker, ssh, '-o', 'ClearAllForwardings=yes'), timeout=SSH_LIMIT_S,
-                                  input=format_order(order, program, is_sent), stdout=subprocess.PIPE,
-                                  stderr=subprocess.PIPE)
-        except subprocess.TimeoutExpired:
-            raise Unreachable(f'no answer within {SSH_LIMIT_S:g} s') from None
-        except OSError as error:
-            raise BadInput(f'cannot call ssh: {error.strerror}; OpenSSH must be installed') from None
-        answer = read_answer(done.stdout.splitlines())
-        if answer is None:
-            raise ssh_failure(done.returncode, done.stderr)
-        if 'needs' not in answer:
-            break
-    if 'error' in answer:
-        raise Refused(answer['error'])
-    return answer
-
-
-def ask_hosts(workers: Sequence[str], ask: Callable[[str], Any], limit: int,
-              on_answer: Callable[[], Any]) -> List[Any]:
-    """What ask() returns, or the TorcError that it raises, for each worker, in their order."""
-    interrupted = threading.Event()
-
-    def attempt(worker: str) -> Any:
-        try:
-            return Refused('interrupted') if interrupted.is_set() else ask(worker)
-        except TorcError as error:
-            return error
-        finally:
-            on_answer()
-    with futures.ThreadPoolExecutor(limit) as pool:
-        try:
-            return list(pool.map(attempt, workers))
-        except KeyboardInterrupt:
-            interrupted.set()
+            yield file
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
             raise
 
 
-def fetch_files(worker: str, order: Order, ssh: SshOptions, directory: str) -> Dict[str, List[int]]:
-    """Bring a worker's files into a directory, whole or not at all: all that are there then, by size_and_time.
-
-    No name leads out of it; links and devices are passed over. What was fetched before is not fetched again.
-    """
-    known = {}      # type: Dict[str, List[int]]
-    for name, file in workflow_files(directory, order['workflow_id'], log.warning):
-        known[name] = size_and_time(file)
-    order = dict(order, known=known)
-    ask_host(worker, dict(order, verb='status'), ssh)       # it has the program afterwards
-    with tempfile.TemporaryFile() as said, subprocess.Popen(
-            ssh_argv(worker, ssh, '-o', 'ClearAllForwardings=yes'), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=said) as process:
-        try:
-            process.stdin.write(format_order(order, own_program()))
-            process.stdin.close()
-            answer = read_answer(process.stdout)
-            if answer is not None and 'error' not in answer:
-                with tarfile.open(fileobj=process.stdout, mode='r|gz') as bundle:
-                    for member in bundle:
-                        keep_member(bundle, member, directory, known)
-        except (tarfile.TarError, EOFError, zlib.error, BrokenPipeError) as error:
-            answer = {'error': f'cut off ({error})'}
-        code = process.wait()
-        said.seek(0)
-        if answer is None or code:
-            raise ssh_failure(code, said.read())
-    if 'error' in answer:
-        raise Refused(answer['error'])
-    return known
-
-
 def keep_member(bundle: Any, member: Any, directory: str, known: Dict[str, List[int]]) -> None:
-    """Write a member of a tar file below a directory, if it is a regular file, and note it as known."""
+    """Write a member of a tar file, if it is a regular file whose name stays in the directory; note it."""
     place, name = os.path.split(member.name)
     if not member.isreg() or place not in LOG_DIRECTORIES or name in ('', '.', '..'):
-        log.warning('passed over: %s', printable(member.name))
-        return
+        return log.warning('passed over: %s', printable(member.name))
     os.makedirs(os.path.join(directory, place), exist_ok=True)
-    path = os.path.join(directory, member.name)
-    part = os.path.join(directory, place, f'.{name[:200]}.part')
-    with open(part, 'wb') as file:
+    with replacing(os.path.join(directory, member.name)) as file:
         shutil.copyfileobj(bundle.extractfile(member), file)
-    os.utime(part, (member.mtime, member.mtime))
-    os.replace(part, path)
+        file.flush()
+        os.utime(file.name, (member.mtime, member.mtime))
     known[member.name] = [member.size, int(member.mtime)]
 
 
@@ -31054,124 +31023,123 @@ def keep_member(bundle: Any, member: Any, directory: str, known: Dict[str, List[
 class Tunnels:
     """The connections that forward a port of each host to the server, in a process of their own."""
 
-    def __init__(self, client: Client, orders: Dict[str, Order], ssh: SshOptions, pipe: Any) -> None:
+    def __init__(self, client: Client, orders: Dict[str, Order], ssh: Ssh, pipe: int) -> None:
         self.client = client
-        self.orders = orders
+        self.orders = orders        # to start, by worker
         self.ssh = ssh
         self.pipe = pipe            # to the command that waits for the first answer of each host
-        self.target = client.url    # where the ports lead
+        self.target = parse_url(client.url)     # where the ports lead
         self.over = threading.Event()   # nothing is left to do: what is lost now is not set up again
-        self.makes = threading.Semaphore(ssh.limit)     # a host answers: the next
+        self.making = threading.Semaphore(ssh.limit)    # for each connection that waits for its first answer
         self.processes = {}         # type: Dict[str, Any]  # ssh, by worker
-        self.program = own_program()
 
     def run(self) -> None:
         """Until no worker is left."""
-        threads = [threading.Thread(target=self.keep, args=(worker,)) for worker in self.orders]
+        threads = [threading.Thread(target=self.keep, args=item) for item in self.orders.items()]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            threads[0].join(TUNNEL_LOOK_S) if threads[0].is_alive() else time.sleep(TUNNEL_LOOK_S)
+            self.over.wait(TUNNEL_LOOK_S) and time.sleep(TUNNEL_LOOK_S)
             self.look()
 
     def look(self) -> None:
         """Follow the server to its present address; see whether its workflow is over."""
-        order = next(iter(self.orders.values()))
+        workflow_id = next(iter(self.orders.values()))['workflow_id']
         try:
-            status = self.client.call('get_workflow_status', workflow_id=order['workflow_id'])
-            if status['is_complete'] or status['is_canceled']:
-                self.over.set()
+            status = self.client.call('get_workflow_status', workflow_id=workflow_id)
         except NotFound:
-            self.over.set()
+            status = {'is_complete': True}
         except TorcError:       # it is away
             return
-        if self.client.url != self.target:
-            self.target = self.client.url
+        if status['is_complete'] or status['is_canceled']:
+            self.over.set()
+        target = parse_url(self.client.url)
+        if target != self.target:
+            self.target = target
             for process in list(self.processes.values()):
                 process.terminate()
 
-    def keep(self, worker: str) -> None:
+    def keep(self, worker: str, order: Order) -> None:
         """Hold the connection to a host until its worker has ended."""
-        order, port, pause_s = self.orders[worker], 0, TUNNEL_PAUSE_S[0]
+        port, pause_s = 0, TUNNEL_PAUSE_S[0]
         while True:
             answer, port, failure = self.connect(worker, order, port)
-            if not order.get('goes_on'):    # the first one says why it failed
-                return self.tell(worker, answer or {'error': failure.message})
+            if not order.get('goes_on'):    # the first one
+                return self.tell(worker, {'error': failure.message})
             if self.over.is_set() or answer and answer['state'] != 'running':
                 return None
             pause_s = TUNNEL_PAUSE_S[0] if answer else min(pause_s * 2, TUNNEL_PAUSE_S[1])
-            port = port if answer or not order['token'] else 0      # it may be taken: by a connection that hangs
+            port = port if answer or not order['token'] else 0      # a connection that hangs may have it
             log.warning('%s: connection lost: %s; the next try is in %g s', worker, failure.message, pause_s)
             self.over.wait(pause_s)
 
-    def connect(self, worker: str, order: Order, port: int) -> Tuple[Dict[str, Any], int, TorcError]:
+    def connect(self, worker: str, order: Order, port: int) -> Tuple[Optional[HostAnswer], int, TorcError]:
         """One connection, until it ends: the last answer, the port, why it ended.
 
         The port stays where it can: jobs, and workers without a token, know no other.
         """
-        address, answer, last = parse_url(self.target), {}, b''     # type: Address, Dict[str, Any], bytes
-        host = f'[{address.host}]' if ':' in address.host else address.host
+        answer, last, failure = None, b'', None     # type: Optional[HostAnswer], bytes, Optional[TorcError]
+        host = f'[{self.target.host}]' if ':' in self.target.host else self.target.host
+        way = f'127.0.0.1:{port}:{host}:{self.target.port}'
         with contextlib.ExitStack() as making:
-            making.enter_context(self.makes)
-            argv = ssh_argv(worker, self.ssh, '-o', 'ExitOnForwardFailure=yes', '-o', 'LogLevel=INFO', '-o',
-                            'ControlPath=none', '-R', f'127.0.0.1:{port}:{host}:{address.port}')
+            making.enter_context(self.making)
             process = self.processes[worker] = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                preexec_fn=end_with_parent())
+                self.ssh.argv(worker, *TUNNEL_OPTIONS, way), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, preexec_fn=end_with_parent())
             if port:
-                self.send(process, order, port)
+                self.send(process, dict(order, port=port))
             for line in process.stdout:
                 allocated = ALLOCATED_PORT.search(line)
                 if allocated and not port:
                     port = int(allocated.group(1))
-                    self.send(process, order, port)
+                    self.send(process, dict(order, port=port))
                 elif line.startswith(ANSWER_MARK.encode()):
                     making.close()
-                    answer = read_answer([line])
-                    if 'error' not in answer and not order.get('goes_on'):
+                    try:
+                        answer = find_answer([line])
+                    except Refused as error:
+                        failure = error
+                    if answer and not order.get('goes_on'):
                         order['goes_on'] = True
                         self.tell(worker, answer)
                 last = line if line.strip() else last
-        return answer, port, ssh_failure(process.wait(), last)
+        return answer, port, failure or ssh_failure(process.wait(), last)
 
-    def send(self, process: Any, order: Order, port: int) -> None:
-        """Give the order to the other end, which keeps stdin open for as long as the connection lasts."""
+    @staticmethod
+    def send(process: Any, order: Order) -> None:
+        """Give the order to the other end; its stdin stays open for as long as the connection lasts."""
         with contextlib.suppress(BrokenPipeError):      # it has failed; why follows
-            process.stdin.write(format_order(dict(order, port=port), self.program))
+            process.stdin.write(format_order(order))
             process.stdin.flush()
 
-    def tell(self, worker: str, answer: Dict[str, Any]) -> None:
+    def tell(self, worker: str, answer: HostAnswer) -> None:
         """Tell the command that waits how a host has answered first."""
-        os.write(self.pipe, format_json([worker, answer]).encode() + b'\n')
+        with contextlib.suppress(BrokenPipeError):      # it was interrupted
+            os.write(self.pipe, format_json([worker, answer]).encode() + b'\n')
 
 
-def start_tunnels(client: Client, orders: Dict[str, Order], ssh: SshOptions) -> Iterator[Tuple[str, Dict[str, Any]]]:
-    """Fork the process that holds the tunnels of some workers; their first answers as they come in."""
+def start_tunnels(client: Client, orders: Dict[str, Order], ssh: Ssh) -> Dict[str, HostAnswer]:
+    """Fork the process that holds the tunnels of some workers; the first answer of each of these."""
     reader, writer = os.pipe()
+    path = os.path.join(state_directory(), 'tunnels.log')
+    make_private_directory(state_directory())
     child = os.fork()
     if child == 0:
-        run_tunnels(Tunnels(client, orders, ssh, writer))
+        run_tunnels(Tunnels(client, orders, ssh, writer), path)
     os.close(writer)
     os.waitpid(child, 0)        # the first child; the tunnels' is the second, and nobody's
     with os.fdopen(reader, encoding='utf-8') as pipe:
-        for _ in orders:
-            line = pipe.readline()
-            if not line:
-                raise Unreachable(f'the process that holds the tunnels died; see {tunnel_log()}')
-            yield tuple(parse_json(line))
+        found = dict(map(parse_json, itertools.islice(pipe, len(orders))))
+    return {worker: found.get(worker, {'error': f'the process that holds tunnels died; see {path}'})
+            for worker in orders}
 
 
-def tunnel_log() -> str:
-    """What the processes that hold tunnels say."""
-    return os.path.join(state_directory(), 'tunnels.log')
-
-
-def run_tunnels(tunnels: Tunnels) -> None:
+def run_tunnels(tunnels: Tunnels, path: str) -> None:
     """In the forked child: leave the caller's session and hold the tunnels. Never returns."""
     try:
         os.setsid()
         if os.fork() == 0:
-            leave_caller(tunnels.pipe, LogFile, tunnel_log(), MAX_EMBEDDED_LOG_BYTES, 1)
+            leave_caller(tunnels.pipe, LogFile, path, MAX_EMBEDDED_LOG_BYTES, 1)
             rename_process('torc-tunnels')
             tunnels.client.reconnect()
             tunnels.run()
@@ -32942,6 +32910,12 @@ class Session:
         else:
             self.inform(*text.splitlines())
 
+    def show_count(self, number: int, total: int, noun: str) -> None:
+        """How far a command is, on a terminal: '3 of 7 hosts'."""
+        if self.err.isatty() and not self.options['quiet']:
+            self.err.write(f'\r{number} of {counted(total, noun)}' + '\n' * (number == total))
+            self.err.flush()
+
     def ask(self, question: str) -> str:
         """The line that is typed as the answer to a question; '' also at the end of the input."""
         return (self.ask_for_line(question) or '').strip()
@@ -34551,21 +34525,6 @@ def cmd_logs_bundle(session: Session, args: Arguments) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def replacing(path: str) -> Iterator[Any]:
-    """A file for writing, for nobody else to read, that gets the name `path` when it is complete."""
-    refuse_special_file(path)
-    directory, name = os.path.split(path)
-    with tempfile.NamedTemporaryFile(dir=directory or '.', prefix=f'.{name}.', delete=False) as file:
-        try:
-            yield file
-            file.flush()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-
-
 def describe_bundle(workflow: Dict[str, Any], sizes: Sequence[int]) -> Dict[str, Any]:
     """What bundle_metadata.json says."""
     return {'workflow_id': workflow['id'], 'workflow_name': workflow['name'],
@@ -35317,12 +35276,7 @@ def run_to_end(session: Session, target: Target, options: RunnerOptions, is_forc
         return report_nothing_left(session, workflow, status, output_words(options))
     prepare_output_dir(session, options)
     if is_uninitialized:
-        if not target.is_new:
-            refuse_missing_inputs(check_files(session.client, workflow), is_forced, session.report)
-            session.call('set_file_times', {'files': file_times(session.client, workflow)},
-                         workflow_id=workflow['id'])
-        record_contents(session.client, workflow)
-        initialize_for_run(session, workflow, status)
+        initialize_for_run(session, workflow, status, not target.is_new, is_forced)
     session.client.need_server()    # the runner, and others that join it, speak to one
     report_location(session, workflow)
     style = style_of(session.err, os.environ)
@@ -35365,13 +35319,19 @@ def report_location(session: Session, workflow: Dict[str, Any]) -> None:
         session.inform(f"Workflow {workflow['id']} ({workflow['name']}) is stored in {client.location}")
 
 
-def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any]) -> None:
+def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[str, Any],
+                       checks_files: bool, is_forced: bool) -> None:
     """Make ready what was never looked at, or what was reset since.
 
     Only after a reset of all jobs this is a full initialize, which lets every action fire again. For a new
     workflow a partial one does the same, but leaves jobs alone that another runner, started in the same
     moment, has begun.
     """
+    if checks_files:
+        refuse_missing_inputs(check_files(session.client, workflow), is_forced, session.report)
+        times = file_times(session.client, workflow)
+        session.call('set_file_times', {'files': times}, workflow_id=workflow['id'])
+    record_contents(session.client, workflow)
     is_all = status['jobs_by_status']['uninitialized'] == status['total_jobs']
     session.call('initialize_jobs', workflow_id=workflow['id'],
                  only_uninitialized=not (is_all and workflow.get('run_id')))
@@ -35831,11 +35791,7 @@ def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[st
     prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
     status = session.call('get_workflow_status', workflow_id=number)
     if status['jobs_by_status']['uninitialized']:
-        if not is_forced:
-            refuse_missing_inputs(check_files(session.client, workflow), False, session.report)
-        session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=number)
-        record_contents(session.client, workflow)
-        initialize_for_run(session, workflow, status)
+        initialize_for_run(session, workflow, status, True, is_forced)
     elif status['is_canceled']:
         reset = command_line(session, 'workflows', 'reset-status', number, '--failed-only', '-r')
         raise Refused(f'workflow {number} was canceled; to go on with what it left undone, first: {reset}')
@@ -38527,29 +38483,20 @@ def cmd_watch(session: Session, args: Arguments) -> int:
 # What is done on a host is Remote's; here are the words of `remote ...`, and what is said of each host. One
 # that fails stops no other: it is named, and the exit code is 1.
 
-def find_workers(session: Session, args: Arguments) -> Tuple[Dict[str, Any], List[str]]:
-    """A workflow, and the workers that are stored for it."""
-    workflow = session.workflow(choose_workflow(session, args))
-    rows = session.call('list_remote_workers', workflow_id=workflow['id'])
-    return workflow, [row['worker'] for row in rows]
-
-
-def need_workers(session: Session, args: Arguments) -> Tuple[Dict[str, Any], List[str]]:
-    """The same. BadInput if there are none."""
-    workflow, workers = find_workers(session, args)
-    if not workers:
-        add = command_line(session, 'remote', 'add-workers', workflow['id'], 'HOST')
-        raise BadInput(f"workflow {workflow['id']} has no workers: `{add}`, or `remote run FILE {workflow['id']}`")
-    return workflow, workers
+def parse_worker(text: str) -> str:
+    """An address of a worker, as it is. ValueError."""
+    if not WORKER.match(text):
+        raise ValueError(printable(f'{text!r} is no host: write [user@]host[:port], IPv6 in brackets'))
+    return text
 
 
 def read_workers(session: Session, path: str) -> List[str]:
     """The hosts in a file: one a line, with comments after #; each once."""
-    lines = [line.partition('#')[0].strip() for line in read_input(session, path).decode('utf-8', 'replace').splitlines()]
     found = {}      # type: Dict[str, None]
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_input(session, path).decode('utf-8', 'replace').splitlines(), 1):
+        text = line.partition('#')[0].strip()
         try:
-            found.update({parse_worker(line): None} if line else {})
+            found.update({parse_worker(text): None} if text else {})
         except ValueError as error:
             raise BadInput(printable(f'{path}, line {number}: {error}')) from None
     if not found:
@@ -38557,46 +38504,87 @@ def read_workers(session: Session, path: str) -> List[str]:
     return list(found)
 
 
-def make_order(session: Session, verb: str, workflow: Dict[str, Any], **more: Any) -> Order:
-    """What a host is to do."""
-    database = call_addition(session.client, 'get_database')
-    return dict(more, verb=verb, workflow_id=workflow['id'], database=database)
+def stored_workers(session: Session, workflow_id: int) -> List[str]:
+    """The hosts that a workflow has. BadInput if there are none."""
+    found = [row['worker'] for row in session.call('list_remote_workers', workflow_id=workflow_id)]
+    if not found:
+        add = command_line(session, 'remote', 'add-workers', workflow_id, 'HOST')
+        raise BadInput(f'workflow {workflow_id} has no workers: `{add}`, or `remote run FILE {workflow_id}`')
+    return found
 
 
-def ssh_options(args: Arguments) -> SshOptions:
-    """How hosts are reached, from the command line."""
-    return SshOptions(args['ssh_option'] or (), args.get('python') or '', args['max_parallel_ssh'])
+class RemoteHosts:
+    """What a command wants of the workers of a workflow, and what they say."""
+
+    def __init__(self, session: Session, args: Arguments, workflow_id: int, workers: Sequence[str]) -> None:
+        self.session = session
+        self.workflow_id = workflow_id
+        self.workers = workers
+        self.ssh = Ssh(args['ssh_option'] or (), args.get('python'), args['max_parallel_ssh'])
+        self.answers = []       # type: List[Any]  # of the workers: HostAnswer, or TorcError
+
+    def order(self, verb: str, **more: Any) -> Order:
+        """What they are to do."""
+        database = call_addition(self.session.client, 'get_database')
+        return dict(more, verb=verb, workflow_id=self.workflow_id, database=database)
+
+    def ask(self, verb: str, **more: Any) -> None:
+        """Have all carry out an order."""
+        order = self.order(verb, **more)
+        self.gather(lambda worker: self.ssh.ask(worker, order))
+
+    def gather(self, ask: Callable[[str], HostAnswer]) -> None:
+        """Call a function for all, some at the same time, with a count on a terminal."""
+        count, interrupted = itertools.count(1), threading.Event()
+
+        def attempt(worker: str) -> Any:
+            try:
+                return Refused('interrupted') if interrupted.is_set() else ask(worker)
+            except TorcError as error:
+                return error
+            finally:
+                self.session.show_count(next(count), len(self.workers), 'host')
+        with futures.ThreadPoolExecutor(self.ssh.limit) as pool:
+            try:
+                self.answers = list(pool.map(attempt, self.workers))
+            except KeyboardInterrupt:
+                interrupted.set()
+                raise
+
+    def good(self) -> Dict[str, HostAnswer]:
+        """What those have answered that could do it."""
+        return {worker: answer for worker, answer in zip(self.workers, self.answers)
+                if not isinstance(answer, TorcError)}
+
+    def show(self, describe: Callable[[HostAnswer], str]) -> int:
+        """What each has answered; those that failed on stderr. The exit code."""
+        good = self.good()
+        items = [dict(good.get(worker) or {'error': answer.message}, worker=worker)
+                 for worker, answer in zip(self.workers, self.answers)]
+        lines = format_rows([(worker, describe(answer)) for worker, answer in good.items()], '')
+        self.session.answer({'workflow_id': self.workflow_id, 'items': items}, lines)
+        return self.report_failures()
+
+    def report_failures(self) -> int:
+        """Name those that failed. The exit code."""
+        failed = [(worker, answer.message) for worker, answer in zip(self.workers, self.answers)
+                  if isinstance(answer, TorcError)]
+        for worker, message in failed:
+            self.session.report_message(f'{worker}: {message}')
+        if any('Host key verification failed' in message for _, message in failed):
+            self.session.report('A host that ssh does not know: connect once by hand, and compare its key')
+        return 1 if failed else 0
 
 
-def ask_workers(session: Session, workers: Sequence[str], args: Arguments, ask: Callable[[str], Any]) -> List[Any]:
-    """Ask all hosts, with a count on a terminal; answers or errors in their order."""
-    count = itertools.count(1)
-
-    def on_answer() -> None:
-        number = next(count)
-        if session.err.isatty() and not session.options['quiet']:
-            session.err.write(f"\r{number} of {counted(len(workers), 'host')}" + '\n' * (number == len(workers)))
-            session.err.flush()
-    return ask_hosts(workers, ask, args['max_parallel_ssh'], on_answer)
+def hosts_of(session: Session, args: Arguments) -> RemoteHosts:
+    """The stored workers of the workflow that a command names."""
+    workflow_id = choose_workflow(session, args)
+    return RemoteHosts(session, args, workflow_id, stored_workers(session, workflow_id))
 
 
-def show_answers(session: Session, workflow: Dict[str, Any], workers: Sequence[str], answers: Sequence[Any],
-                 describe: Callable[[Dict[str, Any]], str]) -> int:
-    """What each host has answered; on stderr those that failed. The exit code."""
-    pairs = list(zip(workers, answers))
-    failed = [(worker, answer) for worker, answer in pairs if isinstance(answer, TorcError)]
-    if session.format == 'json':
-        items = [dict({'error': answer.message} if isinstance(answer, TorcError) else answer, worker=worker)
-                 for worker, answer in pairs]
-        session.show_json({'workflow_id': workflow['id'], 'items': items})
-    else:
-        session.show(format_rows([(worker, describe(answer)) for worker, answer in pairs
-                                  if not isinstance(answer, TorcError)], ''))
-    for worker, answer in failed:
-        session.report_message(f'{worker}: {answer.message}')
-    if any('Host key verification failed' in answer.message for _, answer in failed):
-        session.report('A host that ssh does not know yet: connect once by hand, and look at its key')
-    return 1 if failed else 0
+REMOTE_RUN_WORDS = (    # options of `run` on the hosts, and the arguments that have their values
+    ('-p', 'poll_interval'), ('--max-parallel-jobs', 'max_parallel_jobs'), ('--num-cpus', 'num_cpus'),
+    ('--memory-gb', 'memory_gb'), ('--num-gpus', 'num_gpus'))
 
 
 def cmd_remote_run(session: Session, args: Arguments) -> int:
@@ -38606,176 +38594,145 @@ def cmd_remote_run(session: Session, args: Arguments) -> int:
     if len(numbers) > 1 or len(files) > 1:
         raise BadInput('give one file of hosts and one workflow: remote run workers.txt 1')
     args['workflow_id'] = int(numbers[0]) if numbers else None
-    named = read_workers(session, files[0]) if files else []
-    workflow, stored = find_workers(session, args) if named else need_workers(session, args)
-    workers = named or stored
+    workflow = session.workflow(choose_workflow(session, args))
+    workers = read_workers(session, files[0]) if files else stored_workers(session, workflow['id'])
     status = session.call('get_workflow_status', workflow_id=workflow['id'])
     if status['jobs_by_status']['uninitialized']:
-        refuse_missing_inputs(check_files(session.client, workflow), args['force'], session.report)
-        session.call('set_file_times', {'files': file_times(session.client, workflow)}, workflow_id=workflow['id'])
-        record_contents(session.client, workflow)
-        initialize_for_run(session, workflow, status)
+        initialize_for_run(session, workflow, status, True, args['force'])
     elif status['is_complete'] or status['is_canceled']:
         return report_nothing_left(session, workflow, status, [])
-    session.client.need_server()
-    order, ssh = start_order(session, workflow, args), ssh_options(args)
-    answers = ask_workers(session, workers, args, lambda worker: ask_host(worker, order, ssh))
-    without = [worker for worker, answer in zip(workers, answers)
-               if isinstance(answer, dict) and answer['needs_tunnel']]
+    client, hosts = session.client, RemoteHosts(session, args, workflow['id'], workers)
+    client.need_server()
+    server = find_server_file(client.url, client.token_file)
+    # Only a token proves who answers: on a host's own address it may be anybody.
+    urls = [url for url in server.get('candidates') or [client.url]
+            if client.token_file or not is_loopback(parse_url(url).host)]
+    words = [(option, args[key]) for option, key in REMOTE_RUN_WORDS if args[key] is not None]
+    words += [('--label', ','.join(args['label']))] if args['label'] else []
+    start = hosts.order(
+        'start', urls=urls, fingerprint=client.fingerprint,
+        token=read_token(client.token_file) if client.token_file else '', user=user_name(),
+        password=client.credentials.password, tunnel=args['tunnel'], directory=args['chdir'],
+        output_dir=args['output_dir'], options=[str(word) for pair in words for word in pair])
+    hosts.gather(lambda worker: hosts.ssh.ask(worker, start))
+    without = {worker: dict(start) for worker, answer in hosts.good().items() if answer['needs_tunnel']}
+    found = start_tunnels(client, without, hosts.ssh) if without else {}
+    hosts.answers = [Refused(found[worker]['error']) if 'error' in found.get(worker, ()) else
+                     found.get(worker, answer) for worker, answer in zip(workers, hosts.answers)]
+    session.call('create_remote_workers', list(hosts.good()), workflow_id=workflow['id'])
+    code = hosts.show(lambda answer: describe_worker(answer) if answer['state'] != 'running' else (
+        f"{'already at work' if answer.get('is_old') else 'started'} "
+        f"(PID {answer['pid']}, log {answer['log']})"))
     if without:
-        orders = {worker: dict(order) for worker in without}
-        found = dict(start_tunnels(session.client, orders, ssh))
-        answers = [answer if worker not in found else Refused(found[worker]['error'])
-                   if 'error' in found[worker] else found[worker] for worker, answer in zip(workers, answers)]
-    good = [worker for worker, answer in zip(workers, answers) if isinstance(answer, dict)]
-    session.call('create_remote_workers', good, workflow_id=workflow['id'])
-    code = show_answers(session, workflow, workers, answers, describe_start)
-    if without:
-        session.inform('Workers reach the server through this host: a process (torc-tunnels) holds their '
-                       'connections until they end.')
-        if not session.client.named_url and not session.client.is_lasting:
-            session.inform('The database is served for as long as they are connected; for longer runs: torc.py serve')
+        lasts = client.named_url or client.is_lasting
+        session.inform('Workers reach the server through this host, whose process torc-tunnels holds their '
+                       'connections.', *[] if lasts else [
+                           'The database is served until they have ended; for longer runs: torc.py serve'])
     session.inform(f"See: {command_line(session, 'remote', 'status', workflow['id'])}")
     return code
 
 
-def start_order(session: Session, workflow: Dict[str, Any], args: Arguments) -> Order:
-    """The order to start a worker: where the server is, what proves who asks, and the options of `run`."""
-    client = session.client
-    server = find_server_file(client.url, client.token_file)
-    words = [(name, args[key]) for name, key in REMOTE_RUN_WORDS if args[key] is not None]
-    words += [('--label', ','.join(args['label']))] if args['label'] else []
-    return make_order(
-        session, 'start', workflow, urls=server.get('candidates') or [client.url],
-        token=read_token(client.token_file) if client.token_file else '', fingerprint=client.fingerprint,
-        password=client.credentials.password, user=user_name(), tunnel=args['tunnel'], directory=args['chdir'],
-        output_dir=args['output_dir'], options=[str(word) for pair in words for word in pair])
-
-
-REMOTE_RUN_WORDS = (    # an option of `run` on the host, and the argument that has its value
-    ('-p', 'poll_interval'), ('--max-parallel-jobs', 'max_parallel_jobs'), ('--num-cpus', 'num_cpus'),
-    ('--memory-gb', 'memory_gb'), ('--num-gpus', 'num_gpus'))
-
-
-def describe_start(answer: Dict[str, Any]) -> str:
-    """What `run` says of a host."""
-    if answer['state'] != 'running':
-        return describe_worker(answer)
-    return f"{'already at work' if answer.get('is_old') else 'started'} (PID {answer['pid']}, log {answer['log']})"
-
-
-def describe_worker(answer: Dict[str, Any]) -> str:
+def describe_worker(answer: HostAnswer) -> str:
     """How a worker is."""
     if answer['state'] == 'none':
         return 'not running: none was started'
     if answer['state'] == 'ended':
-        how = f"exit code {answer['code']}, {answer['ended_at']}" if 'code' in answer else 'killed, or restarted host'
-        return f'ended ({how})'
-    jobs = f", {counted(answer['num_jobs'], 'job')} at work" if 'num_jobs' in answer else ''
-    tunnel = ', its tunnel is down: `remote run` sets it up again' if answer['needs_tunnel'] else ''
-    return f"running (PID {answer['pid']}, since {answer['started_at']}){jobs}{tunnel}"
+        return f"ended (exit code {answer['code']}, {answer['ended_at']})" if 'code' in answer else \
+            'ended (killed, or with its host)'
+    tunnel = '; its tunnel is down: `remote run` sets it up again' if answer['needs_tunnel'] else ''
+    jobs = counted(answer.get('num_jobs', 0), 'job')
+    return f"running (PID {answer['pid']}, since {answer['started_at']}), {jobs} at work{tunnel}"
 
 
 def cmd_remote_status(session: Session, args: Arguments) -> int:
     """How the workers are, and which jobs are where nobody answers."""
-    workflow, workers = need_workers(session, args)
-    order, ssh = make_order(session, 'status', workflow), ssh_options(args)
-    answers = ask_workers(session, workers, args, lambda worker: ask_host(worker, order, ssh))
+    hosts = hosts_of(session, args)
+    hosts.ask('status')
     jobs = collections.defaultdict(list)    # type: Dict[str, List[str]]  # by host
-    for job in session.items('get_running_jobs', workflow_id=workflow['id']):
+    for job in session.items('get_running_jobs', workflow_id=hosts.workflow_id):
         jobs[job['compute_node_name']].append(job['job_name'])
-    for answer in answers:
-        if isinstance(answer, dict):
-            answer['num_jobs'] = len(jobs.pop(answer['hostname'], ()) if answer['state'] == 'running' else ())
-    code = show_answers(session, workflow, workers, answers, describe_worker)
+    for answer in hosts.good().values():
+        if answer['state'] == 'running':
+            answer['num_jobs'] = len(jobs.pop(answer['hostname'], ()))
+    code = hosts.show(describe_worker)
     for host, names in jobs.items():
-        session.report(f'At work on {host}, whose worker is not seen: {first_of(names)}')
+        session.report(f'At work on {host}, where no worker was seen: {first_of(names)}')
     if jobs:
-        sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
-        session.report(f'If such a host is gone, this settles its jobs once its runner is overdue: {sync}')
+        report_sync(session, hosts.workflow_id, 'If such a host is gone, this ends its jobs')
     return code
+
+
+def report_sync(session: Session, workflow_id: int, what: str) -> None:
+    """Name the command that settles what runners have left."""
+    session.report(f"{what}: {command_line(session, 'workflows', 'sync-status', workflow_id)}")
 
 
 def cmd_remote_stop(session: Session, args: Arguments) -> int:
     """End the workers."""
-    workflow, workers = need_workers(session, args)
-    order, ssh = make_order(session, 'stop', workflow, force=bool(args['force'])), ssh_options(args)
-    answers = ask_workers(session, workers, args, lambda worker: ask_host(worker, order, ssh))
-    code = show_answers(session, workflow, workers, answers, lambda answer: (
-        f"stopping (PID {answer['pid']})" if answer.get('is_told') and answer['state'] == 'running'
-        else 'killed' if answer.get('is_told') else describe_worker(answer)))
+    hosts = hosts_of(session, args)
+    hosts.ask('stop', force=bool(args['force']))
+    code = hosts.show(lambda answer: describe_worker(answer) if not answer['is_told'] else 'killed'
+                      if args['force'] else f"stopping (PID {answer['pid']})")
     if args['force']:
-        sync = command_line(session, 'workflows', 'sync-status', workflow['id'])
-        session.report(f'Jobs that were killed with their worker count as running until: {sync}')
+        report_sync(session, hosts.workflow_id, 'Jobs that were killed count as running until')
     return code
 
 
 def cmd_remote_collect_logs(session: Session, args: Arguments) -> int:
     """Fetch what workers and their jobs have written."""
-    workflow, workers = need_workers(session, args)
-    order, ssh = make_order(session, 'collect', workflow, output_dir=args['remote_output_dir']), ssh_options(args)
+    hosts = hosts_of(session, args)
+    order = hosts.order('collect', output_dir=args['remote_output_dir'])
 
-    def collect(worker: str) -> Dict[str, Any]:
+    def collect(worker: str) -> HostAnswer:
         directory = os.path.join(args['local_output_dir'], worker)
         os.makedirs(directory, exist_ok=True)
-        known = fetch_files(worker, order, ssh, directory)
+        known = hosts.ssh.fetch(worker, order, directory)
         answer = {'directory': directory, 'num_files': len(known), 'deleted': 0}
         if args['delete']:
-            answer['deleted'] = ask_host(worker, dict(order, verb='delete', known=known), ssh)['deleted']
+            answer['deleted'] = hosts.ssh.ask(worker, dict(order, verb='delete', known=known))['deleted']
         return answer
     with writing(args['local_output_dir'], '--local-output-dir'):
-        answers = ask_workers(session, workers, args, collect)
-    return show_answers(session, workflow, workers, answers, lambda answer: (
-        f"{counted(answer['num_files'], 'file')} in {answer['directory']}"
-        + (f", {answer['deleted']} deleted there" if args['delete'] else '')))
+        hosts.gather(collect)
+    return hosts.show(lambda answer: f"{counted(answer['num_files'], 'file')} in {answer['directory']}"
+                      + (f", {answer['deleted']} deleted there" if args['delete'] else ''))
 
 
 def cmd_remote_delete_logs(session: Session, args: Arguments) -> int:
     """Remove what workers and their jobs have written."""
-    workflow, workers = need_workers(session, args)
-    if not session.confirm(f"Delete the logs of workflow {workflow['id']} on {counted(len(workers), 'host')}?"):
+    hosts = hosts_of(session, args)
+    total = counted(len(hosts.workers), 'host')
+    if not session.confirm(f'Delete the logs of workflow {hosts.workflow_id} on {total}?'):
         return 1
-    order = make_order(session, 'delete', workflow, output_dir=args['remote_output_dir'], known=None)
-    ssh = ssh_options(args)
-    answers = ask_workers(session, workers, args, lambda worker: ask_host(worker, order, ssh))
-    return show_answers(session, workflow, workers, answers, lambda answer: (
+    hosts.ask('delete', output_dir=args['remote_output_dir'], known=None)
+    return hosts.show(lambda answer: (
         f"{counted(answer['deleted'], 'file')} deleted in {answer['directory']}"
-        + (f"; {answer['kept']} journals stay, until collect-logs --delete" if answer['kept'] else '')))
+        + (f"; {answer['kept']} journals stay: `collect-logs --delete`" if answer['kept'] else '')))
 
 
 def cmd_remote_add_workers(session: Session, args: Arguments) -> int:
     """Store hosts that ssh reaches."""
-    workers = list(dict.fromkeys(args['hosts'] if 'hosts' in args else read_workers(session, args['file'])))
-    workflow, _ = find_workers(session, args)
-    ssh = ssh_options(args)
-    order = make_order(session, 'status', workflow)
-    answers = ask_workers(session, workers, args, lambda worker: ask_host(worker, order, ssh))
-    pairs = list(zip(workers, answers))
-    good = [worker for worker, answer in pairs if not isinstance(answer, TorcError)]
-    session.call('create_remote_workers', good, workflow_id=workflow['id'])
-    value = {'workflow_id': workflow['id'], 'workers': good}
-    session.answer(value, format_lines([f"Added {len(good)} worker(s) to workflow {workflow['id']}",
-                                        *(f'  {worker}' for worker in good)]))
-    for worker, answer in pairs:
-        if isinstance(answer, TorcError):
-            session.report_message(f'{worker}: {answer.message}')
-    return 0 if len(good) == len(workers) else 1
+    workers = list(dict.fromkeys(args['hosts'])) if 'hosts' in args else read_workers(session, args['file'])
+    hosts = RemoteHosts(session, args, session.workflow(choose_workflow(session, args))['id'], workers)
+    hosts.ask('status')
+    good = list(hosts.good())
+    session.call('create_remote_workers', good, workflow_id=hosts.workflow_id)
+    title = f'Added {len(good)} worker(s) to workflow {hosts.workflow_id}'
+    show_workers(session, hosts.workflow_id, title, good)
+    return hosts.report_failures()
+
+
+def show_workers(session: Session, workflow_id: int, title: str, workers: Sequence[str]) -> None:
+    """Hosts, one a line."""
+    lines = [title, *(f'  {worker}' for worker in workers)]
+    session.answer({'workflow_id': workflow_id, 'workers': workers}, format_lines(lines))
 
 
 def cmd_remote_list_workers(session: Session, args: Arguments) -> int:
-    """The hosts that are stored."""
-    workflow, workers = find_workers(session, args)
-    lines = [f"Remote workers for workflow {workflow['id']} ({len(workers)} total):"] + [f'  {w}' for w in workers]
-    session.answer({'workflow_id': workflow['id'], 'workers': workers}, format_lines(lines))
-    return 0
-
-
-def cmd_remote_remove_worker(session: Session, args: Arguments) -> int:
-    """Forget a host; its worker goes on."""
+    """The stored hosts."""
     workflow_id = choose_workflow(session, args)
-    session.call('delete_remote_worker', workflow_id=workflow_id, worker=args['host'])
-    session.answer({'workflow_id': workflow_id, 'worker': args['host']},
-                   f"Removed worker {args['host']} from workflow {workflow_id}\n")
+    found = [row['worker'] for row in session.call('list_remote_workers', workflow_id=workflow_id)]
+    title = f'Remote workers for workflow {workflow_id} ({len(found)} total):'
+    show_workers(session, workflow_id, title, found)
     return 0
 
 
@@ -39358,10 +39315,10 @@ INIT_OPTIONS = (
              at_least(0, parse_seconds)),
 )
 SSH_WORDS = (
-    Argument('--max-parallel-ssh', 'N', 'connections that are made at the same time', at_least(1), default=10),
+    Argument('--max-parallel-ssh', 'N', 'connections made at the same time', at_least(1), default=10),
     Argument('--ssh-option', 'WORD', 'a word for ssh, such as -oProxyJump=gate or -F/path/config', count='*'))
+UNUSED_OUTPUT_DIR = OUTPUT_DIR._replace(meaning='accepted, without effect: that of the worker is known')
 REMOTE_OUTPUT = Argument('--remote-output-dir', 'DIR', 'output directory there (default: that of the worker)')
-HOST_TO_FORGET = Argument('HOST', '', '[user@]host[:port], as it was added')
 GLOBAL_ARGUMENTS = (
     Argument('-f --format', 'FORMAT', 'table, json or csv', one_of(*ANSWER_FORMATS), default='table'),
     Argument('--url', 'URL', f'server to use (default: TORC_API_URL, else {DEFAULT_OUTPUT_DIR}/torc.db if it '
@@ -39922,27 +39879,25 @@ COMMANDS = (
         'slurm plan-allocations --offline --account acct --profile kestrel examples/resources.yaml'),
 
     Command('remote run', cmd_remote_run, 'start a worker on each host, by ssh', (
-        Argument('[FILE] WF', '', 'hosts, one a line: [user@]host[:port] (default: those that are stored); id of '
-                 'the workflow', count='*', key='words'),
-        Argument('-w --workers', 'FILE', 'the same file'),
+        Argument('[FILE] WF', '', 'hosts, one a line: [user@]host[:port] (default: those stored); workflow',
+                 count='*', key='words'), Argument('-w --workers', 'FILE', 'the same file'),
         OUTPUT_DIR._replace(meaning='output directory on the hosts'),
-        Argument('-D --chdir', 'DIR', 'directory there in which the worker starts (default: that of the login)',
+        Argument('-D --chdir', 'DIR', 'directory there in which workers start (default: as ssh does)',
                  default='.'),
         Argument('--python', 'PATH', 'Python there, from 3.6 on (default: the first that is found)'),
-        Argument('--tunnel', 'WHEN', 'forward a port to the server: auto (where a host cannot reach it), always '
-                 'or never', one_of('auto', 'always', 'never'), default='auto'),
+        Argument('--tunnel', 'WHEN', 'forward a port to the server by ssh: auto (where it is not reached '
+                 'else), always or never', one_of('auto', 'always', 'never'), default='auto'),
         RUN_OPTIONS[1]._replace(default=5.0), *RUN_OPTIONS[2:5],
         RUN_OPTIONS[5]._replace(names='--max-parallel-jobs'), LABEL_OF_RUNNER, FORCE, *SSH_WORDS),
         'remote run workers.txt 1'),
     Command('remote status', cmd_remote_status, 'show how the workers of a workflow are', (
-        ASKED_WF, OUTPUT_DIR._replace(meaning='accepted, without effect: workers are known'), *SSH_WORDS),
-        'remote status 1'),
+        ASKED_WF, UNUSED_OUTPUT_DIR, *SSH_WORDS), 'remote status 1'),
     Command('remote stop', cmd_remote_stop, 'stop the workers of a workflow, and the jobs that they run', (
-        ASKED_WF, Argument('--force', '', 'kill them and all that they have started'),
-        OUTPUT_DIR._replace(meaning='accepted, without effect: workers are known'), *SSH_WORDS),
-        'remote stop 1'),
+        ASKED_WF, Argument('--force', '', 'kill them and all that they have started'), UNUSED_OUTPUT_DIR,
+        *SSH_WORDS), 'remote stop 1'),
     Command('remote collect-logs', cmd_remote_collect_logs, 'fetch what workers and jobs have written', (
-        ASKED_WF, Argument('-l --local-output-dir', 'DIR', 'with a directory for each host', default='remote_logs'),
+        ASKED_WF, Argument('-l --local-output-dir', 'DIR', 'with a directory for each host',
+                           default='remote_logs'),
         REMOTE_OUTPUT, Argument('--delete', '', 'there, what was received whole'), *SSH_WORDS),
         'remote collect-logs 1'),
     Command('remote delete-logs', cmd_remote_delete_logs, 'delete what workers and jobs have written', (
@@ -39955,8 +39910,10 @@ COMMANDS = (
         'remote add-workers-from-file workers.txt 1'),
     Command('remote list-workers', cmd_remote_list_workers, 'list the stored hosts', (ASKED_WF,),
         'remote list-workers 1'),
-    Command('remote remove-worker', cmd_remote_remove_worker, 'forget a host; its worker goes on', (
-        HOST_TO_FORGET, ASKED_WF), 'remote remove-worker node7 1'),
+    Command('remote remove-worker', changes('delete_remote_worker',
+                                            'Removed worker {worker} from workflow {workflow_id}'),
+        'forget a host; its worker goes on',
+        (Argument('HOST', '', 'as it was added', key='worker'), ASKED_WF), 'remote remove-worker node7 1'),
     Command('hpc list', cmd_hpc_list, 'list the clusters whose partitions are known', (), 'hpc list', True),
     Command('hpc detect', cmd_hpc_detect, 'show which cluster this is', (), 'hpc detect'),
     Command('hpc show', cmd_hpc_show, 'show a cluster and its partitions',
