@@ -12844,7 +12844,6 @@ MODELS = {
         'set_numbers:[int]! sets:[[int]]! statuses:[@JobStatus]!',
     'DependencyGraph': 'job_ids:[int]! job_names:[str]! set_numbers:[int]! sets:[[int]]!',
     'DynamicJobsConfig': 'max_iterations:int',
-    'ErrorResponse': 'code:int error:any! errorMessage:str errorNum:int',
     'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
     'ExecutionConfig': 'enable_cpu_bind:bool job_stdio_overrides:{@StdioConfig} job_timeouts:{int} '
         'limit_resources:bool mode:@ExecutionMode oom_exit_code:int sigkill_headroom_seconds:int '
@@ -13232,41 +13231,28 @@ def check_planned_kind(path: str, value: Any) -> None:
     check_int(path, value[1])
 
 
-def describe_row(*schemas: Dict[str, Any]) -> Dict[str, Any]:
-    """JSON Schema of a list of which each item has a meaning of its own."""
-    return {'type': 'array', 'prefixItems': list(schemas), 'minItems': len(schemas), 'maxItems': len(schemas)}
-
-
-def row_of(*types: str) -> Tuple[Any, Any]:
+def row_of(*types: str) -> Tuple[Any, Tuple[type, ...]]:
     """A row of SCALARS for a list with these types."""
-    checks, schemas = zip(*(SCALARS[name] for name in types))
-    return functools.partial(check_row, checks=checks), describe_row(*schemas)
+    return functools.partial(check_row, checks=[SCALARS[name][0] for name in types]), (list,)
 
 
-ANYTHING = {}  # type: Dict[str, Any]
-WHOLE = {'type': 'integer', 'format': 'int64'}
-TEXT = {'type': 'string'}
-NUMBER = {'type': 'number', 'format': 'double'}
-SCALARS = {     # type of MODELS -> (what refuses other values, JSON Schema)
-    'int':       (check_int,    WHOLE),
-    'float':     (check_float,  NUMBER),
-    'bool':      (check_bool,   {'type': 'boolean'}),
-    'str':       (check_str,    TEXT),
-    'any':       (check_any,    ANYTHING),
-    'object':    (check_object, {'type': 'object'}),
-    'name':      (check_name,   dict(TEXT, maxLength=MAX_NAME_CHARACTERS)),
-    'time':      (check_time,   dict(TEXT, format='date-time')),
-    'rules':     (check_rules,  dict(TEXT, contentMediaType='application/json')),
-    'minutes':   (functools.partial(check_range, most=1e9), dict(NUMBER, minimum=0)),
-    'gigabytes': (functools.partial(check_range, most=1e9), dict(NUMBER, minimum=0)),
-    'nodes':     (functools.partial(check_natural, most=1e5), dict(WHOLE, minimum=0)),
-    'ordinal':   (functools.partial(check_natural, most=1e9), dict(WHOLE, minimum=0)),
-    'planned_jobs': (check_planned_jobs, {
-        'type': 'array', 'items': describe_row(*[ANYTHING] * len(PLANNED_TYPES)),
-        'description': 'each a list of: ' + ', '.join(PLANNED_TYPES)}),
-    'planned_kind': (check_planned_kind, dict(
-        describe_row(*[ANYTHING] * 4), description='resource requirements, priority, scheduler, labels')),
-}
+SCALARS = {     # type of MODELS -> (what refuses other values in requests, Python's types for it in answers)
+    'int':       (check_int,    (int,)),
+    'float':     (check_float,  (int, float)),
+    'bool':      (check_bool,   (bool,)),
+    'str':       (check_str,    (str,)),
+    'any':       (check_any,    ()),
+    'object':    (check_object, (dict,)),
+    'name':      (check_name,   (str,)),
+    'time':      (check_time,   (str,)),
+    'rules':     (check_rules,  (str,)),
+    'minutes':   (functools.partial(check_range, most=1e9), (int, float)),
+    'gigabytes': (functools.partial(check_range, most=1e9), (int, float)),
+    'nodes':     (functools.partial(check_natural, most=1e5), (int,)),
+    'ordinal':   (functools.partial(check_natural, most=1e9), (int,)),
+    'planned_jobs': (check_planned_jobs, (list,)),
+    'planned_kind': (check_planned_kind, (list,)),
+}   # type: Dict[str, Tuple[Callable[[str, Any], None], Tuple[type, ...]]]
 SCALARS.update({    # lists that stand for objects where there may be many
     'attempt': row_of('int', 'int'), 'capacity': row_of('int', 'int', 'int'),
     'start': row_of('int', 'int', 'time'),
@@ -13370,11 +13356,6 @@ MODELS.update({name: shape.format(model) for name, model, shape in (
 # Nothing that a client can send is answered with a 5xx, but for a full disk: clients of this API repeat their
 # request for many minutes after a 5xx, and after an error that holds one of RETRY_WORDS, whatever its status.
 
-def get_openapi(context: Context) -> Dict[str, Any]:
-    """What this server offers, as an OpenAPI 3.1 document: for programs that make clients."""
-    return describe_interface()
-
-
 class Route(Row):
     """One operation."""
     method: str
@@ -13390,7 +13371,6 @@ class Route(Row):
 SLICE = 'offset:int limit:int '
 PAGE = SLICE + 'sort_by:str reverse_sort:bool '
 OF = 'workflow_id:int! '
-OPENAPI_PATH = '/openapi.json'      # below API_PREFIX, and at the root, where programs look for it
 STREAM = 'stream'           # an answer without end: server-sent events (WHATWG HTML, 9.2)
 ADMIN_SQL_PATH = '/admin/sql'
 
@@ -13431,7 +13411,6 @@ def usual_routes(resource: str, plural: str, filters: str = '', without: Sequenc
 ROUTES = (
     route_to('GET', '/ping', ping, '@PingResponse'),
     route_to('GET', '/version', get_version, '@VersionResponse'),
-    route_to('GET', OPENAPI_PATH, get_openapi, 'object'),
     route_to('GET', '/database', get_database, '@DatabaseResponse'),
     route_to('POST', '/database/snapshot', snapshot_database, '@DatabaseSnapshotResponse'),
     route_to('POST', '/database/backup', backup_database, '@DatabaseBackupResponse',
@@ -13626,7 +13605,7 @@ BULK_PATHS = frozenset(API_PREFIX + path for path in (
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
 # Operations that are not about one workflow: their verbs decide who may. All others need access to theirs.
 OPEN_OPERATIONS = frozenset((
-    'ping', 'get_version', 'get_openapi', 'get_database', 'snapshot_database', 'backup_database',
+    'ping', 'get_version', 'get_database', 'snapshot_database', 'backup_database',
     'list_workflows', 'list_workflow_statuses',
     'create_workflow', 'create_workflow_from_spec', 'create_access_group', 'list_access_groups',
     'get_access_group', 'delete_access_group', 'add_user_to_group', 'list_group_members',
@@ -13670,7 +13649,6 @@ def routes_by_shape() -> Dict[Tuple[int, str], List[Route]]:
 
 def find_route(method: str, path: str) -> Tuple[Route, Dict[str, str]]:
     """The route of a request and its path parameters. 404 for an unknown path, 405 for another method."""
-    path = API_PREFIX + path if path == OPENAPI_PATH else path
     parts = path[len(API_PREFIX):].strip('/').split('/') if path.startswith(API_PREFIX + '/') else ['']
     # One entry of the cache for all ids.
     route = match_route(method, tuple('0' if part.isdigit() else part for part in parts))
@@ -13905,111 +13883,6 @@ def format_error(error: TorcError) -> Dict[str, Any]:
     kinds = {401: 'Unauthorized', 403: 'Forbidden', 404: 'NotFound', 409: 'Conflict'}
     kind = details.pop('kind', None) or kinds.get(error.http, type(error).__name__)
     return {'error': dict(details, error=kind, message=part_retry_words(error.message))}
-
-
-# -------- the interface, described for other programs --------
-
-TAGS = {    # part of a path -> group of its operations in the official interface, if not the first part
-    'bulk_jobs': 'jobs', 'bulk_files': 'files', 'bulk_user_data': 'user_data', 'actions': 'workflow_actions',
-    'failure_handlers': 'failure_handlers', 'remote_workers': 'remote_workers',
-    'ro_crate_entities': 'ro_crate_entities',
-    'access_groups': 'access_control', 'access_check': 'access_control', 'users': 'access_control',
-    'admin': 'access_control',
-    'ping': 'system', 'version': 'system', 'openapi.json': 'system',
-}
-
-
-def describe_type(kind: str) -> Dict[str, Any]:
-    """A type of MODELS as JSON Schema."""
-    if kind in SCALARS:
-        return SCALARS[kind][1]
-    if kind == STREAM:
-        return TEXT     # of server-sent events
-    if kind[0] == '[':
-        return {'type': 'array', 'items': describe_type(kind[1:-1])}
-    if kind[0] == '{':
-        item = describe_type(kind[1:-1].rstrip('?'))
-        return {'type': 'object', 'additionalProperties': allow_null(item) if kind[-2] == '?' else item}
-    return {'$ref': '#/components/schemas/' + kind.replace('?', 'Partial').lstrip('@')}
-
-
-def allow_null(schema: Dict[str, Any]) -> Dict[str, Any]:
-    """The same type or null."""
-    if 'type' in schema:
-        return dict(schema, type=[schema['type'], 'null'])
-    return {'anyOf': [schema, {'type': 'null'}]} if schema else schema
-
-
-def describe_model(model: str, is_partial: bool = False) -> Dict[str, Any]:
-    """A model as JSON Schema. What is not required may be null or left out; partial: nothing is required."""
-    fields = model_fields(model)
-    required = [name for name, field in fields.items() if field.is_required and not is_partial]
-    properties = {name: describe_type(field.type) for name, field in fields.items()}
-    properties.update((name, allow_null(properties[name])) for name in fields if name not in required)
-    return dict({'type': 'object', 'properties': properties}, **({'required': required} if required else {}))
-
-
-def public_path(route: Route) -> str:
-    """Path of a route with the official name of its first parameter."""
-    return re.sub(r'\{\w+_id\}', '{id}', route.path, count=1)
-
-
-def describe_content(description: str, kind: str) -> Dict[str, Any]:
-    """A body or an answer of a type of MODELS."""
-    media = 'text/event-stream' if kind == 'stream' else 'application/json'
-    return {'description': description, 'content': {media: {'schema': describe_type(kind)}}}
-
-
-def describe_operation(route: Route) -> Dict[str, Any]:
-    """A route as an operation of OpenAPI."""
-    answers = {'200': describe_content('done', route.returns),
-               '4XX': {'$ref': '#/components/responses/refused'},
-               '503': {'$ref': '#/components/responses/unavailable'}}
-    if 'async' in parse_model(route.query):
-        answers['202'] = describe_content('begun: ask for the task', '@TaskModel')
-    parameters = [{'name': name, 'in': 'path', 'required': True,
-                   'schema': describe_type('@JobStatus' if name == 'status' else
-                                           'str' if name in TEXT_PARAMETERS else 'int')}
-                  for name in re.findall(r'\{(\w+)\}', public_path(route))]
-    parameters += [{'name': name, 'in': 'query', 'required': field.is_required,
-                    'schema': describe_type(field.type)} for name, field in parse_model(route.query).items()]
-    tag = next((TAGS[part] for part in route_parts(route) if part in TAGS), route_parts(route)[0])
-    operation = {'operationId': route.name, 'tags': [tag], 'summary': route.name.replace('_', ' '),
-                 'description': ' '.join((route.verb.__doc__ or '').split()), 'parameters': parameters,
-                 'responses': answers}
-    if route.body:
-        kind = 'any' if route.body == '-' else route.body if route.body[0] in '?[' else '@' + route.body
-        operation['requestBody'] = dict(describe_content(route.body.lstrip('?-'), kind), required=True)
-    return operation
-
-
-def describe_interface() -> Dict[str, Any]:
-    """The tables of this section as an OpenAPI 3.1 document (https://spec.openapis.org/oas/v3.1.0)."""
-    paths = collections.defaultdict(dict)  # type: Dict[str, Dict[str, Any]]
-    for route in ROUTES:
-        paths[public_path(route)][route.method.lower()] = describe_operation(route)
-    # All models and enums, and the models of which a part will do.
-    partial = set(re.findall(r'\?(\w+)', ' '.join([*MODELS.values(), *(route.body for route in ROUTES)])))
-    schemas = {name: dict(TEXT, enum=list(words)) for name, words in ENUMS.items()}     # type: Dict[str, Any]
-    schemas.update({name: describe_model(name) for name in MODELS})
-    schemas.update({'Partial' + name: describe_model(name, is_partial=True)
-                    for name in partial if name in MODELS})
-    return {
-        'openapi': '3.1.0',
-        'info': {'title': 'torc.py', 'version': API_VERSION,
-                 'description': 'Workflows, their jobs, and the runners at work on them.'},
-        'servers': [{'url': API_PREFIX}],
-        'security': [{'token': []}, {'password': []}],
-        'paths': dict(paths),
-        'components': {
-            'schemas': schemas,
-            'responses': {'refused': describe_content(
-                'wrong, not allowed, or not possible as things are: mend it', '@ErrorResponse'),
-                          'unavailable': describe_content('not possible now: try again', '@ErrorResponse')},
-            'securitySchemes': {'token': {'type': 'http', 'scheme': 'bearer'},
-                                'password': {'type': 'http', 'scheme': 'basic'}},
-        },
-    }
 
 
 # ======== 10. State files: who serves a database, and how its clients find out ========
@@ -18072,17 +17945,14 @@ def not_a_server(what: str, reason: str) -> Unreachable:
                        'check the address (--url, TORC_API_URL)')
 
 
-ANSWER_TYPES = {'string': (str,), 'integer': (int,), 'number': (int, float), 'boolean': (bool,),
-                'object': (dict, Answer), 'array': (list,)}
-
-
 @functools.lru_cache(maxsize=None)
 def answer_types(kind: str) -> Tuple[type, ...]:
     """Python's types for a type of MODELS in an answer; () for any."""
-    if kind[1:] in ENUMS:
-        return ANSWER_TYPES['string']
-    name = 'object' if kind[1:] in MODELS else describe_type(kind).get('type', '')
-    return ANSWER_TYPES.get(name, ())
+    if kind in SCALARS:
+        types = SCALARS[kind][1]
+    else:
+        types = (list,) if kind[0] == '[' else (str,) if kind[1:] in ENUMS else (dict,)
+    return (dict, Answer) if types == (dict,) else types
 
 
 @functools.lru_cache(maxsize=None)
@@ -18118,7 +17988,7 @@ def find_incompatibility(kind: str, value: Any) -> str:
         return ''
     if kind[0] not in '[{':
         try:
-            if types == ANSWER_TYPES['array']:      # a row, of which each item has a type
+            if types == (list,):    # a row, of which each item has a type
                 check_value(kind, kind, value)
         except BadInput as error:
             return error.message
