@@ -30134,20 +30134,19 @@ class RecoverTest(RecoverCase):
         self.assertExit(4, self.world.main('jobs', 'classify', 3, 'retry', '--reason', 'x'), 'is failed: only the failure')
 
     @slow
-    def test_on_a_terminal_each_class_is_asked_about(self):
+    def test_on_a_terminal_the_plan_is_shown_and_asked_for(self):
         self.ended(self.SPEC, self.ENDS)
-        code, said = self.typed('a\n4\ns\nr\nmaybe\ns\n\n', 'recover', 1)
+        code, said = self.typed('\n', 'recover', 1, '--retry-unknown')
         self.assertEqual(0, code, said)
-        for words in ('1 job ran out of memory:', 'r: run again with 1.5 times as much, a: adjust the multiplier, s: skip [r]', 'Multiplier [1.5]:',
-                      '1 job ran out of time:', '1 job failed for a reason of its own:', 'r: run again, s: skip [s]', "'maybe' is none of r, s",
-                      'To run again: oom, bad', 'slow does not run again: ran out of time', 'Recover workflow 1 so? (y/N)', 'Cancelled'):
+        for words in ('1 job ran out of memory:', '1 job ran out of time:', '1 job failed for a reason of its own:', 'To run again: oom, slow',
+                      'Recover workflow 1 so? (y/N)', 'Cancelled'):
             self.assertIn(words, said)
         self.assertEqual('failed', self.statuses()['oom'])
-        code, said = self.typed('a\n4\ns\nr\ns\ny\n', 'recover', 1)
+        code, said = self.typed('y\n', 'recover', 1, '--memory-multiplier', 4)
         self.assertEqual((0, True), (code, 'go on with: torc.py run 1' in said), said)
-        self.assertEqual([1, 1], [said.count(words) for words in ('1 job ran out of memory:', 'To run again: oom, bad')])
+        self.assertEqual([1, 1], [said.count(words) for words in ('1 job ran out of memory:', 'To run again: oom, slow')])
         self.assertEqual(('4g', 'PT1H'), self.needs()['oom'])
-        self.assertEqual({'oom': 'ready', 'bad': 'ready', 'slow': 'terminated', 'gone': 'failed'},
+        self.assertEqual({'oom': 'ready', 'bad': 'failed', 'slow': 'ready', 'gone': 'ready'},
                          {name: self.statuses()[name] for name in ('oom', 'bad', 'slow', 'gone')})
 
     @slow
@@ -30357,17 +30356,6 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
         self.assertEqual(([], 'ready'), (self.fakes.calls('sbatch'), self.statuses()['oom']))
         done = self.recover()
         self.assertEqual((2, True), (done['run_id'], bool(self.fakes.calls('sbatch'))))
-
-    @slow
-    def test_on_a_terminal_an_existing_scheduler_may_be_chosen(self):
-        code, said = self.typed('r\nr\ns\nr\n1\n3:00:00\ny\n2\ny\n', *self.OPTIONS)
-        self.assertEqual(0, code, said)
-        for words in ('1: one, 1 nodes for 02:00:00', 'Make a copy one_recovery with 03:00:00? (y/N)',
-                      '2 allocations of scheduler one_recovery for 03:00:00', 'submitted 2 allocations for'):
-            self.assertIn(words, said)
-        self.assertEqual([('one', '02:00:00'), ('one_recovery', '03:00:00')],
-                         [(row['name'], row['walltime']) for row in self.json('slurm list 1')['items']])
-        self.assertEqual(2, len(self.fakes.calls('sbatch')))
 
 
 @slow

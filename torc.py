@@ -37126,7 +37126,7 @@ def cmd_classify(session: Session, args: Arguments) -> int:
 
 # ======== 20g. Recover: failed jobs run again with what they lacked ========
 #
-# Order: orphans, preconditions, diagnosis, choice, hook; then one request changes everything, and new
+# Order: orphans, preconditions, diagnosis, consent, hook; then one request changes everything, and new
 # allocations are submitted. Killed anywhere, a second call finishes it.
 #
 # `watch` calls the same without questions. Requirements that jobs share are copied for those that lacked
@@ -37170,14 +37170,6 @@ class RecoverOptions(Row):
         return [kind for kind, row in FAILURE_CLASSES.items() if row.is_retried or asked.get(kind)]
 
 
-class SchedulerChoice(Row):
-    """Allocations of a scheduler that is there, in place of planned ones."""
-    scheduler: Dict[str, Any]
-    count: int
-    walltime: Optional[int] = None      # seconds; other than the scheduler's: of a copy of it
-    is_per_node: bool = False           # one worker on each node
-
-
 class Recovery:
     """One call of recover: what it finds, what it is going to do, and what it has done."""
 
@@ -37187,8 +37179,6 @@ class Recovery:
         self.options = options
         self.multipliers = Multipliers(options.memory_multiplier, options.cpu_multiplier or 1.0,
                                        options.runtime_multiplier)
-        self.kinds = options.kinds
-        self.cpus_change = options.cpu_multiplier is not None
         self.mode = 'local'                     # slurm, remote, local
         self.cleaned: Dict[str, Any] = {}       # see clean_up_allocations
         self.jobs: List[Dict[str, Any]] = []
@@ -37197,7 +37187,6 @@ class Recovery:
         self.refusal = ''                       # somebody is at work: no new run
         self.num_left = 0                       # jobs that wait, with nobody to run them
         self.is_resumed = False                 # only jobs that were left run: no new run begins
-        self.choice: Optional[SchedulerChoice] = None
         self.remedies = Remedies([], [], [], [])
         self.preview: Dict[str, Any] = {}       # what the server would do, or has done
         self.slurm_plan: Optional[Dict[str, Any]] = None
@@ -37374,9 +37363,6 @@ class Recovery:
                 (failure, reason) for failure, reason in self.remedies.left if failure.job_id not in changed])
         if self.mode != 'slurm':
             return
-        if self.choice is not None:
-            check_scheduler(self.workflow, self.chosen_scheduler(), self.settings())
-            return
         self.refuse_misfits()
         overrides = {number: change.fields for change in self.remedies.changes for number in change.job_ids}
         cleaned = self.cleaned if self.options.is_dry_run else {}      # else it has been done
@@ -37400,22 +37386,20 @@ class Recovery:
             losses.update(item['job_id'] for code in codes for item in self.session.items(
                 'list_results', workflow_id=self.workflow_id, return_code=code, all_runs=True)
                 if item['status'] == 'failed' or code > 0)      # others had only been claimed
-        return RemedyRules(self.multipliers, self.kinds, self.options.is_shared, self.cpus_change,
-                           self.find_ceiling(), losses)
+        return RemedyRules(self.multipliers, self.options.kinds, self.options.is_shared,
+                           self.options.cpu_multiplier is not None, self.find_ceiling(), losses)
 
     def find_ceiling(self) -> Callable[[Dict[str, Any], str], Optional[Ceiling]]:
         """How much time and memory jobs can get of the allocations to come, until these stop them."""
-        if self.mode != 'slurm' or not any(lacking(failure.use, RemedyRules(self.multipliers, self.kinds))
-                                           for failure in self.failures):
+        if self.mode != 'slurm' or not any(
+                lacking(failure.use, RemedyRules(self.multipliers, self.options.kinds))
+                for failure in self.failures):
             return lambda needs, resource: None
         walltime, end_s = self.options.walltime, plan_times(self.workflow)['end_s']
-        if self.choice is not None:
-            walltime = parse_walltime(self.chosen_scheduler()['walltime'])
         given = None if walltime is None else Ceiling(max(0, walltime - end_s),
                                                       'the walltime of the allocations')
-        partitions = [] if self.choice is not None else self.partitions()
         return lambda needs, resource: given if given and resource == 'runtime' else \
-            most_of_partitions(partitions, end_s, needs, resource)
+            most_of_partitions(self.partitions(), end_s, needs, resource)
 
     def partitions(self) -> List[Partition]:
         """Where new allocations may be."""
@@ -37445,9 +37429,7 @@ class Recovery:
         """Body of recover_jobs."""
         options = self.options
         event = {'mode': self.mode, 'memory_multiplier': options.memory_multiplier,
-                 'runtime_multiplier': options.runtime_multiplier, 'counts': self.count_retried(),
-                 'scheduler': None if self.choice is None else {
-                     'scheduler_id': self.choice.scheduler['id'], 'num_allocations': self.choice.count}}
+                 'runtime_multiplier': options.runtime_multiplier, 'counts': self.count_retried()}
         changes = [dict(change.fields, from_id=change.needs['id'], job_ids=change.job_ids)
                    for change in self.remedies.changes]
         return {'run_id': self.workflow.get('run_id') or 0,
@@ -37458,24 +37440,14 @@ class Recovery:
     def settings(self) -> Dict[str, Any]:
         """How allocations are submitted."""
         unset = dict.fromkeys(('poll_interval', 'claim_backoff_max_secs', 'max_parallel_jobs'))
-        per_node = self.choice is not None and self.choice.is_per_node
         return self.options.settings or submission_settings(dict(
-            unset, output_dir=self.options.output_dir, start_one_worker_per_node=per_node))
+            unset, output_dir=self.options.output_dir, start_one_worker_per_node=False))
 
     def regenerate_options(self) -> RegenerateOptions:
         """What new allocations are planned and submitted with."""
         options = self.options
         return RegenerateOptions(account=options.account, profile=options.profile, walltime=options.walltime,
                                  partition=options.partition, is_cleaned=True, settings=self.settings())
-
-    def chosen_scheduler(self) -> Dict[str, Any]:
-        """The chosen scheduler, or the copy that is going to be made of it."""
-        assert self.choice is not None
-        scheduler, walltime = self.choice.scheduler, self.choice.walltime
-        if walltime is None:
-            return scheduler
-        name = f"{scheduler.get('name') or 'scheduler'}_recovery"
-        return dict(scheduler, name=name, walltime=format_walltime(walltime))
 
     @property
     def hook_words(self) -> List[str]:
@@ -37504,32 +37476,11 @@ class Recovery:
 
     def submit(self) -> None:
         """Submit allocations for what is left, and note that it was done."""
-        if self.choice is None:
-            self.submitted = regenerate_workflow(self.session, self.workflow,
-                                                 self.regenerate_options()._replace(submits=True))
-        else:
-            self.submitted = self.submit_chosen()
+        self.submitted = regenerate_workflow(self.session, self.workflow,
+                                             self.regenerate_options()._replace(submits=True))
         self.session.call('create_event', {'workflow_id': self.workflow_id, 'data': {
             'category': 'recovery', 'action': 'recover_submitted', 'run_id': self.workflow.get('run_id'),
             'message': f'Submitted allocations of workflow {self.workflow_id}'}})
-
-    def submit_chosen(self) -> Dict[str, Any]:
-        """Submit allocations of the chosen scheduler, or of a copy with another walltime."""
-        assert self.choice is not None
-        scheduler = self.chosen_scheduler()
-        if self.choice.walltime is not None:
-            body = {key: value for key, value in scheduler.items() if key != 'id'}
-            scheduler = self.session.call('create_slurm_scheduler', body)
-        due = [action['id'] for action in due_schedules(self.session, self.workflow_id)]
-        disable_schedules(self.session, self.workflow, due)
-        outcome = submit_allocations(self.session, self.workflow, {
-            'settings': self.settings(), 'scheduler_config_id': scheduler['id'], 'count': self.choice.count})
-        if outcome.refusals and not outcome.numbers:
-            raise Refused(f'no allocation of workflow {self.workflow_id} was submitted: '
-                          f'{outcome.refusals[0]}')
-        return {'total_allocations': self.choice.count, 'allocations_submitted': len(outcome.numbers),
-                'slurm_job_ids': outcome.numbers, 'warnings': outcome.refusals,
-                'scheduler_id': scheduler['id']}
 
     # -------- telling it --------
 
@@ -37787,36 +37738,7 @@ def format_prompt(session: Session, workflow: Dict[str, Any], options: RecoverOp
         logs=command_line(session, 'logs', '-o', options.output_dir, workflow['id']), jobs='\n'.join(lines)))
 
 
-# -------- questions --------
-
-def ask_value(session: Session, question: str, parse: Callable[[str], Any], default: Any = None) -> Any:
-    """A value, asked for until it can be read; Enter, or the end of the input, is the default."""
-    while True:
-        word = session.ask(question)
-        if not word:
-            return default
-        try:
-            return parse(word)
-        except ValueError as error:
-            session.report(printable_line(str(error)))
-
-
-def ask_recovery(recovery: Recovery) -> None:
-    """On a terminal: for each class of failures what is done about it, and where what is left runs."""
-    session, kinds = recovery.session, []
-    for kind, row in FAILURE_CLASSES.items():
-        failures = [failure for failure in recovery.failures if failure.kind == kind]
-        if not failures:
-            continue
-        style = style_of(session.err, os.environ)
-        session.report('', describe_class(kind, failures), *format_failures(failures, style).splitlines())
-        if ask_about_class(recovery, kind):
-            kinds.append(kind)
-    recovery.kinds = kinds
-    recovery.cpus_change = recovery.cpus_change or 'cpu' in kinds
-    if recovery.mode == 'slurm':
-        ask_allocations(recovery)
-
+# -------- the command --------
 
 def advise_retries(recovery: Recovery) -> str:
     """What would help where nothing is retried; '' if that is not known."""
@@ -37824,11 +37746,6 @@ def advise_retries(recovery: Recovery) -> str:
     text = '' if recovery.options.retry_unknown else f'. --retry-unknown runs {them} again all the same'
     is_any = any(job['status'] == 'canceled' for job in recovery.jobs)
     return text + ('; canceled jobs are not recovered automatically' if is_any else '')
-
-
-def describe_class(kind: str, failures: Sequence[Failure]) -> str:
-    """How many jobs failed in this way."""
-    return describe_jobs(len(failures), FAILURE_CLASSES[kind].meaning) + ':'
 
 
 PLURALS = {'was': 'were', 'it': 'they', 'its': 'their'}    # in what is said of a job
@@ -37842,51 +37759,6 @@ def describe_jobs(count: int, meaning: str) -> str:
     return f'{count} jobs {words}'
 
 
-def ask_about_class(recovery: Recovery, kind: str) -> bool:
-    """Whether the jobs of a class run again; their multiplier may be changed."""
-    session, field = recovery.session, FAILURE_CLASSES[kind].resource
-    has_multiplier = field in ('memory', 'runtime')
-    default, words = 'r' if kind in recovery.kinds else 's', ['r', 'a', 's'] if has_multiplier else ['r', 's']
-    factor = f' with {getattr(recovery.multipliers, field):g} times as much' if has_multiplier else ''
-    adjust = ', a: adjust the multiplier' if has_multiplier else ''
-    word = ask_value(session, f'r: run again{factor}{adjust}, s: skip [{default}] ', one_of(*words), default)
-    if word == 'a':
-        current = getattr(recovery.multipliers, field)
-        value = ask_value(session, f'Multiplier [{current:g}]: ', parse_factor, current)
-        recovery.multipliers = recovery.multipliers._replace(**{field: value})
-    return word != 's'
-
-
-def ask_allocations(recovery: Recovery) -> None:
-    """Where the jobs run: in allocations that are planned for them, or of a scheduler that is there."""
-    session, options = recovery.session, recovery.options
-    schedulers = {str(row['id']): row for row in session.items('list_slurm_schedulers',
-                                                               workflow_id=recovery.workflow_id)}
-    for number, row in schedulers.items():
-        session.report(printable_line(f"  {number}: {row.get('name')}, {row['nodes']} nodes for "
-                                      f"{row['walltime']}, partition {row.get('partition') or 'default'}"))
-    word = ask_value(session, 'a: plan new allocations; or the id of a scheduler [a] ',
-                     one_of(*schedulers, 'a'), 'a')
-    if word == 'a':
-        partition = ask_value(session, f"Partition [{options.partition or 'chosen for the jobs'}]: ", str,
-                              options.partition)
-        shown = format_walltime(options.walltime) if options.walltime else 'planned'
-        walltime = ask_value(session, f'Walltime [{shown}]: ', parse_allocation_time, options.walltime)
-        recovery.options = options._replace(partition=partition, walltime=walltime)
-        return
-    scheduler, walltime = schedulers[word], None
-    wanted = ask_value(session, f"Walltime [{scheduler['walltime']}]: ", parse_allocation_time)
-    if wanted and format_walltime(wanted) != scheduler['walltime']:
-        if session.agrees(f"Make a copy {scheduler.get('name')}_recovery with {format_walltime(wanted)}?"):
-            walltime = wanted
-    count = ask_value(session, 'Allocations [1]: ', at_least(1), 1)
-    is_direct = (recovery.workflow.get('execution_config') or {}).get('mode') == 'direct'
-    is_per_node = scheduler['nodes'] > 1 and is_direct and session.agrees('One worker on each node?')
-    recovery.choice = SchedulerChoice(scheduler, count, walltime, is_per_node)
-
-
-# -------- the command --------
-
 def cmd_recover(session: Session, args: Arguments) -> int:
     """Let failed jobs run again with what they lacked."""
     refuse_bad_programs(args)
@@ -37897,11 +37769,11 @@ def cmd_recover(session: Session, args: Arguments) -> int:
         recovery = Recovery(session, session.workflow(workflow_id), options)
         recovery.look()
         is_asking = session.is_interactive and session.format != 'json'
-        if is_asking:
-            ask_recovery(recovery)
         recovery.plan()
-        if is_asking and not options.is_dry_run:
-            session.report('', *format_plan(recovery, style_of(session.err, os.environ)).splitlines())
+        is_asking = is_asking and not options.is_dry_run
+        if is_asking:
+            style = style_of(session.err, os.environ)
+            session.report(*(format_classes(recovery, style) + format_plan(recovery, style)).splitlines())
             if not session.agrees(f'Recover workflow {workflow_id} so?'):
                 return 0
         if not options.is_dry_run:
@@ -37912,6 +37784,16 @@ def cmd_recover(session: Session, args: Arguments) -> int:
     answer = recovery.describe()
     session.answer(answer, format_recovery(session, recovery, answer, is_asking))
     return 1 if recovery.submitted is not None and lacks_allocations(recovery.submitted) else 0
+
+
+def format_classes(recovery: Recovery, style: Style) -> str:
+    """What failed, class by class, for people."""
+    text = ''
+    for kind, row in FAILURE_CLASSES.items():
+        failures = [failure for failure in recovery.failures if failure.kind == kind]
+        if failures:
+            text += f'{describe_jobs(len(failures), row.meaning)}:\n{format_failures(failures, style)}'
+    return text
 
 
 def format_failures(failures: Sequence[Failure], style: Style) -> str:
@@ -37952,10 +37834,6 @@ def format_plan(recovery: Recovery, style: Style) -> str:
         lines.append(f'and {len(recovery.outdated) - RECOVER_ROWS_SHOWN} more run again for such a reason')
     if recovery.num_left:
         lines.append(f'Left, with nobody to run them: {recovery.num_left} jobs')
-    if recovery.choice is not None:
-        scheduler = recovery.chosen_scheduler()
-        lines.append(f"{recovery.choice.count} allocations of scheduler {scheduler.get('name')} for "
-                     f"{scheduler['walltime']}")
     for row in (recovery.slurm_plan or {}).get('planned_schedulers', ()):
         lines.append(f"{row['name']}: {row['job_count']} jobs, {row['num_allocations']} x {row['nodes']} "
                      f"nodes of {row['partition']} for {row['walltime']}")
@@ -37965,12 +37843,8 @@ def format_plan(recovery: Recovery, style: Style) -> str:
 
 def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any], was_asked: bool) -> str:
     """The answer of recover for people. Who was asked has seen what failed, and what was to be done."""
-    text, style = '', style_of(session.out, os.environ)
-    for kind in () if was_asked else FAILURE_CLASSES:
-        failures = [failure for failure in recovery.failures if failure.kind == kind]
-        if failures:
-            text += f'{describe_class(kind, failures)}\n{format_failures(failures, style)}'
-    text += format_plan(recovery, style) if answer['dry_run'] or not was_asked else ''
+    style = style_of(session.out, os.environ)
+    text = '' if was_asked else format_classes(recovery, style) + format_plan(recovery, style)
     run = f"Run {answer['run_id']} of workflow {recovery.workflow_id}"
     if answer['dry_run']:
         end = 'Nothing was changed: this is a dry run'
