@@ -30899,7 +30899,7 @@ class Tunnels:
         self.ssh = ssh
         self.pipe = pipe            # to the command that waits for the first answer of each host
         self.target = parse_url(client.url)     # where the ports lead
-        self.over = threading.Event()   # nothing is left to do: what is lost now is not set up again
+        self.over = threading.Event()   # nothing is left to do: a host that does not answer is given up
         self.making = threading.Semaphore(ssh.limit)    # for each connection that waits for its first answer
         self.processes = {}         # type: Dict[str, Any]  # ssh, by worker
 
@@ -30909,7 +30909,7 @@ class Tunnels:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            self.over.wait(TUNNEL_LOOK_S) and time.sleep(TUNNEL_LOOK_S)
+            time.sleep(TUNNEL_LOOK_S)
             self.look()
 
     def look(self) -> None:
@@ -30936,12 +30936,12 @@ class Tunnels:
             answer, port, failure = self.connect(worker, order, port)
             if not order.get('goes_on'):    # the first one
                 return self.tell(worker, {'error': failure.message})
-            if self.over.is_set() or answer and answer['state'] != 'running':
+            if answer and answer['state'] != 'running' or not answer and self.over.is_set():
                 return None
             pause_s = TUNNEL_PAUSE_S[0] if answer else min(pause_s * 2, TUNNEL_PAUSE_S[1])
             port = port if answer or not order['token'] else 0      # a connection that hangs may have it
             log.warning('%s: connection lost: %s; the next try is in %g s', worker, failure.message, pause_s)
-            self.over.wait(pause_s)
+            time.sleep(pause_s)
 
     def connect(self, worker: str, order: Order, port: int) -> Tuple[Optional[HostAnswer], int, TorcError]:
         """One connection, until it ends: the last answer, the port, why it ended.
@@ -30972,7 +30972,8 @@ class Tunnels:
                     if answer and not order.get('goes_on'):
                         order['goes_on'] = True
                         self.tell(worker, answer)
-                last = line if line.strip() else last
+                elif line.strip():
+                    last = line
         return answer, port, failure or ssh_failure(process.wait(), last)
 
     @staticmethod
@@ -38367,7 +38368,7 @@ def cmd_remote_run(session: Session, args: Arguments) -> int:
     code = hosts.show(lambda answer: describe_worker(answer) if answer['state'] != 'running' else (
         f"{'already at work' if answer.get('is_old') else 'started'} "
         f"(PID {answer['pid']}, log {answer['log']})"))
-    if without:
+    if not without.keys().isdisjoint(hosts.good()):
         lasts = client.named_url or client.is_lasting
         session.inform('Workers reach the server through this host, whose process torc-tunnels holds their '
                        'connections.', *[] if lasts else [
