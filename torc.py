@@ -30547,25 +30547,28 @@ def read_worker(stem: str) -> Dict[str, Any]:
         return {}
 
 
-def write_worker(stem: str, worker: Dict[str, Any]) -> None:
-    """Keep what is known of a worker."""
-    write_atomically(stem + '.json', format_json(worker).encode())
-
-
 def is_at_work(worker: Dict[str, Any]) -> bool:
     """Whether a worker has not ended, as far as can be told."""
     return bool(worker) and 'code' not in worker and process_lives(worker) is not False
 
 
+def forget_server_of(stem: str) -> None:
+    """Remove what leads a worker to its server."""
+    for ending in ('.token', '.connection'):
+        with contextlib.suppress(OSError):
+            os.unlink(stem + ending)
+
+
 def host_status(order: Order) -> HostAnswer:
     """The order `status`: how the worker of a workflow is, and whether it waits for a tunnel."""
     stem = worker_stem(order)
-    worker, server = read_worker(stem), None
-    if is_at_work(worker):
-        server = read_server_file(stem + '.connection')
+    worker = read_worker(stem)
     state = 'running' if is_at_work(worker) else 'ended' if worker else 'none'
-    return dict(worker, state=state, hostname=socket.gethostname(),
-                needs_tunnel=bool(server and is_between_allocations(server)))
+    if state == 'ended':        # killed, perhaps, and its supervisor with it
+        forget_server_of(stem)
+    server = read_server_file(stem + '.connection') or {}
+    needs_tunnel = state == 'running' and is_between_allocations(server)
+    return dict(worker, state=state, hostname=socket.gethostname(), needs_tunnel=needs_tunnel)
 
 
 def host_start(order: Order) -> Optional[HostAnswer]:
@@ -30578,7 +30581,8 @@ def host_start(order: Order) -> Optional[HostAnswer]:
     with open(stem + '.lock', 'a') as lock:
         with contextlib.suppress(OSError):      # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        is_old = is_at_work(read_worker(stem))
+        former = read_worker(stem)
+        is_old = is_at_work(former)
         if is_old and not port or order.get('goes_on') and not is_old:  # it ended while the tunnel was down
             return dict(host_status(order), is_old=True)
         if not is_old and order['token']:
@@ -30590,9 +30594,10 @@ def host_start(order: Order) -> Optional[HostAnswer]:
             return {'state': 'none', 'needs_tunnel': True}
         if not is_old:
             launch_worker(stem, order)
+    answer = dict(host_status(order), is_old=is_old, former=None if is_old else former)
     if not port:
-        return host_status(order)
-    say_answer(dict(host_status(order), is_old=is_old))
+        return answer
+    say_answer(answer)
     return hold_tunnel(stem, order)
 
 
@@ -30618,13 +30623,6 @@ def reaches(stem: str, order: Order) -> bool:
     if order['tunnel'] == 'never':
         raise Refused('; '.join(reasons))
     return False
-
-
-def forget_server_of(stem: str) -> None:
-    """Remove what leads a worker to its server."""
-    for ending in ('.token', '.connection'):
-        with contextlib.suppress(OSError):
-            os.unlink(stem + ending)
 
 
 def launch_worker(stem: str, order: Order) -> None:
@@ -30667,13 +30665,14 @@ def supervise_worker(stem: str, argv: Sequence[str], order: Order, files: Dict[s
         worker = dict(describe_process(), pid=runner.pid, start_ticks=read_process_start_ticks(runner.pid),
                       started_at=format_time(time.time()), **files)
         try:
-            write_worker(stem, worker)
+            write_atomically(stem + '.json', format_json(worker).encode())
         except OSError:
             runner.terminate()      # nobody could find it, and another one would be started
             raise
         runner.communicate((order['password'] + '\n').encode())
         code = runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
-        write_worker(stem, dict(worker, code=code, ended_at=format_time(time.time())))
+        worker.update(code=code, ended_at=format_time(time.time()))
+        write_atomically(stem + '.json', format_json(worker).encode())
     except BaseException:       # border: the caller's own handlers and clean-up must not run here
         log.exception('the supervisor of a worker has ended')
     finally:
@@ -30682,12 +30681,13 @@ def supervise_worker(stem: str, argv: Sequence[str], order: Order, files: Dict[s
 
 
 def hold_tunnel(stem: str, order: Order) -> Optional[HostAnswer]:
-    """Wait for the end of the worker, which is the answer; or of the connection, or of its turn: None."""
+    """Wait for the end of the worker, which is the answer, or of the connection: None."""
     while is_at_work(read_worker(stem)):
         readable, _, _ = select.select([0], [], [], 1.0)
-        has_ended = readable and not os.read(0, 1)
-        if has_ended or (read_server_file(stem + '.connection') or {}).get('pid', os.getpid()) != os.getpid():
-            return None     # ... its turn: another connection has taken over
+        if readable and not os.read(0, 1):
+            return None
+        if (read_server_file(stem + '.connection') or {}).get('pid', os.getpid()) != os.getpid():
+            return {'state': 'taken'}       # by another connection: a host may have two names
     forget_server_of(stem)
     return host_status(order)
 
@@ -30909,8 +30909,8 @@ class Tunnels:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            time.sleep(TUNNEL_LOOK_S)
             self.look()
+            time.sleep(TUNNEL_LOOK_S)
 
     def look(self) -> None:
         """Follow the server to its present address; see whether its workflow is over."""
@@ -30967,7 +30967,10 @@ class Tunnels:
                     making.close()
                     try:
                         answer = find_answer([line])
-                    except Refused as error:
+                        if 'needs' in answer:       # its copy of the program was removed
+                            answer = None
+                            self.ssh.ask(worker, dict(order, verb='status'))
+                    except TorcError as error:
                         failure = error
                     if answer and not order.get('goes_on'):
                         order['goes_on'] = True
@@ -38265,7 +38268,7 @@ class RemoteHosts:
         self.session = session
         self.workflow_id = workflow_id
         self.workers = workers
-        self.ssh = Ssh(args['ssh_option'] or (), args.get('python'), args['max_parallel_ssh'])
+        self.ssh = Ssh(args['ssh_option'] or (), args['python'], args['max_parallel_ssh'])
         self.answers = []       # type: List[Any]  # of the workers: HostAnswer, or TorcError
 
     def order(self, verb: str, **more: Any) -> Order:
@@ -38300,6 +38303,16 @@ class RemoteHosts:
         """What those have answered that could do it."""
         return {worker: answer for worker, answer in zip(self.workers, self.answers)
                 if not isinstance(answer, TorcError)}
+
+    def end_nodes(self, dead: Iterable[Dict[str, Any]]) -> None:
+        """Fail what workers ran that are known to be dead: else that waits for the ends of their leases."""
+        known = tuple(f"{worker['boot_id']}/{worker['start_ticks']}/" for worker in dead)
+        nodes = self.session.call('survey_allocations', workflow_id=self.workflow_id)['nodes']
+        rows = [{'compute_node_id': node['compute_node_id'], 'reason': 'its worker was killed'}
+                for node in nodes if known and (node['identity'] or '').startswith(known)]
+        if rows:
+            self.session.call('sync_allocations', {'allocations': [], 'dead_nodes': rows},
+                              workflow_id=self.workflow_id)
 
     def show(self, describe: Callable[[HostAnswer], str]) -> int:
         """What each has answered; those that failed on stderr. The exit code."""
@@ -38359,12 +38372,13 @@ def cmd_remote_run(session: Session, args: Arguments) -> int:
         token=read_token(client.token_file) if client.token_file else '', user=user_name(),
         password=client.credentials.password, tunnel=args['tunnel'], directory=args['chdir'],
         output_dir=args['output_dir'], options=[str(word) for pair in words for word in pair])
+    session.call('create_remote_workers', workers, workflow_id=workflow['id'])   # whatever interrupts us
     hosts.gather(lambda worker: hosts.ssh.ask(worker, start))
     without = {worker: dict(start) for worker, answer in hosts.good().items() if answer['needs_tunnel']}
     found = start_tunnels(client, without, hosts.ssh) if without else {}
     hosts.answers = [Refused(found[worker]['error']) if 'error' in found.get(worker, ()) else
                      found.get(worker, answer) for worker, answer in zip(workers, hosts.answers)]
-    session.call('create_remote_workers', list(hosts.good()), workflow_id=workflow['id'])
+    hosts.end_nodes(answer['former'] for answer in hosts.good().values() if answer.get('former'))
     code = hosts.show(lambda answer: describe_worker(answer) if answer['state'] != 'running' else (
         f"{'already at work' if answer.get('is_old') else 'started'} "
         f"(PID {answer['pid']}, log {answer['log']})"))
@@ -38396,20 +38410,17 @@ def cmd_remote_status(session: Session, args: Arguments) -> int:
     jobs = collections.defaultdict(list)    # type: Dict[str, List[str]]  # by host
     for job in session.items('get_running_jobs', workflow_id=hosts.workflow_id):
         jobs[job['compute_node_name']].append(job['job_name'])
+    seen = {answer['hostname'] for answer in hosts.good().values() if answer['state'] == 'running'}
     for answer in hosts.good().values():
-        if answer['state'] == 'running':
-            answer['num_jobs'] = len(jobs.pop(answer['hostname'], ()))
+        answer['num_jobs'] = len(jobs[answer['hostname']])
     code = hosts.show(describe_worker)
-    for host, names in jobs.items():
+    lost = {host: names for host, names in jobs.items() if names and host not in seen}
+    for host, names in lost.items():
         session.report(f'At work on {host}, where no worker was seen: {first_of(names)}')
-    if jobs:
-        report_sync(session, hosts.workflow_id, 'If such a host is gone, this ends its jobs')
+    if lost:
+        session.report('If such a host is gone, its jobs fail when its lease has ended; then: '
+                       + command_line(session, 'recover', hosts.workflow_id))
     return code
-
-
-def report_sync(session: Session, workflow_id: int, what: str) -> None:
-    """Name the command that settles what runners have left."""
-    session.report(f"{what}: {command_line(session, 'workflows', 'sync-status', workflow_id)}")
 
 
 def cmd_remote_stop(session: Session, args: Arguments) -> int:
@@ -38418,8 +38429,7 @@ def cmd_remote_stop(session: Session, args: Arguments) -> int:
     hosts.ask('stop', force=bool(args['force']))
     code = hosts.show(lambda answer: describe_worker(answer) if not answer['is_told'] else 'killed'
                       if args['force'] else f"stopping (PID {answer['pid']})")
-    if args['force']:
-        report_sync(session, hosts.workflow_id, 'Jobs that were killed count as running until')
+    hosts.end_nodes(answer for answer in hosts.good().values() if answer['state'] == 'ended')
     return code
 
 
@@ -39061,6 +39071,7 @@ INIT_OPTIONS = (
 )
 SSH_WORDS = (
     Argument('--max-parallel-ssh', 'N', 'connections made at the same time', at_least(1), default=10),
+    Argument('--python', 'PATH', 'Python on the hosts, from 3.6 on (default: the first that is found)'),
     Argument('--ssh-option', 'WORD', 'a word for ssh, such as -oProxyJump=gate or -F/path/config', count='*'))
 UNUSED_OUTPUT_DIR = OUTPUT_DIR._replace(meaning='accepted, without effect: that of the worker is known')
 REMOTE_OUTPUT = Argument('--remote-output-dir', 'DIR', 'output directory there (default: that of the worker)')
@@ -39629,7 +39640,6 @@ COMMANDS = (
         OUTPUT_DIR._replace(meaning='output directory on the hosts'),
         Argument('-D --chdir', 'DIR', 'directory there in which workers start (default: as ssh does)',
                  default='.'),
-        Argument('--python', 'PATH', 'Python there, from 3.6 on (default: the first that is found)'),
         Argument('--tunnel', 'WHEN', 'forward a port to the server by ssh: auto (where it is not reached '
                  'else), always or never', one_of('auto', 'always', 'never'), default='auto'),
         RUN_OPTIONS[1]._replace(default=5.0), *RUN_OPTIONS[2:5],
