@@ -30965,19 +30965,26 @@ class Tunnels:
                     self.send(process, dict(order, port=port))
                 elif line.startswith(ANSWER_MARK.encode()):
                     making.close()
-                    try:
-                        answer = find_answer([line])
-                        if 'needs' in answer:       # its copy of the program was removed
-                            answer = None
-                            self.ssh.ask(worker, dict(order, verb='status'))
-                    except TorcError as error:
-                        failure = error
-                    if answer and not order.get('goes_on'):
-                        order['goes_on'] = True
-                        self.tell(worker, answer)
+                    answer, failure = self.hear(worker, order, line)
                 elif line.strip():
                     last = line
-        return answer, port, failure or ssh_failure(process.wait(), last)
+        code = process.wait()
+        return answer, port, failure or ssh_failure(code, last)
+
+    def hear(self, worker: str, order: Order, line: bytes
+             ) -> Tuple[Optional[HostAnswer], Optional[TorcError]]:
+        """An answer, or why it is none. The command that waits is told of the first one."""
+        try:
+            answer = find_answer([line])
+            if 'needs' in answer:       # its copy of the program was removed
+                self.ssh.ask(worker, dict(order, verb='status'))
+                return None, Refused('the program was not there any more')
+        except TorcError as error:
+            return None, error
+        if not order.get('goes_on'):
+            order['goes_on'] = True
+            self.tell(worker, answer)
+        return answer, None
 
     @staticmethod
     def send(process: Any, order: Order) -> None:
