@@ -10971,7 +10971,7 @@ def describe_runners(context: Context, workflow_id: int) -> List[Values]:
     """The active compute nodes: what they have, how long they last, and how many jobs they have in hand."""
     jobs = dict(context.rows('SELECT compute_node_id, count(*) FROM job WHERE workflow_id = ? '
                              f'AND status IN {sql_list(ACTIVE)} GROUP BY compute_node_id', (workflow_id,)))
-    slurm_jobs, runners = slurm_jobs_of_nodes(context, workflow_id), []
+    slurm_jobs, heard, runners = slurm_jobs_of_nodes(context, workflow_id), context.service.heard, []
     for node in context.select('compute_node', 'WHERE workflow_id = ? AND is_active = 1 ORDER BY id',
                                (workflow_id,)):
         end_time = node.get('end_time')
@@ -10982,6 +10982,7 @@ def describe_runners(context: Context, workflow_id: int) -> List[Values]:
             'memory_gb': node['memory_gb'], 'num_gpus': node['num_gpus'], 'num_nodes': node['num_nodes'],
             'labels': node.get('labels') or [], 'slurm_job_id': slurm_jobs.get(node['id']),
             'scheduler_config_id': node.get('scheduler_config_id'), 'num_jobs': jobs.get(node['id'], 0),
+            'silent_s': context.service.clock() - heard[node['id']] if node['id'] in heard else None,
             'remaining_seconds': left_s, 'total_seconds': None if end_time is None else
             max(0, int(parse_time(end_time) - parse_time(node['start_time'])))})
     return runners
@@ -31383,6 +31384,8 @@ def explain_failures(groups: Sequence[Dict[str, Any]], counts: Dict[str, int], n
     left = sum(counts[name] for name in BROKEN_WORDS) - sum(group['count'] for group in groups)
     if groups and left > 0:
         lines.append(('failed', f'{left} more: {program} results list {number} --failed'))
+    if any(group.get('return_code') == ORPHAN_RETURN_CODE for group in groups):
+        lines.append(('failed', f'to run again what was lost: {program} recover {number}'))
     return lines
 
 
@@ -31588,6 +31591,9 @@ def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
     return '\n'.join(lines) + '\n'
 
 
+SILENT_S = 40.0     # no living runner is silent for so long
+
+
 def format_runner(runner: Dict[str, Any]) -> str:
     """A compute node at work: what it has, and how busy it is."""
     has = (f"{runner['num_cpus']} CPUs, {runner['memory_gb']:.1f}GB, {runner['num_gpus']} GPUs"
@@ -31597,6 +31603,8 @@ def format_runner(runner: Dict[str, Any]) -> str:
     about += [f"label {','.join(runner['labels'])}"] if runner['labels'] else []
     about.append(counted(runner['num_jobs'], 'job'))
     about += [f'{format_elapsed(left)} left'] if left is not None else []
+    silent_s = runner['silent_s'] or 0
+    about += [f'nothing was heard of it for {format_elapsed(silent_s)}'] if silent_s >= SILENT_S else []
     return f"compute node {runner['compute_node_id']} ({runner['hostname']}), {has}: {', '.join(about)}"
 
 
