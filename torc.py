@@ -30736,8 +30736,11 @@ def host_delete(order: Order) -> HostAnswer:
     Journals hold results that the server may not have: they are removed only where they are known.
     """
     directory, known, counts = log_directory(order), order['known'], [0, 0]
-    if is_at_work(read_worker(worker_stem(order))):
-        raise Refused('its worker is at work: stop it first')
+    prefix = worker_stem(order)[:-len(socket.gethostname())]
+    for path in glob.glob(glob.escape(prefix) + '*.json'):      # hosts may share the directory
+        worker = read_worker(os.path.splitext(path)[0])
+        if is_at_work(worker) and os.path.realpath(worker['output_dir']) == os.path.realpath(directory):
+            raise Refused(f"the worker on {worker['host']} is at work: stop it first")
     for name, file in workflow_files(directory, order['workflow_id'], log.warning):
         is_journal = os.path.dirname(name) == JOURNAL_DIRECTORY
         deletes = not is_journal if known is None else known.get(name) == size_and_time(file)
