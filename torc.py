@@ -11830,9 +11830,7 @@ def stream_api_events(context: Context, include_bodies: bool = False) -> Subscri
 #
 # One statement at a time, between two savepoints and under an authorizer, which SQLite asks while it compiles
 # a statement. What it refuses, and the words that check_statement() refuses before, keep our transaction and
-# our tables ours. Administrators may make tables called t_..., which nothing of ours looks at or waits for:
-# no trigger, view or foreign key ties them to our tables, so that every verb and every migration still works.
-# What writes is taken back where it leaves something that no verb could read, and put on record in any case.
+# our tables ours. What is stored in them is the administrator's affair, and put on record.
 
 # so long a statement may hold up everybody; one call of a function of SQLite, longer
 ADMIN_SQL_S = 5.0
@@ -11841,36 +11839,20 @@ MAX_SQL_ANSWER_BYTES = 64 * 1024 ** 2   # about
 # Actions that SQLite asks for: https://www.sqlite.org/c3ref/c_alter_table.html
 READING_ACTIONS = frozenset([20, 21, 31, 33])   # READ, SELECT, FUNCTION, RECURSIVE
 WRITING_ACTIONS = frozenset([9, 18, 23])        # DELETE, INSERT, UPDATE
-MAKING_ACTIONS = frozenset([1, 2, 27])          # CREATE_INDEX, CREATE_TABLE, REINDEX
 FORBIDDEN_FUNCTIONS = frozenset(['load_extension', 'fts3_tokenizer'])
 FIXED_TABLES = Expression('sqlite_|(?:admin_audit_log|identity)\\Z', re.IGNORECASE)    # to be read only
-SCRATCH_PREFIX = 't_'       # of what administrators make: all other names are ours, now or later
 SQL_LITERALS = Expression(      # texts, quoted names and comments; an end may be missing
     r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]?|--[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
 SQL_VERB = Expression(r'\b(SELECT|VALUES|INSERT|REPLACE|UPDATE|DELETE)\b(?!\s*(?:AS\b|\)))', re.IGNORECASE)
 SQL_READERS = ('SELECT', 'VALUES', 'WITH')
-SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH', 'CREATE')
-CELL_TYPES = {      # codec -> types that SQLite may store; others: text
-    'INTEGER': ('integer',), 'STATUS': ('integer',), 'BOOL': ('integer',), 'REAL': ('real', 'integer')}
-JSON_TYPES = {'env': dict, 'labels': list, 'action_config': dict, 'request': dict}      # that verbs look into
-CELL_RULES = {      # codec, or the column's name -> what a cell must not be, beside another type
-    'STATUS': f'{{0}} NOT BETWEEN 0 AND {len(STATUSES) - 1}',
-    'REAL': 'abs({0}) > 1e15',      # nor may a sum of them be infinite: JSON knows no such number
-    # SQLite goes on above the highest: after its last, none could be added
-    'id': f'{{0}} NOT BETWEEN 1 AND {2 ** 53}'}
-DUPLICATE_COUNT = ('SELECT coalesce(sum(duplicates), 0) FROM '     # older workflows may have some
-                   '(SELECT count(*) - 1 AS duplicates FROM job GROUP BY workflow_id, name)')
-DANGLING_COUNT = 'SELECT ' + ' + '.join(    # references that no foreign key watches
-    f'(SELECT count(*) FROM job LEFT JOIN {table} ON {table}.id = job.{column} '
-    f'AND {table}.workflow_id = job.workflow_id WHERE job.{column} IS NOT NULL AND {table}.id IS NULL)'
-    for column, table in (('kind_id', 'job_kind'), ('explicit_set_id', 'dep_set'), ('dep_set_id', 'dep_set')))
+SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH')
 # what the counters of dependency sets are made from
 COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])
 
 
-def check_statement(sql: str, writes: bool, allows_full_table: bool) -> bool:
+def check_statement(sql: str, writes: bool, allows_full_table: bool) -> None:
     """Refuse by its words what must not even be compiled: it would end our transaction, or change a whole
-    table by mistake. Whether the statement makes something.
+    table by mistake.
     """
     bare = SQL_LITERALS.sub(lambda match: '"" ' if match.group()[0] not in '-/' else ' ', sql)
     bare = bare.strip().rstrip('; \t\r\n')
@@ -11891,7 +11873,6 @@ def check_statement(sql: str, writes: bool, allows_full_table: bool) -> bool:
     if writes and is_full and not allows_full_table:
         raise Refused(f'this {verb.group(1).upper()} has no WHERE and would change every row: add one, or '
                       'allow it with allow_full_table')
-    return first == 'CREATE'
 
 
 def outside_parentheses(text: str) -> str:
@@ -11907,9 +11888,9 @@ class SqlGuard:
     """SQLite's authorizer and progress handler, for an administrator's statement; others pass."""
 
     def __init__(self) -> None:
-        self.is_on = self.writes = self.makes = False
+        self.is_on = self.writes = False
         self.refused = ''                   # what the statement must not do, if it was refused
-        self.tables = set()                 # type: Set[str]  # that it writes to
+        self.tables = set()                 # type: Set[Optional[str]]  # that it writes to
         self.deadline = math.inf            # monotonic
         # of statements: no two have the same text, so that each is compiled, and judged
         self.count = 0
@@ -11917,9 +11898,9 @@ class SqlGuard:
         self.interrupter = self.is_late
 
     @contextlib.contextmanager
-    def judging(self, connection: sqlite3.Connection, writes: bool, makes: bool) -> Iterator[None]:
+    def judging(self, connection: sqlite3.Connection, writes: bool) -> Iterator[None]:
         """While the block runs, statements are judged, timed, and may bring text that is not UTF-8."""
-        self.writes, self.makes, self.refused, self.tables = writes, makes, '', set()
+        self.writes, self.refused, self.tables = writes, '', set()
         self.deadline = time.monotonic() + ADMIN_SQL_S
         self.count += 1
         try:
@@ -11940,16 +11921,12 @@ class SqlGuard:
         """SQLite's question, for each thing that a statement is going to do: 0 to allow, 1 to refuse."""
         if not self.is_on or action in READING_ACTIONS and (two or '').lower() not in FORBIDDEN_FUNCTIONS:
             return 0
-        one, two, is_main = one or '', two or '', database == 'main'
-        if is_main and action in WRITING_ACTIONS and self.writes and not FIXED_TABLES.match(one):
+        is_write = action in WRITING_ACTIONS
+        if is_write and self.writes and database == 'main' and not FIXED_TABLES.match(one or ''):
             self.tables.add(one)
             return 0
-        if is_main and self.makes and may_be_made(action, one, two):
-            return 0
-        self.refused = self.refused or (
-            f'make {one}: only tables called {SCRATCH_PREFIX}... can be made, with indexes' if self.makes else
-            f'write to {one}' if action in WRITING_ACTIONS else
-            f'do what it wants with {one or two or "this"}')
+        self.refused = self.refused or (f'write to {one}' if is_write else
+                                        f'do what it wants with {one or two or "this"}')
         return 1
 
     def is_late(self) -> int:
@@ -11965,21 +11942,7 @@ class SqlGuard:
         return f'SQLite refuses the statement: {printable(str(error))[:200]}'
 
 
-def is_scratch(name: str) -> bool:
-    """Whether a table or index is one that an administrator has made."""
-    return name.lower().startswith(SCRATCH_PREFIX)
-
-
-def may_be_made(action: int, one: str, two: str) -> bool:
-    """Whether a CREATE may do this to a table, an index (one) of a table (two), or SQLite's list of both."""
-    if action in WRITING_ACTIONS:
-        return one in ('sqlite_master', 'sqlite_schema')
-    is_ours = not is_scratch(two or one) or not (is_scratch(one) or one.startswith('sqlite_autoindex_'))
-    return action in MAKING_ACTIONS and not is_ours
-
-
-def execute_guarded(context: Context, sql: str, limit: int, writes: bool,
-                    makes: bool = False) -> Tuple[Values, int]:
+def execute_guarded(context: Context, sql: str, limit: int, writes: bool) -> Tuple[Values, int]:
     """Execute a checked statement: at most `limit` rows of what it brings, and how many it changed itself.
     Refused for all that goes wrong.
 
@@ -11997,7 +11960,7 @@ def execute_guarded(context: Context, sql: str, limit: int, writes: bool,
     depth, before = store.depth, connection.total_changes
     with contextlib.closing(connection.cursor()) as cursor:
         try:
-            with guard.judging(connection, writes, makes):
+            with guard.judging(connection, writes):
                 cursor.execute(f'/* {guard.count} */ {sql}')
                 rows = fetch_bounded(cursor, limit)
             changed = context.value('SELECT changes()') if connection.total_changes > before else 0
@@ -12030,7 +11993,7 @@ def admin_sql(context: Context, body: Values) -> Values:
     if not service.allows_sql or writes and not service.allows_sql_writes:
         raise Denied(f"SQL {'that writes ' if service.allows_sql else ''}is switched off on this server")
     with failing_as('InvalidStatement'):
-        makes = check_statement(body['sql'], writes, bool(body.get('allow_full_table')))
+        check_statement(body['sql'], writes, bool(body.get('allow_full_table')))
     wanted = body.get('limit')
     limit = MAX_LIST_ITEMS if wanted is None else max(1, min(wanted, MAX_LIST_ITEMS))
     if not writes:
@@ -12038,7 +12001,7 @@ def admin_sql(context: Context, body: Values) -> Values:
             return execute_guarded(context, body['sql'], limit, False)[0]
     try:
         with failing_as('ExecutionFailed'):
-            answer = write_sql(context, body['sql'], limit, is_dry, makes)
+            answer = write_sql(context, body['sql'], limit, is_dry)
     except Refused as error:
         if not is_dry:
             context.on_failure = functools.partial(add_audit, context, body, None, error.message)
@@ -12048,21 +12011,16 @@ def admin_sql(context: Context, body: Values) -> Values:
     return answer
 
 
-def write_sql(context: Context, sql: str, limit: int, is_dry: bool, makes: bool) -> Values:
-    """Execute a statement that writes; refused if something could not be read, or a job waits for nothing."""
+def write_sql(context: Context, sql: str, limit: int, is_dry: bool) -> Values:
+    """Execute a statement that writes; what is made from its rows is made again."""
     with context.savepoint(keeps=not is_dry):
-        duplicates, dangling = context.value(DUPLICATE_COUNT), context.value(DANGLING_COUNT)
-        answer, changed = execute_guarded(context, sql, limit, True, makes)
+        answer, changed = execute_guarded(context, sql, limit, True)
         tables = context.service.sql_guard.tables
-        for table in sorted(tables):
-            if not is_scratch(table):   # those are read by no verb
-                check_cells(context, table)
-        if makes:
-            refuse_references(context)
-        if 'job' in tables and context.value(DUPLICATE_COUNT) > duplicates:
-            raise Refused('two jobs of a workflow would have the same name')
-        if context.value(DANGLING_COUNT) > dangling:
-            raise Refused('jobs would have a job_kind or dep_set that their workflow does not have')
+        for table in sorted(tables & {'job', 'result'}):        # without a status nothing goes on
+            if context.one(f"SELECT 1 FROM {table} WHERE typeof(status) <> 'integer' "
+                           f'OR status NOT BETWEEN 0 AND {len(STATUSES) - 1} LIMIT 1'):
+                words = ', '.join(f'{code} {name}' for name, code in STATUS_CODES.items())
+                raise Refused(f'{table}.status would be none of: {words}')
         if 'resource_requirements' in tables:       # claims look at numbers, people at texts
             for row in context.select('resource_requirements'):
                 context.update('resource_requirements', row['id'], checked_requirements(row))
@@ -12071,37 +12029,6 @@ def write_sql(context: Context, sql: str, limit: int, is_dry: bool, makes: bool)
             recount_sets(context, workflow_id)
             release_idle_sets(context, workflow_id)
     return dict(answer, rows_affected=changed, committed=not is_dry)
-
-
-def check_cells(context: Context, table: str) -> None:
-    """Refused if a table holds what no verb could read."""
-    for column in context.columns(table):
-        name, types = column.name, CELL_TYPES.get(column.codec, ('text',))
-        conditions = [f"typeof({name}) NOT IN ({', '.join(map(repr, ('null', *types)))})"]
-        conditions += [CELL_RULES[key].format(name) for key in (column.codec, name) if key in CELL_RULES]
-        if context.one(f"SELECT 1 FROM {table} WHERE {' OR '.join(conditions)} LIMIT 1"):
-            raise Refused(f'{table}.{name} would hold what it is not for; its type is {column.codec}')
-        try:
-            for cell in context.ids(f'SELECT DISTINCT {name} FROM {table}') if types == ('text',) else ():
-                value = decode_cell(column.codec, cell)
-                format_json(value).encode()
-                wanted = JSON_TYPES.get(name) if cell is not None else None
-                if wanted and not (isinstance(value, wanted)
-                                   and all(isinstance(item, str) for item in value)):
-                    shown = format_json(value)[:60]
-                    raise ValueError(f'{shown} is no {wanted.__name__}, or not one of texts')
-        except (sqlite3.OperationalError, ValueError, RecursionError) as error:
-            reason = printable(str(error))[:200]
-            raise Refused(f'{table}.{name} would hold what cannot be read: {reason}') from None
-
-
-def refuse_references(context: Context) -> None:
-    """Refuse tables of administrators that refer to ours: rows of ours could not be deleted any more."""
-    for name, parent in context.rows("SELECT made.name, parent.[table] FROM sqlite_master made, "
-                                     "pragma_foreign_key_list(made.name) parent WHERE made.type = 'table'"):
-        if is_scratch(name) and not is_scratch(parent):
-            raise Refused(f'{printable(name)} must not refer to {printable(parent)}, '
-                          'whose rows could not be deleted any more')
 
 
 def describe_answer(columns: List[str], rows: List[Tuple]) -> Values:
