@@ -30837,9 +30837,14 @@ class Tunnels:
     def run(self) -> None:
         """Until no worker is left."""
         threads = [threading.Thread(target=self.keep, args=item) for item in self.orders.items()]
-        for thread in threads:
+        for thread in [threading.Thread(target=self.look_on, daemon=True), *threads]:
             thread.start()
-        while any(thread.is_alive() for thread in threads):
+        for thread in threads:
+            thread.join()
+
+    def look_on(self) -> None:
+        """Look at the server now and then: a thread of its own, for one that is away is waited for."""
+        while True:
             self.look()
             time.sleep(TUNNEL_LOOK_S)
 
@@ -30955,7 +30960,6 @@ def run_tunnels(tunnels: Tunnels, path: str) -> None:
             rename_process('torc-tunnels')
             tunnels.client.reconnect()
             tunnels.run()
-            tunnels.client.leave()
     except BaseException:       # border: the caller's own handlers and clean-up must not run here
         log.exception('a bug in torc.py: the tunnels end')
     finally:
