@@ -12936,7 +12936,7 @@ MODELS = {
     'WaitingLack': 'has:str! name:str! needs:str!',
     'WaitingRunner': 'compute_node_id:int! compute_node_type:str! hostname:str! '
         'labels:[str]! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int! num_nodes:int! '
-        'remaining_seconds:int scheduler_config_id:int slurm_job_id:str total_seconds:int',
+        'remaining_seconds:int scheduler_config_id:int silent_s:float slurm_job_id:str total_seconds:int',
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
     'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_losses:bool '
@@ -19208,7 +19208,7 @@ def reset_failed(client: Client, workflow: Dict[str, Any], is_forced: bool, repo
 # and this version. Another module of the name, such as Torc's own client, must not take the place
 # of a lost file.
 LAUNCHER = """#!/bin/sh
-''':' # made by `torc.py install`, removed by `torc.py install --uninstall`
+''':' # made by `torc.py install`
 python={python}
 [ -x "$python" ] && exec "$python" "$0" "$@"
 echo "torc: the Python that it was installed with, $python, is gone; to install it with another one:" >&2
@@ -30566,8 +30566,8 @@ def launch_worker(stem: str, order: Order) -> None:
         os.unlink(stem + '.json')
     with open(path, 'ab+') as file:
         begin, said, deadline = file.tell(), b'', time.monotonic() + START_LIMIT_S
-        if os.fork() == 0:
-            supervise_worker(stem, argv, order, {'output_dir': output_dir, 'log': path})
+        work = functools.partial(supervise_worker, stem, argv, order, {'output_dir': output_dir, 'log': path})
+        fork_detached(work, -1, logging.FileHandler, path)
         while b' is stored in ' not in said and time.monotonic() < deadline:    # `run` says so when it begins
             time.sleep(0.05)
             worker = read_worker(stem)      # before the log: all that it has said is there
@@ -30578,34 +30578,41 @@ def launch_worker(stem: str, order: Order) -> None:
                 raise Refused(f"the worker ended with exit code {worker['code']}: {last}")
 
 
-def supervise_worker(stem: str, argv: Sequence[str], order: Order, files: Dict[str, str]) -> None:
-    """In the forked child: start the worker, wait for its end, remove its token. Never returns."""
+def fork_detached(work: Callable[[], Any], kept: int, *log_to: Any) -> None:
+    """Fork a process that leaves the caller's session and outlives it. `log_to`: see leave_caller()."""
+    if os.fork():
+        return
     try:
         umask, directory = os.umask(0o077), os.getcwd()
         os.setsid()
-        leave_caller(-1, logging.FileHandler, files['log'])
+        leave_caller(kept, *log_to)
         os.umask(umask)
         os.chdir(directory)
-        environment = dict(os.environ, TORC_USERNAME=order['user'])
-        if order['token'] or order['fingerprint']:
-            environment['TORC_TOKEN_FILE'] = stem + '.token'
-        runner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=2, stderr=2, env=environment)
-        worker = dict(describe_process(), pid=runner.pid, start_ticks=read_process_start_ticks(runner.pid),
-                      started_at=format_time(time.time()), **files)
-        try:
-            write_atomically(stem + '.json', format_json(worker).encode())
-        except OSError:
-            runner.terminate()      # nobody could find it, and another one would be started
-            raise
-        runner.communicate((order['password'] + '\n').encode())
-        code = runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
-        worker.update(code=code, ended_at=format_time(time.time()))
-        write_atomically(stem + '.json', format_json(worker).encode())
+        work()
     except BaseException:       # border: the caller's own handlers and clean-up must not run here
-        log.exception('the supervisor of a worker has ended')
+        log.exception('a bug in torc.py: process %d ends', os.getpid())
     finally:
-        forget_server_of(stem)
         os._exit(0)
+
+
+def supervise_worker(stem: str, argv: Sequence[str], order: Order, files: Dict[str, str]) -> None:
+    """Start the worker, wait for its end, remove its token."""
+    environment = dict(os.environ, TORC_USERNAME=order['user'])
+    if order['token'] or order['fingerprint']:
+        environment['TORC_TOKEN_FILE'] = stem + '.token'
+    runner = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=2, stderr=2, env=environment)
+    worker = dict(describe_process(), pid=runner.pid, start_ticks=read_process_start_ticks(runner.pid),
+                  started_at=format_time(time.time()), **files)
+    try:
+        write_atomically(stem + '.json', format_json(worker).encode())
+    except OSError:
+        runner.terminate()      # nobody could find it, and another one would be started
+        raise
+    runner.communicate((order['password'] + '\n').encode())
+    code = runner.returncode if runner.returncode >= 0 else 128 - runner.returncode
+    forget_server_of(stem)
+    worker.update(code=code, ended_at=format_time(time.time()))
+    write_atomically(stem + '.json', format_json(worker).encode())
 
 
 def hold_tunnel(stem: str, order: Order) -> Optional[HostAnswer]:
@@ -30836,34 +30843,31 @@ class Tunnels:
 
     def run(self) -> None:
         """Until no worker is left."""
+        rename_process('torc-tunnels')
+        self.client.reconnect()
         threads = [threading.Thread(target=self.keep, args=item) for item in self.orders.items()]
-        for thread in [threading.Thread(target=self.look_on, daemon=True), *threads]:
+        # a thread of its own, for a server that is away is waited for
+        for thread in [threading.Thread(target=self.follow, daemon=True), *threads]:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def look_on(self) -> None:
-        """Look at the server now and then: a thread of its own, for one that is away is waited for."""
-        while True:
-            self.look()
-            time.sleep(TUNNEL_LOOK_S)
-
-    def look(self) -> None:
+    def follow(self) -> None:
         """Follow the server to its present address; see whether its workflow is over."""
         workflow_id = next(iter(self.orders.values()))['workflow_id']
-        try:
-            status = self.client.call('get_workflow_status', workflow_id=workflow_id)
-        except NotFound:
-            status = {'is_complete': True}
-        except TorcError:       # it is away
-            return
-        if status['is_complete'] or status['is_canceled']:
-            self.over.set()
-        target = parse_url(self.client.url)
-        if target != self.target:
-            self.target = target
-            for process in list(self.processes.values()):
-                process.terminate()
+        while True:
+            time.sleep(TUNNEL_LOOK_S)
+            try:
+                status = self.client.call('get_workflow_status', workflow_id=workflow_id)
+            except TorcError as error:      # it is away, or its workflow was deleted
+                status = {'is_complete': isinstance(error, NotFound), 'is_canceled': False}
+            if status['is_complete'] or status['is_canceled']:
+                self.over.set()
+            target = parse_url(self.client.url or self.target.url)
+            if target != self.target:
+                self.target = target
+                for process in list(self.processes.values()):
+                    process.terminate()
 
     def keep(self, worker: str, order: Order) -> None:
         """Hold the connection to a host until its worker has ended."""
@@ -30940,30 +30944,12 @@ def start_tunnels(client: Client, orders: Dict[str, Order], ssh: Ssh) -> Dict[st
     reader, writer = os.pipe()
     path = os.path.join(state_directory(), 'tunnels.log')
     make_private_directory(state_directory())
-    child = os.fork()
-    if child == 0:
-        run_tunnels(Tunnels(client, orders, ssh, writer), path)
+    fork_detached(Tunnels(client, orders, ssh, writer).run, writer, LogFile, path, MAX_EMBEDDED_LOG_BYTES, 1)
     os.close(writer)
-    os.waitpid(child, 0)        # the first child; the tunnels' is the second, and nobody's
     with os.fdopen(reader, encoding='utf-8') as pipe:
         found = dict(map(parse_json, itertools.islice(pipe, len(orders))))
     return {worker: found.get(worker, {'error': f'the process that holds tunnels died; see {path}'})
             for worker in orders}
-
-
-def run_tunnels(tunnels: Tunnels, path: str) -> None:
-    """In the forked child: leave the caller's session and hold the tunnels. Never returns."""
-    try:
-        os.setsid()
-        if os.fork() == 0:
-            leave_caller(tunnels.pipe, LogFile, path, MAX_EMBEDDED_LOG_BYTES, 1)
-            rename_process('torc-tunnels')
-            tunnels.client.reconnect()
-            tunnels.run()
-    except BaseException:       # border: the caller's own handlers and clean-up must not run here
-        log.exception('a bug in torc.py: the tunnels end')
-    finally:
-        os._exit(0)
 
 
 # ======== 19. Rendering: values -> text for people and programs ========
@@ -31410,6 +31396,7 @@ WAITING_SUMMARY = {     # code of a group of ready jobs -> what a summary says o
     'action': '{} ready wait for an action that allocates nodes',
     'allocation': '{} ready wait for an allocation', 'busy': '{} ready wait for busy runners',
     'next_turn': '{} ready are about to be taken'}
+SILENT_S = 40.0     # no living runner is silent for so long
 RUNNERS_SHOWN = 5
 ALLOCATIONS_SHOWN = 20
 
@@ -31523,9 +31510,6 @@ def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
         lines += ['', name] + [f'  {printable_line(text)}' for text in found] if found else []
     lines += [''] + waiting['next_steps'] if waiting['next_steps'] else []
     return '\n'.join(lines) + '\n'
-
-
-SILENT_S = 40.0     # no living runner is silent for so long
 
 
 def format_runner(runner: Dict[str, Any]) -> str:
@@ -34153,27 +34137,12 @@ def size_of(path: str) -> int:
 
 
 def find_tail(file: Any, lines: Optional[int]) -> int:
-    """Where the last lines of a file begin; at 0 for all (None)."""
+    """Where the last lines of a file begin, not far from its end; at 0 for all (None)."""
     if lines is None:
         return 0
-    offset = end = file.seek(0, os.SEEK_END)
-    if end:
-        file.seek(end - 1)
-        lines += file.read(1) == b'\n'     # that ends the last line begins none
-    while offset:
-        start = max(0, offset - LOG_PIECE_BYTES)
-        file.seek(start)
-        piece = file.read(offset - start)
-        for _ in range(lines):
-            last = piece.rfind(b'\n')
-            if last < 0:
-                break
-            lines -= 1
-            if not lines:
-                return start + last + 1
-            piece = piece[:last]
-        offset = start
-    return end if not lines else 0
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - 16 * LOG_PIECE_BYTES))
+    return end - sum(map(len, collections.deque(file, lines)))
 
 
 class Tail:
@@ -38289,11 +38258,6 @@ def hosts_of(session: Session, args: Arguments) -> RemoteHosts:
     return RemoteHosts(session, args, workflow_id, stored_workers(session, workflow_id))
 
 
-REMOTE_RUN_WORDS = (    # options of `run` on the hosts, and the arguments that have their values
-    ('-p', 'poll_interval'), ('--max-parallel-jobs', 'max_parallel_jobs'), ('--num-cpus', 'num_cpus'),
-    ('--memory-gb', 'memory_gb'), ('--num-gpus', 'num_gpus'))
-
-
 def cmd_remote_run(session: Session, args: Arguments) -> int:
     """Start a worker on each host."""
     numbers = [word for word in args['words'] if is_id(word)]
@@ -38314,7 +38278,8 @@ def cmd_remote_run(session: Session, args: Arguments) -> int:
     # Only a token proves who answers: on a host's own address it may be anybody.
     urls = [url for url in server.get('candidates') or [client.url]
             if client.token_file or not is_loopback(parse_url(url).host)]
-    words = [(option, args[key]) for option, key in REMOTE_RUN_WORDS if args[key] is not None]
+    keys = ('poll_interval', 'max_parallel_jobs', 'num_cpus', 'memory_gb', 'num_gpus')
+    words = [('--' + key.replace('_', '-'), args[key]) for key in keys if args[key] is not None]
     words += [('--label', ','.join(args['label']))] if args['label'] else []
     start = hosts.order(
         'start', urls=urls, fingerprint=client.fingerprint,
@@ -38363,6 +38328,7 @@ def cmd_remote_status(session: Session, args: Arguments) -> int:
     for answer in hosts.good().values():
         answer['num_jobs'] = len(jobs[answer['hostname']])
     code = hosts.show(describe_worker)
+    seen.add(socket.gethostname())      # a runner without ssh
     lost = {host: names for host, names in jobs.items() if names and host not in seen}
     for host, names in lost.items():
         session.report(f'At work on {host}, where no worker was seen: {first_of(names)}')
@@ -38716,12 +38682,10 @@ def logging_with(handler: logging.Handler, formatter: Any) -> Iterator[None]:
 # -------- installing --------
 
 def cmd_install(session: Session, args: Arguments) -> int:
-    """Install this file as the command `torc`, compiled; or remove it again."""
+    """Install this file as the command `torc`, compiled."""
     made = installation_of(args['prefix'])
     marks = ((made.launcher, LAUNCHER_MARK), (made.module, MODULE_MARK))
     foreign = [path for path, mark in marks if os.path.lexists(path) and not is_installed(path, mark)]
-    if args['uninstall']:
-        return uninstall(session, made, foreign)
     if foreign and not args['force']:
         raise Refused(printable(f'{foreign[0]} was not made by `install`: give another --prefix, '
                                 'or --force to replace it'))
@@ -38738,41 +38702,6 @@ def cmd_install(session: Session, args: Arguments) -> int:
              'version': __version__}
     text = f'Installed torc {__version__} as {made.launcher}, for {sys.executable}'
     session.answer(value, format_lines([text]))
-    report_path(session, made.launcher)
-    return 0
-
-
-def report_path(session: Session, launcher: str) -> None:
-    """Say what a shell finds under the name, unless it is the launcher."""
-    directory, name = os.path.split(launcher)
-    found = shutil.which(name)
-    if found is None:
-        line = f'export PATH={shlex.quote(directory)}:"$PATH"'
-        session.report(f"{directory} is not on your PATH; in your shell's profile: {line}")
-    elif not os.path.samefile(found, launcher):
-        session.report(f'warning: your shell finds {found} first: put {directory} before it on your PATH')
-
-
-def uninstall(session: Session, made: Installation, foreign: Sequence[str]) -> int:
-    """Remove what `install` has made, and the directory of the module if nothing else is in it."""
-    found = [path for path in made if path not in foreign and os.path.lexists(path)]
-    for path in foreign:
-        session.report(f'{path} was not made by `install`: it stays')
-    if not found:
-        prefix = os.path.dirname(os.path.dirname(made.launcher))
-        raise NotFound(printable(f'torc is not installed in {prefix}'))
-    home = os.path.dirname(made.module)
-    if made.module in found:
-        found += compiled_modules(made)
-    try:
-        for path in found:
-            os.unlink(path)
-    except OSError as error:
-        raise BadInput(printable(f'cannot remove {error.filename}: {error.strerror}')) from None
-    for directory in (os.path.join(home, '__pycache__'), home):
-        with contextlib.suppress(OSError):      # not empty: somebody else's files are in it
-            os.rmdir(directory)
-    session.answer({'removed': found}, format_lines(f'Removed {path}' for path in found))
     return 0
 
 
@@ -39272,8 +39201,8 @@ COMMANDS = (
         (PASSWORD_FILE, USER, *RELOAD_OPTIONS), 'htpasswd remove -f users.htpasswd you'),
     Command('install', cmd_install, 'install this file, compiled, as the command `torc`', (
         Argument('--prefix', 'DIR', 'where: DIR/bin/torc and DIR/lib/torc', default='~/.local'),
-        Argument('--force', '', 'replace files of these names that `install` did not write'),
-        Argument('--uninstall', '', 'remove what `install` wrote there')), 'install --prefix tools'),
+        Argument('--force', '', 'replace files of these names that `install` did not write')),
+        'install --prefix tools'),
     Command('help', cmd_help, 'show the manual', (Argument('TOPIC', '', 'a topic, or a command', count='*'),),
         'help spec'),
 
