@@ -25437,22 +25437,32 @@ class WatcherTest(unittest.TestCase):
 #
 # Through the program only. What a worker does on a host can be read from here, in the test's directory there.
 
-GATED = 'until test -e go; do sleep 0.1; done; echo $TORC_JOB_NAME >> done; {}'
+GATED = 'until test -e go; do sleep 0.1; done; echo $TORC_JOB_NAME >> done'
+BUSY, OVER = r'running \(PID \d+, since .*\), 2 jobs at work', r'ended \(exit code 0, .*\)'
 
 
 class RemoteCase(SshTestCase):
     """Workflow 1 has jobs job_1, job_2 and so on; workers.txt names hosts."""
 
-    def create(self, hosts: str, command: str = GATED.format('true'), count: int = 2, **more: Any) -> None:
-        """Create a workflow of jobs that wait for open_gate(), at a server or not."""
-        jobs = [{'name': f'job_{number}', 'command': command} for number in range(1, count + 1)]
-        self.world.write('workers.txt', hosts.replace(' ', '\n'))
-        spec = self.world.write('spec.json', json.dumps(dict({'name': 'remote', 'jobs': jobs}, **more)))
-        self.assertExit(0, self.world.cli('create', spec))
+    def setUp(self) -> None:
+        super().setUp()
+        self.addCleanup(self.end_tunnels)
 
-    def work(self, *words: Any, code: int = 0, **how: Any) -> Outcome:
-        """`remote run`: two jobs at a time on each host."""
-        return self.assertExit(code, self.remote('run', *(words or ('workers.txt', 1)), '--num-cpus', 2, '-p', 0.2, **how))
+    def end_tunnels(self) -> None:
+        """They end by themselves, with their workers."""
+        self.end_all()
+        self.world.wait(lambda: 'torc-tunnels' not in processes_with(self.world.mark).values(), 50, 'the end of the tunnels')
+
+    def begin(self, hosts: str, count: int = 2, command: str = GATED, code: int = 0, **more: Any) -> Outcome:
+        """Have jobs run, two at a time on each host; as GATED they wait for open_gate()."""
+        jobs = [{'name': f'job_{number}', 'command': command} for number in range(1, count + 1)]
+        self.assertExit(0, self.world.cli('create', self.world.write('spec.json', json.dumps(dict(more, name='remote', jobs=jobs)))))
+        self.world.write('workers.txt', hosts.replace(' ', '\n'))
+        return self.work('workers.txt', 1, code=code)
+
+    def work(self, *words: Any, code: int = 0) -> Outcome:
+        """`remote run`."""
+        return self.assertExit(code, self.remote('run', *words, '--num-cpus', 2, '-p', 0.2))
 
     def open_gate(self, *hosts: str) -> None:
         """Let the jobs of some hosts end, or of all."""
@@ -25463,21 +25473,25 @@ class RemoteCase(SshTestCase):
         """What all jobs have left, on any host."""
         return sorted(' '.join(read_text(self.place(host, 'done')) for host in self.hosts.names).split())
 
+    def wait_done(self, count: int) -> None:
+        """Until jobs have left so much."""
+        self.world.wait(lambda: len(self.done()) >= count, 40, f'{count} words', state=self.done)
+
     def statuses(self) -> Dict[str, int]:
         """How many jobs of workflow 1 have which status."""
-        said = self.world.cli('-f', 'json', 'status', 1)
-        return {name: count for name, count in said.json()['jobs_by_status'].items() if count} if said.code == 0 else {}
+        said = self.assertExit(0, self.world.cli('-f', 'json', 'status', 1)).json()
+        return {name: count for name, count in said['jobs_by_status'].items() if count}
 
-    def wait_jobs(self, deadline_s: float = 40, **wanted: int) -> None:
+    def wait_jobs(self, **wanted: int) -> None:
         """Until the jobs are so."""
-        self.world.wait(lambda: self.statuses() == wanted, deadline_s, str(wanted), state=self.statuses)
+        self.world.wait(lambda: self.statuses() == wanted, 60, str(wanted), state=self.statuses)
 
-    def wait_status(self, *wanted: str) -> Outcome:
-        """Until `remote status` has lines that match all this."""
+    def wait_workers(self, *lines: str, **wanted: str) -> None:
+        """Until `remote status` says this of hosts, and these lines."""
         def seen() -> Any:
-            outcome = self.remote('status', 1, '--ssh-option=-oConnectTimeout=2')
-            return outcome if all(re.search(text, outcome.out + outcome.err, re.M) for text in wanted) else None
-        return self.world.wait(seen, 30, str(wanted), state=lambda: self.remote('status', 1))
+            said = self.remote('status', 1, '--ssh-option=-oConnectTimeout=2')
+            return all(re.search(f'^{text}$', said.out + said.err, re.M) for text in (*lines, *map('  '.join, wanted.items())))
+        self.world.wait(seen, 40, f'{lines} {wanted}', state=lambda: self.remote('status', 1))
 
 
 @slow
@@ -25485,14 +25499,13 @@ class RemoteHomeTest(RemoteCase):
     """Hosts where torc.py has not been yet."""
     has_homes = True
 
-    def seen(self, secret: str) -> List[str]:
-        """Files of this test and processes of anybody that show a text."""
-        paths = glob.glob('/proc/[0-9]*/cmdline') + glob.glob('/proc/[0-9]*/environ')
+    def showing(self, secret: str) -> List[str]:
+        """Files of this test, and processes of anybody, that show a text."""
+        paths, found = glob.glob('/proc/[0-9]*/cmdline') + glob.glob('/proc/[0-9]*/environ'), []
         for root in (self.world.root, *map(self.place, self.hosts.names)):
             paths += [os.path.join(place, name) for place, _, names in os.walk(root) for name in names]
-        found = []
         for path in paths:
-            with contextlib.suppress(OSError):      # a process that has ended
+            with contextlib.suppress(OSError):      # a process that has ended, or is the kernel's
                 found += [path] * (secret in read_text(path))
         return found
 
@@ -25500,57 +25513,51 @@ class RemoteHomeTest(RemoteCase):
         self.world.serve()
         mine = os.path.join(self.world.root, 'home', 'state', 'torc', 'torc.db.token')
         secret = read_text(mine).strip()
-        self.create('w1 w2 w3', count=60)
-        self.assertEqual(3, self.work().out.count('  started (PID '))
-        kept = {path: os.stat(path) for host in ('w1', 'w2', 'w3') for path in glob.glob(self.place(host, '.cache/torc/*/*'))}
+        self.assertEqual(3, self.begin('w1 w2 w3', 60).out.count('  started (PID '))
+        kept = {path: os.stat(path) for host in ('w1', 'w2', 'w3') for path in glob.glob(self.place(host, '.cache/torc/*/*.py'))}
         self.assertEqual(3, self.work(1).out.count('  already at work (PID '))
-        self.wait_status(*[rf'^{host}  running \(PID \d+, since .*\), 2 jobs at work$' for host in ('w1', 'w2', 'w3')])
-        theirs = [path for path in self.seen(secret) if path != mine]
-        self.assertEqual([['w1', 0o600], ['w2', 0o600], ['w3', 0o600]], [
-            [re.search(r'_wf1_(w\d)\.token$', path).group(1), os.stat(path).st_mode & 0o777] for path in theirs])
+        self.wait_workers(w1=BUSY, w2=BUSY, w3=BUSY)
+        theirs = [path for path in self.showing(secret) if path != mine]
+        self.assertEqual([('w1', 0o600), ('w2', 0o600), ('w3', 0o600)], [
+            (re.search(r'_wf1_(w\d)\.token$', path).group(1), os.stat(path).st_mode & 0o777) for path in theirs])
         self.open_gate()
-        self.wait_jobs(completed=60)
-        self.wait_status(*[rf'^{host}  ended \(exit code 0, ' for host in ('w1', 'w2', 'w3')])
-        self.assertEqual(sorted(f'job_{number}' for number in range(1, 61)), self.done())
-        self.assertEqual([mine], self.seen(secret))
-        self.create('w1 w2 w3')
+        self.wait_workers(w1=OVER, w2=OVER, w3=OVER)
+        self.assertEqual(({'completed': 60}, sorted(f'job_{number}' for number in range(1, 61))), (self.statuses(), self.done()))
+        self.assertEqual([mine], self.showing(secret))
+        self.assertExit(0, self.world.cli('create', 'spec.json'))
         self.work('-w', 'workers.txt', 2)
-        self.assertEqual(9, len(kept))      # the program, what starts it, its directory of compiled code
-        self.assertEqual({path: old[:2] for path, old in kept.items()}, {path: os.stat(path)[:2] for path in kept})
+        self.assertEqual((3, kept), (len(kept), {path: os.stat(path) for path in kept}))
 
     def test_hosts_that_cannot_work_are_named_and_the_others_do(self):
-        self.create('w1 w2 w3 nowhere.invalid', 'true')
         self.world.write(self.place('w2', '.bashrc'), 'PATH=$HOME/bin')
         self.world.write(self.place('w2', 'bin', 'python3'), '#!/bin/sh\necho Python 3.5.1; exit 1')
         os.chmod(self.place('w2', 'bin', 'python3'), 0o755)
         os.symlink('/bin/sh', self.place('w2', 'bin', 'sh'))
-        self.world.write(self.place('w3', '.cache'), 'a file')
+        self.world.write('workers.txt', 'w1\nw2\nnowhere.invalid')
+        self.world.write('spec.json', '{"name": "short", "jobs": [{"name": "job_1", "command": "true"}]}')
+        self.assertExit(0, self.world.cli('create', 'spec.json'))
         said = self.work('workers.txt', 1, '--python', 'python3', code=1)
         self.assertRegex(said.out, r'\Aw1  started \(PID \d+, log .*\)\n\Z')
         for line in (r'w2: no Python from 3\.6 on with sqlite3 \(found: python3 \(Python 3\.5\.1\)\): give one with --python',
-                     r'w3: cannot write to .*/\.cache/torc/\w+: (Not a directory|File exists)',
                      r'nowhere\.invalid: ssh: Could not resolve hostname nowhere\.invalid: .*'):
             self.assertRegex(said.err, f'(?m)^{line}$')
-        self.wait_jobs(completed=2)
-        for option, line in (('-oPubkeyAuthentication=no', 'w1: root@127.0.0.1: Permission denied (publickey'),
-                             ('-oUserKnownHostsFile=/dev/null', 'A host that ssh does not know: connect once by hand, and compare its key')):
-            self.assertExit(1, self.remote('status', 1, '--ssh-option=' + option), line)
+        self.wait_jobs(completed=1)
+        for option, text in (('-oPubkeyAuthentication=no', ': Permission denied (publickey).'),
+                             ('-oUserKnownHostsFile=/dev/null', 'A host that ssh does not know: connect once by hand')):
+            self.assertExit(1, self.remote('status', 1, '--ssh-option=' + option), text)
 
     def test_the_chapter_of_the_readme_does_what_it_says(self):
         chapter = read_text(os.path.join(HERE, 'README.md')).partition('## Several machines by ssh\n')[2].partition('\n## ')[0]
         config = self.world.write('ssh_config', read_text(self.hosts.config).replace('Host w', 'Host node'))
-        self.world.write('bin/ssh', f'#!/bin/sh\nexec {shutil.which("ssh")} -F {shlex.quote(config)} "$@"\n')
-        os.chmod(self.world.path('bin', 'ssh'), 0o755)
-        os.symlink(sys.executable, self.world.path('bin', 'python3'))
+        os.chmod(self.world.write('bin/ssh', f'#!/bin/sh\nexec {shutil.which("ssh")} -F {shlex.quote(config)} "$@"\n'), 0o755)
+        for path, name in ((TORC, 'torc.py'), (EXAMPLES, 'examples'), (sys.executable, 'bin/python3')):
+            os.symlink(path, self.world.path(name))
         self.world.environment['PATH'] = self.world.path('bin') + ':' + os.environ['PATH']
         for line in re.findall(r'^    (.*?)(?:  +#.*)?$', chapter, re.M):
-            if 'collect' in line:
+            if 'collect-logs' in line:
                 self.wait_jobs(completed=100)
-            done = subprocess.run(['sh', '-c', line.replace('torc.py', TORC).replace('examples', EXAMPLES)], cwd=self.world.directory,
-                                  env=self.world.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            self.assertEqual(0, done.returncode, (line, done.stdout.decode()))
-        self.assertEqual(100, len(glob.glob(glob.escape(self.world.path('remote_logs')) + '/node*/job_stdio/*.o')))
-        self.assertEqual(['node1', 'node2'], sorted(os.listdir(self.world.path('remote_logs'))))
+            subprocess.check_output(['sh', '-c', line], cwd=self.world.directory, env=self.world.environment, stderr=subprocess.STDOUT)
+        self.assertEqual(100, len(glob.glob(glob.escape(self.world.path('remote_logs')) + '/node[12]/job_stdio/*.o')))
 
 
 @slow
@@ -25558,92 +25565,87 @@ class RemoteTest(RemoteCase):
     """Workers that are started, seen, stopped, and whose files are brought here."""
 
     def test_hosts_are_stored_and_what_is_none_is_named(self):
-        self.create('w1')
-        add = self.assertExit(0, self.remote('add-workers', 1, 'w1', 'w1'))
-        self.assertEqual('Added 1 worker(s) to workflow 1\n  w1\n', add.out)
+        self.world.write('spec.json', '{"name": "short", "jobs": [{"name": "job_1", "command": "true"}]}')
+        self.assertExit(0, self.world.cli('create', 'spec.json'))
         port = self.ssh('w1', 'echo $SSH_CONNECTION').out.split()[3]
-        path = self.world.write('hosts', f'# all\n\nroot@w2 # the second\n w1\nroot@w2\n127.0.0.3:{port}\n[::1]:{port}\n')
-        more = self.assertExit(1, self.remote('add-workers-from-file', path, 1), f'[::1]:{port}: ssh: connect to host ::1 port {port}: ')
-        self.assertEqual(f'Added 3 worker(s) to workflow 1\n  root@w2\n  w1\n  127.0.0.3:{port}\n', more.out)
-        gone = self.assertExit(0, self.world.cli('remote', 'remove-worker', 'root@w2', 1))
-        self.assertEqual('Removed worker root@w2 from workflow 1\n', gone.out)
-        listed = self.assertExit(0, self.world.cli('remote', 'list-workers', 1))
-        self.assertEqual(f'Remote workers for workflow 1 (2 total):\n  127.0.0.3:{port}\n  w1\n', listed.out)
-        self.assertExit(4, self.world.cli('remote', 'remove-worker', 'w9', 1), "has no remote worker 'w9'")
-        for line in ('a b', 'a:b', 'a@', '-oProxyCommand=x', '::1', '[::1', 'a:123456', 'a;b', '$(b)'):
+        self.world.write('hosts', f'# all\n\nroot@w2 # the second\n w1\nroot@w2\n127.0.0.3:{port}\n[::1]:{port}\n')
+        for words, code, wanted in (
+                (('add-workers', 1, 'w1', 'w1'), 0, 'Added 1 worker(s) to workflow 1\n  w1\n'),
+                (('add-workers-from-file', 'hosts', 1), 1, f'Added 3 worker(s) to workflow 1\n  root@w2\n  w1\n  127.0.0.3:{port}\n'),
+                (('remove-worker', 'root@w2', 1), 0, 'Removed worker root@w2 from workflow 1\n'), (('remove-worker', 'w9', 1), 4, ''),
+                (('list-workers', 1), 0, f'Remote workers for workflow 1 (2 total):\n  127.0.0.3:{port}\n  w1\n')):
+            said = self.assertExit(code, self.remote(*words))
+            self.assertEqual(wanted, said.out)
+            self.assertEqual('hosts' in words, f'[::1]:{port}: ssh: connect to host ::1 port {port}: ' in said.err)
+        for line in ('a b', 'a@', '-oProxyCommand=x', '::1', 'a:123456', '$(b)'):
             self.world.write('hosts', f'w1\n{line}\n')
-            for words in (('run', 'hosts', 1), ('add-workers-from-file', 'hosts', 1)):
-                self.assertExit(2, self.remote(*words), f'hosts, line 2: {line!r} is no host: write [user@]host[:port], IPv6 in brackets')
+            self.assertExit(2, self.remote('run', 'hosts', 1), f'hosts, line 2: {line!r} is no host: write [user@]host[:port], IPv6 in ')
 
     def test_a_host_that_reaches_the_server_needs_no_tunnel_and_one_that_does_not_may_be_refused(self):
         files = Tls(self.world)
         self.world.serve('--host', '0.0.0.0', '--tls-cert', files.certificate, '--tls-key', files.key)
-        self.create('w4')
-        self.assertNotIn('torc-tunnels', self.work().err)
-        self.assertExit(1, self.remote('run', self.world.write('other', 'w1'), 1, '--tunnel', 'never'), 'w1: ', 'Network is unreachable')
+        self.assertNotIn('torc-tunnels', self.begin('w4').err)
+        self.world.write('other', 'w1')
+        self.assertExit(1, self.remote('run', 'other', 1, '--tunnel', 'never'), 'w1: ', 'Network is unreachable')
         self.assertIn('torc-tunnels', self.work('other', 1).err)
         self.open_gate()
-        self.wait_jobs(completed=2)
-        self.wait_status('^w1  ended .exit code 0', '^w4  ended .exit code 0')
+        self.wait_workers(w1=OVER, w4=OVER)
+        self.assertEqual({'completed': 2}, self.statuses())
 
     def test_stop_lets_jobs_end_in_stages_and_force_leaves_nothing_of_them(self):
         self.world.serve()
-        self.create('w1 w2', 'trap "echo saved >> done; exit 3" TERM; echo begun >> done; (setsid sleep 1000 &) ; while :; do sleep 0.1; done', 4)
-        self.work()
-        self.world.wait(lambda: self.done() == ['begun'] * 4, 20, 'the jobs', state=self.done)
+        self.begin('w1 w2', 4, 'trap "echo saved >> done; exit 3" TERM; echo begun >> done; (setsid sleep 1000 &) ; while :; do sleep 0.1; done')
+        self.wait_done(4)
         self.assertExit(1, self.remote('delete-logs', 1, '--no-prompts'), 'w1: the worker on w1 is at work: stop it first')
         self.assertRegex(self.assertExit(0, self.remote('stop', 1)).out, r'\Aw1  stopping \(PID \d+\)\nw2  stopping \(PID \d+\)\n\Z')
-        self.wait_status(r'^w1  ended \(exit code \d+, ', r'^w2  ended \(exit code \d+, ')
-        self.assertEqual((['begun'] * 4 + ['saved'] * 4, {}), (self.done(), self.running()))
-        self.assertEqual({'ready': 4}, self.statuses())
-        self.assertExit(0, self.remote('stop', 1), 'w1  ended (exit code ')
-        self.work()
-        self.world.wait(lambda: len(self.done()) == 12, 20, 'the jobs again', state=self.done)
+        self.wait_workers(w1=r'ended \(exit code [1-9].*', w2=r'ended \(exit code [1-9].*')
+        self.assertEqual((['begun'] * 4 + ['saved'] * 4, {}, {'ready': 4}), (self.done(), self.running(), self.statuses()))
+        self.work(1)
+        self.wait_done(12)
         self.assertExit(0, self.remote('stop', 1, '--force'), 'w1  killed', 'w2  killed')
         self.world.wait(lambda: not self.running(), 15, 'the end of all', state=self.running)
         self.assertEqual({'failed': 4}, self.statuses())
-        self.assertExit(0, self.world.cli('status', 1), 'its worker was killed', 'to run again what was lost: torc.py recover 1')
 
     def test_what_ended_while_the_server_was_away_is_brought_in_from_the_logs(self):
         self.world.serve()
-        self.create('w1', compute_node_wait_for_healthy_database_minutes=0)
-        self.work()
-        self.wait_status('^w1  running .*, 2 jobs at work$')
+        self.begin('w1', compute_node_wait_for_healthy_database_minutes=0)
+        self.wait_workers(w1=BUSY)
         self.world.server.kill()
         self.open_gate()
-        self.world.wait(lambda: glob.glob(glob.escape(self.place('w1', 'torc_output')) + '/offline_journal/*'), 20, 'the journal')
-        self.world.wait(lambda: not self.running(), 30, 'the end of its worker', state=self.running)
+        self.world.wait(lambda: not self.running(), 30, 'its end', state=self.running)
         self.world.serve()
-        self.wait_status(r'^w1  ended \(exit code 3, ')
+        self.wait_workers(w1=r'ended \(exit code 3, .*')
         self.assertExit(0, self.remote('collect-logs', 1))
-        self.assertExit(0, self.world.cli('workflows', 'reconcile', 1, 1, '--base-dir', 'remote_logs'), '2 accepted')
+        self.assertExit(0, self.world.cli('workflows', 'reconcile', 1, 1, '--base-dir', 'remote_logs'), '2 completion(s) (2 accepted, 0 rejected)')
         self.assertEqual({'completed': 2}, self.statuses())
 
     def test_logs_are_fetched_once_and_deleted_when_they_are_here(self):
         self.world.serve()
-        self.create('w1 w2', GATED.format('echo said'))
-        self.work()
-        self.wait_status('^w1  running')
+        self.begin('w1 w2', 4)
+        self.wait_workers(w1=BUSY, w2=BUSY)
         self.assertExit(1, self.remote('collect-logs', 1, '--delete'), 'the worker on w1 is at work: stop it first')
         self.open_gate()
-        self.wait_status('^w1  ended', '^w2  ended')
-        out = functools.partial(self.place, 'w1', 'torc_output')
-        for name in ('job_stdio/job_wf2_j1_r1_a1.o', 'job_stdio/job_wf10_j1_r1_a1.o', 'job_stdio/job_wf1_j8_r1_a1.o\n', 'secret'):
-            open(out(name), 'w').close()
-        os.symlink(out('secret'), out('job_stdio', 'job_wf1_j9_r1_a1.o'))
-        os.mkdir(out('job_stdio', 'job_wf1_j9_r1_a1.e'))
-        before = set(os.listdir(out('job_stdio')))
-        self.assertExit(0, self.remote('collect-logs', 1), 'w1  ')
-        here = functools.partial(self.world.path, 'remote_logs', 'w1')
-        first = {name: os.stat(here('job_stdio', name)) for name in os.listdir(here('job_stdio'))}
-        self.assertEqual({name for name in before if name.startswith('job_wf1_') and '_j9_' not in name}, set(first))
-        with open(out('job_runner_w1_wf1_r1.log'), 'a') as file:
+        self.wait_workers(w1=OVER, w2=OVER)
+        out, here = self.place('w1', 'torc_output'), self.world.path('remote_logs', 'w1')
+        strange = {'job_wf2_j1_r1_a1.o', 'job_wf10_j1_r1_a1.o', 'secret', 'job_wf1_j8_r1_a1.o', 'job_wf1_j9_r1_a1.o'}
+        os.symlink('secret', f'{out}/job_stdio/job_wf1_j9_r1_a1.o')
+        os.makedirs(f'{out}/job_stdio/job_wf1_j8_r1_a1.o')
+        os.makedirs(f'{out}/offline_journal', exist_ok=True)
+        for name in ('job_stdio/job_wf2_j1_r1_a1.o', 'job_stdio/job_wf10_j1_r1_a1.o', 'job_stdio/secret', 'job_stdio/job_wf1_j7_r1_a1.o\n',
+                     'offline_journal/offline_results_wf1_r1_w1.db'):
+            open(f'{out}/{name}', 'w').close()
+
+        def fetched(*words: Any) -> Dict[str, Any]:
+            self.assertExit(0, self.remote('collect-logs', 1, *words), 'w1  8 files in remote_logs/w1' + ', 1 deleted there' * ('--delete' in words))
+            return {name: os.stat(f'{here}/job_stdio/{name}') for name in os.listdir(f'{here}/job_stdio')}
+        first = fetched()
+        with open(f'{out}/job_runner_w1_wf1_r1.log', 'a') as file:
             file.write('more')
-        self.assertExit(0, self.remote('collect-logs', 1, '-l', 'remote_logs', '--delete'))
-        self.assertEqual(first, {name: os.stat(here('job_stdio', name)) for name in first})
-        self.assertEqual('more', read_text(here('job_runner_w1_wf1_r1.log'))[-4:])
-        self.assertEqual(before - set(first), set(os.listdir(out('job_stdio'))))
+        self.assertEqual((first, 5, 'more'), (fetched(), len(first), read_text(f'{here}/job_runner_w1_wf1_r1.log')[-4:]))
         self.assertExit(2, self.remote('delete-logs', 1), 'Delete the logs of workflow 1 on 2 hosts?')
+        self.assertExit(0, self.remote('delete-logs', 1, '--no-prompts'), '; 1 journals stay: `collect-logs --delete`')
+        self.assertEqual(first, fetched('--delete'))
+        self.assertEqual((strange, []), (set(os.listdir(f'{out}/job_stdio')), os.listdir(f'{out}/offline_journal')))
 
 
 @slow
@@ -25653,44 +25655,42 @@ class RemoteHarmTest(RemoteCase):
 
     def test_what_breaks_for_a_while_loses_nothing_and_repeats_nothing(self):
         self.world.serve()
-        self.create('w1 w2 w3', 'echo $TORC_JOB_NAME >> done; sleep 1', 60)
-        self.work()
-
-        def wait_done(count: int) -> None:
-            self.world.wait(lambda: len(self.done()) >= count, 40, f'{count} jobs', state=self.done)
-        wait_done(8)
+        self.begin('w1 w2 w3', 60, 'echo $TORC_JOB_NAME >> done; sleep 1')
+        self.wait_done(8)
         self.hosts.control('cut-host', 'w1')
         self.hosts.control('freeze-host', 'w2')
-        wait_done(16)
+        self.wait_done(16)
         self.world.server.kill()
         self.world.serve()      # at another port
         self.hosts.control('thaw-host', 'w2')
-        self.wait_jobs(60, completed=60)
+        self.wait_jobs(completed=60)
         self.assertEqual(sorted(f'job_{number}' for number in range(1, 61)), self.done())
-        self.wait_status(*[rf'^{host}  ended \(exit code 0, ' for host in ('w1', 'w2', 'w3')])
+        self.wait_workers(w1=OVER, w2=OVER, w3=OVER)
 
     def test_jobs_of_a_host_that_died_are_named_with_what_settles_them(self):
         short = 'RETRY_MAX_S, ANSWER_DEADLINE_S = 0.2, 2.0'     # and so are leases
-        copy = self.world.write('torc.py', read_text(TORC).replace("\nif __name__ ==", f'\n{short}\n\nif __name__ =='))
+        copy = self.world.write('torc.py', read_text(TORC).replace('\nif __name__ ==', f'\n{short}\n\nif __name__ =='))
         self.world.environment['TORC_TEST_SETUP'] = f'exec({short!r}, vars(torc)); torc.__file__ = {copy!r}'
         self.world.serve()
-        self.create('w1 w2', count=4)
-        self.work()
-        self.wait_status('^w1  running .*, 2 jobs at work$', '^w2  running .*, 2 jobs at work$')
+        self.hosts.control('small-home', 'w3')
+        said = self.begin('w1 w2 w3', 4, code=1)
+        self.assertRegex(said.err, r'(?m)^w3: cannot write to .*/\.cache/torc/\w+: No space left on device$')
+        self.hosts.control('large-home', 'w3')
+        self.wait_workers(w1=BUSY, w2=BUSY, w3='not running: none was started')
         self.hosts.control('kill-host', 'w1')
-        self.wait_status('^w1: ssh: connect to host ', '^At work on w1, where no worker was seen: job_',
-                         '^If such a host is gone, its jobs fail when its lease has ended; then: torc.py recover 1$')
+        self.wait_workers('w1: ssh: connect to host .*', 'At work on w1, where no worker was seen: job_.*',
+                          'If such a host is gone, its jobs fail when its lease has ended; then: torc.py recover 1')
         self.open_gate('w2')
         self.wait_jobs(completed=2, failed=2)
-        for command in ('status', 'explain'):
-            self.assertExit(0, self.world.cli(command, 1), '(w1), which ran it, went away', 'to run again what was lost: torc.py recover 1')
         self.hosts.control('start-host', 'w1')
-        self.open_gate('w1')
-        said = self.assertExit(0, self.world.cli('recover', 1, '--no-prompts'))
-        self.assertIn('torc.py remote run 1', said.out + said.err)
+        self.open_gate()
+        self.wait_workers(w1=r'ended \(killed, or with its host\)')
+        for verb in ('status', 'explain'):
+            self.assertExit(0, self.world.cli(verb, 1), '(w1), which ran it, went away: nothing was heard of it for', 'torc.py recover 1')
+        self.assertExit(0, self.world.cli('recover', 1), '2 jobs are to run; go on with: torc.py remote run 1')
         self.work(1)
         self.wait_jobs(completed=4)
-        self.assertEqual(['job_1', 'job_2', 'job_3', 'job_4'], self.done())
+        self.assertEqual([f'job_{number}' for number in range(1, 5)], self.done())
 
 
 # ======== 19. Rendering ========
