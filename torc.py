@@ -30421,7 +30421,7 @@ FIND_PYTHON = (
     'echo "no Python from 3.6 on with sqlite3 (found:${{found:- none}}): give one with --python" >&2; '
     'exit 127')
 BOOT = """
-import hashlib, os
+import glob, hashlib, os
 home = os.path.join(os.path.expanduser('~'), '.cache', 'torc', order['hash'])
 
 def answer(**said):
@@ -30448,13 +30448,14 @@ if not has_program:
                 file.write(data)
             os.replace(file.name, os.path.join(home, name))
     except OSError as error:
+        for path in glob.glob(os.path.join(glob.escape(home), '*.%d' % os.getpid())):
+            os.unlink(path)
         answer(error='cannot write to %s: %s' % (home, error.strerror))
 sys.path[0] = home
 import torc
 torc.serve_order(order)
 """
-Order = Dict[str, Any]
-HostAnswer = Dict[str, Any]
+Order = HostAnswer = Dict[str, Any]
 
 
 # -------- on the host --------
@@ -30523,10 +30524,9 @@ def host_start(order: Order) -> Optional[HostAnswer]:
         if not is_old:
             launch_worker(stem, order)
     answer = dict(host_status(order), is_old=is_old, former=None if is_old else former)
-    if not port:
-        return answer
-    say_answer(answer)
-    return hold_tunnel(stem, order)
+    if port:
+        say_answer(answer)
+    return hold_tunnel(stem, order) if port else answer
 
 
 def write_connection(stem: str, order: Order, url: str, **more: Any) -> None:
@@ -30559,9 +30559,9 @@ def launch_worker(stem: str, order: Order) -> None:
     os.makedirs(output_dir, exist_ok=True)
     path = os.path.join(output_dir, f"torc_worker_wf{order['workflow_id']}_{socket.gethostname()}.log")
     program = os.path.join(os.path.dirname(os.path.abspath(globals()['__file__'])), 'torc-worker')
-    url = read_server_file(stem + '.connection')['url']
-    argv = [sys.executable, program, '--url', url, *['--prompt-password'] * bool(order['password']), 'run',
-            str(order['workflow_id']), '-o', output_dir, *order['options']]
+    argv = [sys.executable, program, '--url', read_server_file(stem + '.connection')['url'],
+            *['--prompt-password'] * bool(order['password']), 'run', str(order['workflow_id']),
+            '-o', output_dir, *order['options']]
     with contextlib.suppress(FileNotFoundError):
         os.unlink(stem + '.json')
     with open(path, 'ab+') as file:
@@ -30623,7 +30623,6 @@ def hold_tunnel(stem: str, order: Order) -> Optional[HostAnswer]:
             return None
         if (read_server_file(stem + '.connection') or {}).get('pid', os.getpid()) != os.getpid():
             return {'state': 'taken'}       # by another connection: a host may have two names
-    forget_server_of(stem)
     return host_status(order)
 
 
@@ -30873,7 +30872,10 @@ class Tunnels:
         """Hold the connection to a host until its worker has ended."""
         port, pause_s = 0, TUNNEL_PAUSE_S[0]
         while True:
-            answer, port, failure = self.connect(worker, order, port)
+            try:
+                answer, port, failure = self.connect(worker, order, port)
+            except OSError as error:        # no process, or no descriptors, for one more
+                answer, failure = None, Refused(f'cannot call ssh: {error.strerror}')
             if not order.get('goes_on'):    # the first one
                 return self.tell(worker, {'error': failure.message})
             if answer and answer['state'] != 'running' or not answer and self.over.is_set():
@@ -37670,15 +37672,9 @@ def advise_retries(recovery: Recovery) -> str:
     return text + ('; canceled jobs are not recovered automatically' if is_any else '')
 
 
-PLURALS = {'was': 'were', 'it': 'they', 'its': 'their'}    # in what is said of a job
-
-
 def describe_jobs(count: int, meaning: str) -> str:
-    """2, 'was lost with its node' -> '2 jobs were lost with their node'."""
-    if count == 1:
-        return f'1 job {meaning}'
-    words = re.sub(r'\b(was|its|it(?= asked| may))\b', lambda match: PLURALS[match.group()], meaning)
-    return f'{count} jobs {words}'
+    """2, 'was lost with its node' -> '2 jobs, each of which was lost with its node'."""
+    return f'1 job {meaning}' if count == 1 else f'{count} jobs, each of which {meaning}'
 
 
 def cmd_recover(session: Session, args: Arguments) -> int:
@@ -38146,8 +38142,8 @@ def cmd_watch(session: Session, args: Arguments) -> int:
 
 # ======== 20i. Remote commands: workers on other hosts ========
 #
-# What is done on a host is Remote's; here are the words of `remote ...`, and what is said of each host. One
-# that fails stops no other: it is named, and the exit code is 1.
+# The words of `remote ...`, and what is said of each host. One that fails stops no other: it is named, and
+# the exit code is 1.
 
 def parse_worker(text: str) -> str:
     """An address of a worker, as it is. ValueError."""
@@ -38223,8 +38219,9 @@ class RemoteHosts:
                 if not isinstance(answer, TorcError)}
 
     def end_nodes(self, dead: Iterable[Dict[str, Any]]) -> None:
-        """Fail what workers ran that are known to be dead: else that waits for the ends of their leases."""
-        known = tuple(f"{worker['boot_id']}/{worker['start_ticks']}/" for worker in dead)
+        """Fail at once what workers ran that were killed. Those that have left may have it in a journal."""
+        known = tuple(f"{worker['boot_id']}/{worker['start_ticks']}/" for worker in dead
+                      if worker.get('code', 128 + signal.SIGKILL) == 128 + signal.SIGKILL)
         nodes = self.session.call('survey_allocations', workflow_id=self.workflow_id)['nodes']
         rows = [{'compute_node_id': node['compute_node_id'], 'reason': 'its worker was killed'}
                 for node in nodes if known and (node['identity'] or '').startswith(known)]
@@ -38333,8 +38330,8 @@ def cmd_remote_status(session: Session, args: Arguments) -> int:
     for host, names in lost.items():
         session.report(f'At work on {host}, where no worker was seen: {first_of(names)}')
     if lost:
-        session.report('If such a host is gone, its jobs fail when its lease has ended; then: '
-                       + command_line(session, 'recover', hosts.workflow_id))
+        recover = command_line(session, 'recover', hosts.workflow_id)
+        session.report(f'If such a host is gone, its jobs fail when its lease has ended; then: {recover}')
     return code
 
 
@@ -38370,8 +38367,7 @@ def cmd_remote_collect_logs(session: Session, args: Arguments) -> int:
 def cmd_remote_delete_logs(session: Session, args: Arguments) -> int:
     """Remove what workers and their jobs have written."""
     hosts = hosts_of(session, args)
-    total = counted(len(hosts.workers), 'host')
-    if not session.confirm(f'Delete the logs of workflow {hosts.workflow_id} on {total}?'):
+    if not session.confirm(f'Delete the logs of workflow {hosts.workflow_id} on {len(hosts.workers)} hosts?'):
         return 1
     hosts.ask('delete', output_dir=args['remote_output_dir'], known=None)
     return hosts.show(lambda answer: (
