@@ -304,7 +304,6 @@ ALLOCATION_STATUSES = ('pending', 'active', 'complete', 'canceled')
 EXECUTION_MODES = ('direct', 'slurm', 'auto')
 STDIO_MODES = ('separate', 'combined', 'no_stdout', 'no_stderr', 'none')
 GRANULARITIES = ('summary', 'time_series')
-TASK_STATUSES = ('queued', 'running', 'succeeded', 'failed')
 # Of events, for their readers; each one includes those behind it.
 SEVERITIES = ('debug', 'info', 'warning', 'error')
 GROUP_ROLES = ('member', 'admin')   # a group's admin adds and removes its members
@@ -6095,7 +6094,6 @@ class Store(Statements):
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
         self._is_spoilt = False             # ... because something else has written to the files
-        self.depth = 0                      # of savepoints
         self._descriptors = []              # type: List[int]  # of the main file and, if any, the log
         self._files = ()                    # type: Tuple[FileState, ...]  # of both, as we left them
         self._is_frozen = False             # between freeze() and thaw()
@@ -6345,7 +6343,6 @@ class Store(Statements):
     def savepoint(self, keeps: bool = True) -> Iterator[None]:
         """All of the block or none of it, within a transaction that goes on; without `keeps`, none of it."""
         self.execute('SAVEPOINT verb')
-        self.depth += 1
         try:
             yield
         except BaseException:
@@ -6353,8 +6350,6 @@ class Store(Statements):
                 self.execute('ROLLBACK TO verb')    # which leaves the savepoint open
                 self.execute('RELEASE verb')
             raise
-        finally:
-            self.depth -= 1
         if not keeps:
             self.execute('ROLLBACK TO verb')
         self.execute('RELEASE verb')
@@ -6689,7 +6684,6 @@ class Service:
         self.watched = frozenset()          # type: Any
         self.updates = []                   # type: List[Union[Update, int]]  # int: of it, one too many
         self.traffic = None                 # type: Any  # what the server counts, if there is one
-        self.sql_guard = None               # type: Any  # the SqlGuard, once it is needed
 
     @property
     def identifies_callers(self) -> bool:
@@ -11205,18 +11199,17 @@ def measure_span(counted: Sequence[Tuple[int, int]]) -> Optional[Values]:
 class Resource(Row):
     """A noun with the usual operations on the rows of one table, which has its name."""
     model: str                  # of its rows
-    plural: str                 # in the name of the model of its lists
     # query parameter -> condition with one ?; other parameters compare for equality
     filters: Dict[str, str] = {}
 
 
 CONTAINS = 'instr(lower({0}), lower(?)) > 0'
 RESOURCES = {
-    'workflow': Resource('WorkflowModel', 'Workflows', {
+    'workflow': Resource('WorkflowModel', {
         'description': CONTAINS.format('description'),
         'access_group': 'id IN (SELECT workflow_id FROM workflow_access_group '
                         "WHERE instr(?, ',' || group_id || ',') > 0)"}),
-    'job': Resource('JobModel', 'Jobs', {
+    'job': Resource('JobModel', {
         'name': CONTAINS.format('name'), 'command': CONTAINS.format('command'),
         'needs_file_id': 'id IN (SELECT job_id FROM job_input_file WHERE file_id = ?)',
         'upstream_job_id': 'id IN (SELECT job.id FROM dep_member JOIN job ON job.dep_set_id = '
@@ -11224,29 +11217,29 @@ RESOURCES = {
         'active_compute_node_id': f'status = {RUNNING} AND compute_node_id = ?',
         'origin_is_set': '(origin IS NOT NULL) = ?',
         'labels': "instr(?, char(10) || ifnull(labels, '') || char(10)) > 0"}),
-    'file': Resource('FileModel', 'Files', {
+    'file': Resource('FileModel', {
         'path': CONTAINS.format('path'),
         'produced_by_job_id': 'id IN (SELECT file_id FROM job_output_file WHERE job_id = ?)',
         'is_output': '? = 0 OR id IN (SELECT file_id FROM job_output_file)'}),
-    'user_data': Resource('UserDataModel', 'UserData', {
+    'user_data': Resource('UserDataModel', {
         'name': CONTAINS.format('name'),
         'consumer_job_id': 'id IN (SELECT user_data_id FROM job_input_user_data WHERE job_id = ?)',
         'producer_job_id': 'id IN (SELECT user_data_id FROM job_output_user_data WHERE job_id = ?)'}),
-    'resource_requirements': Resource('ResourceRequirementsModel', 'ResourceRequirements', {
+    'resource_requirements': Resource('ResourceRequirementsModel', {
         'job_id': 'id IN (SELECT job_kind.resource_requirements_id FROM job '
                   'JOIN job_kind ON job_kind.id = job.kind_id WHERE job.id = ?)',
         'runtime': '? IN (runtime, CAST(runtime_s AS TEXT))'}),
-    'failure_handler': Resource('FailureHandlerModel', 'FailureHandlers'),
-    'slurm_scheduler': Resource('SlurmSchedulerModel', 'SlurmSchedulers'),
-    'local_scheduler': Resource('LocalSchedulerModel', 'LocalSchedulers'),
-    'scheduled_compute_node': Resource('ScheduledComputeNodesModel', 'ScheduledComputeNodes'),
-    'compute_node': Resource('ComputeNodeModel', 'ComputeNodes', {
+    'failure_handler': Resource('FailureHandlerModel'),
+    'slurm_scheduler': Resource('SlurmSchedulerModel'),
+    'local_scheduler': Resource('LocalSchedulerModel'),
+    'scheduled_compute_node': Resource('ScheduledComputeNodesModel'),
+    'compute_node': Resource('ComputeNodeModel', {
         'hostname': CONTAINS.format('hostname'),
         'scheduled_compute_node_id': "has_member(scheduler, 'scheduler_id', ?)"}),
-    'result': Resource('ResultModel', 'Results', {'all_runs': '(? OR is_current = 1)'}),
-    'slurm_stats': Resource('SlurmStatsModel', 'SlurmStats'),
-    'ro_crate_entity': Resource('RoCrateEntityModel', 'RoCrateEntities'),
-    'event': Resource('EventModel', 'Events', {
+    'result': Resource('ResultModel', {'all_runs': '(? OR is_current = 1)'}),
+    'slurm_stats': Resource('SlurmStatsModel'),
+    'ro_crate_entity': Resource('RoCrateEntityModel'),
+    'event': Resource('EventModel', {
         'category': "has_member(data, 'category', ?)", 'after_timestamp': 'timestamp > ?'}),
 }
 VIEWS = {'job': 'job_view', 'result': 'result_view'}    # what is read of a resource; of others, the table
@@ -11828,37 +11821,25 @@ def stream_api_events(context: Context, include_bodies: bool = False) -> Subscri
 
 # ======== 8i. Ad-hoc SQL: an administrator's own statements ========
 #
-# One statement at a time, between two savepoints and under an authorizer, which SQLite asks while it compiles
-# a statement. What it refuses, and the words that check_statement() refuses before, keep our transaction and
-# our tables ours. What is stored in them is the administrator's affair, and put on record.
+# One statement at a time, of those that only read or only change rows: our transaction and our schema stay
+# ours. What is stored in the tables is the administrator's affair, and put on record. Reads are interrupted
+# when they take long; of a write SQLite would undo with it what others have asked for in the transaction.
 
-# so long a statement may hold up everybody; one call of a function of SQLite, longer
-ADMIN_SQL_S = 5.0
+ADMIN_SQL_S = 5.0           # so long a query may hold up everybody; one call of a function of SQLite, longer
 ADMIN_SQL_STEPS = 10000     # of SQLite's machine between looks at the clock
 MAX_SQL_ANSWER_BYTES = 64 * 1024 ** 2   # about
-# Actions that SQLite asks for: https://www.sqlite.org/c3ref/c_alter_table.html
-READING_ACTIONS = frozenset([20, 21, 31, 33])   # READ, SELECT, FUNCTION, RECURSIVE
-WRITING_ACTIONS = frozenset([9, 18, 23])        # DELETE, INSERT, UPDATE
-FORBIDDEN_FUNCTIONS = frozenset(['load_extension', 'fts3_tokenizer'])
-FIXED_TABLES = Expression('sqlite_|(?:admin_audit_log|identity)\\Z', re.IGNORECASE)    # to be read only
-SQL_LITERALS = Expression(      # texts, quoted names and comments; an end may be missing
-    r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]?|--[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
-SQL_VERB = Expression(r'\b(SELECT|VALUES|INSERT|REPLACE|UPDATE|DELETE)\b(?!\s*(?:AS\b|\)))', re.IGNORECASE)
 SQL_READERS = ('SELECT', 'VALUES', 'WITH')
 SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH')
-# what the counters of dependency sets are made from
-COUNTED_TABLES = frozenset(['job', 'dep_set', 'dep_member'])
+SQL_LITERALS = Expression(      # texts, quoted names and comments; an end may be missing
+    r"""'(?:[^']|'')*'?|"(?:[^"]|"")*"?|`[^`]*`?|\[[^]]*\]?|--[^\n]*|/\*.*?(?:\*/|\Z)""", re.DOTALL)
+# of all rows: no WHERE, and no ON CONFLICT DO UPDATE
+FULL_TABLE = Expression(r'(?!.*\bWHERE\b|INSERT\b|REPLACE\b).*\b(UPDATE|DELETE)\b', re.IGNORECASE | re.DOTALL)
 
 
 def check_statement(sql: str, writes: bool, allows_full_table: bool) -> None:
-    """Refuse by its words what must not even be compiled: it would end our transaction, or change a whole
-    table by mistake.
-    """
-    bare = SQL_LITERALS.sub(lambda match: '"" ' if match.group()[0] not in '-/' else ' ', sql)
-    bare = bare.strip().rstrip('; \t\r\n')
+    """Refuse by its words what would end our transaction, or change a whole table by mistake."""
+    bare = SQL_LITERALS.sub(' ', sql).strip('; \t\r\n')
     first = re.match(r'\w*', bare).group().upper()
-    if ';' in bare:
-        raise Refused('one statement at a time: there is a semicolon inside')
     allowed = SQL_WRITERS if writes else SQL_READERS
     if first not in allowed:
         hint = '; what changes something needs write' if first in SQL_WRITERS else ''
@@ -11866,112 +11847,37 @@ def check_statement(sql: str, writes: bool, allows_full_table: bool) -> None:
         raise Refused(f"{what} cannot begin a statement here: {', '.join(allowed)} can{hint}")
     if writes and re.search(r'\bOR\s+ROLLBACK\b', bare, re.IGNORECASE):
         raise Refused('OR ROLLBACK is not possible here: it would undo what others have asked for')
-    outside = outside_parentheses(bare)
-    verb = SQL_VERB.search(outside)
-    is_full = (verb and verb.group(1).upper() in ('UPDATE', 'DELETE')
-               and not re.search(r'\bWHERE\b', outside, re.IGNORECASE))
-    if writes and is_full and not allows_full_table:
-        raise Refused(f'this {verb.group(1).upper()} has no WHERE and would change every row: add one, or '
+    if writes and 'admin_audit_log' in sql.lower():
+        raise Refused('admin_audit_log is the record of such statements: it is for reading')
+    full = FULL_TABLE.match(bare)
+    if writes and full and not allows_full_table:
+        raise Refused(f'this {full.group(1).upper()} has no WHERE and would change every row: add one, or '
                       'allow it with allow_full_table')
 
 
-def outside_parentheses(text: str) -> str:
-    """A text without what stands in parentheses; of each pair the second stays."""
-    depth, kept = 0, []
-    for piece in re.split('([()])', text):
-        depth += {'(': 1, ')': -1}.get(piece, 0)
-        kept.append('' if depth else piece)
-    return ''.join(kept)
+@contextlib.contextmanager
+def reading_only(connection: sqlite3.Connection) -> Iterator[None]:
+    """While the block runs, statements change nothing, and are interrupted when they take long."""
+    deadline = time.monotonic() + ADMIN_SQL_S
+    connection.execute('PRAGMA query_only = ON')
+    connection.set_progress_handler(lambda: int(time.monotonic() > deadline), ADMIN_SQL_STEPS)
+    try:
+        yield
+    finally:
+        connection.set_progress_handler(None, 0)
+        connection.execute('PRAGMA query_only = OFF')
 
 
-class SqlGuard:
-    """SQLite's authorizer and progress handler, for an administrator's statement; others pass."""
-
-    def __init__(self) -> None:
-        self.is_on = self.writes = False
-        self.refused = ''                   # what the statement must not do, if it was refused
-        self.tables = set()                 # type: Set[Optional[str]]  # that it writes to
-        self.deadline = math.inf            # monotonic
-        # of statements: no two have the same text, so that each is compiled, and judged
-        self.count = 0
-        # One object for good: of several that are equal, Python 3.6 keeps the first alive and calls the last.
-        self.interrupter = self.is_late
-
-    @contextlib.contextmanager
-    def judging(self, connection: sqlite3.Connection, writes: bool) -> Iterator[None]:
-        """While the block runs, statements are judged, timed, and may bring text that is not UTF-8."""
-        self.writes, self.refused, self.tables = writes, '', set()
-        self.deadline = time.monotonic() + ADMIN_SQL_S
-        self.count += 1
+def execute_statement(context: Context, sql: str, limit: int) -> Values:
+    """The answer to a checked statement: at most `limit` rows. Refused for all that goes wrong."""
+    with contextlib.closing(context.connection.cursor()) as cursor:
         try:
-            if not writes:      # whatever the guard might overlook
-                connection.execute('PRAGMA query_only = ON')
-            connection.text_factory = functools.partial(str, encoding='utf-8', errors='replace')
-            connection.set_progress_handler(self.interrupter, ADMIN_SQL_STEPS)
-            self.is_on = True
-            yield
-        finally:
-            self.is_on = False
-            connection.set_progress_handler(None, 0)
-            connection.text_factory = str
-            connection.execute('PRAGMA query_only = OFF')
-
-    def judge(self, action: int, one: Optional[str], two: Optional[str], database: Optional[str],
-              _: Optional[str]) -> int:
-        """SQLite's question, for each thing that a statement is going to do: 0 to allow, 1 to refuse."""
-        if not self.is_on or action in READING_ACTIONS and (two or '').lower() not in FORBIDDEN_FUNCTIONS:
-            return 0
-        is_write = action in WRITING_ACTIONS
-        if is_write and self.writes and database == 'main' and not FIXED_TABLES.match(one or ''):
-            self.tables.add(one)
-            return 0
-        self.refused = self.refused or (f'write to {one}' if is_write else
-                                        f'do what it wants with {one or two or "this"}')
-        return 1
-
-    def is_late(self) -> int:
-        """Whether to interrupt the statement."""
-        return int(time.monotonic() > self.deadline)
-
-    def explain(self, error: Exception) -> str:
-        """Why a statement failed, in words for users."""
-        if self.refused:
-            return f'this statement must not {self.refused}'
-        if 'interrupted' in str(error):
-            return f'the statement was interrupted after {ADMIN_SQL_S:g} s: it would hold up everybody'
-        return f'SQLite refuses the statement: {printable(str(error))[:200]}'
-
-
-def execute_guarded(context: Context, sql: str, limit: int, writes: bool) -> Tuple[Values, int]:
-    """Execute a checked statement: at most `limit` rows of what it brings, and how many it changed itself.
-    Refused for all that goes wrong.
-
-    Callers hold a savepoint around it, and have done nothing before in this transaction: SQLite rolls the
-    whole transaction back when a statement that writes is interrupted, and it begins here anew.
-    """
-    store, service, connection = context.store, context.service, context.connection
-    if service.sql_guard is None:
-        service.sql_guard = SqlGuard()
-        # for good: before Python 3.11 it cannot be taken off
-        connection.set_authorizer(service.sql_guard.judge)
-    guard = service.sql_guard
-    if writes:      # REPLACE deletes rows without firing triggers, and the guard refuses what ours write
-        forget_job_counts(context)
-    depth, before = store.depth, connection.total_changes
-    with contextlib.closing(connection.cursor()) as cursor:
-        try:
-            with guard.judging(connection, writes):
-                cursor.execute(f'/* {guard.count} */ {sql}')
-                rows = fetch_bounded(cursor, limit)
-            changed = context.value('SELECT changes()') if connection.total_changes > before else 0
-        except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
-            raise Refused(guard.explain(error)) from None
-        finally:
-            if not connection.in_transaction:
-                connection.execute('BEGIN IMMEDIATE')
-                for _ in range(depth):
-                    connection.execute('SAVEPOINT verb')
-        return describe_answer([row[0] for row in cursor.description or ()], rows), changed
+            rows = fetch_bounded(cursor.execute(sql), limit)
+        except (sqlite3.Error, sqlite3.Warning) as error:
+            reason = printable(str(error))[:200]
+            reason += f' after {ADMIN_SQL_S:g} s: it would hold up everybody' * (reason == 'interrupted')
+            raise Refused(f'SQLite refuses the statement: {reason}') from None
+        return describe_answer([row[0] for row in cursor.description or ()], rows)
 
 
 def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
@@ -11997,8 +11903,8 @@ def admin_sql(context: Context, body: Values) -> Values:
     wanted = body.get('limit')
     limit = MAX_LIST_ITEMS if wanted is None else max(1, min(wanted, MAX_LIST_ITEMS))
     if not writes:
-        with failing_as('QueryFailed'):
-            return execute_guarded(context, body['sql'], limit, False)[0]
+        with failing_as('QueryFailed'), reading_only(context.connection):
+            return execute_statement(context, body['sql'], limit)
     try:
         with failing_as('ExecutionFailed'):
             answer = write_sql(context, body['sql'], limit, is_dry)
@@ -12012,20 +11918,22 @@ def admin_sql(context: Context, body: Values) -> Values:
 
 
 def write_sql(context: Context, sql: str, limit: int, is_dry: bool) -> Values:
-    """Execute a statement that writes; what is made from its rows is made again."""
+    """Execute a statement that writes; what is made from rows of tables that it names is made again."""
+    forget_job_counts(context)      # REPLACE deletes rows without firing triggers
+    before, tables = context.connection.total_changes, set(re.findall(r'\w+', sql.lower()))
     with context.savepoint(keeps=not is_dry):
-        answer, changed = execute_guarded(context, sql, limit, True)
-        tables = context.service.sql_guard.tables
+        answer = execute_statement(context, sql, limit)
+        changed = context.value('SELECT changes()') if context.connection.total_changes > before else 0
         for table in sorted(tables & {'job', 'result'}):        # without a status nothing goes on
             if context.one(f"SELECT 1 FROM {table} WHERE typeof(status) <> 'integer' "
                            f'OR status NOT BETWEEN 0 AND {len(STATUSES) - 1} LIMIT 1'):
-                words = ', '.join(f'{code} {name}' for name, code in STATUS_CODES.items())
-                raise Refused(f'{table}.status would be none of: {words}')
+                raise Refused(f'{table}.status must be a number: '
+                              + ', '.join(f'{code} {name}' for name, code in STATUS_CODES.items()))
         if 'resource_requirements' in tables:       # claims look at numbers, people at texts
             for row in context.select('resource_requirements'):
                 context.update('resource_requirements', row['id'], checked_requirements(row))
-        started = 'SELECT id FROM workflow WHERE run_id > 0'
-        for workflow_id in context.ids(started) if tables & COUNTED_TABLES else ():
+        is_counted = tables & {'job', 'dep_set', 'dep_member'}
+        for workflow_id in context.ids('SELECT id FROM workflow WHERE run_id > 0') if is_counted else ():
             recount_sets(context, workflow_id)
             release_idle_sets(context, workflow_id)
     return dict(answer, rows_affected=changed, committed=not is_dry)
@@ -12708,44 +12616,27 @@ def move_files(context: Context, old: str, new: str) -> None:
 
 # ======== 9. API: what bodies and answers hold, and the checks of what arrives ========
 #
-# MODELS says what a request's body may hold. An answer of an official operation has the keys of its model:
-# what we add has operations of its own, but for keys that a test lists, for a client may know a key of ours
-# as another name of one of its own. Whatever arrives is checked here, before a verb sees it: types, required
-# fields, ranges, text that SQLite or a terminal could not hold.
+# MODELS says what a request's body may hold. Whatever arrives is checked here, before a verb sees it: types,
+# required fields, ranges, text that SQLite or a terminal could not hold. An answer of an official operation
+# has the keys that Torc's has: what we add has operations of its own, but for keys that a test lists, for a
+# client may know a key of ours as another name of one of its own.
 
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
          'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES),
-         'TaskStatus': TASK_STATUSES, 'GroupRole': GROUP_ROLES}
+         'GroupRole': GROUP_ROLES}
 
 # Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], {map}, {map with
-# nulls?}, @Model or enum, ?Model of which any field may be missing. Models of lists are made from RESOURCES.
+# nulls?}, @Model or enum, ?Model of which any field may be missing.
 MODELS = {
-    'AccessCheckResponse': 'has_access:bool! reason:str user_name:str! workflow_id:int!',
     'AccessGroupModel': 'created_at:str description:str id:int name:name!',
-    'ActiveTaskResponse': 'task:@TaskModel',
-    'AdminAuditLogEntry': 'allow_full_table:bool! committed:bool! error:str id:int! is_write:bool! '
-        'rows_affected:int sql_text:str! success:bool! timestamp:int! user_name:str!',
     'AdminSqlRequest': 'allow_full_table:bool dry_run:bool limit:int sql:str! write:bool',
-    'ApiStatsBucket': 'bytes_in:int! bytes_out:int! request_count:int! start_ms:int! status_2xx:int! '
-        'status_4xx:int! status_5xx:int! status_other:int!',
-    'ApiStatsResponse': 'buckets:[@ApiStatsBucket]! interval_seconds:int! now_ms:int! window_seconds:int!',
-    'AdminSqlResponse': 'columns:[str]! committed:bool! items:[object]! rows_affected:int',
-    'ApplySpecResponse': 'changes:[@SpecChange]! job_count:int! removed_outputs:[object]! run_id:int! '
-        'to_run:[@ChangedJob]! workflow_id:int!',
     'ArchiveWorkflowRequest': 'is_archived:bool!',
     'BatchCompleteJobsRequest': 'completions:[@JobCompletionEntry]!',
-    'BatchCompleteJobsResponse': 'completed:[int]! errors:[@JobCompletionError]!',
-    'ChangedJob': 'job_id:int! job_name:str! reason:str!',
     'CheckChangesRequest': 'files:{float?} dry_run:bool',
-    'CheckChangesResponse': 'changed:[@ChangedJob]! downstream_jobs:[@ChangedJob]!',
     'ClaimActionRequest': 'compute_node_id:int',
     'Classification': 'job_id:int! action:str! reason:str! memory:str runtime:str',
     'ClassifyJobsRequest': 'classifications:[@Classification]!',
-    'ClassifyJobsResponse': 'failed:[int]! retried:[int]! workflow_id:int!',
     'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:int runtime:str',
-    'ClaimActionResponse': 'action_id:int! success:bool',
-    'ClaimJobsBasedOnResources': 'jobs:[@JobModel] reason:str',
-    'ClaimNextJobsResponse': 'jobs:[@JobModel]',
     'ComputeNodeModel': 'avg_cpu_percent:float avg_memory_bytes:int compute_node_type:str! '
         'duration_seconds:float end_time:time hostname:str! id:int is_active:bool labels:[str] '
         'memory_gb:float! num_cpus:int! num_gpus:int! num_nodes:int! peak_cpu_percent:float '
@@ -12754,23 +12645,7 @@ MODELS = {
     'ComputeNodeMonitorConfig': 'cpu:bool enabled:bool granularity:@MonitorGranularity memory:bool',
     'ComputeNodesResources': 'id:int labels:[str] memory_gb:gigabytes! num_cpus:int! num_gpus:int! '
         'num_nodes:nodes! scheduler_config_id:int time_limit:str',
-    'CreateFilesResponse': 'files:[@FileModel]',
-    'CreateJobsResponse': 'jobs:[@JobModel]',
-    'CreateUserDataListResponse': 'user_data:[@UserDataModel]',
-    'CreatedWorkflow': 'workflow_id:int! workflow_name:str! job_count:int!',
     'DatabaseBackupModel': 'path:str! id:int',
-    'DatabaseBackupResponse': 'id:int! path:str! is_done:bool! error:str',
-    'DatabaseResponse': 'id:str! path:str! host:str!',
-    'DatabaseSnapshotResponse': 'changes:int! saved:int! error:str',
-    'DeleteCountResponse': 'count:int!',
-    'DeleteRoCrateEntitiesResponse': 'deleted_count:int! message:str!',
-    'DeletedUserData': 'deleted_count:int! message:str!',
-    'DemandKind': 'id:int! scheduler_id:int has_labels:bool! in_chain:bool! requirements_id:int! name:str! '
-        'num_cpus:int! memory_bytes:int! num_gpus:int! num_nodes:int! runtime_s:int!',
-    'DemandResponse': 'allocations:[@WaitingAllocation]! job_ids:[int]! job_names:[str]! kind_ids:[int]! '
-        'kinds:[@DemandKind]! newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
-        'set_numbers:[int]! sets:[[int]]! statuses:[@JobStatus]!',
-    'DependencyGraph': 'job_ids:[int]! job_names:[str]! set_numbers:[int]! sets:[[int]]!',
     'DynamicJobsConfig': 'max_iterations:int',
     'EventModel': 'data:any! id:int timestamp:int workflow_id:int!',
     'ExecutionConfig': 'enable_cpu_bind:bool job_stdio_overrides:{@StdioConfig} job_timeouts:{int} '
@@ -12780,21 +12655,7 @@ MODELS = {
     'FailureHandlerModel': 'id:int name:name! rules:rules! workflow_id:int!',
     'FileModel': 'id:int name:name! path:str! st_mtime:float workflow_id:int! identifier:str',
     'FilesModel': 'files:[@FileModel]!',
-    'GetReadyJobRequirementsResponse': 'max_num_nodes:int! max_runtime:str! memory_gb:float! num_cpus:int! '
-        'num_gpus:int! num_jobs:int!',
-    'IsCompleteResponse': 'is_canceled:bool! is_complete:bool!',
-    'IsUninitializedResponse': 'is_uninitialized:bool!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
-    'JobCompletionError': 'job_id:int! message:str!',
-    'DiagnosisResponse': 'active_allocations:int! allocation_remaining:@SecondsSpan '
-        'allocations_too_short_for_longest:int! allocations_unlimited:int! allocations_with_walltime:int! '
-        'has_unlimited_allocation:bool! ready_job_runtime:@SecondsSpan ready_jobs:int! '
-        'ready_jobs_with_runtime:int! runtime_blocked:bool! runtime_blocked_jobs:int! workflow_id:int!',
-    'JobExplanation': 'job_id:int! job_name:str! status:@JobStatus! reason:str return_code:int count:int',
-    'JobDependencyModel': 'depends_on_job_id:int! depends_on_job_name:str! job_id:int! job_name:str! '
-        'workflow_id:int!',
-    'JobFileRelationshipModel': 'consumer_job_id:int consumer_job_name:str file_id:int! file_name:str! '
-        'file_path:str! producer_job_id:int producer_job_name:str workflow_id:int!',
     'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:str! compute_node_id:int '
         'depends_on_job_ids:[int] env:{str} failure_handler_id:int id:int input_file_ids:[int] '
         'input_user_data_ids:[int] invocation_script:str labels:[str] name:name! origin:str '
@@ -12802,36 +12663,21 @@ MODELS = {
         'schedule_compute_nodes:any scheduler_id:int start_time:str status:@JobStatus '
         'supports_termination:bool workflow_id:int!',
     'JobMonitorConfig': 'enabled:bool granularity:@MonitorGranularity',
-    'JobStatusCounts': ' '.join(f'{status}:int!' for status in STATUS_CODES),
-    'JobUserDataRelationshipModel': 'consumer_job_id:int consumer_job_name:str producer_job_id:int '
-        'producer_job_name:str user_data_id:int! user_data_name:str! workflow_id:int!',
     'JobsModel': 'jobs:[@JobModel]!',
     'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
         'torc_py:@JournaledDetails',
     'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
         'contents:[content] accounting:?RunnerAccount job_name:str database_id:str recovering:bool',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
-    'ListJobIdsResponse': 'count:int! job_ids:[int]!',
-    'ListMissingUserDataResponse': 'user_data:[int]!',
-    'ListRequiredExistingFilesResponse': 'files:[int]!',
-    'MessageResponse': 'message:str!',
-    'PingResponse': 'status:str!',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
         'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
         'failure_handlers:[?FailureHandlerModel]! kinds:[planned_kind]! dependency_sets:[[int]]! '
         'jobs:planned_jobs! actions:[@PlannedAction]! file_times:{float?}',
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] '
         'persistent:bool',
-    'ProcessChangedJobInputsResponse': 'reinitialized_jobs:[str]!',
     'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:object '
         'files:{float?}',
-    'RecoverJobsResponse': 'changed:[@ChangedJob]! requirements:[@CorrectedRequirements]! reset_count:int! '
-        'run_id:int! to_run:[int]! workflow_id:int!',
-    'ReloadAuthResponse': 'message:str! user_count:int!',
-    'RemoteWorkerModel': 'worker:str! workflow_id:int!',
     'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]! left:[@RunnerLeft]',
-    'ReplayResponse': 'accepted:[attempt]! known:int! rejected:[@RunnerError]! released:[int]!',
-    'ResetJobStatusResponse': 'reset_type:str status:str! updated_count:int! workflow_id:int!',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
         'generate_plots:bool granularity:@MonitorGranularity jobs:@JobMonitorConfig '
         'sample_interval_seconds:int',
@@ -12849,107 +12695,49 @@ MODELS = {
     'RunnerEnd': 'job_id:int! attempt_id:int! return_code:int! status:@JobStatus! exec_time_minutes:minutes! '
         'completion_time:time! peak_memory_bytes:int avg_memory_bytes:int peak_cpu_percent:float '
         'avg_cpu_percent:float retry:bool max_retries:int interrupted:bool file_times:{float} reason:str',
-    'RunnerError': 'job_id:int! attempt_id:int! message:str!',
-    'RunnerJob': 'id:int! name:str! command:str! invocation_script:str env:{str} attempt_id:int! kind:int! '
-        'outputs:[output]! failure_handler:int interruptions:int! nodes:[int]',
-    'RunnerKind': 'resource_requirements_name:str! num_cpus:int! memory_bytes:int! num_gpus:int! '
-        'num_nodes:int! runtime_s:int! is_implicit:bool!',
     'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str! actions:[@RunnerAction]',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
         'completions:[@RunnerEnd] '
         'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
         'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
         'held_actions:[int] turn:int submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
-    'RunnerSyncResponse': 'run_id:int! accepted:[ended]! errors:[@RunnerError]! jobs:[@RunnerJob]! '
-        'kinds:[@RunnerKind]! revoked:[attempt] revoked_actions:[int] handlers:[[object]]! reason:str '
-        'notices:[str]! actions:[@WorkflowActionModel]! is_complete:bool! is_canceled:bool! unfinished:int! '
-        'claimable:bool! pending_actions:int! has_jobs_for_node:bool jobs_by_status:{int}! '
-        'allocations:[@SubmissionModel] surplus:[int]',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int '
         'num_nodes:nodes depth:int nodes:[capacity] sizes:[capacity] time_limit:str '
         'scheduler_config_id:int labels:[str] strict:bool',
-    'RunningJobModel': 'compute_node_name:str! job_id:int! job_name:str! scheduler_job_id:str '
-        'scheduler_type:str! start_time:str',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
         'status:str! workflow_id:int! reason:str',
-    'SecondsSpan': 'count:int! max_seconds:int! median_seconds:int! min_seconds:int!',
     'SetFileTimesRequest': 'files:{float?}! contents:[content]',
-    'SetFileTimesResponse': 'count:int!',
-    'SlurmJobCorrelationModel': 'job_id:int! job_name:str! slurm_job_id:str!',
     'SlurmSchedulerModel': 'account:str! extra:str gres:str id:int mem:str name:name nodes:int! '
         'ntasks_per_node:int partition:str qos:str serialize_allocations:bool tmp:str walltime:str! '
         'workflow_id:int!',
     'SlurmStatsModel': 'attempt_id:int! ave_cpu_seconds:float id:int job_id:int! max_disk_read_bytes:int '
         'max_disk_write_bytes:int max_rss_bytes:int max_vm_size_bytes:int node_list:str run_id:int! '
         'slurm_job_id:str workflow_id:int!',
-    'SpecChange': 'change:str! fields:[str]! names:[str]! noun:str!',
     'SpawnJobModel': 'cancel_on_blocking_job_failure:bool command:str! depends_on:[str] labels:[str] '
         'name:name! priority:int resource_requirements:str',
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
-    'SpawnJobsResponse': 'iteration:int! spawned_job_ids:[int]!',
     'StoreAllocationsRequest': 'newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
         'schedulers:[@StoredScheduler]! submission:@SubmissionRequest taken:[int]!',
-    'StoreAllocationsResponse': 'allocations:[@SubmissionModel]! idle_actions:[int]! scheduler_ids:[int]! '
-        'submitters:[str]! taken:int!',
     'StoredScheduler': 'due_actions:[int] is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! '
         'scheduler_id:int stages:[@StoredStage]!',
     'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
     'ScheduledAction': 'action_id:int! count:ordinal',
     'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
-    'SubmissionModel': 'id:int! scheduler:@SlurmSchedulerModel! needs:object! settings:object! '
-        'database_id:str! is_new:bool! known_jobs:[int]!',
     'SubmissionReport': 'submitter:str! submitted:[@SubmissionEnd]!',
-    'SubmissionReportResponse': 'surplus:[int]!',
     'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
         'scheduler_config_id:int count:ordinal ended:[str]',
-    'SubmissionResponse': 'allocations:[@SubmissionModel]! submitters:[str]! idle_actions:[int]!',
-    'SurveyedAllocation': 'id:int! slurm_job_id:int! status:str! cluster:str! age_s:float output_dir:str',
-    'SurveyedNode': 'compute_node_id:int! hostname:str! pid:int! identity:str',
-    'SurveyResponse': 'allocations:[@SurveyedAllocation]! nodes:[@SurveyedNode]! user:str!',
     'SeenAllocation': 'slurm_job_id:int! reason:str! is_queued:bool is_interrupted:bool ended_s:float',
     'DeadNode': 'compute_node_id:int! reason:str!',
-    'LostJob': 'job_id:int! job_name:str! reason:str! slurm_job_id:int',
-    'SyncedAllocation': 'scheduled_compute_node_id:int! slurm_job_id:int! status:str! previous_status:str! '
-        'reason:str!',
     'SyncRequest': 'allocations:[@SeenAllocation]! dead_nodes:[@DeadNode] is_dry_run:bool',
-    'SyncResponse': 'slurm_jobs_failed:int! pending_allocations_cleaned:int! running_jobs_failed:int! '
-        'compute_nodes_deactivated:int! failed_job_details:[@LostJob]! jobs_requeued:int! '
-        'requeued_job_details:[@LostJob]! allocations:[@SyncedAllocation]! doubts:[str]!',
-    'TaskModel': 'created_at_ms:int! error:str finished_at_ms:int id:int! operation:str! started_at_ms:int '
-        'status:@TaskStatus! workflow_id:int!',
     'UserDataListModel': 'user_data:[@UserDataModel]!',
     'UserDataModel': 'data:any id:int is_ephemeral:bool name:name! workflow_id:int!',
     'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:@GroupRole! user_name:name!',
-    'VersionResponse': 'api_version:str! git_hash:str version:str!',
-    'WaitingAction': 'action_id:int! action_type:str! executed:bool! num_allocations:int reason:str! '
-        'required_triggers:int! scheduler_name:str trigger_count:int! trigger_type:str!',
-    'WaitingAllocation': 'allocation_id:int! gres:str max_parallel_jobs:int mem:str num_cpus:int '
-        'num_gpus:int num_jobs:int! num_nodes:int num_runners:int! partition:str remaining_seconds:int '
-        'scheduler_config_id:int scheduler_name:str slurm_job_id:int! status:str! walltime:str',
-    'WaitingExplanation': 'actions:[@WaitingAction]! allocations:[@WaitingAllocation]! '
-        'explanation:@WorkflowExplanation! ready:[@WaitingJobs]! runners:[@WaitingRunner]! '
-        'status:@WorkflowStatusResponse!',
-    'WaitingJobs': 'code:str! count:int! job_id:int! job_name:str! labels:[str]! lacks:[@WaitingLack]! '
-        'memory_bytes:int! num_cpus:int! num_gpus:int! num_nodes:int! priority:int! reason:str! '
-        'runtime_seconds:int! scheduler_config_id:int',
-    'WaitingLack': 'has:str! name:str! needs:str!',
-    'WaitingRunner': 'compute_node_id:int! compute_node_type:str! hostname:str! '
-        'labels:[str]! memory_gb:float! num_cpus:int! num_gpus:int! num_jobs:int! num_nodes:int! '
-        'remaining_seconds:int scheduler_config_id:int silent_s:float slurm_job_id:str total_seconds:int',
     'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
         'schedules:bool',
-    'WatchResponse': 'began_at:float granted:bool! had_allocations:bool has_losses:bool '
-        'has_scheduler:bool idle_recoveries:int idle_submissions:int is_begun:bool '
-        'is_recovered:bool now:float process:any recoveries:int run_id:int scheduled_at:float '
-        'status:@WorkflowStatusResponse until:float!',
-    'WorkflowAccessGroupModel': 'created_at:str group_id:int! workflow_id:int!',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
         'required_triggers:int trigger_count:int trigger_type:str! workflow_id:int!',
-    'WorkflowExplanation': 'failures:[@JobExplanation]! canceled:[@JobExplanation]! '
-        'blockers:[@JobExplanation]! remarks:[@JobExplanation] '
-        'ended_allocations:[@ScheduledComputeNodesModel] last_runner:@ComputeNodeModel',
     'WorkflowModel': 'access_groups:[str] compute_node_expiration_buffer_seconds:int '
         'compute_node_ignore_workflow_completion:bool compute_node_min_time_for_new_jobs_seconds:int '
         'compute_node_wait_for_healthy_database_minutes:int compute_node_wait_for_new_jobs_seconds:int '
@@ -12958,12 +12746,6 @@ MODELS = {
         'name:name! project:str resource_monitor_config:@ResourceMonitorConfig run_id:int '
         'slurm_defaults:object spec_path:str submission_directory:str timestamp:str use_pending_failed:bool '
         'user:str!',
-    'WorkflowStatusResponse': 'active_compute_nodes:int! active_scheduled_nodes:int! is_canceled:bool! '
-        'is_complete:bool! jobs_by_status:@JobStatusCounts! longest_ready_runtime_seconds:int '
-        'max_allocation_remaining_seconds:int pending_scheduled_nodes:int! runtime_blocked_ready_jobs:int! '
-        'total_exec_time_minutes:float! total_jobs:int! unserved_ready_labels:{int} walltime_seconds:float '
-        'workflow_id:int! workflow_name:str! workflow_user:str!',
-    'WorkflowStatusesResponse': 'statuses:{str}!',
 }
 
 STRICT_MODELS = ('SpawnJobsRequest', 'SpawnJobModel')   # an unknown field in them is an error, as in Torc
@@ -13159,33 +12941,31 @@ def check_planned_kind(path: str, value: Any) -> None:
     check_int(path, value[1])
 
 
-def row_of(*types: str) -> Tuple[Any, Tuple[type, ...]]:
-    """A row of SCALARS for a list with these types."""
-    return functools.partial(check_row, checks=[SCALARS[name][0] for name in types]), (list,)
+def row_of(*types: str) -> Callable[[str, Any], None]:
+    """A value of SCALARS for a list with these types."""
+    return functools.partial(check_row, checks=[SCALARS[name] for name in types])
 
 
-SCALARS = {     # type of MODELS -> (what refuses other values in requests, Python's types for it in answers)
-    'int':       (check_int,    (int,)),
-    'float':     (check_float,  (int, float)),
-    'bool':      (check_bool,   (bool,)),
-    'str':       (check_str,    (str,)),
-    'any':       (check_any,    ()),
-    'object':    (check_object, (dict,)),
-    'name':      (check_name,   (str,)),
-    'time':      (check_time,   (str,)),
-    'rules':     (check_rules,  (str,)),
-    'minutes':   (functools.partial(check_range, most=1e9), (int, float)),
-    'gigabytes': (functools.partial(check_range, most=1e9), (int, float)),
-    'nodes':     (functools.partial(check_natural, most=1e5), (int,)),
-    'ordinal':   (functools.partial(check_natural, most=1e9), (int,)),
-    'planned_jobs': (check_planned_jobs, (list,)),
-    'planned_kind': (check_planned_kind, (list,)),
-}   # type: Dict[str, Tuple[Callable[[str, Any], None], Tuple[type, ...]]]
+SCALARS = {     # type of MODELS -> what refuses other values
+    'int':       check_int,
+    'float':     check_float,
+    'bool':      check_bool,
+    'str':       check_str,
+    'any':       check_any,
+    'object':    check_object,
+    'name':      check_name,
+    'time':      check_time,
+    'rules':     check_rules,
+    'minutes':   functools.partial(check_range, most=1e9),
+    'gigabytes': functools.partial(check_range, most=1e9),
+    'nodes':     functools.partial(check_natural, most=1e5),
+    'ordinal':   functools.partial(check_natural, most=1e9),
+    'planned_jobs': check_planned_jobs,
+    'planned_kind': check_planned_kind,
+}   # type: Dict[str, Callable[[str, Any], None]]
 SCALARS.update({    # lists that stand for objects where there may be many
     'attempt': row_of('int', 'int'), 'capacity': row_of('int', 'int', 'int'),
-    'start': row_of('int', 'int', 'time'),
-    'ended': row_of('int', 'int', 'str'), 'content': row_of('int', 'float', 'int', 'str'),
-    'output': row_of('int', 'str')})
+    'start': row_of('int', 'int', 'time'), 'content': row_of('int', 'float', 'int', 'str')})
 
 
 def check_word(path: str, value: Any, words: Sequence[str]) -> None:
@@ -13198,7 +12978,7 @@ def check_word(path: str, value: Any, words: Sequence[str]) -> None:
 def field_checks(model: str) -> List[Tuple[str, str, bool, Any]]:
     """Of a model's fields: name, type, whether it is required, and what refuses other values or None."""
     checks = {'@' + name: functools.partial(check_word, words=words) for name, words in ENUMS.items()}
-    checks.update((name, row[0]) for name, row in SCALARS.items())
+    checks.update(SCALARS)
     return [(name, field.type, field.is_required, checks.get(field.type))
             for name, field in model_fields(model).items()]
 
@@ -13206,7 +12986,7 @@ def field_checks(model: str) -> List[Tuple[str, str, bool, Any]]:
 def check_value(path: str, kind: str, value: Any) -> Any:
     """Refuse a value that is not of a type of MODELS; the value, without what no model knows."""
     if kind in SCALARS:
-        SCALARS[kind][0](path, value)
+        SCALARS[kind](path, value)
         return value
     if kind[0] == '[':
         if not isinstance(value, (list, tuple)):
@@ -13256,21 +13036,6 @@ def check_model(path: str, model: str, value: Any, is_partial: bool = False) -> 
     return known
 
 
-LIST_MODEL = 'count:int! has_more:bool! items:[@{0}]! max_limit:int! offset:int! total_count:int!'
-GROUP_LIST_MODEL = 'has_more:bool! items:[@{0}]! limit:int! offset:int! total_count:int!'
-MODELS.update({f'List{noun.plural}Response': LIST_MODEL.format(noun.model) for noun in RESOURCES.values()})
-MODELS['DeletedWorkflow'] = f"{MODELS['WorkflowModel']} message:str!"
-MODELS.update({name: shape.format(model) for name, model, shape in (
-    ('ListAccessGroupsResponse', 'AccessGroupModel', GROUP_LIST_MODEL),
-    ('ListUserGroupMembershipsResponse', 'UserGroupMembershipModel', GROUP_LIST_MODEL),
-    ('ListAdminAuditLogResponse', 'AdminAuditLogEntry', LIST_MODEL),
-    ('ListJobDependenciesResponse', 'JobDependencyModel', LIST_MODEL),
-    ('ListJobFileRelationshipsResponse', 'JobFileRelationshipModel', LIST_MODEL),
-    ('ListJobUserDataRelationshipsResponse', 'JobUserDataRelationshipModel', LIST_MODEL),
-    ('RunningJobsResponse', 'RunningJobModel', LIST_MODEL),
-    ('SlurmJobCorrelationsResponse', 'SlurmJobCorrelationModel', LIST_MODEL))})
-
-
 # ======== 9a. Routes: operations, and the way from a request to a verb ========
 #
 # RESOURCES says what a list may be asked for, ROUTES which verb answers. An endpoint is a row. Two functions
@@ -13289,46 +13054,44 @@ class Route(Row):
     method: str
     path: str           # below API_PREFIX, parameters in braces
     verb: Callable[..., Any]
-    returns: str        # type of the answer, as in MODELS, or STREAM
     name: str           # as in the official interface and its clients
     query: str = ''     # name:type of each query parameter, ! where required
     body: str = ''      # model of the body; ?MODEL: some fields may be missing; -: any value but null; [str]
     resource: str = ''  # first argument of the usual operations
+    is_stream: bool = False     # an answer without end: server-sent events (WHATWG HTML, 9.2)
 
 
 SLICE = 'offset:int limit:int '
 PAGE = SLICE + 'sort_by:str reverse_sort:bool '
 OF = 'workflow_id:int! '
-STREAM = 'stream'           # an answer without end: server-sent events (WHATWG HTML, 9.2)
 ADMIN_SQL_PATH = '/admin/sql'
 
-USUAL_OPERATIONS = {    # with {one} and {all} for the resource's names, {model} and {models} for its model's
-    'create': ('POST', '/{all}', create_row, '@{model}', 'create_{one}', '', '{model}'),
-    'list': ('GET', '/{all}', list_rows, '@List{models}Response', 'list_{all}', OF + PAGE),
-    'get': ('GET', '/{all}/{{row_id}}', read_row, '@{model}', 'get_{one}'),
-    'update': ('PUT', '/{all}/{{row_id}}', update_row, '@{model}', 'update_{one}', '', '?{model}'),
-    'delete': ('DELETE', '/{all}/{{row_id}}', delete_row, '@{model}', 'delete_{one}'),
-    'delete_all': ('DELETE', '/{all}', delete_rows, '@DeleteCountResponse', 'delete_{all}', OF),
+USUAL_OPERATIONS = {    # with {one} and {all} for the resource's names, {model} for its model's
+    'create': ('POST', '/{all}', create_row, 'create_{one}', '', '{model}'),
+    'list': ('GET', '/{all}', list_rows, 'list_{all}', OF + PAGE),
+    'get': ('GET', '/{all}/{{row_id}}', read_row, 'get_{one}'),
+    'update': ('PUT', '/{all}/{{row_id}}', update_row, 'update_{one}', '', '?{model}'),
+    'delete': ('DELETE', '/{all}/{{row_id}}', delete_row, 'delete_{one}'),
+    'delete_all': ('DELETE', '/{all}', delete_rows, 'delete_{all}', OF),
 }
 
 
-def route_to(method: str, path: str, verb: Callable[..., Any], returns: str, **fields: str) -> Route:
+def route_to(method: str, path: str, verb: Callable[..., Any], **fields: Any) -> Route:
     """The route of an operation that is named like its verb, unless another name is given.
 
     A path that does not begin with a slash is below that of its workflow.
     """
     path = path if path[:1] == '/' else f'/workflows/{{workflow_id}}/{path}'.rstrip('/')
-    return Route(method, path, verb, returns, **dict({'name': verb.__name__}, **fields))
+    return Route(method, path, verb, **dict({'name': verb.__name__}, **fields))
 
 
 def usual_routes(resource: str, plural: str, filters: str = '', without: Sequence[str] = (),
                  **others: Dict[str, Any]) -> Iterator[Route]:
     """The routes of a resource: the usual operations but those `without`; `others` have other fields."""
-    noun = RESOURCES[resource]
     for operation, row in USUAL_OPERATIONS.items():
         if operation not in without:
             fields = {field: value if field == 'verb' else
-                      value.format(one=resource, all=plural, model=noun.model, models=noun.plural)
+                      value.format(one=resource, all=plural, model=RESOURCES[resource].model)
                       for field, value in zip(Route._fields, row)}
             fields.update(others.get(operation, {}), resource=resource)
             if operation == 'list':
@@ -13337,102 +13100,88 @@ def usual_routes(resource: str, plural: str, filters: str = '', without: Sequenc
 
 
 ROUTES = (
-    route_to('GET', '/ping', ping, '@PingResponse'),
-    route_to('GET', '/version', get_version, '@VersionResponse'),
-    route_to('GET', '/database', get_database, '@DatabaseResponse'),
-    route_to('POST', '/database/snapshot', snapshot_database, '@DatabaseSnapshotResponse'),
-    route_to('POST', '/database/backup', backup_database, '@DatabaseBackupResponse',
-             body='DatabaseBackupModel'),
+    route_to('GET', '/ping', ping),
+    route_to('GET', '/version', get_version),
+    route_to('GET', '/database', get_database),
+    route_to('POST', '/database/snapshot', snapshot_database),
+    route_to('POST', '/database/backup', backup_database, body='DatabaseBackupModel'),
 
-    route_to('POST', '/workflows', create_workflow, '@WorkflowModel', body='WorkflowModel'),
-    route_to('POST', '/workflows/from_spec', create_workflow_from_spec, '@CreatedWorkflow', body='PlanModel'),
-    route_to('POST', 'apply_spec', apply_spec, '@ApplySpecResponse', body='PlanModel', query='dry_run:bool'),
-    route_to('GET', '/workflows', list_workflows, '@ListWorkflowsResponse',
+    route_to('POST', '/workflows', create_workflow, body='WorkflowModel'),
+    route_to('POST', '/workflows/from_spec', create_workflow_from_spec, body='PlanModel'),
+    route_to('POST', 'apply_spec', apply_spec, body='PlanModel', query='dry_run:bool'),
+    route_to('GET', '/workflows', list_workflows,
              query=PAGE + 'name:str user:str description:str is_archived:bool access_group:[str]',
              resource='workflow'),
-    route_to('GET', '', get_workflow, '@WorkflowModel'),
-    route_to('PUT', '', update_workflow, '@WorkflowModel', body='?WorkflowModel'),
-    route_to('DELETE', '', delete_workflow, '@DeletedWorkflow'),
-    route_to('POST', 'archive', archive_workflow, '@WorkflowModel', body='ArchiveWorkflowRequest'),
-    route_to('PUT', 'cancel', cancel_workflow, '@WorkflowModel'),
-    route_to('GET', 'status', get_workflow_status, '@WorkflowStatusResponse'),
-    route_to('GET', 'explanation', explain_workflow, '@WorkflowExplanation', query='limit:int'),
-    route_to('GET', 'waiting', explain_waiting, '@WaitingExplanation', query='ended:[int]'),
-    route_to('GET', 'diagnosis', diagnose_workflow, '@DiagnosisResponse'),
-    route_to('GET', '/workflow_statuses', list_workflow_statuses, '@WorkflowStatusesResponse',
-             query='ids:[int]!'),
-    route_to('GET', 'is_complete', is_workflow_complete, '@IsCompleteResponse'),
-    route_to('GET', 'is_uninitialized', is_workflow_uninitialized, '@IsUninitializedResponse'),
-    route_to('POST', 'initialize_jobs', initialize_or_begin, '@MessageResponse',
+    route_to('GET', '', get_workflow),
+    route_to('PUT', '', update_workflow, body='?WorkflowModel'),
+    route_to('DELETE', '', delete_workflow),
+    route_to('POST', 'archive', archive_workflow, body='ArchiveWorkflowRequest'),
+    route_to('PUT', 'cancel', cancel_workflow),
+    route_to('GET', 'status', get_workflow_status),
+    route_to('GET', 'explanation', explain_workflow, query='limit:int'),
+    route_to('GET', 'waiting', explain_waiting, query='ended:[int]'),
+    route_to('GET', 'diagnosis', diagnose_workflow),
+    route_to('GET', '/workflow_statuses', list_workflow_statuses, query='ids:[int]!'),
+    route_to('GET', 'is_complete', is_workflow_complete),
+    route_to('GET', 'is_uninitialized', is_workflow_uninitialized),
+    route_to('POST', 'initialize_jobs', initialize_or_begin,
              query='only_uninitialized:bool clear_ephemeral_user_data:bool async:bool',
              name='initialize_jobs'),
-    route_to('GET', 'active_task', get_active_task_for_workflow, '@ActiveTaskResponse'),
-    route_to('POST', 'reset_status', reset_workflow_status, '@WorkflowModel', query='force:bool'),
-    route_to('POST', 'reset_job_status', reset_job_status, '@ResetJobStatusResponse',
-             query='failed_only:bool'),
-    route_to('POST', 'process_changed_job_inputs', process_changed_job_inputs,
-             '@ProcessChangedJobInputsResponse', query='dry_run:bool'),
-    route_to('POST', 'check_changes', check_changes, '@CheckChangesResponse', body='CheckChangesRequest'),
-    route_to('POST', 'set_file_times', set_file_times, '@SetFileTimesResponse', body='SetFileTimesRequest'),
-    route_to('GET', 'required_existing_files', list_required_existing_files,
-             '@ListRequiredExistingFilesResponse'),
-    route_to('GET', 'missing_user_data', list_missing_user_data, '@ListMissingUserDataResponse'),
-    route_to('GET', 'running_jobs', get_running_jobs, '@RunningJobsResponse', query=SLICE),
-    route_to('GET', 'ready_job_requirements', get_ready_job_requirements, '@GetReadyJobRequirementsResponse',
-             query='scheduler_config_id:int'),
-    route_to('GET', 'slurm_job_correlations', get_slurm_job_correlations, '@SlurmJobCorrelationsResponse',
-             query=SLICE),
-    route_to('GET', 'job_ids', list_job_ids, '@ListJobIdsResponse'),
-    route_to('GET', 'job_dependencies', list_relations, '@ListJobDependenciesResponse', query=PAGE,
-             resource='job', name='list_job_dependencies'),
-    route_to('GET', 'dependency_graph', get_dependency_graph, '@DependencyGraph'),
-    route_to('GET', 'job_file_relationships', list_relations, '@ListJobFileRelationshipsResponse', query=PAGE,
-             resource='file', name='list_job_file_relationships'),
-    route_to('GET', 'job_user_data_relationships', list_relations, '@ListJobUserDataRelationshipsResponse',
-             query=PAGE, resource='user_data', name='list_job_user_data_relationships'),
+    route_to('GET', 'active_task', get_active_task_for_workflow),
+    route_to('POST', 'reset_status', reset_workflow_status, query='force:bool'),
+    route_to('POST', 'reset_job_status', reset_job_status, query='failed_only:bool'),
+    route_to('POST', 'process_changed_job_inputs', process_changed_job_inputs, query='dry_run:bool'),
+    route_to('POST', 'check_changes', check_changes, body='CheckChangesRequest'),
+    route_to('POST', 'set_file_times', set_file_times, body='SetFileTimesRequest'),
+    route_to('GET', 'required_existing_files', list_required_existing_files),
+    route_to('GET', 'missing_user_data', list_missing_user_data),
+    route_to('GET', 'running_jobs', get_running_jobs, query=SLICE),
+    route_to('GET', 'ready_job_requirements', get_ready_job_requirements, query='scheduler_config_id:int'),
+    route_to('GET', 'slurm_job_correlations', get_slurm_job_correlations, query=SLICE),
+    route_to('GET', 'job_ids', list_job_ids),
+    route_to('GET', 'job_dependencies', list_relations, query=PAGE, resource='job',
+             name='list_job_dependencies'),
+    route_to('GET', 'dependency_graph', get_dependency_graph),
+    route_to('GET', 'job_file_relationships', list_relations, query=PAGE, resource='file',
+             name='list_job_file_relationships'),
+    route_to('GET', 'job_user_data_relationships', list_relations, query=PAGE, resource='user_data',
+             name='list_job_user_data_relationships'),
 
     route_to('POST', 'claim_jobs_based_on_resources/{limit}', claim_jobs_based_on_resources,
-             '@ClaimJobsBasedOnResources', body='ComputeNodesResources', query='strict_scheduler_match:bool'),
-    route_to('POST', 'claim_next_jobs', claim_next_jobs, '@ClaimNextJobsResponse',
-             query='limit:int labels:str'),
-    route_to('POST', 'batch_complete_jobs', batch_complete_jobs, '@BatchCompleteJobsResponse',
-             body='BatchCompleteJobsRequest'),
-    route_to('POST', 'replay_completions', replay_completions, '@ReplayResponse', body='ReplayRequest'),
-    route_to('POST', 'runner_sync', runner_sync, '@RunnerSyncResponse', body='RunnerSyncRequest'),
+             body='ComputeNodesResources', query='strict_scheduler_match:bool'),
+    route_to('POST', 'claim_next_jobs', claim_next_jobs, query='limit:int labels:str'),
+    route_to('POST', 'batch_complete_jobs', batch_complete_jobs, body='BatchCompleteJobsRequest'),
+    route_to('POST', 'replay_completions', replay_completions, body='ReplayRequest'),
+    route_to('POST', 'runner_sync', runner_sync, body='RunnerSyncRequest'),
 
-    route_to('POST', '/jobs', create_job, '@JobModel', body='JobModel'),
-    route_to('POST', '/bulk_jobs', create_jobs, '@CreateJobsResponse', body='JobsModel'),
-    route_to('GET', '/jobs', list_jobs, '@ListJobsResponse',
+    route_to('POST', '/jobs', create_job, body='JobModel'),
+    route_to('POST', '/bulk_jobs', create_jobs, body='JobsModel'),
+    route_to('GET', '/jobs', list_jobs, resource='job',
              query=OF + PAGE + 'status:str needs_file_id:int upstream_job_id:int include_relationships:bool '
              'active_compute_node_id:int origin_is_set:bool name:str command:str labels:str '
-             'resource_requirements_id:int', resource='job'),
-    route_to('GET', '/jobs/{job_id}', get_job, '@JobModel'),
-    route_to('GET', '/jobs/{job_id}/explanation', explain_job, '@JobExplanation'),
-    route_to('PUT', '/jobs/{job_id}', update_job, '@JobModel', body='?JobModel'),
-    route_to('DELETE', '/jobs/{job_id}', delete_job, '@JobModel'),
-    route_to('DELETE', '/jobs', delete_rows, '@DeleteCountResponse', query=OF, resource='job',
-             name='delete_jobs'),
-    route_to('PUT', '/jobs/{job_id}/start_job/{run_id}/{compute_node_id}', start_job, '@JobModel'),
-    route_to('POST', '/jobs/{job_id}/complete_job/{status}/{run_id}', complete_job, '@JobModel',
-             body='ResultModel'),
-    route_to('POST', '/jobs/{job_id}/retry/{run_id}', retry_job, '@JobModel', query='max_retries:int!'),
-    route_to('PUT', '/jobs/{job_id}/manage_status_change/{status}/{run_id}', manage_status_change,
-             '@JobModel'),
-    route_to('POST', '/jobs/{job_id}/spawn_jobs', spawn_jobs, '@SpawnJobsResponse', body='SpawnJobsRequest'),
+             'resource_requirements_id:int'),
+    route_to('GET', '/jobs/{job_id}', get_job),
+    route_to('GET', '/jobs/{job_id}/explanation', explain_job),
+    route_to('PUT', '/jobs/{job_id}', update_job, body='?JobModel'),
+    route_to('DELETE', '/jobs/{job_id}', delete_job),
+    route_to('DELETE', '/jobs', delete_rows, query=OF, resource='job', name='delete_jobs'),
+    route_to('PUT', '/jobs/{job_id}/start_job/{run_id}/{compute_node_id}', start_job),
+    route_to('POST', '/jobs/{job_id}/complete_job/{status}/{run_id}', complete_job, body='ResultModel'),
+    route_to('POST', '/jobs/{job_id}/retry/{run_id}', retry_job, query='max_retries:int!'),
+    route_to('PUT', '/jobs/{job_id}/manage_status_change/{status}/{run_id}', manage_status_change),
+    route_to('POST', '/jobs/{job_id}/spawn_jobs', spawn_jobs, body='SpawnJobsRequest'),
 
-    route_to('GET', '/tasks/{task_id}', get_task, '@TaskModel'),
+    route_to('GET', '/tasks/{task_id}', get_task),
 
     *usual_routes('file', 'files', 'produced_by_job_id:int name:str path:str is_output:bool'),
-    route_to('POST', '/bulk_files', create_rows, '@CreateFilesResponse', body='FilesModel', resource='file',
-             name='create_files'),
+    route_to('POST', '/bulk_files', create_rows, body='FilesModel', resource='file', name='create_files'),
 
     *usual_routes(
         'user_data', 'user_data', 'consumer_job_id:int producer_job_id:int name:str is_ephemeral:bool',
         create={'verb': create_user_data, 'query': 'consumer_job_id:int producer_job_id:int'},
-        delete_all={'name': 'delete_all_user_data', 'verb': delete_rows_and_say,
-                    'returns': '@DeletedUserData'}),
-    route_to('POST', '/bulk_user_data', create_rows, '@CreateUserDataListResponse', body='UserDataListModel',
-             resource='user_data', name='create_user_data_list'),
+        delete_all={'name': 'delete_all_user_data', 'verb': delete_rows_and_say}),
+    route_to('POST', '/bulk_user_data', create_rows, body='UserDataListModel', resource='user_data',
+             name='create_user_data_list'),
 
     *usual_routes(
         'resource_requirements', 'resource_requirements',
@@ -13450,80 +13199,71 @@ ROUTES = (
     *usual_routes('event', 'events', 'category:str after_timestamp:int',
                   create={'verb': create_event}, update={'verb': update_event, 'body': '-'}),
 
-    route_to('POST', '/compute_nodes', create_compute_node, '@ComputeNodeModel', body='ComputeNodeModel'),
+    route_to('POST', '/compute_nodes', create_compute_node, body='ComputeNodeModel'),
     *usual_routes('compute_node', 'compute_nodes',
                   'hostname:str is_active:bool scheduled_compute_node_id:int',
                   without=('create', 'update', 'delete', 'delete_all')),
-    route_to('PUT', '/compute_nodes/{node_id}', update_compute_node, '@ComputeNodeModel',
-             body='?ComputeNodeModel'),
-    route_to('DELETE', '/compute_nodes/{node_id}', delete_compute_node, '@ComputeNodeModel'),
-    route_to('DELETE', '/compute_nodes', delete_compute_nodes, '@DeleteCountResponse', query=OF),
+    route_to('PUT', '/compute_nodes/{node_id}', update_compute_node, body='?ComputeNodeModel'),
+    route_to('DELETE', '/compute_nodes/{node_id}', delete_compute_node),
+    route_to('DELETE', '/compute_nodes', delete_compute_nodes, query=OF),
 
     *usual_routes('slurm_scheduler', 'slurm_schedulers'),
     *usual_routes('local_scheduler', 'local_schedulers', 'memory:str num_cpus:int'),
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
                   'scheduler_id:int scheduler_config_id:int status:str',
                   update={'verb': update_scheduled_compute_node}),
-    route_to('POST', 'take_submissions', take_submissions, '@SubmissionResponse', body='SubmissionRequest'),
-    route_to('POST', 'report_submissions', report_submissions, '@SubmissionReportResponse',
-             body='SubmissionReport'),
-    route_to('GET', 'demand', get_demand, '@DemandResponse'),
-    route_to('POST', 'store_allocations', store_allocations, '@StoreAllocationsResponse',
-             body='StoreAllocationsRequest'),
-    route_to('POST', 'recover_jobs', recover_jobs, '@RecoverJobsResponse', body='RecoverJobsRequest',
-             query='dry_run:bool'),
-    route_to('POST', 'classify_jobs', classify_jobs, '@ClassifyJobsResponse', body='ClassifyJobsRequest'),
-    route_to('GET', 'allocations', survey_allocations, '@SurveyResponse'),
-    route_to('POST', 'sync_allocations', sync_allocations, '@SyncResponse', body='SyncRequest'),
-    route_to('POST', 'watch', watch_workflow, '@WatchResponse', body='WatchRequest'),
-    route_to('GET', 'unplanned_jobs', list_unplanned_jobs, '@ListJobIdsResponse'),
+    route_to('POST', 'take_submissions', take_submissions, body='SubmissionRequest'),
+    route_to('POST', 'report_submissions', report_submissions, body='SubmissionReport'),
+    route_to('GET', 'demand', get_demand),
+    route_to('POST', 'store_allocations', store_allocations, body='StoreAllocationsRequest'),
+    route_to('POST', 'recover_jobs', recover_jobs, body='RecoverJobsRequest', query='dry_run:bool'),
+    route_to('POST', 'classify_jobs', classify_jobs, body='ClassifyJobsRequest'),
+    route_to('GET', 'allocations', survey_allocations),
+    route_to('POST', 'sync_allocations', sync_allocations, body='SyncRequest'),
+    route_to('POST', 'watch', watch_workflow, body='WatchRequest'),
+    route_to('GET', 'unplanned_jobs', list_unplanned_jobs),
 
-    route_to('POST', 'actions', create_workflow_action, '@WorkflowActionModel', body='WorkflowActionModel'),
-    route_to('GET', 'actions', get_workflow_actions, '[@WorkflowActionModel]'),
-    route_to('GET', 'actions/pending', get_pending_actions, '[@WorkflowActionModel]',
-             query='trigger_type:[str]'),
-    route_to('POST', 'actions/{action_id}/claim', claim_action, '@ClaimActionResponse',
-             body='ClaimActionRequest'),
-    route_to('PUT', 'actions/{action_id}', update_workflow_action, '@WorkflowActionModel', body='-'),
-    route_to('DELETE', 'actions/{action_id}', delete_workflow_action, '@MessageResponse'),
+    route_to('POST', 'actions', create_workflow_action, body='WorkflowActionModel'),
+    route_to('GET', 'actions', get_workflow_actions),
+    route_to('GET', 'actions/pending', get_pending_actions, query='trigger_type:[str]'),
+    route_to('POST', 'actions/{action_id}/claim', claim_action, body='ClaimActionRequest'),
+    route_to('PUT', 'actions/{action_id}', update_workflow_action, body='-'),
+    route_to('DELETE', 'actions/{action_id}', delete_workflow_action),
 
     *usual_routes('slurm_stats', 'slurm_stats', 'job_id:int run_id:int attempt_id:int',
                   without=('get', 'update', 'delete', 'delete_all'),
                   list={'query': OF + SLICE}),
 
-    route_to('POST', 'remote_workers', create_remote_workers, '[@RemoteWorkerModel]', body='[str]'),
-    route_to('GET', 'remote_workers', list_remote_workers, '[@RemoteWorkerModel]'),
-    route_to('DELETE', 'remote_workers/{worker}', delete_remote_worker, '@RemoteWorkerModel'),
+    route_to('POST', 'remote_workers', create_remote_workers, body='[str]'),
+    route_to('GET', 'remote_workers', list_remote_workers),
+    route_to('DELETE', 'remote_workers/{worker}', delete_remote_worker),
 
     *usual_routes('ro_crate_entity', 'ro_crate_entities', 'file_id:int entity_id:str',
                   list={'path': 'ro_crate_entities', 'query': PAGE},
-                  delete={'verb': delete_ro_crate_entity, 'returns': '@MessageResponse'},
-                  delete_all={'path': 'ro_crate_entities', 'query': '', 'verb': delete_rows_and_say,
-                              'returns': '@DeleteRoCrateEntitiesResponse'}),
+                  delete={'verb': delete_ro_crate_entity},
+                  delete_all={'path': 'ro_crate_entities', 'query': '', 'verb': delete_rows_and_say}),
 
-    route_to('GET', 'events/stream', stream_workflow_events, STREAM, query='level:str'),
-    route_to('GET', '/admin/api-events/stream', stream_api_events, STREAM, query='include_bodies:bool'),
-    route_to('GET', '/admin/api-stats', get_api_stats, '@ApiStatsResponse',
-             query='window_seconds:int interval_seconds:int'),
-    route_to('GET', '/admin/audit-log', list_admin_audit_log, '@ListAdminAuditLogResponse', query=SLICE),
-    route_to('POST', ADMIN_SQL_PATH, admin_sql, '@AdminSqlResponse', body='AdminSqlRequest'),
+    route_to('GET', 'events/stream', stream_workflow_events, query='level:str', is_stream=True),
+    route_to('GET', '/admin/api-events/stream', stream_api_events, query='include_bodies:bool',
+             is_stream=True),
+    route_to('GET', '/admin/api-stats', get_api_stats, query='window_seconds:int interval_seconds:int'),
+    route_to('GET', '/admin/audit-log', list_admin_audit_log, query=SLICE),
+    route_to('POST', ADMIN_SQL_PATH, admin_sql, body='AdminSqlRequest'),
 
-    route_to('POST', '/access_groups', create_access_group, '@AccessGroupModel', body='AccessGroupModel'),
-    route_to('GET', '/access_groups', list_access_groups, '@ListAccessGroupsResponse', query=SLICE),
-    route_to('GET', '/access_groups/{group_id}', get_access_group, '@AccessGroupModel'),
-    route_to('DELETE', '/access_groups/{group_id}', delete_access_group, '@AccessGroupModel'),
-    route_to('POST', '/access_groups/{group_id}/members', add_user_to_group, '@UserGroupMembershipModel',
+    route_to('POST', '/access_groups', create_access_group, body='AccessGroupModel'),
+    route_to('GET', '/access_groups', list_access_groups, query=SLICE),
+    route_to('GET', '/access_groups/{group_id}', get_access_group),
+    route_to('DELETE', '/access_groups/{group_id}', delete_access_group),
+    route_to('POST', '/access_groups/{group_id}/members', add_user_to_group,
              body='?UserGroupMembershipModel'),
-    route_to('GET', '/access_groups/{group_id}/members', list_group_members,
-             '@ListUserGroupMembershipsResponse', query=SLICE),
-    route_to('DELETE', '/access_groups/{group_id}/members/{user_name}', remove_user_from_group,
-             '@UserGroupMembershipModel'),
-    route_to('GET', '/users/{user_name}/groups', list_user_groups, '@ListAccessGroupsResponse', query=SLICE),
-    route_to('GET', 'access_groups', list_workflow_groups, '@ListAccessGroupsResponse', query=SLICE),
-    route_to('POST', 'access_groups/{group_id}', add_workflow_to_group, '@WorkflowAccessGroupModel'),
-    route_to('DELETE', 'access_groups/{group_id}', remove_workflow_from_group, '@WorkflowAccessGroupModel'),
-    route_to('GET', '/access_check/{workflow_id}/{user_name}', check_workflow_access, '@AccessCheckResponse'),
-    route_to('POST', '/admin/reload-auth', reload_auth, '@ReloadAuthResponse'),
+    route_to('GET', '/access_groups/{group_id}/members', list_group_members, query=SLICE),
+    route_to('DELETE', '/access_groups/{group_id}/members/{user_name}', remove_user_from_group),
+    route_to('GET', '/users/{user_name}/groups', list_user_groups, query=SLICE),
+    route_to('GET', 'access_groups', list_workflow_groups, query=SLICE),
+    route_to('POST', 'access_groups/{group_id}', add_workflow_to_group),
+    route_to('DELETE', 'access_groups/{group_id}', remove_workflow_from_group),
+    route_to('GET', '/access_check/{workflow_id}/{user_name}', check_workflow_access),
+    route_to('POST', '/admin/reload-auth', reload_auth),
 )
 
 
@@ -16394,15 +16134,11 @@ class Bodies:
 
 # -------- answers that may be long --------
 
-@functools.lru_cache(maxsize=None)
-def has_long_answer(route: Route) -> bool:
-    """Whether the answer of an operation may be much longer than a record: a list, or any JSON."""
-    kind = route.returns
-    if kind[:1] != '@':
-        return kind[:1] == '['
-    fields = model_fields(kind[1:])
-    return 'data' in fields or 'metadata' in fields and 'name' not in fields or 'id' not in fields and any(
-        field.type[0] == '[' for field in fields.values())
+# Operations that read, and that may answer with much more than a record, beside list_...
+LONG_ANSWERS = frozenset((
+    'explain_workflow', 'explain_waiting', 'get_running_jobs', 'get_slurm_job_correlations', 'get_demand',
+    'get_dependency_graph', 'get_user_data', 'get_event', 'get_ro_crate_entity', 'get_workflow_actions',
+    'get_pending_actions', 'get_api_stats', 'survey_allocations'))
 
 
 def may_be_long(head: RequestHead) -> bool:
@@ -16414,7 +16150,9 @@ def may_be_long(head: RequestHead) -> bool:
         route, _ = find_route('GET' if head.method == 'HEAD' else head.method, head.path)
     except TorcError:
         return False
-    return has_long_answer(route) and route.name != 'runner_sync' and find_static(head) is None
+    is_long = not is_reading or route.method != 'GET' or route.name.startswith('list_') \
+        or route.name in LONG_ANSWERS
+    return is_long and route.name != 'runner_sync' and find_static(head) is None
 
 
 class Backlog:
@@ -16804,8 +16542,6 @@ class Responder:
 
     def answer_all(self, requests: List[Request]) -> List[Union[bytes, StreamStart]]:
         """Answers to requests that share one transaction. If they cannot, each is tried alone."""
-        if len(requests) > 1 and any(ADMIN_SQL_PATH in request.head.path for request in requests):
-            return [answer for request in requests for answer in self.answer_all([request])]
         is_reading = all(request.head.method in ('GET', 'HEAD') for request in requests)
         try:
             with self.store.reading() if is_reading else self.service.transaction():
@@ -17838,10 +17574,10 @@ def parse_url(url: str) -> Address:
     return Address(url, parts.scheme == 'https', parts.hostname, port, parts.path.rstrip('/') or API_PREFIX)
 
 
-def parse_answer(status: int, body: bytes, of_object: Optional[Callable[[Any], Any]] = None) -> Any:
+def parse_answer(status: int, body: bytes) -> Any:
     """Value of a good answer; the TorcError of a bad one, of the same kind as where it was raised."""
     try:
-        value = json.loads(body.decode('utf-8'), object_hook=of_object) if body else None
+        value = json.loads(body.decode('utf-8')) if body else None
     except (ValueError, RecursionError):
         value = None
         status = status if status >= 300 else 502
@@ -17858,73 +17594,6 @@ def parse_answer(status: int, body: bytes, of_object: Optional[Callable[[Any], A
     details = {name: item for name, item in found.items()
                if name not in ('error', 'message', 'http', 'problems')}
     raise kind(message, http=status, **details)
-
-
-class Answer(dict):
-    """An object in an answer that is not signed: whoever sent it may have left out any key."""
-
-    def __missing__(self, key: str) -> Any:
-        raise not_a_server('what answers', f'an answer has no {key!r}')
-
-
-def not_a_server(what: str, reason: str) -> Unreachable:
-    """The error for an answer that no server of torc.py or Torc gives."""
-    return Unreachable(f'{what} is no server of torc.py or Torc ({reason}): '
-                       'check the address (--url, TORC_API_URL)')
-
-
-@functools.lru_cache(maxsize=None)
-def answer_types(kind: str) -> Tuple[type, ...]:
-    """Python's types for a type of MODELS in an answer; () for any."""
-    if kind in SCALARS:
-        types = SCALARS[kind][1]
-    else:
-        types = (list,) if kind[0] == '[' else (str,) if kind[1:] in ENUMS else (dict,)
-    return (dict, Answer) if types == (dict,) else types
-
-
-@functools.lru_cache(maxsize=None)
-def answer_fields(model: str) -> List[Tuple[str, str, bool, Tuple[type, ...]]]:
-    """Fields of a model in an answer: name, type, whether it is required, Python's types if these say it all.
-
-    What is stored has an id, which a model does not require, for new rows have none; and runners look into an
-    action_config, which is any value in Torc's.
-    """
-    rows = []
-    for name, field in model_fields(model).items():
-        kind = 'object' if name == 'action_config' else field.type
-        plain = answer_types(kind) if kind[0] not in '[{@' else ()
-        rows.append((name, kind, field.is_required or name == 'id', plain))
-    return rows
-
-
-def find_incompatibility(kind: str, value: Any) -> str:
-    """What is wrong with an answer that should be of a type of MODELS, or ''.
-
-    Other versions and servers have other limits, and say more, so less is refused than in bodies of requests.
-    """
-    types = answer_types(kind)
-    if types and type(value) not in types or kind[1:] in ENUMS and value not in ENUMS[kind[1:]]:
-        return f'{printable(repr(value)[:40])} in place of {kind}'
-    if kind[1:] in MODELS:
-        for name, wanted, is_required, plain in answer_fields(kind[1:]):
-            found = value.get(name)
-            if type(found) not in plain and (found is not None or is_required and wanted != 'any'):
-                wrong = find_incompatibility(wanted, found) if name in value else f'no {name!r}'
-                if wrong:
-                    return f'{wrong} in {kind[1:]}'
-        return ''
-    if kind[0] not in '[{':
-        try:
-            if types == (list,):    # a row, of which each item has a type
-                check_value(kind, kind, value)
-        except BadInput as error:
-            return error.message
-        return ''
-    inner = kind[1:-1].rstrip('?')
-    items = value if kind[0] == '[' else value.values()
-    found = (find_incompatibility(inner, item) for item in items if item is not None or kind[-2] != '?')
-    return next(filter(None, found), '')
 
 
 class StreamEvent(Row):
@@ -18731,11 +18400,9 @@ def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
 class PendingCall:
     """An operation that was asked for; finish() waits for its answer. A selector may watch it meanwhile."""
 
-    def __init__(self, value: Any = None, connection: Optional[HttpConnection] = None,
-                 kind: str = '') -> None:
+    def __init__(self, value: Any = None, connection: Optional[HttpConnection] = None) -> None:
         self.value = value      # the answer of a direct client
         self.connection = connection        # on which the answer is to come
-        self.kind = kind        # ... and its type, in the words of MODELS
 
     def fileno(self) -> int:
         """Descriptor that gets readable with the answer; -1 if the answer is here."""
@@ -18749,14 +18416,7 @@ class PendingCall:
             status, answer = self.connection.read_answer(deadline_s)
         except (OSError, ValueError) as error:
             raise Unreachable(f'no answer from {self.connection.address.url}: {explain(error)}') from None
-        if self.connection.signer is not None:
-            return parse_answer(status, answer)
-        value = parse_answer(status, answer, Answer)
-        kind = '@TaskModel' if status == 202 else self.kind     # 202: it has only begun
-        reason = find_incompatibility(kind, value)
-        if reason:
-            raise not_a_server(f'what answers at {self.connection.address.url}', reason)
-        return value
+        return parse_answer(status, answer)
 
 
 def client_method(route: Route) -> Callable[..., Any]:
@@ -18774,7 +18434,7 @@ def client_method(route: Route) -> Callable[..., Any]:
     model = MODELS.get(route.body.lstrip('?'), '').split()
     body = ['\n    body: ' + route.body, *model] if route.body else []
     carry_out.__doc__ = (f'{route.verb.__doc__}\n\n    {route.method} {route.path}{query}'
-                         + '\n        '.join(body) + f'\n    answer: {route.returns}')
+                         + '\n        '.join(body))
     return carry_out
 
 
@@ -18834,7 +18494,7 @@ class Client(Connector, Operations):
         route = OPERATIONS.get(op)
         if route is None:
             raise BadInput(f'there is no operation {op!r}' + did_you_mean(op, OPERATIONS))
-        if route.returns == STREAM:
+        if route.is_stream:
             raise BadInput(f'{op} is a stream without end: client.stream({op!r}, ...) gives its events')
         params = name_parameters(route, {name: value for name, value in params.items() if value is not None})
         self.has_changed = self.has_changed or route.method != 'GET'
@@ -18854,7 +18514,21 @@ class Client(Connector, Operations):
             connection.send(route.method, target, data, deadline_s)
         except (OSError, ValueError) as error:
             raise Unreachable(f'no answer from {self.url}: {explain(error)}') from None
-        return PendingCall(connection=connection, kind=route.returns)
+        return PendingCall(connection=connection)
+
+    def check_version(self) -> None:
+        """Unreachable if what answers is no server of torc.py or Torc; one that has proved itself is."""
+        if self._connection is None or self._connection.signer is not None:
+            return
+        try:
+            is_known = bool(self.call('get_version')['version'])
+        except TorcError:
+            return
+        except (LookupError, TypeError):
+            is_known = False
+        if not is_known:
+            raise Unreachable(f'what answers at {self.url} is no server of torc.py or Torc: '
+                              'check the address (--url, TORC_API_URL)')
 
     def check_database(self, deadline_s: float) -> None:
         """Unreachable if what answers now has another database: its ids mean something else."""
@@ -32597,6 +32271,11 @@ class Session:
             self.report_choice()
         return self._client
 
+    def check_server(self) -> None:
+        """Unreachable if another program answers in place of a server."""
+        if self._client is not None:
+            self._client.check_version()
+
     def report_choice(self) -> None:
         """Say which database is used where nobody has named it, and another one might be meant."""
         client = self._client
@@ -40071,7 +39750,11 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
 
 
 def report_bug(session: Session) -> int:
-    """The traceback of the current exception; the exit code."""
+    """The traceback of the current exception, unless what answers us is to blame; the exit code."""
+    try:
+        session.check_server()
+    except TorcError as error:
+        return report_error(session, error)
     session.report(*printable_message(traceback.format_exc()).splitlines(),
                    f'torc.py {__version__}: this is a bug, please report the lines above')
     return 70
