@@ -32271,11 +32271,6 @@ class Session:
             self.report_choice()
         return self._client
 
-    def check_server(self) -> None:
-        """Unreachable if another program answers in place of a server."""
-        if self._client is not None:
-            self._client.check_version()
-
     def report_choice(self) -> None:
         """Say which database is used where nobody has named it, and another one might be meant."""
         client = self._client
@@ -39752,7 +39747,8 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
 def report_bug(session: Session) -> int:
     """The traceback of the current exception, unless what answers us is to blame; the exit code."""
     try:
-        session.check_server()
+        if session._client is not None:
+            session._client.check_version()
     except TorcError as error:
         return report_error(session, error)
     session.report(*printable_message(traceback.format_exc()).splitlines(),
