@@ -1907,16 +1907,15 @@ class FormatsTest(unittest.TestCase):
         exact = rejected = 0
         for case in read_shared('suites/yaml-test-suite.json'):
             try:
-                text = torc.prepare_yaml(case['yaml'])
-                value = plain_keys([torc.YamlReader(text[:part.end]).read(part.start, part.is_inline) for part in torc.split_yaml(text)])
+                value = plain_keys([torc.load_yaml(case['yaml'])[0]])
             except torc.BadInput:
                 rejected += case['error']
                 continue
             self.assertFalse(case['error'], case['id'])
-            if 'json' in case:
+            if case.get('json'):        # else no value is recorded, or that of an empty text
                 self.assertTrue(is_same(value, case['json']), (case['id'], value, case['json']))
                 exact += 1
-        self.assertGreaterEqual(exact, 255)
+        self.assertGreaterEqual(exact, 166)
         self.assertEqual(rejected, 94)
 
     def test_json5_tests_pass_but_for_duplicate_keys(self):
@@ -1985,7 +1984,7 @@ class FormatsTest(unittest.TestCase):
                  '2024-01-02': '2024-01-02', '1_000': '1_000', '0b11': '0b11',
                  '0o17': 15, '0x1F': 31, '1e-3': 0.001, '+5': 5, '.5': 0.5, '1.': 1.0, 'x#y': 'x#y',
                  'x # y': 'x', 'a:b': 'a:b', 'job_{i:03d}': 'job_{i:03d}',
-                 'b\xa0': 'b\xa0', '"1"': '1', "'it''s'": "it's", '!!str 1.10': '1.10', '!!float 1': 1.0,
+                 'b\xa0': 'b\xa0', '"1"': '1', "'it''s'": "it's", 'a\n  b': 'a b',
                  '>-\n  a\n  b': 'a b', '|\n  #!/bin/sh\n\n  x': '#!/bin/sh\n\nx\n'}
         for text, wanted in table.items():
             with self.subTest(text):
@@ -2073,7 +2072,7 @@ class FormatsTest(unittest.TestCase):
                 except torc.BadInput as error:
                     self.assertLess(len(error.message), 1000)
                 self.assertLess(time.process_time() - started, 200 * cpu_unit_s(), (format, text[:30]))
-        self.assertIn('the aliases stand for more than', self.problem(laughs).message)
+        self.assertIn('with its aliases the file holds more than', self.problem(laughs).message)
         self.assertIn('nested more than 100', self.problem(tower).message)
 
     def test_what_is_no_text_is_refused_by_name(self):
@@ -2150,14 +2149,19 @@ MISTAKES = (
     ('w.yaml',  'a: @x\n',                      1, 4, 'text that starts with @ must be in quotes'),
     ('w.yaml',  'a: 1\r\nb: 2\r\na: 3\r\n',     3, 1, "duplicate key 'a'"),
     ('w.yaml',  'a: {b: 1, b: 2}\n',            1, 11, "duplicate key 'b'"),
-    ('w.yaml',  'a: !foo b\n',                  1, 4, 'the tag !foo is not supported'),
+    ('w.yaml',  'a: !foo b\n',                  1, 4, 'text that starts with ! must be in quotes'),
+    ('w.yaml',  '%YAML 1.2\na: b\n',            1, 1, 'text that starts with % must be in quotes'),
+    ('w.yaml',  '? a\n: b\n',                   1, 1, 'text that starts with ? must be in quotes'),
+    ('w.yaml',  'a: [echo b: c]\n',             1, 11, "put a text that contains ': ' in quotes"),
+    ('w.yaml',  'a: [{i}, 2]\n',                1, 5, 'text that starts with { must be in quotes'),
+    ('w.yaml',  'a: &a\n  &b c\n',              2, 3, 'an anchor must stand behind a key or dash'),
     ('w.yaml',  'a: b\n- c\n',                  2, 1, 'cannot follow a mapping entry'),
     ('w.yaml',  'a: [1, 2\nb: 3\n',             2, 1, 'is a bracket missing?'),
     ('w.yaml',  'a: "x\nb: 3\n',                1, 4, 'text in quotes is not closed'),
-    ('w.yaml',  'a: 1\n---\nb: 2\n',            2, 4, '2 YAML documents'),
-    ('w.yaml',  'a: "\\ud800"\n',               1, 4, 'half of a surrogate pair'),
-    ('w.yaml',  'a: &a 1\nb: [!!str *a]\n',    2, 11, 'an alias has a name, but no anchor or tag'),
-    ('w.yaml',  'a: !!int "' + '9' * 2000 + '"\n', 1, 4, 'is too long'),
+    ('w.yaml',  'a: 1\n---\nb: 2\n',            2, 1, 'one YAML document is expected'),
+    ('w.yaml',  'a: "\\ud800"\n',               1, 5, 'write the character itself'),
+    ('w.yaml',  'a: &a 1\nb: [&b *a]\n',       2, 8, 'an anchor and * cannot follow each other'),
+    ('w.yaml',  'a: ' + '9' * 2000 + '\n',     1, 4, 'is too long'),
     ('w.yaml',  '<<: 5\n',                      1, 1, "'<<' needs a mapping"),
     ('w.json',  '{a: 1}',                       1, 2, 'name the file .json5'),
     ('w.json',  '{"a": 1,\n "a": 2}',           2, 2, "duplicate key 'a'"),

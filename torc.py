@@ -1422,7 +1422,7 @@ def is_deleted(path: str) -> bool:
 FORMATS = {'.yaml': 'yaml', '.yml': 'yaml', '.json': 'json', '.json5': 'json5', '.kdl': 'kdl',
            '.toml': 'toml'}
 MAX_NUMBER_CHARACTERS = 1000    # int() takes quadratic time
-MAX_ALIASED_VALUES = 5000000    # that the aliases of one text may stand for ("billion laughs")
+MAX_ALIASED_VALUES = 5000000    # of a text with aliases, which may stand for any number of them
 SHOWN_CHARACTERS = 100          # of a source line, under a message: one line of a terminal
 
 Positions = Dict[int, List[int]]
@@ -1503,6 +1503,22 @@ def normal_text(text: str) -> str:
     return text.replace('\r\n', '\n').replace('\r', '\n') if '\r' in text else text
 
 
+# Level by level and not by recursion, which would end at the depth that it is to find.
+def check_extent(value: Any, most: float = math.inf) -> None:
+    """Refuse a value that is nested too deeply, or holds more than so many values."""
+    level, count = [value], 0
+    for _ in range(MAX_DEPTH + 1):
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        if not containers:
+            return
+        count += sum(map(len, containers))
+        if count > most:
+            raise ValueError(f'with its aliases the file holds more than {most} values')
+        parts = (item.values() if isinstance(item, dict) else item for item in containers)
+        level = [child for part in parts for child in part]
+    raise ValueError(f'nested more than {MAX_DEPTH} levels deep')
+
+
 class TextReader:
     """What the readers share: the text, positions of containers, depth of nesting, and errors."""
 
@@ -1533,17 +1549,18 @@ class TextReader:
             return self.fail(at, str(error))
 
 
-# ======== 4a. YAML: one document of YAML 1.2 ========
+# ======== 4a. YAML: what people write of YAML 1.2 ========
 #
-# The core schema: only true and false are booleans. YamlText reads what is no collection, YamlReader the rest
-# by recursive descent; a text of several documents is split before.
+# Block and flow collections, plain and quoted text, text blocks, anchors on values, aliases, merge keys and
+# comments, with the core schema: only true and false are booleans. The rest of YAML (tags, directives, '? '
+# keys, further documents) is refused, so that nothing is read as what it is not.
 #
 # The expressions are ASCII, because YAML's white space is blank and tab only. In block context a plain text
 # ends before ': ' and ' #'; inside [ ] and { } also before , [ ] { }.
 
 YAML_FORBIDDEN = Expression('[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]')
-DOCUMENT_MARK = Expression(r'^(---|\.\.\.)(?=[ \t\n])', re.MULTILINE)
-YAML_DIRECTIVE = Expression(r'%YAML +\d+\.\d+(?: +#.*)?[ \t]*\Z', re.ASCII)
+YAML_START = Expression(r'((?:[ \t]*(?:#[^\n]*)?\n)*)---[ \t]*(?:[ \t]#[^\n]*)?\n')
+DOCUMENT_MARK = Expression(r'^(?:---|\.\.\.)(?=[ \t\n])', re.MULTILINE)
 BLANK_LINES = re.compile(r'(?:[ \t]*(?:#[^\n]*)?\n)*')
 SPACES = re.compile(r' *')
 BLANKS = re.compile(r'[ \t]*')
@@ -1574,8 +1591,7 @@ SINGLE_QUOTED = Expression(r"'([^']*(?:''[^']*)*)'")
 KEY_COLON = Expression(r'[ \t]*:(?=[ \t\n])')
 # Digit and chomping stand in any order (YAML 1.2.2, 8.1.1).
 TEXT_HEADER = Expression(r'([|>])(?:([1-9])([-+]?)|([-+])([1-9]?))?(?:[ \t]+#[^\n]*|[ \t]*)\n')
-ANCHOR = Expression(r'[&*][^\s,\[\]{}]+', re.ASCII)
-TAG = Expression(r'!(?:<[^>\s]*>|[^\s,\[\]{}]*)', re.ASCII)
+ANCHOR = Expression(r'[&*]([^\s,\[\]{}]+)', re.ASCII)
 # Blank lines, and the indentation of the line after them.
 TEXT_START = Expression(r'((?: *\n)*)( *)')
 CONTINUATION = Expression(r'(?:[ \t]*\n)+( *)[ \t]*')
@@ -1589,10 +1605,8 @@ YAML_ESCAPE = Expression(
     r'|\\(?:\n[ \t\n]*|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))', re.DOTALL)
 YAML_ESCAPES = {    # YAML 1.2.2, 5.7
     '0': '\0', 'a': '\a', 'b': '\b', 't': '\t', '\t': '\t', 'n': '\n', 'v': '\v', 'f': '\f', 'r': '\r',
-    'e': '\x1b', ' ': ' ', '"': '"', '/': '/', '\\': '\\', 'N': '\x85', '_': '\xa0', 'L': '\u2028',
-    'P': '\u2029',
+    'e': '\x1b', ' ': ' ', '"': '"', '/': '/', '\\': '\\',
 }
-SURROGATE = Expression('[\ud800-\udfff]')
 
 YAML_INTEGER = Expression(r'[-+]?[0-9]+\Z')
 YAML_FLOAT = Expression(r'[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z')
@@ -1606,14 +1620,9 @@ YAML_WORDS = {      # core schema: YAML 1.2.2, 10.3.2
     '+.inf': math.inf, '+.Inf': math.inf, '+.INF': math.inf,
     '-.inf': -math.inf, '-.Inf': -math.inf, '-.INF': -math.inf,
 }
-YAML_TAGS = {       # type that the value must have; None: text
-    '!': None, '!!str': None, '!!int': int, '!!float': float, '!!bool': bool, '!!null': type(None),
-    '!!map': dict, '!!set': dict, '!!seq': list, '!!omap': list,
-}
 TAB_INDENT = 'a tab character cannot be used for indentation; use spaces'
 NOT_HERE = ("a mapping value is not allowed here: put a text that contains ': ' in quotes, or check the "
             'indentation')
-COMPOUND_KEY = 'a list or mapping cannot be used as a key'
 
 
 def parse_plain(text: str) -> Any:
@@ -1638,20 +1647,8 @@ def fold_break(match: 're.Match') -> str:
     return ' ' if breaks == 1 else '\n' * (breaks - 1)
 
 
-class Properties(Row):
-    """What may stand before a value: &anchor and !tag, with their offset."""
-    at: int = 0
-    anchor: str = ''
-    tag: str = ''
-
-
-NO_PROPERTIES = Properties()
-
-
-# -------- yaml: reader --------
-
 class YamlText(TextReader):
-    """The parts of a YAML text that are no collections: layout, properties, scalars and keys.
+    """The parts of a YAML text that are no collections: layout, scalars and aliases.
 
     `at` and `column` are the next content after what has been read, and its column (-1 at the end of the
     text). The parameter `parent` is the indentation of the collection that a value belongs to. The text ends
@@ -1662,23 +1659,18 @@ class YamlText(TextReader):
         super().__init__(text)
         self.at = 0
         self.column = 0
-        self.anchors = {}           # type: Dict[str, Any]
-        self.plain_text = None      # type: Optional[str]  # source of the last scalar, if it was plain
-        self.sizes = {}             # type: Dict[int, Tuple[int, int, Any]]  # by id: number, depth, itself
-        self.aliased = 0            # values that the aliases so far stand for
+        self.anchors = {}       # type: Dict[str, Any]
+        self.alias_at = -1      # the last alias of a collection: with it, values may nest without end
 
     def skip_lines(self, start: int) -> None:
         """From the start of a line, go to the next content."""
-        text = self.text
-        start = BLANK_LINES.match(text, start).end()
+        text, start = self.text, BLANK_LINES.match(self.text, start).end()
         at = SPACES.match(text, start).end()
         if at >= len(text):
             self.at, self.column = at, -1
             return
         if text[at] == '\t':
-            tab, at = at, BLANKS.match(text, at).end()
-            if text[at] not in '[{]}':
-                self.fail(tab, TAB_INDENT)
+            self.fail(at, TAB_INDENT)
         self.at, self.column = at, at - start
 
     def end_line(self, at: int, start: int) -> None:
@@ -1692,7 +1684,7 @@ class YamlText(TextReader):
         """Something follows a complete value: say what was probably meant."""
         opening, found = self.text[start], self.text[at]
         if found == ':':
-            self.fail(at, COMPOUND_KEY if opening in '[{' else NOT_HERE)
+            self.fail(at, 'a list or mapping cannot be used as a key' if opening in '[{' else NOT_HERE)
         if opening in '[{*':
             self.fail(start, f'text that starts with {opening} must be in quotes')
         if opening == "'":
@@ -1701,85 +1693,9 @@ class YamlText(TextReader):
             self.fail(at, 'text goes on after the closing quote: write \\" for a quote inside double quotes')
         self.fail(at, f'unexpected {found!r} after a complete value')
 
-    def is_indicator(self, at: int, character: str) -> bool:
-        """Does '- ', '? ' or ': ' stand here?"""
-        return self.text[at] == character and self.text[at + 1] in ' \t\n'
-
-    # -------- anchors, tags, aliases --------
-
-    def read_properties(self, at: int) -> Tuple[Properties, int]:
-        """Anchor and tag before a value, in any order; and the offset of what follows them."""
-        text, start, anchor, tag = self.text, at, '', ''
-        while text[at] in '&!':
-            is_anchor = text[at] == '&'
-            match = (ANCHOR if is_anchor else TAG).match(text, at)
-            if not match or (anchor if is_anchor else tag):
-                self.fail(at, 'only one anchor and one tag may stand here; put text that starts with & or ! '
-                              'in quotes')
-            if is_anchor:
-                anchor = match.group()[1:]
-            else:
-                tag = match.group()
-            at = BLANKS.match(text, match.end()).end()
-            if at == match.end() and text[at] not in '\n,]}':
-                self.fail(at, 'expected a blank after the anchor or tag; put text that starts with & or ! in '
-                              'quotes')
-        return (Properties(start, anchor, tag) if at > start else NO_PROPERTIES), at
-
-    def apply_properties(self, properties: Properties, value: Any) -> Any:
-        """Give a value its tag's type and its anchor."""
-        if properties.tag:
-            value = self.apply_tag(properties.at, properties.tag, value)
-        if properties.anchor:
-            self.anchors[properties.anchor] = value
-        return value
-
-    def apply_tag(self, at: int, tag: str, value: Any) -> Any:
-        """The value as a tag wants it. Tags beyond YAML's core would need code that knows them: refused."""
-        if tag.startswith('!<tag:yaml.org,2002:'):
-            tag = '!!' + tag[20:-1]
-        if tag not in YAML_TAGS:
-            self.fail(at, f'the tag {tag} is not supported; put text that starts with ! in quotes')
-        wanted = YAML_TAGS[tag]
-        if isinstance(value, (dict, list)):
-            if tag == '!' or isinstance(value, wanted or ()):
-                return value
-            self.fail(at, f'the value does not fit the tag {tag}')
-        source = value if self.plain_text is None else self.plain_text
-        if wanted is None:
-            return source
-        typed = self.number(at, parse_plain, source) if isinstance(source, str) else source
-        if wanted is float and type(typed) in (int, Int):
-            typed = float(typed)
-        if not isinstance(typed, wanted) or wanted is int and isinstance(typed, bool):
-            self.fail(at, f'the value does not fit the tag {tag}')
-        return typed
-
-    def find_alias(self, at: int, word: str) -> Any:
-        """What '*name' stands for. Aliases share their value, so its expanded size is counted here."""
-        if word[1:] not in self.anchors:
-            self.fail(at, f'no anchor &{printable(word[1:])} stands above; put text that starts with * in '
-                          'quotes')
-        value = self.anchors[word[1:]]
-        if isinstance(value, (dict, list)):
-            size, depth = self.measure(value)[:2]
-            self.aliased += size
-            if self.aliased > MAX_ALIASED_VALUES:
-                self.fail(at, f'the aliases stand for more than {MAX_ALIASED_VALUES} values')
-            if self.depth + depth > MAX_DEPTH:
-                self.fail(at, f'with this alias, values are nested more than {MAX_DEPTH} levels deep')
-        return value
-
-    # Memoized by container, so that alias bombs ("billion laughs") are measured in linear time.
-    def measure(self, value: Any) -> Tuple[int, int, Any]:
-        """Number of values in a value, its depth, and itself, so that it lives as long as its id is known."""
-        if not isinstance(value, (dict, list)):
-            return 1, 0, value
-        if id(value) not in self.sizes:
-            inner = [self.measure(child) for child in (value.values() if isinstance(value, dict) else value)]
-            size, depth = sum(measure[0] for measure in inner), max([measure[1] for measure in inner] or [0])
-            self.sizes[id(value)] = (size + 1, depth + 1, value)
-        return self.sizes[id(value)]
+    def is_dash(self, at: int) -> bool:
+        """Does an item of a list begin here?"""
+        return self.text[at] == '-' and self.text[at + 1] in ' \t\n'
 
     # -------- scalars --------
 
@@ -1801,12 +1717,7 @@ class YamlText(TextReader):
                 break
             match = PLAIN_LINE.match(text, following) or self.fail(following, NOT_HERE)
         self.skip_lines(text.index('\n', end) + 1)
-        return self.plain_value(at, end)
-
-    def plain_value(self, at: int, end: int) -> Any:
-        """The value of an unquoted text."""
-        self.plain_text = LINE_FOLD.sub(fold_break, self.text[at:end])
-        return self.number(at, parse_plain, self.plain_text)
+        return self.number(at, parse_plain, LINE_FOLD.sub(fold_break, text[at:end]))
 
     def read_text_block(self, at: int, parent: int) -> str:
         """A literal | or folded > text."""
@@ -1831,7 +1742,6 @@ class YamlText(TextReader):
             # The line ends that are kept or cut do not take part (YAML 1.2.2, 8.1.1.2).
             kept = FOLDED_LINE.sub(lambda line: line.group(1) + (line.group(2) or ' '), kept)
         self.skip_lines(end)
-        self.plain_text = None
         return kept + ends[chomp or None]
 
     def find_text_indent(self, start: int, parent: int) -> int:
@@ -1857,7 +1767,6 @@ class YamlText(TextReader):
 
     def unquote(self, at: int, text: str) -> str:
         """The meaning of what stands between the quotes at `at`."""
-        self.plain_text = None
         if self.text[at] == "'":
             text = text.replace("''", "'")
             return LINE_FOLD.sub(fold_break, text) if '\n' in text else text
@@ -1865,13 +1774,7 @@ class YamlText(TextReader):
             return text
         # Escapes and folded lines in one pass: what an escape makes (a line break, say) must not be folded
         # again.
-        text = YAML_ESCAPE.sub(lambda match: self.unescape(at + 1, match), text)
-        if SURROGATE.search(text):
-            try:
-                text = text.encode('utf-16', 'surrogatepass').decode('utf-16')
-            except UnicodeDecodeError:
-                self.fail(at, 'half of a surrogate pair: write the character itself')
-        return text
+        return YAML_ESCAPE.sub(lambda match: self.unescape(at + 1, match), text)
 
     def unescape(self, start: int, match: 're.Match') -> str:
         """One escape or line break inside double quotes."""
@@ -1881,82 +1784,80 @@ class YamlText(TextReader):
         if found[1] == '\n':
             return '\n' * (found.count('\n') - 1)
         code = match.group(1) or match.group(2) or match.group(3)
-        if code and int(code, 16) <= sys.maxunicode:
+        # Halves of surrogate pairs are no characters.
+        if code and int(code, 16) <= sys.maxunicode and not 0xd800 <= int(code, 16) < 0xe000:
             return chr(int(code, 16))
         if code or match.group(4) not in YAML_ESCAPES:
-            self.fail(start + match.start(), f'unknown escape {found} in double quotes: '
-                                             'write \\\\ for a backslash, or use single quotes')
+            cure = 'write \\\\ for a backslash, or use single quotes'
+            cure = 'write the character itself' if code else cure
+            self.fail(start + match.start(), f'unknown escape {found} in double quotes: {cure}')
         return YAML_ESCAPES[match.group(4)]
 
-    # -------- keys --------
+    # -------- anchors --------
 
-    def read_key(self, at: int) -> Optional[Tuple[Any, int]]:
-        """A key on one line and the offset after its colon; None where the line holds no key."""
-        text = self.text
-        properties, start = self.read_properties(at)
-        character = text[start]
-        self.plain_text = None
-        if character in '"\'':
-            match = (DOUBLE_QUOTED if character == '"' else SINGLE_QUOTED).match(text, start)
-            # One that spans lines is no key.
-            match = match if match and '\n' not in match.group() else None
-            colon = match and KEY_COLON.match(text, match.end())
-            key = colon and self.unquote(start, match.group(1))
-        elif character == '*':
-            match = ANCHOR.match(text, start)
-            colon = match and properties is NO_PROPERTIES and KEY_COLON.match(text, match.end())
-            key = colon and self.check_key(start, self.find_alias(start, match.group()))
-        elif self.is_indicator(start, ':'):
-            colon, key = KEY_COLON.match(text, start), None
-            self.plain_text = ''
-        else:
-            colon = PLAIN_KEY.match(text, start)
-            self.plain_text = colon and colon.group(1)
-            key = colon and self.number(start, parse_plain, self.plain_text)
-        if not colon:
-            return None
-        if colon.end() - start > 1024:      # YAML 1.2.2, 7.4: so that a reader need not look further
-            self.fail(start, 'a key of more than 1024 characters')
-        return self.apply_properties(properties, key), colon.end()
+    def find_name(self, at: int) -> Tuple[str, int]:
+        """The name of the anchor or alias that begins here, and the offset after it."""
+        match = ANCHOR.match(self.text, at)
+        if not match:
+            self.fail(at, f'text that starts with {self.text[at]} must be in quotes')
+        return match.group(1), match.end()
 
-    def check_key(self, at: int, key: Any) -> Any:
-        """Keys are scalars."""
-        if isinstance(key, (dict, list)):
-            self.fail(at, COMPOUND_KEY)
-        return key
+    def find_alias(self, at: int) -> Tuple[Any, int]:
+        """What '*name' stands for, and the offset after it. Aliases share their value."""
+        name, end = self.find_name(at)
+        if name not in self.anchors:
+            self.fail(at, f'no anchor &{printable(name)} stands above; put text that starts with * in quotes')
+        if isinstance(self.anchors[name], (dict, list)):
+            self.alias_at = at
+        return self.anchors[name], end
 
-    def fail_duplicate(self, at: int, key: Any) -> None:
-        """Raise the error for a duplicate key."""
-        self.fail(at, f'duplicate key {key!r}: remove one, or rename it')
+    def skip_anchor(self, at: int) -> Tuple[str, int]:
+        """The name of the anchor at `at`, and the offset of its value."""
+        name, end = self.find_name(at)
+        start = BLANKS.match(self.text, end).end()
+        if self.text[start] in '&*!':
+            self.fail(start, f'an anchor and {self.text[start]} cannot follow each other; put text that '
+                             'starts with & in quotes')
+        return name, start
+
+    def merge(self, mapping: Dict[Any, Any], merged: List[Tuple[int, Any]]) -> None:
+        """'<<: *other' takes over the entries that the mapping does not have itself."""
+        for at, value in merged:
+            for other in value if isinstance(value, list) else [value]:
+                if not isinstance(other, dict):
+                    self.fail(at, "'<<' needs a mapping, or a list of mappings")
+                for key in other:
+                    mapping.setdefault(key, other[key])
 
 
 class YamlReader(YamlText):
-    """Reads one YAML document by recursive descent."""
+    """Reads a YAML text by recursive descent."""
 
-    def read(self, start: int, is_inline: bool) -> Any:
-        """The document's value. Inline: it may begin on the line of its '---'."""
-        if is_inline:
-            value = self.read_value(start, -1)
-        else:
-            self.skip_lines(start)
-            value = None if self.column < 0 else self.read_block(self.at, self.column, -1)
+    def read(self, start: int) -> Any:
+        """The value of the text from `start` on."""
+        self.skip_lines(start)
+        value = None if self.column < 0 else self.read_block(self.at, self.column, -1)
         if self.column >= 0:
             self.fail(self.at, 'this does not belong to the value before it: check the indentation')
+        if self.alias_at >= 0:
+            self.number(self.alias_at, check_extent, value, MAX_ALIASED_VALUES)
         return value
 
     # -------- block collections --------
 
-    def read_block(self, at: int, column: int, parent: int, outer: Properties = NO_PROPERTIES) -> Any:
+    def read_block(self, at: int, column: int, parent: int) -> Any:
         """A value that begins a line."""
+        if self.text[at] == '&':
+            self.fail(at, "an anchor must stand behind a key or dash, as in 'key: &name'; put text that "
+                          'starts with & in quotes')
         collection = self.read_collection(at, at, column)
-        return self.read_value(at, parent, outer=outer) if collection is None else collection
+        return self.read_value(at, parent) if collection is None else collection
 
     def read_collection(self, at: int, first: int, column: int) -> Any:
         """A sequence or mapping that begins at `first`, None if none does. Blanks stand after `at`."""
-        is_sequence = self.is_indicator(first, '-')
-        is_explicit = not is_sequence and self.is_indicator(first, '?')
-        key = None if is_sequence or is_explicit else self.read_key(first)
-        if not (is_sequence or is_explicit or key):
+        is_sequence = self.is_dash(first)
+        key = None if is_sequence else self.read_key(first)
+        if not (is_sequence or key):
             return None
         if '\t' in self.text[at:first]:
             self.fail(at, TAB_INDENT)
@@ -1970,7 +1871,7 @@ class YamlReader(YamlText):
             offsets.append(at)
             items.append(self.read_item(at, column))
             at = self.at
-            if self.column != column or not self.is_indicator(at, '-'):
+            if self.column != column or not self.is_dash(at):
                 break
         if self.column > column:
             self.fail(at, 'wrong indentation inside a list')
@@ -1992,13 +1893,12 @@ class YamlReader(YamlText):
                 return self.read_mapping(entry.end(), column + entry.end() - at)
         return self.read_value(at + 1, column, compact=at - column)
 
-    def read_mapping(self, at: int, column: int, key: Optional[Tuple[Any, int]] = None) -> Dict[Any, Any]:
-        """Entries 'key: value' at one column. `key` is the first one where it has been read already."""
+    def read_mapping(self, at: int, column: int, known: Optional[Tuple[Any, int]] = None) -> Dict[Any, Any]:
+        """Entries 'key: value' at one column. `known`: the first key, where it has been read already."""
         # Locals: this loop reads most lines of most files.
         text, match_simple = self.text, SIMPLE_ENTRY.match
-        mapping = {}        # type: Dict[Any, Any]
+        mapping, merged = {}, []    # type: Dict[Any, Any], List[Tuple[int, Any]]
         offsets = self.enter(at, mapping)
-        merge_at = -1
         while True:
             simple = match_simple(text, at)
             if simple and len(simple.group(4)) <= column:
@@ -2012,58 +1912,56 @@ class YamlReader(YamlText):
                     mapping[key] = plain.rstrip(' \t')
                 else:
                     mapping[key] = self.number(simple.start(3), parse_plain, plain.rstrip(' \t'))
+                offsets.append(at)
                 self.at, self.column = simple.end(), len(indent)
-            else:
-                if text.startswith('<<', at):
-                    merge_at = at
-                self.read_entry(mapping, at, column, key)
-            offsets.append(at)
-            at, key = self.at, None
+            else:       # values on several lines, collections
+                key, colon = known or self.read_key(at) or self.fail_no_key(at)
+                value = self.read_value(colon, column, after_key=True)
+                self.add_entry(mapping, key, value, at, merged)
+            at, known = self.at, None
             if self.column != column:
                 break
         if self.column > column:
             self.fail(at, 'wrong indentation: this line is indented more than the key that it should line up '
                           'with')
         self.depth -= 1
-        if merge_at >= 0:
-            self.merge(mapping, merge_at, offsets)
+        self.merge(mapping, merged)
         return mapping
 
-    def read_entry(self, mapping: Dict[Any, Any], at: int, column: int,
-                   known: Optional[Tuple[Any, int]]) -> None:
-        """Any other entry: '? key' lines, values on several lines, collections."""
-        if known is None and self.is_indicator(at, '?'):
-            key = self.check_key(at, self.read_value(at + 1, column, compact=at - column))
-            if key in mapping:
-                self.fail_duplicate(at, key)
-            mapping[key] = None
-            if self.column == column and self.is_indicator(self.at, ':'):
-                mapping[key] = self.read_value(self.at + 1, column, compact=self.at - column)
+    def add_entry(self, mapping: Dict[Any, Any], key: Any, value: Any, at: int,
+                  merged: List[Tuple[int, Any]]) -> None:
+        """Put an entry that begins at `at` into a mapping, or note that it is to be merged in the end."""
+        if self.text.startswith('<<', at) and key == '<<':
+            merged.append((at, value))
             return
-        key, colon = known or self.read_key(at) or self.fail_no_key(at)
         if key in mapping:
             self.fail_duplicate(at, key)
-        # So that '<<' keeps its number among the entries, by which its offset is found.
-        mapping[key] = None
-        mapping[key] = self.read_value(colon, column, after_key=True)
+        mapping[key] = value
+        self.positions[id(mapping)].append(at)
 
-    def merge(self, mapping: Dict[Any, Any], at: int, offsets: List[int]) -> None:
-        """'<<: *other' takes over the entries that the mapping does not have itself."""
-        if '<<' not in mapping:     # but a key that begins so
-            return
-        number = list(mapping).index('<<')
-        del offsets[number + 1]
-        value = mapping.pop('<<')
-        for other in value if isinstance(value, list) else [value]:
-            if not isinstance(other, dict):
-                self.fail(at, "'<<' needs a mapping, or a list of mappings")
-            for key in other:
-                mapping.setdefault(key, other[key])
+    def read_key(self, at: int) -> Optional[Tuple[Any, int]]:
+        """A key on one line and the offset after its colon; None where the line holds no key."""
+        text = self.text
+        if text[at] in '"\'':
+            match = (DOUBLE_QUOTED if text[at] == '"' else SINGLE_QUOTED).match(text, at)
+            # One that spans lines is no key.
+            colon = KEY_COLON.match(text, match.end()) if match and '\n' not in match.group() else None
+            key = colon and self.unquote(at, match.group(1))
+        else:
+            colon = PLAIN_KEY.match(text, at)
+            key = colon and self.number(at, parse_plain, colon.group(1))
+        if not colon:
+            return None
+        return key, colon.end()
+
+    def fail_duplicate(self, at: int, key: Any) -> None:
+        """Raise the error for a duplicate key."""
+        self.fail(at, f'duplicate key {key!r}: remove one, or rename it')
 
     def fail_no_key(self, at: int) -> None:
         """A line in a mapping that is no entry."""
         line = self.text[at:self.text.find('\n', at)]
-        if self.is_indicator(at, '-'):
+        if self.is_dash(at):
             self.fail(at, "a list item ('- ') cannot follow a mapping entry at the same indentation")
         if re.match(r'[\w.-]+:\S', line):
             self.fail(at, "expected 'key: value': a blank is missing after the colon")
@@ -2071,44 +1969,37 @@ class YamlReader(YamlText):
 
     # -------- any value --------
 
-    def read_value(self, at: int, parent: int, compact: int = -1, after_key: bool = False,
-                   outer: Properties = NO_PROPERTIES) -> Any:
+    def read_value(self, at: int, parent: int, compact: int = -1, after_key: bool = False) -> Any:
         """The value after an indicator that ends at `at`.
 
         compact: offset of the line's start where a collection may begin on this line ('- - x', '- a: b'),
-        else -1. after_key: a sequence may stand at the parent's own column. outer: properties that stand
-        alone on a line above.
+        else -1. after_key: a sequence may stand at the parent's own column.
         """
         text = self.text
         first = BLANKS.match(text, at).end()
-        if text[first] not in '&!':
-            return self.read_bare(at, first, parent, compact, after_key, NO_PROPERTIES)
-        properties, start = self.read_properties(first)
-        if outer.anchor and properties.anchor or outer.tag and properties.tag:
-            self.fail(first, 'two anchors or two tags on one value')
-        if text[start] == '*':
-            self.fail(start, 'an alias cannot have an anchor or tag')
-        value = self.read_bare(start, start, parent, -1, after_key, properties)
-        return self.apply_properties(properties, value)
+        character = text[first]
+        if character == '&':
+            name, first = self.skip_anchor(first)
+            self.anchors[name] = value = self.read_bare(first, parent, after_key)
+            return value
+        if compact >= 0:
+            collection = self.read_collection(at, first, first - compact)
+            if collection is not None:
+                return collection
+        return self.read_bare(first, parent, after_key)
 
-    def read_bare(self, at: int, first: int, parent: int, compact: int, after_key: bool,
-                  properties: Properties) -> Any:
-        """A value whose properties, if any, have been read. Blanks stand between `at` and `first`."""
+    def read_bare(self, first: int, parent: int, after_key: bool) -> Any:
+        """A value without its anchor, which begins at `first` or in a line below."""
         text = self.text
         character = text[first]
         if character == '\n' or character == '#' and text[first - 1] in ' \t\n':
             self.end_line(first if character == '\n' else first - 1, first)
             if self.column > parent:
-                return self.read_block(self.at, self.column, parent, properties)
-            if after_key and self.column == parent and self.is_indicator(self.at, '-'):
+                return self.read_block(self.at, self.column, parent)
+            if after_key and self.column == parent and self.is_dash(self.at):
                 return self.read_sequence(self.at, self.column)
-            self.plain_text = ''
             return None
-        if compact >= 0:
-            collection = self.read_collection(at, first, first - compact)
-            if collection is not None:
-                return collection
-        elif self.is_indicator(first, '-'):
+        if self.is_dash(first):
             self.fail(first, "a list item ('- ') must start on a line of its own")
         if character in '|>':
             return self.read_text_block(first, parent)
@@ -2141,182 +2032,109 @@ class YamlReader(YamlText):
 
     def read_flow(self, at: int, parent: int) -> Tuple[Any, int]:
         """A value inside brackets, or one that begins with a quote, bracket or '*'; and the offset after."""
-        text = self.text
-        properties, start = self.read_properties(at) if text[at] in '&!' else (NO_PROPERTIES, at)
-        start = self.skip_flow_space(start, parent)
-        character = text[start]
+        character = self.text[at]
+        if character == '&':
+            name, start = self.skip_anchor(at)
+            value, end = self.read_flow(self.skip_flow_space(start, parent), parent)
+            self.anchors[name] = value
+            return value, end
         if character in '"\'':
-            value, end = self.read_quoted(start, parent)
-        elif character in '[{':
-            value, end = self.read_flow_collection(start, parent)
-        elif character == '*':
-            match = ANCHOR.match(text, start)
-            if not match or properties.at:
-                self.fail(start, 'an alias has a name, but no anchor or tag; put text that starts with * in '
-                                 'quotes')
-            value, end = self.find_alias(start, match.group()), match.end()
-        elif properties.at and (character in ',]}' or character == ':' and text[start + 1] in ' \t\n,]}'):
-            self.plain_text = ''
-            value, end = None, start
-        else:
-            value, end = self.read_flow_plain(start, parent)
-        return self.apply_properties(properties, value), end
+            return self.read_quoted(at, parent)
+        if character == '*':
+            return self.find_alias(at)
+        if character == '[':
+            return self.read_flow_list(at, parent)
+        if character == '{':
+            return self.read_flow_mapping(at, parent)
+        return self.read_flow_plain(at)
 
-    def read_flow_plain(self, at: int, parent: int) -> Tuple[Any, int]:
-        """An unquoted text inside brackets."""
+    def read_flow_plain(self, at: int) -> Tuple[Any, int]:
+        """An unquoted text inside brackets, on one line."""
         text = self.text
         if not FLOW_START.match(text, at):
             self.fail(at, f'unexpected {text[at]!r} inside [ ] or {{ }}; put text that starts with it in '
                           'quotes')
-        match = FLOW_LINE.match(text, at)
-        while match:
-            end = match.end()
-            after = BLANKS.match(text, end).end()
-            if text[after] in '{[':
-                self.fail(after, f"'{text[after]}' inside a [list] must be in quotes, "
-                                 f"for example [\"{text[at:after + 1]}...\"]")
-            if text[after] != '\n':
-                break
-            following = self.skip_flow_space(after, parent)
-            is_other = text[following] in ',[]{}' or '#' in text[after:following]
-            match = None if is_other else FLOW_LINE.match(text, following)
-        return self.plain_value(at, end), end
+        end = FLOW_LINE.match(text, at).end()
+        after = BLANKS.match(text, end).end()
+        if text[after] in '{[':
+            self.fail(after, f"'{text[after]}' inside a [list] must be in quotes, "
+                             f"for example [\"{text[at:after + 1]}...\"]")
+        return self.number(at, parse_plain, text[at:end]), end
 
-    def read_flow_collection(self, at: int, parent: int) -> Tuple[Any, int]:
-        """[a, b: c, ...] or {a: b, c, ...}"""
-        text, is_list = self.text, self.text[at] == '['
-        values = [] if is_list else {}      # type: Any
-        closing, what = (']', 'list') if is_list else ('}', 'mapping')
-        offsets = self.enter(at, values)
-        merge_at = -1
+    def end_entry(self, at: int, parent: int, closing: str) -> int:
+        """After an entry inside brackets: the offset of the next one, or of the closing bracket."""
+        at = self.skip_flow_space(at, parent)
+        found = self.text[at]
+        if found == ',':
+            return self.skip_flow_space(at + 1, parent)
+        if found == ':':
+            self.fail(at, NOT_HERE)
+        if found != closing:
+            self.fail(at, f"expected ',' or '{closing}', found {found!r}")
+        return at
+
+    def read_flow_list(self, at: int, parent: int) -> Tuple[List[Any], int]:
+        """[a, b, ...]"""
+        items = []      # type: List[Any]
+        offsets = self.enter(at, items)
         at = self.skip_flow_space(at + 1, parent)
-        while text[at] != closing:
-            start = at
-            key, value, at, is_pair = self.read_flow_entry(at, parent, is_list)
-            offsets.append(start)
-            if is_list and is_pair:
-                values.append({self.check_key(start, key): value})
-                self.positions[id(values[-1])] = [start, start]
-            elif is_list:
-                values.append(key)
-            else:
-                self.check_flow_key(start, key, values, is_pair)
-                merge_at = start if text.startswith('<<', start) else merge_at
-                values[key] = value
-            if text[at] == ',':
-                at = self.skip_flow_space(at + 1, parent)
-            elif text[at] != closing:
-                self.fail(at, f"expected ',' or '{closing}' in a {what}, found {text[at]!r}")
+        while self.text[at] != ']':
+            offsets.append(at)
+            item, end = self.read_flow(at, parent)
+            items.append(item)
+            at = self.end_entry(end, parent, ']')
         self.depth -= 1
-        if merge_at >= 0:
-            self.merge(values, merge_at, offsets)
-        return values, at + 1
+        return items, at + 1
 
-    def check_flow_key(self, at: int, key: Any, mapping: Dict[Any, Any], is_pair: bool) -> None:
-        """Keys are scalars and stand once; 'a:b' was meant as a pair."""
-        if self.check_key(at, key) in mapping:
-            self.fail_duplicate(at, key)
-        if not is_pair and re.match(r'[\w.-]+:(?!//)', self.text[at:at + 200]):
-            self.fail(at, f'{key!r} would be a key without a value: '
-                          'a blank is missing after the colon, or put it in quotes')
-
-    def read_flow_entry(self, at: int, parent: int, in_list: bool) -> Tuple[Any, Any, int, bool]:
-        """One entry inside brackets: key (or lone value), value, the offset after it, and if it is a pair."""
-        text, start = self.text, at
-        is_explicit = self.is_indicator(at, '?')
-        if is_explicit:
-            at = self.skip_flow_space(at + 1, parent)
-        is_quoted = text[at] in '"\'[{'     # after these a colon needs no blank, as in JSON
-        if text[at] == ':' and text[at + 1] in ' \t\n,]}' or is_explicit and text[at] in ',]}':
-            key, end = None, at
-        else:
-            key, end = self.read_flow(at, parent)
-        at = self.skip_flow_space(end, parent)
-        if text[at] != ':' or not (is_quoted or text[at + 1] in ' \t\n,[]{}'):
-            return key, None, at, is_explicit
-        if in_list and not is_explicit and '\n' in text[start:at]:
-            self.fail(start, 'a key inside [ ] must be on one line')
+    def read_flow_mapping(self, at: int, parent: int) -> Tuple[Dict[Any, Any], int]:
+        """{a: b, c: d, ...}"""
+        text, opening = self.text, at
+        mapping, merged = {}, []    # type: Dict[Any, Any], List[Tuple[int, Any]]
+        self.enter(at, mapping)
         at = self.skip_flow_space(at + 1, parent)
-        if text[at] in ',]}':
-            return key, None, at, True
-        value, end = self.read_flow(at, parent)
-        return key, value, self.skip_flow_space(end, parent), True
+        while text[at] != '}':
+            key, colon = self.read_flow_key(at, parent, opening)
+            end = self.skip_flow_space(colon + 1, parent)
+            value, end = self.read_flow(end, parent) if text[end] not in ',}' else (None, end)
+            self.add_entry(mapping, key, value, at, merged)
+            at = self.end_entry(end, parent, '}')
+        self.depth -= 1
+        self.merge(mapping, merged)
+        return mapping, at + 1
 
-
-# -------- yaml: documents --------
-
-class YamlPart(Row):
-    """Where one document stands in a YAML text."""
-    start: int
-    end: int
-    is_inline: bool     # its value may begin on the line of its '---'
-
-
-def prepare_yaml(text: str) -> str:
-    """YAML text with plain line ends and one at its end; characters that YAML forbids are an error."""
-    text = normal_text(text)
-    found = YAML_FORBIDDEN.search(text)
-    if found:
-        raise problem_at(text, found.start(), f'the character {found.group()!r} is not allowed')
-    return text if text.endswith('\n') else text + '\n'
-
-
-def split_yaml(text: str) -> List[YamlPart]:
-    """The documents of a prepared YAML text. '---' and '...' end any value, so they are found first."""
-    # Found by str first: the expression would cost 10 % of the reading.
-    marks = []      # type: List[Tuple[int, str]]
-    if text.startswith(('---', '...')) or '\n---' in text or '\n...' in text:
-        marks = [(match.start(), match.group()) for match in DOCUMENT_MARK.finditer(text)]
-    parts = []      # type: List[YamlPart]
-    position, is_open = 0, False
-    for at, mark in marks + [(len(text), '')]:
-        if is_open:
-            parts.append(YamlPart(position, at, True))
-        else:
-            position = skip_directives(text, position, at, mark)
-            if BLANK_LINES.match(text, position, at).end() < at:
-                parts.append(YamlPart(position, at, False))
-        is_open, position = mark == '---', at + 3
-        if mark == '...':
-            match = LINE_END.match(text, position)
-            if not match:
-                raise problem_at(text, position, "unexpected text after '...'")
-            position = match.end()
-    return parts
-
-
-def skip_directives(text: str, start: int, end: int, mark: str) -> int:
-    """Skip '%' lines before a document. %YAML is checked, without effect; %TAG would change tags: refused."""
-    versions = 0
-    while True:
-        at = BLANK_LINES.match(text, start, end).end()
-        if at >= end or text[at] != '%':
-            break
-        start = text.index('\n', at) + 1
-        line = text[at:start - 1]
-        if YAML_DIRECTIVE.match(line):
-            versions += 1
-        elif line.startswith(('%YAML', '%TAG')):
-            raise problem_at(text, at, 'this directive is not supported; put text that starts with % in '
-                                       'quotes')
-        if versions > 1:
-            raise problem_at(text, at, 'a second %YAML directive')
-    if versions and (at < end or mark != '---'):
-        raise problem_at(text, min(at, len(text) - 1), "'---' is missing after the directive")
-    return start
+    def read_flow_key(self, at: int, parent: int, opening: int) -> Tuple[Any, int]:
+        """A key of the mapping whose { is at `opening`, and the offset of its colon."""
+        text, is_quoted = self.text, self.text[at] in '"\''
+        if text[at] in '[{&*':
+            self.fail(at, 'a list, mapping, anchor or alias cannot be used as a key')
+        key, end = self.read_flow(at, parent)
+        colon = self.skip_flow_space(end, parent)
+        # After quotes a colon needs no blank, as in JSON.
+        if text[colon] == ':' and (is_quoted or text[colon + 1] in ' \t\n,[]{}'):
+            return key, colon
+        if re.match(r'[\w.-]+:(?!//)', text[at:at + 200]):
+            self.fail(at, f'{key!r} is no key: a blank is missing after the colon')
+        return self.fail(opening, "text that starts with { must be in quotes, else {mappings} need "
+                                  "'key: value'")
 
 
 def load_yaml(text: str) -> Tuple[Any, str, Positions]:
     """The value of a YAML text with one document, the text as read, and the positions."""
-    text = prepare_yaml(text)
-    parts = split_yaml(text)
-    if len(parts) > 1:
-        raise problem_at(text, parts[1].start, f'the file holds {len(parts)} YAML documents, one is '
-                                               'expected: split it')
-    if not parts:
-        return None, text, {}
-    reader = YamlReader(text[:parts[0].end])
-    return reader.read(parts[0].start, parts[0].is_inline), text, reader.positions
+    text = normal_text(text)
+    found = YAML_FORBIDDEN.search(text)
+    if found:
+        raise problem_at(text, found.start(), f'the character {found.group()!r} is not allowed')
+    text += '' if text.endswith('\n') else '\n'
+    opening = YAML_START.match(text)
+    start = opening.end() if opening else 0
+    # Found by str first: the expression would cost 10 % of the reading.
+    if text.startswith(('---', '...')) or '\n---' in text or '\n...' in text:
+        mark = DOCUMENT_MARK.search(text, start)
+        if mark:
+            raise problem_at(text, mark.start(), f"one YAML document is expected: '{mark.group()}' may only "
+                                                 'stand at its begin, alone')
+    reader = YamlReader(text)
+    return reader.read(start), text, reader.positions
 
 
 # -------- writing --------
@@ -2324,48 +2142,27 @@ def load_yaml(text: str) -> Tuple[Any, str, Positions]:
 # Words that are text in every YAML, 1.1 too, without quotes: no number, no indicator, no ': ' or ' #'.
 PLAIN_WORDS = Expression(r'[A-Za-z_/](?:[A-Za-z0-9_./+=@$,-]|[ ](?=[A-Za-z0-9_./+=@$-]))*\Z')
 TEXT_LIKE_VALUES = frozenset('true false null yes no on off y n'.split())
-LITERAL_LINES = Expression(r'\S.*(?:\n(?:.*\S)?)*\n?\Z')
+# Several lines that can stand as they are: no blanks at the begin or before a line's end.
+LITERAL_LINES = Expression(r'\S.*\n(?:(?:.*\S)?\n)*.*\S\n?\Z')
 
 
 def format_yaml(value: Any) -> str:
     """A value of dicts, lists, texts, numbers, booleans and None -> YAML, which load_yaml reads back."""
-    return ''.join(line + '\n' for line in yaml_lines(value, ''))
+    return yaml_value(value, '').lstrip() + '\n'
 
 
-def yaml_lines(value: Any, indent: str) -> Iterator[str]:
-    """The lines of a dict or list; of anything else the one line."""
+def yaml_value(value: Any, indent: str) -> str:
+    """What stands after the colon of a key: lines below it, or a blank and the value."""
     if value and isinstance(value, dict):
-        for key, item in value.items():
-            yield from yaml_entry(f'{indent}{yaml_scalar(str(key))}:', item, indent + '  ')
-    elif value and isinstance(value, list):
-        for item in value:
-            if item and isinstance(item, (dict, list)):     # its first line stands behind the dash
-                lines = yaml_lines(item, indent + '  ')
-                yield f'{indent}- {next(lines)[len(indent) + 2:]}'
-                yield from lines
-            else:
-                yield from yaml_entry(f'{indent}-', item, indent + '  ')
-    else:
-        yield indent + yaml_scalar(value)
-
-
-def yaml_entry(before: str, item: Any, indent: str) -> Iterator[str]:
-    """An entry of a dict or list: what it holds stands behind `before`, or in the lines below."""
-    if item and isinstance(item, (dict, list)):
-        yield before
-        yield from yaml_lines(item, indent)
-    elif isinstance(item, str) and '\n' in item.rstrip('\n') and is_literal(item):
-        yield f"{before} |{'' if item.endswith(chr(10)) else '-'}"
-        for line in item.splitlines():
-            yield indent + line if line else ''
-    else:
-        yield f'{before} {yaml_scalar(item)}'
-
-
-def is_literal(text: str) -> bool:
-    """Whether a text of several lines can stand as it is: nothing invisible in it, no blanks at its begin."""
-    return bool(LITERAL_LINES.match(text)) and not text.endswith('\n\n') and all(
-        character.isprintable() for character in text.replace('\n', ''))
+        return ''.join(f'\n{indent}{yaml_scalar(str(key))}:{yaml_value(item, indent + "  ")}'
+                       for key, item in value.items())
+    if value and isinstance(value, list):       # the first line of an item stands behind its dash
+        return ''.join(f'\n{indent}- {yaml_value(item, indent + "  ").lstrip()}' for item in value)
+    is_literal = indent and isinstance(value, str) and LITERAL_LINES.match(value)
+    if is_literal and value.replace('\n', '').isprintable():
+        lines = re.sub('(?m)^(?=.)', indent, value)
+        return f' |\n{lines[:-1]}' if value.endswith('\n') else f' |-\n{lines}'
+    return ' ' + yaml_scalar(value)
 
 
 def yaml_scalar(value: Any) -> str:
@@ -2373,17 +2170,14 @@ def yaml_scalar(value: Any) -> str:
     if isinstance(value, str):
         if PLAIN_WORDS.match(value) and value.lower() not in TEXT_LIKE_VALUES:
             return value
-        quoted = json.dumps(value, ensure_ascii=False)
         return ''.join(character if character.isprintable() else f'\\U{ord(character):08x}'
-                       for character in quoted)
-    if isinstance(value, bool) or value is None or not isinstance(value, (int, float)):
-        return json.dumps(value)    # {} and [] among them
+                       for character in json.dumps(value, ensure_ascii=False))
     raw = getattr(value, 'raw', '')
-    if raw and load_yaml(raw)[0] == value:      # in YAML the source text is this number, too
+    if raw and parse_plain(raw) == value:       # in YAML the source text is this number, too
         return raw
     if isinstance(value, float) and not math.isfinite(value):
         return '.nan' if value != value else '.inf' if value > 0 else '-.inf'
-    return repr(float(value) if isinstance(value, float) else int(value))
+    return json.dumps(value)    # {} and [] among them
 
 
 # ======== 4b. JSON: JSON and JSON5, and TOML where Python reads it ========
@@ -2392,6 +2186,7 @@ def yaml_scalar(value: Any) -> str:
 # JSON5, and a second time JSON where positions and errors are asked for, which the library does not
 # report.
 
+SURROGATE = Expression('[\ud800-\udfff]')
 JSON5_SPACE = Expression(
     r'(?:[ \t\n\r\v\f\xa0\ufeff\u2028\u2029\u1680\u2000-\u200a\u202f\u205f\u3000]+'
     r'|//[^\n\r\u2028\u2029]*|/\*.*?\*/)*', re.DOTALL)
@@ -2527,21 +2322,10 @@ class Json5Reader(TextReader):
         return name, match.end()
 
 
-# Level by level and not by recursion, which would end at the depth that it is to find.
-def nested_too_deeply(value: Any) -> bool:
-    """Are there containers more than MAX_DEPTH levels deep?"""
-    level = [value] if isinstance(value, (dict, list)) else []
-    for _ in range(MAX_DEPTH):
-        children = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [child for values in children for child in values if isinstance(child, (dict, list))]
-    return bool(level)
-
-
 def read_strict_json(text: str) -> Any:
     """JSON by the standard library, with our numbers and limits. ValueError without a useful position."""
     value = parse_json(text, parse_whole, parse_finite)
-    if nested_too_deeply(value):
-        raise ValueError('nested too deeply')
+    check_extent(value)
     # The library lets half of a surrogate pair through, which no file, database or terminal takes later.
     if '\\u' in text and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
         raise ValueError('half of a surrogate pair')
@@ -2587,17 +2371,15 @@ def load_toml(text: str) -> Tuple[Any, str, Positions]:
     text = normal_text(text)
     try:
         value = tomllib.loads(text, parse_float=parse_fraction)
-        is_too_deep = nested_too_deeply(value)
+        check_extent(value)
     except RecursionError:
-        is_too_deep = True
+        raise problem_at(text, 0, f'nested more than {MAX_DEPTH} levels deep') from None
     except ValueError as error:
         where = re.search(r'\(at line ([0-9]+), column ([0-9]+)\)', str(error))
         lines = text.split('\n')
         number, column = map(int, where.groups()) if where else (len(lines), len(lines[-1]) + 1)
         offset = sum(len(line) + 1 for line in lines[:number - 1]) + column - 1
         raise problem_at(text, offset, f'TOML: {error}') from None
-    if is_too_deep:
-        raise problem_at(text, 0, f'nested more than {MAX_DEPTH} levels deep')
     return plain_dates(value), text, {}
 
 
