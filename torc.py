@@ -2397,33 +2397,47 @@ def plain_dates(value: Any) -> Any:
 # What the nodes of a workflow mean is decided in Documents, by the types of fields.
 #
 # KDL 2.0 without type annotations, which mean nothing here, and the forms of KDL 1 that do not clash with it
-# (true, r"raw", line breaks inside "...", '\/'): Torc's own files and its exporter mix the two.
+# (true, r"raw", line breaks inside "...", '\/'): Torc's own files and its exporter mix the two. Numbers are
+# decimal, comments do not nest.
 
 KDL_BLANK = '[ \t\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]'
 KDL_BREAK = '(?:\r\n|[\r\n\x0b\x0c\x85\u2028\u2029])'
-KDL_BLANKS = re.compile(KDL_BLANK + '+')
-KDL_LINE_END = re.compile(KDL_BREAK)
-KDL_COMMENT = Expression('//[^\r\n\x0b\x0c\x85\u2028\u2029]*')
-KDL_NODE_END = Expression('[;}]|//|\\Z|' + KDL_BREAK)
-KDL_COMMENT_MARK = Expression(r'/\*|\*/')
+KDL_COMMENT = '//[^\r\n\x0b\x0c\x85\u2028\u2029]*'
+KDL_WORD = r'[^\s\x0b\x0c\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\\/(){};\[\]"#=\ufeff]'
+KDL_SPACE = Expression(
+    rf'(?:{KDL_BLANK}+|/\*.*?\*/|\\{KDL_BLANK}*(?:{KDL_COMMENT})?(?:{KDL_BREAK}|\Z))*', re.DOTALL)
+# A backslash and what follows it are taken in one step, so that a text of many is read in linear time.
+KDL_TOKEN = Expression(
+    rf'(?P<end>;|{KDL_BREAK}|{KDL_COMMENT})|(?P<mark>/-|[{{}}=])|(?P<last>\Z)'
+    rf'|#(?P<keyword>true|false|null|-?inf|nan)(?!{KDL_WORD})'
+    r'|"""(?P<long>[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""|"(?!"")(?P<short>[^"\\]*(?:\\.[^"\\]*)*)"'
+    r'|(?:r(?=[#"])|(?=#))(?P<hash>#*)(?:"""(?P<raw_long>.*?)"""|"(?!"")(?P<raw>.*?)")(?P=hash)'
+    rf'|(?P<word>{KDL_WORD}+)', re.DOTALL)
+KDL_LINE_END = Expression(KDL_BREAK)
 KDL_FORBIDDEN = Expression(
     '[\x00-\x08\x0e-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]')
-KDL_WORD = Expression(
-    r'[^\s\x0b\x0c\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\\/(){};\[\]"#=\ufeff]+')
-KDL_NUMBER = Expression(
-    r'[-+]?(?:0x([0-9A-Fa-f][0-9A-Fa-f_]*)|0o([0-7][0-7_]*)|0b([01][01_]*)|'
-    r'([0-9][0-9_]*)(\.[0-9][0-9_]*)?([eE][-+]?[0-9][0-9_]*)?)\Z')
+KDL_NUMBER = Expression(r'[-+]?[0-9][0-9_]*((?:\.[0-9][0-9_]*)?(?:[eE][-+]?[0-9][0-9_]*)?)\Z')
 KDL_NUMBER_START = Expression(r'[-+]?\.?[0-9]')
-KDL_KEYWORD = Expression(
-    r'#(true|false|null|inf|-inf|nan)(?=[\s\x85\xa0\u1680\u2000-\u200a\u202f\u205f\u3000\\/(){};]|\Z)')
 KDL_KEYWORDS = {
     'true': True, 'false': False, 'null': None, 'inf': math.inf, '-inf': -math.inf, 'nan': math.nan}
-KDL_QUOTED = Expression(r'"([^"\\]*(?:\\.[^"\\]*)*)"', re.DOTALL)
-KDL_LONG_QUOTED = Expression(r'"""([^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""', re.DOTALL)
-KDL_RAW_START = Expression(r'r?(#*)((?<=#)"""|")')
-KDL_ESCAPE = Expression(rf'\\(?:u\{{([0-9A-Fa-f]{{1,6}})\}}|((?:{KDL_BLANK}|{KDL_BREAK})+)|(.))', re.DOTALL)
-KDL_SPACE_ESCAPE = Expression(rf'\\(\\|(?:{KDL_BLANK}|{KDL_BREAK})+)')
-KDL_ESCAPES = {'n': '\n', 'r': '\r', 't': '\t', '\\': '\\', '"': '"', 'b': '\b', 'f': '\f', 's': ' '}
+KDL_ESCAPE = Expression(rf'\\(?:u\{{([0-9A-Fa-f]{{1,6}})\}}|((?:{KDL_BLANK}|{KDL_BREAK})+)|(.?))', re.DOTALL)
+KDL_ESCAPES = {'n': '\n', 'r': '\r', 't': '\t', '\\': '\\', '"': '"', 'b': '\b', 'f': '\f', 's': ' ',
+               '/': '/'}
+KDL_FAULTS = {      # where no token begins: first character -> what is wrong
+    '(': 'a type such as {} has no meaning here: remove it',
+    '"': 'text in quotes is not closed',
+    '#': 'after # comes true, false, null, inf, -inf, nan or a raw text in quotes, with as many # after it',
+    '/': 'the comment is not closed',
+    '\\': 'a \\ outside of quotes may only stand at the end of a line',
+}
+
+
+class KdlToken(Row):
+    """One word of a KDL text."""
+    kind: str       # 'text', 'value' (what is no text), 'end' (of a node), 'last', or the mark itself
+    value: Any
+    at: int
+    is_joined: bool     # no blank stands before it
 
 
 class KdlNode(Row):
@@ -2431,221 +2445,174 @@ class KdlNode(Row):
     name: str
     args: List[Any]
     props: Dict[str, Any]
-    children: List[Any]     # of KdlNode
+    children: Optional[List[Any]]       # of KdlNode; None where no { } stands
     offset: int
     offsets: Dict[Union[int, str], int]
-    has_block: bool         # { } stands, be it empty
 
 
 class KdlReader(TextReader):
-    """Reads a KDL text by recursive descent. Every read_ answers what it read and the offset after it."""
+    """Reads a KDL text: tokens, and nodes by recursive descent."""
 
-    def skip_space(self, at: int, over_lines: bool, over_joints: bool = True) -> int:
-        """White space, comments and continued lines; line ends too where asked."""
-        text = self.text
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.tokens = self.read_tokens()
+        self.next = next(self.tokens)
+
+    # -------- tokens --------
+
+    def read_tokens(self) -> Iterator[KdlToken]:
+        """The tokens one after the other; the last one again and again."""
+        end = 0
         while True:
-            match = KDL_BLANKS.match(text, at)
-            if not match and over_lines:
-                match = KDL_LINE_END.match(text, at) or KDL_COMMENT.match(text, at)
-            if match:
-                at = match.end()
-            elif text.startswith('/*', at):
-                at = self.skip_comment(at)
-            elif over_joints and text.startswith('\\', at):
-                at = self.skip_continuation(at)
-            else:
-                return at
+            at = KDL_SPACE.match(self.text, end).end()
+            match = KDL_TOKEN.match(self.text, at) or self.fail_token(at)
+            yield KdlToken(*self.read_token(match), at, at == end)
+            end = match.end()
 
-    def skip_comment(self, start: int) -> int:
-        """/* ... */, which may be nested."""
-        at, depth = start + 2, 1
-        while depth:
-            match = KDL_COMMENT_MARK.search(self.text, at) or self.fail(start, 'the comment is not closed')
-            depth += 1 if match.group() == '/*' else -1
-            at = match.end()
-        return at
+    def fail_token(self, at: int) -> None:
+        """No token begins here."""
+        fault = KDL_FAULTS.get(self.text[at], f'unexpected {self.text[at]!r}')
+        self.fail(at, fault.format(printable(self.text[at:at + 40].partition(')')[0]) + ')'))
 
-    def skip_continuation(self, start: int) -> int:
-        """A backslash that joins the next line to this one."""
-        at = self.skip_space(start + 1, False, False)   # a file of backslashes must not recurse
-        comment = KDL_COMMENT.match(self.text, at)
-        at = comment.end() if comment else at
-        match = KDL_LINE_END.match(self.text, at)
-        if not match and at < len(self.text):
-            self.fail(start, 'a \\ outside of quotes may only stand at the end of a line')
-        return match.end() if match else at
+    def read_token(self, match: 're.Match') -> Tuple[str, Any]:
+        """Kind and value of a token."""
+        kind = match.lastgroup
+        text, start = match.group(kind), match.start(kind)
+        if kind == 'word':
+            return self.read_word(start, text)
+        if kind == 'mark':
+            return text, text
+        if kind in ('end', 'last'):
+            return kind, text
+        if kind == 'keyword':
+            return 'value', KDL_KEYWORDS[text]
+        if kind in ('long', 'raw_long'):
+            text = self.dedent(start, text)
+        if kind in ('long', 'short') and '\\' in text:
+            text = KDL_ESCAPE.sub(lambda escape: self.unescape(start, escape), text)
+        return 'text', text
 
-    def read_nodes(self, at: int, is_inner: bool) -> Tuple[List[KdlNode], int]:
-        """The nodes of the whole text, or up to the '}' that closes a block."""
-        text, nodes = self.text, []     # type: str, List[KdlNode]
-        self.enter(at, nodes)
-        while True:
-            at = self.skip_space(at, True)
-            while text.startswith(';', at):
-                at = self.skip_space(at + 1, True)
-            if at >= len(text) or text[at] == '}':
-                break
-            is_dropped = text.startswith('/-', at)
-            node, at = self.read_node(self.skip_space(at + 2, True) if is_dropped else at)
-            if not is_dropped:
-                nodes.append(node)
-        if (at < len(text)) != is_inner:
-            self.fail(at, "'}' is missing" if is_inner else "unexpected '}'")
-        self.depth -= 1
-        return nodes, at
-
-    def read_node(self, at: int) -> Tuple[KdlNode, int]:
-        """A node with its values and block, and the ';' that may end it."""
-        text = self.text
-        # Three states: values may follow (with a blank before each), a block has been seen, the node has
-        # ended.
-        name, end = self.read_text(at) or self.fail(at, 'expected the name of a node, found '
-                                                        f'{text[at:at + 1]!r}')
-        node = KdlNode(name, [], {}, [], at, {}, False)
-        has_block = is_after_block = False
-        while True:
-            at = self.skip_space(end, False)
-            is_dropped = text.startswith('/-', at)
-            has_gap = at > end or is_dropped
-            at = self.skip_space(at + 2, True) if is_dropped else at
-            if text.startswith('{', at):
-                if has_block and not is_dropped:
-                    self.fail(at, 'a node can have only one { } block')
-                has_block, is_after_block = has_block or not is_dropped, True
-                children, end = self.read_nodes(at + 1, True)
-                end += 1
-                if not is_dropped:
-                    node.children.extend(children)
-                continue
-            if not is_dropped and KDL_NODE_END.match(text, at):
-                break
-            if is_after_block:
-                self.fail(at, 'values must come before the { } block')
-            if not has_gap:
-                self.fail(at, f'expected a blank before {text[at:at + 1]!r}')
-            end = self.read_entry(node, at, is_dropped)
-        return node._replace(has_block=has_block), at + text.startswith(';', at)
-
-    def read_entry(self, node: KdlNode, at: int, is_dropped: bool) -> int:
-        """One argument or property of a node."""
-        value, end = self.read_value(at)
-        equals = self.skip_space(end, False)
-        name = len(node.args)       # type: Union[int, str]
-        is_property = self.text.startswith('=', equals)
-        if is_property:
-            if not isinstance(value, str):
-                self.fail(at, 'the name of a property must be text')
-            name = value
-            value, end = self.read_value(self.skip_space(equals + 1, False))
-        if is_dropped:
-            return end
-        if is_property:
-            node.props.pop(name, None)      # of two with one name KDL keeps the last
-            node.props[name] = value
-        else:
-            node.args.append(value)
-        node.offsets[name] = at
-        return end
-
-    def read_value(self, at: int) -> Tuple[Any, int]:
-        """A value and the offset after it."""
-        match = KDL_KEYWORD.match(self.text, at)
-        if match:
-            return KDL_KEYWORDS[match.group(1)], match.end()
-        return self.read_text(at, True) or self.fail(at, f'expected a value, found {self.text[at:at + 1]!r}')
-
-    def read_text(self, at: int, is_value: bool = False) -> Optional[Tuple[Any, int]]:
-        """Text in quotes or a bare word; as a value also a number. None where there is neither."""
-        character = self.text[at:at + 1]
-        if character == '(':
-            word = printable(self.text[at + 1:].partition(')')[0][:40])
-            self.fail(at, f'a type such as ({word}) has no meaning here: remove it')
-        if character == '"':
-            return self.read_quoted(at)
-        if character == '#' or self.text.startswith(('r"', 'r#'), at):
-            return self.read_raw(at)
-        match = KDL_WORD.match(self.text, at)
-        if not match:
-            return None
-        word, end = match.group(), match.end()
-        if self.text[end:end + 1] in ('"', '#'):
-            self.fail(end, 'expected a blank before the quote')
-        if KDL_NUMBER_START.match(word):
-            return self.read_number(at, word, is_value), end
+    def read_word(self, at: int, word: str) -> Tuple[str, Any]:
+        """A bare word: text, or a decimal number with optional underscores, or a keyword of KDL 1."""
+        if word in JSON_WORDS:
+            return 'value', JSON_WORDS[word]
         if word in KDL_KEYWORDS:
-            if not (is_value and word in JSON_WORDS):
-                self.fail(at, f'write #{word}, or "{word}" for text')
-            return JSON_WORDS[word], end
-        return word, end
-
-    def read_number(self, at: int, word: str, is_value: bool) -> Union[int, float]:
-        """A number with optional underscores, decimal or with the prefix 0x, 0o or 0b."""
+            self.fail(at, f'write #{word}, or "{word}" for text')
+        if not KDL_NUMBER_START.match(word):
+            return 'text', word
         match = KDL_NUMBER.match(word)
-        if not match or not is_value:
+        if not match:
             self.fail(at, f'{printable(word[:40])!r} begins like a number and is none: put it in quotes')
         plain = word.replace('_', '')
-        if match.group(5) or match.group(6):
-            value = self.number(at, parse_fraction, plain)
-            return value if plain == word else keep_source(Float(value), word)
-        base = 10 if match.group(4) else 16 if match.group(1) else 8 if match.group(2) else 2
-        digits = plain.lstrip('+-')
-        return self.number(at, parse_whole, word, digits if base == 10 else digits[2:], base)
+        if not match.group(1):
+            return 'value', self.number(at, parse_whole, word, plain.lstrip('+-'))
+        value = self.number(at, parse_fraction, plain)
+        return 'value', value if plain == word else keep_source(Float(value), word)
 
-    def read_raw(self, at: int) -> Tuple[str, int]:
-        """#"raw text"#"""
-        match = KDL_RAW_START.match(self.text, at)
-        if not match:
-            self.fail(at, 'after # comes true, false, null, inf, -inf, nan or a raw text in quotes')
-        start, closing = match.end(), match.group(2) + match.group(1)
-        end = self.text.find(closing, start)
-        if end < 0:
-            self.fail(at, f'the raw text is not closed: {closing} is missing')
-        value = self.text[start:end]
-        return self.dedent(start, value) if match.group(2) == '"""' else value, end + len(closing)
-
-    def read_quoted(self, at: int) -> Tuple[str, int]:
-        """Text in quotes; in three of them it may have several lines."""
-        is_long = self.text.startswith('"""', at)
-        match = (KDL_LONG_QUOTED if is_long else KDL_QUOTED).match(self.text, at)
-        if not match:
-            self.fail(at, 'text in quotes is not closed')
-        start, value = match.start(1), match.group(1)
-        value = self.dedent(start, value, True) if is_long else value
-        if '\\' in value:
-            value = KDL_ESCAPE.sub(lambda escape: self.unescape(start, escape), value)
-        return value, match.end()
-
-    def dedent(self, start: int, value: str, has_escapes: bool = False) -> str:
+    def dedent(self, start: int, text: str) -> str:
         """The lines between three quotes, without the indentation of the closing ones."""
-        value = KDL_LINE_END.sub('\n', value)
-        if has_escapes:     # a backslash and white space join lines before the indentation is looked at
-            value = KDL_SPACE_ESCAPE.sub(lambda match: '\\\\' if match.group(1) == '\\' else '', value)
-        lines = value.split('\n')
-        first, indent = lines[0], lines[-1]
-        if first or len(lines) < 2:
+        first, *lines = KDL_LINE_END.sub('\n', text).split('\n')
+        if first or not lines:
             self.fail(start, 'the text must start on the line after the three quotes')
-        if KDL_BLANKS.sub('', indent):
+        indent = lines.pop()
+        if indent.strip():
             self.fail(start, 'the three closing quotes must be on a line of their own')
-        kept = []
-        for line in lines[1:-1]:
-            # Blank lines need no indentation and lose what they have.
-            is_blank = not KDL_BLANKS.sub('', line)
-            if not is_blank and not line.startswith(indent):
-                self.fail(start, 'a line of this text is indented less than the closing quotes')
-            kept.append('' if is_blank else line[len(indent):])
-        return '\n'.join(kept)
+        # Blank lines need no indentation and lose what they have.
+        if any(line.strip() and not line.startswith(indent) for line in lines):
+            self.fail(start, 'a line of this text is indented less than the closing quotes')
+        return '\n'.join(line[len(indent):] if line.strip() else '' for line in lines)
 
     def unescape(self, start: int, match: 're.Match') -> str:
-        """What one escape stands for."""
+        """What one escape stands for; before white space a backslash removes it."""
         code, space, character = match.groups()
         if space:
             return ''
         if code and int(code, 16) <= sys.maxunicode and not 0xd800 <= int(code, 16) < 0xe000:
             return chr(int(code, 16))
-        if code or character not in KDL_ESCAPES and character != '/':
+        if code or character not in KDL_ESCAPES:
             self.fail(start + match.start(), f'unknown escape {printable(match.group())}: '
                                              'write \\\\ for a backslash, or #"..."# for raw text')
-        return KDL_ESCAPES.get(character, '/')
+        return KDL_ESCAPES[character]
+
+    # -------- nodes --------
+
+    def take(self) -> KdlToken:
+        """The next token, which is done with."""
+        token, self.next = self.next, next(self.tokens)
+        return token
+
+    def skip_ends(self) -> None:
+        """Skip line ends, comments and ';'."""
+        while self.next.kind == 'end':
+            self.take()
+
+    def take_drop(self) -> bool:
+        """Does '/-' stand here, which drops what follows?"""
+        is_dropped = self.next.kind == '/-'
+        if is_dropped:
+            self.take()
+            self.skip_ends()
+        return is_dropped
+
+    def read_nodes(self, at: int, closing: str) -> List[KdlNode]:
+        """The nodes of the whole text, or of a block, up to what closes it."""
+        nodes = []      # type: List[KdlNode]
+        self.enter(at, nodes)
+        self.skip_ends()
+        while self.next.kind not in ('}', 'last'):
+            is_dropped = self.take_drop()
+            node = self.read_node()
+            if not is_dropped:
+                nodes.append(node)
+            self.skip_ends()
+        if self.next.kind != closing:
+            self.fail(self.next.at, "'}' is missing" if closing == '}' else "unexpected '}'")
+        self.depth -= 1
+        return nodes
+
+    def read_node(self) -> KdlNode:
+        """A node with its values and block."""
+        name = self.take()
+        if name.kind != 'text':
+            self.fail(name.at, f'expected the name of a node, found {self.text[name.at:name.at + 1]!r}')
+        node, is_after_block = KdlNode(name.value, [], {}, None, name.at, {}), False
+        while self.next.kind not in ('end', '}', 'last'):
+            is_dropped = self.take_drop()
+            token = self.take()
+            if token.kind == '{':
+                block = self.read_nodes(token.at, '}')
+                self.take()
+                is_after_block = True
+                if node.children is not None and not is_dropped:
+                    self.fail(token.at, 'a node can have only one { } block')
+                node = node if is_dropped else node._replace(children=block)
+            elif token.kind not in ('text', 'value'):
+                self.fail(token.at, f'expected a value, found {self.text[token.at:token.at + 1]!r}')
+            elif is_after_block:
+                self.fail(token.at, 'values must come before the { } block')
+            elif token.is_joined and not is_dropped:
+                self.fail(token.at, f'expected a blank before {self.text[token.at:token.at + 1]!r}')
+            else:
+                self.read_entry(node, token, is_dropped)
+        return node
+
+    def read_entry(self, node: KdlNode, token: KdlToken, is_dropped: bool) -> None:
+        """One argument or property of a node, which begins with a token."""
+        name, value = len(node.args), token.value   # type: Union[int, str], Any
+        if self.next.kind == '=':
+            self.take()
+            given = self.take()
+            if token.kind != 'text' or given.kind not in ('text', 'value'):
+                self.fail(token.at, 'a property is name=value, and its name is text')
+            name, value = token.value, given.value
+        if is_dropped:
+            return
+        node.offsets[name] = token.at
+        if isinstance(name, int):
+            node.args.append(value)
+        else:
+            node.props.pop(name, None)      # of two with one name KDL keeps the last
+            node.props[name] = value
 
 
 def read_kdl_nodes(text: str) -> List[KdlNode]:
@@ -2653,7 +2620,7 @@ def read_kdl_nodes(text: str) -> List[KdlNode]:
     found = KDL_FORBIDDEN.search(text)
     if found:
         raise problem_at(text, found.start(), f'the character {found.group()!r} is not allowed')
-    return KdlReader(text).read_nodes(0, False)[0]
+    return KdlReader(text).read_nodes(0, 'last')
 
 
 # ======== 5. Spec: what a workflow file may say ========
@@ -3337,7 +3304,7 @@ class KdlSpec(TextReader):
         """Put what a node says into the block that it stands in."""
         at = node.offset
         field, shape, inner = self.find_meaning(kind, node.name, at)
-        if shape in ('one', 'list') and (node.props or node.has_block):
+        if shape in ('one', 'list') and (node.props or node.children is not None):
             self.fail(at, f'{node.name!r} takes values only, no properties and no {{ }} block')
         if shape not in ('list', 'blocks') and field in block:
             self.fail(at, f'{node.name!r} stands twice: remove one')
@@ -3349,7 +3316,7 @@ class KdlSpec(TextReader):
             self.add(self.add_list(block, field, at), None, self.read_block(inner, node), at)
         elif shape == 'block':
             self.add(block, field, self.read_block(inner, node), at)
-        elif shape == 'map' or shape == 'json' and node.has_block:
+        elif shape == 'map' or shape == 'json' and node.children is not None:
             self.add(block, field, self.read_map(node), at)
         else:
             value = self.one_value(node)
@@ -3392,14 +3359,14 @@ class KdlSpec(TextReader):
             at = node.offsets[name]
             if self.find_meaning(kind, name, at)[1] not in ('one', 'list', 'json'):
                 self.fail(at, f'{name!r} cannot be a property: write it in the {{ }} block')
-            self.add_node(block, kind, KdlNode(name, [value], {}, [], at, {0: at}, False))
-        for child in node.children:
+            self.add_node(block, kind, KdlNode(name, [value], {}, None, at, {0: at}))
+        for child in node.children or ():
             self.add_node(block, kind, child)
         return block
 
     def read_map(self, node: KdlNode) -> Any:
         """Free names: each child is a key; its value is one argument, a list of several, or a block."""
-        if not (node.has_block or node.props):
+        if node.children is None and not node.props:
             if len(node.args) < 2:
                 return self.one_value(node)
             return self.add_values(self.container([], node.offset), node)
@@ -3408,7 +3375,7 @@ class KdlSpec(TextReader):
         mapping = self.container({}, node.offset)
         for name, value in node.props.items():
             self.add(mapping, name, value, node.offsets[name])
-        for child in node.children:
+        for child in node.children or ():
             if child.name in mapping:
                 self.fail(child.offset, f'{printable(child.name)!r} stands twice: remove one')
             self.add(mapping, child.name, self.read_map(child), child.offset)
