@@ -11157,30 +11157,27 @@ class RegistrationTest(WorldTest):
         server = dict(torc.describe_process(), url='http://127.0.0.1:1', server_id=name, database=database, **more)
         return torc.register_server(server)
 
-    def test_each_server_has_a_private_file_that_a_new_start_replaces(self) -> None:
-        path = self.register('a.db', start=1)
-        self.assertEqual((0o600, 0o700), (os.stat(path).st_mode & 0o777, os.stat(os.path.dirname(path)).st_mode & 0o777))
-        self.assertEqual(path, self.register('a.db', start=2))
-        other = self.register('b.db')
-        self.assertEqual({path: 2, other: None}, {path: server.get('start') for path, server in torc.list_registrations().items()})
-        torc.unregister_server(path, {'server_id': 'another'})
-        torc.unregister_server(other, {'server_id': 'b.db'})
-        self.assertEqual([path], list(torc.list_registrations()))
-
-    def test_a_database_on_a_network_file_system_is_registered_once_whichever_host_serves_it(self) -> None:
-        for is_network, count in ((False, 2), (True, 1)):
-            with self.subTest(is_network), unittest.mock.patch.object(torc, 'is_network_path', lambda path: is_network):
-                with unittest.mock.patch('socket.gethostname', lambda: 'login2'):
-                    self.register('a.db')
-                self.register('a.db')
-                self.assertEqual(count, len(torc.list_registrations()))
-
-    def test_files_of_another_user_are_passed_over_and_damaged_ones_are_not(self) -> None:
+    def test_the_server_that_was_started_last_is_registered_until_its_own_end(self) -> None:
         path = self.register('a.db')
-        with unittest.mock.patch('os.geteuid', lambda: 12345):
-            self.assertEqual({}, torc.list_registrations())
-        torc.write_atomically(path, b'{')
-        self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.list_registrations)
+        self.assertEqual((0o600, 0o700), (os.stat(path).st_mode & 0o777, os.stat(os.path.dirname(path)).st_mode & 0o777))
+        self.assertEqual(path, self.register('b.db'))
+        torc.unregister_server(path, {'server_id': 'a.db'})
+        self.assertEqual((self.world.path('b.db'), path), torc.find_database())
+        torc.unregister_server(path, {'server_id': 'b.db'})
+        self.assertIsNone(torc.read_registration())
+
+    def test_only_who_has_the_very_database_forgets_its_server(self) -> None:
+        for name, host, is_network, is_kept in (('b.db', None, False, True), ('a.db', 'login2', False, True),
+                                                ('a.db', 'login2', True, False), ('a.db', None, False, False)):
+            path = self.register('a.db', **{'host': host} if host else {})
+            with self.subTest(name=name, host=host), unittest.mock.patch.object(torc, 'is_network_path', lambda path: is_network):
+                torc.forget_server(self.world.path(name))
+            self.assertEqual(is_kept, os.path.exists(path))
+
+    def test_a_damaged_file_is_an_error_to_who_needs_it(self) -> None:
+        torc.write_atomically(self.register('a.db'), b'{')
+        self.assertRaisesRegex(torc.Denied, 'is damaged: remove it', torc.find_database)
+        self.assertEqual('', torc.other_database(self.world.path('b.db')))
 
     def test_the_state_of_another_user_is_passed_over(self) -> None:
         path = self.register('a.db')
@@ -11188,8 +11185,7 @@ class RegistrationTest(WorldTest):
         embedded = (os.path.abspath(torc.EMBEDDED_DATABASE), '')
         with unittest.mock.patch('os.geteuid', lambda: 12345):
             self.assertEqual(embedded, torc.find_database())
-        with unittest.mock.patch('os.listdir', side_effect=PermissionError), \
-                unittest.mock.patch('os.scandir', side_effect=PermissionError):
+        with unittest.mock.patch('os.lstat', side_effect=PermissionError):
             self.assertEqual(embedded, torc.find_database())
 
     def test_a_registration_in_a_read_only_home_is_no_error(self) -> None:
@@ -11200,21 +11196,8 @@ class RegistrationTest(WorldTest):
             self.assertEqual((os.path.abspath(torc.EMBEDDED_DATABASE), ''), torc.find_database())
         self.assertTrue(os.path.exists(path))
 
-    def test_a_server_that_ends_while_one_looks_hides_no_other(self) -> None:
-        kept, gone = sorted([self.register('a.db'), self.register('b.db')])
-
-        def end_a_server() -> int:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(gone)
-            return own
-        own = os.geteuid()
-        with unittest.mock.patch('os.geteuid', end_a_server):
-            self.assertEqual([kept], torc.registration_files())
-
     def test_a_server_that_cannot_be_registered_serves_all_the_same(self) -> None:
-        os.makedirs(torc.state_directory())
-        with open(os.path.join(torc.state_directory(), 'servers'), 'w'):
-            pass
+        self.world.write(torc.state_directory(), '')
         self.world.serve('-d', 'my.db')
         how = f"commands find it with --db {shlex.quote(self.world.path('my.db'))}\n"
         self.assertIn(how, self.world.server.out)
@@ -14350,19 +14333,17 @@ class TravelTest(WorldTest):
             runner.will_need_server = True
             self.assertRaisesRegex(torc.Unreachable, 'goes on in the next one', runner.open)
         outcome = self.assertExit(3, self.world.cli('workflows', 'list'), 'its allocation, Slurm job 17 on host')
-        self.assertIn(f"rm {shlex.quote(torc.registration_files()[0])} {shlex.quote(self.path)}", outcome.err)
+        self.assertIn(f"rm {shlex.quote(torc.registration_path())} {shlex.quote(self.path)}", outcome.err)
         self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'), 'No workflows found')
         self.assertExit(3, self.world.cli('workflows', 'list'))     # ... by which nothing was forgotten
         self.assertTrue(self.content()['moved_at'])
 
-    def test_one_registration_leads_to_it_wherever_it_is(self) -> None:
-        for job, host in ((17, 'node1'), (18, 'node2'), (19, 'node1')):
+    def test_its_registration_leads_to_it_wherever_it_is(self) -> None:
+        for job, host in ((17, 'node1'), (18, 'node2')):
             server = self.serve_in(job, host)
-            found = list(torc.list_registrations().values())
-            self.assertEqual([str(job)], [row['allocation'] for row in found])
+            self.assertEqual(str(job), torc.read_registration()['allocation'])
             self.assertExit(0, self.world.cli('ping'))
             self.end(server)
-        self.assertEqual(1, len(torc.registration_files()))
 
     def test_after_a_kill_the_next_one_watches_the_lease_and_takes_it_over(self) -> None:
         first = self.serve_in(17, 'node1')
@@ -15055,18 +15036,16 @@ class FindServerTest(WorldTest):
         self.assertIn(f'Output: torc_output/job_stdio (torc.py logs 1 -o {shlex.quote(directory)})\n', said)
         self.assertIn('of 1', self.assertExit(0, self.cli('logs', 1, '-o', directory)).out)
 
-    def test_of_several_servers_one_is_to_be_chosen(self) -> None:
+    def test_of_several_servers_the_last_one_is_used_and_any_can_be_named(self) -> None:
         first, url = self.world.serve('-d', 'a.db'), self.world.serve('-d', 'b.db')
+        self.assertIn(f"commands find it now, and {self.world.path('a.db')} with --db\n", self.world.server.out)
         self.assertExit(0, self.cli('--db', '../a.db', 'workflows', 'new', '-n', 'of a'))
-        outcome = self.assertExit(2, self.cli('delete', 1, '--no-prompts'), 'several servers are registered',
-                                  '--url URL', 'TORC_API_URL', '--db FILE', '-s:')
-        self.assertEqual({f"    {first}  {self.world.path('a.db')}", f"    {url}  {self.world.path('b.db')}"},
-                         set(outcome.err.splitlines()[1:]))
-        self.assertEqual([['of a'], ['of a'], [], []], [self.names(*words) for words in (
-            ('--db', '../a.db'), ('--url', first), ('--url', url), ('--db', '../b.db'))])
-        self.assertExit(0, self.cli('workflows', 'list', env={'TORC_API_URL': url}))
+        self.assertExit(0, self.cli('workflows', 'new', '-n', 'of b'))
         self.assertExit(0, self.cli('-s', 'workflows', 'new', '-n', 'of none'))
-        self.assertEqual(['of none'], self.names('-s'))
+        self.assertEqual([['of a'], ['of b'], ['of b'], ['of none']], [self.names(*words) for words in (
+            ('--db', '../a.db'), ('--url', url), ('--db', '../b.db'), ('-s',))])
+        outcome = self.cli('--url', first, '-f', 'json', 'workflows', 'list', env={'TORC_TOKEN_FILE': self.world.path('a.db.token')})
+        self.assertEqual(['of a'], [row['name'] for row in self.assertExit(0, outcome).json()['items']])
 
     def kill(self, database: str = 'my.db') -> None:
         """A database elsewhere with a workflow, whose server is killed."""
@@ -15123,11 +15102,10 @@ class FindServerTest(WorldTest):
 
     def test_a_killed_server_is_in_nobodys_way_who_names_another_place(self) -> None:
         self.kill()
-        url = self.world.serve('-d', 'other.db')
-        self.assertExit(2, self.cli('workflows', 'list'), 'my.db (killed; to remove it: rm ', f'{url}  ')
         self.make_own()
-        self.assertEqual([[], [], ['local']], [self.names(*words) for words in (('--url', url), ('--db', '../other.db'), ('-s',))])
-        self.assertExit(0, self.cli('workflows', 'list', env={'TORC_API_URL': url}))
+        self.assertEqual(['local'], self.names('-s'))
+        url = self.world.serve('-d', 'other.db')
+        self.assertEqual([[], []], [self.names(*words) for words in (('--url', url), ('--db', '../other.db'))])
 
     def test_a_killed_server_that_is_started_again_is_found_again(self) -> None:
         self.kill()
@@ -15144,18 +15122,24 @@ class FindServerTest(WorldTest):
         os.mkdir(self.world.path('data'))
         for database, word in (('data/my.db', 'gone'), (':memory:', 'in memory')):
             self.kill(database)
-            (_, server), = torc.list_registrations().items()
+            server = torc.read_registration()
             self.addCleanup(shutil.rmtree, os.path.dirname(server['database']), ignore_errors=True)
             if word == 'gone':      # with its directory
                 os.rename(self.world.path('data'), self.world.path('away'))
             self.assertExit(4, self.cli('workflows', 'list'), f'and its database is {word}: it is no longer registered')
-            self.assertEqual({}, torc.list_registrations())
+            self.assertIsNone(torc.read_registration())
 
     def test_what_may_not_be_looked_at_is_not_forgotten(self) -> None:
         self.kill()
-        (path, _), = torc.list_registrations().items()
-        with unittest.mock.patch('os.stat', side_effect=PermissionError(errno.EACCES, 'Permission denied')):
-            self.assertEqual([path], list(torc.registered_servers()))
+        away, real = self.world.path('my.db'), os.stat
+
+        def look(path: Any, *more: Any, **how: Any) -> os.stat_result:
+            if path == away:
+                raise PermissionError(errno.EACCES, 'Permission denied')
+            return real(path, *more, **how)
+        with unittest.mock.patch('os.stat', look):
+            self.assertRaises(torc.Unreachable, torc.find_database)
+        self.assertIsNotNone(torc.read_registration())
 
     def test_the_database_of_the_directory_comes_first(self) -> None:
         url = self.world.serve('-d', 'my.db')
@@ -15164,7 +15148,7 @@ class FindServerTest(WorldTest):
         self.make_own()
         outcome = self.assertExit(0, self.cli('cancel', 1, '--no-prompts'), 'Canceled workflow 1 (local)')
         other = shlex.quote(self.world.path('my.db'))
-        self.assertEqual(f'Using the database of this directory; served are also: {other}\n', outcome.err)
+        self.assertEqual(f'Using the database of this directory; served is also: {other}\n', outcome.err)
         self.assertEqual(['served'], self.names('--url', url))
         self.world.server.kill()
         self.assertEqual((['local'], ''), (self.names(), self.assertExit(0, self.cli('workflows', 'list')).err))
@@ -15220,7 +15204,7 @@ class FindServerTest(WorldTest):
 
     def test_a_server_of_another_host_is_not_judged_by_our_processes_and_not_replaced(self) -> None:
         self.kill()
-        (path, server), = torc.list_registrations().items()
+        path, server = torc.registration_path(), torc.read_registration()
         for url, text in ((server['url'], 'runs on host login2 and answers there only'),
                           ('http://192.0.2.1:1/x', 'cannot be reached (http://192.0.2.1')):
             torc.write_atomically(path, json.dumps(dict(server, host='login2', url=url, candidates=[url])).encode())
@@ -33338,7 +33322,7 @@ class SlurmTravelTest(SlurmTest, FlowTest):
         self.bed.ask('scancel', '-n', name, '-t', 'PD')
         self.bed.ask('scancel', '-n', name, '--batch', '--signal=INT')
         self.wait_slurm(lambda: not self.live_allocations(), 60, 'its end', self.state)
-        self.assertEqual((None, []), (self.server(), torc.registration_files()))
+        self.assertEqual((None, None), (self.server(), torc.read_registration()))
         self.assertEqual(3, len(set(jobs)))
 
 

@@ -13510,52 +13510,43 @@ def is_between_allocations(server: Dict[str, Any]) -> bool:
     return bool(server.get('travels')) and is_server_over(server)
 
 
-# -------- registered servers --------
+# -------- the registered server --------
 #
-# A lasting server has a second connection file in a directory of the user's state directory, so that commands
-# in directories without a database of their own find it wherever its database is stored. A clean end removes
-# it. One that is left means that commands would have used a server that was killed: to use another database
-# instead would change what nobody meant, so that it is an error until the server is started again, its
-# database is used by name or removed, or the file is removed.
+# The lasting server that was started last has a second connection file in the user's state directory, so that
+# commands in directories without a database of their own find it wherever its database is stored. A clean end
+# removes it. One that is left means that commands would have used a server that was killed: to use another
+# database instead would change what nobody meant, so that it is an error until the server is started again,
+# its database is used by name or removed, or the file is removed.
 
-def registration_path(database: str) -> str:
-    """File that registers this host's server of a database."""
-    key = f'{socket.gethostname()}:{os.path.realpath(database)}'.encode('utf-8', 'surrogateescape')
-    return os.path.join(state_directory(), 'servers', hashlib.sha256(key).hexdigest()[:16])
-
-
-def registration_files() -> List[str]:
-    """Paths of all registrations. Another user's are ignored: HOME may be theirs (su, sudo)."""
-    directory, names = os.path.join(state_directory(), 'servers'), []   # type: str, List[str]
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-        names = sorted(name for name in os.listdir(directory) if name[0] != '.')
-    return [path for path in (os.path.join(directory, name) for name in names) if is_own_file(path)]
+def registration_path() -> str:
+    """File of the lasting server of this account."""
+    return os.path.join(state_directory(), 'server')
 
 
-def is_own_file(path: str) -> bool:
-    """Whether there is a file of this user that can be seen; it may be removed at any time."""
+def read_registration() -> Optional[Dict[str, Any]]:
+    """The registered server, running or not; None without one. Another user's is ignored: see su and sudo."""
     try:
-        return os.lstat(path).st_uid == os.geteuid()
+        is_own = os.lstat(registration_path()).st_uid == os.geteuid()
     except OSError:
-        return False
+        return None
+    found = read_server_file(registration_path()) if is_own else None
+    return found if found and found.get('database') else None
 
 
-def list_registrations() -> Dict[str, Dict[str, Any]]:
-    """The registered servers, running or not, by the paths of their files."""
-    found = {path: read_server_file(path) for path in registration_files()}
-    return {path: server for path, server in found.items() if server is not None and server.get('database')}
+def other_database(database: str) -> str:
+    """The database that the registered server serves, if it is another one than this; '' otherwise."""
+    with contextlib.suppress(Denied):       # a damaged file is in nobody's way who does not need it
+        server = read_registration()
+        if server and not is_server_over(server) and is_of_a_copy(database, {'database': server['database']}):
+            return server['database']
+    return ''
 
 
 def register_server(server: Dict[str, Any]) -> str:
-    """Let commands find a lasting server. Path of its file. OSError or Denied."""
-    path = registration_path(server['database'])
+    """Let commands find a lasting server, in place of the last one. Path of its file. OSError or Denied."""
+    path = registration_path()
     make_private_directory(os.path.dirname(path))
     write_atomically(path, format_json(server).encode())
-    # Another host may have served it before.
-    if server.get('travels') or is_network_path(server['database']):
-        for other, old in list_registrations().items():
-            if other != path and old['database'] == server['database']:
-                os.unlink(other)
     return path
 
 
@@ -13572,11 +13563,13 @@ def unregister_server(path: str, server: Dict[str, Any], goes_on: bool = False) 
 
 def forget_server(database: str) -> None:
     """Remove the registration of a killed server. Callers have the database, so that no server has."""
-    path = registration_path(database)
-    with contextlib.suppress(OSError, Denied):      # there is none; or it stays, where the home is read-only
-        if is_between_allocations(read_server_file(path) or {}):
+    with contextlib.suppress(OSError, Denied):      # it stays, where the home is read-only
+        found = read_registration()
+        if found is None or is_between_allocations(found) \
+                or os.path.realpath(found['database']) != os.path.realpath(database) \
+                or found.get('host') != socket.gethostname() and not is_network_path(database):
             return
-        os.unlink(path)
+        os.unlink(registration_path())
         log.warning('the server of %s was killed earlier and is no longer registered: '
                     'from other directories, commands find this database with --db', database)
 
@@ -17021,7 +17014,10 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         content.update(travels=True, allocation=os.environ['SLURM_JOB_ID'])
     paths, where = [path], ''
     try:
-        paths += [] if options.is_embedded else [register_server(content)]
+        if not options.is_embedded:
+            other = other_database(database)
+            where = f'torc: commands find it now, and {other} with --db\n' if other else ''
+            paths.append(register_server(content))
     except (OSError, Denied) as error:
         reason = f'{state_directory()}: {getattr(error, "strerror", None) or error}'
         where = f'torc: not registered ({reason}): commands find it with --db {shlex.quote(database)}\n'
@@ -17678,54 +17674,24 @@ def explain_server_end(server: Dict[str, Any]) -> str:
             'goes on in the next one (`squeue --me`)')
 
 
-def registered_servers() -> Dict[str, Dict[str, Any]]:
-    """The registered servers by the paths of their files, without those whose database is gone."""
-    servers = list_registrations()
-    for path, server in list(servers.items()):
-        if is_server_over(server) and (server.get('is_volatile') or is_missing(server['database'])):
-            log.warning('the server of %s was killed, and its database is %s: it is no longer registered',
-                        server['database'], 'gone' if is_missing(server['database']) else 'in memory')
-            with contextlib.suppress(OSError):      # a read-only home
-                os.unlink(path)
-            del servers[path]
-    return servers
-
-
 def find_database() -> Tuple[str, str]:
     """The database that commands use, and the registration of its lasting server; '' if it has none.
 
-    BadInput if several servers are registered, Unreachable if the one that is was killed.
+    Unreachable if the server that is registered was killed; without its database it is forgotten.
     """
     own = os.path.abspath(EMBEDDED_DATABASE)
-    servers = registered_servers() if is_missing(own) else {}
-    if len(servers) > 1:
-        described = ''.join(map(describe_server, servers, servers.values()))
-        raise BadInput('several servers are registered: choose one with --url URL, TORC_API_URL or --db FILE'
-                       f', or the database of this directory with -s:{described}')
-    for path, server in servers.items():
-        if is_server_over(server):
-            raise absent(explain_dead_server(path, server, explain_server_end(server)))
-        return server['database'], path
+    server = read_registration() if is_missing(own) else None
+    if server is None:
+        return own, ''
+    if not is_server_over(server):
+        return server['database'], registration_path()
+    if not server.get('is_volatile') and not is_missing(server['database']):
+        raise absent(explain_dead_server(server, explain_server_end(server)))
+    log.warning('the server of %s was killed, and its database is %s: it is no longer registered',
+                server['database'], 'gone' if is_missing(server['database']) else 'in memory')
+    with contextlib.suppress(OSError):      # a read-only home
+        os.unlink(registration_path())
     return own, ''
-
-
-def other_databases(database: str) -> List[str]:
-    """Databases that registered servers serve, but for one."""
-    try:
-        servers = registered_servers().values()
-    except Denied:      # a damaged file is in nobody's way who does not need it
-        return []
-    return [server['database'] for server in servers
-            if not is_server_over(server) and is_of_a_copy(database, {'database': server['database']})]
-
-
-def describe_server(path: str, server: Dict[str, Any]) -> str:
-    """A line on a registered server."""
-    state = f" (on host {server.get('host')})" if process_lives(server) is None else ''
-    if is_server_over(server):
-        how = 'between two allocations' if is_between_allocations(server) else 'killed'
-        state = f' ({how}; to remove it: rm {shlex.quote(path)})'
-    return f"\n    {server['url']}  {server['database']}{state}"
 
 
 def restart_command(server: Dict[str, Any]) -> str:
@@ -17738,10 +17704,10 @@ def restart_command(server: Dict[str, Any]) -> str:
     return ' '.join(map(shlex.quote, words + ['--in-memory'] * bool(server.get('in_memory'))))
 
 
-def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
+def explain_dead_server(server: Dict[str, Any], reason: str) -> str:
     """Why a registered server cannot be used, and the ways out."""
-    database = shlex.quote(server['database'])
-    paths = dict.fromkeys([path, server['database'] + '.connection' if server.get('travels') else path])
+    database, paths = shlex.quote(server['database']), [registration_path()]
+    paths += [server['database'] + '.connection'] * bool(server.get('travels'))
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
             f'  to start it again:                  {restart_command(server)}\n'
             f'  to use its database without it:     --db {database}\n'
@@ -17752,12 +17718,12 @@ def explain_dead_server(path: str, server: Dict[str, Any], reason: str) -> str:
 def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
     """What a connection file says of the server that answers at a URL; {} if none names it.
 
-    Of these: that beside the token's file, the usual ones, and those of registered servers.
+    Of these: that beside the token's file, the usual ones, and that of the registered server.
     """
     beside = [token_file[:-len('.token')]] if token_file.endswith('.token') else []
     databases = beside + [default_database(), os.path.abspath(EMBEDDED_DATABASE)]
     address = parse_url(url)
-    for path in [database + '.connection' for database in databases] + registration_files():
+    for path in [database + '.connection' for database in databases] + [registration_path()]:
         try:
             server = read_living_server(path)
         except (Denied, OSError):
@@ -17826,7 +17792,7 @@ class Connector:
                       TORC_COOKIE_HEADER)
         needs_server  fork a server, which leaves after its last client, rather than take the file
         Without url and database: TORC_API_URL, torc_output/torc.db if there is one, the lasting server of
-        this account (BadInput if there are several, Unreachable if it was killed), a new torc_output/torc.db.
+        this account (Unreachable if it was killed), a new torc_output/torc.db.
         """
         client = cls.find(*where, **how)
         client.reconnect()
@@ -17989,7 +17955,7 @@ class Connector:
                 lives = process_lives(found)
                 if self.server_file and not lives:
                     reason = f'cannot be reached ({error.message})'
-                    raise absent(explain_dead_server(self.server_file, found, reason)) from None
+                    raise absent(explain_dead_server(found, reason)) from None
                 if lives or not (was_here(found) or found.get('is_embedded')):
                     raise
                 unreachable = None if was_here(found) else error
@@ -18046,7 +18012,7 @@ class Connector:
         is_awaited = self.needs_server or self.will_need_server or self.server_file or self.is_lasting
         if is_between_allocations(found) and is_awaited:
             self.is_lasting = True
-            raise absent(explain_dead_server(path, found, explain_server_end(found)))
+            raise absent(explain_dead_server(found, explain_server_end(found)))
         return None
 
     def take_database(self, is_lost: bool) -> None:
@@ -32026,9 +31992,9 @@ class Session:
         if client.server_file:
             self.inform(f'Using {client.location}')
         elif not client.named_url and not self.database:
-            others = [shlex.quote(path) for path in other_databases(client.database)]
-            if others:
-                self.inform(f"Using the database of this directory; served are also: {', '.join(others)}")
+            other = other_database(client.database)
+            if other:
+                self.inform(f'Using the database of this directory; served is also: {shlex.quote(other)}')
 
     @property
     def snapshot_interval_s(self) -> Optional[float]:
