@@ -1918,10 +1918,11 @@ class FormatsTest(unittest.TestCase):
         self.assertGreaterEqual(exact, 166)
         self.assertEqual(rejected, 94)
 
-    def test_json5_tests_pass_but_for_duplicate_keys(self):
+    def test_json5_tests_pass_but_for_duplicate_keys_and_escapes_in_names(self):
+        declined = ('objects/duplicate-keys.json', 'todo/unicode-escaped-unquoted-key.json5')
         for case in read_shared('suites/json5-tests.json'):
             with self.subTest(case['name']):
-                if case['valid'] and case['name'] != 'objects/duplicate-keys.json':
+                if case['valid'] and case['name'] not in declined:
                     torc.load_json(case['text'], True)
                 else:
                     self.assertRaises(torc.BadInput, torc.load_json, case['text'], True)
@@ -2022,9 +2023,8 @@ class FormatsTest(unittest.TestCase):
         self.assertEqual(document.find_position({}, 'b'), (0, 0))
 
     def test_the_format_of_an_unnamed_file_is_found(self):
-        for text in ('{"name": "a"}', '{name: "a",}', 'name: a\n', 'name "a"; job "b"'):
+        for text in ('{"name": "a"}', '\ufeff// c\n{name: "a",}', 'name: a\n', '# {\nname: a'):
             self.assertEqual(self.value(text, 'spec')['name'], 'a')
-        self.assertIn("as KDL: 'command' takes one value", self.problem('name "a"\njob "b" {\n command\n}', 'spec').message)
 
     def test_toml_is_read_where_python_can(self):
         if torc.tomllib is None:

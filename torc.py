@@ -2182,15 +2182,15 @@ def yaml_scalar(value: Any) -> str:
 
 # ======== 4b. JSON: JSON and JSON5, and TOML where Python reads it ========
 #
-# The standard library reads JSON, with the numbers and limits of this file. Json5Reader reads the rest:
-# JSON5, and a second time JSON where positions and errors are asked for, which the library does not
-# report.
+# Json5Reader reads both, with positions and good errors. The standard library says if a text is JSON without
+# extensions, and reads what is so large that it would take seconds here.
 
-SURROGATE = Expression('[\ud800-\udfff]')
+LARGE_JSON = 2 ** 20    # characters
+
 JSON5_SPACE = Expression(
     r'(?:[ \t\n\r\v\f\xa0\ufeff\u2028\u2029\u1680\u2000-\u200a\u202f\u205f\u3000]+'
     r'|//[^\n\r\u2028\u2029]*|/\*.*?\*/)*', re.DOTALL)
-JSON5_NAME = Expression(r'(?:[^\W\d]|[$_]|\\u[0-9A-Fa-f]{4})(?:\w|[$\u200c\u200d]|\\u[0-9A-Fa-f]{4})*')
+JSON5_NAME = Expression(r'(?:[^\W\d]|[$_])(?:\w|[$\u200c\u200d])*')
 JSON5_DOUBLE = Expression(r'"([^"\\\n\r]*(?:\\(?:\r\n|.)[^"\\\n\r]*)*)"', re.DOTALL)
 JSON5_SINGLE = Expression(r"'([^'\\\n\r]*(?:\\(?:\r\n|.)[^'\\\n\r]*)*)'", re.DOTALL)
 JSON5_NUMBER = Expression(
@@ -2255,23 +2255,21 @@ class Json5Reader(TextReader):
         if not match:
             self.fail(at, 'text in quotes is not closed on its line')
         value = match.group(1)
-        if '\\' in value:
-            value = self.unescape(at + 1, value)
-        if SURROGATE.search(value):
-            self.fail(at, 'half of a surrogate pair: write the character itself')
-        return value, match.end()
+        return self.unescape(at, value) if '\\' in value else value, match.end()
 
     def unescape(self, start: int, value: str) -> str:
-        """Text with its escapes replaced; two halves of a surrogate pair become one character."""
+        """The meaning of what stands between the quotes at `start`."""
         def replace(match: Any) -> str:
             byte, code, character, unknown = match.groups()
             if unknown:
-                self.fail(start + match.start(), f'unknown escape \\{unknown}: write \\\\ for a backslash')
+                self.fail(start + 1 + match.start(),
+                          f'unknown escape \\{unknown}: write \\\\ for a backslash')
             return JSON5_ESCAPES.get(character, character) if character else chr(int(byte or code, 16))
         value = JSON5_ESCAPE.sub(replace, value)
-        if SURROGATE.search(value):
-            value = value.encode('utf-16', 'surrogatepass').decode('utf-16', 'surrogatepass')
-        return value
+        try:        # two halves of a surrogate pair become one character
+            return value.encode('utf-16', 'surrogatepass').decode('utf-16')
+        except UnicodeDecodeError:
+            return self.fail(start, 'half of a surrogate pair: write the character itself')
 
     def read_container(self, at: int) -> Tuple[Any, int]:
         """{key: value, ...} or [value, ...]"""
@@ -2310,54 +2308,34 @@ class Json5Reader(TextReader):
         """A key: text in quotes, or a name."""
         if self.text[at:at + 1] in ('"', "'"):
             return self.read_string(at)
-        match = JSON5_NAME.match(self.text, at)
-        if not match:
-            self.fail(at, "expected a key or '}'")
-        name = match.group()
-        if '\\' in name:
-            name = self.unescape(at, name)
-            whole = JSON5_NAME.match(name)
-            if not whole or whole.end() < len(name):     # an escape that no name may hold
-                self.fail(at, 'this key must be in quotes')
-        return name, match.end()
+        match = JSON5_NAME.match(self.text, at) or self.fail(at, "expected a key or '}'")
+        return match.group(), match.end()
 
 
 def read_strict_json(text: str) -> Any:
     """JSON by the standard library, with our numbers and limits. ValueError without a useful position."""
     value = parse_json(text, parse_whole, parse_finite)
     check_extent(value)
-    # The library lets half of a surrogate pair through, which no file, database or terminal takes later.
-    if '\\u' in text and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
-        raise ValueError('half of a surrogate pair')
     return value
 
 
 def load_json(text: str, is_json5: bool = False) -> Tuple[Any, str, Positions]:
-    """The value of a JSON or JSON5 text. Most JSON5 is plain JSON too, which the library reads much faster;
-    its positions are found later, if they are asked for."""
-    text = normal_text(text)
-    try:
-        return read_strict_json(text), text, {}
-    except ValueError as error:
-        reason, at = getattr(error, 'msg', str(error)), getattr(error, 'pos', 0)
+    """The value of a JSON or JSON5 text, the text as read, and the positions (none of a large JSON)."""
+    text, extension = normal_text(text), None   # type: str, Optional[ValueError]
+    if not is_json5 or len(text) > LARGE_JSON:
+        try:
+            value = read_strict_json(text)
+            if len(text) > LARGE_JSON:
+                return value, text, {}
+        except ValueError as error:
+            extension = error
     reader = Json5Reader(text)
     value = reader.read()       # raises for almost all, with the position and the cure
-    if not is_json5:
-        raise problem_at(text, min(at, len(text) - 1),
-                         f'this is JSON5, not JSON ({reason}): name the file .json5')
+    if extension and not is_json5:
+        at = min(getattr(extension, 'pos', 0), len(text) - 1)
+        reason = getattr(extension, 'msg', extension)
+        raise problem_at(text, at, f'this is JSON5, not JSON ({reason}): name the file .json5')
     return value, text, reader.positions
-
-
-def find_json_positions(text: str, value: Any) -> Positions:
-    """The positions of a value that the standard library has read: both are walked side by side."""
-    reader = Json5Reader(text)
-    pairs, positions = [(value, reader.read())], {}
-    for mine, other in pairs:       # grows while it is walked
-        if isinstance(mine, (dict, list)):
-            positions[id(mine)] = reader.positions[id(other)]
-            is_list = isinstance(mine, list)
-            pairs += zip(mine, other) if is_list else zip(mine.values(), other.values())
-    return positions
 
 
 # -------- toml --------
@@ -3408,8 +3386,6 @@ def load_kdl(text: str) -> Tuple[Any, str, Positions]:
 
 READERS = {'json': load_json, 'json5': functools.partial(load_json, is_json5=True), 'yaml': load_yaml,
            'kdl': load_kdl, 'toml': load_toml}
-# The strictest first: a text that is JSON is nearly always YAML, too.
-TRIED_FORMATS = ('json', 'json5', 'yaml', 'kdl')     # where the name does not say; as Torc tries them
 
 
 class Document:
@@ -3424,8 +3400,6 @@ class Document:
 
     def find_position(self, container: Any, key: Any = None) -> Tuple[int, int]:
         """Line and column of an entry of a dict or list, else of the whole; (0, 0) if unknown."""
-        if not self.positions and self.format in ('json', 'json5'):
-            self.positions.update(find_json_positions(self.text, self.value))
         offsets = self.positions.get(id(container))
         if not offsets:
             return 0, 0
@@ -3475,24 +3449,14 @@ def read_as(text: str, format: str, path: str) -> Document:
 
 
 def read_document(data: bytes, path: str = '', format: str = '') -> Document:
-    """Read a file's bytes. The format is given, or from the path, or the first that gives a mapping."""
+    """Read a file's bytes. The format is given, or from the path; else what begins with { is JSON5, and the
+    rest YAML."""
     text = decode_document(data, path)
     format = format or FORMATS.get(os.path.splitext(path)[1].lower(), '')
-    if format:
-        return read_as(text, format, path)
-    furthest = Problem('neither JSON, JSON5, YAML nor KDL: none of them gives a mapping', 1, 1, path)
-    for tried in TRIED_FORMATS:
-        try:
-            document = read_as(text, tried, path)
-            if isinstance(document.value, dict):
-                return document
-        except BadInput as error:
-            problem = error.problems[0]
-            # The format that gets furthest is the one that was meant.
-            if (problem.line, problem.column) > (furthest.line, furthest.column):
-                message = f'not readable as JSON, JSON5, YAML or KDL; as {tried.upper()}: {problem.message}'
-                furthest = problem._replace(message=message)
-    raise problem_error(furthest)
+    if not format:
+        start = JSON5_SPACE.match(text).end()
+        format = 'json5' if text[start:start + 1] == '{' else 'yaml'
+    return read_as(text, format, path)
 
 
 # -------- reading --------
@@ -5104,7 +5068,7 @@ def format_default(field: Field) -> str:
 
 def format_field_help() -> str:
     """Text of `help spec`: every field of a workflow file."""
-    lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML. '
+    lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML, by its name (without one: YAML or JSON5). '
              'Its fields (* required, {} takes parameters):']
     for where, title in BLOCKS.items():
         lines += ['', title]
