@@ -5068,7 +5068,7 @@ def format_default(field: Field) -> str:
 
 def format_field_help() -> str:
     """Text of `help spec`: every field of a workflow file."""
-    lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML, by its name (without one: YAML or JSON5). '
+    lines = ['A workflow file is YAML, JSON, JSON5, KDL or TOML. '
              'Its fields (* required, {} takes parameters):']
     for where, title in BLOCKS.items():
         lines += ['', title]
