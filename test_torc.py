@@ -6555,92 +6555,33 @@ class ExplanationTest(ServiceTest):
 
 
 class TaskTest(ServiceTest):
-    """Operations that go on after their answer."""
+    """Operations that Torc's server does after their answer."""
 
     def begin(self, workflow_id: int, **parameters: Any) -> Any:
         """Ask for an initialize as a task."""
         return self.call('initialize_jobs', id=workflow_id, **dict(parameters, **{'async': True}))
 
-    def tend(self) -> None:
-        """What a server does by itself."""
-        with self.service.transaction():
-            torc.tend(self.service)
-
-    def test_a_task_is_queued_then_done(self):
+    def test_a_task_is_done_when_it_is_answered(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
         self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
-        task = self.begin(workflow_id)
-        self.assertEqual({'id': 1, 'workflow_id': workflow_id, 'operation': 'initialize_jobs',
-                          'status': 'queued', 'created_at_ms': 1700000000000}, task)
-        self.assertEqual({'task': task}, self.call('get_active_task_for_workflow', id=workflow_id))
-        self.assertEqual({'a': 'uninitialized'}, self.statuses(workflow_id))
-        self.clock += 1
-        self.tend()
-        self.assertEqual(dict(task, status='succeeded', started_at_ms=1700000001000,
-                              finished_at_ms=1700000001000), self.call('get_task', id=1))
+        task, at_ms = self.begin(workflow_id), 1700000000000
+        self.assertEqual({'id': 1, 'workflow_id': workflow_id, 'operation': 'initialize_jobs', 'status': 'succeeded',
+                          'created_at_ms': at_ms, 'started_at_ms': at_ms, 'finished_at_ms': at_ms}, task)
+        self.assertEqual(task, self.call('get_task', id=1))
         self.assertEqual({'task': None}, self.call('get_active_task_for_workflow', id=workflow_id))
         self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
         event = self.call('list_events', workflow_id=workflow_id, category='tasks')['items'][0]['data']
         self.assertEqual(('task_completed', 1, 'succeeded', 'tester'),
                          (event['event_type'], event['task_id'], event['status'], event['user']))
-
-    def test_a_workflow_has_one_at_a_time(self):
-        workflow_id, other = self.create('a:'), self.create('b:')
-        task = self.begin(workflow_id)
-        self.assertEqual(task, self.begin(workflow_id, only_uninitialized=False))
-        with self.assertRaises(torc.Conflict) as caught:
-            self.begin(workflow_id, only_uninitialized=True)
-        self.assertEqual((409, {'existing_task_id': 1, 'existing_operation': 'initialize_jobs'}),
-                         (caught.exception.http, caught.exception.details))
-        self.assertEqual(2, self.begin(other)['id'])
-        self.tend()
-        self.assertEqual(3, self.begin(workflow_id, only_uninitialized=True)['id'])
+        self.assertEqual(2, self.begin(workflow_id, only_uninitialized=True)['id'])
 
     def test_a_failure_is_told_and_leaves_nothing(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
         self.call('archive_workflow', {'is_archived': True}, id=workflow_id)
-        self.begin(workflow_id)
-        self.tend()
-        task = self.call('get_task', id=1)
+        task = self.begin(workflow_id)
         self.assertEqual(('failed', True), (task['status'], 'is archived; unarchive it first' in task['error']))
         self.assertEqual(0, self.call('get_workflow', id=workflow_id)['run_id'])
         self.assertRefused('there is no task 2', 'get_task', id=2)
-
-    def test_a_bug_fails_one_task_and_the_next_goes_on(self):
-        first, second = self.create('a:'), self.create('b:')
-        self.begin(first)
-        self.store.run('UPDATE task SET request = ?', ('{"unknown": 1}',))
-        self.begin(second)
-        with self.assertLogs('torc', 'ERROR'):
-            self.tend()
-        self.assertEqual(['failed', 'succeeded'], [self.call('get_task', id=number)['status'] for number in (1, 2)])
-        self.assertIn('a bug in torc.py', self.call('get_task', id=1)['error'])
-
-    def test_a_task_that_the_database_refuses_is_tried_again_only_if_that_can_help(self):
-        workflow_id = self.create('a:')
-        for error, status in ((sqlite3.OperationalError('database or disk is full'), 'queued'),
-                              (sqlite3.IntegrityError('FOREIGN KEY'), 'failed'),
-                              (sqlite3.InterfaceError('type'), 'failed')):
-            with self.subTest(error=error), unittest.mock.patch.dict(torc.TASK_VERBS, initialize_jobs=unittest.mock.Mock(side_effect=error)):
-                task = self.begin(workflow_id)
-                if status == 'queued':
-                    self.assertRaises(sqlite3.OperationalError, self.tend)
-                else:       # or it would keep lost nodes from being looked for, at each look anew
-                    with self.assertLogs('torc', 'ERROR'):
-                        self.tend()
-                self.assertEqual(status, self.call('get_task', id=task['id'])['status'])
-
-    def test_after_a_restart_unfinished_ones_have_failed(self):
-        workflow_id = self.create('a:')
-        self.begin(workflow_id)
-        self.store.close()
-        self.store = torc.hold_database(self.store.path)
-        self.service = torc.Service(self.store)
-        self.addCleanup(self.store.close)
-        self.assertIsNone(self.store.lease)
-        task = self.call('get_task', id=1)
-        self.assertEqual(('failed', True), (task['status'], 'the server ended before' in task['error']))
-        self.assertEqual(2, self.begin(workflow_id)['id'])
 
 
 # ======== 8e. Nodes ========
@@ -7735,9 +7676,6 @@ class UpdatesTest(ServiceTest):
         workflow_id = self.create('a:')
         self.watch(workflow_id)
         self.call('initialize_jobs', id=workflow_id, **{'async': True})
-        self.caller = 'another'
-        with self.service.transaction():
-            torc.run_tasks(self.service)
         self.assertEqual([('workflow_started', 'tester'), ('task_completed', 'tester')],
                          [(item.event_type, item.data['user']) for item in self.service.take_updates()])
 
@@ -13382,37 +13320,6 @@ class TurnTest(WorldTest):
         self.assertEqual([[422], [200]], [statuses(read_answers(client, 1)) for client in self.clients[:2]])
         self.assertEqual(1, self.store.writes)
 
-    def begin_task(self) -> Any:
-        """Make a workflow, ask for its initialize as a task, and let the server turn once; the answer."""
-        self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
-        self.clients[0].sendall(http_request('POST', '/torc-service/v1/workflows/1/initialize_jobs?async=true'))
-        self.server.turn()
-        answer = read_answers(self.clients[0], 1)
-        self.assertEqual([202], statuses(answer))
-        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
-
-    def task_status(self) -> str:
-        """State of the task in the database."""
-        return self.store.value('SELECT status FROM task')
-
-    def test_a_task_is_done_right_after_its_answer_was_sent(self) -> None:
-        self.server.tick = torc.tend
-        self.assertEqual('queued', self.begin_task()['status'])
-        self.assertEqual('succeeded', self.task_status())
-        self.assertEqual(1, self.store.value('SELECT run_id FROM workflow WHERE id = 1'))
-
-    def test_a_task_that_could_not_be_stored_is_tried_again(self) -> None:
-        def fail_once(service: Any) -> bool:
-            self.store.failures, self.server.tick = 1, torc.tend
-            return torc.tend(service)
-        self.server.tick = fail_once
-        self.begin_task()
-        self.assertEqual('queued', self.task_status())
-        self.server.on_clock(time.monotonic() + 1)
-        self.assertEqual('queued', self.task_status())
-        self.server.on_clock(time.monotonic() + torc.TICK_S + 1)
-        self.assertEqual('succeeded', self.task_status())
-
     def test_when_a_commit_fails_no_request_is_answered_as_done(self) -> None:
         self.store.failures = 100
         self.assertEqual([503] * 10, self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')))
@@ -15373,16 +15280,6 @@ class ClientTest(WorldTest):
             return client.call(name, **params)
         except torc.TorcError as error:
             return [type(error).__name__, error.message, error.http]
-
-    def test_without_a_server_a_task_is_done_at_once(self) -> None:
-        client = self.connect()
-        number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
-        self.assertEqual('succeeded', client.initialize_jobs(id=number, **{'async': True})['status'])
-        self.assertTrue(client.is_direct)
-        client.need_server()
-        task = client.initialize_jobs(id=number, **{'async': True})
-        self.assertEqual(('queued', 2), (task['status'], task['id']))
-        self.assertEqual('succeeded', client.get_task(id=2)['status'])
 
     def test_every_operation_is_a_method_that_explains_itself(self) -> None:
         client = self.connect()
@@ -26933,7 +26830,7 @@ class ReasonTest(CommandTest):
 
 
 class TaskCommandTest(CommandTest):
-    """Commands that begin tasks or wait for them, with a server that carries them out, or does not."""
+    """Commands whose end is recorded as a task."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -26942,38 +26839,13 @@ class TaskCommandTest(CommandTest):
         self.world.environment['TORC_API_URL'] = f'http://127.0.0.1:{self.server.port}/torc-service/v1'
         self.make('name: w\njobs: [{name: a, command: "true"}]\n')
 
-    def work(self, does: bool) -> None:
-        """Whether the server carries out tasks."""
-        self.server.server.tick = torc.tend if does else lambda store: False
-        self.server.server.tick_at = 0.0        # with the next request
-
-    def run_id(self) -> int:
-        """The workflow's run generation."""
-        return self.json('workflows get 1')['run_id']
-
-    def test_init_waits_for_its_task_or_does_not(self):
-        self.assertEqual({'error': None, 'message': 'Initializing task completed', 'status': 'success',
-                          'task_id': 1, 'task_operation': 'initialize_jobs',
-                          'task_status': 'succeeded', 'workflow_id': 1}, self.json('workflows init 1'))
-        self.assertEqual({'message': 'Reinitialize task created', 'status': 'success', 'task_id': 2, 'task_operation': 'initialize_jobs',
-                          'task_status': 'queued', 'workflow_id': 1}, self.json('workflows reinit 1 --async'))
+    def test_init_says_how_it_ended_or_leaves_that_to_tasks_wait(self):
+        done = {'status': 'success', 'task_operation': 'initialize_jobs', 'task_status': 'succeeded', 'workflow_id': 1}
+        self.assertEqual(dict(done, error=None, message='Initializing task completed', task_id=1), self.json('workflows init 1'))
+        self.assertEqual(dict(done, message='Reinitialize task created', task_id=2), self.json('workflows reinit 1 --async'))
+        self.assertEqual('Task 3 initializes workflow 1; how it ended: torc.py tasks wait 3\n', self.text('workflows init 1 --async --no-prompts'))
         self.assertEqual('succeeded', self.json('tasks wait 2 --timeout 10 --poll-fallback-interval 0.1')['status'])
         self.assertEqual('Task 2 (initialize_jobs of workflow 1): succeeded\n', self.text('tasks wait 2'))
-
-    def test_a_task_at_work_is_not_doubled(self):
-        self.work(False)
-        self.assertEqual('Task 1 initializes workflow 1; wait for it with: torc.py tasks wait 1\n', self.text('workflows init 1 --async'))
-        run_id = self.run_id()
-        for line in ('workflows init 1 --async', 'workflows reinit 1 --async'):
-            self.assertEqual(1, self.json(line)['task_id'])
-        self.assertEqual(run_id, self.run_id())
-        answer = self.json('workflows reinit 1 --wait-timeout 0.05', 1)
-        self.assertEqual(('error', 'queued', True), (answer['status'], answer['task_status'],
-                                                     'is still queued: wait on with' in answer['error']))
-        outcome = self.assertExit(1, self.world.main('-f', 'json', 'tasks', 'wait', 1, '--timeout', '0.05'), 'torc: task 1 is still queued')
-        self.assertEqual('queued', outcome.json()['status'])
-        self.work(True)
-        self.assertEqual('succeeded', self.json('tasks wait 1')['status'])
 
     def test_a_task_that_failed_is_exit_1_with_its_reason(self):
         client = self.world.connect()
@@ -37597,7 +37469,6 @@ APPENDICES = {'PAGE'}       # a constant that may stand below its users, so that
 # Functions that may say `except Exception`: borders between a bug and the rest of a long-lived process.
 BORDERS = {
     'answer_request': 'a bug in one request becomes a 500, the other requests of the turn go on',
-    'run_task': 'a bug fails one task, whose waiter is told; the server goes on',
     'Connections.contain': 'a bug costs one connection, not the server',
     'LongRequests.carry_out': 'what a thread meets is raised in the loop',
     'run_reader': 'the last line of a forked process: nothing of its parent may run below it',

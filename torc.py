@@ -217,7 +217,7 @@ log.addHandler(logging.NullHandler())
 # server       the process that has the database open; an embedded one starts and ends with its runners
 # event        a change of state, stored and sent to readers of the event stream
 # lineage      jobs that a running job spawned, and those that they spawned in turn; each call is a generation
-# task         an operation of the server that goes on after its request was answered (202)
+# task         the record of an operation that Torc's server answers before it is done (202)
 # orphan       a job that is running by the records, while no runner has it
 # access group users who may see the workflows that are shared with it; its admins add and remove members
 # journal      completions that a runner keeps on disk while its server is unreachable
@@ -5095,7 +5095,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5446,14 +5446,13 @@ CREATE TABLE task (
     workflow_id    INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
     operation      TEXT NOT NULL,                       -- name of the operation that runs on its own
     request        JSON TEXT NOT NULL,                  -- its parameters
-    status         TEXT NOT NULL,                       -- queued, running, succeeded, failed
+    status         TEXT NOT NULL,                       -- succeeded, failed
     requested_by   TEXT NOT NULL,
     created_at_ms  INTEGER NOT NULL,                    -- milliseconds since the epoch
     started_at_ms  INTEGER,
     finished_at_ms INTEGER,
     error          TEXT
 );
-CREATE UNIQUE INDEX task_active ON task (workflow_id) WHERE status IN ('queued', 'running');  -- at most one
 CREATE INDEX task_of ON task (workflow_id);
 
 CREATE TABLE access_group (
@@ -9632,34 +9631,31 @@ def find_prerequisite(by_name: Dict[str, List[int]], job_name: str, name: str) -
 # -------- tasks --------
 
 class Accepted(dict):
-    """The answer to an operation that is not done yet (HTTP 202): its task, a TaskModel."""
+    """The answer to what Torc's server does after its answer (HTTP 202), and ours before: a TaskModel."""
 
 
 def initialize_or_begin(context: Context, workflow_id: int, only_uninitialized: bool = False,
                         clear_ephemeral_user_data: bool = True, **more: bool) -> Values:
-    """Initialize a workflow: at once, or, with `async` (a keyword of Python), as a task."""
+    """Initialize a workflow; with `async` (a keyword of Python) how that ended is recorded as a task."""
     request = {'only_uninitialized': only_uninitialized,
                'clear_ephemeral_user_data': clear_ephemeral_user_data}
-    if more.get('async'):
-        return begin_task(context, workflow_id, 'initialize_jobs', request)
-    return initialize_jobs(context, workflow_id, **request)
-
-
-TASK_VERBS = {'initialize_jobs': initialize_jobs}
-TASK_OPEN = "status IN ('queued', 'running')"
-
-
-def begin_task(context: Context, workflow_id: int, operation: str, request: Values) -> Accepted:
-    """Queue a task; return the active task if identical, else Conflict."""
-    found = context.one(f'SELECT id, operation, request FROM task WHERE workflow_id = ? AND {TASK_OPEN}',
-                        (workflow_id,))
-    if found is not None and (found[1], json.loads(found[2])) != (operation, request):
-        raise Conflict(f'task {found[0]} ({found[1]}, with different parameters) of workflow {workflow_id} '
-                       f'is not done yet: wait for it with `torc.py tasks wait {found[0]}`',
-                       existing_task_id=found[0], existing_operation=found[1])
-    task_id = found[0] if found is not None else context.insert('task', {
-        'workflow_id': workflow_id, 'operation': operation, 'request': request, 'status': 'queued',
-        'requested_by': context.caller, 'created_at_ms': int(context.now() * 1000)})
+    if not more.get('async'):
+        return initialize_jobs(context, workflow_id, **request)
+    error, begun_ms = None, int(context.now() * 1000)
+    try:
+        with context.savepoint():
+            initialize_jobs(context, workflow_id, **request)
+    except TorcError as failure:
+        error = failure.message
+    status, operation = 'failed' if error else 'succeeded', 'initialize_jobs'
+    task_id = context.insert('task', {
+        'workflow_id': workflow_id, 'operation': operation, 'request': request, 'status': status,
+        'error': error, 'requested_by': context.caller, 'created_at_ms': begun_ms, 'started_at_ms': begun_ms,
+        'finished_at_ms': int(context.now() * 1000)})
+    record_event(context, workflow_id, dict(
+        {'error': error} if error else {}, category='tasks', event_type='task_completed', task_id=task_id,
+        operation=operation, status=status, user=context.caller,
+        message=f'Task {task_id} ({operation}) {status}'), 'error' if error else 'info')
     return Accepted(get_task(context, task_id))
 
 
@@ -9669,53 +9665,8 @@ def get_task(context: Context, task_id: int) -> Values:
 
 
 def get_active_task_for_workflow(context: Context, workflow_id: int) -> Values:
-    """The task that a workflow has not done yet, or null."""
-    found = context.select('task', f'WHERE workflow_id = ? AND {TASK_OPEN}', (workflow_id,))
-    return {'task': found[0] if found else None}
-
-
-def run_tasks(service: Service) -> None:
-    """Carry out the queued tasks, oldest first: a server between requests, others at once."""
-    for task_id, workflow_id, operation, request, caller in service.store.rows(
-            f'SELECT id, workflow_id, operation, request, requested_by FROM task WHERE {TASK_OPEN} '
-            'ORDER BY id'):
-        context = service.context(caller)
-        context.update('task', task_id, {'status': 'running', 'started_at_ms': int(context.now() * 1000)})
-        end_task(context, task_id, run_task(context, workflow_id, operation, json.loads(request)))
-
-
-def run_task(context: Context, workflow_id: int, operation: str, request: Values) -> str:
-    """Carry out a task, whole or not at all. Why it failed, or ''."""
-    try:
-        with context.savepoint():
-            TASK_VERBS[operation](context, workflow_id, **request)
-    except TorcError as error:
-        return error.message
-    except sqlite3.OperationalError:
-        raise       # a full disk, say: it stays queued, and is tried again
-    except Exception:   # error handling: a bug fails one task, and its record says so
-        log.exception('a bug in torc.py: a task of workflow %d failed', workflow_id)
-        return "a bug in torc.py; the server's log has the traceback"
-    return ''
-
-
-def end_task(context: Context, task_id: int, error: str) -> None:
-    """Record how a task ended."""
-    status = 'failed' if error else 'succeeded'
-    context.update('task', task_id,
-                   {'status': status, 'error': error or None, 'finished_at_ms': int(context.now() * 1000)})
-    workflow_id, operation, user = context.one('SELECT workflow_id, operation, requested_by '
-                                               'FROM task WHERE id = ?', (task_id,))
-    record_event(context, workflow_id, dict(
-        {'error': error} if error else {}, category='tasks', event_type='task_completed', task_id=task_id,
-        operation=operation, status=status, user=user, message=f'Task {task_id} ({operation}) {status}'),
-        'error' if error else 'info')
-
-
-def fail_open_tasks(context: Context) -> None:
-    """After a start: tasks that an earlier process has left have failed."""
-    for task_id in context.ids(f'SELECT id FROM task WHERE {TASK_OPEN}'):
-        end_task(context, task_id, 'the server ended before the task was done; ask for it again')
+    """The task that a workflow has not done yet: none, as each is done before its request is answered."""
+    return {'task': None}
 
 
 # ======== 8e. Nodes: compute nodes, Slurm jobs, and a runner's turn ========
@@ -13696,9 +13647,7 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
         store.lease = lease
         stack.callback(store.close)
         with store.transaction():
-            context = Service(store).context()
-            fail_open_tasks(context)
-            note_place(context)
+            note_place(Service(store).context())
         stack.pop_all()
         return store
 
@@ -16209,7 +16158,7 @@ class LongRequests:
 
 TURN_BYTES = 16 * 2 ** 20           # of bodies that are answered in one turn, or of long answers, about
 TURN_S = 0.1                        # that long answers take in one turn, about
-TICK_S = 5.0                        # between checks for lost nodes, and tries of a task
+TICK_S = 5.0                        # between checks for lost nodes
 ABSENCE_S = 2 * TICK_S              # in a turn so much longer than planned no runner could reach us
 EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
 EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
@@ -16223,8 +16172,7 @@ BUG_BODY = b'{"error":{"error":"InternalServerError","message":"a bug in torc.py
 
 
 def tend(service: Service) -> bool:
-    """Run the tasks that wait, take the jobs of lost nodes back. True while there are nodes to watch."""
-    run_tasks(service)
+    """Take the jobs of lost nodes back. True while there are nodes to watch."""
     release_lost_nodes(service.context(), node_lives)
     return service.store.one('SELECT 1 FROM compute_node WHERE is_active = 1') is not None
 
@@ -16242,7 +16190,6 @@ class Responder:
 
     def __init__(self, service: Service) -> None:
         self.service, self.store = service, service.store
-        self.has_task = False               # a task was accepted, which is to be begun
         self.failures = 0                   # requests that could not be stored, not yet reported
         self.failures_reported_at = -math.inf
 
@@ -16278,7 +16225,6 @@ class Responder:
         if static is not None:
             return self.format(request, 200, static.body(request), static.media_type)
         status, value = self.call_verb(request)
-        self.has_task = self.has_task or status == 202
         if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
             raise Unreachable(value['error']['message'])
         if isinstance(value, Subscription):     # its end is that of the connection, which HTTP/1.0 knows, too
@@ -16673,8 +16619,6 @@ class Server:
         is_stream = isinstance(answer, StreamStart)
         connection.state = READING if request.head.keeps_alive else CLOSING
         self.has_grown = self.has_grown or max(request.head.length, len(answer)) > LARGE_BYTES
-        if self.responder.has_task:     # it is the next thing, once this turn's answers are sent
-            self.responder.has_task, self.tick_at = False, 0.0
         data = answer.head if is_stream or isinstance(answer, LongAnswer) else answer
         self.traffic.add_answer(data)
         if data[9:12] == b'403':        # after `HTTP/1.1 `; refusals before a verb are counted in refuse()
@@ -18233,10 +18177,6 @@ class Client(Connector, Operations):
                     answer = call_operation(context, route.name, params, body)
                 except TorcError as error:
                     failure = error
-            if failure is None and isinstance(answer, Accepted):    # no server is there to run the task
-                with store.transaction():
-                    run_tasks(service)
-                    answer = get_task(context, answer['id'])
         except sqlite3.Error as error:
             raise explain_database_error(error, store.path) from None
         if failure is not None:
@@ -18480,21 +18420,11 @@ def reinitialize(client: Client, workflow: Dict[str, Any]) -> int:
     return sum(map(len, found.values()))
 
 
-def begin_initialize(client: Client, workflow: Dict[str, Any], only_uninitialized: bool) -> Dict[str, Any]:
-    """Start the server's task that makes a workflow ready."""
+def initialize_as_task(client: Client, workflow: Dict[str, Any],
+                       only_uninitialized: bool) -> Dict[str, Any]:
+    """Make a workflow ready; the record of how that ended."""
     options = {'only_uninitialized': only_uninitialized, 'async': True}     # a keyword since Python 3.7
     return client.call('initialize_jobs', workflow_id=workflow['id'], **options)
-
-
-def wait_for_task(client: Client, task: Dict[str, Any], timeout_s: Optional[float],
-                  longest_pause_s: float) -> Dict[str, Any]:
-    """A task that has ended, or, when the time is over, as it is then."""
-    deadline, pause_s = math.inf if timeout_s is None else time.monotonic() + timeout_s, 0.02
-    while task['status'] in ('queued', 'running') and time.monotonic() < deadline:
-        time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
-        pause_s = min(pause_s * 1.5, longest_pause_s)
-        task = client.call('get_task', task_id=task['id'])
-    return task
 
 
 NODE_COUNTS = (('active_compute_nodes', 'compute node', 'at work'),
@@ -31902,7 +31832,6 @@ CANDIDATES_SHOWN = 10       # workflows named in an error, jobs in a list of fai
 PROBLEMS_SHOWN = 20
 LOG_PIECE_BYTES = 1 << 20   # of a log that is being printed
 ANSWER_FORMATS = ('table', 'json', 'csv')
-TASK_PAUSE_S = 1.0          # longest between looks at a task
 # Only these last until the end of the work: any other command would copy the database twice, to memory and
 # back, for one request.
 MEMORY_COMMANDS = ('run', 'exec', 'serve')
@@ -32871,16 +32800,13 @@ def cmd_reinit(session: Session, args: Arguments) -> int:
 
 
 def initialize(session: Session, args: Arguments, is_partial: bool) -> int:
-    """What init and reinit have in common: a check of the files, a reset, and a task of the server."""
+    """What init and reinit have in common: a check of the files, a reset, and the server's work."""
     workflow = session.workflow(choose_workflow(session, args))
     number, client = workflow['id'], session.client
     check = check_files(client, workflow)
     if args['dry_run']:
         found = find_changes(client, workflow, is_dry_run=True) if is_partial else {}
         return answer_file_check(session, number, check, found, args['verbose'])
-    active = session.call('get_active_task_for_workflow', workflow_id=number).get('task')
-    if active:      # another would begin another run
-        return answer_task(session, args, active)
     refuse_missing_inputs(check, args['force'], session.report)
     if not is_partial:
         question = f'Forget all results of {name_workflow(session, number)}, and start it again?'
@@ -32898,45 +32824,32 @@ def initialize(session: Session, args: Arguments, is_partial: bool) -> int:
         session.call('reset_job_status', workflow_id=number)
         session.call('set_file_times', {'files': file_times(client, workflow)}, workflow_id=number)
     record_contents(client, workflow)
-    return answer_task(session, args, begin_initialize(client, workflow, is_partial))
-
-
-def explain_task(session: Session, task: Dict[str, Any]) -> Optional[str]:
-    """Why a task that was waited for is no success; None if it is one."""
-    if task['status'] == 'succeeded':
-        return None
-    wait = command_line(session, 'tasks', 'wait', task['id'])
-    return task.get('error') or f"task {task['id']} is still {task['status']}: wait on with `{wait}`"
+    return answer_task(session, args, initialize_as_task(client, workflow, is_partial))
 
 
 def cmd_tasks_wait(session: Session, args: Arguments) -> int:
-    """Wait for the end of a task."""
+    """Say how a task ended."""
     task = session.call('get_task', task_id=args['id'])
-    task = wait_for_task(session.client, task, args['timeout'], args['poll_fallback_interval'])
-    error = explain_task(session, task)
     about = f"{task['operation']} of workflow {task['workflow_id']}"
     session.answer(task, f"Task {task['id']} ({about}): {task['status']}\n")
-    if error:
-        session.report(f'torc: {error}')
-    return 1 if error else 0
+    if task.get('error'):
+        session.report(f"torc: {task['error']}")
+    return 1 if task.get('error') else 0
 
 
 def answer_task(session: Session, args: Arguments, task: Dict[str, Any]) -> int:
-    """What init and reinit say: how the task ended, or, with --async, that there is one."""
+    """What init and reinit say: how it ended, or, with --async, that there is a task."""
     is_reinit = session.command.name.endswith('reinit')
     doing, noun = ('Reinitializing', 'Reinitialize') if is_reinit else ('Initializing', 'Initialization')
-    workflow_id = task['workflow_id']
+    workflow_id, error = task['workflow_id'], task.get('error')
     value = {'status': 'success', 'task_id': task['id'], 'task_operation': task['operation'],
-             'workflow_id': workflow_id}
+             'task_status': task['status'], 'workflow_id': workflow_id}
     if args['async']:
         wait = command_line(session, 'tasks', 'wait', task['id'])
-        session.answer(dict(value, message=f'{noun} task created', task_status=task['status']),
-                       f"Task {task['id']} initializes workflow {workflow_id}; wait for it with: {wait}\n")
+        session.answer(dict(value, message=f'{noun} task created'),
+                       f"Task {task['id']} initializes workflow {workflow_id}; how it ended: {wait}\n")
         return 0
-    task = wait_for_task(session.client, task, args['wait_timeout'], TASK_PAUSE_S)
-    error = explain_task(session, task)
-    value.update(error=error, task_status=task['status'],
-                 message=f"{doing} task {'failed' if error else 'completed'}")
+    value.update(error=error, message=f"{doing} task {'failed' if error else 'completed'}")
     if error:
         session.report(f'torc: {error}')
         value['status'] = 'error'
@@ -38292,8 +38205,8 @@ GROUP_ID = Argument('GROUP', '', 'id or name of the access group', key='group_id
 GROUP_USER = USER._replace(key='user_name')
 INIT_OPTIONS = (
     FORCE, DRY_RUN, Argument('-v --verbose', '', 'with --dry-run: name the output files that exist'),
-    Argument('--async', '', 'do not wait for its end (see: tasks wait)'),
-    Argument('--wait-timeout', 'SECONDS', 'wait at most this long; the task continues',
+    Argument('--async', '', 'do not say how it ended: `tasks wait` does'),
+    Argument('--wait-timeout', 'SECONDS', 'accepted, without effect: nothing is waited for',
              at_least(0, parse_seconds)),
 )
 SSH_WORDS = (
@@ -38817,11 +38730,12 @@ COMMANDS = (
         Argument('--suppress-actions', '', 'take the actions that would submit allocations, too')),
         'slurm schedule-nodes 1'),
 
-    Command('tasks wait', cmd_tasks_wait, 'wait for a task of the server; exit code 1 if it failed', (
+    Command('tasks wait', cmd_tasks_wait, 'how a task of the server ended; exit code 1 if it failed', (
         ID._replace(meaning='id of the task'),
-        Argument('--timeout', 'SECONDS', 'wait at most this long', at_least(0, parse_seconds)),
-        Argument('--poll-fallback-interval', 'SECONDS', 'longest interval between requests',
-                 at_least(0.01, parse_seconds), default=10)), 'tasks wait 1'),
+        Argument('--timeout', 'SECONDS', 'accepted, without effect: a task has ended when it has its id',
+                 at_least(0, parse_seconds)),
+        Argument('--poll-fallback-interval', 'SECONDS', 'accepted, without effect',
+                 at_least(0.01, parse_seconds))), 'tasks wait 1'),
 
     Command('job-dependencies job-job', lists('list_job_dependencies', JOB_JOB_COLUMNS, 'job dependencies'),
         'list the jobs that each job depends on', (ASKED_WF, LIMIT, OFFSET), 'job-dependencies job-job 1',
