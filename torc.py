@@ -126,6 +126,7 @@ import io
 import itertools
 import json
 import logging
+import logging.handlers
 import math
 import operator
 import os
@@ -13237,7 +13238,7 @@ SYNCED_PIECES = 16                  # so many of these are written to disk toget
 BACKUP_END_S = 5.0                  # a server that ends waits for a backup; its file system may be dead
 DATABASE_MAGIC = b'SQLite format 3\0'     # at its beginning (sqlite.org/fileformat2.html, section 1.3)
 STATE_ENDS = ('', '-wal', '-shm', '-journal', '.new', '.previous', '.token', '.connection', '.lease',
-              '.memory', '.log', '.loss')
+              '.memory', '.log', '.log.1', '.loss')
 
 
 def state_directory() -> str:
@@ -16671,7 +16672,7 @@ HOLDER_PATIENCE_S = 180.0           # of a server in an allocation, with who sti
 HOLDER_PAUSE_S = 0.5
 MAX_LOG_BYTES = 10 * 2 ** 20        # of torc-server.log; LOGS_KEPT of them
 LOGS_KEPT = 5
-MAX_EMBEDDED_LOG_BYTES = 2 ** 20    # of an embedded server's log, of which there is one
+MAX_EMBEDDED_LOG_BYTES = 2 ** 19    # of an embedded server's log; two of them
 SNAPSHOTS_KEPT = 5
 
 
@@ -16977,67 +16978,20 @@ def rotate_files(path: str, kept: int) -> None:
 
 # -------- log files --------
 
-class LogStream(logging.StreamHandler):
-    """Log lines in a stream. Those that cannot be written, on a full disk, are lost and counted."""
-    lost = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line."""
-        before = self.lost
-        super().emit(record)
-        if before and self.lost == before:
-            self.lost = 0
-            super().emit(logging.makeLogRecord({'name': log.name, 'levelname': 'WARNING',
-                                                'msg': f'{before} lines before this could not be written'}))
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """A line could not be written. The base class would write a traceback to stderr for each."""
-        self.lost += 1
-
-
-class LogFile(LogStream):
+class LogFile(logging.handlers.RotatingFileHandler):
     """Log lines in a private file, which is rotated when it has grown long: FILE.1 is the one before."""
 
     def __init__(self, path: str, limit_bytes: int = MAX_LOG_BYTES, kept: int = LOGS_KEPT) -> None:
-        self.path, self.limit_bytes, self.kept = path, limit_bytes, kept
         with writing(f'the log {path}', '--log-dir or --db'):
-            super().__init__(self.open())
+            super().__init__(path, maxBytes=limit_bytes, backupCount=kept - 1)
 
-    def open(self) -> Any:
+    def _open(self) -> Any:
         """The file, to be written to at its end."""
-        descriptor = open_private(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        descriptor = open_private(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         return os.fdopen(descriptor, 'w', encoding='utf-8', errors='backslashreplace')
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a line."""
-        size = os.fstat(self.stream.fileno()).st_size
-        if size > self.limit_bytes:
-            try:
-                self.begin_anew()
-            except (OSError, Denied) as error:  # a full disk, no directory, or another user's FILE.1
-                if size > 2 * self.limit_bytes:
-                    with contextlib.suppress(OSError):
-                        os.ftruncate(self.stream.fileno(), 0)
-                    super().emit(logging.makeLogRecord({
-                        'name': log.name, 'levelname': 'WARNING',
-                        'msg': f'what was logged before was removed, for it could not be put away: {error}'}))
-        super().emit(record)
-
-    def begin_anew(self) -> None:
-        """Rotate the file, and open a new one."""
-        if self.kept > 1:
-            rotate_files(self.path, self.kept)
-        else:
-            os.unlink(self.path)
-        full, self.stream = self.stream, self.open()
-        with contextlib.suppress(OSError):
-            full.close()
-
-    def close(self) -> None:
-        """Close the file, too."""
-        with contextlib.suppress(OSError):      # a full disk
-            self.stream.close()
-        super().close()
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line is lost, on a full disk. The base class would write a traceback to stderr for each."""
 
 
 class LogLines(logging.Formatter):
@@ -17075,7 +17029,7 @@ def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = 
     options = ServerOptions(database, host, 0, is_embedded=True, snapshot_interval_s=snapshot_interval_s,
                             watches_lease=is_lost or in_slurm_job())
     try:
-        start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 1)
+        start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 2)
     except Conflict:
         return False
     return True
@@ -30229,7 +30183,7 @@ def start_tunnels(client: Client, orders: Dict[str, Order], ssh: Ssh) -> Dict[st
     reader, writer = os.pipe()
     path = os.path.join(state_directory(), 'tunnels.log')
     make_private_directory(state_directory())
-    fork_detached(Tunnels(client, orders, ssh, writer).run, writer, LogFile, path, MAX_EMBEDDED_LOG_BYTES, 1)
+    fork_detached(Tunnels(client, orders, ssh, writer).run, writer, LogFile, path, MAX_EMBEDDED_LOG_BYTES, 2)
     os.close(writer)
     with os.fdopen(reader, encoding='utf-8') as pipe:
         found = dict(map(parse_json, itertools.islice(pipe, len(orders))))
@@ -39306,7 +39260,7 @@ def main(argv: Optional[Sequence[str]] = None, out: Any = None, err: Any = None)
     try:
         parsed = parse_command_line(sys.argv[1:] if argv is None else argv)
         session.options = parsed.options
-        with logging_at_level(parsed), logging_with(LogStream(err), LogLines()):
+        with logging_at_level(parsed), logging_with(logging.StreamHandler(err), LogLines()):
             code = run_command(parsed, session)
             session.leave()
         out.flush()
