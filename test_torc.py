@@ -2509,6 +2509,10 @@ class ParametersTest(unittest.TestCase):
         self.assertEqual(1, len(problems_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:6"}}]}', max_instances=5)))
         two = {'name': 'w', 'jobs': [{'name': letter + '{i}', 'command': 'c', 'parameters': {'i': '1:4'}} for letter in 'ab']}
         self.assertEqual(1, len(problems_of(two, max_instances=5)))
+        files = [{'name': letter + '{i}', 'path': letter + '{i}', 'parameters': {'i': '1:4'}} for letter in 'fg']
+        reader = {'name': 'a', 'command': 'c', 'input_files': ['g3']}   # which would be there with a higher limit
+        self.assertEqual(["workflow: files would make 8 instances or more: the limit is 5. Use fewer values, or raise the limit with --max-instances"],
+                         [re.sub('^[0-9:]+ ', '', problem) for problem in problems_of({'name': 'w', 'jobs': [reader], 'files': files}, max_instances=5)])
 
     def test_tables_and_lists(self):
         with tempfile.TemporaryDirectory() as directory:
@@ -2719,6 +2723,13 @@ BAD_SPECS = (
     ('{execution_config: {termination_signal: SIGUSR1}, slurm_schedulers: [{name: s, account: a}]}',
      ['execution_config: termination_signal does not go with mode auto, which is slurm here: remove it, or set mode: direct']),
     ('execution_config: {termination_signal: SIGFOO}',                                           ["execution_config: termination_signal must be the name of a signal, such as SIGTERM or SIGUSR1, not 'SIGFOO'"]),
+    ('execution_config: {termination_signal: TERMSIG}',
+     ["execution_config: termination_signal must be the name of a signal, such as SIGTERM or SIGUSR1, not 'TERMSIG'"]),
+    ('{slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, '
+     'scheduler_type: slurm, start_one_worker_per_node: true}]}',
+     ['action 1: start_one_worker_per_node needs mode direct in execution_config, not auto']),
+    ('{variables: {v: abc}, description: "{v:03d}", env: {A: "{v:.2f}"}}',
+     ["workflow: description format '03d' does not suit the text abc", "workflow: env format '.2f' does not suit the text abc"]),
     ('execution_config: {srun_mpi: "a b"}',
      ["execution_config: srun_mpi must be a kind of MPI such as pmix, not 'a b'"]),
     ('execution_config: {srun_mpi: pmix}',
@@ -2909,8 +2920,8 @@ class SpecTest(unittest.TestCase):
         plan = plan_of(spec, is_dry_run=True)
         self.assertEqual(['''x a "a" a 'a'"'"'b' x y my dir/1 'my dir/1' '{"k":1}\'''', '''x $b c "$b c" '$b c' 'a'"'"'b' x y my dir/1 'my dir/2' '{"k":1}\'''',
                           "cat 'my dir/1' 'my dir/2' > o"], [job.command for job in plan.body['jobs']])
-        self.assertEqual(["job 'j{p}': command puts '$b c' into the shell as it is for {p}: write {p:q} to quote it",
-                          "job 'j{p}': command puts 'my dir/1' into the shell as it is for ${files.input.f1}: write ${files.input.f1:q} to quote it"],
+        self.assertEqual(["job 'j{p}': command puts 'my dir/1' into the shell as it is for ${files.input.f1}: write ${files.input.f1:q} to quote it",
+                          "job 'j{p}': command puts '$b c' into the shell as it is for {p}: write {p:q} to quote it"],
                          [warning.message for warning in plan.warnings])
         self.assertEqual([], plan_of(spec).warnings)
 
@@ -2965,10 +2976,10 @@ class SpecTest(unittest.TestCase):
         self.assertEqual([[None, 0, None, None]], body['kinds'])
 
     def test_variables_are_replaced_everywhere_in_one_pass(self):
-        body = plan_of('{name: "{site} run", variables: {site: "x{{y", n: "1:2", dir: "${HOME}/d"}, description: "at {site:>9} ${site}", '
+        body = plan_of('{name: "{site} run", variables: {site: "x{{y", n: "1:2", dir: "${HOME}/d"}, description: "at {site:>9} {site:.1} ${site}", '
                        'jobs: [{name: "j{i}", command: "{dir} {i}", parameters: {i: "{n}"}}], slurm_schedulers: [{name: s, account: "{site}"}], '
                        'user_data: [{name: u, data: {variables: "{site}"}}]}').body
-        self.assertEqual(('x{{y run', 'at x{{y ${site}'), (body['workflow']['name'], body['workflow']['description']))
+        self.assertEqual(('x{{y run', 'at      x{{y x ${site}'), (body['workflow']['name'], body['workflow']['description']))
         self.assertEqual(['${HOME}/d 1', '${HOME}/d 2'], [job.command for job in body['jobs']])
         self.assertEqual(('x{{y', {'variables': 'x{{y'}), (body['slurm_schedulers'][0]['account'], body['user_data'][0]['data']))
 

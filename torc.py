@@ -2733,7 +2733,7 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('input_user_data_regexes{}', 'regexes', 'input_user_data by regular expressions'),
         ('output_user_data_regexes{}', 'regexes', 'output_user_data by regular expressions'),
         ('resource_requirements{}', 'name', 'what it needs; else 1 CPU, 1m of memory, 1 minute'),
-        ('failure_handler',     'name', 'what happens when it fails'),
+        ('failure_handler{}',   'name', 'what happens when it fails'),
         ('scheduler{}',         'name', 'slurm scheduler whose allocations it prefers'),
         ('cancel_on_blocking_job_failure', 'bool', 'canceled when a job that it waits for ends badly', True),
         ('supports_termination', 'bool', 'has no effect: every job is sent the termination signal', False),
@@ -3027,7 +3027,7 @@ def read_only(is_right: Callable[[str], Any], wanted: str,
 
 def is_signal(text: str) -> bool:
     """Whether a text is the name of a signal, with or without SIG."""
-    return 'SIG' + text.replace('SIG', '', 1) in signal.Signals.__members__
+    return text in signal.Signals.__members__ or f'SIG{text}' in signal.Signals.__members__
 
 
 def parse_requested_memory(text: str) -> int:
@@ -3464,6 +3464,33 @@ def read_document(data: bytes, path: str = '', format: str = '') -> Document:
 
 # {name} or {name:format}, but not ${name}, which is the shell's.
 PARAMETER = Expression(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
+MISSING = object()      # cell of a table whose row does not have the key
+UNKNOWN = object()      # value of a parameter with a mistake, so that later checks still run
+NUMBER_FORMAT = Expression(r'(?:.?[<>=^])?[-+ ]?#?0?[0-9]{0,3}[,_]?(?:\.[0-9]{1,2})?[bdeEfFgGosxX%]?\Z')
+
+
+@functools.lru_cache(maxsize=4096, typed=True)    # a value stands in many instances
+def format_value(value: Any, spec: str = '') -> str:
+    """A parameter's value as text. Floats: shortest digits, no exponent, no '.0'; or Python's formats.
+
+    The format q quotes it for the shell.
+    """
+    if value is MISSING or value is UNKNOWN:
+        raise ValueError('has no value')
+    if spec == 'q':
+        return shlex.quote(format_value(value))
+    if spec:
+        if not NUMBER_FORMAT.match(spec):
+            raise ValueError(f"'{shorten(spec)}' is not a format: write such as 03d or .2f, or q to quote it")
+        try:
+            return format(value, spec)
+        except ValueError:
+            kind = 'text' if isinstance(value, str) else type(value).__name__
+            raise ValueError(f"format '{spec}' does not suit the {kind} {shorten(str(value))}") from None
+    if isinstance(value, float):
+        text = format(decimal.Decimal(repr(value)), 'f')
+        return text.rstrip('0').rstrip('.') if '.' in text else text
+    return str(value)
 
 
 class SpecContext:
@@ -3498,10 +3525,9 @@ class SpecContext:
         return value
 
     def fill_token(self, match: Any) -> str:
-        """The text of a variable for its {name} or {name:q}; what is none stays."""
+        """The text of a variable for its {name} or {name:format}; what is none stays."""
         name, spec = match.groups()
-        text = self.variables.get(name, match.group())
-        return shlex.quote(text) if spec == 'q' and name in self.variables else text
+        return format_value(self.variables[name], spec or '') if name in self.variables else match.group()
 
 
 class Block(dict):
@@ -3583,11 +3609,11 @@ def read_field(block: Block, field: Field, key: str, value: Any) -> None:
     kind, variables = TYPES[field.type], block.context.variables
     if (field.where, key) in NO_EFFECT:
         block.warn(f'{key} has no effect: {NO_EFFECT[field.where, key]}', key)
-    if variables and not kind.block and field.name not in ('variables', 'use_parameters'):
-        value = block.context.fill(value)
-        if not field.is_template and kind.shape == 'one' and isinstance(value, str):
-            warn_of_braces(block, key, value)
     try:
+        if variables and not kind.block and field.name not in ('variables', 'use_parameters'):
+            value = block.context.fill(value)
+            if not field.is_template and kind.shape == 'one' and isinstance(value, str):
+                warn_of_braces(block, key, value)
         read = SHAPES.get(kind.shape)
         block[field.name] = read(block, kind, key, value) if read else kind.read(value)
     except ValueError as error:
@@ -3661,10 +3687,8 @@ def read_variables(workflow: Block) -> None:
 
 # ======== 5b. Expansion: parameters make instances ========
 #
-# A block with parameters is a template of many instances (jobs, files, user data). What it says of them is
-# worked out by columns, not instance by instance: one value where all instances have the same, a Varying with
-# the value of each where they differ. So a job without parameters costs no loop, and 100,000 of one template
-# cost a loop for each field that names a parameter, most of them in C.
+# A block with parameters is a template of many instances (jobs, files, user data), which are made one after
+# the other. A mistake is reported for the first instance that has it.
 
 
 # -------- parameter values --------
@@ -3676,26 +3700,23 @@ def read_variables(workflow: Block) -> None:
 INTEGER_TEXT = Expression(r'[-+]?[0-9]{1,40}\Z')
 NUMBER_TEXT = Expression(r'[-+]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][-+]?[0-9]{1,4})?\Z')
 LIST_ITEM = Expression(r"""\s*(?:'(.*?)'|"(.*?)"|([^,]*?))\s*(?:,|\Z)""", re.DOTALL)
-NUMBER_FORMAT = Expression(r'(?:.?[<>=^])?[-+ ]?#?0?[0-9]{0,3}[,_]?(?:\.[0-9]{1,2})?[bdeEfFgGosxX%]?\Z')
-MISSING = object()      # cell of a table whose row does not have the key
 
 Value = Union[int, float, str]
 
 
-class Axis(Row):
-    """The values of one parameter: each repeats `repeat` times, the sequence cycles."""
-    values: Sequence[Any]
-    repeat: int
-
-
 class Instances(Row):
-    """The combinations of parameter values that a template is repeated for."""
-    count: int
-    axes: Dict[str, Axis]       # by parameter
+    """What a template is repeated for: rows of values, one for each parameter."""
+    names: Sequence[str]        # of the parameters
+    rows: Sequence[Tuple[Any, ...]]
 
 
-NO_PARAMETERS = Instances(1, {})
-UNKNOWN = Axis(('?',), 1)       # placeholder for a parameter with a mistake, so that later checks still run
+NO_PARAMETERS = Instances((), ((),))
+
+
+def unknown_instance(names: Iterable[str]) -> Instances:
+    """What stands for all instances where a mistake leaves their parameters without values."""
+    names = tuple(dict.fromkeys(names))
+    return Instances(names, [(UNKNOWN,) * len(names)])
 
 
 def expand_values(value: Any, directory: str = '', limit: int = MAX_INSTANCES) -> List[Value]:
@@ -3842,7 +3863,7 @@ def read_table(path: str, directory: str) -> Instances:
     names = list(dict.fromkeys(name for row in rows for name in row))
     for name in names:
         check_parameter_name(name)
-    return Instances(len(rows), {name: Axis([row.get(name, MISSING) for row in rows], 1) for name in names})
+    return Instances(names, [tuple(row.get(name, MISSING) for name in names) for row in rows])
 
 
 def read_csv_rows(text: str) -> List[Dict[str, Value]]:
@@ -3900,68 +3921,9 @@ def combine_values(values: Dict[str, List[Value]], mode: str, limit: int) -> Ins
             shown = ', '.join(f'{name} has {count}' for name, count in lengths.items())
             raise ValueError('parameter_mode zip needs the same number of values for all parameters: '
                              f'{shown}')
-        return Instances(max(lengths.values()), {name: Axis(items, 1) for name, items in values.items()})
-    count = functools.reduce(operator.mul, lengths.values(), 1)
-    check_instances(count, limit)
-    axes, repeat = {}, count
-    for name, items in values.items():
-        repeat //= len(items)
-        axes[name] = Axis(items, repeat)
-    return Instances(count, axes)
-
-
-class Varying(list):
-    """A column whose values differ: one for each instance of a template."""
-
-
-Column = Union[Varying, Any]        # any other value is that of all instances
-
-
-def spread(column: Column, count: int) -> Sequence[Any]:
-    """The values of a column, one for each of `count` instances."""
-    return column if type(column) is Varying else [column] * count
-
-
-def in_step(columns: Iterable[Column]) -> Iterator[Iterable[Any]]:
-    """Columns as iterables that go on together, for as long as those that vary."""
-    return (column if type(column) is Varying else itertools.repeat(column) for column in columns)
-
-
-def side_by_side(columns: Sequence[Column]) -> Column:
-    """Several columns as one column of tuples."""
-    return Varying(zip(*in_step(columns))) if Varying in map(type, columns) else tuple(columns)
-
-
-def each(function: Callable[..., Any], *columns: Column) -> Column:
-    """The column of function(a value of each column): called once where none of them varies."""
-    return Varying(map(function, *in_step(columns))) if Varying in map(type, columns) else function(*columns)
-
-
-def axis_column(axis: Axis, items: Sequence[Any], count: int) -> Varying:
-    """Something made of each value of an axis -> the column for `count` instances."""
-    column = [item for item in items for _ in range(axis.repeat)] if axis.repeat > 1 else list(items)
-    return Varying(column * (count // len(column)))
-
-
-def format_value(value: Value, spec: str = '') -> str:
-    """A parameter's value as text. Floats: shortest digits, no exponent, no '.0'; or Python's formats.
-
-    The format q quotes it for the shell.
-    """
-    if spec == 'q':
-        return shlex.quote(format_value(value))
-    if spec:
-        if not NUMBER_FORMAT.match(spec):
-            raise ValueError(f"'{shorten(spec)}' is not a format: write such as 03d or .2f, or q to quote it")
-        try:
-            return format(value, spec)
-        except ValueError:
-            kind = 'text' if isinstance(value, str) else type(value).__name__
-            raise ValueError(f"format '{spec}' does not suit the {kind} {shorten(str(value))}") from None
-    if isinstance(value, float):
-        text = format(decimal.Decimal(repr(value)), 'f')
-        return text.rstrip('0').rstrip('.') if '.' in text else text
-    return str(value)
+        return Instances(tuple(values), list(zip(*values.values())))
+    check_instances(functools.reduce(operator.mul, lengths.values(), 1), limit)
+    return Instances(tuple(values), list(itertools.product(*values.values())))
 
 
 # -------- templates --------
@@ -3976,53 +3938,85 @@ REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*
 
 
 class Expansion:
-    """One template block and its instances. Problems are reported once per template."""
+    """A template block and its instances, of which one is the current one. A mistake is reported once."""
 
-    __slots__ = ('block', 'instances', 'count', 'shared', 'columns')
+    __slots__ = ('block', 'instances', 'shared', 'row', 'names', 'pieces', 'kept', 'reported')
 
     def __init__(self, block: Block, instances: Instances = NO_PARAMETERS,
                  shared: Iterable[str] = ()) -> None:
         self.block = block
         self.instances = instances
-        self.count = instances.count
         self.shared = shared        # names of the workflow's parameters, to be used only if the block says so
-        self.columns = {}           # by parameter, format and is_regex
+        self.row = instances.rows[0]            # values of the current instance
+        self.pieces, self.kept, self.reported = {}, {}, set()
+        name = block.get('name', '')
+        self.names = [self.text(name, 'name') for self.row in instances.rows]
 
-    def text(self, template: str, key: str, is_regex: bool = False) -> Column:
-        """Column of a text. Values that go into a regular expression are escaped."""
+    def walk(self) -> Iterator[str]:
+        """The name of each instance in turn, which is then the current one."""
+        for self.row, name in zip(self.instances.rows, self.names):
+            yield name
+
+    def varies(self, field: str) -> bool:
+        """Whether a field may differ from instance to instance."""
+        return field in self.block and FIELDS_OF[self.block.where][field].is_template \
+            and '{' in str(self.block[field])
+
+    def once(self, fields: Tuple[str, ...], find: Callable[['Expansion'], Any]) -> Any:
+        """find(self) for the current instance; where no parameter stands in the fields, for all at once."""
+        if fields not in self.kept:
+            value = find(self)
+            if any(map(self.varies, fields)):
+                return value
+            self.kept[fields] = value
+        return self.kept[fields]
+
+    def is_new(self, *mistake: Any) -> bool:
+        """Whether a mistake has not been seen before, in any instance."""
+        is_new = mistake not in self.reported
+        self.reported.add(mistake)
+        return is_new
+
+    def text(self, template: str, key: str, is_regex: bool = False) -> str:
+        """A text of the current instance. Values that go into a regular expression are escaped."""
         if '{' not in template:
             return template
-        parts, columns, position = [], [], 0
+        if (template, key) not in self.pieces:
+            self.pieces[template, key] = self.split(template, key)
+        pieces, after = self.pieces[template, key]
+        try:
+            texts = [before + format_value(self.row[place], spec) for before, place, spec in pieces] \
+                if not is_regex else [before + re.escape(format_value(self.row[place], spec))
+                                      for before, place, spec in pieces]
+        except ValueError:
+            texts = [before + self.value(place, spec, key) for before, place, spec in pieces]
+        return ''.join(texts) + after
+
+    def split(self, template: str, key: str) -> Tuple[List[Tuple[str, int, str]], str]:
+        """A template as pieces (text, place in a row of the value that follows it, format), and the rest."""
+        pieces, position = [], 0
         for match in PARAMETER.finditer(template):
             name, spec = match.groups()
-            if name in self.instances.axes:
-                parts.append(template[position:match.start()])
-                columns.append(self.values(name, spec or '', is_regex, key))
+            if name in self.instances.names:
+                place = self.instances.names.index(name)
+                pieces.append((template[position:match.start()], place, spec or ''))
                 position = match.end()
             else:
                 self.report_leftover(match.group(), name, key)
-        if not columns:
-            return template
-        parts.append(template[position:])
-        if len(columns) == 1:       # mostly, and so it is faster
-            before, after = parts
-            return Varying([before + text + after for text in columns[0]])
-        form = '%s'.join(part.replace('%', '%%') for part in parts)
-        return Varying(map(form.__mod__, zip(*columns)))
+        return pieces, template[position:]
 
-    def values(self, name: str, spec: str, is_regex: bool, key: str) -> Varying:
-        """Column of one parameter's texts."""
-        if (name, spec, is_regex) not in self.columns:
-            axis = self.instances.axes[name]
-            try:
-                texts = format_values(axis.values, spec) if axis is not UNKNOWN else list(axis.values)
-            except ValueError as error:
-                self.block.error(f"parameter '{name}' in {key}: {error}", key)
-                texts = ['?'] * len(axis.values)
-            if is_regex:
-                texts = [re.escape(text) for text in texts]
-            self.columns[name, spec, is_regex] = axis_column(axis, texts, self.count)
-        return self.columns[name, spec, is_regex]
+    def value(self, place: int, spec: str, key: str) -> str:
+        """The text of a value of the current instance, or '?' and a message."""
+        try:
+            return format_value(self.row[place], spec)
+        except ValueError as error:
+            reason = str(error)
+        if self.row[place] is MISSING:
+            reason = f'row {self.instances.rows.index(self.row) + 1} of the table has no such key'
+        self.block.context.is_partial = True
+        if self.row[place] is not UNKNOWN and self.is_new(key, place, spec):
+            self.block.error(f"parameter '{self.instances.names[place]}' in {key}: {reason}", key)
+        return '?'
 
     def report_leftover(self, token: str, name: str, key: str) -> None:
         """A {name} that is no parameter here: an error if declared; awk, bash and JSON use braces too."""
@@ -4030,29 +4024,18 @@ class Expansion:
             self.block.error(f"{key} holds {token}, but '{name}' is not used here: add it to use_parameters, "
                              'or declare it under parameters', key)
         elif IDENTIFIER.match(name):
-            hint = self.block.context.suggest(name, [*self.instances.axes, *self.block.context.variables])
+            hint = self.block.context.suggest(name, [*self.instances.names, *self.block.context.variables])
             self.block.warn(f'{key} holds {token}, which is no parameter and stays as it is{hint}', key)
 
-    def json(self, value: Any, key: str) -> Column:
-        """Column of a JSON value in whose texts parameters are replaced."""
+    def json(self, value: Any, key: str) -> Any:
+        """A JSON value of the current instance, in whose texts parameters are replaced."""
         if isinstance(value, str):
             return self.text(value, key)
         if isinstance(value, dict):
-            items = [self.json(item, key) for item in value.values()]
-            return each(lambda *texts: dict(zip(value, texts)), *items)
+            return {name: self.json(item, key) for name, item in value.items()}
         if isinstance(value, list):
-            return each(lambda *items: list(items), *(self.json(item, key) for item in value))
+            return [self.json(item, key) for item in value]
         return value
-
-
-def format_values(values: Sequence[Any], spec: str) -> List[str]:
-    """Texts of a parameter's values."""
-    missing = next((number for number, value in enumerate(values, 1) if value is MISSING), None)
-    if missing:
-        raise ValueError(f'row {missing} of the table has no such key')
-    if not spec and isinstance(values[0], int) and isinstance(values[-1], int):
-        return [str(value) if type(value) is int else format_value(value) for value in values]
-    return [format_value(value, spec) for value in values]
 
 
 INSTANCE_SOURCES = ('parameters_file', 'use_parameters_file', 'parameters', 'use_parameters')
@@ -4080,14 +4063,14 @@ def find_instances(block: Block, workflow: Block) -> Instances:
         block.error(str(error), sources[0])
         block.context.is_partial = True
         homes = (block.get('parameters', ()), block.get('use_parameters', ()), workflow.get('parameters', ()))
-        return Instances(1, dict.fromkeys(itertools.chain(*homes), UNKNOWN))
+        return unknown_instance(itertools.chain(*homes))
 
 
 def find_table(context: SpecContext, path: str) -> Instances:
     """A table, read once."""
     if path not in context.tables:
         context.tables[path] = read_table(path, context.directory)
-    check_instances(context.tables[path].count, context.max_instances)
+    check_instances(len(context.tables[path].rows), context.max_instances)
     return context.tables[path]
 
 
@@ -4111,7 +4094,7 @@ def find_combinations(block: Block, workflow: Block) -> Instances:
             context.is_partial = True
             home.error(f"parameter '{shorten(name)}' {error}", 'parameters', name)
     if len(values) < len(sources):
-        return Instances(1, dict.fromkeys(sources, UNKNOWN))
+        return unknown_instance(sources)
     return combine_values(values, block.get('parameter_mode', 'product'), context.max_instances)
 
 
@@ -4121,15 +4104,16 @@ def find_combinations(block: Block, workflow: Block) -> Instances:
 # (prerequisites, job classes) stands once in the plan and is pointed at by index. What concerns more than one
 # block is checked here.
 
-# What, direction, fields of names and of regular expressions: jobs, then in the order of PlannedJob.
+# What, direction, fields of names and of regular expressions, in the order of PlannedJob.
 RELATED = (
-    ('job',       'input',  'depends_on',       'depends_on_regexes'),
     ('file',      'input',  'input_files',      'input_file_regexes'),
     ('file',      'output', 'output_files',     'output_file_regexes'),
     ('user_data', 'input',  'input_user_data',  'input_user_data_regexes'),
     ('user_data', 'output', 'output_user_data', 'output_user_data_regexes'),
 )
 RELATION_FIELDS = frozenset(field for row in RELATED for field in row[2:])
+DEPENDENCY_FIELDS = ('depends_on', 'depends_on_regexes')
+KIND_FIELDS = ('resource_requirements', 'scheduler', 'labels')
 
 
 class Planner:
@@ -4145,7 +4129,6 @@ class Planner:
         self.stdio, self.timeouts = {}, {}      # by job name
         self.sets = {}              # dependency set, as sorted indexes -> its number
         self.job_classes = {}       # (resources, priority, scheduler, labels) -> its number
-        self.class_columns = {}     # column of their numbers, by the fields as they are written
         self.matches = {}           # (noun, regular expression) -> indexes of the names in which it is found
         self.sorted_names = {}      # noun -> names, to find those with one beginning
         self.templates = []         # blocks of jobs
@@ -4153,36 +4136,32 @@ class Planner:
         self.shared = set(workflow.get('parameters', {}))       # that a template may use, if it says so
         self.declared = set(self.shared)                        # names of all parameters
 
-    def expand(self, where: str) -> List[Tuple[Expansion, Column]]:
-        """Expand the names of all blocks of a kind, and index them."""
-        expansions, names, counted, limit = [], [], 0, self.context.max_instances
+    def expand(self, where: str) -> List[Expansion]:
+        """Expand the names of all blocks of a kind, and number them."""
+        expansions, counted, limit = [], 0, self.context.max_instances
         for block in self.workflow.get(LISTS[where], ()):
             instances = find_instances(block, self.workflow)
-            if instances.axes:
-                self.declared.update(instances.axes)
-                counted += instances.count
+            if instances.names:
+                self.declared.update(instances.names)
+                counted += len(instances.rows)
             if counted > limit:
+                self.context.is_partial = True
                 self.workflow.error(f'{LISTS[where]} would make {counted:,} instances or more: the limit is '
                                     f'{limit:,}. Use fewer values, or raise the limit with --max-instances',
                                     LISTS[where])
                 break
-            expansion = Expansion(block, instances, self.shared)
-            column = expansion.text(block.get('name', ''), 'name')
-            names += spread(column, expansion.count)
-            expansions.append((expansion, column))
-        templates = [(expansion.count, expansion.block) for expansion, _ in expansions]
-        self.names[where] = self.index(names, templates)
+            expansions.append(Expansion(block, instances, self.shared))
+        self.index(where, [(expansion.block, expansion.names) for expansion in expansions])
         return expansions
 
-    def index(self, names: List[str], templates: List[Tuple[int, Block]]) -> Dict[str, int]:
-        """Names -> indexes. Reports those that cannot be names, and duplicates."""
-        index = dict(zip(names, range(len(names))))
-        if len(index) < len(names) or not are_names(names):
-            first, seen = 0, {}
-            for count, block in templates:
-                self.check_names(names[first:first + count], block, seen)
-                first += count
-        return index
+    def index(self, where: str, entries: List[Tuple[Block, List[str]]]) -> None:
+        """Number the names of a kind. Reports those that cannot be names, and duplicates."""
+        names = list(itertools.chain.from_iterable(some for _, some in entries))
+        self.names[where] = dict(zip(names, range(len(names))))
+        if len(self.names[where]) < len(names) or not are_names(names):
+            seen = {}
+            for block, some in entries:
+                self.check_names(some, block, seen)
 
     def check_names(self, names: List[str], block: Block, seen: Dict[str, Block]) -> None:
         """Report the first duplicate and the first invalid name of a template."""
@@ -4204,66 +4183,60 @@ class Planner:
     def index_declared(self, where: str) -> List[Block]:
         """Index the blocks of a kind that has no parameters."""
         blocks = self.workflow.get(LISTS[where], [])
-        names = [block.get('name', '') for block in blocks]
-        self.names[where] = self.index(names, [(1, block) for block in blocks])
+        self.index(where, [(block, [block.get('name', '')]) for block in blocks])
         return blocks
 
     # -- files and user data --
 
     def plan_files(self) -> None:
         """Expand the files."""
-        for expansion, names in self.expand('file'):
+        for expansion in self.expand('file'):
             block = expansion.block
-            columns = {'name': names, 'path': expansion.text(block.get('path', ''), 'path')}
-            if 'identifier' in block:
-                columns['identifier'] = expansion.text(block['identifier'], 'identifier')
-            if 'st_mtime' in block:
-                columns['st_mtime'] = block['st_mtime']
-            self.files += self.records(columns, expansion.count)
+            for name in expansion.walk():
+                record = {'name': name, 'path': expansion.text(block.get('path', ''), 'path')}
+                if 'identifier' in block:
+                    record['identifier'] = expansion.text(block['identifier'], 'identifier')
+                if 'st_mtime' in block:
+                    record['st_mtime'] = block['st_mtime']
+                self.files.append(record)
 
     def plan_user_data(self) -> None:
         """Expand the user data."""
-        for expansion, names in self.expand('user_data'):
-            columns = {'name': names, 'is_ephemeral': expansion.block.value('is_ephemeral')}
-            data = expansion.block.get('data', MISSING)
-            if data is not MISSING:
-                is_plain = expansion.instances is NO_PARAMETERS
-                columns['data'] = data if is_plain else expansion.json(data, 'data')
-            self.user_data += self.records(columns, expansion.count)
-
-    @staticmethod
-    def records(columns: Dict[str, Column], count: int) -> Iterator[Dict[str, Any]]:
-        """One dict per instance."""
-        rows = zip(*(spread(column, count) for column in columns.values()))
-        return (dict(zip(columns, row)) for row in rows)
+        for expansion in self.expand('user_data'):
+            block = expansion.block
+            for name in expansion.walk():
+                record = {'name': name, 'is_ephemeral': block.value('is_ephemeral')}
+                if 'data' in block:
+                    is_plain = expansion.instances is NO_PARAMETERS
+                    record['data'] = block['data'] if is_plain else expansion.json(block['data'], 'data')
+                self.user_data.append(record)
 
     # -- names to indexes --
 
-    def find(self, expansion: Expansion, noun: str, names: Column, key: str) -> Column:
-        """Column of names -> column of indexes; None if a name is unknown, which is reported."""
-        found = each(self.names[noun].get, names)
-        unknown = None in found if type(found) is Varying else found is None
-        if not unknown:
-            return found
-        if not self.context.is_partial:
-            pairs = zip(spread(names, 1), spread(found, 1))
-            self.report_unknown(expansion, noun, [name for name, index in pairs if index is None], key)
+    def find(self, expansion: Expansion, noun: str, template: str, key: str) -> Optional[int]:
+        """Index of a name; None if it is unknown, which is reported."""
+        name = expansion.text(template, key)
+        index = self.names[noun].get(name, MISSING)
+        if index is not MISSING:
+            return index
+        if not self.context.is_partial and expansion.is_new(key, template):
+            self.report_unknown(expansion, noun, name, key)
         return None
 
-    def report_unknown(self, expansion: Expansion, noun: str, unknown: List[str], key: str) -> None:
-        """Names that are declared nowhere."""
-        hint = self.context.suggest(unknown[0], self.names[noun])
-        if not hint and PARAMETER.search(unknown[0]):
+    def report_unknown(self, expansion: Expansion, noun: str, name: str, key: str) -> None:
+        """A name that is declared nowhere."""
+        hint = self.context.suggest(name, self.names[noun])
+        if not hint and PARAMETER.search(name):
             hint = '; a template cannot be named: name its instances, or match them with a regular expression'
-        more = f' (and {len(unknown) - 1:,} more)' if len(unknown) > 1 else ''
-        expansion.block.error(f"{key}: there is no {noun} '{shorten(unknown[0])}'{more}{hint}", key)
+        expansion.block.error(f"{key}: there is no {noun} '{shorten(name)}'{hint}", key)
 
-    def find_matches(self, expansion: Expansion, noun: str, template: str, key: str) -> Column:
-        """Column of a regular expression -> column of tuples of indexes."""
+    def find_matches(self, expansion: Expansion, noun: str, template: str, key: str) -> Tuple[int, ...]:
+        """Indexes of the names that a regular expression of the current instance is found in."""
         try:
-            return each(functools.partial(self.match, noun), expansion.text(template, key, is_regex=True))
+            return self.match(noun, expansion.text(template, key, is_regex=True))
         except ValueError as error:
-            expansion.block.error(f'{key}: {error}', key)
+            if expansion.is_new(key, template):
+                expansion.block.error(f'{key}: {error}', key)
             return ()
 
     def match(self, noun: str, pattern: str) -> Tuple[int, ...]:
@@ -4288,163 +4261,161 @@ class Planner:
         return names[bisect.bisect_left(names, start):bisect.bisect_left(names, start + chr(sys.maxunicode))]
 
     def relate(self, expansion: Expansion, noun: str, given: str, regexes: str,
-               tokens: Sequence[Column]) -> Column:
-        """Column of the indexes that a job's list, its regular expressions and its command name together."""
+               tokens: Sequence[Optional[int]] = ()) -> Tuple[int, ...]:
+        """Indexes of what a job's list, its regular expressions and its command name together."""
         block = expansion.block
-        named = [self.find(expansion, noun, expansion.text(name, given), given)
-                 for name in block.get(given, ())]
-        named = [column for column in named if column is not None]
-        matched = [self.find_matches(expansion, noun, regex, regexes) for regex in block.get(regexes, ())]
-        if not matched and len(named) + len(tokens) < 2:
-            return side_by_side(named or tokens)
-        groups = [side_by_side(named), *matched, side_by_side(tokens)]
-        return each(lambda *row: tuple(dict.fromkeys(itertools.chain.from_iterable(row))), *groups)
+        if not (tokens or given in block or regexes in block):
+            return ()
+        found = [self.find(expansion, noun, name, given) for name in block.get(given, ())]
+        for regex in block.get(regexes, ()):
+            found += self.find_matches(expansion, noun, regex, regexes)
+        return tuple(dict.fromkeys(index for index in [*found, *tokens] if index is not None))
 
     # -- jobs --
 
     def plan_jobs(self) -> None:
         """Expand the jobs; names first, since any job may name any other."""
-        for expansion, names in self.expand('job'):
-            self.templates.append(expansion.block)
+        for expansion in self.expand('job'):
+            block = expansion.block
+            self.templates.append(block)
             self.starts.append(len(self.jobs))
-            self.plan_job(expansion, names)
+            self.jobs += self.plan_template(expansion)
+            if 'stdio' in block:
+                self.stdio.update((name, dict(block['stdio'])) for name in expansion.names)
+            if 'timeout' in block:
+                self.timeouts.update(dict.fromkeys(expansion.names, block['timeout']))
 
-    def plan_job(self, expansion: Expansion, names: Column) -> None:
-        """One template's jobs."""
-        block, count = expansion.block, expansion.count
-        tokens = {}     # (noun, 'input' or 'output') -> columns of the indexes that commands name
+    def plan_template(self, expansion: Expansion) -> Iterator[PlannedJob]:
+        """The jobs of a template. Mostly they differ in name and command only, and so it is faster."""
+        block = expansion.block
+        command = block.get('command', '')
+        is_simple = not self.context.is_dry_run and '${' not in command and \
+            not any(expansion.varies(field) for field in block if field not in ('name', 'command'))
+        rest = None
+        for name in expansion.walk():
+            text = expansion.text(command, 'command') if rest else ''
+            if text.strip():
+                yield PlannedJob(name, text, *rest)
+            else:
+                job = self.plan_job(expansion, name)
+                rest = job[2:] if is_simple else None
+                yield job
+
+    def plan_job(self, expansion: Expansion, name: str) -> PlannedJob:
+        """One job."""
+        block = expansion.block
+        tokens = {}     # (noun, 'input' or 'output') -> indexes that commands name
         command = self.command(expansion, 'command', tokens)
         script = None
         if 'invocation_script' in block:
             script = self.command(expansion, 'invocation_script', tokens)
-        env = expansion.json(block['env'], 'env') if block.get('env') else None
         related = [()] * len(RELATED)
         if tokens or not RELATION_FIELDS.isdisjoint(block):
             related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
                        for noun, way, given, regexes in RELATED]
-        if block.get('command') and not all(map(str.strip, spread(command, 1))):
+        if not command.strip() and block.get('command') and expansion.is_new('command'):
             block.error(f'command must not be empty{NOTHING_TO_DO}', 'command')
-        paths = functools.partial(self.put_paths, block)
-        command, script = (each(paths, column, *related[1:3]) for column in (command, script))
-        columns = (names, command, script, env, self.job_class(expansion),
-                   each(self.dependency_set, related[0]),
-                   self.named(expansion, 'failure_handler', 'failure_handler'),
-                   block.value('cancel_on_blocking_job_failure'), block.value('supports_termination'),
-                   *related[1:])
-        self.jobs += itertools.starmap(PlannedJob, spread(side_by_side(columns), count))
-        if 'stdio' in block:
-            self.stdio.update((name, dict(block['stdio'])) for name in spread(names, count))
-        if 'timeout' in block:
-            self.timeouts.update(dict.fromkeys(spread(names, count), block['timeout']))
+        return PlannedJob(
+            name, self.put_paths(expansion, command, *related[:2]),
+            self.put_paths(expansion, script, *related[:2]),
+            expansion.json(block['env'], 'env') if block.get('env') else None,
+            expansion.once(KIND_FIELDS, self.job_class),
+            expansion.once(DEPENDENCY_FIELDS, self.dependency_set),
+            self.named(expansion, 'failure_handler', 'failure_handler'),
+            block.value('cancel_on_blocking_job_failure'), block.value('supports_termination'), *related)
 
-    def command(self, expansion: Expansion, key: str, tokens: Dict[Tuple[str, str], List[Column]]) -> Column:
-        """Column of a command with ${files.input.NAME} and the like replaced; each adds a relation."""
+    def command(self, expansion: Expansion, key: str,
+                tokens: Dict[Tuple[str, str], List[Optional[int]]]) -> str:
+        """A command with ${files.input.NAME} and the like replaced; each adds a relation."""
         template, texts = expansion.block.get(key, ''), {}
+        if '${' not in template and not self.context.is_dry_run:    # nearly always, and sooner done
+            return expansion.text(template, key)
         pieces, position = [], 0
-        for match in RELATION.finditer(template) if '${' in template else ():
+        for match in RELATION.finditer(template):
             pieces.append(expansion.text(template[position:match.start()], key))
             noun = 'file' if match.group(1) == 'files' else 'user_data'
-            found = self.find(expansion, noun, expansion.text(match.group(3), key), key)
-            if found is not None:
-                tokens.setdefault((noun, match.group(2)), []).append(found)
+            found = self.find(expansion, noun, match.group(3), key)
+            tokens.setdefault((noun, match.group(2)), []).append(found)
             texts[match.start()] = text = self.token_text(expansion, noun, found, key)
-            pieces.append(each(shlex.quote, text) if match.group(4) else text)
+            pieces.append(shlex.quote(text) if match.group(4) else text)
             position = match.end()
         if self.context.is_dry_run:
             self.warn_unquoted(expansion, key, template, texts)
-        if not pieces:
-            return expansion.text(template, key)
         pieces.append(expansion.text(template[position:], key))
-        return each(''.join, side_by_side(pieces))
+        return ''.join(pieces)
 
     @staticmethod
-    def warn_unquoted(expansion: Expansion, key: str, template: str, texts: Dict[int, Column]) -> None:
+    def warn_unquoted(expansion: Expansion, key: str, template: str, texts: Dict[int, str]) -> None:
         """Warn of values that the shell would take apart. `texts`: of relations, by their place."""
+        values = dict(zip(expansion.instances.names, expansion.row))
         for match in SHELL_TOKEN.finditer(template):
-            axis = expansion.instances.axes.get(match.group(5), NO_PARAMETERS)
-            values = spread(texts[match.start()], 1) if match.group(1) else getattr(axis, 'values', ())
-            unsafe = next(filter(SHELL_SPECIAL.search, map(str, values)), None)
+            text = texts[match.start()] if match.group(1) else str(values.get(match.group(5), ''))
+            if not SHELL_SPECIAL.search(text):
+                continue
             is_quoted = match.group(4) or match.group(6) \
                 or re.search('[\'"]', SHELL_QUOTED.sub('', template[:match.start()]))
-            if unsafe is not None and not is_quoted:
+            if not is_quoted and expansion.is_new(key, match.start()):
                 token = match.group()
-                expansion.block.warn(f"{key} puts '{shorten(unsafe)}' into the shell as it is for {token}: "
+                expansion.block.warn(f"{key} puts '{shorten(text)}' into the shell as it is for {token}: "
                                      f'write {token[:-1]}:q}} to quote it', key)
 
-    def put_paths(self, block: Block, text: Optional[str], *related: Tuple[int, ...]) -> Optional[str]:
+    def put_paths(self, expansion: Expansion, text: Optional[str],
+                  *related: Tuple[int, ...]) -> Optional[str]:
         """A command with ${files.inputs} and ${files.outputs} replaced by all such paths of its job."""
+        if not text or '${files.' not in text:
+            return text
+
         def paths(match: Any) -> str:
             indexes = related[match.group(1) == 'outputs']
-            if not indexes:
-                block.error(f'{match.group()} stands for nothing: the job has no {match.group(1)[:-1]}_files')
+            if not indexes and expansion.is_new(match.group()):
+                expansion.block.error(f'{match.group()} stands for nothing: '
+                                      f'the job has no {match.group(1)[:-1]}_files')
             return ' '.join(shlex.quote(self.files[index]['path']) for index in indexes)
-        return PATH_LIST.sub(paths, text) if text and '${files.' in text else text
 
-    def token_text(self, expansion: Expansion, noun: str, found: Column, key: str) -> Column:
+        return PATH_LIST.sub(paths, text)
+
+    def token_text(self, expansion: Expansion, noun: str, index: Optional[int], key: str) -> str:
         """What stands in a command for a file (its path) or user data (its value as JSON)."""
-        def text(index: int) -> str:
-            if noun == 'file':
-                return self.files[index]['path']
-            record = self.user_data[index]
-            if 'data' not in record:
-                raise ValueError(f"{key}: user_data '{shorten(record['name'])}' has no data to put here: "
-                                 'list it under input_user_data or output_user_data, and read or write it '
-                                 'while the job runs')
+        if index is None:
+            return '?'      # reported by find
+        if noun == 'file':
+            return self.files[index]['path']
+        record = self.user_data[index]
+        if 'data' in record:
             return format_json(record['data'])
-        try:
-            return '' if found is None else each(text, found)
-        except ValueError as error:
-            expansion.block.error(str(error), key)
-            return ''
+        if expansion.is_new(key, 'data'):
+            expansion.block.error(f"{key}: user_data '{shorten(record['name'])}' has no data to put here: "
+                                  'list it under input_user_data or output_user_data, and read or write it '
+                                  'while the job runs', key)
+        return '?'
 
-    def job_class(self, expansion: Expansion) -> Column:
-        """Column of indexes into the job classes."""
-        block = expansion.block
-        key = (block.get('resource_requirements'), block.get('priority'), block.get('scheduler'),
-               block.get('labels'))
-        if key not in self.class_columns or expansion.instances is not NO_PARAMETERS:
-            self.class_columns[key] = self.find_job_class(expansion)
-        return self.class_columns[key]
-
-    def find_job_class(self, expansion: Expansion) -> Column:
-        """The same, for fields that have not been seen yet."""
-        block = expansion.block
+    def job_class(self, expansion: Expansion) -> int:
+        """Index of a job's class, among the jobs' classes."""
         resources = self.named(expansion, 'resource_requirements', 'resource_requirements')
         scheduler = self.named(expansion, 'slurm_scheduler', 'scheduler')
         labels = self.labels(expansion)
-        if labels and 'scheduler' in block:
-            block.error('a job with labels cannot name a scheduler: remove one', 'scheduler')
-        rows = side_by_side((resources, block.value('priority'), scheduler, labels))
-        return each(lambda row: self.job_classes.setdefault(row, len(self.job_classes)), rows)
+        if labels and 'scheduler' in expansion.block and expansion.is_new('scheduler', 'labels'):
+            expansion.block.error('a job with labels cannot name a scheduler: remove one', 'scheduler')
+        row = (resources, expansion.block.value('priority'), scheduler, labels)
+        return self.job_classes.setdefault(row, len(self.job_classes))
 
-    def named(self, expansion: Expansion, noun: str, key: str) -> Column:
-        """Column of indexes (or None) for a field that holds one name."""
-        if key not in expansion.block:
-            return None
-        name = expansion.block[key]
-        names = expansion.text(name, key) if FIELDS_OF['job'][key].is_template else name
-        is_default = noun == 'resource_requirements' and names == DEFAULT_REQUIREMENTS['name']
-        if is_default and names not in self.names[noun]:
-            return None
-        return self.find(expansion, noun, names, key)
+    def named(self, expansion: Expansion, noun: str, key: str) -> Optional[int]:
+        """Index of what a field names, or None."""
+        return self.find(expansion, noun, expansion.block[key], key) if key in expansion.block else None
 
-    def labels(self, expansion: Expansion) -> Column:
-        """Column of sorted labels, or None."""
-        def tidy(labels: Tuple[str, ...]) -> Optional[Tuple[str, ...]]:
-            for label in labels:
-                error = label_error(label)
-                if error:
-                    raise ValueError(f"label '{shorten(label)}' {error}")
-            return tuple(sorted(set(labels))) or None
-        try:
-            columns = [expansion.text(label, 'labels') for label in expansion.block.get('labels', ())]
-            return each(tidy, side_by_side(columns))
-        except ValueError as error:
-            expansion.block.error(str(error), 'labels')
-            return None
+    @staticmethod
+    def labels(expansion: Expansion) -> Optional[Tuple[str, ...]]:
+        """Sorted labels, or None."""
+        labels = {expansion.text(label, 'labels') for label in expansion.block.get('labels', ())}
+        for label in sorted(labels):
+            error = label_error(label)
+            if error and expansion.is_new('labels'):
+                expansion.block.error(f"label '{shorten(label)}' {error}", 'labels')
+        return tuple(sorted(labels)) or None
 
-    def dependency_set(self, members: Tuple[int, ...]) -> Optional[int]:
-        """Number of a set of prerequisites; None for the empty one."""
+    def dependency_set(self, expansion: Expansion) -> Optional[int]:
+        """Number of the set of a job's explicit prerequisites; None for the empty one."""
+        members = self.relate(expansion, 'job', *DEPENDENCY_FIELDS)
         return self.sets.setdefault(tuple(sorted(members)), len(self.sets)) if members else None
 
     def job_block(self, index: int) -> Block:
@@ -4615,7 +4586,7 @@ def check_execution(workflow: Block, gets_schedulers: bool) -> None:
         config.error(f'{shown} does not go with {why}: remove it, or set mode: {other}', name)
     each_node = [action for action in workflow.get('actions', ()) if action.get('start_one_worker_per_node')]
     for action in each_node:
-        if config.get('mode', 'direct') != 'direct':
+        if mode != 'direct':
             action.error(f'start_one_worker_per_node needs mode direct in execution_config, not {mode}',
                          'start_one_worker_per_node')
     is_used = any(action.get('action_type') == 'schedule_nodes' for action in each_node)
@@ -4670,7 +4641,7 @@ def plan_action(planner: Planner, action: Block) -> Dict[str, Any]:
     """One action."""
     trigger = action.get('trigger_type')
     expansion = Expansion(action)
-    indexes = planner.relate(expansion, 'job', 'jobs', 'job_name_regexes', ())
+    indexes = planner.relate(expansion, 'job', 'jobs', 'job_name_regexes')
     if trigger in JOB_TRIGGERS and not action.get('jobs') and not action.get('job_name_regexes'):
         expansion.block.error(f'{trigger} needs jobs or job_name_regexes', 'trigger_type')
     if trigger in TRIGGERS and trigger not in JOB_TRIGGERS and indexes:
@@ -4767,16 +4738,16 @@ def plan_workflow(planner: Planner, workflow: Block) -> Dict[str, Any]:
 def plan_workflow_env(planner: Planner) -> Dict[str, str]:
     """The workflow's environment; a {parameter} with several values gives its text as written."""
     context, workflow = planner.context, planner.workflow
-    axes = {}
+    row = {}
     for name, value in workflow.get('parameters', {}).items():
         try:
             values = expand_values(value, context.directory, context.max_instances)
         except ValueError:
             values = []     # reported where the parameter is used
         written = value if isinstance(value, str) else format_json(value)
-        axes[name] = Axis(values if len(values) == 1 else [written], 1)
-    expansion = Expansion(workflow, Instances(1, axes))
-    return {name: spread(expansion.text(text, 'env'), 1)[0] for name, text in workflow['env'].items()}
+        row[name] = values[0] if len(values) == 1 else written
+    expansion = Expansion(workflow, Instances(tuple(row), [tuple(row.values())]))
+    return {name: expansion.text(text, 'env') for name, text in workflow['env'].items()}
 
 
 def find_times(planner: Planner) -> None:
@@ -4825,6 +4796,7 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     workflow = read_block(context, 'workflow', raw)
     planner = Planner(context, workflow)
     requirements = planner.index_declared('resource_requirements')
+    planner.names['resource_requirements'].setdefault(DEFAULT_REQUIREMENTS['name'], None)
     schedulers = planner.index_declared('slurm_scheduler')
     handlers = planner.index_declared('failure_handler')
     planner.plan_files()
