@@ -5597,10 +5597,8 @@ class NodePool:
 # inside a savepoint() leaves nothing behind. Rows come back as dicts in which NULL columns are left out.
 #
 # Its files are looked at before and after every transaction: SQLite writes on to a file that was removed, and
-# nobody finds it there. A write-ahead log that was removed is written to the main file, and work goes on;
-# after any other loss what SQLite still has is copied, and nothing more is accepted. Each log raises the
-# number that the header calls application id by one, so that a start knows a log that was written for another
-# state of the main file: SQLite would mix them, and drop the log of a file that is empty.
+# nobody finds it there. After a loss what SQLite still has is saved as FILE.rescued, nothing more is stored,
+# and no start goes on beside that copy without a word. Nothing is mended.
 
 PRAGMAS = (
     ('locking_mode', 'EXCLUSIVE'),  # before the first access: no shared memory file, no second process
@@ -5617,10 +5615,8 @@ PRAGMAS = (
 )
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 MAX_PARAMETERS = 999                # of a statement, before SQLite 3.32
-PUT_BACK = 'the right file back, or give another place with --db'
 HEAD_BYTES = 100                    # of a database file: SQLite's header; of its log: its header, and more
-LOG_STEP_BYTES = 2 ** 18            # by which the write-ahead log grows, or
-ROOM_LOOK_S = 1.0                   # ... which goes by between looks at the free space of the disk
+RESCUED_END = '.rescued'            # of a copy of a database that was lost while it was in use
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
                              'is_system', 'is_run_zero', 'is_declared', 'submission', 'made_for', 'submitter',
@@ -5778,13 +5774,10 @@ class Store(Statements):
         self.snapshots = None               # type: Any  # the same as a SnapshotWriter, if it is in memory
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
-        self._is_spoilt = False             # ... because something else has written to the files
+        self._is_overwritten = False        # ... because something else has written to the files
         self._descriptors = []              # type: List[int]  # of the main file and, if any, the log
         self._files = ()                    # type: Tuple[FileState, ...]  # of both, as we left them
-        self._is_frozen = False             # between freeze() and thaw()
-        self._is_new_log = False            # it does not say yet for which state of the main file it is
-        self._room_look = (0, 0.0)          # its size when free space was looked at, and when (monotonic)
-        check_log(path)
+        check_files_beside(path)
         prepare_database_file(path)
         identity = file_identity(path)      # before it is opened: it may be replaced until it is locked
         super().__init__(open_database(path, has_locks), now, {})
@@ -5794,7 +5787,6 @@ class Store(Statements):
                 raise Conflict(f'the database {path} was replaced while it was opened: try again')
             prepare_schema(self.connection, path)
             self.note_files()
-            self._is_new_log = self._files[-1].size == 0
         except (sqlite3.Error, OSError, TorcError) as error:
             self.close()
             if isinstance(error, sqlite3.Error):
@@ -5806,7 +5798,7 @@ class Store(Statements):
         # In exclusive mode the lock of the first transaction that writes is kept (sqlite.org/pragma.html).
         self.execute('BEGIN IMMEDIATE')
         self.execute('COMMIT')
-        for path in (self.path, self.path + '-wal')[len(self._descriptors):]:
+        for path in (self.path, self.path + '-wal'):
             with contextlib.suppress(FileNotFoundError):    # no write-ahead log
                 self._descriptors.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
                 check_state_file(os.fstat(self._descriptors[-1]), path)     # now it cannot be replaced
@@ -5814,8 +5806,7 @@ class Store(Statements):
 
     def close(self) -> None:
         """Give the database back, with everything in its main file."""
-        is_spoilt = self._is_spoilt and file_identity(self.path) == self._files[0].identity
-        with keeping_aside(self.path) if is_spoilt else contextlib.suppress():      # nothing is written to it
+        with keeping_aside(self.path) if self._is_overwritten else contextlib.suppress():
             self.connection.close()
         for descriptor in self._descriptors:    # last: closing any of a file drops its locks (fcntl(2))
             os.close(descriptor)
@@ -5845,7 +5836,6 @@ class Store(Statements):
         Between transactions only. False where there is no such log: the next transaction changes the file.
         """
         self.execute('PRAGMA wal_autocheckpoint = 0')
-        self._is_frozen = True
         is_busy, pages, _ = self.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
         self.note_files()
         if is_busy:
@@ -5855,7 +5845,6 @@ class Store(Statements):
 
     def thaw(self) -> None:
         """End freeze()."""
-        self._is_frozen = False
         self.execute('PRAGMA wal_autocheckpoint = %s' % dict(PRAGMAS)['wal_autocheckpoint'])
 
     # ---- the files ----
@@ -5890,108 +5879,49 @@ class Store(Statements):
             raise
 
     def on_commit(self) -> None:
-        """Look whether what was just committed can be found again, and keep the log small."""
+        """Look whether what was just committed can be found again."""
         before, self._files = self._files, self.look()
         for then, now in zip(before, self._files):
             if now.identity != then.identity or now.size < then.size:   # a commit makes none of them smaller
                 found, self._files = self._files, before
                 self.on_touched(found)
-                return self.check_in_place()
-        old, new = ([state.head[:32] for state in files[1:]] for files in (before, self._files))
-        self._is_new_log = old != new and not self._is_new_log      # if it was, mark_log() has been called
-        self.keep_room()
-
-    def mark_log(self) -> None:
-        """Say in the log for which state of the main file it was written. In a transaction."""
-        found = self.value('PRAGMA application_id')     # 0: an older version or copy_rows() made the file
-        number = (found + 1) % 2 ** 31 if found else new_log_number()
-        self.execute(f'PRAGMA application_id = {number}')
-
-    def keep_room(self) -> None:
-        """Empty the log before it fills the disk: the main file may need as much room as the log has."""
-        size, now = self._files[-1].size, time.monotonic()
-        is_early = size < self._room_look[0] + LOG_STEP_BYTES and now < self._room_look[1] + ROOM_LOOK_S
-        if is_early or self._is_frozen or len(self._files) < 2:
-            return
-        room = os.fstatvfs(self.main_file())
-        if room.f_bavail * room.f_frsize < size:
-            with contextlib.suppress(sqlite3.Error):    # not even that is left: a later commit tries again
-                self.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
-            self.note_files()
-        self._room_look = self._files[1].size, now
+                raise Conflict(self.loss)
 
     def roll_back(self) -> None:
-        """Take a transaction back, with the room that it took: to empty the log of a full disk needs it."""
+        """Take a transaction back."""
         if self.connection.in_transaction:     # SQLite has rolled back by itself when the disk is full
             self.execute('ROLLBACK')
-        found = self.look()
-        if found[1:] and found[1].identity == self._files[1].identity and found[1].size > self._files[1].size:
-            with contextlib.suppress(OSError):
-                os.truncate(self.path + '-wal', self._files[1].size)    # what was committed ends before it
         self.note_files()
 
     def on_touched(self, found: Tuple[FileState, ...]) -> None:
-        """Somebody has removed, replaced or changed a file: mend that or else save what we still have."""
+        """Somebody has removed, replaced or changed a file: store nothing more, and save what is left."""
         self.check_lease(True)      # who takes a database over replaces its files
         number = next(number for number, now in enumerate(found) if now != self._files[number])
-        then, now = self._files[number], found[number]
-        is_same = then.identity == now.identity
-        is_whole = os.fstat(self._descriptors[number]).st_size >= then.size
-        what = (f"the database file {self.path}{'-wal' if number else ''} was "
-                f"{'cut off or overwritten' if is_same else 'removed or replaced'} while it was in use")
-        if number and not self._is_frozen and not (is_same and is_whole):
-            try:
-                self.renew_log() if is_whole else self.renew_main()
-            except (sqlite3.Error, OSError) as error:
-                log.error('%s, and cannot be written anew: %s', what, error)
-            else:
-                log.warning('%s: all that it held was written to %s, nothing is lost', what, self.path)
-                self.loss = '' if is_whole else f'{what}: all that was stored is in {self.path}, start again'
-                return
-        self.loss, self._is_spoilt = f'{what}; nothing more can be stored in it', is_same
-        self.loss += self.rescue(is_mixed=is_same and is_whole and then.head != now.head)
+        self._is_overwritten = found[number].identity == self._files[number].identity
+        what = 'cut off or overwritten' if self._is_overwritten else 'removed or replaced'
+        self.loss = (f"the database file {self.path}{'-wal' if number else ''} was {what} while it was in "
+                     'use; nothing more can be stored in it')
+        if self.snapshots is None:      # if it is in memory, it writes its last snapshot
+            self.loss += f'. {self.rescue()}'
+            log_file = self.path + '-wal'
+            with contextlib.suppress(OSError):      # SQLite would write it into any file of the right name
+                os.rename(log_file, free_name(log_file + '.old'))
 
-    def renew_log(self) -> None:
-        """Write the log, which has lost its name, to the main file, and begin a new one."""
-        if os.path.lexists(self.path + '-wal'):     # SQLite would remove it
-            os.rename(self.path + '-wal', free_name(self.path + '-wal.replaced'))
-        if self.execute('PRAGMA journal_mode = DELETE').fetchone()[0] != 'delete':
-            raise OSError(errno.EBUSY, 'the write-ahead log is in use')
-        self.execute('PRAGMA journal_mode = WAL').fetchone()
-        os.close(self._descriptors.pop())
-        self.open_files()
-
-    def renew_main(self) -> None:
-        """Replace the main file by a copy, with what memory has of the log, or fail."""
-        copy = free_name(self.path + '.rescued')
-        self.copy_to(copy)
-        os.replace(copy, self.path)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path + '-wal')
-
-    def rescue(self, is_mixed: bool) -> str:
-        """Save what we have, unless other data is mixed with it; no server begins without it. The cure."""
-        if self.snapshots is not None:      # it is in memory, and writes its last snapshot
-            return ''
-        copy, note = free_name(self.path + '.rescued'), self.path + '.loss'
+    def rescue(self) -> str:
+        """Save what we have, unless other data is mixed with it: what became of it, with the cure."""
+        copy = self.path + RESCUED_END
         try:
-            if is_mixed:
+            if self._is_overwritten:
                 raise OSError(errno.EIO, 'something else was written into it')
             self.copy_to(copy)
-            log_file, loss, source, target = map(shlex.quote, (self.path + '-wal', note, copy, self.path))
-            cure = (f'. What could still be read was saved as {copy}; to go on with that: '
-                    f'rm -f {log_file} {loss} && mv {source} {target}')
+            return explain_rescue(self.path)
         except (sqlite3.Error, OSError) as error:
-            with contextlib.suppress(OSError):
-                os.unlink(copy)
-            cure = f'. What it held could not be saved ({error}): '
-            if os.path.isdir(os.path.dirname(self.path)):
-                cure += f'go back to a copy, and rm {shlex.quote(note)}'
-            else:       # nothing can be noted there
-                cure += 'its directory is gone: move it back to where it was, or go back to a copy'
-        with contextlib.suppress(OSError):
-            write_atomically(note, (self.loss + cure).encode())
-        return cure
+            if not isinstance(error, FileExistsError):
+                with contextlib.suppress(OSError):
+                    os.unlink(copy)
+            is_there = os.path.isdir(os.path.dirname(self.file_path))
+            cure = '' if is_there else 'its directory is gone: move it back to where it was, or '
+            return f'What it held could not be saved ({error}): {cure}go back to a copy'
 
     # ---- transactions ----
 
@@ -6001,8 +5931,6 @@ class Store(Statements):
         self.check_in_place()
         self.execute('BEGIN IMMEDIATE')
         try:
-            if self._is_new_log:
-                self.mark_log()
             yield
             self.check_lease()      # the block may have taken long, or the process been stopped meanwhile
         except BaseException:
@@ -6065,81 +5993,27 @@ def free_name(stem: str) -> str:
     return next(name for name in names if not os.path.lexists(name))
 
 
-class LogContent(Row):
-    """What a write-ahead log says of the main file that it was written for."""
-    numbers: List[int]      # application ids of its copies of the first page
-    pages: Set[int]         # that it holds
+def explain_rescue(path: str) -> str:
+    """How to go on with what was saved of a database."""
+    copy, target = shlex.quote(path + RESCUED_END), shlex.quote(path)
+    return f'What it held was saved as {path}{RESCUED_END}; to go on with that: mv {copy} {target}'
 
 
-def read_log(path: str) -> Optional[LogContent]:
-    """The log of a database; None if nothing is in it (sqlite.org/fileformat2.html, section 4)."""
-    found = LogContent([], set())
-    try:
-        with open(path + '-wal', 'rb') as file:
-            head = file.read(32)
-            page_bytes = int.from_bytes(head[8:12], 'big')
-            while len(head) == 32 and 512 <= page_bytes <= 65536:
-                frame = file.read(24 + page_bytes)
-                if len(frame) < 24 + page_bytes or frame[8:16] != head[16:24]:  # it is of an earlier log
-                    break
-                found.pages.add(int.from_bytes(frame[:4], 'big'))
-                if frame[:4] == b'\0\0\0\1':     # behind the frame's own 24 bytes: the database header
-                    found.numbers.append(int.from_bytes(frame[92:96], 'big'))
-    except OSError:
-        return None
-    return found if found.pages else None
-
-
-def read_main(path: str) -> Optional[Tuple[int, int, int]]:
-    """Application id, pages and bytes of a page, by the main file alone. None if it is no database, or empty.
-
-    Through SQLite: closing a descriptor of our own would drop the locks that this process may have on it.
-    """
-    url = f'file:{urllib.parse.quote(os.path.abspath(path))}?mode=ro&immutable=1'
-    try:
-        with contextlib.closing(sqlite3.connect(url, uri=True)) as connection:
-            number, pages, page_bytes = (connection.execute(f'PRAGMA {name}').fetchone()[0]
-                                         for name in ('application_id', 'page_count', 'page_size'))
-    except sqlite3.Error as error:
-        if 'malformed' not in str(error):
-            return None
-        with open(path, 'rb') as file:      # shorter than its header says: none is that a process has locked
-            head = file.read(HEAD_BYTES)
-        # Size of a page, number of pages, application id (sqlite.org/fileformat2.html, section 1.3).
-        page_bytes, pages, number = (int.from_bytes(head[start:end], 'big')
-                                     for start, end in ((16, 18), (28, 32), (68, 72)))
-    return (number, pages, page_bytes) if pages and page_bytes > 1 else None
-
-
-def check_log(path: str) -> None:
-    """Refused if a main file was cut off, or is not that which its log is for. Before SQLite joins them."""
+def check_files_beside(path: str) -> None:
+    """Refused where a start would hide that a database was lost. Before SQLite reads what lies beside it."""
     with contextlib.suppress(OSError):      # there is none; prepare_database_file() says what else is wrong
-        check_database_file(path)           # before it is read: a pipe would be waited for
-    with contextlib.suppress(OSError), open(path + '.loss', 'rb', opener=open_regular) as note:
-        found = os.fstat(note.fileno())
-        if found.st_uid == os.geteuid() and found.st_nlink < 2:     # another user's, or link, says nothing
-            raise Refused(printable(note.read(4096).decode('utf-8', 'replace')))
+        check_database_file(path)
     for name in (path + '-wal', path + '-journal'):     # what is in them becomes part of the database
         with contextlib.suppress(FileNotFoundError):
             check_state_file(os.lstat(name), name)
-    held, main = read_log(path), read_main(path)
-    name = shlex.quote(path + '-wal')
-    aside = shlex.quote(path + '-wal.old')
-    cure = f'To do without these changes: mv {name} {aside}. To keep them, put {PUT_BACK}'
-    if main is None:
-        if held is not None and not (os.path.exists(path) and os.path.getsize(path)):
-            what = 'is empty' if os.path.exists(path) else 'does not exist'
-            raise Refused(f'the database {path} {what}, but {path}-wal holds changes to it. {cure}')
-        return      # new, or something else
-    number, pages, page_bytes = main
-    if held is not None and number and held.numbers and number not in [held.numbers[0] - 1, *held.numbers]:
-        raise Refused(f'{path}-wal holds changes to another state of the database than {path}. {cure}')
-    size = os.path.getsize(path)
-    there = held.pages if held is not None else set()
-    is_short = any(page not in there for page in range(size // page_bytes + 1, pages + 1))
-    if is_short and not os.path.exists(path + '-journal'):
-        what = f'the database {path} was cut off: it has {size} bytes of {pages * page_bytes}'
-        raise Refused(f'{what}. Put {PUT_BACK}')
+    with contextlib.suppress(FileNotFoundError):
+        if os.lstat(path + RESCUED_END).st_uid == os.geteuid():     # another user's says nothing
+            raise Refused(f'the database {path} was lost while it was in use. {explain_rescue(path)}')
+    is_empty, name = not (os.path.exists(path) and os.path.getsize(path)), path + '-wal'
+    if is_empty and os.path.exists(name) and os.path.getsize(name):
+        what = 'is empty' if os.path.exists(path) else 'does not exist'
+        raise Refused(f'the database {path} {what}, but {name} holds changes to it. Put the right file back. '
+                      f"To do without these changes: mv {shlex.quote(name)} {shlex.quote(name + '.old')}")
 
 
 def file_identity(path: str) -> Tuple[int, int]:
@@ -6226,7 +6100,10 @@ def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
     if 'locked' in text or 'busy' in text:
         return Conflict(f'the database {path} is in use by another torc.py; stop it, or give another place '
                         'with --db')
-    if 'not a database' in text or 'malformed' in text:
+    if 'malformed' in text:
+        return BadInput(f'the database {path} is damaged ({text}): go back to a copy, or give another place '
+                        'with --db')
+    if 'not a database' in text:
         return BadInput(f'{path} is not a torc.py database ({text}); give another place with --db')
     if 'full' in text:
         return TorcError(f'no space left for the database {path}; nothing of this request was stored',
@@ -6283,11 +6160,6 @@ def copy_rows(connection: sqlite3.Connection, path: str) -> None:
         copy.execute(f"PRAGMA user_version = {connection.execute('PRAGMA user_version').fetchone()[0]}")
 
 
-def new_log_number() -> int:
-    """The first of the numbers by which a database and its write-ahead logs know each other."""
-    return 1 + secrets.randbelow(2 ** 30)
-
-
 def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
     """Make the tables in a new database, or bring an older one up to date with a copy kept beside it."""
     version = connection.execute('PRAGMA user_version').fetchone()[0]
@@ -6309,8 +6181,8 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
     if version:
         with writing(f'{path}.v{version}', '--db'):
             keep_copy(connection, f'{path}.v{version}')
-    script = (''.join(MIGRATIONS[step] for step in wanted) or
-              f'{SCHEMA} PRAGMA application_id = {new_log_number()};')
+    mark = f'PRAGMA application_id = {secrets.randbelow(2 ** 31)};'     # in its head: others' files differ
+    script = ''.join(MIGRATIONS[step] for step in wanted) or SCHEMA + mark
     connection.executescript(f'BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;')
 
 
@@ -13210,7 +13082,7 @@ SYNCED_PIECES = 16                  # so many of these are written to disk toget
 BACKUP_END_S = 5.0                  # a server that ends waits for a backup; its file system may be dead
 DATABASE_MAGIC = b'SQLite format 3\0'     # at its beginning (sqlite.org/fileformat2.html, section 1.3)
 STATE_ENDS = ('', '-wal', '-shm', '-journal', '.new', '.previous', '.token', '.connection', '.lease',
-              '.memory', '.log', '.log.1', '.loss')
+              '.memory', '.log', '.log.1', RESCUED_END)
 
 
 def state_directory() -> str:
@@ -17800,7 +17672,7 @@ class Connector:
             again = restart_command(known) if known else f'torc.py serve -d {shlex.quote(self.database)}'
             raise absent(f'the server of {self.database} is gone; start it again with `{again}`')
         elif self.was_open and not self.in_memory and not any(
-                os.path.exists(self.database + end) for end in ('', '.loss')):      # .loss names a cure
+                os.path.exists(self.database + end) for end in ('', RESCUED_END)):  # a start names the cure
             what = '' if os.path.isdir(os.path.dirname(self.database)) else 'the directory of '
             raise Unreachable(f'{what}the database {self.database} is gone')    # make no new one
         try:
