@@ -3720,10 +3720,10 @@ class StateTest(ServiceTest):
     OPERATIONS = """
         operation            uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
         start                -       -       -       runnin  runnin  -       -       -       -       -       -
-        complete completed   comple  comple  comple  comple  comple  comple  -       -       -       -       comple
-        complete failed      failed  failed  failed  failed  failed  -       failed  -       -       -       failed
-        complete terminated  termin  termin  termin  termin  termin  -       -       -       termin  -       termin
-        complete pending_failed  undeci  undeci  undeci  undeci  undeci  -   -       -       -       -       undeci
+        complete completed   comple  comple  comple  comple  comple  -       -       -       -       -       comple
+        complete failed      failed  failed  failed  failed  failed  -       -       -       -       -       failed
+        complete terminated  termin  termin  termin  termin  termin  -       -       -       -       -       termin
+        complete pending_failed  undeci  undeci  undeci  undeci  undeci  -   -       -       -       -       -
         complete canceled    cancel  cancel  cancel  cancel  cancel  -       -       -       -       -       cancel
         complete ready       -       -       -       -       -       -       -       -       -       -       -
         complete disabled    -       -       -       -       -       -       -       -       -       -       -
@@ -5760,11 +5760,12 @@ class CompletionTest(ServiceTest):
                     if status == 'uninitialized':
                         self.call('reset_job_status', id=self.workflow_id)
                     self.assertEqual(status, self.statuses(self.workflow_id)[first])
-                    for _ in range(2):
-                        self.assertEqual('', self.post(way, self.entry(jobs[first])))
-                        self.assertEqual(then, self.statuses(self.workflow_id))
-                        self.assertWhole()
+                    self.assertEqual('', self.post(way, self.entry(jobs[first])))
+                    again = self.post(way, self.entry(jobs[first]))
+                    self.assertEqual(way != 'runner_sync', 'already complete, as completed with return code 0' in again, again)
                     self.assertIn('is already complete', self.post(way, self.entry(jobs[first], return_code=7)))
+                    self.assertEqual(then, self.statuses(self.workflow_id))
+                    self.assertWhole()
                     self.assertEqual(1, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
                     due = [action['trigger_type'] for action in self.call('get_pending_actions', id=self.workflow_id)]
                     self.assertEqual(['on_jobs_ready', 'on_jobs_complete'] if first == 'b' else ['on_jobs_ready'], due)
@@ -5821,7 +5822,7 @@ class CompletionTest(ServiceTest):
     def test_run_zero_is_the_first_run_until_it_is_reset(self):
         with self.undone():
             self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job, run_id=0)))
-            self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job)), 'one attempt, by two names of its run')
+            self.assertIn('already complete', self.post('batch_complete_jobs', self.entry(self.job)), 'one attempt, by two names of its run')
             self.assertEqual([1], [row['run_id'] for row in self.call('list_results',
                                                                       workflow_id=self.workflow_id,
                                                                       all_runs=True)['items']])
@@ -5841,7 +5842,7 @@ class CompletionTest(ServiceTest):
             self.assertEqual('', self.post('complete_job', self.entry(job, run_id=0)), 'before any initialize')
             self.call('initialize_jobs', id=self.workflow_id)
             for way in self.WAYS[:2]:       # runners of ours begin in a run that has begun
-                self.assertEqual('', self.post(way, self.entry(job, run_id=0)), 'the same once more')
+                self.assertIn('already complete', self.post(way, self.entry(job, run_id=0)), 'the same once more')
                 other = self.entry(job, status='failed', return_code=1, run_id=0)
                 self.assertIn('is already complete', self.post(way, other))
                 self.assertEqual({'a': 'ready'}, self.statuses(self.workflow_id), 'of the run that has begun')
@@ -5869,6 +5870,9 @@ class CompletionTest(ServiceTest):
         self.assertEqual(2, len(answer['errors']))
 
     def test_a_retry_leaves_the_failed_attempts_result_and_makes_the_next_ready(self):
+        with self.undone():
+            self.finish(status='failed', return_code=9, retry=True, max_retries=0)
+            self.assertEqual('failed', self.statuses(self.workflow_id)['a'])
         answer = self.finish(status='failed', return_code=9, retry=True, max_retries=3)
         self.assertEqual([[self.job['id'], 1, 'ready']], answer['accepted'])
         again = self.claim(self.workflow_id, self.node_id)['a']
@@ -34204,7 +34208,10 @@ class Clerk(threading.Thread):
         for job in self.claim():
             self.insist('start_job', job_id=job['id'], run_id=1, compute_node_id=self.node_id)
             end = self.end_of(job)
-            self.insist('complete_job', end, job_id=job['id'], status=end['status'], run_id=1)
+            try:
+                self.insist('complete_job', end, job_id=job['id'], status=end['status'], run_id=1)
+            except torc.Refused as error:   # an answer may have been lost on its way
+                assert 'is already complete' in error.message, error
             self.book.tell(job)
 
     def work_by_batches(self) -> None:
@@ -34212,7 +34219,8 @@ class Clerk(threading.Thread):
         jobs = self.claim()
         entries = [{'job_id': end['job_id'], 'status': end['status'], 'run_id': 1, 'result': end} for end in map(self.end_of, jobs)]
         answer = self.insist('batch_complete_jobs', {'completions': entries}, workflow_id=self.workflow_id)
-        assert sorted(answer['completed']) == sorted(job['id'] for job in jobs) and not answer['errors'], answer
+        known = [row['job_id'] for row in answer['errors'] if 'is already complete' in row['message']]
+        assert sorted(answer['completed'] + known) == sorted(job['id'] for job in jobs), answer
         for job in jobs:
             self.book.tell(job)
 

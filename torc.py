@@ -203,7 +203,7 @@ log.addHandler(logging.NullHandler())
 # run          a generation of a workflow (run_id): 1 at the first initialize, +1 at each later one
 # attempt      one try of a job in a run (attempt_id): 1, +1 with each retry
 # result       what one attempt left: return code, times, memory, status
-# completion   the report that an attempt has ended; it is idempotent
+# completion   the report that an attempt has ended
 # trigger      an event of the workflow that sets off an action: commands to run, or an allocation
 # failure handler  rules that say, by return code, whether a failed job is retried
 # job class    what claims look at: resource requirements, priority, scheduler, labels (stored as job_kind)
@@ -8838,7 +8838,7 @@ def mark_started(context: Context, job_id: int, node_id: int, start_time: str) -
 
 def complete_job(context: Context, job_id: int, status: str, run_id: int,
                  body: Values) -> Values:
-    """Record the end of an attempt. Idempotent; another end of the same attempt is refused."""
+    """Record the end of an attempt. Once: a repeated one is refused, as by Torc, whose tools count on it."""
     job = job_state(context, job_id)
     check_result(context, body, job_id=job_id, workflow_id=job.workflow_id, status=status, run_id=run_id)
     record_end(context, workflow_state(context, job.workflow_id), body)
@@ -8881,7 +8881,8 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
     """Take in the end of one attempt, with all that follows from it. The job's status afterwards.
 
     `end` is a ResultModel, with `retry` if the next attempt is to be made ready, or `interrupted` if it must
-    be, since the job was stopped only because its runner was. Raises TorcErrors before it writes.
+    be, since the job was stopped only because its runner was. Raises TorcErrors before it writes; a repeated
+    end is no error of a runner or a journal (`is_witnessed`), which may not have heard the answer.
     """
     job = job_state(context, end['job_id'])
     if job.workflow_id != state.id:
@@ -8895,11 +8896,12 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
                            'WHERE job_id = ? ORDER BY id', (job.id,)) if job.has_results else []
     runs = (state.run_id, reported['run_id'])   # 0 names run 1, but what ended in run 0 has not ended in 1
     ends = [row[:2] for row in results if row[2] in runs and row[3] == attempt_id]
-    if any(is_same_end(known, end) for known in ends):
+    is_known = any(is_same_end(known, end) for known in ends)
+    if is_known and end.get('is_witnessed'):
         return STATUS_NAMES[job.status] if attempt_id == job.attempt_id else 'ready'
     if ends:
-        job = recover_lost(context, state, job, attempt_id, end.get('compute_node_id'))
-        if job is None:
+        job = None if is_known else recover_lost(context, state, job, attempt_id, end.get('compute_node_id'))
+        if not job:
             raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
                           f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
     job = believe_attempt(context, state, job, attempt_id, end)
@@ -8926,9 +8928,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
             announce_start(context, job, state.run_id)
         more = dict({'message': reason} if reason else {}, return_code=end['return_code'])
         announce_end(context, state.id, job.id, job.name, end['status'], **more)
-    may_retry = end.get('retry') and status in (FAILED, TERMINATED)
-    most = end.get('max_retries') or DEFAULT_MAX_RETRIES
-    if is_interrupted or may_retry and has_retries(context, state, job, most):
+    if is_interrupted or wants_retry(end) and has_retries(context, state, job, end.get('max_retries')):
         return begin_next_attempt(context, state, job)
     context.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
     if status == COMPLETED:
@@ -9016,8 +9016,14 @@ def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) ->
     return 'ready'
 
 
-def has_retries(context: Context, state: WorkflowState, job: JobState, max_retries: int) -> bool:
+def wants_retry(end: Values) -> bool:
+    """Whether the end of an attempt is to be followed by another one."""
+    return bool(end.get('retry')) and STATUS_CODES[end['status']] in (FAILED, TERMINATED)
+
+
+def has_retries(context: Context, state: WorkflowState, job: JobState, max_retries: Optional[int]) -> bool:
     """Whether a job may have another attempt after this one. Interrupted ones do not count."""
+    max_retries = DEFAULT_MAX_RETRIES if max_retries is None else max_retries
     return job.attempt_id - count_interruptions(context, state.run_id, [job.id])[job.id] < max_retries
 
 
