@@ -4977,7 +4977,7 @@ class ApplySpecTest(ServiceTest):
         needs, files = [{'name': 'small', 'memory': 'much'}], [{'name': 'raw', 'path': 'p'}] * 2
         for body, text in (
                 (cycle, 'wait for each other'), (twice, "'prep' stands twice"), (out, 'not a plan'),
-                (self.plan(jobs=[[1]]), 'lists of 13'), (self.plan(dependency_sets=[[-1]]), 'no number -1'),
+                (self.plan(jobs=[[1]]), 'not a plan of a workflow'), (self.plan(dependency_sets=[[-1]]), 'no number -1'),
                 (self.plan(files=files), "'raw' stands twice"),
                 (self.plan(resource_requirements=needs), 'memory'),
                 (self.plan(workflow={'name': 'n', 'env': {'not a name': ''}}), 'is not a name'),
@@ -8957,22 +8957,22 @@ class ApiTest(ServiceTest):
     def test_a_plan_of_another_program_is_checked_to_the_last_field(self):
         other = self.create('x:')
         table = (
-            (self.plan(job={0: 5}), 'jobs.name must be str'), (self.plan(job={0: 'a\x1b'}),
-                                                               'control character'),
-            (self.plan(job={0: 'x' * 2000}), '2,000 characters'),
-            (self.plan(job={1: 'a\0'}), 'cannot be stored'), (self.plan(job={3: {'A': None}}),
-                                                              'must be text'),
-            (self.plan(job={3: []}), 'jobs.env must be dict'),
-            (self.plan(job={4: -1}), 'between 0 and'), (self.plan(job={4: 7}), 'not a plan'),
-            (self.plan(job={4: True}), 'jobs.kind must be int'),
-            (self.plan(job={5: 3}), 'not a plan'), (self.plan(job={9: [[1]]}), 'an integer'), (self.plan(job={9: [3]}), 'not a plan'),
-            (self.plan(jobs=[[1]]), 'lists of 13'), (self.plan(jobs=7), 'jobs must be a list'),
+            (self.plan(job={0: 5}), 'not a plan'), (self.plan(job={0: 'a\x1b'}), 'control character'),
+            (self.plan(job={0: 'x' * 2000}), '2,000 characters'), (self.plan(job={1: 7}), 'not a plan'),
+            (self.plan(job={1: 'a\0'}), 'cannot be stored'), (self.plan(job={3: {'A': None}}), 'must be text'),
+            (self.plan(job={3: 'x'}), 'must be an object'), (self.plan(job={4: 7}), 'not a plan'),
+            (self.plan(job={7: 'x'}), 'not a plan'),
+            (self.plan(job={5: 3}), 'not a plan'), (self.plan(job={9: [[1]]}), 'not a plan'), (self.plan(job={9: [3]}), 'not a plan'),
+            (self.plan(job={9: 3}), 'not a plan'),
+            (self.plan(jobs=[[1]]), 'not a plan'), (self.plan(jobs=7), 'jobs must be a list'), (self.plan(jobs=[5]), 'not a plan'),
+            (self.plan(jobs=[[1] * 9]), 'not a plan'),
             (self.plan(dependency_sets=[[-1]]), 'no number -1'),
             (self.plan(dependency_sets=[['x']]), 'must be an integer'),
             (self.plan(dependency_sets=[[5]]), 'no number 5'),
-            (self.plan(kinds=[[None, 'x', None, None]]), 'a number'),
+            (self.plan(kinds=[[None, 'x', None, None]]), 'an integer'), (self.plan(kinds=[[{}, 0, None, None]]), 'not a plan'),
+            (self.plan(kinds=[[None, 0, None, [5]]]), 'not a plan'), (self.plan(kinds=[[None, 0]]), 'a list of 4'),
             (self.plan(kinds=[[None, 1e400, None, None]]), 'Infinity'), (self.plan(kinds=[[None, 0, None, ['a,b']]]), 'without commas'),
-            (self.plan(kinds=[[None, 0, None, 'abc']]), 'a list'),
+            (self.plan(kinds=[[None, 0, None, 7]]), 'not a plan'),
             (self.plan(files=[{'name': [], 'path': 'p'}]), 'files[0].name must be text'),
             (self.plan(files=[{'name': 'f'}]), 'not a plan'), (self.plan(workflow={'name': 'w',
                     'execution_config': 'x'}), 'must be an object'),
@@ -9267,6 +9267,25 @@ class FurtherOperationsTest(ServiceTest):
         self.assertEqual(6.0, self.good('PUT', path, {'workflow_id': workflow_id, 'name': 'f', 'path': 'p', 'st_mtime': 6.0})['st_mtime'])
         self.assertNotIn('st_mtime', self.good('PUT', path, {'workflow_id': workflow_id, 'name': 'g', 'path': 'p'}))
         self.assertEqual('g', self.good('GET', path)['name'])
+
+    def test_times_of_all_shapes_count(self):
+        for text in ('2026-01-01T01:00:00+0100', '2026-01-01t00:00:00z', '2026-01-01T00:00:00.000000Z', '2026-01-01 00:00:00Z'):
+            with self.subTest(text):
+                workflow_id = self.create('a:')
+                node_id = self.node(workflow_id)
+                job = self.claim(workflow_id, node_id)['a']
+                self.good('PUT', f"/jobs/{job['id']}/start_job/1/{node_id}")
+                self.good('POST', f"/jobs/{job['id']}/complete_job/completed/1", {
+                    'workflow_id': workflow_id, 'job_id': job['id'], 'run_id': 1, 'attempt_id': 1, 'compute_node_id': node_id,
+                    'return_code': 0, 'exec_time_minutes': 2.0, 'completion_time': text, 'status': 'completed'})
+                self.assertAlmostEqual(120, self.good('GET', f'/workflows/{workflow_id}/status')['walltime_seconds'], 2)
+
+    def test_groups_put_back_in_another_order_are_no_change(self):
+        for name in ('b', 'a'):
+            self.call('create_access_group', {'name': name})
+        made = self.good('POST', '/workflows', {'name': 'w', 'user': 'u', 'access_groups': ['b', 'a']})
+        self.good('PUT', f"/workflows/{made['id']}", dict(made, access_groups=['b', 'a'], description='d'))
+        self.bad(422, 'immutable', 'PUT', f"/workflows/{made['id']}", {'access_groups': ['b']})
 
     def test_an_empty_environment_is_none(self):
         made = self.good('POST', '/workflows', {'name': 'w', 'user': 'u', 'env': {}})
@@ -9760,7 +9779,7 @@ WRONG = {   # type of MODELS -> values that it must refuse
     'start': [[], [1], [1, 1, 'soon'], ['x', 1, '2026-01-01T00:00:00Z'], 5], 'attempt': [[], [1], ['x', 1], [1, None], 5, {}],
     'content': [[], [1], [1, 1, 1], ['x', 1, 1, 'x'], [1, 'x', 1, 'x'], [1, 1, 1.5, 'x'], [1, 1, 1, 5], [1, 1, 1, None], 5, {}],
     'capacity': [[], [1], [1, 1], [1, 1, 1, 1], ['x', 1, 1], [1, None, 1], 5, {}],
-    'planned_jobs': [5, {}, [[1]], 'x'], 'planned_kind': [5, [], [None, 'x', None, None], 'x'],
+    'planned_jobs': [5, {}, 'x'], 'planned_kind': [5, [], [None, 'x', None, None], 'x'],
 }
 WRONG_FOR_FIELD = { # field -> further values that it must refuse
     'memory': ['1.5g', '-1g', '', 'x', '9' * 30 + 't', '1gb'],

@@ -7140,7 +7140,7 @@ def explaining_plan() -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, sqlite3.IntegrityError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, sqlite3.IntegrityError) as error:
         raise BadInput(f'the body is not a plan of a workflow ({type(error).__name__}: {error}); '
                        'make it with torc.py create') from error
 
@@ -7683,8 +7683,9 @@ def update_job(context: Context, job_id: int, body: Values) -> Values:
 
 
 def comparable(key: str, value: Any) -> Any:
-    """A job's field in a form that tells a change from a repetition: lists are sets, and missing is empty."""
-    return sorted(set(value or ())) if key.endswith('_ids') or key == 'labels' else value or None
+    """A field in a form that tells a change from a repetition: lists are sets, and missing is empty."""
+    is_set = key.endswith('_ids') or key in ('labels', 'access_groups')
+    return sorted(set(value or ())) if is_set else value or None
 
 
 def delete_job(context: Context, job_id: int) -> Values:
@@ -7745,7 +7746,8 @@ def update_workflow(context: Context, workflow_id: int, body: Values) -> Values:
     if given.get('user', current['user']) != current['user'] and context.is_restricted:
         raise Denied("only the server's owner and administrators can give "
                      f'workflow {workflow_id} to another user')
-    fixed = [key for key in WORKFLOW_FIXED if key in given and (given[key] or None) != current.get(key)]
+    fixed = [key for key in WORKFLOW_FIXED
+             if key in given and comparable(key, given[key]) != comparable(key, current.get(key))]
     if fixed:
         raise Refused(f"{', '.join(fixed)} of workflow {workflow_id} cannot be changed: immutable")
     check_execution_config(given.get('execution_config') or {})
@@ -8402,8 +8404,8 @@ def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool =
     refuse_runners(context, workflow_id)
     before = dict(context.rows('SELECT id, status FROM job WHERE workflow_id = ?', (workflow_id,)))
     with context.savepoint(keeps=not dry_run):
-        merge = PlanMerge(context, workflow_id, body)
         with explaining_plan():
+            merge = PlanMerge(context, workflow_id, body)
             merge.merge_settings()
             merge.merge_rows()
         seen = body.get('file_times') or {}
@@ -12339,6 +12341,14 @@ def check_time(path: str, value: Any) -> None:
         raise BadInput(f'{path}: {printable(str(error))}', field=path) from None
 
 
+PLAIN_TIME = Expression(r'[-0-9]+T[0-9:.]+(?:Z|[-+][0-9]+:[0-9]+)\Z')     # as SQLite reads it, too
+
+
+def plain_time(text: str) -> str:
+    """A checked time in a form that SQLite reads as we do: not without a zone, say, or with +0100."""
+    return text if PLAIN_TIME.match(text) else format_time(parse_time(text))
+
+
 def check_range(path: str, value: Any, most: float) -> None:
     """Refuse numbers that are negative, or so large that their sum would not be exact."""
     check_float(path, value)
@@ -12396,64 +12406,20 @@ def check_object(path: str, value: Any) -> None:
     check_any(path, value)
 
 
-PLANNED_TYPES = {   # field of PlannedJob -> types that its values may have; list: of indexes
-    'name': (str,), 'command': (str,), 'invocation_script': (str, type(None)), 'env': (dict, type(None)),
-    'kind': (int,), 'dependencies': (int, type(None)), 'failure_handler': (int, type(None)),
-    'cancel_on_blocking_job_failure': (bool,), 'supports_termination': (bool,), 'input_files': (list, tuple),
-    'output_files': (list, tuple), 'input_user_data': (list, tuple), 'output_user_data': (list, tuple),
-}
-
-
 def check_planned_jobs(path: str, value: Any) -> None:
-    """Refuse jobs of a plan that are not rows as PlannedJob has them; column by column, for they are many."""
+    """Refuse text of a plan's jobs that cannot be stored; what else is wrong with them storing them tells."""
     if not isinstance(value, (list, tuple)):
         raise wrong_type(path, 'a list', value)
-    if set(map(type, value)) == {PlannedJob}:
+    if not value or set(map(type, value)) == {PlannedJob}:
         return      # made in this process, by our own Spec: over HTTP they come as lists
-    for row in value:
-        if not isinstance(row, (list, tuple)) or len(row) != len(PLANNED_TYPES):
-            raise wrong_type(path, f'lists of {len(PLANNED_TYPES)}', row)
-    for (field, types), column in zip(PLANNED_TYPES.items(), zip(*value)):
-        where = f'{path}.{field}'
-        if not set(map(type, column)).issubset(types):
-            wanted = ' or '.join(kind.__name__ for kind in types)
-            raise wrong_type(where, wanted, next(x for x in column if type(x) not in types))
-        if int in types or list in types:
-            check_indexes(where, column)
-        elif dict in types:
-            for env in filter(None, column):
-                check_value(where, '{str}', env)
-        elif str in types:
-            check_str(where, '\n'.join(filter(None, column)))
-    if not are_names([row[0] for row in value]):
-        for row in value:
-            check_name(f'{path}.name', row[0])
-
-
-def check_indexes(path: str, column: Sequence[Any]) -> None:
-    """Refuse anything but numbers from 0, alone or in lists."""
-    cells = (cell if isinstance(cell, (list, tuple)) else (cell,) for cell in column)
-    for item in distinct(itertools.chain.from_iterable(cells)):
-        if item is not None:
-            check_natural(path, item, MAX_INTEGER)
-
-
-def distinct(items: Iterable[Any]) -> Iterable[Any]:
-    """Items without repetition, where all of them can be compared."""
-    kept = list(items)
-    try:
-        return set(kept)
-    except TypeError:   # lists and the like: some check will refuse them
-        return kept
-
-
-def check_planned_kind(path: str, value: Any) -> None:
-    """Refuse a kind of a plan that is not requirements, priority, scheduler, labels."""
-    def check_optional(path: str, item: Any) -> None:
-        check_indexes(path, [item])
-    check_row(path, value, (check_optional, functools.partial(check_range, most=MAX_INTEGER), check_optional,
-                            lambda path, item: check_value(path, '[str]', item or [])))
-    check_int(path, value[1])
+    with explaining_plan():
+        names, commands, scripts, envs = list(zip(*value))[:4]      # by column, for they are many
+        check_str(f'{path}.command', '\n'.join(itertools.chain(commands, filter(None, scripts))))
+        for env in filter(None, envs):
+            check_value(f'{path}.env', '{str}', env)
+        if not are_names(names):
+            for name in names:
+                check_name(f'{path}.name', name)
 
 
 def row_of(*types: str) -> Callable[[str, Any], None]:
@@ -12475,12 +12441,13 @@ SCALARS = {     # type of MODELS -> what refuses other values
     'gigabytes': functools.partial(check_range, most=1e9),
     'nodes':     functools.partial(check_natural, most=1e5),
     'ordinal':   functools.partial(check_natural, most=1e9),
+    'natural':   functools.partial(check_natural, most=MAX_INTEGER),
     'planned_jobs': check_planned_jobs,
-    'planned_kind': check_planned_kind,
 }   # type: Dict[str, Callable[[str, Any], None]]
 SCALARS.update({    # lists that stand for objects where there may be many
     'attempt': row_of('int', 'int'), 'capacity': row_of('int', 'int', 'int'),
-    'start': row_of('int', 'int', 'time'), 'content': row_of('int', 'float', 'int', 'str')})
+    'start': row_of('int', 'int', 'time'), 'content': row_of('int', 'float', 'int', 'str'),
+    'planned_kind': row_of('any', 'natural', 'any', 'any')})
 
 
 def check_word(path: str, value: Any, words: Sequence[str]) -> None:
@@ -12542,7 +12509,7 @@ def check_model(path: str, model: str, value: Any, is_partial: bool = False) -> 
                 check(inner, found)
             except BadInput:    # say where: to make all paths takes as long as all checks
                 check(f'{path}.{name}'.lstrip('.'), found)
-            known[name] = found
+            known[name] = plain_time(found) if kind == 'time' else found
         elif name in value and (kind == 'any' or is_partial or not is_required):
             known[name] = None
         elif is_required and not is_partial:
