@@ -6899,10 +6899,12 @@ class AllocationRecordTest(ServiceTest):
         self.assertEqual([(record_id, self.scheduler_id)] * 2, [(node['scheduler']['scheduler_id'],
                                                                  node['scheduler_config_id']) for node in nodes])
         self.assertEqual((17, 'active'), self.found(record_id))
-        self.leave(nodes[0])
-        self.assertEqual((17, 'active'), self.found(record_id))
-        self.leave(nodes[1])
-        self.assertEqual((17, 'complete'), self.found(record_id))
+        for leave in (self.leave, lambda node: self.call('delete_compute_node', id=node['id'])):
+            with self.undone():
+                self.leave(nodes[0])
+                self.assertEqual((17, 'active'), self.found(record_id))
+                leave(nodes[1])
+                self.assertEqual((17, 'complete'), self.found(record_id))
         self.assertEqual((18, 'pending'), self.found(other_id))
 
     def test_a_record_whose_reply_of_sbatch_was_lost_gets_its_slurm_job(self):
@@ -9434,6 +9436,9 @@ class FurtherOperationsTest(ServiceTest):
         self.assertEqual((['b'], 3, True), ([item['job_name'] for item in page['items']], page['total_count'], page['has_more']))
         running = self.good('GET', f'/workflows/{workflow_id}/running_jobs')['items']
         self.assertEqual({'b': '502', 'c': None}, {job['job_name']: job.get('scheduler_job_id') for job in running})
+        self.call('manage_status_change', id=ids['a'], status='running', run_id=1)
+        by_hand = self.good('GET', f'/workflows/{workflow_id}/running_jobs')['items'][0]
+        self.assertEqual(('a', '', ''), (by_hand['job_name'], by_hand['compute_node_name'], by_hand['scheduler_type']))
 # -------- every route, with live data --------
 
 GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$noun' is the id of such a thing in the workflow

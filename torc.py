@@ -9568,12 +9568,13 @@ def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int =
 
 def get_running_jobs(context: Context, workflow_id: int, offset: int = 0,
                      limit: int = MAX_LIST_ITEMS) -> Values:
-    """Running jobs with their nodes."""
+    """Running jobs with their nodes; what was set running by hand has none ('')."""
     limit = page_size(offset, limit)
     total = context.value(f'SELECT count(*) FROM job WHERE workflow_id = ? AND status = {RUNNING}',
                           (workflow_id,))
     rows = context.rows(
-        'SELECT job.id, job.name, node.hostname, node.compute_node_type, job.start_time, node.id '
+        "SELECT job.id, job.name, ifnull(node.hostname, ''), ifnull(node.compute_node_type, ''), "
+        'job.start_time, node.id '
         'FROM job LEFT JOIN compute_node node ON node.id = job.compute_node_id '
         f'WHERE job.workflow_id = ? AND job.status = {RUNNING} ORDER BY job.id LIMIT ? OFFSET ?',
         (workflow_id, limit, offset))
@@ -10034,6 +10035,8 @@ def delete_compute_node(context: Context, node_id: int) -> Values:
         announce_node(context, 'compute_node_stopped', node_id)
     release_node(context, node_id)
     context.run('DELETE FROM compute_node WHERE id = ?', (node_id,))
+    if node.get('is_active'):
+        leave_allocation(context, node)
     return node
 
 
