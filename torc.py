@@ -574,7 +574,6 @@ UNPRINTABLE = Expression('[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\
                          '\u2066-\u2069\ud800-\udfff]')
 UNSTORABLE = Expression('[\x00\ud800-\udfff]')      # neither a process, nor UTF-8, nor SQLite can take these
 UNSAFE_IN_NAME = Expression('[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')      # controls, line separators
-UNPRINTABLE_LEADS = (b'\x7f', b'\xc2', b'\xd8', b'\xe2', b'\xed')   # in UTF-8, without C0: JSON has none
 
 # File systems that keep their locks on this host; anything else is treated as a network file system.
 LOCAL_FILESYSTEMS = frozenset('ext2 ext3 ext4 xfs btrfs zfs f2fs overlay tmpfs ramfs devtmpfs'.split())
@@ -943,9 +942,6 @@ def format_json(value: Any) -> str:
 
 def printable_json(text: str) -> str:
     """JSON text for a terminal: what printable() replaces as \\uXXXX, which stands for the same value."""
-    data = text.encode('utf-8', 'surrogatepass')
-    if not any(lead in data for lead in UNPRINTABLE_LEADS):     # nearly always, and sooner known
-        return text
     return UNPRINTABLE.sub(lambda match: '\\u%04x' % ord(match.group()), text)
 
 
@@ -968,11 +964,6 @@ def account_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):  # the kinds that getpass raises from 3.6 to 3.13
         return str(os.getuid())
-
-
-def current_directory() -> str:
-    """The current directory, as text that JSON can carry."""
-    return printable(os.getcwd())
 
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -2989,7 +2980,7 @@ def read_metadata(value: Any) -> Any:
     """A mapping; or text, as Torc's pages show it, which is read as JSON where it is JSON."""
     if isinstance(value, str):
         try:
-            return read_json(parse_json(value))
+            return read_json(read_strict_json(value))
         except ValueError:
             return read_text(value)
     if not isinstance(value, dict):
@@ -4834,7 +4825,7 @@ def complete_plan(plan: Plan, is_unmonitored: bool, path: Optional[str] = None) 
     workflow = plan.body['workflow']
     workflow['spec_path'] = path
     workflow['user'] = workflow.get('user') or user_name()
-    workflow['submission_directory'] = workflow.get('submission_directory') or current_directory()
+    workflow['submission_directory'] = workflow.get('submission_directory') or printable(os.getcwd())
     if is_unmonitored:
         workflow['resource_monitor_config'] = {'enabled': False}
     return plan
@@ -32499,7 +32490,7 @@ def confirm_sql(session: Session, body: Dict[str, Any]) -> bool:
 
 def cmd_workflows_new(session: Session, args: Arguments) -> int:
     """An empty workflow, to be filled with `jobs create` and the like."""
-    body = dict(given(args), user=user_name(), submission_directory=current_directory())
+    body = dict(given(args), user=user_name(), submission_directory=printable(os.getcwd()))
     workflow = session.call('create_workflow', body)
     session.answer(workflow, f"Created workflow {workflow['id']}\n")
     return 0
