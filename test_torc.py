@@ -1822,11 +1822,25 @@ class HeldDirectoryTest(WorldTest):
             before = os.umask(mask)
             try:
                 os.close(torc.walk_to_directory(self.world.path(f'{mask:o}', 'b'), 0o755))
-                self.assertEqual(mask, torc.current_umask())
+                with unittest.mock.patch('os.umask'):       # other threads make files meanwhile
+                    torc.write_result(self.world.path(f'{mask:o}.txt'), 'result')
             finally:
                 os.umask(before)
+            self.assertEqual(0o666 & ~mask, stat.S_IMODE(os.stat(self.world.path(f'{mask:o}.txt')).st_mode), oct(mask))
             for path in (self.world.path(f'{mask:o}'), self.world.path(f'{mask:o}', 'b')):
                 self.assertEqual(expected, stat.S_IMODE(os.stat(path).st_mode), oct(mask))
+
+    def test_a_link_whose_answer_was_lost_on_nfs_is_ours_and_another_one_is_not(self):
+        link, path = os.link, self.world.path('new')
+
+        def link_twice(*args: Any, **options: Any) -> None:
+            link(*args, **options)
+            link(*args, **options)
+        with unittest.mock.patch('os.link', link_twice):
+            torc.write_atomically(path, b'first', is_new=True)
+            self.assertRaises(FileExistsError, torc.write_atomically, path, b'second', is_new=True)
+        self.assertEqual(b'first', read_bytes(path))
+        self.assertEqual((1, ['new']), (os.stat(path).st_nlink, [name for name in os.listdir(self.world.directory) if 'new' in name]))
 
 
 # ======== 4. Formats ========

@@ -1028,20 +1028,21 @@ def refuse_special_file(path: str) -> None:
         raise OSError(errno.EINVAL, kind, path)
 
 
-def write_atomically(path: str, data: bytes, mode: int = 0o600, is_new: bool = False,
+def write_atomically(path: str, data: bytes, mode: Optional[int] = 0o600, is_new: bool = False,
                      dir_fd: Optional[int] = None) -> None:
     """Put a file in place as a whole: readers see the old content or the new, never a part.
 
     With `is_new` FileExistsError if there is one: exactly one of several callers succeeds, over NFS too.
-    With `dir_fd` the path is a name in that directory.
+    With `dir_fd` the path is a name in that directory. Without `mode` the umask decides who may read it.
     """
     if not is_new and dir_fd is None:
         refuse_special_file(path)
     temporary = os.path.join(os.path.dirname(path), f'.{os.path.basename(path)}.{secrets.token_hex(4)}')
-    descriptor = os.open(temporary, NEW_FILE, 0o600, dir_fd=dir_fd)
+    descriptor = os.open(temporary, NEW_FILE, 0o666 if mode is None else 0o600, dir_fd=dir_fd)
     try:
         with os.fdopen(descriptor, 'wb') as file:
-            os.fchmod(descriptor, mode)
+            if mode is not None:
+                os.fchmod(descriptor, mode)
             file.write(data)
             file.flush()
             os.fsync(descriptor)
@@ -1057,7 +1058,8 @@ def link_new(temporary: str, path: str, dir_fd: Optional[int] = None) -> bool:
     try:
         os.link(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except FileExistsError:
-        raise
+        if os.stat(temporary, dir_fd=dir_fd).st_nlink != 2:     # else it was us: NFS sent it twice (open(2))
+            raise
     except OSError:     # no hard links (FAT, some FUSE mounts): readers may see an empty file for a moment
         os.close(os.open(path, NEW_FILE, 0o600, dir_fd=dir_fd))
         return False
@@ -1077,13 +1079,6 @@ def make_own_directory(name: str, dir_fd: int, mode: int = 0o755, least: int = 0
             os.chmod(name, mode | least, dir_fd=dir_fd)
         if name == DEFAULT_OUTPUT_DIR:      # logs and a token: nothing for `git add -A`
             write_atomically(os.path.join(name, '.gitignore'), b'*\n', 0o644, True, dir_fd)
-
-
-def current_umask() -> int:
-    """The umask, which can be read only by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def open_regular(path: str, flags: int, dir_fd: Optional[int] = None) -> int:
@@ -35372,7 +35367,7 @@ def refuse_format(path: Optional[str]) -> None:
 def write_result(path: str, text: str) -> None:
     """A file that the user asked for."""
     try:
-        write_atomically(path, text.encode('utf-8', 'backslashreplace'), 0o666 & ~current_umask())
+        write_atomically(path, text.encode('utf-8', 'backslashreplace'), None)
     except OSError as error:
         raise BadInput(f'cannot write {path}: {error.strerror}') from None
 
