@@ -2255,90 +2255,6 @@ def problems_of(spec: Any, directory: str = '', **options: Any) -> List[str]:
     return []
 
 
-def recorded_form(body: Dict[str, Any]) -> Dict[str, Any]:
-    """The body of a plan in the form of a .torc.json: names in place of indexes, sorted, without what says nothing."""
-    def names(key: str, places: Iterable[int]) -> List[str]:
-        return sorted(body[key][place]['name'] for place in places)
-
-    def filled(record: Dict[str, Any]) -> Dict[str, Any]:
-        return {key: value for key, value in record.items() if value not in (None, [], {}, ())}
-
-    jobs = [torc.PlannedJob(*row) for row in body['jobs']]
-
-    def recorded_job(job: Any) -> Dict[str, Any]:
-        resources, priority, scheduler, labels = body['kinds'][job.kind]
-        members = body['dependency_sets'][job.dependencies] if job.dependencies is not None else ()
-        return filled({
-            'name': job.name, 'command': job.command, 'invocation_script': job.invocation_script,
-            'env': {**body['workflow'].get('env', {}), **(job.env or {})}, 'priority': priority, 'labels': labels,
-            'cancel_on_blocking_job_failure': job.cancel_on_blocking_job_failure, 'supports_termination': job.supports_termination,
-            'resource_requirements': 'default' if resources is None else body['resource_requirements'][resources]['name'],
-            'scheduler': None if scheduler is None else body['slurm_schedulers'][scheduler]['name'],
-            'failure_handler': None if job.failure_handler is None else body['failure_handlers'][job.failure_handler]['name'],
-            'depends_on': sorted(jobs[member].name for member in members),
-            'input_files': names('files', job.input_files), 'output_files': names('files', job.output_files),
-            'input_user_data': names('user_data', job.input_user_data), 'output_user_data': names('user_data', job.output_user_data)})
-
-    def recorded_action(action: Dict[str, Any]) -> Dict[str, Any]:
-        config = dict(action['action_config'])
-        if config.get('scheduler') is not None:
-            config['scheduler'] = body['slurm_schedulers'][config['scheduler']]['name']
-        return {'trigger_type': action['trigger_type'], 'action_type': action['action_type'], 'action_config': config, 'is_recovery': False,
-                'jobs': sorted(jobs[place].name for place in action['job_indexes'] or ()), 'persistent': action['persistent']}
-
-    requirements = body['resource_requirements']
-    if not any(row['name'] == 'default' for row in requirements):
-        requirements = requirements + [torc.DEFAULT_REQUIREMENTS]
-    return {
-        'workflow': filled(body['workflow']), 'jobs': [recorded_job(job) for job in jobs],
-        'actions': [recorded_action(row) for row in body['actions']],
-        'files': [{key: row[key] for key in ('name', 'path')} for row in body['files']], 'user_data': body['user_data'],
-        'resource_requirements': requirements, 'slurm_schedulers': body['slurm_schedulers'], 'failure_handlers': body['failure_handlers']}
-
-
-# Where what is made of a spec differs from what Torc 1.0.0 stored, on purpose: (file, what, why).
-BETTER_ON_PURPOSE = (
-    ('hyperparameter_sweep.kdl',    'jobs.depends_on',           'Torc drops the nodes depends_on_job'),
-    ('sample_workflow.kdl',         'jobs.depends_on',           'Torc drops the nodes depends_on_job'),
-    ('workflow_actions_simple.kdl', 'jobs.depends_on',           'Torc drops the nodes depends_on_job'),
-    ('zip_parameter_mode.kdl',      'jobs.depends_on',           'Torc drops the nodes depends_on_job'),
-    ('zip_parameter_mode.kdl',      'jobs.input_files',          'Torc drops the nodes input_files'),
-    ('zip_parameter_mode.kdl',      'jobs.output_files',         'Torc drops the nodes output_files'),
-    ('', 'workflow.compute_node_min_time_for_new_jobs_seconds',  'of all files: not stated, it follows from the time of the runner'),
-    ('slurm_dogfood_parent.yaml',   'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
-    ('slurm_in_memory_exec.yaml',   'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
-    ('slurm_job_parallelism.yaml',  'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
-    ('slurm_multi_node_direct.yaml', 'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
-    ('slurm_single_node_basic.yaml', 'workflow.execution_config', 'mode: direct is kept, since the default here is auto'),
-)
-
-
-def recorded_differences(name: str, made: Dict[str, Any], recorded: Dict[str, Any]) -> List[str]:
-    """Where a workflow made from a spec is not what Torc stored, but for BETTER_ON_PURPOSE."""
-    excused = {what for file, what, _ in BETTER_ON_PURPOSE if file in (name, '')}
-    found = [f'workflow.{key}: {made["workflow"].get(key)!r} is not {recorded["workflow"].get(key)!r}'
-             for key in sorted({**made['workflow'], **recorded['workflow']})
-             if made['workflow'].get(key) != recorded['workflow'].get(key) and f'workflow.{key}' not in excused]
-    if recorded['job_count'] != len(made['jobs']):
-        found.append(f"{len(made['jobs'])} jobs, not {recorded['job_count']}")
-    if 'job_names_sha256' in recorded:
-        digest = hashlib.sha256('\n'.join(sorted(job['name'] for job in made['jobs'])).encode()).hexdigest()
-        found += ['other job names'] if digest != recorded['job_names_sha256'] else []
-    for kind in ('jobs', 'files', 'user_data', 'resource_requirements', 'slurm_schedulers', 'failure_handlers'):
-        records = {record['name']: record for record in made[kind]}
-        wanted = {record['name']: record for record in recorded.get(kind, recorded.get(kind + '_sample'))}
-        if kind in recorded and set(records) != set(wanted):
-            found.append(f'{kind}: {sorted(set(records) ^ set(wanted))}')
-        for title, record in wanted.items():
-            keys = sorted({**record, **records.get(title, {})})
-            found += [f'{kind} {title}: {key} {records.get(title, {}).get(key)!r} is not {record.get(key)!r}' for key in keys
-                      if records.get(title, {}).get(key) != record.get(key) and f'{kind}.{key}' not in excused]
-    by_text = functools.partial(json.dumps, sort_keys=True)
-    if sorted(made['actions'], key=by_text) != sorted(recorded['actions'], key=by_text):
-        found.append(f"actions: {made['actions']} is not {recorded['actions']}")
-    return found
-
-
 def spec_names() -> List[str]:
     """The workflow files of ../shared/specs."""
     return sorted(name for name in os.listdir(shared('specs')) if re.search(r'\.(yaml|json5?|kdl)\Z', name)
@@ -2352,14 +2268,6 @@ class SpecFilesTest(unittest.TestCase):
         """Plan of one of them."""
         with open(shared('specs/' + name), 'rb') as file:
             return torc.read_plan(torc.read_document(file.read(), name), shared('specs'))
-
-    def test_what_is_made_of_them_is_what_torc_stored(self):
-        for name in spec_names():
-            recorded = read_shared(f'specs/{name}.torc.json')
-            if 'refused' not in recorded:
-                with self.subTest(name):
-                    body = json.loads(json.dumps(self.read(name).body))
-                    self.assertEqual([], recorded_differences(name, recorded_form(body), recorded))
 
     def test_those_that_torc_refused_are_refused_with_the_reason(self):
         reasons = {
@@ -32505,8 +32413,7 @@ class RecordedSpecTest(FlowTest):
     def setUp(self) -> None:
         super().setUp()
         self.folder = os.path.dirname(shared('specs/README.md'))
-        self.names = [name for name in sorted(os.listdir(self.folder)) if name.endswith(('.yaml', '.json', '.json5', '.kdl')) and not
-                      name.endswith(('.expected.json', '.torc.json'))]
+        self.names = spec_names()
 
     def stored(self, name: str) -> Any:
         """What Torc stored."""
