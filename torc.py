@@ -13302,9 +13302,8 @@ class Lease:
     A file `<database>.lease`, made with O_EXCL and renewed by rename. A lease is taken over at once from a
     dead process of this host, and from another host's when it was not renewed for three periods by our own
     clock. Its holder reads it again before it commits anything a period after its last look, and ends when it
-    has lost it. Who takes over from another host puts copies in the place of the database's files first:
-    should the old holder, stopped in the middle of a commit, wake up, it writes to files that have no name
-    any more.
+    has lost it. Who takes over from another host puts copies in the place of the database's files: should the
+    old holder, stopped in the middle of a commit, wake up, it writes to files that have no name any more.
     """
     PERIOD_S = 10.0
 
@@ -13312,7 +13311,7 @@ class Lease:
         self.database = database
         self.path = database + '.lease'
         self.clock = clock
-        self.mine = dict(describe_process(), id=secrets.token_hex(8), generation=1, renewals=0,
+        self.mine = dict(describe_process(), id=secrets.token_hex(8), renewals=0, shares_files=False,
                          database=os.path.realpath(database))
         self.renewed_at = -math.inf     # by clock
         self.lock = threading.Lock()    # one thread renews it: the loop's, or that of a long request
@@ -13333,7 +13332,9 @@ class Lease:
             is_other = was_here(found) and is_of_a_copy(self.database, found)
             lives, age_s = False if is_other else process_lives(found), self.clock() - seen_at
             if lives is False or not lives and (takes_over or age_s >= 3 * self.PERIOD_S):
-                return self.replace(found, lives is False)
+                self.mine['shares_files'] = lives is not False or bool(found.get('shares_files'))
+                self.replace(found)
+                return self.leave_files()
             if lives or found != first or age_s >= wait_s:
                 raise Conflict(self.describe(found))
             if not is_logged:
@@ -13348,10 +13349,10 @@ class Lease:
                 f'({self.path}): stop that one; if it is gone for certain, `torc.py serve --takeover` '
                 'takes its place')
 
-    def read(self) -> Optional[Dict[str, Any]]:
+    def read(self, path: str = '') -> Optional[Dict[str, Any]]:
         """The lease as it stands; None if nobody has it."""
         try:
-            return json.loads(read_private(self.path))
+            return json.loads(read_private(path or self.path))
         except FileNotFoundError:
             return None
         except ValueError:      # made, but not yet written
@@ -13363,8 +13364,12 @@ class Lease:
             descriptor = os.open(self.path, NEW_FILE, 0o600)
         except FileExistsError:
             return False
-        with os.fdopen(descriptor, 'wb') as file:
-            file.write(self.format())
+        try:
+            with os.fdopen(descriptor, 'wb') as file:
+                file.write(self.format())
+        except OSError:     # a full disk
+            os.unlink(self.path)
+            raise
         return True
 
     def format(self) -> bytes:
@@ -13373,25 +13378,32 @@ class Lease:
         self.mine['until'] = format_time(time.time() + 3 * self.PERIOD_S)
         return format_json(self.mine).encode()
 
-    def replace(self, found: Dict[str, Any], is_dead: bool = True) -> None:
-        """Write ours in place of one whose holder is dead, or may wake up. A second file guards this."""
-        guard = self.path + '.takeover'
+    def replace(self, found: Dict[str, Any]) -> None:
+        """Put ours in the place of one that is not renewed any more. Conflict if another was faster."""
+        aside = f'{self.path}.{self.mine["id"]}'    # only one process can rename it
         try:
-            os.close(os.open(guard, NEW_FILE, 0o600))
-        except FileExistsError:
-            raise Conflict('another process is taking the database over; '
-                           f'if none is, remove {guard}') from None
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            raise Conflict(self.describe(found)) from None
+        is_ours = False
         try:
-            if self.read() != found:
-                raise Conflict(self.describe(found))
-            self.mine['generation'] = int(found.get('generation') or 0) + 1
-            if not is_dead:     # should it wake up, it writes to files that have no name any more
-                for path in (self.database + '-wal', self.database):
-                    with contextlib.suppress(FileNotFoundError), open(path, 'rb') as file:
-                        replace_database(file.fileno(), path)
-            self.write()
+            is_ours = self.read(aside) == found and self.create()
         finally:
-            os.unlink(guard)
+            if is_ours or os.path.lexists(self.path):
+                os.unlink(aside)
+            else:       # it was renewed, or taken by another one, since we have read it
+                os.rename(aside, self.path)
+        if not is_ours:
+            raise Conflict(self.describe(self.read() or found))
+
+    def leave_files(self) -> None:
+        """Put copies in the place of the database's files, if another process may have them open."""
+        if self.mine['shares_files']:   # the lease says so until it is done: we may be killed meanwhile
+            for path in (self.database + '-wal', self.database):
+                with contextlib.suppress(FileNotFoundError), open(path, 'rb') as file:
+                    replace_database(file.fileno(), path)
+            self.mine['shares_files'] = False
+            self.write()
 
     def write(self) -> None:
         """Put our lease in place."""
