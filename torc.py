@@ -6221,6 +6221,7 @@ class Service:
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
         self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
         self.heard = {}                     # type: Dict[int, float]  # node -> when it last renewed its lease
+        self.listens_since = math.inf       # by clock: when nodes were first looked at
         self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
         self.wants = {}                     # type: Dict[int, Values]  # node -> its last request for work
         # Ids of the workflows whose updates are wanted; anything with `in`.
@@ -9102,6 +9103,30 @@ def assume_interrupted(context: Context, state: WorkflowState, job: JobState, re
         'is_interrupted': True, 'reason': reason})
 
 
+def interrupt_claims(context: Context, node_id: int, why: str) -> None:
+    """Make ready what a node had claimed and not reported as started.
+
+    It may have started, and the report been lost: what runs from now on is another attempt.
+    """
+    workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
+    state, why = workflow_state(context, workflow_id), f': {why}' if why else ''
+    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
+                              (node_id,)):
+        job = job_state(context, job_id)
+        reason = f'compute node {node_id} ({host}), which had claimed it, went away{why}'
+        assume_interrupted(context, state, job, reason)
+        begin_next_attempt(context, state, job)
+
+
+def assume_failed(context: Context, state: WorkflowState, job_id: int, reason: str) -> None:
+    """A running job has lost its runner: how it ended is not known."""
+    start_time = context.value('SELECT start_time FROM job WHERE id = ?', (job_id,))
+    spent_s = context.now() - parse_time(start_time) if start_time else 0.0
+    record_end(context, state, {
+        'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
+        'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
+
+
 def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
                  node_id: Optional[int], start_time: Optional[str] = None) -> Optional[JobState]:
     """An attempt is back: it runs. None if it ended otherwise than was assumed, or a later one may run."""
@@ -10048,14 +10073,8 @@ def release_node(context: Context, node_id: int, why: str = '') -> None:
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
+    interrupt_claims(context, node_id, why)
     state, why = workflow_state(context, workflow_id), f': {why}' if why else ''
-    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
-                              (node_id,)):
-        # It may have started, and the report been lost: what runs from now on is another attempt.
-        job = job_state(context, job_id)
-        reason = f'compute node {node_id} ({host}), which had claimed it, went away{why}'
-        assume_interrupted(context, state, job, reason)
-        begin_next_attempt(context, state, job)
     for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}',
                               (node_id,)):
         reason = f'compute node {node_id} ({host}), which ran it, went away{why}'
@@ -10066,43 +10085,37 @@ def release_node(context: Context, node_id: int, why: str = '') -> None:
     note_if_complete(context, workflow_id)
 
 
-def assume_failed(context: Context, state: WorkflowState, job_id: int, reason: str) -> None:
-    """A running job has lost its runner: how it ended is not known."""
-    start_time = context.value('SELECT start_time FROM job WHERE id = ?', (job_id,))
-    spent_s = context.now() - parse_time(start_time) if start_time else 0.0
-    record_end(context, state, {
-        'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
-        'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
-
-
 SILENCE = 'nothing was heard of it for {:g} s, its lease'
 
 
 def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Optional[bool]],
                        host: Optional[str] = None) -> List[int]:
-    """Release the active nodes whose runner is dead, or unknown while their lease is over. Their ids.
+    """Release active nodes whose runner is dead, or silent beyond its lease and runs no job. Their ids.
 
-    lives(hostname, pid, identity) is asked for every active node, or those of one host; it answers None when
-    it cannot know.
+    A job that runs is ended by knowledge, never by silence: its runner may be cut off, and come back. What
+    such a node has only claimed is ready again. lives(hostname, pid, identity) is asked for every active
+    node, or those of one host; it answers None when it cannot know.
     """
-    lost = []
+    lost, now = [], context.service.clock()
+    context.service.listens_since = min(context.service.listens_since, now)
     rows = context.rows('SELECT id, hostname, pid, identity, lease_s FROM compute_node '
                         'WHERE is_active = 1 AND lease_s IS NOT NULL AND hostname = ifnull(?, hostname)',
                         (host,))
     for node_id, hostname, pid, identity, lease_s in rows:
         # After a start of the server no lease is known, and a runner may be in its longest pause.
-        ends_at = context.service.leases.setdefault(node_id, context.service.clock() + lease_s
-                                                    + MAX_RETRY_PAUSE_S)
+        ends_at = context.service.leases.setdefault(node_id, now + lease_s + MAX_RETRY_PAUSE_S)
         is_alive, why = lives(hostname, pid, identity or ''), f'its process {pid} does not exist any more'
-        if is_alive is None:
-            is_alive, why = context.service.clock() <= ends_at, SILENCE.format(lease_s)
-        if not is_alive:
-            try:
-                with context.savepoint():
-                    end_node(context, node_id, why)
-                lost.append(node_id)
-            except TorcError as error:      # the other nodes' jobs must not wait for it
-                log.error('compute node %d cannot be released: %s', node_id, error.message)
+        if is_alive or is_alive is None and now <= ends_at:
+            continue
+        try:
+            with context.savepoint():
+                if is_alive is None and running_jobs(context, node_id):
+                    interrupt_claims(context, node_id, SILENCE.format(lease_s))
+                    continue
+                end_node(context, node_id, why if is_alive is False else SILENCE.format(lease_s))
+            lost.append(node_id)
+        except TorcError as error:      # the other nodes' jobs must not wait for it
+            log.error('compute node %d cannot be released: %s', node_id, error.message)
     return lost
 
 
@@ -10471,7 +10484,7 @@ def describe_runners(context: Context, workflow_id: int) -> List[Values]:
     """The active compute nodes: what they have, how long they last, and how many jobs they have in hand."""
     jobs = dict(context.rows('SELECT compute_node_id, count(*) FROM job WHERE workflow_id = ? '
                              f'AND status IN {sql_list(ACTIVE)} GROUP BY compute_node_id', (workflow_id,)))
-    slurm_jobs, heard, runners = slurm_jobs_of_nodes(context, workflow_id), context.service.heard, []
+    slurm_jobs, service, runners = slurm_jobs_of_nodes(context, workflow_id), context.service, []
     for node in context.select('compute_node', 'WHERE workflow_id = ? AND is_active = 1 ORDER BY id',
                                (workflow_id,)):
         end_time = node.get('end_time')
@@ -10482,7 +10495,7 @@ def describe_runners(context: Context, workflow_id: int) -> List[Values]:
             'memory_gb': node['memory_gb'], 'num_gpus': node['num_gpus'], 'num_nodes': node['num_nodes'],
             'labels': node.get('labels') or [], 'slurm_job_id': slurm_jobs.get(node['id']),
             'scheduler_config_id': node.get('scheduler_config_id'), 'num_jobs': jobs.get(node['id'], 0),
-            'silent_s': context.service.clock() - heard[node['id']] if node['id'] in heard else None,
+            'silent_s': max(0.0, service.clock() - service.heard.get(node['id'], service.listens_since)),
             'remaining_seconds': left_s, 'total_seconds': None if end_time is None else
             max(0, int(parse_time(end_time) - parse_time(node['start_time'])))})
     return runners
@@ -11913,8 +11926,6 @@ def sync_allocation(context: Context, state: WorkflowState, seen: Values, found:
     for record in records_of(context, state.id, slurm_job_id):
         if record['status'] == status:
             continue
-        if seen.get('is_interrupted'):
-            requeue_assumed(context, state, seen, found)
         found['pending_allocations_cleaned'] += record['status'] == 'pending'
         set_allocation_status(context, record, status, seen['reason'])
         found['allocations'].append({
@@ -11961,21 +11972,6 @@ def note_lost_job(found: Values, count: str, job: Cells, seen: Values) -> None:
     details.append({'job_id': job[0], 'job_name': job[1], 'reason': seen['reason'],
                     'slurm_job_id': seen.get('slurm_job_id')})
     found[count] += 1
-
-
-def requeue_assumed(context: Context, state: WorkflowState, seen: Values, found: Values) -> None:
-    """Jobs whose leases ended before it was known that their allocation was interrupted: ready after all."""
-    number = str(seen['slurm_job_id'])
-    nodes = [node_id for node_id, slurm_job in slurm_jobs_of_nodes(context, state.id).items()
-             if slurm_job == number]
-    lost = (f'SELECT job_id, attempt_id FROM result WHERE run_id = {state.run_id} AND {ASSUMED} '
-            f'AND status = {FAILED} AND compute_node_id IN')
-    for job_id, attempt_id in rows_by_ids(context, lost, nodes):
-        job = undo_assumed_end(context, state, job_state(context, job_id), attempt_id, None)
-        if job is not None:
-            assume_interrupted(context, state, job, seen['reason'])
-            begin_next_attempt(context, state, job)
-            note_lost_job(found, 'jobs_requeued', (job.id, job.name), seen)
 
 
 # -------- who watches a workflow --------
@@ -30381,6 +30377,20 @@ def explain_others(why: Dict[str, Any], counts: Dict[str, int], number: int,
     return lines
 
 
+SILENT_S = 40.0     # no living runner is silent for so long
+
+
+def silent_runners(waiting: Dict[str, Any]) -> List[Dict[str, Any]]:
+    """Of an answer of explain_waiting, runners with jobs of which nothing was heard for long."""
+    return [row for row in waiting.get('runners', ()) if row['num_jobs'] and row['silent_s'] >= SILENT_S]
+
+
+def format_silence(runner: Dict[str, Any]) -> str:
+    """For how long a compute node was silent."""
+    return (f"compute node {runner['compute_node_id']} ({runner['hostname']}): nothing was heard of it for "
+            f"{format_elapsed(runner['silent_s'])}")
+
+
 def format_explanation(status: Dict[str, Any], style: Style, program: str,
                        is_part: bool = False) -> List[str]:
     """Why jobs failed or were canceled, and what others wait for: few lines, none wider than the terminal.
@@ -30396,6 +30406,10 @@ def format_explanation(status: Dict[str, Any], style: Style, program: str,
         found.append((job['status'], f"{job['job_name']}: {job['reason']}"))
     for row in (why or {}).get('ended_allocations', ())[:ENDED_SHOWN] if not status['is_complete'] else ():
         found.append(('canceled', f"allocation {row['id']} is {row['status']}: {row['reason']}"))
+    sync = f'{program} workflows sync-status {number}'
+    for row in status.get('silent_runners', ()):
+        jobs = counted(row['num_jobs'], 'job')
+        found.append(('running', f'{format_silence(row)}; it has {jobs}; if it is gone for certain: {sync}'))
     is_idle = counts['ready'] and not (status['is_canceled'] or status['active_compute_nodes'])
     last = (why or {}).get('last_runner') or {}
     if is_idle and last.get('reason'):
@@ -30453,7 +30467,6 @@ WAITING_SUMMARY = {     # code of a group of ready jobs -> what a summary says o
     'action': '{} ready wait for an action that allocates nodes',
     'allocation': '{} ready wait for an allocation', 'busy': '{} ready wait for busy runners',
     'next_turn': '{} ready are about to be taken'}
-SILENT_S = 40.0     # no living runner is silent for so long
 RUNNERS_SHOWN = 5
 ALLOCATIONS_SHOWN = 20
 
@@ -30578,7 +30591,7 @@ def format_runner(runner: Dict[str, Any]) -> str:
     about += [f"label {','.join(runner['labels'])}"] if runner['labels'] else []
     about.append(counted(runner['num_jobs'], 'job'))
     about += [f'{format_elapsed(left)} left'] if left is not None else []
-    silent_s = runner['silent_s'] or 0
+    silent_s = runner['silent_s']
     about += [f'nothing was heard of it for {format_elapsed(silent_s)}'] if silent_s >= SILENT_S else []
     return f"compute node {runner['compute_node_id']} ({runner['hostname']}), {has}: {', '.join(about)}"
 
@@ -30633,6 +30646,9 @@ def next_steps(waiting: Dict[str, Any], program: str, had_allocations: bool = Fa
         steps.append(f'Start runners: {program} run {number}{more}')
     if has_ended:
         steps.append(f'Set right what an allocation has left: {program} workflows sync-status {number}')
+    if silent_runners(waiting) and not has_ended:
+        steps.append('End the jobs of silent runners that are gone for certain: '
+                     f'{program} workflows sync-status {number}')
     if has_ended and codes:
         steps.append(f'Submit other allocations for what is left: {regenerate}')
     for row in waiting['allocations']:
@@ -32685,9 +32701,10 @@ def cmd_status(session: Session, args: Arguments) -> int:
     status['total_exec_time_formatted'] = format_seconds(status['total_exec_time_minutes'] * 60)
     if status.get('walltime_seconds') is not None:
         status['walltime_formatted'] = format_seconds(status['walltime_seconds'])
-    if status['pending_scheduled_nodes'] or status['active_scheduled_nodes']:
+    if any(status[key] for key, _, _ in NODE_COUNTS):
         waiting = call_addition(session.client, 'explain_waiting', workflow_id=status['workflow_id'])
         status['allocations'] = waiting.get('allocations', [])
+        status['silent_runners'] = silent_runners(waiting)
     style = style_of(session.out, os.environ)
     session.answer(status, format_status(status, style, command_line(session)), style)
     for labels, count in status['unserved_ready_labels'].items():
@@ -37369,7 +37386,8 @@ def cmd_remote_status(session: Session, args: Arguments) -> int:
         session.report(f'At work on {host}, where no worker was seen: {first_of(names)}')
     if lost:
         recover = command_line(session, 'recover', hosts.workflow_id)
-        session.report(f'If such a host is gone, its jobs fail when its lease has ended; then: {recover}')
+        sync = command_line(session, 'workflows', 'sync-status', hosts.workflow_id)
+        session.report(f'If such a host is gone for certain, end its jobs: {sync}; then: {recover}')
     return code
 
 
