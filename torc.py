@@ -5800,38 +5800,22 @@ class Store(Statements):
 
     def copy_to(self, path: str) -> None:
         """Write the whole database, as it is now, to another file. Between transactions only."""
-        with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as file:
-            if sqlite3.sqlite_version_info >= (3, 27):      # which brought VACUUM INTO
-                self.execute('VACUUM INTO ?', (path,))
-            else:
-                copy_rows(self.connection, path)
-            os.fsync(file.fileno())
+        # Nothing else renews the lease meanwhile; who has taken it gets what was stored before.
+        self.connection.set_progress_handler(functools.partial(is_refused, self.check_lease), 10000)
+        try:
+            with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as file:
+                if sqlite3.sqlite_version_info >= (3, 27):      # which brought VACUUM INTO
+                    self.execute('VACUUM INTO ?', (uri_without_locks(path),))
+                else:
+                    copy_rows(self.connection, path)
+                os.fsync(file.fileno())
+        finally:
+            self.connection.set_progress_handler(None, 0)
 
     @property
     def changes(self) -> int:
         """A number that grows with each change."""
         return self.connection.total_changes + self.value('PRAGMA schema_version')
-
-    def main_file(self) -> int:
-        """Descriptor of the main file, to be read only; it stays good when the file is removed."""
-        return self._descriptors[0]
-
-    def freeze(self) -> bool:
-        """Checkpoint, and keep the main file as it is until thaw(): changes go to the write-ahead log.
-
-        Between transactions only. False where there is no such log: the next transaction changes the file.
-        """
-        self.execute('PRAGMA wal_autocheckpoint = 0')
-        is_busy, pages, _ = self.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()
-        self.note_files()
-        if is_busy:
-            self.thaw()
-            raise sqlite3.OperationalError('the write-ahead log is in use')
-        return pages >= 0
-
-    def thaw(self) -> None:
-        """End freeze()."""
-        self.execute('PRAGMA wal_autocheckpoint = %s' % dict(PRAGMAS)['wal_autocheckpoint'])
 
     # ---- the files ----
 
@@ -6026,14 +6010,19 @@ def prepare_database_file(path: str) -> None:
         raise BadInput(f'{reason}; give another place with --db') from None
 
 
+def uri_without_locks(path: str) -> str:
+    """A file that nobody else uses, to be opened where locks may be refused (sqlite.org/vfs.html, 2.1)."""
+    return f'file:{urllib.parse.quote(os.path.abspath(path))}?vfs=unix-none'
+
+
 def open_database(path: str, has_locks: bool = True) -> sqlite3.Connection:
     """Connect, with all pragmas set."""
-    # In exclusive mode the write-ahead log needs no locks (sqlite.org/vfs.html, section 2.1: unix-none).
-    name = path if has_locks else f'file:{urllib.parse.quote(os.path.abspath(path))}?vfs=unix-none'
+    # In exclusive mode the write-ahead log needs no locks.
+    name = os.path.abspath(path) if has_locks else uri_without_locks(path)
     try:
         # Any thread may use it, but one at a time: the caller sees to that.
         connection = sqlite3.connect(name, timeout=BUSY_TIMEOUT_S, isolation_level=None,
-                                     check_same_thread=False, uri=not has_locks)
+                                     check_same_thread=False, uri=True)
     except sqlite3.Error as error:
         raise explain_database_error(error, path) from None
     try:
@@ -6111,19 +6100,6 @@ def refuse_used_database(path: str) -> None:
         # a damaged one is in nobody's use
 
 
-def find_damage(path: str, check: Callable[[], Any] = bool) -> str:
-    """What is wrong with a database file that nobody uses; '' if it is whole. `check` may raise."""
-    url = f'file:{urllib.parse.quote(os.path.abspath(path))}?mode=ro&immutable=1'
-    try:
-        with contextlib.closing(sqlite3.connect(url, uri=True, check_same_thread=False)) as connection:
-            connection.set_progress_handler(functools.partial(is_refused, check), 100000)
-            found = connection.execute('PRAGMA quick_check(1)').fetchone()[0]
-    except sqlite3.Error as error:
-        check()
-        found = str(error)
-    return '' if found == 'ok' else ' '.join(found.replace('*** in database main ***', '').split())
-
-
 def is_refused(check: Callable[[], Any]) -> bool:
     """Whether a check raises. SQLite would ignore an exception."""
     try:
@@ -6141,7 +6117,8 @@ def keep_copy(connection: sqlite3.Connection, path: str) -> None:
 
 def copy_rows(connection: sqlite3.Connection, path: str) -> None:
     """Write a whole database to an empty file."""
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as copy:
+    name = uri_without_locks(path)
+    with contextlib.closing(sqlite3.connect(name, isolation_level=None, uri=True)) as copy:
         copy.executescript('\n'.join(connection.iterdump()))   # Connection.backup came with Python 3.7
         copy.execute(f"PRAGMA user_version = {connection.execute('PRAGMA user_version').fetchone()[0]}")
 
@@ -13035,11 +13012,8 @@ def format_error(error: TorcError) -> Dict[str, Any]:
 IN_MEMORY = ':memory:'              # for a database: one that lasts as long as its server
 DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
 MEMORY_RESERVE_BYTES = 32 * 2 ** 20     # that must be free in memory beside twice the size of the database
-COPY_BYTES = 2 ** 20                # read and written at once
-SYNCED_PIECES = 16                  # so many of these are written to disk together
-BACKUP_END_S = 5.0                  # a server that ends waits for a backup; its file system may be dead
 DATABASE_MAGIC = b'SQLite format 3\0'     # at its beginning (sqlite.org/fileformat2.html, section 1.3)
-STATE_ENDS = ('', '-wal', '-shm', '-journal', '.new', '.previous', '.token', '.connection', '.lease',
+STATE_ENDS = ('', '-wal', '-shm', '-journal', '.new', '.token', '.connection', '.lease',
               '.memory', '.log', '.log.1', RESCUED_END)
 
 
@@ -13396,8 +13370,8 @@ class Lease:
         """Put copies in the place of the database's files, if another process may have them open."""
         if self.mine['shares_files']:   # the lease says so until it is done: we may be killed meanwhile
             for path in (self.database + '-wal', self.database):
-                with contextlib.suppress(FileNotFoundError), open(path, 'rb') as file:
-                    replace_database(file.fileno(), path)
+                with contextlib.suppress(FileNotFoundError):
+                    renew_file(path)
             self.mine['shares_files'] = False
             self.write()
 
@@ -13439,9 +13413,8 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
                   in_memory: bool = False, from_snapshot: bool = False) -> Store:
     """Open a database as its only process, or put it in memory. Conflict if another process has it.
 
-    `from_snapshot`: where its newest state was in the memory of another host, or its newest snapshot is
-    damaged, go on with what there is. Callers release the lease of the store, if it has one, when they have
-    closed it.
+    `from_snapshot`: where its newest state was in the memory of another host, go on with what there is.
+    Callers release the lease of the store, if it has one, when they have closed it.
     """
     prepare_database_directory(database)
     lease, has_locks = None, True
@@ -13453,9 +13426,6 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
         if lease is not None:
             stack.callback(lease.release)
             has_locks = can_lock(lease.path)
-        drop_second_name(database)
-        if in_memory:
-            restore_snapshot(database, from_snapshot)
         takes_older = takes_over or from_snapshot
         opened = open_in_memory if in_memory else open_on_disk
         store = opened(database, takes_older, has_locks)
@@ -13520,32 +13490,7 @@ def try_lock(path: str) -> None:
 # server; the next process that opens the database on that host continues with it or writes it back. Exclusive
 # is who has the lock of the snapshot and then finds no such file, or that of a dead process.
 #
-# Snapshots do not hold up the loop: a checkpoint makes the main file whole, and while a thread copies it no
-# other checkpoint runs, so that all changes go to the write-ahead log (sqlite.org/wal.html). SQLite's backup
-# interface would need Python 3.7, and VACUUM INTO SQLite 3.27 and the loop.
-
-def restore_snapshot(database: str, from_snapshot: bool) -> None:
-    """Put the snapshot before the newest one in its place if that is damaged. Refused unless that is wanted.
-
-    No server has its lock; a plain one that is at work on the file has not left an older one beside it.
-    """
-    previous = database + '.previous'
-    if not os.path.exists(previous) or not os.path.exists(database) or os.path.exists(database + '-wal'):
-        return
-    damage = find_damage(database)
-    if not damage or find_damage(previous):     # if both are, opening it says what is wrong
-        return
-    saved_at = format_time(os.stat(previous).st_mtime)
-    if not from_snapshot:
-        raise Refused(f'the snapshot {database} is damaged ({damage}); the one before it, of {saved_at}, is '
-                      'whole: --from-snapshot continues with that, without the changes after it')
-    refuse_used_database(database)
-    aside = free_name(database + '.damaged')
-    os.rename(database, aside)
-    os.rename(previous, database)
-    log.warning('the snapshot %s was damaged (%s) and is %s now; changes after %s, when the one before it '
-                'was written, are lost', database, damage, aside, saved_at)
-
+# Snapshots and backups are written between transactions, about a second for 100 MB; requests wait.
 
 def read_memory_file(database: str, takes_over: bool) -> str:
     """Path of the live file that a killed server of a database has left, or ''. Callers have its lock.
@@ -13592,9 +13537,8 @@ def open_on_disk(database: str, takes_over: bool = False, has_locks: bool = True
             return store
         found = stack.enter_context(contextlib.closing(Store(live)))
         # A migration may have written: after a kill its log would be applied to the new file.
-        store.freeze()
-        found.freeze()
-        replace_database(found.main_file(), database)
+        store.value('PRAGMA wal_checkpoint(TRUNCATE)')
+        replace_with_copy(found, database)
         os.unlink(database + '.memory')
     log.warning('%s was in memory when its server was killed: its changes were written back', database)
     shutil.rmtree(os.path.dirname(live), ignore_errors=True)
@@ -13607,9 +13551,8 @@ def open_in_memory(database: str, takes_over: bool = False, has_locks: bool = Tr
             contextlib.closing(Store(database, has_locks=has_locks)) as saved:
         live = read_memory_file(database, takes_over)
         if not live:
-            live = os.path.join(make_memory_directory(os.fstat(saved.main_file()).st_size), 'torc.db')
-            saved.freeze()
-            copy_descriptor(saved.main_file(), live)
+            live = os.path.join(make_memory_directory(os.path.getsize(database)), 'torc.db')
+            saved.copy_to(live)
         store = failures.enter_context(contextlib.closing(Store(live)))
         store.file_path = os.path.abspath(database)
         content = dict(describe_process(), path=live, database=os.path.realpath(database))
@@ -13634,37 +13577,29 @@ def make_memory_directory(size_bytes: int) -> str:
                    f'{format_memory(size_bytes)}')
 
 
-def copy_descriptor(descriptor: int, path: str, check: Callable[[], Any] = bool) -> None:
-    """Copy a whole file to a private one, on disk at the end. `check` may raise, so that it ends."""
-    with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as target:
-        offset = 0
-        for piece in iter(lambda: os.pread(descriptor, COPY_BYTES, offset), b''):
-            check()
-            target.write(piece)
-            offset += len(piece)
-            if not offset % (SYNCED_PIECES * COPY_BYTES):   # all at once, at the end, would take long
-                target.flush()
-                os.fsync(target.fileno())
-        target.flush()
-        os.fsync(target.fileno())
+def renew_file(path: str) -> None:
+    """Put a copy in the place of a file: who has opened it before has one without a name. OSError."""
+    with open(path, 'rb') as file, \
+            os.fdopen(open_new_private(path + '.new', os.O_WRONLY | os.O_TRUNC), 'wb') as copy:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        os.fsync(copy.fileno())
+    os.replace(path + '.new', path)
+    sync_directory(os.path.dirname(path))
 
 
-def replace_database(descriptor: int, database: str, check: Callable[[], Any] = bool,
-                     keeps_old: bool = False, meanwhile: Callable[[], Any] = bool) -> None:
-    """Replace a database file with a copy of a frozen main file, after a last check that may raise.
-
-    With `keeps_old` the file before is DATABASE.previous from then on. `meanwhile` is called again and again.
-    """
-    copy_descriptor(descriptor, database + '.new', meanwhile)
-    check()
-    if keeps_old:
-        previous = database + '.previous'
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(previous)
-        with contextlib.suppress(OSError):      # some file systems have no links: then there is none
-            os.link(database, previous)
-    os.replace(database + '.new', database)
-    sync_directory(os.path.dirname(database))
+def replace_with_copy(store: Store, path: str) -> None:
+    """Put a whole copy of a database in the place of a file. OSError, sqlite3.Error, or Conflict."""
+    temporary = path + '.new'
+    try:
+        store.copy_to(temporary)
+        store.check_lease(True)     # if another process has the database, its files are not ours
+        os.replace(temporary, path)
+        sync_directory(os.path.dirname(path))
+    except (OSError, sqlite3.Error, Conflict):
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def sync_directory(path: str) -> None:
@@ -13677,14 +13612,6 @@ def sync_directory(path: str) -> None:
             os.close(descriptor)
 
 
-def drop_second_name(database: str) -> None:
-    """Remove what a process left that was killed between two steps of replace_database()."""
-    previous = database + '.previous'
-    with contextlib.suppress(OSError):
-        if os.path.samefile(database, previous):
-            os.unlink(previous)
-
-
 class Backup:
     """A copy of a database that somebody has asked for."""
 
@@ -13694,35 +13621,11 @@ class Backup:
         self.is_done = False
         self.error = ''         # why there is none
 
-    def finish(self, failure: Optional[Exception]) -> None:
-        """It was written, or could not be."""
-        self.is_done = True
-        if failure is None:
-            log.info('the database was copied to %s', self.path)
-        else:
-            self.error = str(failure)
-            log.error('the database could not be copied to %s: %s', self.path, failure)
 
-
-def write_backup(store: Store, path: str, check: Callable[[], Any] = bool) -> None:
-    """Copy the frozen main file of a store to a file, which is replaced as a whole when the copy is whole.
-
-    `check` may raise, so that the copying ends. OSError, sqlite3.Error, or a TorcError.
-    """
+def write_backup(store: Store, path: str) -> None:
+    """Copy a database to a new file, or in the place of an earlier copy. OSError, sqlite3.Error, TorcError."""
     refuse_backup_target(store, path)
-    temporary = f'{path}.{secrets.token_hex(4)}.new'
-    try:
-        copy_descriptor(store.main_file(), temporary, check)
-        damage = find_damage(temporary, check)
-        if damage:
-            raise Refused(f'the database {store.path} is damaged ({damage}): {path} stays as it was')
-        refuse_backup_target(store, path)       # it may have been taken into use meanwhile
-        check()
-        os.replace(temporary, path)
-        sync_directory(os.path.dirname(path))
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+    replace_with_copy(store, path)
 
 
 def refuse_backup_target(store: Store, path: str) -> None:
@@ -13744,24 +13647,13 @@ def refuse_backup_target(store: Store, path: str) -> None:
 
 
 class CopyWriter:
-    """Writes copies of a database that is in use, one at a time, each in a thread.
-
-    Everything but work() runs in the server's thread, between transactions.
-    """
+    """Writes copies of a database that is served, in the thread that has it, between transactions."""
     BACKUPS_KEPT = 100      # that are asked about later
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.backups = collections.deque(maxlen=self.BACKUPS_KEPT)      # type: Any
         self.ids = itertools.count(1)
-        self.is_ending = False
-        self.thread = None          # type: Optional[threading.Thread]
-        self.is_backup = False      # that it writes
-        self.failure = None         # type: Optional[Exception]  # of the thread
-        self.is_over = False        # the thread has done its work
-        self.on_end = lambda failure: None  # type: Callable[[Optional[Exception]], Any]  # ... is told here
-        self.wake = lambda: None    # type: Callable[[], Any]  # called in the thread then
-        store.main_file()           # open from now on: the file may be removed (logind.conf(5), RemoveIPC)
 
     def ask_backup(self, path: str) -> Backup:
         """Copy the database to a file as soon as possible."""
@@ -13778,62 +13670,21 @@ class CopyWriter:
         return next((backup for backup in self.backups if not backup.is_done), None)
 
     def next_at(self) -> float:
-        """When to act; inf while there is nothing to do, or the thread is going to wake us."""
-        if self.is_over:
-            return -math.inf
-        return math.inf if self.thread is not None or self.next_backup() is None else -math.inf
+        """When to act; inf while there is nothing to do."""
+        return math.inf if self.next_backup() is None else -math.inf
 
     def act(self, now: float) -> None:
         """Do what is due."""
-        if self.is_over:
-            self.finish()
         backup = self.next_backup()
-        if self.thread is None and backup is not None:
-            self.is_backup = True
-            self.start(functools.partial(write_backup, self.store, backup.path, self.check), backup.finish)
-
-    def check(self) -> None:
-        """Raise if a backup is not to be finished."""
-        if self.is_ending:
-            raise Refused('the server ended meanwhile')
-
-    def start(self, write: Callable[[], Any], on_end: Callable[[Optional[Exception]], Any]) -> None:
-        """Have a thread write a copy; on_end gets its failure, or None."""
-        try:
-            is_frozen = self.store.freeze()
-        except sqlite3.Error as error:
-            return on_end(error)
-        self.on_end = on_end
-        self.thread = threading.Thread(target=self.work, args=(write,), name='snapshot', daemon=True)
-        self.thread.start()
-        if not is_frozen:
-            self.finish()
-
-    def work(self, write: Callable[[], Any]) -> None:
-        """The thread."""
-        try:
-            write()
-        except Exception as error:      # border: reported by finish(), and tried again later
-            self.failure = error
-        self.is_over = True
-        with contextlib.suppress(OSError):      # the server has closed its sockets: it waits in close()
-            self.wake()
-
-    def finish(self, limit_s: Optional[float] = None) -> None:
-        """Wait for the copy that is being written, if there is one; or leave it to itself."""
-        if self.thread is None:
+        if backup is None:
             return
-        self.thread.join(limit_s)
-        if self.thread.is_alive():
-            self.failure = Refused('the server ended, and its file system did not answer')
-        self.store.thaw()
-        failure, self.failure, self.is_over, self.thread = self.failure, None, False, None
-        self.on_end(failure)
-
-    def close(self) -> None:
-        """End what is being written: a backup is not worth that the database is given back late."""
-        self.is_ending = True
-        self.finish(BACKUP_END_S if self.is_backup else None)
+        try:
+            write_backup(self.store, backup.path)
+            log.info('the database was copied to %s', backup.path)
+        except (OSError, sqlite3.Error, TorcError) as error:
+            backup.error = str(error)
+            log.error('the database could not be copied to %s: %s', backup.path, error)
+        backup.is_done = True
 
 
 class SnapshotWriter(CopyWriter):
@@ -13845,7 +13696,6 @@ class SnapshotWriter(CopyWriter):
         self.announce = announce    # gets a line for each snapshot
         self.due_at = time.monotonic() + interval_s
         self.saved = -1             # Store.changes that the file holds
-        self.saving = -1            # ... and the snapshot that is being written
         self.error = ''             # why the last one failed
 
     def ask(self) -> None:
@@ -13855,7 +13705,7 @@ class SnapshotWriter(CopyWriter):
     def next_snapshot_at(self) -> float:
         """When the next one is due; inf while nothing has changed."""
         is_idle = self.due_at > -math.inf and self.saved == self.store.changes
-        return math.inf if self.thread is not None or is_idle else self.due_at
+        return math.inf if is_idle else self.due_at
 
     def next_at(self) -> float:
         """The same, or when to see to backups."""
@@ -13865,51 +13715,32 @@ class SnapshotWriter(CopyWriter):
         """Do what is due."""
         super().act(now)
         if self.next_snapshot_at() <= now:
-            self.begin()
+            if self.write():
+                self.announce(f'TORC_SNAPSHOT_DONE={self.store.file_path}\n')
+            self.due_at = time.monotonic() + self.interval_s
 
-    def begin(self) -> None:
-        """Begin a snapshot."""
-        self.due_at = time.monotonic() + self.interval_s
-        self.saving = self.store.changes
-        self.is_backup = False
-        self.start(self.write, self.on_snapshot)
-
-    def write(self) -> None:
+    def write(self) -> bool:
         """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
-        store = self.store
-        # At the end nothing else renews the lease, and who takes it gets the snapshot before.
-        replace_database(store.main_file(), store.file_path, lambda: store.check_lease(True), keeps_old=True,
-                         meanwhile=store.check_lease)
-
-    def on_snapshot(self, failure: Optional[Exception]) -> None:
-        """A snapshot was written, or could not be."""
-        self.report(failure)
-        if failure is None:
-            self.saved = self.saving
-
-    def report(self, failure: Optional[Exception]) -> None:
-        """Say how a snapshot ended."""
-        self.error = '' if failure is None else str(failure)
-        if failure is not None:
-            log.error('the snapshot %s could not be written: %s', self.store.file_path, failure)
-        else:
+        try:
+            replace_with_copy(self.store, self.store.file_path)
+            self.saved, self.error = self.store.changes, ''
             log.info('the snapshot %s was written', self.store.file_path)
-            self.announce(f'TORC_SNAPSHOT_DONE={self.store.file_path}\n')
+        except (OSError, sqlite3.Error, Conflict) as error:
+            self.error = str(error)
+            log.error('the snapshot %s could not be written: %s', self.store.file_path, error)
+        return not self.error
 
     def close(self) -> None:
         """Write the last snapshot. If that fails the live file stays, for the next process."""
-        super().close()
         try:
-            self.store.check_lease(True)    # if another process has the database, its files are not ours
-            if self.saved < self.store.changes:
-                self.store.freeze()
-                self.write()
-            os.unlink(self.store.file_path + '.memory')
-            self.error = ''
+            if self.saved == self.store.changes or self.write():
+                self.store.check_lease(True)
+                os.unlink(self.store.file_path + '.memory')
+                return
         except (OSError, sqlite3.Error, Conflict) as error:
-            self.report(error)
-            cure = '' if isinstance(error, Conflict) else ': the next command that uses it writes it back'
-            log.error('the newest state of %s stays in %s%s', self.store.file_path, self.store.path, cure)
+            self.error = str(error)
+        log.error('the newest state of %s stays in %s (%s): unless another server has the database, the next '
+                  'command that uses it writes it back', self.store.file_path, self.store.path, self.error)
 
 
 def remove_memory_directory(store: Store) -> None:
@@ -16563,7 +16394,6 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         service.allows_sql, service.allows_sql_writes = options.allows_sql, options.allows_sql_writes
         service.enforces_access = options.enforces_access
         stack.callback(server.close)
-        store.copies.wake = server.wake
         if store.snapshots is not None:
             server.signal_calls[signal.SIGUSR1] = store.snapshots.ask
         elif options.snapshot:
@@ -16648,7 +16478,6 @@ def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
         stack.callback(store.snapshots.close)
         return store
     store.copies = CopyWriter(store)
-    stack.callback(store.copies.close)
     count = store.value('SELECT count(*) FROM compute_node WHERE is_active = 1 AND lease_s IS NOT NULL')
     if count:
         log.info('this database was last changed at %s and not served since: the leases of %d compute nodes '
@@ -17563,7 +17392,6 @@ class Connector:
         """Copy the database of a direct client to a file."""
         store = self._service.store
         try:
-            store.freeze()
             write_backup(store, path)
         except OSError as error:
             raise BadInput(f'cannot write {path}: {error.strerror}; give another file') from None
@@ -38212,7 +38040,7 @@ COMMANDS = (
         Argument('--new-token', '', 'replace the token of this database'),
         Argument('--takeover', '', 'take over the lease of a server that is known to be gone'),
         Argument('--from-snapshot', '', 'with a database that was in memory: where its newest state was '
-                 'lost, go on with the newest snapshot that is whole'),
+                 'lost, go on with its snapshot'),
         Argument('--backup', 'FILE', 'only copy the database to FILE, while its server, if any, works'),
         Argument('--disable-admin-sql', '', 'refuse `admin sql`'),
         Argument('--disable-admin-sql-writes', '', 'refuse `admin sql --write`'),
