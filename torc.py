@@ -13623,7 +13623,7 @@ class Backup:
 
 
 def write_backup(store: Store, path: str) -> None:
-    """Copy a database to a new file, or in the place of an earlier copy. OSError, sqlite3.Error, TorcError."""
+    """Copy a database to a new file or over an earlier copy. OSError, sqlite3.Error, or a TorcError."""
     refuse_backup_target(store, path)
     replace_with_copy(store, path)
 
