@@ -8561,8 +8561,12 @@ class SyncTest(ServiceTest):
             self.assertEqual(f'compute node {node_id} (h), which ran it, went away: its process is gone',
                              result['reason'])
         self.service.leases[node_id] = self.clock + 60      # undone() keeps the database only
-        self.assertEqual(0, self.tell()['running_jobs_failed'])
-        self.clock += 61
+        for passed_s, doubts in ((29, 0), (2, 1)):
+            self.clock += passed_s
+            found = self.tell()
+            self.assertEqual((0, doubts), (found['running_jobs_failed'], len(found['doubts'])))
+        self.assertRegex(found['doubts'][0], r'^nothing was heard of compute node \d+ \(h\) .* its lease is over, in 29 s$')
+        self.clock += 30
         self.assertIn('nothing was heard of it for 60 s, its lease',
                       self.tell()['failed_job_details'][0]['reason'])
 
@@ -25129,6 +25133,8 @@ class RemoteHarmTest(RemoteCase):
         self.wait_workers(w1=r'ended \(killed, or with its host\)')
         for verb in ('status', 'explain'):
             self.assertExit(0, self.world.cli(verb, 1), '(w1)', 'nothing was heard of it for', 'torc.py workflows sync-status 1')
+        self.world.wait(lambda: 'failed' in self.world.cli('workflows', 'sync-status', 1).out, 60, 'the end of the lease')
+        self.wait_workers(w1=r'ended \(killed, or with its host\)', w2='ended .*')
         self.assertExit(0, self.world.cli('recover', 1), '2 jobs are to run; go on with: torc.py remote run 1')
         self.work(1)
         self.wait_jobs(completed=4)

@@ -11870,12 +11870,17 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
         for seen in body['allocations']:
             sync_allocation(context, state, seen, found)
         dead = {row['compute_node_id']: row['reason'] for row in body.get('dead_nodes') or ()}
-        for node_id, lease_s in context.rows('SELECT id, lease_s FROM compute_node WHERE workflow_id = ? '
-                                             'AND is_active = 1 AND lease_s IS NOT NULL', (workflow_id,)):
-            if service.clock() > service.leases.get(node_id, math.inf):
+        for node_id, host, lease_s in context.rows(
+                'SELECT id, hostname, lease_s FROM compute_node WHERE workflow_id = ? '
+                'AND is_active = 1 AND lease_s IS NOT NULL', (workflow_id,)):
+            left_s = service.leases.get(node_id, math.inf) - service.clock()
+            if left_s < 0:
                 dead.setdefault(node_id, SILENCE.format(lease_s))
             if node_id in dead:
                 take_node(context, node_id, {'reason': dead[node_id]}, found)
+            elif left_s < lease_s / 2:      # a living one is never silent for so long
+                found['doubts'].append(f'nothing was heard of compute node {node_id} ({host}) for a while: '
+                                       f'left alone until its lease is over, in {left_s:.0f} s')
         for job_id, name in context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id',
                                          (workflow_id,)):
             reason = 'no active compute node runs it'
