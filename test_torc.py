@@ -3599,6 +3599,278 @@ class ServiceTest(unittest.TestCase):
         self.assertEqual([], self.store.rows('PRAGMA foreign_key_check'))
 
 
+class ScenarioTest(ServiceTest):
+    """What becomes of a workflow, told in words: a title, its jobs, and lines of steps with what is found after them.
+
+        a node that is lost gives back what it has not started
+          a / b / c: a
+          claim n1 a b; start a; lose n1 -> a=failed b=ready#2 c=canceled
+
+    Actions stand behind the jobs: 'a / b | on_jobs_complete a b'. Nodes come into being with their first mention. A step is
+    of a job's attempt that was given last, and by its node; a#1 says another attempt, by=n2 another node. On the right,
+    b=ready#2 means that attempt 2 is ready. A step is carried out unless the right side has refused='words of the message';
+    then nothing may have changed. Whoever says the same again (REPEATS) changes nothing more either. After each line the
+    counters must agree with what they count.
+    """
+    REPEATS = {'start', 'end', 'replay', 'return', 'lose', 'look', 'leave', 'cancel', 'hold', 'back', 'did', 'sync'}
+
+    def assertScenarios(self, text: str, **words: str) -> None:
+        """Act out scenarios; words that stand for others are replaced in them."""
+        for key, word in words.items():
+            text = re.sub(rf'\b{key}\b', word, text)
+        for block in re.split(r'\n(?=\S)', textwrap.dedent(text).strip()):
+            title, jobs, *lines = [line.strip() for line in block.splitlines() if not line.lstrip().startswith('#')]
+            with self.subTest(title, **words):
+                self.begin(jobs)
+                for line in lines:
+                    self.act(line)
+
+    def begin(self, line: str) -> None:
+        """A new workflow."""
+        jobs, *actions = line.split(' | ')
+        names = [job.partition(':')[0].strip().rstrip('!') for job in jobs.split(' / ')]
+        self.workflow_id = self.create(jobs.replace(' / ', '\n'), actions=[
+            {'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
+             'job_indexes': [names.index(name) for name in gates if name in names] or None, 'persistent': 'persistent' in gates}
+            for trigger, *gates in map(str.split, actions)])
+        self.nodes, self.given, self.answer = {}, {}, {}  # type: Dict[str, int], Dict[str, Tuple[int, str]], Any
+
+    def act(self, line: str) -> None:
+        """Carry out the steps of a line, and see what is found."""
+        steps, _, found = line.partition(' -> ')
+        wanted = dict(word.split('=', 1) for word in shlex.split(found))
+        refusal, all_steps = wanted.pop('refused', None), [shlex.split(step) for step in steps.split(';')]
+        for place, (verb, *words) in enumerate(all_steps, 1):
+            options = dict(word.split('=', 1) for word in words if '=' in word)
+            words, before = [word for word in words if '=' not in word], self.dump()
+            step = functools.partial(getattr(self, 'do_' + verb), *words, **options)
+            if refusal is not None and place == len(all_steps):
+                with self.assertRaises(torc.TorcError, msg=line) as caught:
+                    step()
+                self.assertIn(refusal, caught.exception.message, line)
+                self.assertIn(caught.exception.http, (400, 404, 409, 422))
+                self.assertUnchanged(before)
+            else:
+                step()
+                if verb in self.REPEATS:
+                    self.repeat(step, line)
+        self.assertWhole()
+        for key, value in wanted.items():
+            self.assertEqual(value, self.see(key, '#' in value), f'{key} after: {line}')
+
+    def repeat(self, step: Callable[[], Any], line: str) -> None:
+        """The same word comes once more, as after a lost answer: the same is answered, and nothing changes."""
+        before, answer = self.dump(), self.answer
+        step()
+        self.assertEqual([], sorted(set(before) ^ set(self.dump())), f'changed by repeating a step of: {line}')
+        self.answer = answer
+
+    def see(self, key: str, with_attempt: bool = False) -> str:
+        """What a word of the right side stands for: a list that see_KEY() tells, or the status of a job."""
+        if hasattr(self, 'see_' + key):
+            return ','.join(getattr(self, 'see_' + key)())
+        job = self.call('get_job', id=self.job_id(key))
+        return job['status'] + (f"#{job['attempt_id']}" if with_attempt else '')
+
+    def see_results(self) -> List[str]:
+        """'job#attempt:return code:status' of all ends of all runs."""
+        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        return [f"{row['job_name']}#{row['attempt_id']}:{row['return_code']}:{row['status']}" for row in rows]
+
+    def see_events(self) -> List[str]:
+        """What happened to jobs."""
+        events = self.call('list_events', workflow_id=self.workflow_id)['items']
+        return [event['data']['event_type'] for event in events if event['data']['event_type'].startswith('job_')]
+
+    def see_due(self) -> List[str]:
+        return [action['trigger_type'] for action in self.call('get_pending_actions', id=self.workflow_id)]
+
+    def see_actions(self) -> List[str]:
+        """Triggers of the actions that the last turn gave."""
+        return [action['trigger_type'] for action in self.answer['actions']]
+
+    def see_revoked(self) -> List[str]:
+        names = {self.job_id(name): name for name in self.statuses(self.workflow_id)}
+        return [names[job_id] for job_id, _ in self.answer['revoked']]
+
+    def see_released(self) -> List[str]:
+        return [name for name, node_id in self.nodes.items() if node_id in self.answer]
+
+    def see_active(self) -> List[str]:
+        """Nodes at work."""
+        nodes = self.call('list_compute_nodes', workflow_id=self.workflow_id, is_active=True)['items']
+        return [name for name, node_id in self.nodes.items() if node_id in [node['id'] for node in nodes]]
+
+    def see_interruptions(self) -> List[str]:
+        """'job:count' of what was given last, and interrupted before."""
+        return [f'{name}:{count}' for name, count in self.interrupted.items() if count]
+
+    def see_complete(self) -> List[str]:
+        return [str(self.call('is_workflow_complete', id=self.workflow_id)['is_complete']).lower()]
+
+    def job_id(self, name: str) -> int:
+        return self.store.value('SELECT id FROM job WHERE workflow_id = ? AND name = ?', (self.workflow_id, name.partition('#')[0]))
+
+    def attempt(self, job: str, by: str = '') -> Tuple[Dict[str, int], int]:
+        """An attempt by its name, and the id of the node whose it is, or which is named."""
+        name, _, number = job.partition('#')
+        attempt_id, node = self.given.get(name, (1, 'n1'))
+        return {'id': self.job_id(name), 'attempt_id': int(number or attempt_id)}, self.node_id(by or node)
+
+    def key(self, job: str) -> List[int]:
+        return list(self.attempt(job)[0].values())
+
+    def node_id(self, name: str) -> int:
+        if name not in self.nodes:
+            self.do_node(name)
+        return self.nodes[name]
+
+    def turn(self, node: str, **more: Any) -> None:
+        self.answer = self.sync(self.workflow_id, self.node_id(node), **more)
+        if self.answer['errors']:
+            raise torc.Refused(self.answer['errors'][0]['message'])
+
+    # -------- what a runner says --------
+
+    def do_node(self, name: str, lease: str = '60') -> None:
+        self.nodes[name] = self.node(self.workflow_id, pid=10 * self.workflow_id + int(name[1:]), lease_s=float(lease))
+
+    def do_sync(self, node: str) -> None:
+        self.turn(node)
+
+    def do_claim(self, node: str, *names: str, limit: str = '100') -> None:
+        """A node is given these jobs, and no others ('-': none)."""
+        jobs = self.claim(self.workflow_id, self.node_id(node), int(limit))
+        self.assertEqual([name for name in names if name != '-'], list(jobs))
+        self.given.update({name: (job['attempt_id'], node) for name, job in jobs.items()})
+        self.interrupted = {name: job['interruptions'] for name, job in jobs.items()}
+
+    def do_start(self, *jobs: str, by: str = '') -> None:
+        for job in jobs:
+            self.turn(by or self.given[job.partition('#')[0]][1], started=[[*self.key(job), torc.format_time(self.clock)]])
+
+    def do_return(self, job: str) -> None:
+        self.turn(self.given[job][1], returned=[self.key(job)])
+
+    def do_hold(self, node: str, *jobs: str) -> None:
+        """A node says all that it has."""
+        self.turn(node, held=[self.key(job) for job in jobs])
+
+    def do_back(self, node: str, *jobs: str) -> None:
+        """A runner that was given up says, as another node, what it still runs."""
+        keys = [self.key(job) for job in jobs]
+        self.turn(node, held=keys, started=[[*key, torc.format_time(self.clock)] for key in keys])
+
+    def do_end(self, job: str, outcome: str = 'completed', by: str = '', run: str = '', **more: str) -> None:
+        """An attempt ends, says its runner; outcome: 'failed', 'failed:3' with a return code."""
+        attempt, node_id = self.attempt(job, by)
+        body = {'compute_node_id': node_id, 'completions': [self.end_of(attempt, outcome, **more)],
+                'run_id': int(run or self.run_id())}
+        self.answer = self.call('runner_sync', body, id=self.workflow_id)
+        if self.answer['errors']:
+            raise torc.Refused(self.answer['errors'][0]['message'])
+        self.assertEqual([[*attempt.values(), self.see(job.partition('#')[0])]], self.answer['accepted'])
+
+    def end_of(self, attempt: Dict[str, int], outcome: str, **more: str) -> Dict[str, Any]:
+        status, _, code = outcome.partition(':')
+        details = {key: json.loads(value) if key != 'reason' else value for key, value in more.items()}
+        if 'max_retries' in details:
+            details['retry'] = True
+        return self.end(attempt, status, int(code or status != 'completed'), **details)
+
+    def run_id(self) -> int:
+        return self.call('get_workflow', id=self.workflow_id)['run_id']
+
+    def do_ask(self, node: str) -> None:
+        """A node asks for the actions that are due."""
+        self.turn(node, actions=list(torc.TRIGGERS))
+
+    def do_did(self, node: str, number: str, message: str = '') -> None:
+        """A node has carried out the action of this number; a message says why it failed."""
+        action = self.call('get_workflow_actions', id=self.workflow_id)[int(number) - 1]
+        self.turn(node, action_results=[{'action_id': action['id'], 'success': not message, 'message': message}])
+
+    # -------- what others say --------
+
+    def result_of(self, job: str, outcome: str, by: str, run: str, more: Dict[str, str]) -> Dict[str, Any]:
+        """A result as Torc's models have it."""
+        attempt, node_id = self.attempt(job, by)
+        return dict(self.end_of(attempt, outcome, **more), workflow_id=self.workflow_id, compute_node_id=node_id,
+                    run_id=int(run or self.run_id()))
+
+    def do_complete(self, job: str, outcome: str = 'completed', by: str = '', run: str = '', **more: str) -> None:
+        result = self.result_of(job, outcome, by, run, more)
+        self.call('complete_job', result, job_id=result['job_id'], status=result['status'], run_id=result['run_id'])
+
+    def do_batch(self, job: str, outcome: str = 'completed', by: str = '', run: str = '', **more: str) -> None:
+        result = self.result_of(job, outcome, by, run, more)
+        entry = dict({key: result[key] for key in ('job_id', 'status', 'run_id')}, result=result)
+        answer = self.call('batch_complete_jobs', {'completions': [entry]}, id=self.workflow_id)
+        if answer['errors']:
+            raise torc.Refused(answer['errors'][0]['message'])
+        self.assertEqual([result['job_id']], answer['completed'])
+
+    def do_begin(self, job: str, by: str = '', run: str = '') -> None:
+        """start_job, as clients of others call it."""
+        attempt, node_id = self.attempt(job, by)
+        self.call('start_job', job_id=attempt['id'], run_id=int(run or self.run_id()), compute_node_id=node_id)
+
+    def do_retry(self, job: str, most: str = '3') -> None:
+        self.call('retry_job', job_id=self.job_id(job), run_id=self.run_id(), max_retries=int(most))
+
+    def do_set(self, job: str, status: str) -> None:
+        self.call('manage_status_change', id=self.job_id(job), status=status, run_id=self.run_id())
+
+    def do_delete(self, name: str) -> None:
+        """A node or a job."""
+        is_node = name in self.nodes
+        self.call('delete_compute_node' if is_node else 'delete_job', id=self.nodes[name] if is_node else self.job_id(name))
+
+    def do_leave(self, node: str) -> None:
+        self.call('update_compute_node', {'is_active': False}, id=self.node_id(node))
+
+    def do_lose(self, node: str) -> None:
+        """The process of a node is known to be gone."""
+        pid = 10 * self.workflow_id + int(node[1:])
+        with self.service.transaction():
+            torc.release_lost_nodes(self.context, lambda hostname, other, identity: other != pid)
+
+    def do_look(self, how: str = '') -> None:
+        """The server looks at leases, and cannot look at processes, unless they are 'alive'."""
+        with self.service.transaction():
+            self.answer = torc.release_lost_nodes(self.context, lambda *runner: True if how else None)
+
+    def do_server(self) -> None:
+        """A server begins, on the same database."""
+        self.store.close()
+        self.store = FreeStore(self.store.path, lambda: self.clock)
+        self.addCleanup(self.store.close)
+        self.service = torc.Service(self.store)
+        self.service.clock = self.store.now
+
+    def do_wait(self, seconds: str) -> None:
+        self.clock += float(seconds)
+
+    def do_cancel(self) -> None:
+        self.call('cancel_workflow', id=self.workflow_id)
+
+    def do_archive(self) -> None:
+        self.call('archive_workflow', {'is_archived': True}, id=self.workflow_id)
+
+    def do_reset(self, what: str = '') -> None:
+        """A new run begins; 'jobs' or 'failed': all jobs, or the failed ones, are set back."""
+        if what in ('jobs', 'failed'):
+            self.call('reset_job_status', id=self.workflow_id, failed_only=what == 'failed')
+        else:
+            self.call('reset_workflow_status', id=self.workflow_id, force=what == 'forced')
+
+    def do_init(self) -> None:
+        self.call('initialize_jobs', id=self.workflow_id)
+
+    def do_reinit(self) -> None:
+        self.call('initialize_jobs', id=self.workflow_id, only_uninitialized=True)
+
+
 class StateTest(ServiceTest):
     """What each operation makes of a job in each status. '-' in the tables: refused with 422, and nothing changes."""
     COLUMNS = 'uninitialized blocked ready pending running completed failed canceled terminated disabled pending_failed'.split()
@@ -6383,37 +6655,60 @@ class TaskTest(ServiceTest):
 
 # ======== 8e. Nodes ========
 
-class NodeTest(ServiceTest):
+class NodeTest(ScenarioTest):
     """Nodes that go away."""
+    SCENARIOS = '''
+        a silent node's claims come back, and its running jobs stay its own
+          a / b / c: a
+          claim n1 a b; start a; wait 59; look -> released= b=pending
+          wait 2; look -> released= a=running#1 b=ready#2 c=blocked
+          wait 3600; look -> released= a=running#1 b=ready#2
+          hold n1 a b#1 -> revoked=b
+          end a -> a=completed b=ready c=ready
 
-    def test_a_silent_nodes_claims_come_back_and_its_running_jobs_stay_its_own(self):
-        workflow_id = self.create('a:\nb:\nc: a')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, started=[[jobs['a']['id'], 1, torc.format_time(self.clock)]])
-        self.clock += 59
-        self.assertEqual([], self.release())
-        self.assertEqual('pending', self.statuses(workflow_id)['b'])
-        for wait_s in (2, 3600):
-            self.clock += wait_s
-            self.assertEqual([], self.release())
-            self.assertEqual({'a': 'running', 'b': 'ready', 'c': 'blocked'}, self.statuses(workflow_id))
-        runner, = self.call('explain_waiting', id=workflow_id)['runners']
-        self.assertEqual((node_id, 1, 3661.0), (runner['compute_node_id'], runner['num_jobs'], runner['silent_s']))
-        with self.undone():
-            answer = self.sync(workflow_id, node_id, held=[[jobs['a']['id'], 1], [jobs['b']['id'], 1]])
-            self.assertEqual([[jobs['b']['id'], 1]], answer['revoked'])
-            self.sync(workflow_id, node_id, completions=[self.end(jobs['a'])])
-            self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'ready'}, self.statuses(workflow_id))
-        self.sync(workflow_id, node_id)
-        with self.undone():
-            self.assertEqual([node_id], self.release(alive=False))
-            self.assertEqual({'a': 'failed', 'b': 'ready', 'c': 'canceled'}, self.statuses(workflow_id))
-            results = {row['job_name']: (row['attempt_id'], row['return_code'], row['status'])
-                       for row in self.call('list_results', workflow_id=workflow_id)['items']}
-            self.assertEqual({'a': (1, -128, 'failed'), 'b': (1, -128, 'canceled')}, results)
-            self.assertRefused('was released', 'runner_sync', {'compute_node_id': node_id, 'run_id': 1}, id=workflow_id)
-            self.assertWhole()
+        of what a dead runner had, running jobs have failed and claims are ready as other attempts
+          a / b / c: a
+          claim n1 a b; start a; lose n1 -> a=failed b=ready#2 c=canceled active= released=
+          sync n1 -> refused='was released' results=b#1:-128:canceled,a#1:-128:failed
+          sync n1 -> refused='was released' events=job_retried,job_failed,job_orphaned
+          claim n2 b; end b -> b=completed#2
+
+        a runner that is proved alive is not given up, however long it is silent
+          a
+          claim n1 a; wait 1000000; look alive -> released= a=pending#1
+          look -> released=n1 a=ready#2
+
+        a lease begins anew with each server, with the longest pause of a runner on top
+          a
+          node n1; node n2 lease=300; wait 1000000; server; look -> released=
+          wait PAUSE; wait 60; look -> released=
+          sync n1; wait 59; look -> released=
+          wait 2; look -> released=n1
+          wait 180; look -> released=n2
+
+        a deleted node leaves nothing running
+          a / b / c: a
+          claim n1 a b; start a; delete n1 -> a=failed b=ready c=canceled
+
+        a node that leaves gives back what it did not start
+          a / b
+          claim n1 a b; return a -> a=ready b=pending
+          leave n1 -> a=ready#1 b=ready#1 active=
+
+        a claim whose answer was lost comes back
+          a / b
+          claim n1 a b; hold n1 a -> a=pending#1 b=ready#1 revoked=
+
+        what was never started spends no retry
+          a
+          claim n1 a; lose n1; claim n2 a; lose n2; claim n3 a; lose n3 -> a=ready#4
+          claim n4 a -> interruptions=a:3
+          end a failed max_retries=2 -> a=ready#5
+          claim n4 a; end a failed max_retries=2 -> a=failed#5
+        '''
+
+    def test_what_becomes_of_the_jobs_of_nodes_that_go_away(self):
+        self.assertScenarios(self.SCENARIOS, PAUSE=str(torc.MAX_RETRY_PAUSE_S))
 
     def release(self, alive: Optional[bool] = None) -> List[int]:
         with self.service.transaction():
@@ -6434,35 +6729,6 @@ class NodeTest(ServiceTest):
         answer = self.sync(workflow_id, again, held=held, want=want)      # that answer was lost
         self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
         self.assertWhole()
-
-    def test_a_runner_that_is_proved_alive_is_not_given_up_however_long_it_is_silent(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.claim(workflow_id, node_id)
-        self.clock += 1e6
-        self.assertEqual([], self.release(alive=True))
-        self.assertEqual({'a': 'pending'}, self.statuses(workflow_id))
-        self.assertEqual([node_id], self.release())
-
-    def test_a_lease_begins_anew_with_each_server_and_with_the_longest_pause_of_a_runner_on_top(self):
-        workflow_id = self.create('a:')
-        first, second = self.node(workflow_id), self.node(workflow_id, lease_s=300.0)
-        self.clock += 1e6       # without a server
-        self.store.close()
-        self.store = torc.Store(self.store.path, lambda: self.clock)
-        self.service = torc.Service(self.store)
-        self.addCleanup(self.store.close)
-        self.service.clock = self.store.now
-        self.assertEqual([], self.release())
-        self.clock += 60 + torc.MAX_RETRY_PAUSE_S
-        self.assertEqual([], self.release())
-        self.sync(workflow_id, first)
-        self.clock += 59
-        self.assertEqual([], self.release())
-        self.clock += 2
-        self.assertEqual([first], self.release())
-        self.clock += 180
-        self.assertEqual([second], self.release())
 
     def test_leases_do_not_follow_a_clock_that_is_set(self):
         workflow_id = self.create('a:')
@@ -6534,21 +6800,6 @@ class NodeTest(ServiceTest):
             self.sync(workflow_id, node_id, **sent)
             found = self.call('get_workflow_status', id=workflow_id).get('walltime_seconds')
             self.assertEqual(wall_s, None if found is None else round(found, 1))
-
-    def test_a_claim_that_a_dead_runner_may_have_started_is_another_attempt(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.claim(workflow_id, node_id)
-        self.release(alive=False)
-        self.assertEqual(2, self.claim(workflow_id, self.node(workflow_id))['a']['attempt_id'])
-        self.assertEqual(1, sum(event['data'].get('event_type') == 'job_retried' for event in self.call('list_events', workflow_id=workflow_id)['items']))
-
-    def test_a_dead_runner_is_not_waited_for(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.claim(workflow_id, node_id)
-        self.assertEqual([node_id], self.release(alive=False))
-        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
 
     # -------- those that come back --------
 
@@ -6704,20 +6955,6 @@ class NodeTest(ServiceTest):
         self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
         self.assertEqual(node_id, self.call('list_results', workflow_id=workflow_id)['items'][0]['compute_node_id'])
 
-    def test_what_was_never_started_spends_no_retry(self):
-        workflow_id = self.create('a:')
-        for _ in range(5):
-            node_id = self.node(workflow_id)
-            job = self.claim(workflow_id, node_id)['a']
-            self.release(alive=False)
-        self.assertEqual((5, 4), (job['attempt_id'], job['interruptions']))
-        node_id = self.node(workflow_id)
-        for attempt_id, status in ((6, 'ready'), (7, 'failed')):
-            job = self.claim(workflow_id, node_id)['a']
-            end = self.end(job, 'failed', 1, retry=True, max_retries=2)
-            answer = self.sync(workflow_id, node_id, completions=[end])
-            self.assertEqual([[job['id'], attempt_id, status]], answer['accepted'])
-
     def test_a_word_that_another_has_overtaken_is_not_listened_to(self):
         workflow_id = self.create('a:\nb:')
         node_id = self.node(workflow_id)
@@ -6736,30 +6973,6 @@ class NodeTest(ServiceTest):
                  ({}, {}, {}, {'hostname': 'g'}, {'pid': 8}, {'identity': 'boot/2'})]
         active = self.call('list_compute_nodes', workflow_id=workflow_id, is_active=True)['items']
         self.assertEqual(nodes[2:], [node['id'] for node in active])
-
-    def test_a_deleted_node_leaves_nothing_running(self):
-        workflow_id = self.create('a:\nb:')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, started=[[jobs['a']['id'], 1, torc.format_time(self.clock)]])
-        self.call('delete_compute_node', id=node_id)
-        self.assertEqual({'a': 'failed', 'b': 'ready'}, self.statuses(workflow_id))
-
-    def test_a_node_that_leaves_gives_back_what_it_did_not_start(self):
-        workflow_id = self.create('a:\nb:')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, returned=[[jobs['a']['id'], 1]])
-        self.assertEqual({'a': 'ready', 'b': 'pending'}, self.statuses(workflow_id))
-        self.call('update_compute_node', {'is_active': False, 'duration_seconds': 3.0}, id=node_id)
-        self.assertEqual({'a': 'ready', 'b': 'ready'}, self.statuses(workflow_id))
-
-    def test_a_claim_whose_answer_was_lost_comes_back(self):
-        workflow_id = self.create('a:\nb:')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, held=[[jobs['a']['id'], 1]])
-        self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
 
 
 class AllocationRecordTest(ServiceTest):
