@@ -14466,7 +14466,9 @@ class WireTest(unittest.TestCase):
 
     def test_answers_of_all_shapes_are_understood(self) -> None:
         whole = b'HTTP/1.1 404 Not Found\r\nServer: x\r\nContent-Length: 4\r\n\r\nbody'
+        chunked = b'HTTP/1.1 404 Not Found\r\nTransfer-Encoding: chunked\r\n\r\n3;x=y\r\nbod\r\n1\r\ny\r\n0\r\nTrailer: x\r\n\r\n'
         for answer in (whole, [whole[index:index + 1] for index in range(len(whole))], b'HTTP/1.1 100 Continue\r\n\r\n' + whole,
+                       chunked, [chunked[index:index + 1] for index in range(len(chunked))],     # as gateways send it on
                        b'HTTP/1.0 404 X\r\ncontent-length:4\r\nConnection: close\r\n\r\nbody'):
             with self.subTest(answer=answer):
                 self.assertEqual((404, b'body'), self.ask(answer))
@@ -14474,7 +14476,8 @@ class WireTest(unittest.TestCase):
     def test_what_is_no_answer_is_an_error(self) -> None:
         for answer in (b'', b'SSH-2.0-OpenSSH_9.2\r\n\r\n',
                        b'HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nshort', b'HTTP/1.1 200 OK\r\n\r\n',
-                       b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n'):
+                       b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n',
+                       b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n', b'HTTP/1.1 200 OK\r\ncontent-le'):
             with self.subTest(answer=answer), self.assertRaises((OSError, ValueError)):
                 self.ask(answer)
 
@@ -14483,11 +14486,14 @@ class WireTest(unittest.TestCase):
             with self.assertRaisesRegex(ConnectionError, 'does not speak HTTP'):
                 self.ask(answer)
         with self.assertRaisesRegex(ConnectionError, 'an answer came without its length'):
-            self.ask(b'HTTP/1.1 200 OK\r\ncontent-length: %s\r\n\r\n{' % (b'9' * 5000))
+            self.ask(b'HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n{')
         most = b'HTTP/1.1 200 OK\r\ncontent-length: 67108864\r\n\r\n' + b'0' * 67108864
         self.assertEqual(67108864, len(self.ask(most)[1]))
-        with self.assertRaisesRegex(ConnectionError, 'its answer is too long: 64.0MB, and at most 64.0MB are read from what has shown neither'):
-            self.ask(b'HTTP/1.1 200 OK\r\ncontent-length: 67108865\r\n\r\n{')
+        chunk = b'%x\r\n%s\r\n' % (2 ** 20, b'0' * 2 ** 20)
+        for answer in (b'HTTP/1.1 200 OK\r\ncontent-length: 67108865\r\n\r\n{',
+                       [b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n'] + [chunk] * 65):
+            with self.assertRaisesRegex(ConnectionError, 'its answer is too long: 64.*, and at most 64.0MB are read from what has shown neither'):
+                self.ask(answer)
 
     def test_events_that_are_no_json_are_an_error(self) -> None:
         for text in (b'{', b'[' * 60000):
@@ -15616,6 +15622,18 @@ class ClientStreamTest(WorldTest):
         self.assertEqual(('', 'message', [1]), tuple(torc.parse_event(b'data: [1]')))
         with self.assertRaises(ConnectionError):
             torc.parse_event(b'data: {')
+
+    def test_events_that_a_gateway_cuts_into_chunks_are_whole(self) -> None:
+        events = b': hello\n\nid: 1\nevent: a\ndata: {"n":1}\n\nid: 2\nevent: a\ndata: {"n":2}\r\n\r\n'
+        head = b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n'
+        for size in (1, 7, len(events)):
+            chunks = [b'%x\r\n%s\r\n' % (len(part), part) for part in (events[at:at + size] for at in range(0, len(events), size))]
+            gateway = Impostor([head, *chunks])
+            self.addCleanup(gateway.stop)
+            client = torc.Client.connect(url=gateway.url)
+            self.addCleanup(client.close)
+            found = itertools.islice(client.stream('stream_api_events'), 2)
+            self.assertEqual([('1', 'a', {'n': 1}), ('2', 'a', {'n': 2})], [tuple(event) for event in found])
 
     def test_what_is_no_stream_is_an_error_and_not_waited_for(self) -> None:
         for answer, kind in ((b'HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}', torc.Unreachable),

@@ -175,6 +175,7 @@ class LateModule:
 csv, ctypes, decimal, difflib, getpass, html, py_compile, tarfile, zlib = map(LateModule, (
     'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'tarfile', 'zlib'))
 futures = LateModule('concurrent.futures')
+http_client = LateModule('http.client')
 # Without it TOML files are refused, with the reason.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
@@ -16788,6 +16789,7 @@ def leave_caller(keep: int, make_handler: Callable[..., Any], *arguments: Any) -
 CONNECT_DEADLINE_S = 3.0            # for one address to accept
 CALL_DEADLINE_S = 600.0             # for one answer, by default; large workflows take their time
 STREAM_DEADLINE_S = 45.0            # for more of a stream, which gets a comment every KEEP_ALIVE_S
+ANSWER_PIECE_BYTES = 65536          # of an answer, read at once
 MAX_EVENT_BYTES = 16 * 1024 ** 2
 MAX_PROOF_BYTES = 65536             # of the first answer of a server: what sends more is another program
 PAGE_ITEMS = 20000                  # of a list that is fetched page by page
@@ -16800,10 +16802,6 @@ CERTIFICATE_CURES = {       # OpenSSL's verify codes (x509_vfy.h)
 }
 ERROR_KINDS = {kind.__name__: kind for kind in (BadInput, Refused, NotFound, Conflict, Denied, Unreachable)}
 ERROR_KINDS_BY_STATUS = {400: BadInput, 401: Denied, 403: Denied, 404: NotFound, 409: Conflict, 413: BadInput}
-STATUS_LINE = Expression(rb'HTTP/1\.[01] ([0-9]{3})')
-LENGTH_FIELD = Expression(rb'\r\ncontent-length:[ \t]*([0-9]{1,15})[ \t]*(?:\r\n|\Z)', re.IGNORECASE)
-CLOSE_FIELD = Expression(rb'\r\nconnection:[ \t]*close', re.IGNORECASE)
-SIGNATURE_FIELD = Expression(rb'\r\ntorc-signature: ([0-9a-f]{64})(?:\r\n|\Z)')
 
 
 class Address(Row):
@@ -16928,10 +16926,47 @@ class TlsSettings(Row):
         return secured
 
 
+class TimedReader(io.RawIOBase):
+    """What a socket receives until some time, as a file: http.client knows limits for single pieces only."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        super().__init__()
+        self.socket = sock
+        self.deadline = deadline        # by time.monotonic()
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """What http.client asks a socket for."""
+        return io.BufferedReader(self, ANSWER_PIECE_BYTES)
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Receive some bytes; how many. socket.timeout if the time is over."""
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise socket.timeout('no answer within its time')
+        self.socket.settimeout(left_s)
+        return self.socket.recv_into(buffer)
+
+
+@contextlib.contextmanager
+def expecting_http() -> Iterator[None]:
+    """What http.client finds wrong with an answer is an OSError."""
+    try:
+        yield
+    except (http_client.IncompleteRead, http_client.RemoteDisconnected):
+        raise ConnectionResetError(errno.ECONNRESET, 'the server closed the connection') from None
+    except http_client.HTTPException:
+        raise ConnectionError('what answers there does not speak HTTP') from None
+
+
 class HttpConnection:
     """One HTTP connection, kept alive: a request goes out, its answer comes back. Errors are OSErrors.
 
-    Plain sockets, for http.client takes three times as long for a small answer, mostly in its header parser.
+    Answers are read by http.client. Its own connections are not used: a request that went out may have been
+    done, so that callers decide whether it goes out again; and an answer has one deadline for all of it.
     Proxies named in the environment are not used: they seldom lead to a login node's ports.
     """
 
@@ -16940,8 +16975,7 @@ class HttpConnection:
         """Connect. OSError if nobody accepts."""
         self.address = address
         name = f'[{address.host}]' if ':' in address.host else address.host
-        self.host = f'{name}:{address.port}'
-        self.fields = f'host: {self.host}\r\nuser-agent: torc.py/{__version__}\r\n'
+        self.fields = f'host: {name}:{address.port}\r\nuser-agent: torc.py/{__version__}\r\n'
         self.is_closed = False
         self.is_waiting = False     # a request is out whose answer has not been read
         tls = tls or TlsSettings()
@@ -17014,63 +17048,81 @@ class HttpConnection:
 
     def read_answer(self, deadline_s: float) -> Tuple[int, bytes]:
         """Status and body of the answer to the request that is out. After an error it is closed."""
-        deadline = time.monotonic() + deadline_s
         try:
-            status, head, data = self.receive_head(deadline)
-            length = LENGTH_FIELD.search(head)
-            if not length:
-                raise ConnectionError('an answer came without its length')
-            body = self.read_body(data, int(length.group(1)), deadline)
-            self.check_signature(status, head, body)
+            reader = TimedReader(self.socket, time.monotonic() + deadline_s)
+            with contextlib.closing(http_client.HTTPResponse(reader)) as response, expecting_http():
+                response.begin()
+                body = self.read_body(response)
+            self.check_signature(response, body)
         except BaseException:
             self.close()    # what comes later would be taken for the answer to the next request
             raise
         self.is_waiting = False
-        if CLOSE_FIELD.search(head):
+        if response.will_close:
             self.close()
-        return status, body
+        return response.status, body
 
-    def check_signature(self, status: int, head: bytes, body: bytes) -> None:
+    def read_body(self, response: Any) -> bytes:
+        """The whole body of an answer, which says where it ends: by its length, or in chunks."""
+        if response.length is not None:
+            self.check_length(response.length)
+            return response.read()
+        if not response.chunked:
+            raise ConnectionError('an answer came without its length')
+        parts, length = [], 0
+        while not response.isclosed():
+            parts.append(response.read(ANSWER_PIECE_BYTES))
+            length += len(parts[-1])
+            self.check_length(length)
+        return b''.join(parts)
+
+    def check_length(self, length: int) -> None:
+        """ConnectionError if an answer is longer than is read from who has not proved anything."""
+        if length > self.most_bytes:
+            raise ConnectionError(f'its answer is too long: {format_memory(length)}, and at most '
+                                  f'{format_memory(self.most_bytes)} are read from what has shown neither '
+                                  'token nor certificate; ask for less at a time')
+
+    def check_signature(self, response: Any, body: bytes) -> None:
         """ConnectionError unless an answer is our server's, to our last request, if requests are signed."""
         if self.signer is None:
             return
-        found = SIGNATURE_FIELD.search(head)
-        wanted = self.signer.sign_answer(status, body)
-        if not found or not hmac.compare_digest(found.group(1).decode(), wanted):
-            raise ConnectionError(f'its answer ({status}) is not signed by the server of the token: '
+        wanted = self.signer.sign_answer(response.status, body)
+        if not hmac.compare_digest(response.getheader('torc-signature', '').encode(), wanted.encode()):
+            raise ConnectionError(f'its answer ({response.status}) is not signed by the server of the token: '
                                   'another program answers at this address, or alters what passes')
-
-    def receive_head(self, deadline: float) -> Tuple[int, bytes, bytes]:
-        """Status and head of an answer, and what has come of its body."""
-        status, head, data = 100, b'', b''
-        while status < 200:     # 1xx: the true answer follows
-            while b'\r\n\r\n' not in data:
-                data += self.receive(deadline)
-                if len(data) > MAX_HEAD_BYTES + RECEIVE_BYTES:
-                    raise ConnectionError('what answers there does not speak HTTP')
-            head, _, data = data.partition(b'\r\n\r\n')
-            match = STATUS_LINE.match(head)
-            if not match:
-                raise ConnectionError('what answers there does not speak HTTP')
-            status = int(match.group(1))
-        return status, head, data
 
     def stream(self, target: str, last_id: str, until: float) -> Iterator[StreamEvent]:
         """Ask for a stream of events, until some time (monotonic) or its end. No request can follow."""
         if last_id:
             self.fields += f'last-event-id: {last_id}\r\n'
         self.send('GET', target, None, STREAM_DEADLINE_S)
-        status, head, data = self.receive_head(time.monotonic() + STREAM_DEADLINE_S)
-        if b'text/event-stream' not in head:
-            length = LENGTH_FIELD.search(head)
-            size = int(length.group(1)) if length else 0
-            body = self.read_body(data, size, time.monotonic() + STREAM_DEADLINE_S)
-            self.check_signature(status, head, body)
-            parse_answer(status if status >= 300 else 502, body)
-        self.check_signature(status, head, b'')
-        held = b''      # what came since the last signature
+        reader = TimedReader(self.socket, time.monotonic() + STREAM_DEADLINE_S)
+        with contextlib.closing(http_client.HTTPResponse(reader)) as response:
+            with expecting_http():
+                response.begin()
+                is_stream = 'text/event-stream' in response.getheader('content-type', '')
+                body = b'' if is_stream else self.read_body(response)
+            self.check_signature(response, body)
+            if not is_stream:
+                parse_answer(response.status if response.status >= 300 else 502, body)
+            yield from self.read_events(response, reader, until)
+
+    def read_events(self, response: Any, reader: TimedReader, until: float) -> Iterator[StreamEvent]:
+        """The events of a stream as they come. Returns when the time is over; its end is an OSError."""
+        data = held = b''      # what came of an event; events that came since the last signature
         while True:
-            *blocks, data = data.replace(b'\r\n', b'\n').split(b'\n\n')
+            reader.deadline = min(until, time.monotonic() + STREAM_DEADLINE_S)
+            try:
+                with expecting_http():
+                    piece = response.read1(ANSWER_PIECE_BYTES)
+            except socket.timeout:
+                if time.monotonic() < until:
+                    raise
+                return
+            if not piece:
+                raise ConnectionResetError(errno.ECONNRESET, 'the server closed the connection')
+            *blocks, data = (data + piece).replace(b'\r\n', b'\n').split(b'\n\n')
             for block in blocks:
                 if self.signer is None:
                     yield parse_event(block)
@@ -17083,37 +17135,6 @@ class HttpConnection:
                     raise ConnectionError('events were altered on their way')
             if len(data) + len(held) > MAX_EVENT_BYTES:
                 raise ConnectionError('an event without end')
-            try:
-                data += self.receive(min(until, time.monotonic() + STREAM_DEADLINE_S))
-            except socket.timeout:
-                if time.monotonic() < until:
-                    raise
-                return
-
-    def receive(self, deadline: float, size: int = 65536) -> bytes:
-        """More bytes of an answer."""
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise socket.timeout('no answer within its time')
-        self.socket.settimeout(left_s)
-        data = self.socket.recv(size)
-        if not data:
-            raise ConnectionResetError(errno.ECONNRESET, 'the server closed the connection')
-        return data
-
-    def read_body(self, data: bytes, length: int, deadline: float) -> bytes:
-        """A body of known length, of which some has come."""
-        if length > self.most_bytes:
-            raise ConnectionError(f'its answer is too long: {format_memory(length)}, and at most '
-                                  f'{format_memory(self.most_bytes)} are read from what has shown neither '
-                                  'token nor certificate; ask for less at a time')
-        if len(data) >= length:
-            return data[:length]
-        parts, missing = [data], length - len(data)
-        while missing > 0:
-            parts.append(self.receive(deadline, min(missing, 2 ** 20)))
-            missing -= len(parts[-1])
-        return b''.join(parts)
 
 
 def select_readable(sock: socket.socket) -> bool:
