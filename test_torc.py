@@ -3223,7 +3223,7 @@ class StoreTest(unittest.TestCase):
         self.assertRegex(first, r'\A[0-9a-f]{32}\Z')
         with contextlib.closing(torc.Store(self.path)) as store:
             store.copy_to(self.path + '.copy')
-            torc.keep_copy(store.connection, self.path + '.kept')
+            torc.copy_database(store.connection, self.path + '.kept')
         self.assertEqual([first] * 3, [self.identity(path) for path in (self.path, self.path + '.copy', self.path + '.kept')])
         self.assertNotEqual(first, self.identity(self.path + '.new'))
 
@@ -3365,27 +3365,6 @@ class StoreTest(unittest.TestCase):
                 self.assertEqual(['first', 'second'], self.names(self.path))
                 with contextlib.closing(torc.Store(self.path)) as store:
                     self.assertEqual(['first', 'second'], store.ids(self.BY_AGE))
-
-    def test_what_was_written_into_a_file_in_use_is_mixed_with_nothing(self):
-        other = self.other()
-        for end, spoil in (('', lambda path: shutil.copyfile(other, path)), ('', lambda path: os.truncate(path, 0)),
-                           ('', lambda path: os.truncate(path, os.path.getsize(path) + 4096)),
-                           ('-wal', lambda path: os.truncate(path, os.path.getsize(path) - 1)),
-                           ('-wal', lambda path: shutil.copyfile(other, path))):
-            with self.subTest(end):
-                self.clear()
-                store = self.open()
-                self.add(store, 'first')
-                store.rows('PRAGMA wal_checkpoint(PASSIVE)')
-                store.note_files()
-                self.add(store, 'second')
-                spoil(self.path + end)
-                before = read_bytes(self.path)
-                said = 'was cut off or overwritten .* could not be saved .*something else was written into it.*: go back to a copy'
-                self.assertRaisesRegex(torc.Conflict, said, self.add, store, 'third')
-                store.close()
-                self.assertEqual(before, read_bytes(self.path))
-                self.assertEqual((False, False), tuple(os.path.exists(self.path + end) for end in ('.rescued', '-wal')))
 
     def test_of_a_directory_that_was_moved_away_it_is_said_to_move_it_back(self):
         self.path = os.path.join(self.directory, 'place', 'torc.db')
@@ -8095,7 +8074,7 @@ class ReplayTest(ServiceTest):
         self.kept = os.path.join(self.directory, 'copy.db')
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.kept)
-        torc.keep_copy(self.store.connection, self.kept)
+        torc.copy_database(self.store.connection, self.kept)
 
     def back(self) -> None:
         """A server begins with the copy."""

@@ -5602,7 +5602,6 @@ PRAGMAS = (
 )
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 MAX_PARAMETERS = 999                # of a statement, before SQLite 3.32
-HEAD_BYTES = 100                    # of a database file: SQLite's header; of its log: its header, and more
 RESCUED_END = '.rescued'            # of a copy of a database that was lost while it was in use
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
@@ -5740,13 +5739,6 @@ class Statements:
                           f'WHERE name = ?), 0), ifnull((SELECT max(id) FROM {table}), 0))', (table,))
 
 
-class FileState(Row):
-    """By what a change of a file is noticed. All empty: there is none."""
-    identity: Tuple[int, int] = (0, 0)
-    size: int = 0
-    head: bytes = b''
-
-
 class Store(Statements):
     """The workflow database: its files, and its transactions."""
 
@@ -5761,55 +5753,33 @@ class Store(Statements):
         self.snapshots = None               # type: Any  # the same as a SnapshotWriter, if it is in memory
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
-        self._is_overwritten = False        # ... because something else has written to the files
-        self._descriptors = []              # type: List[int]  # of the main file and, if any, the log
-        self._files = ()                    # type: Tuple[FileState, ...]  # of both, as we left them
-        check_files_beside(path)
-        prepare_database_file(path)
-        identity = file_identity(path)      # before it is opened: it may be replaced until it is locked
+        prepare_files(path)
+        before = file_identity(path)        # before it is opened: it may be replaced until it is locked
         super().__init__(open_database(path, has_locks), now, {})
         try:
-            self.open_files()
-            if self._files[0].identity != identity:
+            # In exclusive mode the lock of the first transaction is kept (sqlite.org/pragma.html).
+            self.execute('BEGIN IMMEDIATE')
+            self.execute('COMMIT')
+            self._files = self.look()       # its main file and, if any, its log, as they are to stay
+            if self._files[0] != before:
                 raise Conflict(f'the database {path} was replaced while it was opened: try again')
             prepare_schema(self.connection, path)
-            self.note_files()
         except (sqlite3.Error, OSError, TorcError) as error:
             self.close()
             if isinstance(error, sqlite3.Error):
                 raise explain_database_error(error, path) from None
             raise
 
-    def open_files(self) -> None:
-        """Take the lock that holds until close(), and open both files for looks at them."""
-        # In exclusive mode the lock of the first transaction that writes is kept (sqlite.org/pragma.html).
-        self.execute('BEGIN IMMEDIATE')
-        self.execute('COMMIT')
-        for path in (self.path, self.path + '-wal'):
-            with contextlib.suppress(FileNotFoundError):    # no write-ahead log
-                self._descriptors.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
-                check_state_file(os.fstat(self._descriptors[-1]), path)     # now it cannot be replaced
-        self._files = self.look()
-
     def close(self) -> None:
         """Give the database back, with everything in its main file."""
-        with keeping_aside(self.path) if self._is_overwritten else contextlib.suppress():
-            self.connection.close()
-        for descriptor in self._descriptors:    # last: closing any of a file drops its locks (fcntl(2))
-            os.close(descriptor)
-        self._descriptors = []
+        self.connection.close()
 
     def copy_to(self, path: str) -> None:
         """Write the whole database, as it is now, to another file. Between transactions only."""
         # Nothing else renews the lease meanwhile; who has taken it gets what was stored before.
         self.connection.set_progress_handler(functools.partial(is_refused, self.check_lease), 10000)
         try:
-            with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as file:
-                if sqlite3.sqlite_version_info >= (3, 27):      # which brought VACUUM INTO
-                    self.execute('VACUUM INTO ?', (uri_without_locks(path),))
-                else:
-                    copy_rows(self.connection, path)
-                os.fsync(file.fileno())
+            copy_database(self.connection, path)
         finally:
             self.connection.set_progress_handler(None, 0)
 
@@ -5820,23 +5790,17 @@ class Store(Statements):
 
     # ---- the files ----
 
-    def look(self) -> Tuple[FileState, ...]:
-        """The files as they are now: what has their names, with the heads of what we have open."""
-        paths = (self.path, self.path + '-wal')
-        return tuple(look_at_file(path, descriptor) for path, descriptor in zip(paths, self._descriptors))
-
-    def note_files(self) -> None:
-        """Remember the files as we have changed them, for the next look."""
-        found = self.look()
-        self._files = tuple(now._replace(identity=then.identity) for then, now in zip(self._files, found))
+    def look(self) -> Tuple[Tuple[int, int], ...]:
+        """Which files have the names of ours now."""
+        return tuple(map(file_identity, (self.path, self.path + '-wal')))
 
     def check_in_place(self) -> None:
-        """Conflict if the database is not ours any more, or its files were touched: writes would be lost."""
+        """Conflict if the database is not ours any more, or where nobody finds it: writes would be lost."""
         if not self.loss:
             self.check_lease()
             found = self.look()
             if found != self._files:
-                self.on_touched(found)
+                self.on_loss('' if found[0] != self._files[0] else '-wal')
         if self.loss:
             raise Conflict(self.loss)
 
@@ -5849,47 +5813,30 @@ class Store(Statements):
             self.loss = error.message
             raise
 
-    def on_commit(self) -> None:
-        """Look whether what was just committed can be found again."""
-        before, self._files = self._files, self.look()
-        for then, now in zip(before, self._files):
-            if now.identity != then.identity or now.size < then.size:   # a commit makes none of them smaller
-                found, self._files = self._files, before
-                self.on_touched(found)
-                raise Conflict(self.loss)
-
     def roll_back(self) -> None:
         """Take a transaction back."""
         if self.connection.in_transaction:     # SQLite has rolled back by itself when the disk is full
             self.execute('ROLLBACK')
-        self.note_files()
 
-    def on_touched(self, found: Tuple[FileState, ...]) -> None:
-        """Somebody has removed, replaced or changed a file: store nothing more, and save what is left."""
+    def on_loss(self, end: str) -> None:
+        """Somebody has removed or replaced a file: store nothing more, and save what SQLite still has."""
         self.check_lease(True)      # who takes a database over replaces its files
-        number = next(number for number, now in enumerate(found) if now != self._files[number])
-        self._is_overwritten = found[number].identity == self._files[number].identity
-        what = 'cut off or overwritten' if self._is_overwritten else 'removed or replaced'
-        self.loss = (f"the database file {self.path}{'-wal' if number else ''} was {what} while it was in "
-                     'use; nothing more can be stored in it')
+        self.loss = (f'the database file {self.path}{end} was removed or replaced while it was in use; '
+                     'nothing more can be stored in it')
         if self.snapshots is None:      # if it is in memory, it writes its last snapshot
             self.loss += f'. {self.rescue()}'
             log_file = self.path + '-wal'
             with contextlib.suppress(OSError):      # SQLite would write it into any file of the right name
-                os.rename(log_file, free_name(log_file + '.old'))
+                os.replace(log_file, log_file + '.old')
 
     def rescue(self) -> str:
-        """Save what we have, unless other data is mixed with it: what became of it, with the cure."""
-        copy = self.path + RESCUED_END
+        """Save what we have: what became of it, with the cure."""
         try:
-            if self._is_overwritten:
-                raise OSError(errno.EIO, 'something else was written into it')
-            self.copy_to(copy)
+            self.copy_to(self.path + RESCUED_END)
             return explain_rescue(self.path)
         except (sqlite3.Error, OSError) as error:
-            if not isinstance(error, FileExistsError):
-                with contextlib.suppress(OSError):
-                    os.unlink(copy)
+            with contextlib.suppress(OSError):
+                os.unlink(self.path + RESCUED_END)
             is_there = os.path.isdir(os.path.dirname(self.file_path))
             cure = '' if is_there else 'its directory is gone: move it back to where it was, or '
             return f'What it held could not be saved ({error}): {cure}go back to a copy'
@@ -5912,7 +5859,7 @@ class Store(Statements):
         except sqlite3.Error as error:
             self.roll_back()
             raise explain_database_error(error, self.path) from None
-        self.on_commit()
+        self.check_in_place()       # whether what was just committed can be found again
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -5939,44 +5886,45 @@ class Store(Statements):
         self.execute('RELEASE verb')
 
 
-def look_at_file(path: str, descriptor: int) -> FileState:
-    """What has this name, with the first bytes of the file that we have opened as that."""
-    try:
-        found = os.lstat(path)      # a link to the file is another name, beside which SQLite finds no log
-    except OSError:
-        return FileState()
-    return FileState((found.st_dev, found.st_ino), found.st_size, os.pread(descriptor, HEAD_BYTES, 0))
-
-
-@contextlib.contextmanager
-def keeping_aside(path: str) -> Iterator[None]:
-    """While the block runs, a file has another name: SQLite then does not write its log to it."""
-    aside = path + '.aside'
-    os.rename(path, aside)
-    yield
-    if not os.path.lexists(path):
-        os.rename(aside, path)
-
-
-def free_name(stem: str) -> str:
-    """A path that nothing has yet."""
-    names = (f'{stem}{number or ""}' for number in itertools.count())
-    return next(name for name in names if not os.path.lexists(name))
-
-
 def explain_rescue(path: str) -> str:
     """How to go on with what was saved of a database."""
     copy, target = shlex.quote(path + RESCUED_END), shlex.quote(path)
     return f'What it held was saved as {path}{RESCUED_END}; to go on with that: mv {copy} {target}'
 
 
-def check_files_beside(path: str) -> None:
-    """Refused where a start would hide that a database was lost. Before SQLite reads what lies beside it."""
-    with contextlib.suppress(OSError):      # there is none; prepare_database_file() says what else is wrong
-        check_database_file(path)
-    for name in (path + '-wal', path + '-journal'):     # what is in them becomes part of the database
-        with contextlib.suppress(FileNotFoundError):
-            check_state_file(os.lstat(name), name)
+def file_identity(path: str) -> Tuple[int, int]:
+    """Device and inode of what has a name; (0, 0) if there is nothing."""
+    with contextlib.suppress(OSError):
+        found = os.lstat(path)      # a link to a database is another name, beside which SQLite finds no log
+        return found.st_dev, found.st_ino
+    return 0, 0
+
+
+def prepare_files(path: str) -> None:
+    """Make the database if there is none; refuse files that others may change."""
+    try:
+        for name in (path + '-wal', path + '-journal'):     # what is in them becomes part of the database
+            with contextlib.suppress(FileNotFoundError):
+                check_state_file(os.lstat(name), name)
+        refuse_loss(path)
+        if os.path.islink(path):
+            raise BadInput(f'the database {path} is a symbolic link, beside which its log would not be found'
+                           f': name the file itself with --db {shlex.quote(os.path.realpath(path))}')
+        # Only a new file is opened here: closing any descriptor of a database drops the locks that this
+        # process has on it (fcntl(2)).
+        if not os.path.exists(path):
+            os.close(open_new_private(path, os.O_RDWR))
+        found = os.stat(path)
+        check_state_file(found, path)
+        if found.st_mode & 0o077:
+            os.chmod(path, 0o600)       # as what SQLite puts beside it
+    except OSError as error:
+        reason = f'cannot open the database {path}: {error.strerror}'
+        raise BadInput(f'{reason}; give another place with --db') from None
+
+
+def refuse_loss(path: str) -> None:
+    """Refused where a start would hide that a database was lost."""
     with contextlib.suppress(FileNotFoundError):
         if os.lstat(path + RESCUED_END).st_uid == os.geteuid():     # another user's says nothing
             raise Refused(f'the database {path} was lost while it was in use. {explain_rescue(path)}')
@@ -5985,30 +5933,6 @@ def check_files_beside(path: str) -> None:
         what = 'is empty' if os.path.exists(path) else 'does not exist'
         raise Refused(f'the database {path} {what}, but {name} holds changes to it. Put the right file back. '
                       f"To do without these changes: mv {shlex.quote(name)} {shlex.quote(name + '.old')}")
-
-
-def file_identity(path: str) -> Tuple[int, int]:
-    """Device and inode of a file; (0, 0) if there is none."""
-    with contextlib.suppress(OSError):
-        found = os.stat(path)
-        return found.st_dev, found.st_ino
-    return 0, 0
-
-
-def prepare_database_file(path: str) -> None:
-    """Make the file if there is none, and see that it is private."""
-    if os.path.islink(path):
-        raise BadInput(f'the database {path} is a symbolic link, beside which its log would not be found: '
-                       f'name the file itself with --db {shlex.quote(os.path.realpath(path))}')
-    try:
-        # Only a new file is made here: closing any descriptor of a database drops the locks that this process
-        # has on it.
-        if not os.path.exists(path):
-            os.close(open_new_private(path, os.O_RDWR))
-        check_database_file(path)
-    except OSError as error:
-        reason = f'cannot open the database {path}: {error.strerror}'
-        raise BadInput(f'{reason}; give another place with --db') from None
 
 
 def uri_without_locks(path: str) -> str:
@@ -6062,14 +5986,6 @@ def check_state_file(found: os.stat_result, path: str) -> None:
         raise Denied(f'{path} has another name too (a hard link), under which it could be changed: copy it')
 
 
-def check_database_file(path: str) -> None:
-    """The same of a database; one that others may read becomes private, as what SQLite puts beside it."""
-    found = os.stat(path)
-    check_state_file(found, path)
-    if found.st_mode & 0o077:
-        os.chmod(path, 0o600)
-
-
 def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
     """What SQLite refused, as an error for users."""
     text = str(error)
@@ -6110,18 +6026,18 @@ def is_refused(check: Callable[[], Any]) -> bool:
     return False
 
 
-def keep_copy(connection: sqlite3.Connection, path: str) -> None:
-    """Copy a database through its connection: reading the file itself would drop our locks on it."""
-    os.close(open_new_private(path, os.O_WRONLY | os.O_TRUNC))
-    copy_rows(connection, path)
-
-
-def copy_rows(connection: sqlite3.Connection, path: str) -> None:
-    """Write a whole database to an empty file."""
+def copy_database(connection: sqlite3.Connection, path: str) -> None:
+    """Write a whole database to a new file. Its own file is not read: closing that would drop our locks."""
     name = uri_without_locks(path)
-    with contextlib.closing(sqlite3.connect(name, isolation_level=None, uri=True)) as copy:
-        copy.executescript('\n'.join(connection.iterdump()))   # Connection.backup came with Python 3.7
-        copy.execute(f"PRAGMA user_version = {connection.execute('PRAGMA user_version').fetchone()[0]}")
+    with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as file:
+        if sqlite3.sqlite_version_info >= (3, 27):      # which brought VACUUM INTO
+            connection.execute('VACUUM INTO ?', (name,))
+        else:                                           # Connection.backup came with Python 3.7
+            version = connection.execute('PRAGMA user_version').fetchone()[0]
+            with contextlib.closing(sqlite3.connect(name, isolation_level=None, uri=True)) as copy:
+                copy.executescript('\n'.join(connection.iterdump()))
+                copy.execute(f'PRAGMA user_version = {version}')
+        os.fsync(file.fileno())
 
 
 def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
@@ -6144,9 +6060,8 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
                        'workflows with that one, and give another place with --db')
     if version:
         with writing(f'{path}.v{version}', '--db'):
-            keep_copy(connection, f'{path}.v{version}')
-    mark = f'PRAGMA application_id = {secrets.randbelow(2 ** 31)};'     # in its head: others' files differ
-    script = ''.join(MIGRATIONS[step] for step in wanted) or SCHEMA + mark
+            copy_database(connection, f'{path}.v{version}')
+    script = ''.join(MIGRATIONS[step] for step in wanted) or SCHEMA
     connection.executescript(f'BEGIN IMMEDIATE; {script} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;')
 
 
