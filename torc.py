@@ -5229,7 +5229,7 @@ CREATE TABLE job (
     input_hash                     TEXT                 -- of what the last claim handed out
 );
 CREATE INDEX job_by_status ON job (workflow_id, status);
-CREATE INDEX job_by_name ON job (workflow_id, name);    -- unique, but in older workflows
+CREATE UNIQUE INDEX job_by_name ON job (workflow_id, name);
 CREATE INDEX job_ready ON job (kind_id, id) WHERE status = 2;   -- the order of claims
 CREATE INDEX job_waiting ON job (dep_set_id) WHERE dep_set_id IS NOT NULL;
 CREATE INDEX job_by_explicit_set ON job (explicit_set_id) WHERE explicit_set_id IS NOT NULL;
@@ -7047,26 +7047,14 @@ PLANNED_TABLES = {  # of a plan, beside jobs -> columns elsewhere that need its 
     'slurm_scheduler': 'job_kind.scheduler_id scheduled_compute_node.scheduler_config_id',
     'failure_handler': 'job.failure_handler_id',
 }
-PLANNED_CELLS = {   # column of a job that a plan gives -> field of a workflow file
-    'command': 'command', 'invocation_script': 'invocation_script', 'env': 'env', 'kind_id': '',
-    'failure_handler_id': 'failure_handler', 'explicit_set_id': 'depends_on',
-    'cancel_on_blocking_job_failure': 'cancel_on_blocking_job_failure',
-    'supports_termination': 'supports_termination'}
+PLANNED_CELLS = (   # columns of a job that a plan gives
+    'command', 'invocation_script', 'env', 'kind_id', 'explicit_set_id', 'cancel_on_blocking_job_failure',
+    'supports_termination', 'failure_handler_id')
 ACTION_TITLE = '{trigger_type} {action_type}'
-CLASS_PARTS = ('resource_requirements', 'priority', 'scheduler', 'labels')   # what makes a job class
-# Fields of which another value lets a completed job run again; all others do not change what it has done.
-OUTCOME_FIELDS = ('command', 'invocation_script', 'env', 'depends_on', *(row[0] for row in JOB_RELATIONS))
 SPEC_REMARKS = ('description', 'project', 'metadata')   # stay if the file has none: people set them by hand
 SPEC_SETTINGS = (       # fields of the workflow itself
     'name', *SPEC_REMARKS, 'env', 'execution_config', 'resource_monitor_config', 'slurm_defaults',
     'dynamic_jobs', 'enable_ro_crate', 'compute_node_expiration_buffer_seconds', *WORKFLOW_DEFAULTS)
-
-
-class KnownJob(Row):
-    """A job as it was before a plan was merged."""
-    id: int
-    is_declared: bool
-    cells: Tuple[Any, ...]      # of PLANNED_CELLS
 
 
 class PlanMerge:
@@ -7083,12 +7071,17 @@ class PlanMerge:
         self.jobs = [row if isinstance(row, PlannedJob) else PlannedJob(*row) for row in body['jobs']]
         self.ids = {}       # type: Dict[str, List[int]]  # table -> ids of the plan's rows, in its order
         self.unnamed = {}   # type: Dict[str, List[int]]  # table -> ids of declared rows not in the plan
-        self.known = {}     # type: Dict[str, KnownJob]  # by name; not those that were spawned
-        self.classes = {}     # type: Dict[int, Tuple]  # id -> CLASS_PARTS
-        self.differences = collections.defaultdict(list)    # type: Dict[int, List[str]]  # job id -> fields
+        # Jobs that were there and were not spawned: name -> (id, is_declared, *PLANNED_CELLS).
+        self.known = {}     # type: Dict[str, Tuple]
+        self.changed_jobs = set()           # type: Set[int]
         self.removed_outputs = []   # type: List[Tuple[str, float]]  # path and time, of jobs that are removed
-        # (noun, 'added', 'removed' or 'changed', fields) -> names
-        self.changes = collections.defaultdict(list)        # type: Dict[Tuple[str, str, Tuple], List[str]]
+        # (noun, 'added', 'removed' or 'changed') -> names
+        self.changes = collections.defaultdict(list)        # type: Dict[Tuple[str, str], List[str]]
+
+    def note(self, noun: str, change: str, names: Sequence[Any]) -> None:
+        """Note what was added, removed or changed, if any; without a name it is ''."""
+        if names:
+            self.changes[noun, change] += [name or '' for name in names]
 
     def merge_settings(self) -> None:
         """Make the workflow's own row what the plan says; its owner and submission directory stay."""
@@ -7096,9 +7089,10 @@ class PlanMerge:
         planned = {**WORKFLOW_DEFAULTS, **given_values(self.body['workflow'])}
         check_settings(planned)
         stored = get_workflow(context, workflow_id)
-        fields = [name for name in SPEC_SETTINGS if (name in planned or name not in SPEC_REMARKS)
-                  and not same_json(planned.get(name), stored.get(name))]
-        values = {name: planned.get(name) for name in fields}
+        values = {name: planned.get(name) for name in SPEC_SETTINGS
+                  if (name in planned or name not in SPEC_REMARKS)
+                  and not same_json(planned.get(name), stored.get(name))}
+        is_changed = bool(values)
         values['spec_path'] = planned.get('spec_path') or stored.get('spec_path')
         context.update('workflow', workflow_id, values)
         linked = stored.get('access_groups', ())
@@ -7106,13 +7100,7 @@ class PlanMerge:
         for name in groups:
             check_may_link(context, workflow_id, group_named(context, name))
         link_groups(context, workflow_id, groups)
-        fields += ['access_groups'] if groups else []
-        self.note('workflow', 'changed', [stored['name']], fields)
-
-    def note(self, noun: str, change: str, names: Sequence[Any], fields: Sequence[str] = ()) -> None:
-        """Note what was added or removed, or changed in these fields, if any; without a name it is ''."""
-        if fields if change == 'changed' else names:
-            self.changes[noun, change, tuple(fields)] += [name or '' for name in names]
+        self.note('workflow', 'changed', [stored['name']] if is_changed or groups else [])
 
     def merge_rows(self) -> None:
         """Make everything else what the plan says."""
@@ -7131,9 +7119,8 @@ class PlanMerge:
         self.ids['job_kind'] = [self.find_class(row, default) for row in body['kinds']]
         self.merge_jobs()
         self.merge_relations()
-        for job_id, job in zip(self.ids['job'], self.jobs):
-            if job_id in self.differences:
-                self.note('job', 'changed', [job.name], self.differences[job_id])
+        self.note('job', 'changed', [job.name for job_id, job in zip(self.ids['job'], self.jobs)
+                                     if job_id in self.changed_jobs])
         self.merge_actions()
         self.remove_unnamed()
 
@@ -7142,39 +7129,36 @@ class PlanMerge:
     def merge_table(self, table: str, rows: Sequence[Values], made: Iterable[int] = ()) -> None:
         """The rows of one table. `made`: indexes of user data whose values are their jobs' to give."""
         context = self.context
-        # What a workflow file says of it; the times of files come apart.
-        wanted = {*FIELDS_OF[table], 'is_implicit'} - {'st_mtime'}
         refuse_twice([row['name'] for row in rows if row.get('name')], table.replace('_', ' '))
+        # What a workflow file says of it, and what follows from that; the times of files come apart.
+        wanted = {*FIELDS_OF[table], 'memory_bytes', 'runtime_s', 'is_implicit', 'is_declared'} - {'st_mtime'}
         columns = [column for column in context.columns(table) if column.name in wanted]
-        listed = [column.name for column in columns]
-        known = {row[1]: row for row in context.rows(     # of several with a name the first declared one
-            f"SELECT id, name, is_declared, {', '.join(listed)} FROM {table} WHERE workflow_id = ? "
+        listed = ', '.join(column.name for column in columns)
+        known = {row[1]: row for row in context.rows(       # of several with a name the first declared one
+            f'SELECT id, name, is_declared, {listed} FROM {table} WHERE workflow_id = ? '
             'ORDER BY is_declared, id DESC', (self.workflow_id,))}
-        named = {row.get('name') for row in rows} if known else ()
-        # By path: a file that only got another name keeps its id, and so what its jobs have done.
-        renamed = {row[4]: row for name, row in known.items()
-                   if table == 'file' and row[2] and name not in named}
-        added, ids = [], []     # type: List[Values], List[int]
+        added, changed, ids = [], [], []    # type: List[Values], List[str], List[int]
         new_ids = itertools.count(context.next_id(table))
         for index, row in enumerate(rows):
-            found = known.get(row.get('name')) or renamed.pop(row.get('path'), None)
+            row = dict(row, workflow_id=self.workflow_id, is_declared=True)
+            found = known.get(row.get('name'))
             ids.append(next(new_ids) if found is None else found[0])
             if found is None:
-                added.append(dict(row, workflow_id=self.workflow_id, is_declared=True))
+                added.append(row)
                 continue
-            if tuple(map(row.get, listed)) != found[3:] or not found[2]:    # most are as they were
-                fields = [column.name for column, cell in zip(columns, found[3:])
-                          if not (column.name == 'data' and index in made)
-                          and differs(column, row.get(column.name), cell)]
-                implied = [name for name in ('memory_bytes', 'runtime_s') if name in row]
-                implied += ['st_mtime'] if 'path' in fields else []     # not seen yet under its new path
-                values = {name: row.get(name) for name in fields + implied}
-                context.update(table, found[0], dict(values, is_declared=True))
-                self.note(table, 'changed', [row.get('name')], fields)
+            values = {column.name: row.get(column.name) for column, cell in zip(columns, found[3:])
+                      if differs(column, row.get(column.name), cell)}
+            if index in made:
+                values.pop('data', None)
+            if values:
+                unseen = {'st_mtime': None} if 'path' in values else {}     # under its new path
+                context.update(table, found[0], dict(values, **unseen))
+                changed.append(row['name'])
         context.insert_many(table, added)
         self.note(table, 'added', [row.get('name') for row in added])
-        self.ids[table], matched = ids, set(ids)
-        self.unnamed[table] = sorted(row[0] for row in known.values() if row[2] and row[0] not in matched)
+        self.note(table, 'changed', changed)
+        self.ids[table] = ids
+        self.unnamed[table] = sorted({row[0] for row in known.values() if row[2]}.difference(ids))
 
     def remove_unnamed(self) -> None:
         """Remove what the workflow file has no longer, unless something else still needs it."""
@@ -7211,7 +7195,7 @@ class PlanMerge:
         self.find_known(set(names))
         self.remove_jobs(set(names))
         new_ids = itertools.count(context.next_id('job'))
-        ids = [self.known[name].id if name in self.known else next(new_ids) for name in names]
+        ids = [self.known[name][0] if name in self.known else next(new_ids) for name in names]
         self.ids['job'] = ids
         groups = [tuple(sorted({ids[index_below(member, len(ids))] for member in members}))
                   for members in self.body['dependency_sets']]
@@ -7232,18 +7216,12 @@ class PlanMerge:
         spawned = set(context.ids(query, of))
         for name in sorted(names & spawned):
             raise Refused(f'another job has spawned a job {name!r}: give the one in the file another name')
-        rows = context.rows(f"SELECT id, is_declared, name, {', '.join(PLANNED_CELLS)} FROM job "
-                            'WHERE workflow_id = ? ORDER BY is_declared, id DESC', of)
-        self.known = {row[2]: KnownJob(row[0], bool(row[1]), row[3:]) for row in rows
-                      if row[2] not in spawned}
-        self.classes = {row[0]: row[1:] for row in context.rows(
-            'SELECT id, resource_requirements_id, priority, scheduler_id, labels FROM job_kind '
-            'WHERE workflow_id = ?', of)}
+        query = f"SELECT name, id, is_declared, {', '.join(PLANNED_CELLS)} FROM job WHERE workflow_id = ?"
+        self.known = {row[0]: row[1:] for row in context.rows(query, of) if row[0] not in spawned}
 
     def remove_jobs(self, names: Set[str]) -> None:
         """Remove the jobs that the file has no longer, with their results and what they spawned."""
-        gone = sorted((job.id, name) for name, job in self.known.items()
-                      if job.is_declared and name not in names)
+        gone = sorted((row[0], name) for name, row in self.known.items() if row[1] and name not in names)
         if gone:
             ids = [job_id for job_id, _ in gone]
             query = 'SELECT path, st_mtime FROM job_output_file JOIN file ON id = file_id WHERE job_id IN'
@@ -7257,76 +7235,57 @@ class PlanMerge:
         """Add jobs, with consecutive ids, and change those that differ."""
         classes, handlers = self.ids['job_kind'], self.ids['failure_handler']
         env = self.body['workflow'].get('env') or {}
-        env_text = format_json(env) if env else None
-        added, changed, adopted = [], {}, []    # type: List[Tuple], Dict[int, List[Any]], List[int]
+        env_text = env_cell(env)
+        added, changed = [], {}     # type: List[Tuple], Dict[int, Tuple]
         for job_id, job in zip(self.ids['job'], self.jobs):
             set_id = None if job.dependencies is None else sets[job.dependencies]
-            cells = (job.command, job.invocation_script,
-                     format_json({**env, **job.env}) if job.env else env_text, classes[job.kind],
-                     None if job.failure_handler is None else handlers[job.failure_handler],
-                     set_id, int(job.cancel_on_blocking_job_failure), int(job.supports_termination))
+            cells = (job.command, job.invocation_script or None,
+                     env_cell({**env, **job.env}) if job.env else env_text, classes[job.kind],
+                     set_id, int(job.cancel_on_blocking_job_failure), int(job.supports_termination),
+                     None if job.failure_handler is None else handlers[job.failure_handler])
             known = self.known.get(job.name)
             if known is None:
                 added.append((self.workflow_id, 1, job.name, set_id, *cells))
-                continue
-            if known.cells != cells:
-                stored = self.compare(known, cells)
-                if job_id in self.differences:
-                    changed[job_id] = stored
-            if not known.is_declared:
-                adopted.append(job_id)
+            elif known[1:] != (1, *cells):
+                changed[job_id] = cells
         self.note('job', 'added', [row[2] for row in added])
         columns = ('workflow_id', 'is_declared', 'name', 'dep_set_id', *PLANNED_CELLS)
         self.context.insert_rows('job', columns, added)
         self.change_jobs(changed)
-        run_by_ids(self.context, 'UPDATE job SET is_declared = 1 WHERE id IN', adopted)
 
-    def compare(self, known: KnownJob, cells: Cells) -> List[Any]:
-        """The cells to store for a job that was there; the fields that differ are noted."""
-        stored = []
-        for (column, field), before, after in zip(PLANNED_CELLS.items(), known.cells, cells):
-            is_same = means_the_same(column, before, after)
-            stored.append(before if is_same else after)
-            if not is_same:
-                parts = zip(CLASS_PARTS, self.classes[before], self.classes[after]) if not field else ()
-                names = [field] if field else [name for name, one, other in parts if one != other]
-                self.differences[known.id] += names
-        return stored
-
-    def change_jobs(self, changed: Dict[int, List[Any]]) -> None:
+    def change_jobs(self, changed: Dict[int, Tuple]) -> None:
         """Store the cells of jobs. Initialize adds to dep_set_id what files and user data imply."""
-        columns = list(PLANNED_CELLS)
-        handler, members = columns.index('failure_handler_id'), columns.index('explicit_set_id')
+        self.changed_jobs.update(changed)
+        *columns, _ = PLANNED_CELLS
+        self.context.run_many(f"UPDATE job SET {' = ?, '.join(columns)} = ?, is_declared = 1 WHERE id = ?",
+                              ((*cells[:-1], job_id) for job_id, cells in changed.items()))
+        run_by_ids(self.context, 'UPDATE job SET dep_set_id = explicit_set_id WHERE id IN', list(changed))
         groups = collections.defaultdict(list)  # type: Dict[Optional[int], List[int]]
-        for job_id, row in changed.items():
-            if 'failure_handler' in self.differences[job_id]:
-                groups[row[handler]].append(job_id)
+        for row in self.known.values():
+            if row[0] in changed and changed[row[0]][-1] != row[-1]:
+                groups[changed[row[0]][-1]].append(row[0])
         # In a savepoint, each statement that sets a foreign key costs SQLite what was changed before it.
         for handler_id, job_ids in groups.items():
             update = f"UPDATE job SET failure_handler_id = {handler_id or 'NULL'} WHERE id IN"
             run_by_ids(self.context, update, job_ids)
-        del columns[handler]
-        self.context.run_many(f"UPDATE job SET {' = ?, '.join(columns)} = ?, dep_set_id = ? WHERE id = ?", (
-            (*row[:handler], *row[handler + 1:], row[members], job_id) for job_id, row in changed.items()))
 
     def merge_relations(self) -> None:
         """Which job reads and writes what. Links of jobs and to rows that were made through the API stay."""
-        known, jobs = {job.id for job in self.known.values()}, set(self.ids['job'])
+        of, known = (self.workflow_id, self.workflow_id), {row[0] for row in self.known.values()}
         for field, _, table, column, related in JOB_RELATIONS:
             ids, stored = self.ids[related], set()      # type: List[int], Set[Tuple[int, int]]
             planned = [(job_id, ids[index]) for job_id, indexes in
                        zip(self.ids['job'], map(operator.attrgetter(field), self.jobs)) if indexes
                        for index in indexes]
             if known:
-                items = {*ids, *self.unnamed[related]}
-                pairs = self.context.rows(f'SELECT job_id, {column} FROM {table} WHERE job_id IN '
-                                          '(SELECT id FROM job WHERE workflow_id = ?)', (self.workflow_id,))
-                stored = {pair for pair in pairs if pair[0] in jobs and pair[1] in items}
+                declared = 'IN (SELECT id FROM {} WHERE workflow_id = ? AND is_declared = 1)'
+                stored = set(self.context.rows(
+                    f"SELECT job_id, {column} FROM {table} WHERE job_id {declared.format('job')} "
+                    f'AND {column} {declared.format(related)}', of))
             added, gone = [pair for pair in planned if pair not in stored], stored.difference(planned)
             self.context.insert_rows(table, ('job_id', column), added)
             self.context.run_many(f'DELETE FROM {table} WHERE job_id = ? AND {column} = ?', gone)
-            for job_id in known.intersection(job_id for job_id, _ in itertools.chain(added, gone)):
-                self.differences[job_id].append(field)
+            self.changed_jobs |= known.intersection(job_id for job_id, _ in itertools.chain(added, gone))
 
     def merge_actions(self) -> None:
         """The actions. They have no names: one that differs is another one."""
@@ -7354,6 +7313,11 @@ class PlanMerge:
         return dict(action, action_config=config, job_ids=job_ids, is_declared=True)
 
 
+def env_cell(env: Dict[str, str]) -> Optional[str]:
+    """Variables as they are stored: equal ones as equal text. None for none."""
+    return format_json(dict(sorted(env.items()))) if env else None
+
+
 def refuse_twice(names: Sequence[str], noun: str) -> None:
     """Refuse a name that stands twice."""
     if len(set(names)) < len(names):
@@ -7374,13 +7338,6 @@ def differs(column: TableColumn, value: Any, cell: Any) -> bool:
 def same_json(one: Any, other: Any) -> bool:
     """Whether two values are the same JSON. To Python 1, 1.0 and true are equal."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-
-
-def means_the_same(column: str, before: Any, after: Any) -> bool:
-    """Whether two cells of a job mean the same: an environment has no order, and an empty script is none."""
-    if column == 'env' and before and after:
-        return json.loads(before) == json.loads(after)
-    return before == after or column == 'invocation_script' and not before and not after
 
 
 def action_key(action: Values) -> Tuple:
@@ -8148,7 +8105,7 @@ def check_changes(context: Context, workflow_id: int, body: Values) -> Values:
     """
     times = times_by_id(body.get('files') or {})
     check_owned(context, 'file', workflow_id, times)
-    reasons = find_outdated(context, workflow_id, times, {})
+    reasons = find_outdated(context, workflow_id, times)
     if not body.get('dry_run'):
         uninitialize(context, list(reasons))
         store_file_times(context, workflow_id, times)
@@ -8188,20 +8145,12 @@ def find_downstream(context: Context, workflow_id: int, changed: Dict[int, str])
     return downstream
 
 
-def find_outdated(context: Context, workflow_id: int, times: FileTimes,
-                  differences: Dict[int, List[str]]) -> Dict[int, str]:
-    """Finished job -> why what it has done is out of date.
-
-    `differences`: fields in which jobs have just changed; of one that no runner has claimed no more is known.
-    """
+def find_outdated(context: Context, workflow_id: int, times: FileTimes) -> Dict[int, str]:
+    """Finished job -> why what it has done is out of date."""
     reasons = {}  # type: Dict[int, str]
     note_changed_files(context, workflow_id, times, reasons)
-    query = f'SELECT id FROM job WHERE input_hash IS NULL AND status = {COMPLETED} AND id IN'
-    unclaimed = {row[0] for row in rows_by_ids(context, query, list(differences))}
-    for job_id in [*changed_job_inputs(context, workflow_id), *sorted(unclaimed)]:
-        fields = ', '.join(field for field in differences.get(job_id, ()) if field in OUTCOME_FIELDS)
-        if fields or job_id not in unclaimed:
-            reasons.setdefault(job_id, f"its {fields or 'command, environment, files or input data'} changed")
+    for job_id in changed_job_inputs(context, workflow_id):
+        reasons.setdefault(job_id, 'its command, environment, files or input data changed')
     return reasons
 
 
@@ -8291,7 +8240,7 @@ def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool =
         seen = body.get('file_times') or {}
         ids = {row['name']: file_id for file_id, row in zip(merge.ids['file'], body['files'])}
         times = {file_id: seen[name] for name, file_id in ids.items() if name in seen}
-        reasons = find_outdated(context, workflow_id, times, merge.differences)
+        reasons = find_outdated(context, workflow_id, times)
         has_failed = not {*BAD, PENDING_FAILED}.isdisjoint(before.values())
         is_due = bool(merge.changes or reasons or has_failed or state.is_canceled)
         if is_due or not is_complete(context, workflow_id):
@@ -8315,13 +8264,13 @@ def describe_applied(context: Context, merge: PlanMerge, before: Dict[int, int],
     to_run = [{'job_id': job_id, 'job_name': name,
                'reason': reasons.get(job_id) or WHY_TO_RUN.get(before.get(job_id), 'it is not done')}
               for job_id, name in unfinished]
-    changes = sorted(merge.changes.items(), key=lambda item: (APPLIED_ORDER.index(item[0][0]), item[0][1:]))
+    changes = sorted(merge.changes.items(), key=lambda item: (APPLIED_ORDER.index(item[0][0]), item[0][1]))
     left = set(context.ids('SELECT path FROM file WHERE workflow_id = ?', (merge.workflow_id,)))
     return {'workflow_id': merge.workflow_id, 'run_id': workflow_state(context, merge.workflow_id).run_id,
             'job_count': len(merge.jobs), 'to_run': to_run,
             'removed_outputs': [list(row) for row in merge.removed_outputs if row[0] not in left],
-            'changes': [{'noun': noun, 'change': change, 'fields': list(fields), 'names': names}
-                        for (noun, change, fields), names in changes]}
+            'changes': [{'noun': noun, 'change': change, 'names': names}
+                        for (noun, change), names in changes]}
 
 
 def refuse_runners(context: Context, workflow_id: int) -> None:
@@ -11618,7 +11567,7 @@ def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool
     with context.savepoint(keeps=not dry_run):
         suffix = f'run{state.run_id + 1}'
         changed = [correct_requirements(context, workflow_id, row, suffix) for row in body['requirements']]
-        reasons = find_outdated(context, workflow_id, times, {})
+        reasons = find_outdated(context, workflow_id, times)
         store_file_times(context, workflow_id, times)
         uninitialize(context, [*reset, *reasons])
         begin_run(context, workflow_id)
@@ -33740,9 +33689,8 @@ def format_applied(answer: Dict[str, Any], name: str, is_dry_run: bool) -> str:
     lines = [f"Workflow {answer['workflow_id']} ({name}) and its file {verdict}"]
     rows = []
     for row in changes:
-        fields = f" ({', '.join(row['fields'])})" if row['fields'] else ''
         lost = ' with their results' if (row['noun'], row['change']) == ('job', 'removed') else ''
-        rows.append((f"{CHANGED_NOUNS[row['noun']]} {row['change']}{lost}{fields}", row['names']))
+        rows.append((f"{CHANGED_NOUNS[row['noun']]} {row['change']}{lost}", row['names']))
     lines += format_groups(rows)
     reasons = collections.defaultdict(list)     # type: Dict[str, List[str]]
     for job in to_run:
