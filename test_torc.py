@@ -32145,7 +32145,7 @@ class EditedFileTest(FlowTest):
         self.assertExit(0, self.world.cli('create', 'study.yaml'))
         self.edit('command: a', 'command: b')
         outcome = self.assertExit(0, self.world.cli('create', '--resume', 'study.yaml'),
-                                  'jobs changed (command): 2000 (j0001, j0002,', 'and 1990 more)\n')
+                                  'jobs changed: 2000 (j0001, j0002,', 'and 1990 more)\n')
         self.assertLess(len(outcome.out), 600)
 
 
