@@ -8672,8 +8672,9 @@ def complete_job(context: Context, job_id: int, status: str, run_id: int,
     """Record the end of an attempt. Once: a repeated one is refused, as by Torc, whose tools count on it."""
     job = job_state(context, job_id)
     check_result(context, body, job_id=job_id, workflow_id=job.workflow_id, status=status, run_id=run_id)
-    record_end(context, workflow_state(context, job.workflow_id), body)
-    note_if_complete(context, job.workflow_id)
+    outcome, = record_ends(context, workflow_state(context, job.workflow_id), [body])
+    if outcome.error is not None:
+        raise outcome.error
     return get_job(context, job_id)
 
 
@@ -8694,65 +8695,88 @@ def check_result(context: Context, result: Values, **asked: Any) -> None:
 
 def batch_complete_jobs(context: Context, workflow_id: int, body: Values) -> Values:
     """The ends of many attempts; each is accepted or refused for itself."""
-    state = context.state
-    completed, errors = [], []
+    ends, errors = [], []
     for entry in body['completions']:
         try:
             check_result(context, entry['result'], job_id=entry['job_id'], workflow_id=workflow_id,
                          status=entry['status'], run_id=entry['run_id'])
-            record_end(context, state, entry['result'])
-            completed.append(entry['job_id'])
+            ends.append(entry['result'])
         except TorcError as error:
             errors.append({'job_id': entry['job_id'], 'message': error.message})
-    note_if_complete(context, workflow_id)
-    return {'completed': completed, 'errors': errors}
+    outcomes = record_ends(context, context.state, ends)
+    errors += [{'job_id': outcome.job_id, 'message': outcome.error.message}
+               for outcome in outcomes if outcome.error]
+    return {'completed': [outcome.job_id for outcome in outcomes if not outcome.error], 'errors': errors}
 
 
-def record_end(context: Context, state: WorkflowState, end: Values) -> str:
-    """Take in the end of one attempt, with all that follows from it. The job's status afterwards.
+class Outcome(Row):
+    """What became of the reported end of an attempt."""
+    job_id: int
+    attempt_id: int
+    status: str = ''                    # of the job, afterwards
+    is_known: bool = False              # it had been reported before
+    error: Optional[TorcError] = None   # why it was refused
+
+
+def record_ends(context: Context, state: WorkflowState, ends: Sequence[Values],
+                accounts: Sequence[Values] = (), contents: Sequence[Cells] = ()) -> List[Outcome]:
+    """Take in ends of attempts, each for itself, and what else is known of these and of earlier attempts.
+
+    `accounts` is Slurm's accounting, `contents` the sizes and hashes of files.
+    """
+    outcomes = []   # type: List[Outcome]
+    for end in ends:
+        try:
+            check_final(end['status'])
+            times = times_by_id(end.get('file_times') or {})
+            outcomes.append(record_end(context, state, end))
+        except TorcError as error:
+            outcomes.append(Outcome(end['job_id'], end.get('attempt_id') or 1, error=error))
+        else:
+            if not outcomes[-1].is_known:
+                record_outputs(context, state, end['job_id'], times, outcomes[-1].status)
+    note_contents(context, state.id, contents)
+    record_accounts(context, state, accounts)
+    backfill_results(context, state.run_id, [outcome.job_id for outcome in outcomes if not outcome.error]
+                     + [account['job_id'] for account in accounts])
+    if ends:
+        note_if_complete(context, state.id)
+    return outcomes
+
+
+def record_end(context: Context, state: WorkflowState, end: Values) -> Outcome:
+    """Take in the end of one attempt, with all that follows from it. Raises TorcErrors before it writes.
 
     `end` is a ResultModel, with `retry` if the next attempt is to be made ready, or `interrupted` if it must
-    be, since the job was stopped only because its runner was. Raises TorcErrors before it writes; a repeated
-    end is no error of a runner or a journal (`is_witnessed`), which may not have heard the answer.
+    be, since the job was stopped only because its runner was. A repeated end is no error of a runner or a
+    journal (`is_witnessed`), which may not have heard the answer.
     """
     job = job_state(context, end['job_id'])
     if job.workflow_id != state.id:
         raise NotFound(f'workflow {state.id} has no job {job.id}')
     check_run(state, end['run_id'])
-    reported, end = end, dict(end, run_id=state.run_id)
     attempt_id, status = end.get('attempt_id') or job.attempt_id, STATUS_CODES[end['status']]
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and status != PENDING_FAILED:
         return decide_failure(context, state, job, end)
-    results = context.rows('SELECT return_code, status, run_id, attempt_id, is_current FROM result '
-                           'WHERE job_id = ? ORDER BY id', (job.id,)) if job.has_results else []
-    runs = (state.run_id, reported['run_id'])   # 0 names run 1, but what ended in run 0 has not ended in 1
-    ends = [row[:2] for row in results if row[2] in runs and row[3] == attempt_id]
-    is_known = any(is_same_end(known, end) for known in ends)
-    if is_known and end.get('is_witnessed'):
-        return STATUS_NAMES[job.status] if attempt_id == job.attempt_id else 'ready'
-    if ends:
-        job = None if is_known else recover_lost(context, state, job, attempt_id, end.get('compute_node_id'))
-        if not job:
-            raise Refused(f"attempt {attempt_id} of job {end['job_id']} is already complete, "
-                          f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
-    job = believe_attempt(context, state, job, attempt_id, end)
-    was_canceled = job.status == CANCELED and job.compute_node_id is not None
-    if job.status not in OPEN and not was_canceled:
-        raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
-    if job.status in ACTIVE or was_canceled:
-        refuse_other_holder(context, job, end.get('compute_node_id'))
-    else:
-        note_unclaimed(context, job)
+    ends = known_ends(context, state, job, end['run_id'], attempt_id)
+    if any(is_same_end(known, end) for known in ends):
+        if not end.get('is_witnessed'):
+            raise already_complete(job, attempt_id, ends)
+        return Outcome(job.id, attempt_id, STATUS_NAMES[job.status] if attempt_id == job.attempt_id
+                       else 'ready', is_known=True)
+    end = dict(end, run_id=state.run_id, attempt_id=attempt_id)
+    job = adopt_attempt(context, state, job, end, ends)
+    was_canceled = job.status == CANCELED
     reason = (end.get('reason') or '')[:MAX_REASON_CHARACTERS]
-    if any(row[4] for row in results):
+    if job.has_results:
         context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
     is_interrupted = bool(end.get('interrupted')) and status == TERMINATED and not was_canceled
     context.insert('result', dict(
-        end, workflow_id=state.id, attempt_id=attempt_id, is_current=True, reason=reason or None,
-        is_interrupted=is_interrupted, compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
+        end, workflow_id=state.id, is_current=True, reason=reason or None, is_interrupted=is_interrupted,
+        compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
         status='canceled' if was_canceled else end['status']))
     if was_canceled:
-        return 'canceled'
+        return Outcome(job.id, attempt_id, 'canceled')
     record_failure(context, state.id, job, end, reason)
     if state.id in context.service.watched:
         if job.status == PENDING:       # its start was not reported before
@@ -8760,13 +8784,14 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> str:
         more = dict({'message': reason} if reason else {}, return_code=end['return_code'])
         announce_end(context, state.id, job.id, job.name, end['status'], **more)
     if is_interrupted or wants_retry(end) and has_retries(context, state, job, end.get('max_retries')):
-        return begin_next_attempt(context, state, job)
+        begin_next_attempt(context, state, job)
+        return Outcome(job.id, attempt_id, 'ready')
     context.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
     if status == COMPLETED:
         record_unwritten_data(context, state, job)
     if STATUSES[status].is_finished:
         settle(context, state.id, [(job.id, status)], job.is_awaited)
-    return end['status']
+    return Outcome(job.id, attempt_id, end['status'])
 
 
 def record_failure(context: Context, workflow_id: int, job: JobState, end: Values,
@@ -8779,13 +8804,6 @@ def record_failure(context: Context, workflow_id: int, job: JobState, end: Value
             'job_id': job.id, 'job_name': job.name, 'run_id': end['run_id'], 'attempt_id': job.attempt_id,
             'return_code': end['return_code'],
             'message': f"{job.name}: {reason or 'return code %d' % end['return_code']}"})
-
-
-def refuse_other_holder(context: Context, job: JobState, node_id: Optional[int]) -> None:
-    """Refuse the end of an attempt that another active node holds."""
-    if node_id is not None and job.compute_node_id not in (None, node_id) and context.value(
-            'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,)):
-        raise Refused(f'job {job.id} is held by compute node {job.compute_node_id}')
 
 
 def note_unclaimed(context: Context, job: JobState) -> None:
@@ -8818,7 +8836,7 @@ def is_same_end(known: Tuple[int, int], end: Values) -> bool:
     return known[0] == end['return_code'] and (known[1] in (status, CANCELED) or status == PENDING_FAILED)
 
 
-def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Values) -> str:
+def decide_failure(context: Context, state: WorkflowState, job: JobState, end: Values) -> Outcome:
     """Decide how a pending_failed attempt ends; its dependants go on or are canceled."""
     status = STATUS_CODES[end['status']]
     if not context.run('UPDATE result SET status = ? WHERE job_id = ? AND run_id = ? AND attempt_id = ?',
@@ -8830,10 +8848,10 @@ def decide_failure(context: Context, state: WorkflowState, job: JobState, end: V
     if status == COMPLETED:
         record_unwritten_data(context, state, job)
     settle(context, state.id, [(job.id, status)])
-    return end['status']
+    return Outcome(job.id, job.attempt_id, end['status'])
 
 
-def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) -> str:
+def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) -> None:
     """Make a job ready again, as its next attempt; or blocked, if it had ended before its prerequisites."""
     waits = 'EXISTS (SELECT 1 FROM dep_set WHERE dep_set.id = job.dep_set_id AND pending > 0)'
     context.run(f'UPDATE job SET status = CASE WHEN {waits} THEN {BLOCKED} '
@@ -8844,7 +8862,6 @@ def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) ->
         'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name, 'run_id': state.run_id,
         'previous_attempt': job.attempt_id, 'new_attempt': job.attempt_id + 1,
         'message': f'Job {job.name} begins attempt {job.attempt_id + 1}'})
-    return 'ready'
 
 
 def wants_retry(end: Values) -> bool:
@@ -8924,82 +8941,81 @@ def return_claims(context: Context, job_ids: Ids) -> None:
                         f'WHERE status = {PENDING} AND id IN', job_ids)
 
 
-# -------- attempts that were lost with their node --------
+# -------- whose an attempt is --------
 #
-# A node that is released leaves unseen ends: its running jobs count as failed; what it had claimed,
+# A node that is known to be gone leaves unseen ends: its running jobs count as failed; what it had claimed,
 # and may have started, is to run again. Such an assumed end has return code -128 and is its job's current
-# result. It is undone if the node comes back with the attempt, running or ended, unless a later attempt may
-# have begun: what really happened beats what was assumed. What a reset has taken back is not undone.
+# result. What really happened beats it: whoever reports an attempt that no other living node holds is
+# believed, unless a later attempt may have begun, or a reset has taken it back. Runners and their journals
+# are also believed in attempts that the database knows nothing of: it may be an older copy of itself, put
+# back after a disk was lost.
 
-ASSUMED = (f'is_current = 1 AND return_code = {ORPHAN_RETURN_CODE} '
-           f'AND (status = {FAILED} OR is_interrupted = 1)')
-
-
-def assume_interrupted(context: Context, state: WorkflowState, job: JobState, reason: str) -> None:
-    """End an attempt that was claimed, and perhaps started: it spends no retry, but its key is used."""
-    context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
-    context.insert('result', {
-        'workflow_id': state.id, 'job_id': job.id, 'run_id': state.run_id, 'attempt_id': job.attempt_id,
-        'compute_node_id': job.compute_node_id, 'return_code': ORPHAN_RETURN_CODE, 'exec_time_minutes': 0.0,
-        'completion_time': context.time, 'status': 'canceled', 'is_current': True,
-        'is_interrupted': True, 'reason': reason})
+def known_ends(context: Context, state: WorkflowState, job: JobState, run_id: int,
+               attempt_id: int) -> List[Tuple[int, int]]:
+    """Return code and status of what is known as the end of an attempt."""
+    runs = sql_list({state.run_id, run_id})     # 0 names run 1, but what ended in run 0 has not ended in 1
+    return context.rows('SELECT return_code, status FROM result WHERE job_id = ? AND attempt_id = ? '
+                        f'AND run_id IN {runs}', (job.id, attempt_id)) if job.has_results else []
 
 
-def interrupt_claims(context: Context, node_id: int, why: str) -> None:
-    """Make ready what a node had claimed and not reported as started.
+def already_complete(job: JobState, attempt_id: int, ends: Sequence[Tuple[int, int]]) -> Refused:
+    """The error of a second end of an attempt."""
+    return Refused(f'attempt {attempt_id} of job {job.id} is already complete, '
+                   f'as {STATUS_NAMES[ends[-1][1]]} with return code {ends[-1][0]}')
 
-    It may have started, and the report been lost: what runs from now on is another attempt.
+
+def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report: Values,
+                  ends: Sequence[Tuple[int, int]]) -> JobState:
+    """The job, in the hands of who reports an attempt of it as running or ended.
+
+    Refused if the attempt is over, or another node at work holds it; `ends` are its known ones. A later one
+    than is known is believed only if it `is_witnessed`: by a runner, which knows.
     """
-    workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
-    state, why = workflow_state(context, workflow_id), f': {why}' if why else ''
-    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {PENDING}',
-                              (node_id,)):
-        job = job_state(context, job_id)
-        reason = f'compute node {node_id} ({host}), which had claimed it, went away{why}'
-        assume_interrupted(context, state, job, reason)
-        begin_next_attempt(context, state, job)
-
-
-def assume_failed(context: Context, state: WorkflowState, job_id: int, reason: str) -> None:
-    """A running job has lost its runner: how it ended is not known."""
-    start_time = context.value('SELECT start_time FROM job WHERE id = ?', (job_id,))
-    spent_s = context.now() - parse_time(start_time) if start_time else 0.0
-    record_end(context, state, {
-        'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
-        'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
-
-
-def recover_lost(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
-                 node_id: Optional[int], start_time: Optional[str] = None) -> Optional[JobState]:
-    """An attempt is back: it runs. None if it ended otherwise than was assumed, or a later one may run."""
-    job = undo_assumed_end(context, state, job, attempt_id, node_id, start_time)
-    if job is not None:
+    attempt_id, node_id = report['attempt_id'], report.get('compute_node_id')
+    assumed = find_assumed_end(context, state, job, attempt_id)
+    if ends and assumed is None:
+        raise already_complete(job, attempt_id, ends)
+    if assumed is None and attempt_id < job.attempt_id or attempt_id > job.attempt_id and not report.get(
+            'is_witnessed'):
+        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    is_canceled = job.status == CANCELED and job.compute_node_id is not None
+    if assumed is None and not is_canceled and job.status not in OPEN:
+        raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
+    if node_id is not None and job.compute_node_id not in (None, node_id) and context.value(
+            'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,)):
+        raise Refused(f'job {job.id} is held by compute node {job.compute_node_id}')
+    if is_canceled or job.status in ACTIVE and attempt_id == job.attempt_id:
+        return job
+    if assumed is not None:
+        context.run('DELETE FROM result WHERE id = ?', (assumed,))
+        if not state.is_canceled:
+            wait_again(context, [job.id], job.status == FAILED)
+        expect_completion(context, state.id)
+    elif job.status not in ACTIVE:
+        note_unclaimed(context, job)
+    # NULL: its node was deleted, or is unknown
+    context.run(f'UPDATE job SET status = {PENDING}, attempt_id = ?, start_time = NULL, compute_node_id = '
+                '(SELECT id FROM compute_node WHERE id = ?) WHERE id = ?', (attempt_id, node_id, job.id))
+    if assumed is not None or attempt_id > job.attempt_id:
         record_event(context, state.id, {
             'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
-            'run_id': state.run_id, 'attempt_id': attempt_id, 'compute_node_id': job.compute_node_id,
-            'message': f'Job {job.name}: attempt {attempt_id}, lost with its compute node, is back with it'})
-    return job
-
-
-def undo_assumed_end(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
-                     node_id: Optional[int], start_time: Optional[str] = None) -> Optional[JobState]:
-    """Let an attempt run whose end was only assumed. None if it ended otherwise, or a later one may run."""
-    is_last = job.status == FAILED if attempt_id == job.attempt_id else \
-        job.attempt_id == attempt_id + 1 and job.status in (READY, BLOCKED)
-    row = context.one('SELECT id, compute_node_id FROM result WHERE job_id = ? AND run_id = ? '
-                      f'AND attempt_id = ? AND {ASSUMED}', (job.id, state.run_id, attempt_id))
-    if not is_last or row is None:
-        return None
-    node_id = node_id or row[1]
-    context.run('DELETE FROM result WHERE id = ?', row[:1])
-    context.run(f'UPDATE job SET status = {RUNNING}, attempt_id = ?, start_time = ?, '
-                'compute_node_id = (SELECT id FROM compute_node WHERE id = ?), '     # unless it was deleted
-                "origin = CASE WHEN ? = 1 THEN nullif(origin, 'retry') ELSE origin END WHERE id = ?",
-                (attempt_id, start_time, node_id, attempt_id, job.id))
-    if not state.is_canceled:
-        wait_again(context, [job.id], job.status == FAILED)
-    expect_completion(context, state.id)
+            'run_id': state.run_id, 'attempt_id': attempt_id, 'compute_node_id': node_id,
+            'message': f'Job {job.name}: attempt {attempt_id}, which was taken for lost, or is not known to '
+                       'this older copy of the database, is back'})
     return job_state(context, job.id)
+
+
+def find_assumed_end(context: Context, state: WorkflowState, job: JobState,
+                     attempt_id: int) -> Optional[int]:
+    """The result of a job's last attempt, if it was assumed and gives way to the report of an attempt."""
+    last_id = job.attempt_id
+    if job.status in (READY, BLOCKED) and attempt_id == last_id - 1:
+        last_id = attempt_id    # the next one has not begun
+    elif job.status != FAILED or attempt_id < last_id:
+        return None
+    return context.value('SELECT id FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ? '
+                         f'AND is_current = 1 AND return_code = {ORPHAN_RETURN_CODE}',
+                         (job.id, state.run_id, last_id))
 
 
 def wait_again(context: Context, job_ids: List[int], had_ended: bool) -> None:
@@ -9028,52 +9044,111 @@ def wait_again(context: Context, job_ids: List[int], had_ended: bool) -> None:
         had_ended = True
 
 
-# -------- attempts that this database knows nothing of --------
-#
-# A server may come back with an older copy of its database: a snapshot, after a disk was lost. Its runners,
-# and their journals, know of attempts that began after the copy was made. In a database that has forgotten
-# nothing an attempt that runs, or has ended, is either held by its node or has a result, and none is later
-# than its job's: so what is neither is believed, as long as no other node holds the job.
+def jobs_of(context: Context, node_id: int, status: int) -> List[int]:
+    """The jobs of a status that a node has, by the records."""
+    return context.ids('SELECT id FROM job WHERE compute_node_id = ? AND status = ?', (node_id, status))
 
-def believe_attempt(context: Context, state: WorkflowState, job: JobState, attempt_id: int,
-                    end: Values) -> JobState:
-    """The job, at the attempt of an end: the known one; or a later one, if that is open, or lost.
 
-    Refused for an earlier one; and also for a later one unless `is_witnessed`: by a runner, which knows.
+def interrupt_jobs(context: Context, job_ids: Ids, reason: str) -> None:
+    """These jobs, which a node has had in hand, have not failed: they are ready again, and spend no retry.
+
+    What was only claimed may have been started, and the report been lost: what runs from now on is another
+    attempt in any case.
     """
-    node_id = end.get('compute_node_id')
-    if attempt_id == job.attempt_id:
-        return job
-    if attempt_id < job.attempt_id or not end.get('is_witnessed'):
-        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
-    if job.status == FAILED:
-        job = recover_lost(context, state, job, job.attempt_id, node_id) or job
-    if job.status not in OPEN:
-        raise Refused(f'job {job.id} has no attempt {attempt_id}: the last one is {job.attempt_id}, and '
-                      f'it is {STATUS_NAMES[job.status]}')
-    refuse_other_holder(context, job, node_id)
-    context.run('UPDATE job SET attempt_id = ? WHERE id = ?', (attempt_id, job.id))
-    record_event(context, state.id, {
-        'category': 'job', 'event_type': 'job_recovered', 'job_id': job.id, 'job_name': job.name,
-        'run_id': state.run_id, 'attempt_id': attempt_id,
-        'message': f'Job {job.name}: its runner knows attempt {attempt_id}, and this database, an older copy '
-                   f'of itself, only attempt {job.attempt_id}'}, 'warning')
-    return job_state(context, job.id)
+    for job_id in job_ids:
+        job = job_state(context, job_id)
+        state = workflow_state(context, job.workflow_id)
+        context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job_id,))
+        context.insert('result', {
+            'workflow_id': state.id, 'job_id': job_id, 'run_id': state.run_id, 'attempt_id': job.attempt_id,
+            'compute_node_id': job.compute_node_id, 'return_code': ORPHAN_RETURN_CODE,
+            'exec_time_minutes': 0.0, 'completion_time': context.time, 'status': 'canceled',
+            'is_current': True, 'is_interrupted': True, 'reason': reason})
+        begin_next_attempt(context, state, job)
 
 
-def believe_start(context: Context, state: WorkflowState, job: JobState, start: Cells, node_id: int) -> None:
-    """A runner runs an attempt of a job that waits by the records: nobody else has it, so it is believed."""
-    job_id, attempt_id, start_time = start
-    has_result = 'SELECT 1 FROM result WHERE job_id = ? AND run_id = ? AND attempt_id = ?'
-    is_later = job.status in ACTIVE and job.compute_node_id == node_id and attempt_id > job.attempt_id
-    is_free = job.status in (BLOCKED, READY) and attempt_id >= job.attempt_id
-    if not (is_later or is_free) or job.has_results and context.one(
-            has_result, (job_id, state.run_id, attempt_id)):
-        return
-    job = believe_attempt(context, state, job, attempt_id, {'compute_node_id': node_id, 'is_witnessed': True})
-    note_unclaimed(context, job)
-    context.run(f'UPDATE job SET status = {RUNNING}, start_time = ?, compute_node_id = ? WHERE id = ?',
-                (start_time, node_id, job_id))
+def interrupt_claims(context: Context, node_id: int, why: str) -> None:
+    """Make ready what a node had claimed and not reported as started."""
+    host = context.value('SELECT hostname FROM compute_node WHERE id = ?', (node_id,))
+    reason = f'compute node {node_id} ({host}), which had claimed it, went away' + (f': {why}' if why else '')
+    interrupt_jobs(context, jobs_of(context, node_id, PENDING), reason)
+
+
+def assume_failed(context: Context, state: WorkflowState, job_ids: Ids, reason: str) -> None:
+    """These running jobs have lost their runner: how they ended is not known."""
+    ends = []
+    for job_id, start_time in rows_by_ids(context, 'SELECT id, start_time FROM job WHERE id IN', job_ids):
+        spent_s = context.now() - parse_time(start_time) if start_time else 0.0
+        ends.append({
+            'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
+            'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
+    record_ends(context, state, ends)
+
+
+# -------- what else is known of attempts --------
+
+def record_outputs(context: Context, state: WorkflowState, job_id: int, times: FileTimes,
+                   status: str) -> None:
+    """The times of the files that an attempt has left."""
+    if times:
+        store_file_times(context, state.id, times)
+        if status == 'completed':
+            note_job_outputs(context, state, job_state(context, job_id))
+
+
+ACCOUNT_COLUMNS = ('max_rss_bytes', 'max_vm_size_bytes', 'max_disk_read_bytes', 'max_disk_write_bytes',
+                   'ave_cpu_seconds', 'node_list', 'slurm_job_id')
+# What is known stays: a record may come again, and later ones may have lost something. A zero is no figure.
+ADD_ACCOUNT = (
+    f"INSERT INTO slurm_stats (workflow_id, job_id, run_id, attempt_id, {', '.join(ACCOUNT_COLUMNS)}) "
+    f"VALUES (?, ?, ?, ?, {', '.join('?' * len(ACCOUNT_COLUMNS))}) "
+    'ON CONFLICT (job_id, run_id, attempt_id) DO UPDATE SET '
+    + ', '.join(f'{name} = coalesce(nullif(excluded.{name}, 0), {name}, excluded.{name})'
+                for name in ACCOUNT_COLUMNS))
+
+
+def record_accounts(context: Context, state: WorkflowState, accounts: Sequence[Values]) -> None:
+    """Take in what Slurm's accounting says of attempts; deleted jobs, and those of others, are left out."""
+    known = {row[0] for row in rows_by_ids(
+        context, f'SELECT id FROM job WHERE workflow_id = {state.id} AND id IN',
+        [account['job_id'] for account in accounts])}
+    context.run_many(ADD_ACCOUNT, (
+        (state.id, account['job_id'], state.run_id, account['attempt_id'],
+         *map(account.get, ACCOUNT_COLUMNS)) for account in accounts if account['job_id'] in known))
+
+
+def backfill_results(context: Context, run_id: int, job_ids: Ids) -> None:
+    """Bring results up to date with what the accounting says of their attempts, whichever came first."""
+    rows = rows_by_ids(
+        context, 'SELECT result.id, exec_time_minutes * 60, max_rss_bytes, ave_cpu_seconds, '
+        'peak_memory_bytes, avg_cpu_percent, peak_cpu_percent FROM slurm_stats CROSS JOIN result '
+        'USING (job_id, run_id, attempt_id) '
+        f'WHERE run_id = {run_id} AND job_id IN', sorted(set(job_ids)))
+    for result_id, exec_s, max_rss_bytes, cpu_s, peak_bytes, avg_percent, peak_percent in rows:
+        known = peak_bytes, avg_percent, peak_percent
+        figures = merge_accounts(exec_s, max_rss_bytes or 0, cpu_s or 0.0, known)
+        if figures != known:
+            context.run('UPDATE result SET peak_memory_bytes = ?, avg_cpu_percent = ?, peak_cpu_percent = ? '
+                        'WHERE id = ?', (*figures, result_id))
+
+
+MAX_CPU_PERCENT = 100000.0      # more than a node can have: an error of measurement
+
+
+def merge_accounts(exec_s: float, max_rss_bytes: int, cpu_s: float, known: Cells) -> Cells:
+    """The table of the page "Slurm Job Step Monitoring": peak of memory, average and peak of CPU percent.
+
+    Either source of memory may miss a spike. The average of sacct is of the whole life of a step; it stands
+    for the peak, too, where sstat has seen none. A zero was never measured. Sampled memory has no second
+    source for its average.
+    """
+    peak_bytes, avg_percent, peak_percent = known
+    if max_rss_bytes > 0:
+        peak_bytes = max(peak_bytes or 0, max_rss_bytes)
+    percent = cpu_s / exec_s * 100 if exec_s > 0 else 0.0
+    if 0 < percent <= MAX_CPU_PERCENT:
+        avg_percent, peak_percent = percent, peak_percent or percent
+    return peak_bytes, avg_percent, peak_percent
 
 
 # -------- why a job failed, or does not run --------
@@ -9770,7 +9845,7 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     slurm_job_id, restart_count = scheduler['slurm_job_id'], scheduler.get('restart_count') or 0
     for node_id, other in active_nodes_of(context, workflow_id, slurm_job_id):
         if (other.get('restart_count') or 0) < restart_count:
-            interrupt_jobs(context, running_jobs(context, node_id),
+            interrupt_jobs(context, jobs_of(context, node_id, RUNNING),
                            f'Slurm put job {slurm_job_id}, in which it ran, into the queue again')
             end_node(context, node_id)
     record = context.one('SELECT id, scheduler_config_id FROM scheduled_compute_node WHERE workflow_id = ?1 '
@@ -9782,20 +9857,6 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     context.update('scheduled_compute_node', record[0], {'scheduler_id': slurm_job_id, 'status': 'active',
                                                          'reason': None})
     return {'scheduler': dict(scheduler, scheduler_id=record[0]), 'scheduler_config_id': record[1]}
-
-
-def running_jobs(context: Context, node_id: int) -> List[int]:
-    """The jobs that run on a node, by the records."""
-    return context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}', (node_id,))
-
-
-def interrupt_jobs(context: Context, job_ids: Ids, reason: str) -> None:
-    """These running jobs have not failed: they are ready again, and spend no retry."""
-    for job_id in job_ids:
-        job = job_state(context, job_id)
-        state = workflow_state(context, job.workflow_id)
-        assume_interrupted(context, state, job, reason)
-        begin_next_attempt(context, state, job)
 
 
 def active_nodes_of(context: Context, workflow_id: int, slurm_job_id: Any) -> List[Tuple[int, Values]]:
@@ -9917,14 +9978,12 @@ def release_node(context: Context, node_id: int, why: str = '') -> None:
     context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
     interrupt_claims(context, node_id, why)
     state, why = workflow_state(context, workflow_id), f': {why}' if why else ''
-    for job_id in context.ids(f'SELECT id FROM job WHERE compute_node_id = ? AND status = {RUNNING}',
-                              (node_id,)):
-        reason = f'compute node {node_id} ({host}), which ran it, went away{why}'
-        assume_failed(context, state, job_id, reason)
+    running = jobs_of(context, node_id, RUNNING)
+    for job_id in running:
         record_event(context, workflow_id, {
             'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
             'message': f'Job {job_id} was running on node {node_id}, which went away{why}'}, 'warning')
-    note_if_complete(context, workflow_id)
+    assume_failed(context, state, running, f'compute node {node_id} ({host}), which ran it, went away{why}')
 
 
 SILENCE = 'nothing was heard of it for {:g} s, its lease'
@@ -9951,7 +10010,7 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
             continue
         try:
             with context.savepoint():
-                if is_alive is None and running_jobs(context, node_id):
+                if is_alive is None and jobs_of(context, node_id, RUNNING):
                     interrupt_claims(context, node_id, SILENCE.format(lease_s))
                     continue
                 end_node(context, node_id, why if is_alive is False else SILENCE.format(lease_s))
@@ -9975,13 +10034,16 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     refuse_obsolete(context, node_id, body.get('turn'))
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
               'revoked_actions': []}     # type: Values
-    for end in body.get('completions') or ():
-        record_reported_end(context, state, node_id, end, answer)
-    note_contents(context, workflow_id, body.get('contents') or ())
-    accounts = body.get('accounting') or ()
-    record_accounts(context, state, accounts)
-    backfill_results(context, state.run_id, [key[0] for key in answer['accepted']]
-                     + [account['job_id'] for account in accounts])
+    for outcome in record_ends(
+            context, state, [dict(end, run_id=state.run_id, compute_node_id=node_id, is_witnessed=True)
+                             for end in body.get('completions') or ()],
+            body.get('accounting') or (), body.get('contents') or ()):
+        key = [outcome.job_id, outcome.attempt_id]
+        if outcome.error is None:
+            answer['accepted'].append([*key, outcome.status])
+        else:
+            answer['errors'].append({'job_id': key[0], 'attempt_id': key[1],
+                                     'message': outcome.error.message})
     for start in body.get('started') or ():
         record_start(context, state, node_id, start)
     return_claims(context, [job_id for job_id, _ in body.get('returned') or () if
@@ -10051,7 +10113,7 @@ def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int,
     claimed = context.rows('SELECT id, attempt_id FROM job '
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
     return_claims(context, [key[0] for key in claimed if key not in held_attempts])
-    running = set(running_jobs(context, node_id)).difference(key[0] for key in held_attempts)
+    running = set(jobs_of(context, node_id, RUNNING)).difference(key[0] for key in held_attempts)
     interrupt_jobs(context, sorted(running),
                    f'compute node {node_id}, which ran it, knows it to be over, and this database, an older '
                    'copy of itself, does not know how it ended')
@@ -10099,42 +10161,17 @@ def refuse_obsolete(context: Context, node_id: int, turn: Optional[int]) -> None
 
 
 def record_start(context: Context, state: WorkflowState, node_id: int, start: Cells) -> None:
-    """Record that an attempt runs on the node that holds it, or had lost it; ignore any other."""
+    """Record that an attempt runs on a node; one that is over, or another node's, is revoked instead."""
     job_id, attempt_id, start_time = start
     try:
         job = job_state(context, job_id)
-    except NotFound:    # deleted while it ran
-        return
-    if (job.compute_node_id, job.attempt_id) == (node_id, attempt_id):
-        mark_started(context, job_id, node_id, start_time)
-    elif job.workflow_id == state.id and not recover_lost(context, state, job, attempt_id, node_id,
-                                                          start_time):
-        believe_start(context, state, job, start, node_id)
-
-
-def record_reported_end(context: Context, state: WorkflowState, node_id: int, end: Values,
-                        answer: Values) -> None:
-    """One completion of a runner's turn: into `accepted` or `errors`."""
-    try:
-        check_final(end['status'])
-        times = times_by_id(end.get('file_times') or {})
-        status = record_end(context, state, dict(end, run_id=state.run_id, compute_node_id=node_id,
-                                                 is_witnessed=True))
-    except TorcError as error:
-        answer['errors'].append({'job_id': end['job_id'], 'attempt_id': end['attempt_id'],
-                                 'message': error.message})
-        return
-    answer['accepted'].append([end['job_id'], end['attempt_id'], status])
-    record_outputs(context, state, end['job_id'], times, status)
-
-
-def record_outputs(context: Context, state: WorkflowState, job_id: int, times: FileTimes,
-                   status: str) -> None:
-    """The times of the files that an attempt has left."""
-    if times:
-        store_file_times(context, state.id, times)
-        if status == 'completed':
-            note_job_outputs(context, state, job_state(context, job_id))
+        if job.workflow_id == state.id:
+            ends = known_ends(context, state, job, state.run_id, attempt_id)
+            adopt_attempt(context, state, job, {'attempt_id': attempt_id, 'compute_node_id': node_id,
+                                                'is_witnessed': True}, ends)
+            mark_started(context, job_id, node_id, start_time)
+    except TorcError:   # find_revoked() tells the node
+        pass
 
 
 def record_action_end(context: Context, workflow_id: int, node_id: int, result: Values) -> None:
@@ -10149,61 +10186,6 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
     record_event(context, workflow_id, {
         'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
         'message': result.get('message') or ''}, severity)
-
-
-ACCOUNT_COLUMNS = ('max_rss_bytes', 'max_vm_size_bytes', 'max_disk_read_bytes', 'max_disk_write_bytes',
-                   'ave_cpu_seconds', 'node_list', 'slurm_job_id')
-# What is known stays: a record may come again, and later ones may have lost something. A zero is no figure.
-ADD_ACCOUNT = (
-    f"INSERT INTO slurm_stats (workflow_id, job_id, run_id, attempt_id, {', '.join(ACCOUNT_COLUMNS)}) "
-    f"VALUES (?, ?, ?, ?, {', '.join('?' * len(ACCOUNT_COLUMNS))}) "
-    'ON CONFLICT (job_id, run_id, attempt_id) DO UPDATE SET '
-    + ', '.join(f'{name} = coalesce(nullif(excluded.{name}, 0), {name}, excluded.{name})'
-                for name in ACCOUNT_COLUMNS))
-
-
-def record_accounts(context: Context, state: WorkflowState, accounts: Sequence[Values]) -> None:
-    """Take in what Slurm's accounting says of attempts; deleted jobs, and those of others, are left out."""
-    known = {row[0] for row in rows_by_ids(
-        context, f'SELECT id FROM job WHERE workflow_id = {state.id} AND id IN',
-        [account['job_id'] for account in accounts])}
-    context.run_many(ADD_ACCOUNT, (
-        (state.id, account['job_id'], state.run_id, account['attempt_id'],
-         *map(account.get, ACCOUNT_COLUMNS)) for account in accounts if account['job_id'] in known))
-
-
-def backfill_results(context: Context, run_id: int, job_ids: Ids) -> None:
-    """Bring results up to date with what the accounting says of their attempts, whichever came first."""
-    rows = rows_by_ids(
-        context, 'SELECT result.id, exec_time_minutes * 60, max_rss_bytes, ave_cpu_seconds, '
-        'peak_memory_bytes, avg_cpu_percent, peak_cpu_percent FROM slurm_stats CROSS JOIN result '
-        'USING (job_id, run_id, attempt_id) '
-        f'WHERE run_id = {run_id} AND job_id IN', sorted(set(job_ids)))
-    for result_id, exec_s, max_rss_bytes, cpu_s, peak_bytes, avg_percent, peak_percent in rows:
-        known = peak_bytes, avg_percent, peak_percent
-        figures = merge_accounts(exec_s, max_rss_bytes or 0, cpu_s or 0.0, known)
-        if figures != known:
-            context.run('UPDATE result SET peak_memory_bytes = ?, avg_cpu_percent = ?, peak_cpu_percent = ? '
-                        'WHERE id = ?', (*figures, result_id))
-
-
-MAX_CPU_PERCENT = 100000.0      # more than a node can have: an error of measurement
-
-
-def merge_accounts(exec_s: float, max_rss_bytes: int, cpu_s: float, known: Cells) -> Cells:
-    """The table of the page "Slurm Job Step Monitoring": peak of memory, average and peak of CPU percent.
-
-    Either source of memory may miss a spike. The average of sacct is of the whole life of a step; it stands
-    for the peak, too, where sstat has seen none. A zero was never measured. Sampled memory has no second
-    source for its average.
-    """
-    peak_bytes, avg_percent, peak_percent = known
-    if max_rss_bytes > 0:
-        peak_bytes = max(peak_bytes or 0, max_rss_bytes)
-    percent = cpu_s / exec_s * 100 if exec_s > 0 else 0.0
-    if 0 < percent <= MAX_CPU_PERCENT:
-        avg_percent, peak_percent = percent, peak_percent or percent
-    return peak_bytes, avg_percent, peak_percent
 
 
 CLASS_NEEDS = {     # name in a claim's answer -> column of resource_requirements
@@ -11446,20 +11428,23 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
     taken for lost, as long as no later attempt has begun. `left`: runners that have left since; their nodes
     are released.
     """
-    accepted, rejected = [], []     # type: List[List[int]], List[Values]
+    ends, accounts, contents, rejected = [], [], [], []     # type: List[Values], List[Values], Any, Any
     database_id = context.value('SELECT id FROM identity')
     for entry in body['completions']:
-        key = [entry['job_id'], entry['result'].get('attempt_id') or 1]     # 1: Torc's default
+        details, attempt_id = entry.get('torc_py') or {}, entry['result'].get('attempt_id') or 1    # Torc's
         try:
-            with context.savepoint():
-                check_journaled(context, entry, body['run_id'], database_id)
-                if replay_completion(context, context.state, key, entry):
-                    accepted.append(key)
+            check_journaled(context, entry, body['run_id'], database_id)
         except TorcError as error:
-            rejected.append({'job_id': key[0], 'attempt_id': key[1], 'message': error.message})
+            rejected.append(Outcome(entry['job_id'], attempt_id, error=error))
+            continue
+        ends.append({**details, **entry['result'], 'attempt_id': attempt_id, 'is_witnessed': True})
+        contents += details.get('contents') or ()
+        if details.get('accounting'):
+            accounts.append(dict(details['accounting'], job_id=entry['job_id'], attempt_id=attempt_id))
+    outcomes = record_ends(context, context.state, ends, accounts, contents)
+    rejected += [outcome for outcome in outcomes if outcome.error]
+    accepted = [list(outcome[:2]) for outcome in outcomes if not (outcome.error or outcome.is_known)]
     if accepted:
-        backfill_results(context, context.state.run_id, [job_id for job_id, _ in accepted])
-        note_if_complete(context, workflow_id)
         record_event(context, workflow_id, {
             'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
             'message': f'{len(accepted)} completions were taken in from journals of runners'})
@@ -11473,7 +11458,8 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
         end_node(context, node_id)
         leave_allocation(context, get_row(context, 'compute_node', node_id))
     return {'accepted': accepted, 'known': len(body['completions']) - len(accepted) - len(rejected),
-            'rejected': rejected, 'released': released}
+            'rejected': [{'job_id': outcome.job_id, 'attempt_id': outcome.attempt_id,
+                          'message': outcome.error.message} for outcome in rejected], 'released': released}
 
 
 def find_left(context: Context, runner: Values) -> Tuple[int, bool]:
@@ -11523,22 +11509,6 @@ def refuse_recovering(context: Context, job: JobState, attempt_id: int) -> None:
     if is_held:
         raise Refused(f'the recovery script of job {job.id} ({job.name}) is still to end: compute node '
                       f'{job.compute_node_id}, at work as far as is known, reports it then')
-
-
-def replay_completion(context: Context, state: WorkflowState, key: List[int], entry: Values) -> bool:
-    """Take in one completion with its details. False if it is known."""
-    details, result = entry.get('torc_py') or {}, entry['result']
-    known = context.one('SELECT return_code, status FROM result WHERE job_id = ? AND run_id = ? '
-                        'AND attempt_id = ?', (key[0], state.run_id, key[1]))
-    if known and is_same_end(known, result):
-        return False
-    times = times_by_id(details.get('file_times') or {})
-    status = record_end(context, state, dict({**details, **result}, attempt_id=key[1], is_witnessed=True))
-    record_outputs(context, state, key[0], times, status)
-    note_contents(context, state.id, details.get('contents') or ())
-    if details.get('accounting'):
-        record_accounts(context, state, [dict(details['accounting'], job_id=key[0], attempt_id=key[1])])
-    return True
 
 
 # -------- failed jobs that run again --------
@@ -11746,12 +11716,11 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
             elif left_s < lease_s / 2:      # a living one is never silent for so long
                 found['doubts'].append(f'nothing was heard of compute node {node_id} ({host}) for a while: '
                                        f'left alone until its lease is over, in {left_s:.0f} s')
-        for job_id, name in context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id',
-                                         (workflow_id,)):
-            reason = 'no active compute node runs it'
-            assume_failed(context, state, job_id, reason)
-            note_lost_job(found, 'running_jobs_failed', (job_id, name), {'reason': reason})
-        note_if_complete(context, workflow_id)
+        unheld = context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id', (workflow_id,))
+        reason = 'no active compute node runs it'
+        assume_failed(context, state, [job_id for job_id, _ in unheld], reason)
+        for job in unheld:
+            note_lost_job(found, 'running_jobs_failed', job, {'reason': reason})
     if is_dry_run:
         for known, values in before:
             known.clear()
@@ -11804,7 +11773,7 @@ def take_node(context: Context, node_id: int, seen: Values, found: Values) -> No
     jobs = context.rows('SELECT id, name, status FROM job WHERE compute_node_id = ? '
                         f'AND status IN ({PENDING}, {RUNNING}) ORDER BY id', (node_id,))
     if seen.get('is_interrupted'):
-        interrupt_jobs(context, running_jobs(context, node_id), seen['reason'])
+        interrupt_jobs(context, jobs_of(context, node_id, RUNNING), seen['reason'])
     end_node(context, node_id, seen['reason'])
     found['compute_nodes_deactivated'] += 1
     failed = 'slurm_jobs_failed' if 'slurm_job_id' in seen else 'running_jobs_failed'
