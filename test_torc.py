@@ -6616,7 +6616,7 @@ class NodeTest(ScenarioTest):
           a / b / c: a
           claim n1 a b; start a; lose n1 -> a=failed b=ready#2 c=canceled active= released=
           sync n1 -> refused='was released' results=b#1:-128:canceled,a#1:-128:failed
-          sync n1 -> refused='was released' events=job_retried,job_failed,job_orphaned
+          sync n1 -> refused='was released' events=job_retried,job_orphaned,job_failed
           claim n2 b; end b -> b=completed#2
 
         a runner that is proved alive is not given up, however long it is silent
