@@ -3587,11 +3587,14 @@ class ScenarioTest(ServiceTest):
 
     Actions stand behind the jobs: 'a / b | on_jobs_complete a b'. Nodes come into being with their first mention. A step is
     of a job's attempt that was given last, and by its node; a#1 says another attempt, by=n2 another node. On the right,
-    b=ready#2 means that attempt 2 is ready. A step is carried out unless the right side has refused='words of the message';
-    then nothing may have changed. Whoever says the same again (REPEATS) changes nothing more either. After each line the
+    b=ready#2 means that attempt 2 is ready, why_b='words' why it is in its state. The last step of a line is carried out
+    unless the right side has refused='words of the message': then nothing may have changed. Whoever says the same again
+    (REPEATS) gets the same answer and changes nothing more; a second public completion is refused. After each line the
     counters must agree with what they count.
     """
-    REPEATS = {'start', 'end', 'replay', 'return', 'lose', 'look', 'leave', 'cancel', 'hold', 'back', 'did', 'sync'}
+    WORKFLOW = {}   # type: Dict[str, Any]
+    REPEATS = {'start', 'end', 'return', 'lose', 'leave', 'cancel', 'hold', 'back', 'did', 'sync', 'spawn'}
+    REFUSES = {'complete', 'batch'}
 
     def assertScenarios(self, text: str, **words: str) -> None:
         """Act out scenarios; words that stand for others are replaced in them."""
@@ -3608,7 +3611,7 @@ class ScenarioTest(ServiceTest):
         """A new workflow."""
         jobs, *actions = line.split(' | ')
         names = [job.partition(':')[0].strip().rstrip('!') for job in jobs.split(' / ')]
-        self.workflow_id = self.create(jobs.replace(' / ', '\n'), actions=[
+        self.workflow_id = self.create(jobs.replace(' / ', '\n'), workflow=self.WORKFLOW, actions=[
             {'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
              'job_indexes': [names.index(name) for name in gates if name in names] or None, 'persistent': 'persistent' in gates}
             for trigger, *gates in map(str.split, actions)])
@@ -3616,38 +3619,42 @@ class ScenarioTest(ServiceTest):
 
     def act(self, line: str) -> None:
         """Carry out the steps of a line, and see what is found."""
-        steps, _, found = line.partition(' -> ')
+        steps, _, found = f' {line}'.partition(' -> ')
         wanted = dict(word.split('=', 1) for word in shlex.split(found))
-        refusal, all_steps = wanted.pop('refused', None), [shlex.split(step) for step in steps.split(';')]
+        refusal, all_steps = wanted.pop('refused', None), [shlex.split(step) for step in steps.split(';') if step.strip()]
         for place, (verb, *words) in enumerate(all_steps, 1):
             options = dict(word.split('=', 1) for word in words if '=' in word)
-            words, before = [word for word in words if '=' not in word], self.dump()
-            step = functools.partial(getattr(self, 'do_' + verb), *words, **options)
+            step = functools.partial(getattr(self, 'do_' + verb), *(word for word in words if '=' not in word), **options)
             if refusal is not None and place == len(all_steps):
-                with self.assertRaises(torc.TorcError, msg=line) as caught:
-                    step()
-                self.assertIn(refusal, caught.exception.message, line)
-                self.assertIn(caught.exception.http, (400, 404, 409, 422))
-                self.assertUnchanged(before)
-            else:
+                self.assertStepRefused(refusal, step, line)
+                continue
+            step()
+            if verb in self.REPEATS:
+                before, answer = self.dump(), self.answer
                 step()
-                if verb in self.REPEATS:
-                    self.repeat(step, line)
+                self.assertEqual((answer, []), (self.answer, sorted(set(before) ^ set(self.dump()))), f'said twice: {line}')
+            elif verb in self.REFUSES:
+                self.assertStepRefused('already complete', step, line)
         self.assertWhole()
         for key, value in wanted.items():
             self.assertEqual(value, self.see(key, '#' in value), f'{key} after: {line}')
 
-    def repeat(self, step: Callable[[], Any], line: str) -> None:
-        """The same word comes once more, as after a lost answer: the same is answered, and nothing changes."""
-        before, answer = self.dump(), self.answer
-        step()
-        self.assertEqual([], sorted(set(before) ^ set(self.dump())), f'changed by repeating a step of: {line}')
-        self.answer = answer
+    def assertStepRefused(self, words: str, step: Callable[[], Any], line: str) -> None:
+        before = self.dump()
+        with self.assertRaises(torc.TorcError, msg=line) as caught:
+            step()
+        self.assertIn(words, caught.exception.message, line)
+        self.assertIn(caught.exception.http, (400, 404, 409, 422))
+        self.assertUnchanged(before)
 
     def see(self, key: str, with_attempt: bool = False) -> str:
         """What a word of the right side stands for: a list that see_KEY() tells, or the status of a job."""
         if hasattr(self, 'see_' + key):
             return ','.join(getattr(self, 'see_' + key)())
+        if key.startswith('why_'):
+            reason = self.call('explain_job', id=self.job_id(key[4:])).get('reason') or ''
+            names = {str(node_id): name for name, node_id in self.nodes.items()}
+            return re.sub(r'(?<=compute node )\d+', lambda match: names[match.group()], reason)
         job = self.call('get_job', id=self.job_id(key))
         return job['status'] + (f"#{job['attempt_id']}" if with_attempt else '')
 
@@ -3659,7 +3666,27 @@ class ScenarioTest(ServiceTest):
     def see_events(self) -> List[str]:
         """What happened to jobs."""
         events = self.call('list_events', workflow_id=self.workflow_id)['items']
-        return [event['data']['event_type'] for event in events if event['data']['event_type'].startswith('job_')]
+        return [event['data']['event_type'] for event in events if event['data'].get('event_type', '').startswith('job_')]
+
+    def see_current(self) -> List[str]:
+        """Attempts whose results stand for the jobs."""
+        rows = self.call('list_results', workflow_id=self.workflow_id)['items']
+        return [f"{row['job_name']}#{row['attempt_id']}" for row in rows]
+
+    def see_changed(self) -> List[str]:
+        """Jobs whose input has changed since they ran."""
+        return self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs']
+
+    def see_jobs(self) -> List[str]:
+        return list(self.statuses(self.workflow_id))
+
+    def see_lineages(self) -> List[str]:
+        """What spawning jobs have left in user data."""
+        items = self.call('list_user_data', workflow_id=self.workflow_id)['items']
+        return [item['name'].replace('__torc_lineage__', '') for item in items]
+
+    def see_iteration(self) -> List[str]:
+        return [str(self.answer['iteration'])]
 
     def see_due(self) -> List[str]:
         return [action['trigger_type'] for action in self.call('get_pending_actions', id=self.workflow_id)]
@@ -3667,6 +3694,10 @@ class ScenarioTest(ServiceTest):
     def see_actions(self) -> List[str]:
         """Triggers of the actions that the last turn gave."""
         return [action['trigger_type'] for action in self.answer['actions']]
+
+    def see_canceled(self) -> List[str]:
+        """What the last turn said of the workflow."""
+        return [str(self.answer['is_canceled']).lower()]
 
     def see_revoked(self) -> List[str]:
         names = {self.job_id(name): name for name in self.statuses(self.workflow_id)}
@@ -3793,6 +3824,17 @@ class ScenarioTest(ServiceTest):
         """start_job, as clients of others call it."""
         attempt, node_id = self.attempt(job, by)
         self.call('start_job', job_id=attempt['id'], run_id=int(run or self.run_id()), compute_node_id=node_id)
+
+    def do_spawn(self, job: str, *lines: str, **more: str) -> None:
+        """A running job makes others: 'name: prerequisites'."""
+        rows = [line.partition(':') for line in lines]
+        jobs = [{'name': name.rstrip('!'), 'command': 'c', 'depends_on': needs.split(),
+                 'cancel_on_blocking_job_failure': not name.endswith('!')} for name, _, needs in rows]
+        self.answer = self.call('spawn_jobs', dict({'jobs': jobs}, **more), id=self.job_id(job))
+
+    def do_edit(self, job: str) -> None:
+        """A job's command changes."""
+        self.call('update_job', {'command': 'other'}, id=self.job_id(job))
 
     def do_retry(self, job: str, most: str = '3') -> None:
         self.call('retry_job', job_id=self.job_id(job), run_id=self.run_id(), max_retries=int(most))
@@ -5733,7 +5775,6 @@ class ClaimTest(ServiceTest):
 
 class CascadeTest(ServiceTest):
     """What a job's end does to the others."""
-    DIAMOND = 'a:\nb: a\nc: a\nd: b c'
     TABLE = '''
         jobs                        ends                outcome
         a: / b: a                   -                   completed completed
@@ -5769,14 +5810,6 @@ class CascadeTest(ServiceTest):
         self.sync(workflow_id, node_id, completions=[self.end(jobs[-1])])
         self.assertEqual(30, len(self.claim(workflow_id, node_id)))
 
-    def test_a_disabled_job_counts_as_finished_well(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        first = self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'})
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'b', 'command': 'x', 'depends_on_job_ids': [first['id']]})
-        self.call('update_job', {'status': 'disabled'}, id=first['id'])
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual({'a': 'disabled', 'b': 'ready'}, self.statuses(workflow_id))
-
     def test_files_and_user_data_imply_prerequisites(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
         file_id = self.call('create_file', {'workflow_id': workflow_id, 'name': 'f', 'path': 'f'})['id']
@@ -5800,719 +5833,390 @@ class CascadeTest(ServiceTest):
         self.assertEqual({'one': 'uninitialized', 'two': 'uninitialized'}, self.statuses(workflow_id))
 
 
-class CompletionTest(ServiceTest):
-    """Ends of attempts: once each, of the current run, of what was running."""
+class CompletionTest(ScenarioTest):
+    """Ends of attempts: once each, of the current run, of what was running; an attempt's name never comes twice."""
+    ENDS = '''
+        an end counts once, and another end of the same attempt is refused
+          a / b: a
+          claim n1 a; end a -> a=completed b=ready results=a#1:0:completed
+          end a failed:3 -> refused='is already complete, as completed with return code 0'
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb: a')
-        self.node_id = self.node(self.workflow_id)
-        self.job = self.claim(self.workflow_id, self.node_id)['a']
+        a run that is over changes nothing
+          a
+          claim n1 a; reset forced; init; end a run=1 -> refused='run 1 of workflow'
+          batch a run=1 -> refused='run 1 of workflow' results=
 
-    def finish(self, **more: Any) -> Any:
-        return self.sync(self.workflow_id, self.node_id, completions=[dict(self.end(self.job), **more)])
+        run 0 is the first run until that is reset
+          a
+          claim n1 a; begin a run=0; batch a run=0 -> results=a#1:0:completed
+          batch a run=1 -> refused='already complete'
+          reset; init; batch a run=0 -> refused='run 0 of workflow'
+          batch a run=1 -> refused='run 1 of workflow'
 
-    def test_the_same_end_again_gets_the_same_answer_and_changes_nothing(self):
-        for _ in range(3):
-            answer = self.finish()
-            self.assertEqual(([[self.job['id'], 1, 'completed']], []), (answer['accepted'], answer['errors']))
-        self.assertEqual(1, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
-        self.assertWhole()
+        a retry leaves the failed attempt's result and makes the next one ready
+          a / b: a
+          claim n1 a; end a failed:9 max_retries=3 -> a=ready#2 b=blocked results=a#1:9:failed
+          claim n1 a; end a#1 -> refused='attempt 1'
+          end a -> a=completed#2 b=ready results=a#1:9:failed,a#2:0:completed current=a#2
 
-    def test_another_end_of_an_ended_attempt_is_refused(self):
-        self.finish()
-        answer = self.finish(status='failed', return_code=3)
-        self.assertEqual([], answer['accepted'])
-        self.assertIn('is already complete, as completed with return code 0', answer['errors'][0]['message'])
-        self.assertEqual('completed', self.statuses(self.workflow_id)['a'])
+        without retries a failure is one
+          a
+          claim n1 a; end a failed:9 max_retries=0 -> a=failed#1
 
-    def entry(self, job: Dict[str, Any], **more: Any) -> Dict[str, Any]:
-        """A line of batch_complete_jobs, as a journal has it."""
-        result = dict(dict(self.end(job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id), **more)
-        return {'job_id': job['id'], 'status': result['status'], 'run_id': result['run_id'], 'result': result}
+        retries end where the caller says
+          a
+          claim n1 a; end a failed max_retries=2; claim n1 a; end a failed max_retries=2 -> a=failed#2
 
-    def post(self, way: str, entry: Dict[str, Any]) -> str:
-        """Report an end in one of three ways; '' or why it was refused."""
-        if way == 'runner_sync':
-            completion = {key: value for key, value in entry['result'].items() if key not in ('workflow_id', 'run_id', 'compute_node_id')}
-            body = {'compute_node_id': entry['result']['compute_node_id'], 'run_id': entry['run_id'], 'completions': [completion]}
-            errors = self.call('runner_sync', body, id=self.workflow_id)['errors']
-        elif way == 'batch_complete_jobs':
-            errors = self.call(way, {'completions': [entry]}, id=self.workflow_id)['errors']
-        else:
-            try:
-                self.call(way, entry['result'], job_id=entry['job_id'], status=entry['status'], run_id=entry['run_id'])
-                return ''
-            except torc.TorcError as error:
-                errors = [{'message': error.message}]
-        return errors[0]['message'] if errors else ''
+        an attempt that was interrupted leaves its result and makes the next one ready
+          a / b: a
+          claim n1 a; end a terminated:143 interrupted=true reason=stopped -> a=ready#2 b=blocked events=job_terminated,job_retried
+          claim n2 a -> interruptions=a:1 results=a#1:143:terminated
+          end a#1 by=n1 -> refused='attempt 1 of job'
 
-    WAYS = ('complete_job', 'batch_complete_jobs', 'runner_sync')
+        an interruption spends no retry
+          a / b: a
+          claim n1 a; end a terminated:1 interrupted=true; claim n1 a; end a terminated:1 interrupted=true -> a=ready#3
+          claim n1 a; end a failed max_retries=2; claim n1 a; end a terminated:1 interrupted=true -> a=ready#5
+          claim n1 a; end a failed max_retries=2 -> a=failed b=canceled
+          retry a 2 -> refused='has used its 2 attempts'
+          retry a 3 -> a=ready#6
 
-    def test_the_end_of_what_nobody_has_claimed_is_taken_in_once_with_all_that_follows(self):
-        self.workflow_id = self.create('a:\nb: a\nc: b\nd: b')
-        self.node_id = self.node(self.workflow_id)
-        jobs = {job['name']: job for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
-        action = {'workflow_id': self.workflow_id, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
-        for trigger in ('on_jobs_ready', 'on_jobs_complete'):
-            self.call('create_workflow_action', dict(action, trigger_type=trigger, job_ids=[jobs['b']['id']]), id=self.workflow_id)
+        what was interrupted but ended by itself is judged as always
+          a / b: a
+          claim n1 a; end a failed:3 interrupted=true -> a=failed b=canceled
+
+        of a canceled workflow an interrupted job stays canceled
+          a / b: a
+          claim n1 a; cancel; end a terminated:143 interrupted=true -> a=canceled b=canceled results=a#1:143:canceled
+
+        a canceled job that ran gets its result
+          a / b: a
+          claim n1 a; cancel; end a terminated:143 -> canceled=true a=canceled b=canceled results=a#1:143:canceled
+
+        what a retry makes ready again waits for what has yet to run
+          a / b: a / c: b
+          complete b failed -> a=ready b=failed c=canceled
+          retry b 2 -> b=blocked#2
+          claim n1 a; end a; claim n1 b; end b -> b=completed#2 c=canceled
+
+        a disabled job counts as one that has finished well
+          a / b: a
+          set a disabled -> a=disabled b=ready
+        '''
+    NAMES = '''
+        a job that is set back within a run goes on counting
+          a
+          claim n1 a; end a failed; CHANGE; claim n1 a; end a -> a=completed#2
+
+        an attempt that was taken from its runner is not handed out again
+          a
+          claim n1 a; TAKE; claim n1 a -> a=pending#2
+          end a#1 -> refused='attempt 1 of job'
+          end a -> a=completed#2
+        '''
+    RUNS = '''
+        a new run begins with attempt 1, also of what failed, waits or was canceled
+          a / b / c
+          claim n1 a b c; end a failed; end b terminated:1 interrupted=true; cancel; end c canceled; reset; reset jobs; init
+          claim n1 a b c -> a=pending#1 b=pending#1 c=pending#1 interruptions=
+          end a; end b; end c -> a=completed b=completed c=completed
+
+        a new run begins with attempt 1 of what was not set back either
+          a
+          claim n1 a; end a terminated:1 interrupted=true; reset; claim n1 a -> a=pending#1 interruptions=
+
+        jobs in hand are not reset under their runner
+          a
+          claim n1 a; reset jobs -> refused='pending or running'
+        '''
+    WAYS = ('complete', 'batch', 'end')
+    ANY_WAY = '''
+        the end of a ready job that nobody has claimed is taken in, with all that follows
+          a / b: a / c: b | on_jobs_ready b | on_jobs_complete b
+          WAY a -> a=completed b=ready c=blocked due=on_jobs_ready results=a#1:0:completed
+          WAY a failed:7 -> refused='is already complete'
+          claim n1 b
+
+        so is that of a blocked one
+          a / b: a / c: b / d: b | on_jobs_ready b | on_jobs_complete b
+          WAY b -> a=ready b=completed c=ready d=ready due=on_jobs_ready,on_jobs_complete results=b#1:0:completed
+          claim n1 a c d
+
+        and that of one that is not initialized
+          a / b: a / c: b | on_jobs_ready b | on_jobs_complete b
+          reset jobs; WAY b -> a=uninitialized b=completed c=uninitialized due=on_jobs_ready,on_jobs_complete
+
+        what another node holds cannot end
+          a / b: a
+          node n2; claim n1 a; WAY a by=n2 -> refused='held by compute node' a=pending
+          start a; WAY a by=n2 -> refused='held by compute node' a=running
+          cancel; WAY a by=n2 -> refused='held by compute node' a=canceled results=
+          WAY a -> a=canceled results=a#1:0:canceled
+
+        what has no attempt left cannot end
+          a / b: a / c
+          node n1; set c disabled; WAY c -> refused='is already complete, as disabled'
+          cancel; WAY b -> refused='is already complete, as canceled'
+        '''
+    EDITED = '''
+        a change after the end of what nobody has claimed is seen
+          a
+          set a BEFORE; complete a -> changed=
+          edit a -> changed=a
+        '''
+
+    def test_ends_count_once_and_what_follows_from_them_follows(self):
+        self.assertScenarios(self.ENDS)
+        self.assertScenarios(self.RUNS)
+
+    def test_the_name_of_an_attempt_never_comes_twice(self):
+        set_back, begin_anew = 'set a uninitialized; reinit', 'cancel; reset jobs; init'
+        for change in (set_back, 'init', 'set a ready'):
+            self.assertScenarios(self.NAMES, CHANGE=change, TAKE='cancel; ' + change if change != 'set a ready' else change)
+        for take in (set_back, begin_anew):
+            self.assertScenarios(self.NAMES, CHANGE='init', TAKE=take)
+
+    def test_every_way_of_an_end_follows_the_same_rules(self):
         for way in self.WAYS:
-            for status, first, then in (
-                    ('ready', 'a', {'a': 'completed', 'b': 'ready', 'c': 'blocked', 'd': 'blocked'}),
-                    ('blocked', 'b', {'a': 'ready', 'b': 'completed', 'c': 'ready', 'd': 'ready'}),
-                    ('uninitialized', 'b', {'a': 'uninitialized', 'b': 'completed', 'c': 'uninitialized', 'd': 'uninitialized'})):
-                with self.subTest(way, status=status), self.undone():
-                    if status == 'uninitialized':
-                        self.call('reset_job_status', id=self.workflow_id)
-                    self.assertEqual(status, self.statuses(self.workflow_id)[first])
-                    self.assertEqual('', self.post(way, self.entry(jobs[first])))
-                    again = self.post(way, self.entry(jobs[first]))
-                    self.assertEqual(way != 'runner_sync', 'already complete, as completed with return code 0' in again, again)
-                    self.assertIn('is already complete', self.post(way, self.entry(jobs[first], return_code=7)))
-                    self.assertEqual(then, self.statuses(self.workflow_id))
-                    self.assertWhole()
-                    self.assertEqual(1, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
-                    due = [action['trigger_type'] for action in self.call('get_pending_actions', id=self.workflow_id)]
-                    self.assertEqual(['on_jobs_ready', 'on_jobs_complete'] if first == 'b' else ['on_jobs_ready'], due)
-                    self.assertNotIn(first, self.claim(self.workflow_id, self.node_id))
-        with self.undone():
-            self.post('complete_job', self.entry(jobs['b'], status='failed', return_code=1))
-            self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'canceled', 'd': 'canceled'}, self.statuses(self.workflow_id))
-            self.call('retry_job', job_id=jobs['b']['id'], run_id=1, max_retries=2)
-            self.assertEqual('blocked', self.statuses(self.workflow_id)['b'], 'what it waits for has yet to run')
-            self.drive(self.workflow_id, {})
-            self.assertEqual({'a': 'completed', 'b': 'completed', 'c': 'canceled', 'd': 'canceled'}, self.statuses(self.workflow_id))
-
-    def test_a_change_after_the_end_of_what_nobody_has_claimed_is_seen(self):
-        self.workflow_id = self.create('a:')
-        self.node_id = self.node(self.workflow_id)
-        job = self.call('list_jobs', workflow_id=self.workflow_id)['items'][0]
+            self.assertScenarios(self.ANY_WAY, WAY=way)
         for before in ('ready', 'pending', 'running'):
-            with self.subTest(before), self.undone():
-                self.call('manage_status_change', id=job['id'], status=before, run_id=1)
-                self.assertEqual('', self.post('complete_job', self.entry(job)))
-                self.assertEqual([], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
-                self.call('update_job', {'command': 'false'}, id=job['id'])
-                self.assertEqual(['a'], self.call('process_changed_job_inputs', id=self.workflow_id, dry_run=True)['reinitialized_jobs'])
-
-    def test_what_another_node_holds_cannot_end(self):
-        other = self.node(self.workflow_id)
-        for status in ('pending', 'running', 'canceled'):
-            if status == 'running':
-                self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
-            elif status == 'canceled':
-                self.call('cancel_workflow', id=self.workflow_id)
-            for way in self.WAYS:
-                with self.subTest(way, status=status):
-                    self.assertEqual(status, self.statuses(self.workflow_id)['a'])
-                    self.assertIn(f'held by compute node {self.node_id}', self.post(way, self.entry(self.job, compute_node_id=other)))
-                    self.assertEqual(0, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
-                    self.assertEqual(status, self.statuses(self.workflow_id)['a'])
+            self.assertScenarios(self.EDITED, BEFORE=before)
 
     def test_a_node_that_is_not_at_work_holds_nothing(self):
-        described = self.node(self.workflow_id, is_active=False)
-        self.store.run('UPDATE job SET compute_node_id = ? WHERE id = ?', (described, self.job['id']))
-        self.assertEqual('', self.post('complete_job', self.entry(self.job, status='failed', return_code=-128)))
+        self.begin('a')
+        self.do_claim('n1', 'a')
+        self.store.run('UPDATE job SET compute_node_id = ?', (self.node(self.workflow_id, is_active=False),))
+        self.do_complete('a', 'failed')
+        self.assertEqual('failed', self.see('a'))
 
-    def test_what_has_no_attempt_left_cannot_end(self):
-        job = self.call('list_jobs', workflow_id=self.workflow_id, status='blocked')['items'][0]
-        for status in ('canceled', 'disabled'):
-            self.store.run('UPDATE job SET status = ? WHERE id = ?', (torc.STATUS_CODES[status], job['id']))
-            for way in self.WAYS:
-                with self.subTest(way, status=status):
-                    self.assertIn(f'is already complete, as {status}', self.post(way, self.entry(job)))
-        self.store.run('UPDATE job SET status = 1, attempt_id = 2 WHERE id = ?', (job['id'],))
-        self.assertIn('attempt 1', self.post('runner_sync', self.entry(job)))
-
-    def test_run_zero_is_the_first_run_until_it_is_reset(self):
-        with self.undone():
-            self.assertEqual('', self.post('batch_complete_jobs', self.entry(self.job, run_id=0)))
-            self.assertIn('already complete', self.post('batch_complete_jobs', self.entry(self.job)), 'one attempt, by two names of its run')
-            self.assertEqual([1], [row['run_id'] for row in self.call('list_results',
-                                                                      workflow_id=self.workflow_id,
-                                                                      all_runs=True)['items']])
-        with self.undone():
-            self.call('start_job', job_id=self.job['id'], run_id=0, compute_node_id=self.node_id)
-            self.call('retry_job', job_id=self.job['id'], run_id=0, max_retries=2)
-            self.call('manage_status_change', id=self.job['id'], status='disabled', run_id=0)
-        self.assertNotIn('is_run_zero', self.call('get_workflow', id=self.workflow_id))
-        self.call('reset_workflow_status', id=self.workflow_id, force=True)
-        self.call('initialize_jobs', id=self.workflow_id)
-        for run_id in (0, 1):
-            self.assertIn(f'run {run_id} of workflow', self.post('batch_complete_jobs', self.entry(self.job, run_id=run_id)))
+    def test_run_zero_of_a_workflow_that_was_never_initialized_is_its_first(self):
         self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        job = self.call('create_job', {'workflow_id': self.workflow_id, 'name': 'a', 'command': 'x'})
-        self.node_id = self.node(self.workflow_id)
-        with self.undone():
-            self.assertEqual('', self.post('complete_job', self.entry(job, run_id=0)), 'before any initialize')
-            self.call('initialize_jobs', id=self.workflow_id)
-            for way in self.WAYS[:2]:       # runners of ours begin in a run that has begun
-                self.assertIn('already complete', self.post(way, self.entry(job, run_id=0)), 'the same once more')
-                other = self.entry(job, status='failed', return_code=1, run_id=0)
-                self.assertIn('is already complete', self.post(way, other))
-                self.assertEqual({'a': 'ready'}, self.statuses(self.workflow_id), 'of the run that has begun')
-        self.call('reset_workflow_status', id=self.workflow_id)
-        self.call('initialize_jobs', id=self.workflow_id)
-        self.assertIn('run 0 of workflow', self.post('complete_job', self.entry(job, run_id=0)), 'a reset began run 1')
-
-    def test_a_superseded_run_changes_nothing(self):
-        self.call('reset_workflow_status', id=self.workflow_id, force=True)
-        self.call('initialize_jobs', id=self.workflow_id)
-        body = {'compute_node_id': self.node_id, 'run_id': 1, 'completions': [self.end(self.job)]}
-        self.assertRefused('run 1 of workflow', 'runner_sync', body, id=self.workflow_id)
-        entry = {'job_id': self.job['id'], 'status': 'completed', 'run_id': 1, 'result': dict(
-            self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)}
-        answer = self.call('batch_complete_jobs', {'completions': [entry]}, id=self.workflow_id)
-        self.assertEqual(([], 1), (answer['completed'], len(answer['errors'])))
-        self.assertEqual(0, self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['total_count'])
+        self.call('create_job', {'workflow_id': self.workflow_id, 'name': 'a', 'command': 'x'})
+        self.nodes, self.given = {}, {}
+        for line in ("complete a run=0 -> a=completed results=a#1:0:completed",
+                     "init; complete a run=0 -> refused='already complete'",
+                     "batch a failed run=0 -> refused='is already complete' a=ready"):
+            self.act(line)
+        self.assertNotIn('is_run_zero', self.call('get_workflow', id=self.workflow_id))
 
     def test_a_batch_is_accepted_entry_by_entry(self):
-        entry = {'job_id': self.job['id'], 'status': 'completed', 'run_id': 1, 'result': dict(
-            self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)}
-        wrong = dict(entry, status='running', result=dict(entry['result'], status='running'))
+        self.begin('a')
+        self.do_claim('n1', 'a')
+        result = self.result_of('a', 'completed', '', '', {})
+        entry = {'job_id': result['job_id'], 'status': 'completed', 'run_id': 1, 'result': result}
+        wrong = dict(entry, status='running', result=dict(result, status='running'))
         answer = self.call('batch_complete_jobs', {'completions': [wrong, entry, dict(entry, job_id=999)]}, id=self.workflow_id)
-        self.assertEqual([self.job['id']], answer['completed'])
-        self.assertEqual(2, len(answer['errors']))
-
-    def test_a_retry_leaves_the_failed_attempts_result_and_makes_the_next_ready(self):
-        with self.undone():
-            self.finish(status='failed', return_code=9, retry=True, max_retries=0)
-            self.assertEqual('failed', self.statuses(self.workflow_id)['a'])
-        answer = self.finish(status='failed', return_code=9, retry=True, max_retries=3)
-        self.assertEqual([[self.job['id'], 1, 'ready']], answer['accepted'])
-        again = self.claim(self.workflow_id, self.node_id)['a']
-        self.assertEqual(2, again['attempt_id'])
-        self.assertIn('attempt 1', self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])['errors'][0]['message'])
-        self.sync(self.workflow_id, self.node_id, completions=[self.end(again)])
-        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
-        self.assertEqual([(1, 'failed', 9), (2, 'completed', 0)], [(row['attempt_id'], row['status'], row['return_code']) for row in rows])
-        self.assertEqual([2], [row['attempt_id'] for row in self.call('list_results', workflow_id=self.workflow_id)['items']])
-        self.assertEqual('ready', self.statuses(self.workflow_id)['b'])
-
-    def test_an_attempt_that_was_interrupted_leaves_its_result_and_makes_the_next_ready(self):
-        stopped = dict(status='terminated', return_code=143, interrupted=True, reason='stopped: why')
-        for _ in range(2):      # its answer was lost
-            answer = self.finish(**stopped)
-            self.assertEqual(([[self.job['id'], 1, 'ready']], []), (answer['accepted'], answer['errors']))
-        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(self.workflow_id))
-        row, = self.call('list_results', workflow_id=self.workflow_id)['items']
-        self.assertEqual((1, 'terminated', 143), (row['attempt_id'], row['status'], row['return_code']))
-        self.assertNotIn('is_interrupted', row)
-        events = [event['data'] for event in self.call('list_events', workflow_id=self.workflow_id)['items']]
-        self.assertIn(('job_terminated', 'a: stopped: why'),
-                      [(data['event_type'], data['message']) for data in events])
-        again = self.claim(self.workflow_id, self.node(self.workflow_id))['a']      # another runner
-        self.assertEqual((2, 1), (again['attempt_id'], again['interruptions']))
-        self.assertIn('attempt 1 of job', self.finish(status='completed')['errors'][0]['message'])
-        self.assertWhole()
-
-    def test_an_interruption_spends_no_retry(self):
-        def finish(**more: Any) -> str:
-            self.job = self.claim(self.workflow_id, self.node_id).get('a') or self.job
-            return self.finish(**dict({'attempt_id': self.job['attempt_id']}, **more))['accepted'][0][2]
-        stopped = dict(status='terminated', return_code=1, interrupted=True)
-        failed = dict(status='failed', return_code=1, retry=True, max_retries=2)
-        self.assertEqual(['ready', 'ready', 'ready', 'ready', 'failed'],
-                         [finish(**more) for more in (stopped, stopped, failed, stopped, failed)])
-        self.assertEqual({'a': 'failed', 'b': 'canceled'}, self.statuses(self.workflow_id))
-        again = {'job_id': self.job['id'], 'run_id': 1}
-        self.assertRefused('has used its 2 attempts', 'retry_job', max_retries=2, **again)
-        self.assertEqual(6, self.call('retry_job', max_retries=3, **again)['attempt_id'])
-
-    def test_a_new_run_counts_attempts_from_one_for_what_waits_too(self):
-        self.finish(status='terminated', return_code=1, interrupted=True)
-        self.call('reset_workflow_status', id=self.workflow_id)
-        claimed = self.claim(self.workflow_id, self.node_id)['a']
-        self.assertEqual((1, 0), (claimed['attempt_id'], claimed['interruptions']))
-        self.job = claimed
-        self.assertEqual([[self.job['id'], 1, 'completed']], self.finish()['accepted'])
-
-    def test_what_was_interrupted_but_ended_by_itself_is_judged_as_always(self):
-        answer = self.finish(status='failed', return_code=3, interrupted=True)
-        self.assertEqual([[self.job['id'], 1, 'failed']], answer['accepted'])
-        self.assertEqual({'a': 'failed', 'b': 'canceled'}, self.statuses(self.workflow_id))
-
-    def test_an_interrupted_job_of_a_canceled_workflow_stays_canceled(self):
-        self.call('cancel_workflow', id=self.workflow_id)
-        answer = self.finish(status='terminated', return_code=143, interrupted=True)
-        self.assertEqual([[self.job['id'], 1, 'canceled']], answer['accepted'])
-        self.assertEqual({'a': 'canceled', 'b': 'canceled'}, self.statuses(self.workflow_id))
-
-    def test_a_canceled_job_that_ran_gets_its_result(self):
-        self.call('cancel_workflow', id=self.workflow_id)
-        answer = self.finish(status='terminated', return_code=143)
-        self.assertEqual([[self.job['id'], 1, 'canceled']], answer['accepted'])
-        self.assertTrue(answer['is_canceled'])
-        result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
-        self.assertEqual(('canceled', 143), (result['status'], result['return_code']))
-        self.assertEqual({'a': 'canceled', 'b': 'canceled'}, self.statuses(self.workflow_id))
-
-    def test_single_operations_follow_the_same_rules(self):
-        self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
-        self.call('start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
-        self.assertEqual('running', self.statuses(self.workflow_id)['a'])
-        result = dict(self.end(self.job), workflow_id=self.workflow_id, run_id=1, compute_node_id=self.node_id)
-        self.assertRefused('cannot complete as', 'complete_job', result, job_id=self.job['id'], status='ready', run_id=1)
-        done = self.call('complete_job', result, job_id=self.job['id'], status='completed', run_id=1)
-        self.assertEqual('completed', done['status'])
-        self.assertRefused('only a pending one', 'start_job', job_id=self.job['id'], run_id=1, compute_node_id=self.node_id)
-        self.assertRefused('only a running, failed or terminated', 'retry_job', job_id=self.job['id'], run_id=1, max_retries=3)
+        self.assertEqual(([result['job_id']], 2), (answer['completed'], len(answer['errors'])))
 
 
-class NamesOfAttemptsTest(ServiceTest):
-    """An attempt is known by (job, run, attempt): the same name never comes twice."""
-
-    def run_again(self, *changes: Callable[[int, int], Any]) -> None:
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
-        for change in changes:
-            change(workflow_id, job['id'])
-        again = self.claim(workflow_id, node_id)['a']
-        self.assertEqual(2, again['attempt_id'])
-        answer = self.sync(workflow_id, node_id, completions=[self.end(again)])
-        self.assertEqual(([[job['id'], 2, 'completed']], []), (answer['accepted'], answer['errors']))
-
-    def test_a_job_set_back_within_a_run_goes_on_counting(self):
-        def set_back(workflow_id: int, job_id: int) -> None:
-            self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
-
-        def initialize_part(workflow_id: int, job_id: int) -> None:
-            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-
-        def initialize_all(workflow_id: int, job_id: int) -> None:
-            self.call('initialize_jobs', id=workflow_id)
-
-        def make_ready(workflow_id: int, job_id: int) -> None:
-            self.call('manage_status_change', id=job_id, status='ready', run_id=1)
-        self.run_again(set_back, initialize_part)
-        self.run_again(initialize_all)
-        self.run_again(make_ready)
-
-    def test_a_new_run_begins_with_attempt_1(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1)])
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual(1, self.claim(workflow_id, node_id)['a']['attempt_id'])
-
-    def test_an_attempt_taken_from_its_runner_is_not_handed_out_again(self):
-        def cancel_and_initialize(workflow_id: int, job_id: int) -> None:
-            self.call('cancel_workflow', id=workflow_id)
-            self.call('initialize_jobs', id=workflow_id)
-
-        def set_ready(workflow_id: int, job_id: int) -> None:
-            self.call('manage_status_change', id=job_id, status='ready', run_id=1)
-
-        def set_back(workflow_id: int, job_id: int) -> None:
-            self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
-            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-
-        def cancel_and_set_back(workflow_id: int, job_id: int) -> None:
-            self.call('cancel_workflow', id=workflow_id)
-            set_back(workflow_id, job_id)
-
-        def cancel_and_reset_jobs(workflow_id: int, job_id: int) -> None:
-            self.call('cancel_workflow', id=workflow_id)
-            self.call('reset_job_status', id=workflow_id)
-            self.call('initialize_jobs', id=workflow_id)
-        for change in (cancel_and_initialize, set_ready, set_back, cancel_and_set_back, cancel_and_reset_jobs):
-            with self.subTest(change.__name__):
-                workflow_id = self.create('a:')
-                node_id = self.node(workflow_id)
-                first = self.claim(workflow_id, node_id)['a']
-                change(workflow_id, first['id'])
-                again = self.claim(workflow_id, node_id)['a']
-                self.assertEqual(2, again['attempt_id'])
-                answer = self.sync(workflow_id, node_id, completions=[self.end(first), self.end(again)])
-                self.assertEqual(([[first['id'], 2, 'completed']], [1]),
-                                 (answer['accepted'], [error['attempt_id'] for error in answer['errors']]))
-
-    def test_an_attempt_that_was_canceled_in_the_last_run_counts_for_none(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.claim(workflow_id, node_id)
-        self.call('cancel_workflow', id=workflow_id)
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual(1, self.claim(workflow_id, node_id)['a']['attempt_id'])
-
-    def test_retries_end_where_the_caller_says(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        for attempt, status in ((1, 'ready'), (2, 'failed')):
-            end = self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1, retry=True, max_retries=2)
-            answer = self.sync(workflow_id, node_id, completions=[end])
-            self.assertEqual(status, answer['accepted'][0][2])
-            self.assertEqual(status, self.sync(workflow_id, node_id, completions=[end])['accepted'][0][2])
-
-    def test_only_the_node_that_has_a_job_can_end_it(self):
-        workflow_id = self.create('a:')
-        first, second = self.node(workflow_id), self.node(workflow_id)
-        job = self.claim(workflow_id, first)['a']
-        self.assertIn('held by compute node', self.sync(workflow_id, second, completions=[self.end(job)])['errors'][0]['message'])
-        self.assertEqual([], self.sync(workflow_id, first, completions=[self.end(job)])['errors'])
-
-    def test_jobs_in_hand_are_not_reset_under_their_runner(self):
-        workflow_id = self.create('a:')
-        self.claim(workflow_id, self.node(workflow_id))
-        self.assertRefused('pending or running', 'reset_job_status', id=workflow_id)
-
-
-class SpawnTest(ServiceTest):
+class SpawnTest(ScenarioTest):
     """Jobs that running jobs make."""
+    WORKFLOW = {'dynamic_jobs': {'max_iterations': 2}}
+    SCENARIOS = '''
+        they wait for their maker and for each other, whatever becomes of the latter
+          done / main: done
+          claim n1 done; end done; claim n1 main; start main; spawn main 'b!: a done' a -> iteration=1 a=blocked b=blocked
+          end main -> main=completed a=ready b=blocked
+          claim n1 a; end a failed -> b=ready
 
-    def start(self, workflow_id: int, node_id: int) -> Dict[str, Dict[str, Any]]:
-        """Claim what is ready and start it."""
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, started=[[job['id'], job['attempt_id'], '2026-01-01T00:00:01Z'] for job in jobs.values()])
-        return jobs
+        they fall with their maker
+          main
+          claim n1 main; start main; spawn main a 'b: a'; end main failed -> a=canceled b=canceled complete=true
 
-    def spawn(self, job: Dict[str, Any], *names: str, **more: Any) -> Dict[str, Any]:
-        """Spawn jobs 'name: prerequisites' on behalf of a job."""
-        rows = [name.partition(':') for name in names]
-        jobs = [dict({'name': name, 'command': 'c'}, **({'depends_on': needs.split()} if needs else {})) for name, _, needs in rows]
-        return self.call('spawn_jobs', dict({'jobs': jobs}, **more), id=job['id'])
+        a job may be faster than its runner's word
+          main
+          claim n1 main; spawn main a -> main=running a=blocked
 
-    def finish(self, workflow_id: int, node_id: int, job: Dict[str, Any], status: str = 'completed') -> None:
-        """The end of a job."""
-        answer = self.sync(workflow_id, node_id, completions=[self.end(job, status, int(status != 'completed'))])
-        self.assertEqual([], answer['errors'])
+        only a running job spawns
+          main / late: main
+          node n1; spawn main a -> refused='is ready; only a running job'
+          spawn late a -> refused='is blocked; only a running job'
 
-    def named(self, workflow_id: int, name: str) -> Dict[str, Any]:
-        """The job of this name."""
-        return next(job for job in self.call('list_jobs', workflow_id=workflow_id)['items'] if job['name'] == name)
+        what an earlier attempt spawned is there already
+          main
+          claim n1 main; start main; spawn main a b; spawn main b a -> iteration=1
+          spawn main c -> iteration=2
+          end main failed max_retries=3; claim n1 main; start main; spawn main c -> iteration=2
+          spawn main a b -> iteration=1 jobs=main,a,b,c lineages=main__g000001,main__g000002
 
-    def records(self, workflow_id: int) -> Dict[str, Any]:
-        """What lineages have left in user data: end of the name -> content."""
-        items = self.call('list_user_data', workflow_id=workflow_id)['items']
-        self.assertTrue(all(item['is_ephemeral'] and item['name'].startswith('__torc_lineage__') for item in items), items)
-        return {item['name'][len('__torc_lineage__'):]: item['data'] for item in items}
+        generations are counted for each lineage and capped
+          main
+          claim n1 main; start main; spawn main a lineage=L; spawn main b lineage=M_%__g000007 -> iteration=1
+          spawn main c lineage=L -> iteration=2
+          spawn main d lineage=L -> refused="lineage 'L' has spawned 2 times, which is its limit"
+          spawn main lineage=L -> iteration=2 jobs=main,a,b,c
+          over main lineage=L -> iteration=2 lineages=L__g000001,M_%__g000007__g000001,L__g000002,L__final
+          spawn main e lineage=M_%__g000007 -> iteration=2
 
-    def test_they_wait_for_their_maker_and_for_each_other(self):
-        workflow_id = self.create('done:\nmain: done', workflow={'env': {'A': '1'}})
-        node_id = self.node(workflow_id)
-        self.finish(workflow_id, node_id, self.start(workflow_id, node_id)['done'])
-        main = self.start(workflow_id, node_id)['main']
+        a new generation ends the word of the end
+          main
+          claim n1 main; start main; over main -> lineages=main__final
+          spawn main a -> lineages=main__g000001
+
+        what a job spawned goes when it starts over, and what that spawned
+          main / other
+          claim n1 main other; start main other; spawn main work next; end main; end other; claim n1 work next; start next
+          spawn next more lineage=main; end next; claim n1 more; end more; end work -> jobs=main,other,work,next,more
+          reset; init -> jobs=main,other lineages= main=ready
+          claim n1 main other; start main; spawn main work -> iteration=1
+
+        what the others spawned stays
+          main
+          claim n1 main; start main; spawn main work next; end main; claim n1 work next; start next
+          spawn next more lineage=main; end next; claim n1 more; end more; end work; set next uninitialized; reinit
+          -> jobs=main,work,next main=completed work=completed next=ready lineages=main__g000001
+
+        nothing goes that a runner has in hand
+          main
+          claim n1 main; start main; spawn main a b; end main; claim n1 a limit=1; set main uninitialized; reinit
+          -> jobs=main,a main=ready a=pending
+
+        they survive a restart of the server
+          main
+          claim n1 main; start main; spawn main a 'b: a'; server; spawn main a 'b: a' -> iteration=1 jobs=main,a,b
+          end main -> main=completed a=ready b=blocked
+        '''
+
+    def test_what_they_wait_for_and_when_they_go(self):
+        self.assertScenarios(self.SCENARIOS)
+
+    def do_over(self, job: str, **more: str) -> None:
+        """The last word of a lineage."""
+        self.do_spawn(job, state='over', **more)
+
+    def test_they_have_what_their_maker_gives_them(self):
+        workflow_id = self.create('main:', workflow={'env': {'A': '1'}})
+        main = self.claim(workflow_id, self.node(workflow_id))['main']
         needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'big', 'num_cpus': 3})['id']
         answer = self.call('spawn_jobs', {'jobs': [
-            {'name': 'second', 'command': 'x', 'depends_on': ['first', 'done'], 'cancel_on_blocking_job_failure': False},
-            {'name': 'first', 'command': 'y', 'priority': 7, 'resource_requirements': 'big'}]}, id=main['id'])
-        second, first = (self.call('get_job', id=job_id) for job_id in answer['spawned_job_ids'])
-        self.assertEqual(('second', 'first', 1), (second['name'], first['name'], answer['iteration']))
-        self.assertEqual(('blocked', 'spawn', {'A': '1', 'TORC_ORCHESTRATOR_LINEAGE_ID': 'main'}, 7, needs, [main['id']]),
-                         (first['status'], first['origin'], first['env'], first['priority'], first['resource_requirements_id'],
-                          first['depends_on_job_ids']))
-        self.assertEqual([main['id'] - 1, main['id'], first['id']], second['depends_on_job_ids'])
-        self.assertFalse(second['cancel_on_blocking_job_failure'])
-        self.assertWhole()
-        self.finish(workflow_id, node_id, main)
-        self.assertEqual({'done': 'completed', 'main': 'completed', 'second': 'blocked', 'first': 'ready'}, self.statuses(workflow_id))
-        self.assertEqual('completed', self.drive(workflow_id, {'first': 'failed'})['second'])
-        self.assertWhole()
-
-    def test_they_fall_with_their_maker(self):
-        workflow_id = self.create('main:')
-        node_id = self.node(workflow_id)
-        main = self.start(workflow_id, node_id)['main']
-        self.spawn(main, 'a', 'b: a')
-        self.finish(workflow_id, node_id, main, 'failed')
-        self.assertEqual({'main': 'failed', 'a': 'canceled', 'b': 'canceled'}, self.statuses(workflow_id))
-        self.assertTrue(self.call('is_workflow_complete', id=workflow_id)['is_complete'])
-
-    def test_a_job_may_be_faster_than_its_runners_word(self):
-        workflow_id = self.create('main:\nother:')
-        node_id = self.node(workflow_id)
-        main = self.claim(workflow_id, node_id, 1)['main']
-        self.spawn(main, 'a')
-        self.assertEqual(('running', node_id), tuple(self.call('get_job', id=main['id'])[key] for key in ('status', 'compute_node_id')))
-        (other,) = self.call('claim_next_jobs', id=workflow_id)['jobs']     # whose client starts nothing without start_job
-        self.assertRefused('is pending; only a running job', 'spawn_jobs', {'jobs': []}, id=other['id'])
-
-    def test_the_same_call_again_adds_nothing(self):
-        workflow_id = self.create('main:')
-        node_id = self.node(workflow_id)
-        main = self.start(workflow_id, node_id)['main']
-        first = self.spawn(main, 'a', 'b', state={'x': 1})
-        second = self.spawn(main, 'c')
-        self.assertEqual([1, 2], [first['iteration'], second['iteration']])
-        self.assertEqual(first, self.spawn(main, 'a', 'b', state={'x': 2}))
-        self.assertEqual(dict(first, spawned_job_ids=first['spawned_job_ids'][::-1]), self.spawn(main, 'b', 'a'))
-        self.assertEqual({'main__g000001': {'generation': 1, 'spawn_count': 2, 'state': {'x': 1}},
-                          'main__g000002': {'generation': 2, 'spawn_count': 1, 'state': None}}, self.records(workflow_id))
-        self.sync(workflow_id, node_id, completions=[self.end(main, 'failed', 1, retry=True, max_retries=3)])
-        main = self.start(workflow_id, node_id)['main']
-        self.assertEqual(2, main['attempt_id'])
-        self.assertEqual(second, self.spawn(main, 'c'))
-        self.assertEqual(4, len(self.statuses(workflow_id)))
-
-    def test_generations_are_counted_for_each_lineage_and_capped(self):
-        workflow_id = self.create('main:', workflow={'dynamic_jobs': {'max_iterations': 2}})
-        main = self.start(workflow_id, self.node(workflow_id))['main']
-        self.assertEqual([1, 1, 2], [self.spawn(main, name,
-                                                lineage=lineage)['iteration'] for name, lineage in (('a',
-                'L'), ('b', 'M_%__g000007'), ('c', 'L'))])
-        self.assertEqual('L', self.named(workflow_id, 'c')['env']['TORC_ORCHESTRATOR_LINEAGE_ID'])
-        self.assertRefused("lineage 'L' has spawned 2 times, which is its limit", 'spawn_jobs',
-                           {'jobs': [{'name': 'd', 'command': 'x'}], 'lineage': 'L'}, id=main['id'])
-        self.assertEqual({'spawned_job_ids': [], 'iteration': 2}, self.spawn(main, lineage='L'))
-        self.assertEqual(3, len(self.records(workflow_id)))
-        for state in (1, {'end': [None]}):
-            self.assertEqual({'spawned_job_ids': [], 'iteration': 2}, self.spawn(main, lineage='L', state=state))
-            self.assertEqual({'generation': 2, 'spawn_count': 0, 'final': True, 'state': state}, self.records(workflow_id)['L__final'])
-        self.assertEqual(2, self.spawn(main, 'e', lineage='M_%__g000007')['iteration'])
-        self.assertIn('L__final', self.records(workflow_id))
-
-    def test_a_new_generation_ends_the_word_of_the_end(self):
-        workflow_id = self.create('main:')
-        main = self.start(workflow_id, self.node(workflow_id))['main']
-        self.spawn(main, state='over')
-        self.spawn(main, 'a')
-        self.assertEqual(['main__g000001'], list(self.records(workflow_id)))
+            {'name': 'job', 'command': 'y', 'priority': 7, 'resource_requirements': 'big',
+             'cancel_on_blocking_job_failure': False}]}, id=main['id'])
+        job = self.call('get_job', id=answer['spawned_job_ids'][0])
+        wanted = {'status': 'blocked', 'origin': 'spawn', 'env': {'A': '1', 'TORC_ORCHESTRATOR_LINEAGE_ID': 'main'},
+                  'priority': 7, 'resource_requirements_id': needs, 'depends_on_job_ids': [main['id']],
+                  'cancel_on_blocking_job_failure': False}
+        self.assertEqual(wanted, {key: job[key] for key in wanted})
 
     def test_what_cannot_be_is_refused_whole(self):
         workflow_id = self.create('main:\ntwin:\nlate: main')
         other = self.call('create_job', {'workflow_id': workflow_id, 'name': 'other', 'command': 'x'})['id']
         self.store.run("UPDATE job SET name = 'twin' WHERE id = ?", (other,))   # the first version let it be
-        jobs = self.start(workflow_id, self.node(workflow_id))
-        self.spawn(jobs['main'], 'old', 'older')
-        before = self.statuses(workflow_id), self.records(workflow_id)
-        table = (
-            ([{'name': 'a', 'command': 'x'}, {'name': 'a', 'command': 'y'}], "the name 'a' stands twice"),
-            ([{'name': 'a', 'command': 'x', 'depends_on': ['b']},
-              {'name': 'b', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a -> b -> a'),
-            ([{'name': 'a', 'command': 'x', 'depends_on': ['a']}], 'wait for each other: a -> a'),
-            ([{'name': 'b', 'command': 'x'}, {'name': 'a', 'command': 'x', 'depends_on': ['nobody']}],
-             "depends on 'nobody', which does not exist"),
-            ([{'name': 'a', 'command': 'x', 'depends_on': ['twin']}], 'but 2 jobs are called so'),
-            ([{'name': 'a', 'command': 'x', 'resource_requirements': 'huge'}], "has no resource requirements 'huge'"),
-            ([{'name': 'a', 'command': 'x', 'priority': -1}], 'priority is -1'),
-            ([{'name': 'a', 'command': 'x', 'labels': ['a,b']}], 'without commas and outer blanks'),
-            ([{'name': 'a', 'command': 'x', 'env': {}}], 'there is no field jobs[0].env'),
-            ([{'name': 'a', 'command': 'x', 'priorty': 1}], "there is no field jobs[0].priorty, did you mean 'priority'?"),
-            ([{'name': 'a'}], 'jobs[0].command is missing'),
-            ([{'name': 'late', 'command': 'x'}], "has a job 'late' already, which lineage 'main' did not spawn"),
-            ([{'name': 'old', 'command': 'x'}, {'name': 'new', 'command': 'x'}], "has spawned 'old' before, but not all"),
-        )
-        for jobs_wanted, text in table:
+        job_id = self.claim(workflow_id, self.node(workflow_id))['main']['id']
+        old = {'name': 'old', 'command': 'x'}
+        self.call('spawn_jobs', {'jobs': [old]}, id=job_id)
+        before = self.dump()
+        for rows, text in (
+                ([{'name': 'a'}, {'name': 'a'}], "the name 'a' stands twice"),
+                ([{'name': 'a', 'depends_on': ['b']}, {'name': 'b', 'depends_on': ['a']}], 'wait for each other: a -> b -> a'),
+                ([{'name': 'a', 'depends_on': ['nobody']}], "depends on 'nobody', which does not exist"),
+                ([{'name': 'a', 'depends_on': ['twin']}], 'but 2 jobs are called so'),
+                ([{'name': 'a', 'resource_requirements': 'huge'}], "has no resource requirements 'huge'"),
+                ([{'name': 'a', 'priority': -1}], 'priority is -1'),
+                ([{'name': 'a', 'labels': ['a,b']}], 'without commas and outer blanks'),
+                ([{'name': 'a', 'priorty': 1}], "there is no field jobs[0].priorty, did you mean 'priority'?"),
+                ([{'name': 'late'}], "has a job 'late' already, which lineage 'main' did not spawn"),
+                ([{'name': 'old'}, {'name': 'new'}], "has spawned 'old' before, but not all")):
             with self.subTest(text):
-                self.assertRefused(text, 'spawn_jobs', {'jobs': jobs_wanted}, id=jobs['main']['id'])
-        self.assertRefused('there is no field linage', 'spawn_jobs', {'jobs': [], 'linage': 'x'}, id=jobs['main']['id'])
+                self.assertRefused(text, 'spawn_jobs', {'jobs': [dict(row, command='x') for row in rows]}, id=job_id)
+        self.assertRefused('jobs[0].command is missing', 'spawn_jobs', {'jobs': [{'name': 'a'}]}, id=job_id)
         self.assertRefused("has a job 'old' already, which lineage 'other'", 'spawn_jobs',
-                           {'jobs': [{'name': 'old', 'command': 'x'}], 'lineage': 'other'},
-                           id=jobs['main']['id'])
-        self.assertRefused('is blocked; only a running job', 'spawn_jobs', {'jobs': []}, id=jobs['main']['id'] + 2)
+                           {'jobs': [old], 'lineage': 'other'}, id=job_id)
         self.assertRefused('there is no job 999', 'spawn_jobs', {'jobs': []}, id=999)
-        self.assertEqual(before, (self.statuses(workflow_id), self.records(workflow_id)))
-        self.assertWhole()
-
-    def chain(self) -> Tuple[int, int]:
-        """A workflow in which main spawned work and next, and next spawned more; all done."""
-        workflow_id = self.create('main:\nother:')
-        node_id = self.node(workflow_id)
-        jobs = self.start(workflow_id, node_id)
-        self.spawn(jobs['main'], 'work', 'next')
-        self.finish(workflow_id, node_id, jobs['main'])
-        jobs = dict(jobs, **self.start(workflow_id, node_id))
-        self.spawn(jobs['next'], 'more', lineage='main')
-        self.spawn(jobs['next'], lineage='main', state='over')
-        self.drive(workflow_id, {})
-        for name in ('other', 'work', 'next'):
-            self.finish(workflow_id, node_id, jobs[name])
-        self.drive(workflow_id, {})
-        self.assertEqual(dict.fromkeys(['main', 'other', 'work', 'next', 'more'], 'completed'), self.statuses(workflow_id))
-        return workflow_id, node_id
-
-    def test_what_a_job_spawned_goes_when_it_starts_over(self):
-        workflow_id, node_id = self.chain()
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual({'main': 'ready', 'other': 'ready'}, self.statuses(workflow_id))
-        self.assertEqual({}, self.records(workflow_id))
-        self.assertEqual(1, self.spawn(self.start(workflow_id, node_id)['main'], 'work')['iteration'])
-        self.assertWhole()
-
-    def test_what_the_others_spawned_stays(self):
-        workflow_id, _ = self.chain()
-        self.call('manage_status_change', id=self.named(workflow_id, 'next')['id'], status='uninitialized', run_id=1)
-        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-        self.assertEqual({'main': 'completed', 'other': 'completed', 'work': 'completed', 'next': 'ready'}, self.statuses(workflow_id))
-        self.assertEqual(['main__g000001'], list(self.records(workflow_id)))
-        self.assertWhole()
-
-    def test_nothing_goes_that_a_runner_has_in_hand(self):
-        workflow_id = self.create('main:')
-        node_id = self.node(workflow_id)
-        main = self.start(workflow_id, node_id)['main']
-        self.spawn(main, 'a', 'b')
-        self.finish(workflow_id, node_id, main)
-        running = self.claim(workflow_id, node_id, 1)
-        self.call('manage_status_change', id=main['id'], status='uninitialized', run_id=1)
-        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-        self.assertEqual(dict({'main': 'ready'}, **dict.fromkeys(running, 'pending')), self.statuses(workflow_id))
-
-    def test_they_survive_a_restart_of_the_server(self):
-        workflow_id = self.create('main:')
-        main = self.start(workflow_id, self.node(workflow_id))['main']
-        answer = self.spawn(main, 'a', 'b: a')
-        self.store.close()
-        self.store = torc.Store(self.store.path, lambda: self.clock)
-        self.service = torc.Service(self.store)
-        self.addCleanup(self.store.close)
-        self.assertEqual(answer, self.spawn(main, 'a', 'b: a'))
-        with self.service.transaction():
-            torc.record_end(self.context, torc.workflow_state(self.context, workflow_id), self.end(main, run_id=1))
-        self.assertEqual({'main': 'completed', 'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
+        self.assertUnchanged(before)
 
 
 class UnwrittenDataTest(ServiceTest):
     """User data that a job has declared as its output, and not written."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
-        self.records = [self.call('create_user_data', {'workflow_id': self.workflow_id, 'name': name})['id']
-                        for name in 'yxz']
-        for name, records in (('a', self.records), ('b', [])):
-            self.call('create_job', {'workflow_id': self.workflow_id, 'name': name, 'command': 'c',
-                                     'output_user_data_ids': records})
-        self.call('initialize_jobs', id=self.workflow_id)
-
-    def warnings(self) -> List[Any]:
-        events = self.call('list_events', workflow_id=self.workflow_id, category='user_data')['items']
-        return [tuple(event['data'][key] for key in ('level', 'run_id', 'attempt_id', 'message'))
-                for event in events]
-
     def test_it_is_an_event_of_level_warning_and_the_job_stays_completed(self):
-        node_id = self.node(self.workflow_id)
-        jobs = self.claim(self.workflow_id, node_id)
-        self.call('update_user_data', {'data': [1]}, row_id=self.records[2])
-        for _ in range(2):      # the same end again is no second event
-            self.sync(self.workflow_id, node_id, completions=[self.end(jobs['a']), self.end(jobs['b'])])
-        self.assertEqual({'a': 'completed', 'b': 'completed'}, self.statuses(self.workflow_id))
-        message = 'job a has completed without writing its output_user_data: x, y'
-        self.assertEqual([('warning', 1, 1, message)], self.warnings())
-
-    def test_a_job_that_has_failed_is_not_warned_of_until_somebody_says_that_it_has_completed(self):
-        node_id = self.node(self.workflow_id)
-        job = self.claim(self.workflow_id, node_id)['a']
-        self.sync(self.workflow_id, node_id, completions=[self.end(job, 'pending_failed', 3)])
-        self.assertEqual([], self.warnings())
-        self.sync(self.workflow_id, node_id, completions=[self.end(job, 'completed', 0)])
-        self.assertEqual(1, len(self.warnings()))
-
-
-class ExplanationTest(ServiceTest):
-    """Why a job failed, or does not run."""
-
-    def reasons(self, workflow_id: int) -> Dict[str, Optional[str]]:
-        """Name -> why, of all jobs."""
-        jobs = self.call('list_jobs', workflow_id=workflow_id)['items']
-        return {job['name']: self.call('explain_job', id=job['id']).get('reason') for job in jobs}
-
-    def let_fail(self, workflow_id: int, name: str, node_id: int = 0, status: str = 'failed',
-                 **more: Any) -> None:
-        """Let a ready job end badly."""
-        node_id = node_id or self.node(workflow_id)
-        end = self.end(self.claim(workflow_id, node_id)[name], status, 3, **more)
-        self.assertEqual([], self.sync(workflow_id, node_id, completions=[end])['errors'])
-
-    def test_what_never_ran_names_the_failure_that_was_the_cause(self):
-        workflow_id = self.create('a:\nb: a\nc: b\nd: c\ne:')
-        self.let_fail(workflow_id, 'a', reason='no luck')
-        self.assertEqual({
-            'a': 'no luck',
-            'b': 'never ran: its prerequisite a failed: no luck',
-            'c': 'never ran: its prerequisite b was canceled, because a failed: no luck',
-            'd': 'never ran: its prerequisite c was canceled, because a failed: no luck',
-            'e': None}, self.reasons(workflow_id))
-
-    def test_a_failure_without_a_reason_has_its_return_code(self):
-        workflow_id = self.create('a:\nb: a')
-        self.let_fail(workflow_id, 'a', status='terminated')
-        never = 'never ran: its prerequisite a was terminated: return code 3'
-        self.assertEqual({'a': 'return code 3', 'b': never}, self.reasons(workflow_id))
-
-    def test_what_waits_says_for_what(self):
-        workflow_id = self.create('a:\nb:\nc: a b\nd: c')
-        self.let_fail(workflow_id, 'a', status='pending_failed', reason='no luck')
-        self.assertEqual({'a': 'no luck', 'b': None, 'c': 'waits for a (pending_failed), b (pending)',
-                          'd': 'waits for c (blocked)'}, self.reasons(workflow_id))
-        names = [f'a{number}' for number in range(9)]
-        lines = [f'{name}:' for name in names] + ['z: ' + ' '.join(names)]
-        found = self.reasons(self.create('\n'.join(lines)))
-        first = ', '.join(f'{name} (ready)' for name in names[:5])
-        self.assertEqual(f'waits for {first} and 4 more', found['z'])
-        self.assertEqual('waits for a runner', found['a0'])
-
-    def test_a_canceled_workflow_is_the_reason_of_its_jobs(self):
-        workflow_id = self.create('a:\nb: a\nc:')
+        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'tester'})['id']
+        records = [self.call('create_user_data', {'workflow_id': workflow_id, 'name': name})['id'] for name in 'yxz']
+        for name, made in (('a', records), ('b', [])):
+            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'c', 'output_user_data_ids': made})
+        self.call('initialize_jobs', id=workflow_id)
         node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id, 1)['a']
-        self.call('cancel_workflow', id=workflow_id)
-        never = 'never ran: the workflow was canceled'
-        self.assertEqual({'a': 'canceled while it ran', 'b': never, 'c': never}, self.reasons(workflow_id))
-        end = self.end(job, 'canceled', 143, reason='the workflow was canceled')
-        self.sync(workflow_id, node_id, completions=[end])
-        self.assertEqual('the workflow was canceled', self.reasons(workflow_id)['a'])
+        jobs = self.claim(workflow_id, node_id)
+        self.call('update_user_data', {'data': [1]}, row_id=records[2])
+        found = []
+        # A failed job is not warned of until somebody says that it has completed; the same end again is no second event.
+        for end in (('pending_failed', 3), ('completed', 0), ('completed', 0)):
+            self.sync(workflow_id, node_id, completions=[self.end(jobs['a'], *end), self.end(jobs['b'])])
+            events = self.call('list_events', workflow_id=workflow_id, category='user_data')['items']
+            found.append([tuple(event['data'][key] for key in ('level', 'run_id', 'attempt_id', 'message')) for event in events])
+        warning = ('warning', 1, 1, 'job a has completed without writing its output_user_data: x, y')
+        self.assertEqual([[], [warning], [warning]], found)
+        self.assertEqual({'a': 'completed', 'b': 'completed'}, self.statuses(workflow_id))
 
-    def test_an_uninitialized_job_and_an_unknown_one(self):
-        workflow_id = self.create('a:')
-        self.call('reset_job_status', id=workflow_id)
-        self.assertEqual({'a': 'the workflow is not initialized'}, self.reasons(workflow_id))
+
+class ExplanationTest(ScenarioTest):
+    """Why a job failed, or does not run."""
+    SCENARIOS = '''
+        what never ran names the failure that was the cause
+          a / b: a / c: b / d: c / e
+          claim n1 a e; end a failed:3 reason='no luck' -> why_a='no luck' why_b='never ran: its prerequisite a failed: no luck'
+          -> why_d='never ran: its prerequisite c was canceled, because a failed: no luck' why_e=
+
+        a failure without a reason has its return code
+          a / b: a
+          claim n1 a; end a terminated:3 -> why_a='return code 3'
+          -> why_b='never ran: its prerequisite a was terminated: return code 3'
+
+        what waits says for what
+          a / b / c: a b / d: c / e
+          claim n1 a b limit=2; end a pending_failed reason='no luck' -> why_a='no luck' why_b=
+          -> why_c='waits for a (pending_failed), b (pending)' why_d='waits for c (blocked)' why_e='waits for a runner'
+
+        of many it names five
+          a / b / c / d / e / f / g / z: a b c d e f g
+          -> why_z='waits for a (ready), b (ready), c (ready), d (ready), e (ready) and 2 more'
+
+        a canceled workflow is the reason of its jobs
+          a / b: a / c
+          claim n1 a limit=1; cancel -> why_a='canceled while it ran'
+          -> why_b='never ran: the workflow was canceled' why_c='never ran: the workflow was canceled'
+          end a canceled:143 reason='the workflow was canceled' -> why_a='the workflow was canceled'
+
+        an uninitialized job waits for that
+          a
+          reset jobs -> why_a='the workflow is not initialized'
+
+        a lost node is the reason of its jobs
+          a
+          claim n1 a; start a; delete n1 -> why_a='compute node n1 (h), which ran it, went away'
+
+        each failed attempt is an event, and the reason of each is kept
+          a / b / c
+          claim n1 a b c; end a failed:3 reason=first max_retries=3; claim n1 a; end a failed:3; complete b terminated; end c
+          -> events=job_failed,job_retried,job_failed,job_terminated reasons=a#1:first,a#2:,b#1:,c#1:
+
+        a result says that its attempt was taken from its runner
+          a
+          claim n1 a; set a uninitialized -> reasons='a#1:the job was reset while a runner had it' results=a#1:-128:canceled
+        '''
+
+    def see_reasons(self) -> List[str]:
+        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
+        return [f"{row['job_name']}#{row['attempt_id']}:{row.get('reason') or ''}" for row in rows]
+
+    def test_every_job_has_its_reason(self):
+        self.assertScenarios(self.SCENARIOS)
         self.assertRefused('there is no job 99', 'explain_job', id=99)
         self.assertRefused('there is no workflow 99', 'explain_workflow', id=99)
 
-    def test_a_lost_node_is_the_reason_of_its_jobs(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.sync(workflow_id, node_id, started=[[job['id'], 1, '2026-01-01T00:00:00Z']])
-        self.call('delete_compute_node', id=node_id)
-        reason = f'compute node {node_id} (h), which ran it, went away'
-        self.assertEqual({'a': reason}, self.reasons(workflow_id))
+    def test_a_failure_is_an_event_of_level_error_with_a_reason_of_bounded_length(self):
+        self.begin('a / b')
+        self.do_claim('n1', 'a', 'b')
+        self.do_end('a', 'failed:3', reason='x' * 100000)
+        self.do_end('b', 'terminated:1')
+        events = self.call('list_events', workflow_id=self.workflow_id, category='job')['items']
+        keys, reason = ('level', 'job_name', 'attempt_id', 'return_code', 'message'), 'x' * torc.MAX_REASON_CHARACTERS
+        self.assertEqual([('error', 'a', 1, 3, 'a: ' + reason), ('warning', 'b', 1, 1, 'b: return code 1')],
+                         [tuple(event['data'][key] for key in keys) for event in events])
 
-    def test_an_attempt_that_was_taken_from_its_runner_says_so(self):
-        workflow_id = self.create('a:')
-        job = self.claim(workflow_id, self.node(workflow_id))['a']
-        self.call('manage_status_change', id=job['id'], status='uninitialized', run_id=1)
-        result, = self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']
-        self.assertEqual(('canceled', 'the job was reset while a runner had it'),
-                         (result['status'], result['reason']))
-
-    def test_every_failed_attempt_is_an_event_of_level_error(self):
-        workflow_id = self.create('a:\nb:\nc:\nd:')
-        node_id = self.node(workflow_id)
-        self.let_fail(workflow_id, 'a', node_id, reason='first', retry=True)
-        self.let_fail(workflow_id, 'a', node_id)
-        jobs = {job['name']: job for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
-        result = {'job_id': jobs['b']['id'], 'workflow_id': workflow_id, 'run_id': 1,
-                  'compute_node_id': node_id, 'return_code': 1, 'exec_time_minutes': 1.0,
-                  'completion_time': '2026-01-01T00:00:00Z', 'status': 'terminated'}
-        self.call('complete_job', result, id=jobs['b']['id'], status='terminated', run_id=1)
-        self.sync(workflow_id, node_id, completions=[self.end(jobs['c'])])
-        events = self.call('list_events', workflow_id=workflow_id, category='job')['items']
-        keys = ('event_type', 'level', 'job_name', 'attempt_id', 'return_code', 'message')
-        self.assertEqual([
-            ('job_failed', 'error', 'a', 1, 3, 'a: first'),
-            ('job_failed', 'error', 'a', 2, 3, 'a: return code 3'),
-            ('job_terminated', 'warning', 'b', 1, 1, 'b: return code 1')],
-            [tuple(event['data'][key] for key in keys) for event in events])
-
-    def test_a_reason_is_kept_with_each_attempt_and_bounded(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        self.let_fail(workflow_id, 'a', node_id, reason='x' * 100000, retry=True)
-        self.let_fail(workflow_id, 'a', node_id, reason='second')
-        rows = self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']
-        self.assertEqual(['x' * torc.MAX_REASON_CHARACTERS, 'second'], [row['reason'] for row in rows])
-
-    def test_an_explanation_groups_failures_and_stays_short(self):
+    def test_an_explanation_groups_failures_and_is_bounded(self):
         names = [f'a{number}' for number in range(30)]
         lines = [f'{name}:' for name in names] + [f'b{name}: {name}' for name in names]
-        workflow_id = self.create('\n'.join(lines + ['run:', 'later: run', 'last: later']))
+        workflow_id = self.create('\n'.join(lines + ['run:', 'later: run', 'last: later'] + [f'c{i}: a0' for i in range(60)]))
         node_id = self.node(workflow_id)
         jobs = self.claim(workflow_id, node_id)
         ends = [self.end(jobs[name], 'failed', 1, reason='no numpy' if number > 9 else f'cell {number}')
@@ -6523,50 +6227,34 @@ class ExplanationTest(ServiceTest):
         keys = ('job_name', 'count', 'return_code', 'reason')
         self.assertEqual([('a10', 20, 1, 'no numpy'), ('a0', 1, 1, 'cell 0'), ('a1', 1, 1, 'cell 1')],
                          [tuple(group[key] for key in keys) for group in found['failures']])
-        never = [f'never ran: its prerequisite a{number} failed: cell {number}' for number in range(3)]
-        self.assertEqual(never, [job['reason'] for job in found['canceled']])
-        blockers = [(job['job_name'], job['status']) for job in found['blockers']]
-        self.assertEqual([('run', 'running')], blockers)
+        self.assertEqual([f'never ran: its prerequisite a{number} failed: cell {number}' for number in range(3)],
+                         [job['reason'] for job in found['canceled']])
+        self.assertEqual([('run', 'running')], [(job['job_name'], job['status']) for job in found['blockers']])
         self.assertEqual(5, len(self.call('explain_workflow', id=workflow_id)['failures']))
-
-    def test_an_explanation_is_bounded_whatever_is_asked_for(self):
-        workflow_id = self.create('a:\n' + '\n'.join(f'b{number}: a' for number in range(60)))
-        node_id = self.node(workflow_id)
-        self.let_fail(workflow_id, 'a', node_id)
-        found = self.call('explain_workflow', id=workflow_id, limit=1000)
-        self.assertEqual(torc.MOST_EXPLAINED, len(found['canceled']))
+        self.assertEqual(torc.MOST_EXPLAINED, len(self.call('explain_workflow', id=workflow_id, limit=1000)['canceled']))
 
     def test_a_workflow_has_a_state_in_one_word(self):
-        table = (('a:', {}, 'completed'), ('a:\nb:', {'a': 'failed'}, 'failed'),
-                 ('a:', {'a': 'terminated'}, 'failed'), ('a:\nb: a', None, 'ready'),
-                 ('a:\nb: a', {'a': 'pending_failed'}, 'pending_failed'))
         wanted = {}
-        for jobs, ends, word in table:
-            workflow_id = self.create(jobs)
-            wanted[workflow_id] = word
-            if ends is not None:
-                self.drive(workflow_id, ends)
-        running, canceled, fresh = (self.create('a:') for _ in range(3))
-        self.claim(running, self.node(running))
-        self.call('cancel_workflow', id=canceled)
-        self.call('reset_job_status', id=fresh)
-        empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        wanted.update({running: 'running', canceled: 'canceled'})
-        wanted.update(dict.fromkeys((fresh, empty), 'uninitialized'))
-        found = self.call('list_workflow_statuses', ids=[*wanted, 999])['statuses']
-        self.assertEqual({str(number): word for number, word in wanted.items()}, found)
+        for jobs, steps, word in (
+                ('a', 'claim n1 a; end a', 'completed'), ('a / b', 'claim n1 a b; end a failed; end b', 'failed'),
+                ('a', 'claim n1 a; end a terminated', 'failed'), ('a / b: a', '', 'ready'), ('a', 'claim n1 a', 'running'),
+                ('a / b: a', 'claim n1 a; end a pending_failed', 'pending_failed'), ('a', 'cancel', 'canceled'),
+                ('a', 'reset jobs', 'uninitialized')):
+            self.begin(jobs)
+            self.act(steps)
+            wanted[str(self.workflow_id)] = word
+        wanted[str(self.call('create_workflow', {'name': 'w', 'user': 'u'})['id'])] = 'uninitialized'
+        found = self.call('list_workflow_statuses', ids=[*map(int, wanted), 999])['statuses']
+        self.assertEqual(wanted, found)
 
     def test_states_of_workflows_are_shown_to_those_who_may_see_them(self):
         ids = [self.call('create_workflow', {'name': 'w', 'user': user})['id'] for user in ('ann', 'eve')]
         self.service.enforces_access = True
-        query = '&'.join(f'ids={workflow_id}' for workflow_id in ids)
+        query, path = '&'.join(f'ids={workflow_id}' for workflow_id in ids), torc.API_PREFIX + '/workflow_statuses'
         with self.service.transaction():
-            for caller, is_owner, seen in (('ann', False, ids[:1]), ('eve', False, ids[1:]),
-                                           ('ann', True, ids)):
-                path = torc.API_PREFIX + '/workflow_statuses'
+            for caller, is_owner, seen in (('ann', False, ids[:1]), ('eve', False, ids[1:]), ('ann', True, ids)):
                 found = torc.answer_request(self.service, 'GET', path, query, b'', caller, is_owner)
-                wanted = {str(number): 'uninitialized' for number in seen}
-                self.assertEqual((200, {'statuses': wanted}), found)
+                self.assertEqual((200, {'statuses': {str(number): 'uninitialized' for number in seen}}), found)
 
 
 class TaskTest(ServiceTest):
