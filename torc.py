@@ -969,8 +969,6 @@ def account_name() -> str:
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 FULL_BYTES = 65536      # a file system with less free is full
-
-
 NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -994,24 +992,6 @@ def describe_owner(found: os.stat_result) -> str:
         return f'belongs to user {found.st_uid}'
 
 
-def open_new_private(path: str, flags: int) -> int:
-    """Open a file of our own; if it is new, only the owner may read and write it, whatever the umask.
-
-    With O_TRUNC it is always new: what has the name is removed, never written to.
-    """
-    if flags & os.O_TRUNC:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-    try:
-        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        if flags & os.O_TRUNC:
-            raise
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
-    os.fchmod(descriptor, 0o600)
-    return descriptor
-
-
 @contextlib.contextmanager
 def writing(what: str, option: str) -> Iterator[None]:
     """Report a file that cannot be written as the user's error, with the option that names another place."""
@@ -1029,17 +1009,16 @@ def refuse_special_file(path: str) -> None:
         raise OSError(errno.EINVAL, kind, path)
 
 
-def write_atomically(path: str, data: bytes, mode: Optional[int] = 0o600, is_new: bool = False,
-                     dir_fd: Optional[int] = None) -> None:
+def write_atomically(path: str, data: bytes, mode: Optional[int] = 0o600, is_new: bool = False) -> None:
     """Put a file in place as a whole: readers see the old content or the new, never a part.
 
     With `is_new` FileExistsError if there is one: exactly one of several callers succeeds, over NFS too.
-    With `dir_fd` the path is a name in that directory. Without `mode` the umask decides who may read it.
+    Without `mode` the umask decides who may read it.
     """
-    if not is_new and dir_fd is None:
+    if not is_new:
         refuse_special_file(path)
     temporary = os.path.join(os.path.dirname(path), f'.{os.path.basename(path)}.{secrets.token_hex(4)}')
-    descriptor = os.open(temporary, NEW_FILE, 0o666 if mode is None else 0o600, dir_fd=dir_fd)
+    descriptor = os.open(temporary, NEW_FILE, 0o666 if mode is None else 0o600)
     try:
         with os.fdopen(descriptor, 'wb') as file:
             if mode is not None:
@@ -1047,228 +1026,107 @@ def write_atomically(path: str, data: bytes, mode: Optional[int] = 0o600, is_new
             file.write(data)
             file.flush()
             os.fsync(descriptor)
-        if not is_new or not link_new(temporary, path, dir_fd):
-            os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        if not is_new or not link_new(temporary, path):
+            os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary, dir_fd=dir_fd)
+        os.unlink(temporary)
         raise
 
 
-def link_new(temporary: str, path: str, dir_fd: Optional[int] = None) -> bool:
+def link_new(temporary: str, path: str) -> bool:
     """Move a file to a name that is free, else FileExistsError. False if the name was only reserved."""
     try:
-        os.link(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.link(temporary, path)
     except FileExistsError:
-        if os.stat(temporary, dir_fd=dir_fd).st_nlink != 2:     # else it was us: NFS sent it twice (open(2))
+        if os.stat(temporary).st_nlink != 2:        # else it was us: NFS sent it twice (open(2))
             raise
     except OSError:     # no hard links (FAT, some FUSE mounts): readers may see an empty file for a moment
-        os.close(os.open(path, NEW_FILE, 0o600, dir_fd=dir_fd))
+        os.close(os.open(path, NEW_FILE, 0o600))
         return False
-    os.unlink(temporary, dir_fd=dir_fd)
+    os.unlink(temporary)
     return True
 
 
-def make_own_directory(name: str, dir_fd: int, mode: int = 0o755, least: int = 0o700) -> None:
-    """Make a directory by the umask, but writable for nobody else, unless there is something of this name.
-
-    `least`: the umask does not take these away, such as our own rights.
-    """
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(name, mode, dir_fd=dir_fd)
-        mode = stat.S_IMODE(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
-        if mode & least != least:
-            os.chmod(name, mode | least, dir_fd=dir_fd)
-        if name == DEFAULT_OUTPUT_DIR:      # logs and a token: nothing for `git add -A`
-            write_atomically(os.path.join(name, '.gitignore'), b'*\n', 0o644, True, dir_fd)
-
-
-def open_regular(path: str, flags: int, dir_fd: Optional[int] = None) -> int:
-    """Open a regular file, never through a link nor waiting for the end of a pipe. An opener (see `open`)."""
+def create_file(path: str, mode: int = 0o666) -> int:
+    """Open a new file for writing, in the place of an earlier one. OSError."""
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, 'Is a link', path) from None
-        raise
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+        return os.open(path, NEW_FILE, mode)
+    except FileExistsError:
+        os.unlink(path)
+        return os.open(path, NEW_FILE, mode)
+
+
+def append_to_file(path: str, mode: int = 0o666) -> int:
+    """Open a file, or a new one, for writing at its end; OSError for a link, and for a pipe."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(path, flags, mode)
+
+
+def open_regular(path: str, flags: int) -> int:
+    """Open a regular file, never through a link nor waiting for the end of a pipe. An opener (see `open`)."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor       # O_NONBLOCK means nothing to files (open(2))
     os.close(descriptor)
-    raise OSError(errno.EINVAL, 'Is a directory' if stat.S_ISDIR(mode) else 'Is not a regular file', path)
+    raise OSError(errno.EINVAL, 'Is not a regular file', path)
 
 
-def refuse_public_directory(found: os.stat_result, path: str, option: str) -> None:
+def make_directory(path: str, mode: int = 0o755) -> None:
+    """Make a directory, with its parents, to which nobody else may write, whatever the umask; an existing one
+    is left as it is. OSError."""
+    if os.path.isdir(path):
+        return
+    parent, name = os.path.split(os.path.abspath(path))
+    make_directory(parent)
+    try:
+        os.mkdir(path, mode)
+        if name == DEFAULT_OUTPUT_DIR:      # logs and a token: nothing for `git add -A`
+            write_atomically(os.path.join(path, '.gitignore'), b'*\n', 0o644, True)
+    except FileExistsError:
+        if not os.path.isdir(path):     # else somebody was faster
+            raise
+
+
+def make_private_directory(path: str) -> None:
+    """Make a directory, with its parents, that only the owner may enter; an existing one is left as it is."""
+    make_directory(path, 0o700)
+
+
+def make_subdirectory(directory: str, name: str, mode: int = 0o755) -> str:
+    """Make a directory in another, unless it is there; its path. The group may write to both or to none."""
+    path = os.path.join(directory, name)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, mode)
+        if os.stat(directory).st_mode & 0o020:
+            os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | 0o070)
+    return path
+
+
+def refuse_public_directory(path: str, option: str) -> None:
     """Denied if all users could replace files in a directory. A group is trusted: sites work in such ones."""
-    if found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:
+    found = os.stat(path)
+    if found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX and keeps_modes(path):
         cure = f'`chmod o-w {shlex.quote(path)}`, or ' if found.st_uid == os.geteuid() else ''
         raise Denied(f'all users may write to {path}, and could replace what lies in it: {cure}'
                      f'give another directory with {option}')
 
 
-ON_THE_WAY = getattr(os, 'O_PATH', os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # not to read
-MAX_LINKS = 40          # of one path, as in Linux (path_resolution(7))
-
-
-def follow_link(name: str, dir_fd: int, path: str) -> str:
-    """Where a link leads that stands in a path. OSError if it is none; Denied if it may be a trap.
-
-    The rule is that of Linux's fs.protected_symlinks (proc(5)), which hosts may have switched off, for every
-    directory that all users may write to: links of ours, root's and its owner's are followed.
-    """
-    has_handle = hasattr(os, 'O_PATH')      # else (not Linux) it could be replaced between two looks
-    link = os.open(name, ON_THE_WAY, dir_fd=dir_fd) if has_handle else os.dup(dir_fd)
+def keeps_modes(directory: str) -> bool:
+    """Whether a file system says who owns a file and who may write to it: FAT, and some CIFS, do not."""
     try:
-        found = os.fstat(link) if has_handle else os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-        above = os.fstat(dir_fd)
-        if not stat.S_ISLNK(found.st_mode):
-            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-        if above.st_mode & 0o002 and found.st_uid not in (os.geteuid(), 0, above.st_uid):
-            raise Denied(f'{path} is a link that another user has made, and could lead anywhere: '
-                         'give another directory')
-        return os.readlink('' if has_handle else name, dir_fd=link)
-    finally:
-        os.close(link)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            found = os.fstat(file.fileno())
+    except OSError:
+        return True
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
-def walk_to_directory(path: str, mode: Optional[int] = None) -> int:
-    """Open a directory for its names, from / on name by name, so that no other user's link leads elsewhere.
-
-    With `mode` what is missing is made: directories of ours, the last one with this mode. OSError, or Denied.
-    """
-    names, place, links = os.path.abspath(path).split('/')[:0:-1], '/', 0
-    here = os.open('/', ON_THE_WAY | os.O_DIRECTORY)
-    try:
-        while names:
-            name = names.pop()
-            if name in ('', '.'):
-                continue
-            try:
-                here, above = os.open(name, ON_THE_WAY | os.O_DIRECTORY, dir_fd=here), here
-                place = os.path.join(place, name)
-                os.close(above)
-            except FileNotFoundError:
-                if mode is None or name == '..':
-                    raise
-                make_own_directory(name, here, 0o755 if names else mode)
-                names.append(name)
-            except OSError as error:
-                if error.errno not in (errno.ENOTDIR, errno.ELOOP) or links == MAX_LINKS:   # it may be a link
-                    raise
-                target = follow_link(name, here, os.path.join(place, name))
-                links += 1
-                names += target.split('/')[::-1]
-                if target[:1] == '/':
-                    here, above, place = os.open('/', ON_THE_WAY | os.O_DIRECTORY), here, '/'
-                    os.close(above)
-        return here
-    except BaseException:
-        os.close(here)
-        raise
-
-
-def make_private_directory(path: str) -> None:
-    """Make a directory, with its parents, that only the owner may enter; an existing one is left as it is.
-
-    OSError, or Denied.
-    """
-    os.close(walk_to_directory(path, 0o700))
-
-
-class HeldDirectory:
-    """A directory held open: a name in it means this very directory, whatever is put under its path later."""
-
-    def __init__(self, path: str, dir_fd: Optional[int] = None, follows: bool = True) -> None:
-        """Open a directory by its path, or its name in an open one. OSError for a link if not `follows`."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
-        flags |= 0 if follows else os.O_NOFOLLOW
-        self.path = path
-        self.descriptor = os.open(path if dir_fd is None else os.path.basename(path), flags, dir_fd=dir_fd)
-        self.found = os.fstat(self.descriptor)
-        self.opener = functools.partial(open_regular, dir_fd=self.descriptor)
-
-    def __enter__(self) -> 'HeldDirectory':
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let it go."""
-        os.close(self.descriptor)
-
-    def stat(self, name: str) -> os.stat_result:
-        """What lies under a name: a link itself, not what it points to."""
-        return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-
-    def has_file(self, name: str) -> bool:
-        """Whether a regular file of ours, or of the directory's owner, lies under a name."""
-        try:
-            return self.is_own_file(self.stat(name))
-        except OSError:
-            return False
-
-    def has_name(self, name: str) -> bool:
-        """Whether anything lies under a name."""
-        try:
-            return bool(self.stat(name))
-        except OSError:
-            return False
-
-    def is_own_file(self, found: os.stat_result) -> bool:
-        """Whether it is a regular file: ours or the directory's owner's, or, where not all may write, any."""
-        is_ours = found.st_uid in (os.geteuid(), self.found.st_uid) or not self.found.st_mode & 0o002
-        return is_ours and stat.S_ISREG(found.st_mode)
-
-    def make_directory(self, name: str, mode: int = 0o755) -> None:
-        """Make a directory in it, unless it has one; its group may write there if it may write here."""
-        make_own_directory(name, self.descriptor, mode, 0o770 if self.found.st_mode & 0o020 else 0o700)
-
-    def refuse(self, name: str) -> OSError:
-        """The error for a name under which something else lies than a file of ours."""
-        path = os.path.join(self.path, name)
-        return FileExistsError(errno.EEXIST, 'what lies there is not a regular file of yours', path)
-
-    def create(self, name: str, mode: int = 0o666) -> int:
-        """Open a new file for writing, in the place of one of ours, never of anything else."""
-        for _ in range(3):      # somebody may remove or make it at the same moment
-            try:
-                return os.open(name, NEW_FILE, mode, dir_fd=self.descriptor)
-            except FileExistsError:
-                with contextlib.suppress(FileNotFoundError):
-                    if not self.is_own_file(self.stat(name)):
-                        break
-                    os.unlink(name, dir_fd=self.descriptor)
-        raise self.refuse(name)
-
-    def append(self, name: str, mode: int = 0o666) -> int:
-        """Open a file of ours that has no other name, or a new one, for writing at its end."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        try:
-            descriptor = os.open(name, flags, mode, dir_fd=self.descriptor)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):   # a link; a pipe that nobody reads
-                raise self.refuse(name) from None
-            raise
-        found = os.fstat(descriptor)
-        # A second name that was taken away since: it was a link.
-        with contextlib.suppress(FileNotFoundError):
-            if self.is_own_file(found) and found.st_nlink < 2 and os.path.samestat(self.stat(name), found):
-                return descriptor
-        os.close(descriptor)
-        raise self.refuse(name)
-
-    def remove(self, name: Optional[str]) -> None:
-        """Remove a file that may be gone already."""
-        if name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=self.descriptor)
-
-    def is_full(self) -> bool:
-        """Whether hardly anything more can be written. A file system that reports no sizes is not full."""
-        found = os.fstatvfs(self.descriptor)
-        free = found.f_bavail if os.geteuid() else found.f_bfree
-        needed_bytes = min(FULL_BYTES, found.f_blocks * found.f_frsize // 8)
-        return free * found.f_frsize < needed_bytes or bool(found.f_files and not found.f_ffree)
+def is_disk_full(path: str) -> bool:
+    """Whether hardly anything more can be written. A file system that reports no sizes is not full."""
+    found = os.statvfs(path)
+    free = found.f_bavail if os.geteuid() else found.f_bfree
+    needed_bytes = min(FULL_BYTES, found.f_blocks * found.f_frsize // 8)
+    return free * found.f_frsize < needed_bytes or bool(found.f_files and not found.f_ffree)
 
 
 def load_ssl() -> Any:
@@ -5913,7 +5771,7 @@ def prepare_files(path: str) -> None:
         # Only a new file is opened here: closing any descriptor of a database drops the locks that this
         # process has on it (fcntl(2)).
         if not os.path.exists(path):
-            os.close(open_new_private(path, os.O_RDWR))
+            os.close(append_to_file(path, 0o600))
         found = os.stat(path)
         check_state_file(found, path)
         if found.st_mode & 0o077:
@@ -6029,7 +5887,7 @@ def is_refused(check: Callable[[], Any]) -> bool:
 def copy_database(connection: sqlite3.Connection, path: str) -> None:
     """Write a whole database to a new file. Its own file is not read: closing that would drop our locks."""
     name = uri_without_locks(path)
-    with os.fdopen(open_new_private(path, os.O_WRONLY | os.O_TRUNC), 'wb') as file:
+    with os.fdopen(create_file(path, 0o600), 'wb') as file:
         if sqlite3.sqlite_version_info >= (3, 27):      # which brought VACUUM INTO
             connection.execute('VACUUM INTO ?', (name,))
         else:                                           # Connection.backup came with Python 3.7
@@ -12874,18 +12732,10 @@ def prepare_database_directory(database: str) -> None:
     directory = os.path.dirname(os.path.abspath(database))
     try:
         make_private_directory(directory)
-        check_directory(directory, '--db')
+        refuse_public_directory(directory, '--db')
     except OSError as error:
         raise BadInput(f'cannot make the directory {directory}: {error.strerror}; '
                        'give another place with --db') from None
-
-
-def check_directory(directory: str, option: str) -> None:
-    """Denied if all users could replace our files in a directory, or another's link leads there."""
-    descriptor = walk_to_directory(directory)
-    found = os.fstat(descriptor)
-    os.close(descriptor)
-    refuse_public_directory(found, directory, option)
 
 
 def open_private(path: str, flags: int) -> int:
@@ -13418,8 +13268,7 @@ def make_memory_directory(size_bytes: int) -> str:
 
 def renew_file(path: str) -> None:
     """Put a copy in the place of a file: who has opened it before has one without a name. OSError."""
-    with open(path, 'rb') as file, \
-            os.fdopen(open_new_private(path + '.new', os.O_WRONLY | os.O_TRUNC), 'wb') as copy:
+    with open(path, 'rb') as file, os.fdopen(create_file(path + '.new', 0o600), 'wb') as copy:
         shutil.copyfileobj(file, copy)
         copy.flush()
         os.fsync(copy.fileno())
@@ -16440,7 +16289,7 @@ def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str]
     path = options.snapshot
     try:
         refuse_special_file(path)
-        check_directory(os.path.dirname(path), 'TORC_SERVER_SNAPSHOT_PATH')
+        refuse_public_directory(os.path.dirname(path), 'TORC_SERVER_SNAPSHOT_PATH')
         store.copy_to(path + '.tmp')
         rotate_files(path, options.snapshots_kept)
         os.replace(path + '.tmp', path)
@@ -19231,12 +19080,12 @@ def gpu_environment(devices: Sequence[str]) -> Dict[str, str]:
     return dict.fromkeys(names, ','.join(devices)) if devices else {}
 
 
-def read_last_line(path: Optional[str], opener: Callable[[str, int], int] = open_regular) -> str:
+def read_last_line(path: Optional[str]) -> str:
     """Last line of a job's output that is not blank, made printable, at most 300 characters."""
     if path is None:
         return ''
     try:
-        with open(path, 'rb', opener=opener) as file:
+        with open(path, 'rb', opener=open_regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
             lines = file.read(4096).decode('utf-8', 'replace').split('\n')
     except OSError:
@@ -19389,14 +19238,13 @@ class Process:
         self.reaped_ticks = uptime_s() * os.sysconf('SC_CLK_TCK')
 
 
-def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str],
-                opener: Callable[[str, int], int] = open_regular) -> str:
+def explain_end(end: ProcessEnd, stdout: Optional[str], stderr: Optional[str]) -> str:
     """Why a process failed: the signal that killed it, else its last line of output; '' if there is none."""
-    line = read_last_line(stderr, opener)
+    line = read_last_line(stderr)
     if end.signal_number:
         core = ' (core dumped)' if end.has_core else ''
         return f'killed by {format_signal(end.signal_number)}{core}' + (f': {line}' if line else '')
-    line = line or read_last_line(stdout, opener)
+    line = line or read_last_line(stdout)
     if not line and 128 < end.return_code <= 128 + 64:      # as a shell reports a child killed by a signal
         return f'killed by {format_signal(end.return_code - 128)}, judging by its return code'
     return line
@@ -23064,7 +22912,7 @@ UNSTATED_MEMORY_BYTES = 1 << 20     # what requirements have that state no memor
 DIGEST_TURN_S = 0.02                # of reading output files, in a turn
 OUTPUT_DRAIN_S = 30.0               # after the end of a job its output may take so long to its files
 LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
-TAKEN = frozenset((errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG))     # the fault of one name
+TAKEN = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG))     # the fault of one name
 
 
 class RunnerOptions(Row):
@@ -23356,16 +23204,16 @@ def open_outputs(attempt: Attempt, stem: Sequence[Any], config: Dict[str, Any], 
     directory, workflow_id, run_id = stem
     attempt.deletes_stdio = bool(stdio.get('delete_on_success'))
     names = stdio_names(workflow_id, attempt.id, run_id, attempt.attempt_id, stdio['mode'])
-    attempt.stdout, attempt.stderr = names
-    for name, what in zip(names, ('stdout', 'stderr')):
-        if name is None:
+    attempt.stdout, attempt.stderr = paths = [name and os.path.join(directory, name) for name in names]
+    for path, what in zip(paths, ('stdout', 'stderr')):
+        if path is None:
             outputs.append(os.open(os.devnull, os.O_WRONLY))
-        elif outputs and name == attempt.stdout:
+        elif outputs and path == attempt.stdout:
             outputs.append(outputs[0])
         else:
-            outputs.append(directory.create(name))
+            outputs.append(create_file(path))
             if cap is not None:
-                stream, outputs[-1] = cap.add('output' if names[0] == names[1] else what, outputs[-1])
+                stream, outputs[-1] = cap.add('output' if paths[0] == paths[1] else what, outputs[-1])
                 attempt.streams.append(stream)
 
 
@@ -23486,41 +23334,33 @@ def parse_signal(name: str) -> int:
 # ======== 16a. Output: whose directory it is, whether it can be written to, and the runner's log ========
 #
 # Output files are named by ids, which begin at 1 in every database: two databases would overwrite each
-# other's files. So an output directory belongs to one database. Records .torc_database.1, .2, ... name it,
-# and the last one counts: number N+1 is made when the database of number N no longer exists, with link(2), so
-# that exactly one of several runners succeeds, also over NFS. They hold no secret and are readable for
-# whoever may read the directory. A directory without a record belongs to the first runner that comes.
+# other's files. So an output directory belongs to one database, whose id and path its file .torc_database
+# holds: no secret, and readable for whoever may read the directory. One without this file belongs to the
+# first runner that comes, and one whose database no longer exists to the next.
 
-def output_record_name(number: int) -> str:
-    """Name of a record of an output directory's database."""
-    return f'.torc_database.{number}'
+OUTPUT_RECORD = '.torc_database'
 
 
-def read_output_record(directory: HeldDirectory, is_for_writing: bool = True) -> Tuple[int, Dict[str, Any]]:
-    """Number and content of the record that counts in an output directory; (0, {}) if there is none.
+def read_output_record(directory: str) -> Dict[str, Any]:
+    """What names the database of an output directory; {} if nothing does."""
+    path = os.path.join(directory, OUTPUT_RECORD)
+    try:
+        with open(path, encoding='utf-8') as file:
+            found = parse_json(file.read(65536))
+        if [type(found[key]) for key in ('id', 'path', 'host')] != [str] * 3:
+            raise ValueError
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, 'strerror', None) or 'damaged'
+        raise Denied(f'{path}, which names the database of this output directory, cannot be read '
+                     f'({reason}): remove it, or give another directory with -o DIR') from None
+    return found
 
-    What other users have laid under such a name, as they may in /tmp, keeps us from writing, not reading.
-    """
-    number, found = 0, {}   # type: int, Dict[str, Any]
-    while True:
-        name = output_record_name(number + 1)
-        try:
-            if directory.stat(name).st_uid and not directory.is_own_file(directory.stat(name)):
-                if not is_for_writing:
-                    return number, found
-                raise PermissionError(errno.EPERM, 'Is a file of another user')
-            with open(name, encoding='utf-8', opener=directory.opener) as file:
-                found = parse_json(file.read(65536))
-            if [type(found[key]) for key in ('id', 'path', 'host')] != [str] * 3:
-                raise ValueError
-        except FileNotFoundError:
-            return number, found
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = getattr(error, 'strerror', None) or 'damaged'
-            path = os.path.join(directory.path, name)
-            raise Denied(f'{path}, which names the database of this output directory, cannot be read '
-                         f'({reason}): remove it, or give another directory with -o DIR') from None
-        number += 1
+
+def write_output_record(directory: str, record: Dict[str, Any], is_new: bool) -> None:
+    """Name the database of an output directory. FileExistsError if it is new, and another one was faster."""
+    write_atomically(os.path.join(directory, OUTPUT_RECORD), format_json(record).encode(), 0o644, is_new)
 
 
 def locate_database(directory: str, database: Dict[str, Any]) -> Dict[str, Any]:
@@ -23530,53 +23370,44 @@ def locate_database(directory: str, database: Dict[str, Any]) -> Dict[str, Any]:
     return dict(database, path=path[len(base):] if is_inside else path)
 
 
-def is_database_gone(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> bool:
-    """Whether this host can tell that the database of a record was removed, or replaced by ours."""
-    path = os.path.join(directory, record['path'])
+def is_foreign_output(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> bool:
+    """Whether another database than ours, which is not gone for certain, has an output directory."""
+    path, own = (os.path.join(directory, one['path']) for one in (record, ours))
     is_shared = not os.path.isabs(record['path']) or is_network_path(path)      # the same file for all hosts
+    is_visible = is_shared or record['host'] == socket.gethostname()
     if record['path'] == ours['path'] and (is_shared or record['host'] == ours['host']):
-        return True
-    return (is_shared or record['host'] == socket.gethostname()) and is_deleted(path)
+        return False        # ours has taken its place
+    if record['id'] != ours['id']:
+        return not (is_visible and is_deleted(path))
+    try:        # ours was moved, or one of the two is a copy
+        return is_visible and not os.path.samefile(path, own)
+    except OSError:
+        return is_visible and not is_missing(path)
 
 
-def is_copied(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> bool:
-    """Whether one of the two, the database of a record and ours with the same id, is a copy of the other."""
-    paths = os.path.join(directory, record['path']), ours['path']
-    if {record['host'], ours['host']} != {socket.gethostname()} and not all(map(is_network_path, paths)):
-        return False
-    try:
-        return not os.path.samefile(*paths)
-    except OSError:     # if one is gone, it was moved
-        return not any(map(is_missing, paths))
+def refuse_foreign_output(directory: str, database: Dict[str, Any]) -> Dict[str, Any]:
+    """The record of an output directory. Refused if its files are another database's."""
+    record, ours = read_output_record(directory), locate_database(directory, database)
+    if record and is_foreign_output(directory, record, ours):
+        theirs, own = os.path.abspath(os.path.join(directory, record['path'])), database['path']
+        if record['host'] != ours['host']:
+            theirs, own = f"{theirs} on host {record['host']}", f"{own} on host {ours['host']}"
+        raise Refused(f'the output directory {directory} belongs to another database, {theirs}; '
+                      f'this one is {own}: give another directory with -o DIR')
+    return record
 
 
-def refuse_foreign_output(directory: str, record: Dict[str, Any], ours: Dict[str, Any]) -> None:
-    """Refused if the files of an output directory are another database's."""
-    if record.get('id', ours['id']) == ours['id'] and not (record and is_copied(directory, record, ours)):
-        return
-    theirs, own = os.path.abspath(os.path.join(directory, record['path'])), ours['path']
-    if record['host'] != ours['host']:
-        theirs, own = f"{theirs} on host {record['host']}", f"{own} on host {ours['host']}"
-    raise Refused(f'the output directory {directory} belongs to another database, {theirs}; '
-                  f'this one is {own}: give another directory with -o DIR')
-
-
-def take_output_dir(held: HeldDirectory, database: Dict[str, Any]) -> str:
+def take_output_dir(directory: str, database: Dict[str, Any]) -> str:
     """Make a database the owner of an output directory. Path of the former owner if that is gone, else ''."""
-    directory, mode = held.path, 0o600 | held.found.st_mode & 0o044
-    while True:
-        number, record = read_output_record(held)
-        ours = locate_database(directory, database)
-        if record == ours:
-            return ''
-        is_ours = record.get('id') == ours['id'] and not is_copied(directory, record, database)
-        if record and not is_ours and not is_database_gone(directory, record, ours):
-            refuse_foreign_output(directory, record, database)
-        name = output_record_name(number if is_ours else number + 1)
-        with contextlib.suppress(FileExistsError):      # another runner was faster: look again
-            write_atomically(name, format_json(ours).encode(), mode, not is_ours, held.descriptor)
-            if record and not is_ours:
-                return os.path.abspath(os.path.join(directory, record['path']))
+    record, ours = refuse_foreign_output(directory, database), locate_database(directory, database)
+    if record == ours:
+        return ''
+    try:
+        write_output_record(directory, ours, not record)
+    except FileExistsError:     # another runner was faster
+        return take_output_dir(directory, database)
+    is_ours = record.get('id', ours['id']) == ours['id']
+    return '' if is_ours else os.path.abspath(os.path.join(directory, record['path']))
 
 
 # -------- an output directory in use --------
@@ -23584,113 +23415,28 @@ def take_output_dir(held: HeldDirectory, database: Dict[str, Any]) -> str:
 # Whoever may replace what lies in an output directory can have a runner write over its user's other files,
 # or read and forge what jobs print. So `run` uses no directory to which all users may write, unless the
 # sticky bit keeps them off others' entries (as in /tmp). A group is trusted, and so is the directory's owner:
-# that is how sites work. What is checked is held open, and all files are opened in it by name, new ones with
-# O_EXCL. Where the file system keeps no owners and modes (FAT, CIFS, NFS that maps all users to one),
-# nothing can be known, and nothing is refused.
-#
-# A runner goes on only while the directory that it holds is the one under its path and can be written to.
-
-def try_to_write(directory: HeldDirectory) -> os.stat_result:
-    """Make a file and remove it: quotas and strange file systems show in no other way. OSError."""
-    name = f'.torc_{secrets.token_hex(8)}'
-    descriptor = os.open(name, NEW_FILE, 0o600, dir_fd=directory.descriptor)
-    found = os.fstat(descriptor)
-    os.close(descriptor)
-    directory.remove(name)
-    return found
-
-
-def keeps_owners(directory: HeldDirectory) -> bool:
-    """Whether a file system says who owns a file and who may write to it."""
-    try:
-        found = try_to_write(directory)
-    except OSError:
-        return True
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o077
-
-
-def hold_stdio(output_dir: str, dir_fd: Optional[int] = None) -> HeldDirectory:
-    """The job_stdio of an output directory, which must be no link. OSError."""
-    path = os.path.join(output_dir, 'job_stdio')
-    if dir_fd is None:
-        with HeldDirectory(output_dir) as top:
-            return hold_stdio(output_dir, top.descriptor)
-    try:
-        return HeldDirectory(path, dir_fd, False)
-    except OSError:     # Linux says ENOTDIR of a link, others ELOOP
-        if os.path.islink(path):
-            raise Denied(f'{path} is a link, and could lead anywhere: replace it by a directory, '
-                         'or give another directory with -o DIR') from None
-        raise
-
-
-def open_stdio_file(path: str, flags: int) -> int:
-    """Open DIR/job_stdio/NAME for reading, as open_regular. An opener (see `open`)."""
-    directory, name = os.path.split(path)
-    with hold_stdio(os.path.dirname(directory)) as stdio:
-        descriptor = stdio.opener(name, flags)
-        if stdio.is_own_file(os.fstat(descriptor)):
-            return descriptor
-        os.close(descriptor)
-        raise OSError(errno.EPERM, 'Is a file of another user', path)
-
-
-def hold_top(path: str, makes: bool = False) -> HeldDirectory:
-    """An output directory, checked, and made if `makes`.
-
-    OSError, or Denied if others could replace what is written there.
-    """
-    on_the_way = walk_to_directory(path, 0o755 if makes else None)
-    try:
-        top = HeldDirectory('.', on_the_way)
-    finally:
-        os.close(on_the_way)
-    top.path = path
-    return refuse_danger(top)
-
-
-def hold_own_stdio(top: HeldDirectory) -> HeldDirectory:
-    """The job_stdio of an output directory, made if it is missing, and checked. OSError, or Denied."""
-    top.make_directory('job_stdio')
-    return refuse_danger(hold_stdio(top.path, top.descriptor))
-
-
-def refuse_danger(directory: HeldDirectory) -> HeldDirectory:
-    """The directory, unless all users could replace what is written to it: Denied."""
-    try:
-        refuse_public_directory(directory.found, directory.path, '-o DIR')
-    except Denied:
-        if keeps_owners(directory):
-            directory.close()
-            raise
-    return directory
-
+# that is how sites work. Files are opened by their paths, new ones with O_EXCL, none through a link.
 
 class OutputDirectory:
-    """An output directory and its job_stdio, held open by who writes to them, and whether that goes on."""
+    """An output directory and its job_stdio, and whether files can be made there."""
 
     def __init__(self, path: str) -> None:
         """Make what is missing. OSError, or Denied."""
         self.path = os.path.abspath(path)
+        self.stdio = os.path.join(self.path, 'job_stdio')
         self.loss = ''              # why nothing can be written there at present
         self.notice = ''            # to be reported once
         self.next_look = 0.0        # monotonic; whether it is full, or a loss is over, is asked then
-        with contextlib.ExitStack() as stack:
-            self.top = stack.enter_context(hold_top(self.path, True))
-            self.record = read_output_record(self.top)[1]
-            self.stdio = hold_own_stdio(self.top)
-            stack.pop_all()
+        make_directory(self.path)
+        self.record = read_output_record(self.path)
+        self.prepare()
 
-    def close(self) -> None:
-        """Let both go."""
-        self.top.close()
-        self.stdio.close()
-
-    def __enter__(self) -> 'OutputDirectory':
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def prepare(self) -> None:
+        """Make job_stdio if it is missing. OSError, or Denied if all users could replace what is written."""
+        refuse_public_directory(self.path, '-o DIR')
+        make_subdirectory(self.path, 'job_stdio')
+        self.found = os.stat(self.stdio)
+        refuse_public_directory(self.stdio, '-o DIR')
 
     def look(self, now: float) -> str:
         """Why nothing can be written there, '' if all is well. Costlier questions are asked once a second."""
@@ -23698,7 +23444,7 @@ class OutputDirectory:
         if self.loss and not is_due:
             return self.loss
         try:
-            loss = self.find_move() or self.find_obstacle(is_due, bool(self.loss))
+            loss = self.find_change() or self.find_obstacle(is_due, bool(self.loss))
         except FileNotFoundError:
             loss = f'the output directory {self.path} is gone'
         except OSError as error:
@@ -23710,70 +23456,48 @@ class OutputDirectory:
         self.loss = loss
         return loss
 
-    def find_move(self) -> str:
-        """Whether another directory lies under the path, of which nothing is known.
+    def find_change(self) -> str:
+        """Whether another database's directory lies there now. OSError, or Denied.
 
-        One with our record is ours, mounted anew; and if ours was deleted, a new one may take its place.
+        In a new one, as after `rm -rf` and `mkdir`, the runner goes on, and so it does in a new job_stdio.
         """
-        if not os.path.samestat(os.stat(self.path), self.top.found):
-            with contextlib.ExitStack() as stack:
-                top = stack.enter_context(hold_top(self.path))
-                record = read_output_record(top)[1]
-                is_new = not record and self.was_deleted()
-                if not is_new and (not record or record != self.record):
-                    return f'the output directory {self.path} was replaced by another one'
-                stdio = hold_own_stdio(top)
-                if is_new and self.record:
-                    text = format_json(self.record)
-                    write_atomically(output_record_name(1), text.encode(), 0o600, True, top.descriptor)
-                stack.pop_all()
-            self.close()
-            self.top, self.stdio = top, stdio
-        elif not self.has_own_stdio():
-            stdio = hold_own_stdio(self.top)
-            self.stdio.close()
-            self.stdio = stdio
-            self.notice = f'{stdio.path} was removed or replaced: output goes to what lies there now'
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.stdio), self.found):
+                return ''
+        record = read_output_record(self.path)
+        if record and record != self.record:
+            return f'the output directory {self.path} was replaced by that of another database'
+        self.prepare()
+        if self.record and not record:
+            write_output_record(self.path, self.record, True)
+        self.notice = f'{self.stdio} was removed or replaced: output goes to what lies there now'
         return ''
 
     def is_in_place(self) -> bool:
-        """Whether the path leads to the directory that is held."""
+        """Whether it is there, and still ours."""
         try:
-            return not self.find_move()
+            return not self.find_change()
         except (OSError, Denied):
-            return False
-
-    def was_deleted(self) -> bool:
-        """Whether the directory that is held can never come back."""
-        try:
-            return not os.fstat(self.top.descriptor).st_nlink
-        except OSError:     # ESTALE: another host has deleted it (NFS)
-            return True
-
-    def has_own_stdio(self) -> bool:
-        """Whether job_stdio is still the directory that is held."""
-        try:
-            return os.path.samestat(self.top.stat('job_stdio'), self.stdio.found)
-        except FileNotFoundError:
             return False
 
     def find_obstacle(self, asks_size: bool, tries: bool) -> str:
         """Whether files cannot be made there any more. OSError."""
-        held = (self.top, self.stdio)
-        if not all(os.access('.', os.W_OK | os.X_OK, dir_fd=directory.descriptor) for directory in held):
-            mine, whose = self.top.found.st_uid == os.geteuid(), describe_owner(self.top.found)
-            return f'the output directory {self.path} is read-only' + ('' if mine else f': it {whose}')
-        if asks_size and self.stdio.is_full():
+        places = (self.path, self.stdio)
+        if not all(os.access(path, os.W_OK | os.X_OK) for path in places):
+            found = os.stat(self.path)
+            whose = '' if found.st_uid == os.geteuid() else f': it {describe_owner(found)}'
+            return f'the output directory {self.path} is read-only{whose}'
+        if asks_size and is_disk_full(self.stdio):
             return f'the disk of the output directory {self.path} is full'
-        for directory in held if tries else ():
-            try_to_write(directory)
+        for path in places if tries else ():    # quotas and strange file systems show in no other way
+            tempfile.TemporaryFile(dir=path).close()
         return ''
 
     def is_full(self) -> bool:
         """Whether nothing more can be written there; the next look will say the same."""
         self.next_look = 0.0
         with contextlib.suppress(OSError):      # it is gone altogether
-            return self.stdio.is_full()
+            return is_disk_full(self.stdio)
         return False
 
     def on_failure(self, error: OSError, now: float) -> str:
@@ -23943,19 +23667,17 @@ class RunLog:
     def __init__(self, output: OutputDirectory, name: str, level: str) -> None:
         self.lines = []     # type: List[str]
         self.head = ''      # the first line, which says what runs: each file begins with it
-        self.output, self.name = output, name
+        self.path = os.path.join(output.path, name)
         self.least = self.LEVELS.index(level) if level in self.LEVELS else 1
         self.open()
 
     def open(self) -> None:
         """The file, which nobody else may read. That of a colleague, who ran the same here, is put away."""
-        top = self.output.top
         try:
-            self.descriptor = top.append(self.name, 0o600)
+            self.descriptor = append_to_file(self.path, 0o600)
         except PermissionError:
-            os.rename(self.name, self.name + '.1', src_dir_fd=top.descriptor, dst_dir_fd=top.descriptor)
-            self.descriptor = top.append(self.name, 0o600)
-        self.held = self.output.top     # the directory in which it is open
+            os.rename(self.path, self.path + '.1')
+            self.descriptor = append_to_file(self.path, 0o600)
         with contextlib.suppress(OSError):      # a file system without modes
             os.fchmod(self.descriptor, 0o600)
 
@@ -23973,8 +23695,9 @@ class RunLog:
             text, self.lines = ''.join(self.lines), []
             size = 0
             try:
-                size = os.fstat(self.descriptor).st_size
-                if self.held is not self.output.top or size > MAX_LOG_BYTES:
+                found = os.fstat(self.descriptor)
+                size = found.st_size
+                if size > MAX_LOG_BYTES or not found.st_nlink:      # it was removed with its directory
                     self.begin_anew()
                     text = self.head + text
             except OSError as error:    # something lies in the way: the old file goes on, within limits
@@ -23989,10 +23712,10 @@ class RunLog:
 
     def begin_anew(self) -> None:
         """Make a long file NAME.1, unless another runner of this host has, and open a new one."""
-        full, held = self.descriptor, self.held
+        full = self.descriptor
         with contextlib.suppress(FileNotFoundError):
-            if held is self.output.top and os.path.samestat(held.stat(self.name), os.fstat(full)):
-                os.rename(self.name, self.name + '.1', src_dir_fd=held.descriptor, dst_dir_fd=held.descriptor)
+            if os.path.samestat(os.stat(self.path), os.fstat(full)):
+                os.rename(self.path, self.path + '.1')
         self.open()
         os.close(full)
 
@@ -24026,23 +23749,20 @@ class SteadyFile:
 
 
 def workflow_files(output_dir: str, workflow_id: int, report: Report) -> Iterator[Tuple[str, Any]]:
-    """Each file of a workflow in an output directory, but no links and no files of others.
-
-    Its name there, and the file, open for reading.
-    """
+    """Each regular file of a workflow in an output directory: its name there, and it, open for reading."""
     for directory in LOG_DIRECTORIES:
-        path = os.path.join(output_dir, directory)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), \
-                HeldDirectory(path, None, not directory) as held:
-            for name in sorted(name for name in os.listdir(held.descriptor)
-                               if workflow_in_name(name) == workflow_id and held.has_file(name)):
-                try:
-                    file = open(name, 'rb', opener=held.opener)
-                except OSError as error:
-                    report(f'torc: cannot read {os.path.join(path, name)}: {error.strerror}')
-                    continue
-                with file:
-                    yield os.path.join(directory, name), file
+        path, names = os.path.join(output_dir, directory), []   # type: str, List[str]
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            names = [os.path.join(directory, name) for name in os.listdir(path)
+                     if workflow_in_name(name) == workflow_id and os.path.isfile(os.path.join(path, name))]
+        for name in sorted(names):
+            try:
+                file = open(os.path.join(output_dir, name), 'rb', opener=open_regular)
+            except OSError as error:
+                report(f'torc: cannot read {os.path.join(output_dir, name)}: {error.strerror}')
+                continue
+            with file:
+                yield name, file
 
 
 def add_member(bundle: Any, name: str, file: Any) -> int:
@@ -24705,11 +24425,8 @@ class OfflineDrain:
         names = context.workflow_id, context.run_id, label
         if self.is_local:
             return new_journal_path(journal_path(tempfile.mkdtemp(prefix='torc-offline-'), *names))
-        with hold_top(context.output.path) as top:
-            path = journal_path(top.path, *names)
-            top.make_directory(JOURNAL_DIRECTORY, 0o700)
-            with refuse_danger(HeldDirectory(os.path.dirname(path), top.descriptor, False)):
-                return new_journal_path(path)
+        make_subdirectory(context.output.path, JOURNAL_DIRECTORY, 0o700)
+        return new_journal_path(journal_path(context.output.path, *names))
 
     def look(self, now: float) -> None:
         """How a write has ended. One that takes too long is killed, and its end not waited for."""
@@ -25020,7 +24737,7 @@ class Scripts:
     def open_log(self, name: str) -> int:
         """Such a log; where none can be written, a script runs all the same. OSError if the name is taken."""
         try:
-            return self.context.output.top.append(name)
+            return append_to_file(os.path.join(self.context.output.path, name))
         except OSError as error:
             if error.errno in TAKEN:
                 raise
@@ -25284,9 +25001,7 @@ class Completions:
         if file_times:
             completion['file_times'] = file_times
         if verdict.status != 'completed':
-            opener = self.context.output.stdio.opener
-            attempt.reason = printable(verdict.message) \
-                or explain_end(end, attempt.stdout, attempt.stderr, opener)
+            attempt.reason = printable(verdict.message) or explain_end(end, attempt.stdout, attempt.stderr)
             completion['reason'] = attempt.reason
         if attempt.streams:
             self.report_cuts(attempt)
@@ -25351,7 +25066,7 @@ class Completions:
             self.skip_recovery(attempt)
             return
         if process.end.return_code:
-            line = read_last_line(log_name, self.context.output.top.opener)
+            line = read_last_line(os.path.join(self.context.output.path, log_name))
             self.veto_retry(attempt, f'the recovery script ended with return code {process.end.return_code}'
                             f"{line and ': '}{line} (its log: {log_name})")
         self.report(attempt)
@@ -25411,9 +25126,10 @@ class Completions:
         self.counts['failed' if status == 'pending_failed' else status] += 1
         self.context.progress.on_output(attempt.name, (attempt.stdout, attempt.stderr))
         if status == 'completed':
-            if attempt.deletes_stdio:
-                self.context.output.stdio.remove(attempt.stdout)
-                self.context.output.stdio.remove(attempt.stderr)
+            for path in (attempt.stdout, attempt.stderr):
+                if path and attempt.deletes_stdio:
+                    with contextlib.suppress(OSError):      # both may be one
+                        os.unlink(path)
         elif status != 'canceled':
             code = attempt.completion['return_code']
             self.failed_jobs.append((attempt.id, attempt.name, code, attempt.reason))
@@ -25745,11 +25461,8 @@ class Monitor:
 
     def write_series(self, rows: Dict[str, Sequence[Sequence[Any]]]) -> None:
         """In an errand: add rows to the file, made if it is missing. OSError, Denied, sqlite3.Error."""
-        with hold_top(self.context.output.path) as top:
-            top.make_directory(SERIES_DIRECTORY)
-            path = os.path.join(top.path, SERIES_DIRECTORY)
-            with refuse_danger(HeldDirectory(path, top.descriptor, False)):
-                write_series(os.path.join(path, self.series_name), rows)
+        path = make_subdirectory(self.context.output.path, SERIES_DIRECTORY)
+        write_series(os.path.join(path, self.series_name), rows)
 
     def on_series_error(self, error: str) -> None:
         """Jobs do not suffer."""
@@ -25831,55 +25544,44 @@ class StepFiles:
         pid = os.getpid()
         self.name = f'{socket.gethostname()}_p{pid}_{read_process_start_ticks(pid)}'
         self.path = os.path.join(output.path, STEPS_DIRECTORY, self.name)
-        self.held = None        # type: Optional[HeldDirectory]
 
-    def open(self) -> HeldDirectory:
-        """The directory, made with the supervisor in it if it is not there (any more). OSError."""
-        with contextlib.suppress(FileNotFoundError):
-            if self.held is not None and os.path.samestat(os.stat(self.path), self.held.found):
-                return self.held
-        self.close()
-        self.output.top.make_directory(STEPS_DIRECTORY, 0o700)
-        with HeldDirectory(os.path.dirname(self.path), self.output.top.descriptor, False) as parent:
-            make_own_directory(self.name, parent.descriptor, 0o700)
-            held = HeldDirectory(self.path, parent.descriptor, False)
-        write_atomically(SUPERVISOR_NAME, STEP_SUPERVISOR.encode(), 0o600, False, held.descriptor)
-        self.held = held
-        return held
+    def prepare(self) -> None:
+        """Make the directory, with the supervisor in it, if it is not there (any more). OSError."""
+        supervisor = os.path.join(self.path, SUPERVISOR_NAME)
+        if not os.path.exists(supervisor):
+            parent = make_subdirectory(self.output.path, STEPS_DIRECTORY, 0o700)
+            make_subdirectory(parent, self.name, 0o700)
+            write_atomically(supervisor, STEP_SUPERVISOR.encode())
 
     def make(self, step_name: str, command: bytes) -> Tuple[int, List[str]]:
         """Make a step's files. Where srun's own messages go, and the paths of notes and command. OSError.
 
         A command that fits into an argument needs no file: '-'.
         """
-        held = self.open()
-        os.close(held.create(f'{step_name}.notes', 0o600))
-        paths = [os.path.join(self.path, f'{step_name}.notes'), '-']
+        self.prepare()
+        stem = os.path.join(self.path, step_name)
+        os.close(create_file(f'{stem}.notes', 0o600))
+        paths = [f'{stem}.notes', '-']
         if command:
-            with open(held.create(f'{step_name}.command', 0o600), 'wb') as file:
+            with open(create_file(f'{stem}.command', 0o600), 'wb') as file:
                 file.write(command)
-            paths[1] = os.path.join(self.path, f'{step_name}.command')
-        return held.create(f'{step_name}.err', 0o600), paths
+            paths[1] = f'{stem}.command'
+        return create_file(f'{stem}.err', 0o600), paths
 
     def read(self, step_name: str, kind: str) -> str:
         """One of the files, its last 64 KB; '' if it is gone."""
         try:
-            with open(f'{step_name}.{kind}', 'rb', opener=self.held.opener) as file:
+            with open(os.path.join(self.path, f'{step_name}.{kind}'), 'rb') as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
                 return file.read().decode('utf-8', 'replace')
-        except (OSError, AttributeError):
+        except OSError:
             return ''
 
     def remove(self, step_name: str) -> None:
         """A step is over."""
-        for kind in self.KINDS if self.held is not None else ():
-            self.held.remove(f'{step_name}.{kind}')
-
-    def close(self) -> None:
-        """Let the directory go."""
-        if self.held is not None:
-            self.held.close()
-            self.held = None
+        for kind in self.KINDS:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.path, f'{step_name}.{kind}'))
 
 
 class Step:
@@ -26002,11 +25704,9 @@ class SlurmStarter:
         Files are opened by the supervisor, on the step's node. Pipes to files that are capped end here: then
         srun carries what the job writes, its stderr to a third descriptor.
         """
-        names, is_capped = (attempt.stdout, attempt.stderr), self.context.cap is not None
-        directory = self.context.output.stdio.path
-        files = [os.devnull if name is None else '-' if is_capped else os.path.join(directory, name)
-                 for name in names]
-        if names[0] == names[1] is not None:
+        paths, is_capped = (attempt.stdout, attempt.stderr), self.context.cap is not None
+        files = [os.devnull if path is None else '-' if is_capped else path for path in paths]
+        if paths[0] == paths[1] is not None:
             files[1] = '='
         descriptors = [outputs[0] if files[0] == '-' else errors, errors]
         if files[1] == '-':
@@ -26135,7 +25835,6 @@ class SlurmStarter:
     def close(self) -> None:
         """The runner leaves: nothing of any step may live on."""
         end_steps(self.files.path, self.allocation.job_id)
-        self.files.close()
         with contextlib.suppress(OSError):      # others are in use, or it was never made
             os.rmdir(os.path.dirname(self.files.path))
 
@@ -27110,8 +26809,7 @@ class Submissions:
 def write_dump(output: OutputDirectory, name: str, text: str) -> None:
     """A file of its own for whoever looks for the cause of a failure; nobody else may read it."""
     with contextlib.suppress(OSError):      # it is of use only with the rest of the directory
-        descriptor = output.top.append(name, 0o600)
-        with open(descriptor, 'wb') as file:
+        with open(append_to_file(os.path.join(output.path, name), 0o600), 'wb') as file:
             file.write(text.encode('utf-8', 'replace'))
 
 
@@ -27920,7 +27618,7 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         allocation, notice = look_for_allocation(options, launcher, wakeup)
         name = name_log(workflow, allocation)
         with writing(f'the log {os.path.join(output_dir, name)}', '--output-dir'):
-            output = stack.enter_context(OutputDirectory(output_dir))
+            output = OutputDirectory(output_dir)
             log = RunLog(output, name, options.log_level)
         stack.callback(log.close)
         context = NodeContext(workflow, options, output, log, progress)
@@ -29380,8 +29078,7 @@ def log_directory(order: Order) -> str:
     """The output directory of a worker. Refused if it is another database's."""
     worker = read_worker(worker_stem(order))
     directory = os.path.expanduser(order['output_dir'] or worker.get('output_dir') or DEFAULT_OUTPUT_DIR)
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), HeldDirectory(directory) as held:
-        refuse_foreign_output(directory, read_output_record(held, False)[1], order['database'])
+    refuse_foreign_output(directory, order['database'])
     return directory
 
 
@@ -32725,34 +32422,23 @@ def output_directory(session: Session, workflow: Dict[str, Any], args: Arguments
     """The directory that runners of a workflow wrote to. Refused if it belongs to another database."""
     directory = os.path.join(base_directory(workflow), args['output_dir'])
     database = call_addition(session.client, 'get_database')
-    try:
-        with HeldDirectory(directory) as held:
-            if database:
-                refuse_foreign_output(directory, read_output_record(held, False)[1], database)
-        with hold_stdio(directory) as stdio:
-            if stdio.found.st_uid != os.geteuid():      # a colleague, or an attacker who replaced ours
-                owner = f'belongs to another user (uid {stdio.found.st_uid})'
-                session.report(f'torc: {stdio.path} {owner}')
-    except PermissionError as error:
-        session.report(f'torc: cannot read {directory}: {error.strerror}')
-    except (FileNotFoundError, NotADirectoryError):
-        pass        # nothing has run here
+    if database:
+        refuse_foreign_output(directory, database)
     return directory
 
 
 FoundFiles = Tuple[Optional[str], Optional[str]]    # stdout and stderr of an attempt; None: no such file
 
 
-def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[int, int],
-               has: Callable[[HeldDirectory, str], bool] = HeldDirectory.has_file) -> FoundFiles:
+def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[int, int]) -> FoundFiles:
     """Paths of an attempt's stdout and stderr that exist, whatever its stdio mode was."""
     found: List[Optional[str]] = [None, None]
-    with contextlib.suppress(OSError), hold_stdio(output_dir) as stdio:     # there may be no such directory
-        # All modes are tried: the mode may have been changed since the attempt.
-        for mode in STDIO_MODES:
-            for place, name in enumerate(stdio_names(workflow_id, job_id, *attempt, mode)):
-                if found[place] is None and name and has(stdio, name):
-                    found[place] = os.path.join(stdio.path, name)
+    # All modes are tried: the mode may have been changed since the attempt.
+    for mode in STDIO_MODES:
+        for place, name in enumerate(stdio_names(workflow_id, job_id, *attempt, mode)):
+            path = os.path.join(output_dir, 'job_stdio', name or '')
+            if found[place] is None and os.path.isfile(path):
+                found[place] = path
     return found[0], found[1]
 
 
@@ -32852,7 +32538,7 @@ class LogReader:
     def stdio_of(self, attempt: Dict[str, Any]) -> Tuple[Optional[str], Optional[str]]:
         """Paths of an attempt's stdout and stderr that exist."""
         key = attempt['run_id'], attempt['attempt_id']
-        return find_stdio(self.output_dir, self.id, attempt['job_id'], key, HeldDirectory.has_name)
+        return find_stdio(self.output_dir, self.id, attempt['job_id'], key)
 
     def files_of(self, attempt: Dict[str, Any]) -> Dict[str, Any]:
         """An attempt with its files, as JSON has it."""
@@ -32872,12 +32558,11 @@ WHERE_OUTPUT_IS = 'name the directory that `run` wrote to with -o, or look at th
 
 
 def size_of(path: str) -> int:
-    """Size of a file in bytes; 0 if it is gone (delete_on_success); 1 for anything but a regular file."""
+    """Size of a file in bytes; 0 if it is gone (delete_on_success)."""
     try:
-        found = os.lstat(path)
+        return os.path.getsize(path)
     except OSError:
         return 0
-    return found.st_size if stat.S_ISREG(found.st_mode) else 1
 
 
 def find_tail(file: Any, lines: Optional[int]) -> int:
@@ -32907,7 +32592,7 @@ class Tail:
         """Print what is new in a file, below its title if another file was shown before."""
         offset, decoder = self.known.get(path) or (None, codecs.getincrementaldecoder('utf-8')('replace'))
         try:
-            file = open(path, 'rb', opener=open_stdio_file)
+            file = open(path, 'rb')
         except OSError as error:
             if path not in self.refused:
                 self.session.report(f'torc: cannot read {path}: {error.strerror}')
@@ -32950,7 +32635,7 @@ def reason_of(result: Dict[str, Any]) -> str:
 def report_end(session: Session, attempt: Dict[str, Any], paths: Sequence[str]) -> None:
     """After the output of one job: if there was none, and why it failed, unless that was the last line."""
     words = [] if paths else ['has written nothing']
-    lines = [read_last_line(path, open_stdio_file) for path in paths]
+    lines = [read_last_line(path) for path in paths]
     if (attempt['status'] in BROKEN_WORDS or attempt.get('reason')) and reason_of(attempt) not in lines:
         words.append(f"{attempt['status']}: {reason_of(attempt)}")
     if words:
@@ -33760,16 +33445,15 @@ def offline_options(args: Arguments, config: HpcConfig) -> Dict[str, Any]:
 def prepare_output_dir(session: Session, options: RunnerOptions) -> None:
     """Make the output directory and see that it is this database's, before anything is created or claimed."""
     try:
-        with OutputDirectory(options.output_dir) as output:
-            obstacle = output.find_obstacle(True, True)
-            if obstacle:
-                raise BadInput(f'{obstacle}: name another one with --output-dir')
-            database = call_addition(session.client, 'get_database')
-            if not database:
-                raise Refused(f'{session.client.location} is not served by this version of torc.py, as '
-                              'runners need: stop that server, and start it again with this one')
-            session.client.database_id = database['id']
-            gone = take_output_dir(output.top, database)
+        obstacle = OutputDirectory(options.output_dir).find_obstacle(True, True)
+        if obstacle:
+            raise BadInput(f'{obstacle}: name another one with --output-dir')
+        database = call_addition(session.client, 'get_database')
+        if not database:
+            raise Refused(f'{session.client.location} is not served by this version of torc.py, as '
+                          'runners need: stop that server, and start it again with this one')
+        session.client.database_id = database['id']
+        gone = take_output_dir(options.output_dir, database)
         if gone:
             session.inform(f'The output directory {options.output_dir} belonged to the database '
                          f"{gone}, which no longer exists; it now belongs to {database['path']}")
@@ -34099,7 +33783,7 @@ def cmd_exec(session: Session, args: Arguments) -> int:
             session.inform(f'Created workflow {workflow_id}')
     order = [job.name for job in plan.body['jobs']
              if args['keep_order'] and (job.name, job.command) not in done]
-    printer = OutputPrinter(session, options.output_dir, order)
+    printer = OutputPrinter(session, order)
     code = run_to_end(session, Target(workflow_id, True), options, False, printer.on_end if prints else None)
     printer.finish()
     if session.format == 'json':
@@ -34124,9 +33808,8 @@ def keep_names(planned: Sequence[PlannedJob], jobs: Sequence[Dict[str, Any]]) ->
 class OutputPrinter:
     """Prints what jobs of `exec` have written when they end: to our stdout and stderr."""
 
-    def __init__(self, session: Session, directory: str, order: Iterable[str]) -> None:
+    def __init__(self, session: Session, order: Iterable[str]) -> None:
         self.session = session
-        self.directory = os.path.join(directory, 'job_stdio')
         self.order = collections.deque(order)   # names: each waits for those before it
         self.ended = {}             # type: Dict[str, Sequence[Optional[str]]]  # files, until they are shown
 
@@ -34145,7 +33828,7 @@ class OutputPrinter:
             if file:
                 session = copy.copy(self.session)
                 session.out = out
-                Tail(session).show(os.path.join(self.directory, file), '')
+                Tail(session).show(file, '')
                 out.flush()
 
     def finish(self) -> None:
@@ -36875,8 +36558,8 @@ def cmd_watch(session: Session, args: Arguments) -> int:
     name = f"watch_{socket.gethostname()}_wf{workflow['id']}.log"
     with contextlib.ExitStack() as stack:
         with writing(f"the log {os.path.join(args['output_dir'], name)}", '--output-dir'):
-            output = stack.enter_context(OutputDirectory(args['output_dir']))
-            log_file = stack.enter_context(contextlib.closing(RunLog(output, name, 'info')))
+            log_file = RunLog(OutputDirectory(args['output_dir']), name, 'info')
+            stack.callback(log_file.close)
         wakeup = stack.enter_context(contextlib.closing(Wakeup()))
         return Supervision(session, workflow, args, log_file).run(wakeup)
 
