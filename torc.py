@@ -8846,8 +8846,7 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
         return job
     if assumed is not None:
         context.run('DELETE FROM result WHERE id = ?', (assumed,))
-        if not state.is_canceled:
-            wait_again(context, [job.id], job.status == FAILED)
+        wait_again(context, [job.id], job.status == FAILED, state.is_canceled)
         expect_completion(context, state.id)
     elif job.status not in ACTIVE:
         note_unclaimed(context, job)
@@ -8876,11 +8875,11 @@ def find_assumed_end(context: Context, state: WorkflowState, job: JobState,
                          (job.id, state.run_id, last_id))
 
 
-def wait_again(context: Context, job_ids: List[int], had_ended: bool) -> None:
+def wait_again(context: Context, job_ids: List[int], had_ended: bool, is_canceled: bool) -> None:
     """Jobs have not ended after all: those canceled for nothing else wait for them again, and so on.
 
     So do ready ones, which run whatever becomes of their prerequisites, but after these. `had_ended`: the
-    jobs counted as failed until now, and not as to be run again.
+    jobs counted as failed until now, and not as to be run again. In a canceled workflow nothing waits again.
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
@@ -8891,6 +8890,8 @@ def wait_again(context: Context, job_ids: List[int], had_ended: bool) -> None:
         if had_ended:       # counting anew would take as long as there are members, for each that is back
             context.run_many('UPDATE dep_set SET pending = pending + ?, failed = failed - ? WHERE id = ?',
                              ((count, count, set_id) for set_id, count in counts.items()))
+        if is_canceled:
+            break
         ready = [row[0] for row in rows_by_ids(
             context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
