@@ -3472,7 +3472,7 @@ class ScenarioTest(ServiceTest):
     counters must agree with what they count.
     """
     WORKFLOW = {}   # type: Dict[str, Any]
-    REPEATS = {'start', 'end', 'return', 'lose', 'leave', 'cancel', 'hold', 'back', 'did', 'sync', 'spawn'}
+    REPEATS = {'start', 'end', 'return', 'lose', 'leave', 'cancel', 'hold', 'back', 'did', 'sync', 'spawn', 'replay'}
     REFUSES = {'complete', 'batch'}
 
     def assertScenarios(self, text: str, **words: str) -> None:
@@ -3698,6 +3698,21 @@ class ScenarioTest(ServiceTest):
         if answer['errors']:
             raise torc.Refused(answer['errors'][0]['message'])
         self.assertEqual([result['job_id']], answer['completed'])
+
+    def do_replay(self, job: str, outcome: str = 'completed', by: str = '', run: str = '', **more: str) -> None:
+        """A journal is replayed; options that a result has not are of torc.py's own runners."""
+        result = self.result_of(job, outcome, by, run, more)
+        fields = {key: result.pop(key) for key in ('compute_node_id', 'status', 'return_code', 'run_id', 'attempt_id')}
+        details = {key: result[key] for key in ('retry', 'max_retries', 'interrupted', 'recovering', 'reason') if key in result}
+        entry = journal_entry(result['job_id'], self.workflow_id, **fields, **({'torc_py': details} if details else {}))
+        answer = self.call('replay_completions', {'run_id': fields['run_id'], 'completions': [entry]}, id=self.workflow_id)
+        if answer['rejected']:
+            raise torc.Refused(answer['rejected'][0]['message'])
+        self.known = answer['known']
+
+    def see_known(self) -> List[str]:
+        """How many of the last replay were known."""
+        return [str(self.known)]
 
     def do_begin(self, job: str, by: str = '', run: str = '') -> None:
         """start_job, as clients of others call it."""
@@ -5808,7 +5823,7 @@ class CompletionTest(ScenarioTest):
           a
           claim n1 a; reset jobs -> refused='pending or running'
         '''
-    WAYS = ('complete', 'batch', 'end')
+    WAYS = ('complete', 'batch', 'end', 'replay')
     ANY_WAY = '''
         the end of a ready job that nobody has claimed is taken in, with all that follows
           a / b: a / c: b | on_jobs_ready b | on_jobs_complete b
@@ -6220,43 +6235,105 @@ class NodeTest(ScenarioTest):
           claim n4 a; end a failed max_retries=2 -> a=failed#5
         '''
 
+    COME_BACK = '''
+        what really happened to a lost attempt beats what was assumed
+          a / b / c: a b / d: c / e!: a / f: e | on_workflow_complete
+          claim n1 a b; start a b; lose n1 -> a=failed b=failed c=canceled d=canceled e=ready f=blocked due=
+          WAY a by=n2 -> a=completed b=failed c=canceled d=canceled e=ready complete=false
+          WAY b by=n2 -> b=completed c=ready d=blocked results=a#1:0:completed,b#1:0:completed
+          claim n2 c e; end c; end e; claim n2 d f; end d; end f -> complete=true due=on_workflow_complete
+
+        that happened once
+          a
+          claim n1 a; start a; lose n1; WAY a failed:3 by=n2 -> results=a#1:3:failed
+          WAY a by=n2 -> refused='is already complete, as failed with return code 3'
+
+        what was claimed and not known to have started may have run too
+          a / b: a
+          claim n1 a; lose n1; WAY a by=n2 -> a=completed#1 b=ready
+
+        a retry that has not begun gives way to the attempt that came back
+          a / b: a
+          claim n1 a; start a; lose n1; retry a; WAY a by=n2 -> a=completed#1 b=ready results=a#1:0:completed
+
+        in a canceled workflow nothing waits again
+          a / b: a / c
+          claim n1 a c; start a; lose n1; cancel; WAY a by=n2 -> a=completed b=canceled c=canceled
+
+        an end counts after its node was deleted
+          a / b: a
+          claim n1 a; start a; delete n1 -> a=failed
+          WAY a by=n2 -> a=completed b=ready results=a#1:0:completed
+        '''
+    COME_TOO_LATE = '''
+        a lost attempt does not count once a later one may have begun
+          a / b: a
+          node n2; claim n1 a; start a; lose n1; LATER; WAY a#1 by=n2 -> refused='attempt 1 of job'
+          hold n2 a#1 -> revoked=a
+          back n2 a#1 -> revoked=a
+        '''
+    STILL_RUN = '''
+        what a lost node still runs is its own again, also what was started without a word
+          a / b: a / c / d
+          claim n1 a c d; start a; lose n1; back n2 a c -> revoked= a=running#1 b=blocked c=running#1 d=ready#2
+          end a by=n2; end c by=n2 -> a=completed b=ready c=completed d=ready#2
+
+        what runs whatever its prerequisite does waits for one that is back
+          a / b / e!: a / f!: a b / g: e
+          claim n1 a b; start a b; lose n1 -> e=ready f=ready g=blocked
+          back n2 a -> a=running b=failed e=blocked f=blocked g=blocked
+          end a by=n2 -> e=ready f=ready g=blocked
+
+        an action that was due for a lost job waits for one that is back
+          a / b: a / c!: a | on_jobs_complete a b | on_jobs_ready c
+          claim n1 a; start a; lose n1 -> due=on_jobs_complete,on_jobs_ready
+          back n2 a -> due=
+          end a by=n2 -> due=on_jobs_ready
+          claim n2 b c; end b -> due=on_jobs_complete,on_jobs_ready
+
+        a failure that comes late is retried as any other
+          a / b: a
+          claim n1 a; start a; lose n1; end a failed:3 by=n2 max_retries=3 -> a=ready#2 b=blocked
+        '''
+
     def test_what_becomes_of_the_jobs_of_nodes_that_go_away(self):
         self.assertScenarios(self.SCENARIOS, PAUSE=str(torc.MAX_RETRY_PAUSE_S))
 
-    def release(self, alive: Optional[bool] = None) -> List[int]:
-        with self.service.transaction():
-            return torc.release_lost_nodes(self.context, lambda hostname, pid, identity: alive)
+    def test_what_becomes_of_the_jobs_of_nodes_that_come_back(self):
+        self.assertScenarios(self.STILL_RUN)
+        for way in ('end', 'complete', 'batch', 'replay'):
+            self.assertScenarios(self.COME_BACK, WAY=way)
+            for later in ('retry a; claim n3 a', 'reset failed', 'reset failed; reinit'):
+                self.assertScenarios(self.COME_TOO_LATE, WAY=way, LATER=later)
 
     def test_an_attempt_given_with_a_lost_answer_comes_back_although_its_node_holds_an_earlier_one(self):
-        workflow_id = self.create('a:')
-        first = self.node(workflow_id)
-        job = self.claim(workflow_id, first)['a']       # and started, which nobody heard
-        for node_id in (first, self.node(workflow_id)):
-            self.claim(workflow_id, node_id)
-            with self.store.transaction():
-                torc.release_node(self.context, node_id)
-        again, held = self.node(workflow_id), [[job['id'], job['attempt_id']]]
-        want = {'strategy': 'queue', 'limit': 1}
-        answer = self.sync(workflow_id, again, held=held, started=[self.start(job)], want=want)
-        self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
-        answer = self.sync(workflow_id, again, held=held, want=want)      # that answer was lost
-        self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
+        self.begin('a')
+        self.act('claim n1 a; lose n1; claim n2 a; lose n2')
+        held, want = [[self.job_id('a'), 1]], {'strategy': 'queue', 'limit': 1}
+        for started in ([[*held[0], torc.format_time(self.clock)]], []):    # the first answer was lost
+            answer = self.sync(self.workflow_id, self.node_id('n3'), held=held, started=started, want=want)
+            self.assertEqual((held, [3]), (answer['revoked'], [job['attempt_id'] for job in answer['jobs']]))
         self.assertWhole()
 
     def test_leases_do_not_follow_a_clock_that_is_set(self):
-        workflow_id = self.create('a:')
-        self.node(workflow_id)
+        self.begin('a')
+        self.act('node n1')
         self.store.now = lambda: self.clock + 3600
-        self.assertEqual([], self.release())
+        self.act('look -> released= active=n1')
 
     def test_what_says_nothing_new_writes_nothing(self):
         workflow_id = self.create('a:')
         node_id = self.node(workflow_id)
-        before = self.store.changes
         for lease_s, written in ((60.0, 0), (90.0, 1), (90.0, 0)):
+            before = self.store.changes
             self.sync(workflow_id, node_id, lease_s=lease_s)
             self.assertEqual(written, self.store.changes - before)
-            before = self.store.changes
+
+    def test_a_silent_node_is_named_with_its_jobs(self):
+        self.begin('a / b')
+        self.act('claim n1 a b; start a; wait 3661; look')
+        runner, = self.call('explain_waiting', id=self.workflow_id)['runners']
+        self.assertEqual((self.node_id('n1'), 1, 3661.0), (runner['compute_node_id'], runner['num_jobs'], runner['silent_s']))
 
     def test_only_a_node_that_says_so_is_at_work(self):
         workflow_id = self.create('a:')
@@ -6313,160 +6390,6 @@ class NodeTest(ScenarioTest):
             self.sync(workflow_id, node_id, **sent)
             found = self.call('get_workflow_status', id=workflow_id).get('walltime_seconds')
             self.assertEqual(wall_s, None if found is None else round(found, 1))
-
-    # -------- those that come back --------
-
-    def lose(self, workflow_id: int, node_id: int, started: Sequence[Dict[str, Any]]) -> None:
-        """A node starts some of its jobs, and is given up."""
-        self.sync(workflow_id, node_id, started=[self.start(job) for job in started])
-        self.assertIn(node_id, self.release(alive=False))
-
-    def start(self, job: Dict[str, Any]) -> List[Any]:
-        return [job['id'], job['attempt_id'], torc.format_time(self.clock)]
-
-    def return_codes(self, workflow_id: int) -> Dict[str, List[Tuple[int, int, str]]]:
-        """Job -> (attempt, return code, status) of its results."""
-        found = collections.defaultdict(list)   # type: Dict[str, List[Tuple[int, int, str]]]
-        for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']:
-            found[row['job_name']].append((row['attempt_id'], row['return_code'], row['status']))
-        return dict(found)
-
-    def test_what_really_happened_to_a_lost_attempt_replaces_what_was_assumed(self):
-        workflow_id = self.create('a:\nb:\nc: a b\nd: c\ne!: a\nf: e', actions=[{
-            'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
-            'job_indexes': None, 'persistent': False}])
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.lose(workflow_id, node_id, [jobs['a'], jobs['b']])
-        lost = {'a': 'failed', 'b': 'failed', 'c': 'canceled', 'd': 'canceled', 'e': 'ready', 'f': 'blocked'}
-        self.assertEqual(lost, self.statuses(workflow_id))
-        again = self.node(workflow_id)
-        answer = self.sync(workflow_id, again, completions=[self.end(jobs['a'])])
-        self.assertEqual([[jobs['a']['id'], 1, 'completed']], answer['accepted'])
-        self.assertEqual(dict(lost, a='completed'), self.statuses(workflow_id), 'c waits for b too')
-        self.assertFalse(answer['is_complete'])
-        self.assertWhole()
-        self.sync(workflow_id, again, completions=[self.end(jobs['b'])])
-        self.assertEqual(dict(lost, a='completed', b='completed', c='ready', d='blocked'), self.statuses(workflow_id))
-        self.assertEqual({'a': [(1, 0, 'completed')], 'b': [(1, 0, 'completed')]}, self.return_codes(workflow_id))
-        self.assertWhole()
-        events = self.call('list_events', workflow_id=workflow_id, category='job')['items']
-        self.assertEqual(['a', 'b'], [event['data']['job_name'] for event in events
-                                      if event['data']['event_type'] == 'job_recovered'])
-        self.assertEqual({'completed'}, set(self.drive(workflow_id, {}).values()))
-
-    def test_the_same_end_again_gets_the_same_answer_and_another_one_is_refused(self):
-        workflow_id = self.create('a:')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.lose(workflow_id, node_id, [job])
-        again = self.node(workflow_id)
-        end = self.end(job, 'failed', 3)
-        for _ in range(2):
-            self.assertEqual('failed', self.sync(workflow_id, again, completions=[end])['accepted'][0][2])
-        refused = self.sync(workflow_id, again, completions=[self.end(job)])['errors'][0]['message']
-        self.assertIn('is already complete, as failed with return code 3', refused)
-        self.assertEqual({'a': [(1, 3, 'failed')]}, self.return_codes(workflow_id))
-
-    def test_what_a_lost_node_still_runs_is_its_own_again(self):
-        workflow_id = self.create('a:\nb: a\nc:\nd:')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.lose(workflow_id, node_id, [jobs['a']])      # c was started without our being told, d was not
-        again = self.node(workflow_id)
-        held = [[jobs[name]['id'], 1] for name in 'ac']
-        answer = self.sync(workflow_id, again, started=[self.start(jobs['a']), self.start(jobs['c'])], held=held)
-        self.assertEqual([], answer['revoked'])
-        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'running', 'd': 'ready'}, self.statuses(workflow_id))
-        self.assertEqual({'d': [(1, -128, 'canceled')]}, self.return_codes(workflow_id))
-        job = self.call('get_job', id=jobs['c']['id'])
-        self.assertEqual((1, again), (job['attempt_id'], job['compute_node_id']))
-        self.sync(workflow_id, again, completions=[self.end(jobs['a']), self.end(jobs['c'])])
-        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'completed', 'd': 'ready'}, self.statuses(workflow_id))
-        self.assertWhole()
-
-    def test_what_runs_whatever_its_prerequisite_does_waits_for_one_that_is_back(self):
-        workflow_id = self.create('a:\nb:\ne!: a\nf!: a b\ng: e')
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.lose(workflow_id, node_id, [jobs['a'], jobs['b']])
-        self.assertEqual(['ready', 'ready', 'blocked'], [self.statuses(workflow_id)[name] for name in 'efg'])
-        again = self.node(workflow_id)
-        self.sync(workflow_id, again, started=[self.start(jobs['a'])], held=[[jobs['a']['id'], 1]])
-        self.assertEqual({'a': 'running', 'b': 'failed', 'e': 'blocked', 'f': 'blocked', 'g': 'blocked'},
-                         self.statuses(workflow_id))
-        self.assertWhole()
-        self.sync(workflow_id, again, completions=[self.end(jobs['a'])])
-        self.assertEqual(['ready', 'ready', 'blocked'], [self.statuses(workflow_id)[name] for name in 'efg'])
-        self.assertWhole()
-
-    def test_a_lost_attempt_does_not_count_once_a_later_one_may_have_begun(self):
-        def claim(workflow_id: int, job: Dict[str, Any]) -> None:
-            self.call('retry_job', id=job['id'], run_id=1, max_retries=3)
-            self.assertEqual(2, self.claim(workflow_id, self.node(workflow_id))['a']['attempt_id'])
-
-        def reset(workflow_id: int, job: Dict[str, Any]) -> None:
-            self.call('reset_job_status', id=workflow_id, failed_only=True)
-
-        def initialize(workflow_id: int, job: Dict[str, Any]) -> None:
-            reset(workflow_id, job)
-            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-        for change in (claim, reset, initialize):
-            with self.subTest(change.__name__):
-                workflow_id = self.create('a:\nb: a')
-                node_id = self.node(workflow_id)
-                job = self.claim(workflow_id, node_id)['a']
-                self.lose(workflow_id, node_id, [job])
-                change(workflow_id, job)
-                before, again = self.statuses(workflow_id), self.node(workflow_id)
-                answer = self.sync(workflow_id, again, completions=[self.end(job)], held=[[job['id'], 1]])
-                self.assertEqual((1, [[job['id'], 1]]), (len(answer['errors']), answer['revoked']))
-                answer = self.sync(workflow_id, again, started=[self.start(job)], held=[[job['id'], 1]])
-                self.assertEqual([[job['id'], 1]], answer['revoked'])
-                self.assertEqual(before, self.statuses(workflow_id))
-
-    def test_a_retry_that_has_not_begun_gives_way_to_the_attempt_that_came_back(self):
-        workflow_id = self.create('a:\nb: a')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.lose(workflow_id, node_id, [job])
-        self.call('retry_job', id=job['id'], run_id=1, max_retries=3)
-        self.sync(workflow_id, self.node(workflow_id), completions=[self.end(job)])
-        self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
-        self.assertEqual({'a': [(1, 0, 'completed')]}, self.return_codes(workflow_id))
-        self.assertWhole()
-
-    def test_a_failure_that_comes_late_is_retried_as_any_other(self):
-        workflow_id = self.create('a:\nb: a')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.lose(workflow_id, node_id, [job])
-        end = self.end(job, 'failed', 3, retry=True, max_retries=3)
-        self.sync(workflow_id, self.node(workflow_id), completions=[end])
-        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
-        self.assertWhole()
-        self.assertEqual({'a': 'completed', 'b': 'completed'}, self.drive(workflow_id, {}))
-
-    def test_in_a_canceled_workflow_nothing_waits_again(self):
-        workflow_id = self.create('a:\nb: a\nc:')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.lose(workflow_id, node_id, [job])
-        self.call('cancel_workflow', id=workflow_id)
-        self.sync(workflow_id, self.node(workflow_id), completions=[self.end(job)])
-        self.assertEqual({'a': 'completed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(workflow_id))
-
-    def test_a_result_that_a_journal_or_another_client_brings_late_counts_too(self):
-        workflow_id = self.create('a:\nb: a')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.lose(workflow_id, node_id, [job])
-        result = dict(completion_of(job['id'], workflow_id, node_id), attempt_id=1)
-        entry = {'job_id': job['id'], 'status': 'completed', 'run_id': 1, 'result': result}
-        answer = self.call('batch_complete_jobs', {'completions': [entry]}, workflow_id=workflow_id)
-        self.assertEqual(([job['id']], []), (answer['completed'], answer['errors']))
-        self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
-        self.assertEqual(node_id, self.call('list_results', workflow_id=workflow_id)['items'][0]['compute_node_id'])
 
     def test_a_word_that_another_has_overtaken_is_not_listened_to(self):
         workflow_id = self.create('a:\nb:')
