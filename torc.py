@@ -11802,8 +11802,8 @@ ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'St
          'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES),
          'GroupRole': GROUP_ROLES}
 
-# Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], {map}, {map with
-# nulls?}, @Model or enum, ?Model of which any field may be missing.
+# Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], (list,of,just,these),
+# {map}, {map with nulls?}, @Model or enum, ?Model of which any field may be missing.
 MODELS = {
     'AccessGroupModel': 'created_at:str description:str id:int name:name!',
     'AdminSqlRequest': 'allow_full_table:bool dry_run:bool limit:int sql:str! write:bool',
@@ -11844,11 +11844,12 @@ MODELS = {
     'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
         'torc_py:@JournaledDetails',
     'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
-        'contents:[content] accounting:?RunnerAccount job_name:str database_id:str recovering:bool',
+        'contents:[(int,float,int,str)] accounting:?RunnerAccount job_name:str database_id:str '
+        'recovering:bool',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
         'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
-        'failure_handlers:[?FailureHandlerModel]! kinds:[planned_kind]! dependency_sets:[[int]]! '
+        'failure_handlers:[?FailureHandlerModel]! kinds:[(any,natural,any,any)]! dependency_sets:[[int]]! '
         'jobs:planned_jobs! actions:[@PlannedAction]! file_times:{float?}',
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] '
         'persistent:bool',
@@ -11874,16 +11875,16 @@ MODELS = {
         'avg_cpu_percent:float retry:bool max_retries:int interrupted:bool file_times:{float} reason:str',
     'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str! actions:[@RunnerAction]',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
-        'completions:[@RunnerEnd] '
-        'started:[start] returned:[attempt] contents:[content] want:@RunnerWant actions:[str] '
-        'action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool held:[attempt] '
-        'held_actions:[int] turn:int submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
+        'completions:[@RunnerEnd] started:[(int,int,time)] returned:[(int,int)] want:@RunnerWant '
+        'contents:[(int,float,int,str)] actions:[str] action_results:[@RunnerAction] '
+        'accounting:[@RunnerAccount] explain:bool survey:bool held:[(int,int)] held_actions:[int] turn:int '
+        'submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
     'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int '
-        'num_nodes:nodes depth:int nodes:[capacity] sizes:[capacity] time_limit:str '
+        'num_nodes:nodes depth:int nodes:[(int,int,int)] sizes:[(int,int,int)] time_limit:str '
         'scheduler_config_id:int labels:[str] strict:bool',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
         'status:str! workflow_id:int! reason:str',
-    'SetFileTimesRequest': 'files:{float?}! contents:[content]',
+    'SetFileTimesRequest': 'files:{float?}! contents:[(int,float,int,str)]',
     'SlurmSchedulerModel': 'account:str! extra:str gres:str id:int mem:str name:name nodes:int! '
         'ntasks_per_node:int partition:str qos:str serialize_allocations:bool tmp:str walltime:str! '
         'workflow_id:int!',
@@ -11952,22 +11953,14 @@ def wrong_type(path: str, wanted: str, value: Any) -> BadInput:
     return BadInput(f'{path} must be {wanted}, not {shown}', field=path)
 
 
-def check_int(path: str, value: Any) -> None:
-    """Refuse anything but an integer of 64 bits."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise wrong_type(path, 'an integer', value)
-    if not -MAX_INTEGER - 1 <= value <= MAX_INTEGER:
+def check_number(path: str, value: Any, types: Any, least: float, most: float) -> None:
+    """Refuse anything but a number of these types in a range; no integer of more than 64 bits."""
+    if not isinstance(value, types) or isinstance(value, bool):
+        raise wrong_type(path, 'an integer' if types is int else 'a number', value)
+    if isinstance(value, int) and not -MAX_INTEGER - 1 <= value <= MAX_INTEGER:
         raise BadInput(f'{path} is beyond 64 bits', field=path)
-
-
-def check_float(path: str, value: Any) -> None:
-    """Refuse anything but a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise wrong_type(path, 'a number', value)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise wrong_type(path, 'a finite number', value)
-    if isinstance(value, int):
-        check_int(path, value)
+    if not least <= value <= most:      # NaN is in no range
+        raise BadInput(f'{path} is {value}; it must be between {least:g} and {most:g}', field=path)
 
 
 def check_bool(path: str, value: Any) -> None:
@@ -12009,19 +12002,6 @@ def plain_time(text: str) -> str:
     return text if PLAIN_TIME.match(text) else format_time(parse_time(text))
 
 
-def check_range(path: str, value: Any, most: float) -> None:
-    """Refuse numbers that are negative, or so large that their sum would not be exact."""
-    check_float(path, value)
-    if not 0 <= value <= most:
-        raise BadInput(f'{path} is {value}; it must be between 0 and {most:g}', field=path)
-
-
-def check_natural(path: str, value: Any, most: float) -> None:
-    """Refuse anything but an integer from 0 to `most`."""
-    check_int(path, value)
-    check_range(path, value, most)
-
-
 def check_rules(path: str, value: Any) -> None:
     """Refuse rules of a failure handler that no runner could follow: JSON text of a list of objects."""
     check_str(path, value)
@@ -12032,14 +12012,6 @@ def check_rules(path: str, value: Any) -> None:
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise wrong_type(path, 'JSON text of a list of objects', value)
     check_any(path, rules)
-
-
-def check_row(path: str, value: Any, checks: Sequence[Callable[[str, Any], None]]) -> None:
-    """Refuse anything but a list with these types."""
-    if not isinstance(value, (list, tuple)) or len(value) != len(checks):
-        raise wrong_type(path, f'a list of {len(checks)}', value)
-    for check, item in zip(checks, value):
-        check(path, item)
 
 
 def check_any(path: str, value: Any, depth: int = 0) -> None:
@@ -12056,7 +12028,7 @@ def check_any(path: str, value: Any, depth: int = 0) -> None:
     elif isinstance(value, str):
         check_str(path, value)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        check_float(path, value)
+        SCALARS['float'](path, value)
 
 
 def check_object(path: str, value: Any) -> None:
@@ -12082,14 +12054,26 @@ def check_planned_jobs(path: str, value: Any) -> None:
                 check_name(f'{path}.name', name)
 
 
-def row_of(*types: str) -> Callable[[str, Any], None]:
-    """A value of SCALARS for a list with these types."""
-    return functools.partial(check_row, checks=[SCALARS[name] for name in types])
+def check_word(path: str, value: Any, words: Sequence[str]) -> None:
+    """Refuse anything but one of some words."""
+    if value not in words:
+        raise wrong_type(path, 'one of ' + ', '.join(words), value)
 
 
+def numbers(types: Any, least: float, most: float) -> Callable[[str, Any], None]:
+    """A value of SCALARS for numbers of these types in a range."""
+    return functools.partial(check_number, types=types, least=least, most=most)
+
+
+REAL = (int, float)
 SCALARS = {     # type of MODELS -> what refuses other values
-    'int':       check_int,
-    'float':     check_float,
+    'int':       numbers(int, -MAX_INTEGER - 1, MAX_INTEGER),
+    'natural':   numbers(int, 0, MAX_INTEGER),
+    'ordinal':   numbers(int, 0, 1e9),
+    'nodes':     numbers(int, 0, 1e5),
+    'float':     numbers(REAL, -sys.float_info.max, sys.float_info.max),
+    'minutes':   numbers(REAL, 0, 1e9),     # of which a sum is exact
+    'gigabytes': numbers(REAL, 0, 1e9),
     'bool':      check_bool,
     'str':       check_str,
     'any':       check_any,
@@ -12097,43 +12081,23 @@ SCALARS = {     # type of MODELS -> what refuses other values
     'name':      check_name,
     'time':      check_time,
     'rules':     check_rules,
-    'minutes':   functools.partial(check_range, most=1e9),
-    'gigabytes': functools.partial(check_range, most=1e9),
-    'nodes':     functools.partial(check_natural, most=1e5),
-    'ordinal':   functools.partial(check_natural, most=1e9),
-    'natural':   functools.partial(check_natural, most=MAX_INTEGER),
     'planned_jobs': check_planned_jobs,
 }   # type: Dict[str, Callable[[str, Any], None]]
-SCALARS.update({    # lists that stand for objects where there may be many
-    'attempt': row_of('int', 'int'), 'capacity': row_of('int', 'int', 'int'),
-    'start': row_of('int', 'int', 'time'), 'content': row_of('int', 'float', 'int', 'str'),
-    'planned_kind': row_of('any', 'natural', 'any', 'any')})
-
-
-def check_word(path: str, value: Any, words: Sequence[str]) -> None:
-    """Refuse anything but one of some words."""
-    if value not in words:
-        raise wrong_type(path, 'one of ' + ', '.join(words), value)
-
-
-@functools.lru_cache(maxsize=None)
-def field_checks(model: str) -> List[Tuple[str, str, bool, Any]]:
-    """Of a model's fields: name, type, whether it is required, and what refuses other values or None."""
-    checks = {'@' + name: functools.partial(check_word, words=words) for name, words in ENUMS.items()}
-    checks.update(SCALARS)
-    return [(name, field.type, field.is_required, checks.get(field.type))
-            for name, field in model_fields(model).items()]
+SCALARS.update(('@' + name, functools.partial(check_word, words=words)) for name, words in ENUMS.items())
 
 
 def check_value(path: str, kind: str, value: Any) -> Any:
     """Refuse a value that is not of a type of MODELS; the value, without what no model knows."""
     if kind in SCALARS:
         SCALARS[kind](path, value)
-        return value
-    if kind[0] == '[':
+        return plain_time(value) if kind == 'time' else value
+    if kind[0] in '[(':
         if not isinstance(value, (list, tuple)):
             raise wrong_type(path, 'a list', value)
-        return [check_value(f'{path}[{index}]', kind[1:-1], item) for index, item in enumerate(value)]
+        kinds = kind[1:-1].split(',') if kind[0] == '(' else [kind[1:-1]] * len(value)
+        if len(kinds) != len(value):
+            raise wrong_type(path, f'a list of {len(kinds)}', value)
+        return [check_value(f'{path}[{index}]', *pair) for index, pair in enumerate(zip(kinds, value))]
     if kind[0] == '{':
         if not isinstance(value, dict):
             raise wrong_type(path, 'an object', value)
@@ -12142,9 +12106,6 @@ def check_value(path: str, kind: str, value: Any) -> Any:
             if item is not None or kind[-2] != '?':
                 check_value(f'{path}.{printable(key)}', kind[1:-1].rstrip('?'), item)
         return value
-    if kind[1:] in ENUMS:
-        check_word(path, value, ENUMS[kind[1:]])
-        return value
     return check_model(path, kind[1:], value, is_partial=kind[0] == '?')
 
 
@@ -12152,29 +12113,19 @@ def check_model(path: str, model: str, value: Any, is_partial: bool = False) -> 
     """Refuse a body that does not fit a model; its known fields (newer clients send others)."""
     if not isinstance(value, dict):
         raise wrong_type(path or 'the body', 'an object', value)
-    unknown = [name for name in value if name not in model_fields(model)] if model in STRICT_MODELS else []
+    prefix, fields, known = path and path + '.', model_fields(model), {}
+    unknown = [name for name in value if name not in fields] if model in STRICT_MODELS else []
     if unknown:
-        field = f'{path}.{printable(unknown[0])}'.lstrip('.')
-        raise BadInput(f'there is no field {field}' + did_you_mean(unknown[0], model_fields(model)),
-                       field=field)
-    known = {}
-    for name, kind, is_required, check in field_checks(model):
+        field = prefix + printable(unknown[0])
+        raise BadInput(f'there is no field {field}' + did_you_mean(unknown[0], fields), field=field)
+    for name, (kind, is_required) in fields.items():
         found = value.get(name)
         if found is not None:
-            inner = name if not path or check else f'{path}.{name}'
-            if check is None:
-                known[name] = check_value(inner, kind, found)
-                continue
-            try:
-                check(inner, found)
-            except BadInput:    # say where: to make all paths takes as long as all checks
-                check(f'{path}.{name}'.lstrip('.'), found)
-            known[name] = plain_time(found) if kind == 'time' else found
+            known[name] = check_value(prefix + name, kind, found)
         elif name in value and (kind == 'any' or is_partial or not is_required):
             known[name] = None
         elif is_required and not is_partial:
-            inner = f'{path}.{name}'.lstrip('.')
-            raise BadInput(f'{inner} is missing', field=inner)
+            raise BadInput(f'{prefix}{name} is missing', field=prefix + name)
     return known
 
 
@@ -12490,7 +12441,7 @@ def parse_parameter(name: str, kind: str, text: str) -> Any:
     if kind == 'bool' and text.lower() in ('true', 'false', '1', '0'):
         return text.lower() in ('true', '1')
     if kind == 'int' and re.match(r'[-+]?[0-9]{1,20}\Z', text):
-        check_int(name, int(text))
+        SCALARS['int'](name, int(text))
         return int(text)
     wanted = {'int': 'an integer', 'bool': 'true or false'}[kind]
     raise BadInput(f'{name} must be {wanted}, not {printable(text)[:60]!r}', http=400, field=name)
