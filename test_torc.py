@@ -5377,7 +5377,11 @@ class ClaimTest(ServiceTest):
     def test_packing_is_per_node(self):
         workflow_id = self.make(self.TABLE)
         self.assertEqual('urgent long fat wide', self.take(workflow_id, num_nodes=2, num_cpus=3, memory_gb=9.0, time_limit='PT3H'))
-        self.assertIn('no ready job fits what is free', self.take(workflow_id, num_nodes=3, num_cpus=0, memory_gb=9.0))
+        self.assertIn('1 CPUs, and this runner has 0', self.take(workflow_id, num_nodes=3, num_cpus=0, memory_gb=9.0))
+        node = [[4, 9 << 30, 0]]
+        want = {'strategy': 'resources', 'limit': 9, 'nodes': [[0, 0, 0]], 'sizes': node}
+        answer = self.sync(workflow_id, self.node(workflow_id), explain=True, want=want)
+        self.assertEqual('no ready job fits what is free', answer['reason'])
 
     def test_a_job_of_two_nodes_takes_whole_ones(self):
         workflow_id = self.make(self.TABLE)
@@ -5387,7 +5391,7 @@ class ClaimTest(ServiceTest):
     def test_remaining_time_bounds_the_runtime(self):
         workflow_id = self.make(self.TABLE)
         self.assertEqual('urgent', self.take(workflow_id, num_cpus=99, memory_gb=99.0, time_limit='PT5M'))
-        self.assertEqual('every ready job needs at least PT10M, and only PT9M are left', self.take(workflow_id, time_limit='PT9M'))
+        self.assertIn('they need a runtime of PT10M, and this runner has PT7M left', self.take(workflow_id, time_limit='PT9M'))
 
     def test_a_node_is_told_whether_jobs_are_left_that_it_may_take(self):
         workflow_id = self.make('''
@@ -5411,7 +5415,7 @@ class ClaimTest(ServiceTest):
 
     def test_labels_are_sets(self):
         workflow_id = self.make(self.TABLE)
-        self.assertIn("labels that are all among this node's", self.take(workflow_id, labels=['a']))
+        self.assertIn('jobs such as tagged cannot run here: they need a runner with --label a,b', self.take(workflow_id, labels=['a']))
         self.assertEqual('tagged', self.take(workflow_id, labels=['c', 'b', 'a']))
 
     def test_a_schedulers_own_jobs_come_first_then_unbound_then_any(self):
@@ -6788,8 +6792,10 @@ class WaitingTest(ServiceTest):
                                                                                   {}, 'lacks'),
                 ({'name': 's'}, {'slurm_defaults': {'gpus-per-node': '8'}}, 'allocation'),
                 ({'name': 's', 'mem': '0', 'gres': 'gpu:8'}, {}, 'allocation'),
-                ({'name': 's', 'gres': 'gpu:8', 'ntasks_per_node': 8, 'extra': '--exclusive'}, {},
-                 'allocation')):
+                ({'name': 's', 'gres': 'gpu:8', 'ntasks_per_node': 8, 'extra': '--exclusive'}, {}, 'allocation'),
+                ({'name': 's', 'extra': '-G 8 -c4', 'ntasks_per_node': 8}, {}, 'allocation'),
+                ({'name': 's'}, {'slurm_defaults': {'account': 'gpu-lab'}}, 'lacks'),
+                ({'name': 's', 'gres': 'gpu:8', 'ntasks_per_node': 8}, {'slurm_defaults': {'qos': 'nonexclusive'}}, 'lacks')):
             with self.subTest(scheduler=scheduler, workflow=workflow):
                 workflow_id = self.make(rows, [scheduler], workflow=workflow)
                 self.allocate(workflow_id, self.schedulers(workflow_id)['s'])
@@ -6869,6 +6875,17 @@ class WaitingTest(ServiceTest):
             return len(calls)
         self.waiting(self.create('x:'))     # the columns of a table are asked for once
         self.assertEqual(statements(20), statements(2000))
+
+    def test_its_cost_does_not_grow_with_the_kinds_of_jobs_that_wait_for_the_same(self):
+        def statements(count: int) -> int:
+            calls = []      # type: List[str]
+            workflow_id = self.make('\n'.join([self.HEAD, *(f'j{i} {i + 1} 1g - 1 PT1M - - -' for i in range(count))]))
+            self.store.connection.set_trace_callback(lambda text: calls.append(text))
+            self.assertEqual({'j0': ('no_runner', count, 'waits for a runner')}, self.reasons(workflow_id))
+            self.store.connection.set_trace_callback(None)
+            return len(calls)
+        self.waiting(self.create('x:'))     # the columns of a table are asked for once
+        self.assertEqual(statements(2), statements(40))
 
     def test_of_very_many_groups_those_with_the_most_jobs_are_told(self):
         rows = [f'j{i} {i + 5} 1g - 1 PT1M - - -' for i in range(torc.WAITING_EXPLAINED + 9)]

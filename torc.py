@@ -400,11 +400,7 @@ WAIT_REASONS = {
     'next_turn':     'a runner can take it in its next turn',
     'lacks':         'no runner or allocation can take it: it needs {}',
     'cannot_run':    'jobs such as {} cannot run here: they need {}',
-    'labelled':      'the ready jobs have labels that this node lacks',
-    'other_labels':  "no ready job has labels that are all among this node's",
-    'time':          'every ready job needs at least {}, and only {} are left',
-    'scheduler':     'every ready job is bound to another scheduler',
-    'no_room':       'no ready job fits what is free: the smallest needs {} CPUs, {} and {} GPUs on {} nodes',
+    'no_room':       'no ready job fits what is free',
     'late':          'no job is started when less than {1:.0f} s are left of {0}',
     'stuck':         'of the jobs that are left ({}) none can run here',
 }
@@ -8305,32 +8301,6 @@ def claim(context: Context, state: WorkflowState, want: Values, node_id: Optiona
     return chosen
 
 
-def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str:
-    """Why a claim brought nothing, in words that a user understands."""
-    if state.is_canceled:
-        return WAIT_REASONS['canceled']
-    if want['limit'] <= 0:
-        return WAIT_REASONS['limit']
-    if not context.one(KIND_QUERY, (state.id,)):
-        waiting = [f'{count} {name}' for name, count in count_by_status(context, state.id).items() if count]
-        return WAIT_REASONS['not_ready'].format(', '.join(waiting) or 'there are none')
-    kinds = ready_kinds(context, state.id, want)
-    incompatible = find_incompatible_jobs(context, state.id, want, KIND_QUERY, f'status = {READY}')
-    if incompatible and all(lacks_of(kind, want) for kind in kinds):
-        return '; '.join(incompatible)
-    if not kinds:
-        return WAIT_REASONS['other_labels' if want.get('labels') else 'labelled']
-    limit_s = parse_time_limit(want)
-    if limit_s is not None and all(kind.runtime_s > limit_s for kind in kinds):
-        shortest_s = min(kind.runtime_s for kind in kinds)
-        return WAIT_REASONS['time'].format(format_duration(shortest_s), format_duration(limit_s))
-    if want.get('strict') and not kinds_by_turn(kinds, want):
-        return WAIT_REASONS['scheduler']
-    smallest = min(kinds, key=lambda kind: (kind.num_nodes, kind.num_cpus, kind.memory_bytes, kind.num_gpus))
-    return WAIT_REASONS['no_room'].format(smallest.num_cpus, format_memory(smallest.memory_bytes),
-                                          smallest.num_gpus, smallest.num_nodes)
-
-
 INCOMPATIBLE_SHOWN = 5
 
 
@@ -8407,36 +8377,52 @@ def format_lack(lack: Lack, place: str = 'this runner') -> str:
 
 
 def offer_of(want: Values) -> Offer:
-    """What a claim offers: the sizes of the nodes, if it states them, whatever is free of them."""
-    labels = tuple(want.get('labels') or ())
-    if want['strategy'] != 'resources' or not want.get('sizes'):
-        return Offer(labels, None, limit_s=parse_time_limit(want) if want['strategy'] == 'queue' else None)
-    sizes = node_sizes(want)
-    return Offer(labels, Capacity(*map(max, zip(*sizes))), len(sizes), parse_time_limit(want))
+    """What a claim offers: the largest of its nodes, whatever is free of it if the sizes are stated."""
+    sizes = node_sizes(want) if want['strategy'] == 'resources' else []
+    only = want.get('scheduler_config_id') or 0
+    return Offer(tuple(want.get('labels') or ()), Capacity(*map(max, zip(*sizes))) if sizes else None,
+                 max(1, len(sizes)), parse_time_limit(want), only if want.get('strict') else None)
 
 
-def lacks_of(kind: Kind, want: Values) -> List[str]:
-    """What jobs of a kind need and a runner of the size `sizes` will never have, with the option for it.
+def compare_kinds(context: Context, workflow_id: int, query: str,
+                  want: Values) -> List[Tuple[Kind, List[Lack]]]:
+    """Each of the job classes that a query finds, and what it needs and a claim will never offer."""
+    offer = offer_of(want)
+    kinds = (Kind(*row) for row in context.rows(query, (workflow_id,)))
+    return [(kind, find_lacks(kind, offer)) for kind in kinds]
 
-    A labelled runner skips jobs of other labels: that is no lack.
+
+def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str:
+    """Why a claim brought nothing, in words that a user understands."""
+    if state.is_canceled:
+        return WAIT_REASONS['canceled']
+    if want['limit'] <= 0:
+        return WAIT_REASONS['limit']
+    compared = compare_kinds(context, state.id, KIND_QUERY, want)
+    if not compared:
+        waiting = [f'{count} {name}' for name, count in count_by_status(context, state.id).items() if count]
+        return WAIT_REASONS['not_ready'].format(', '.join(waiting) or 'there are none')
+    if not all(lacks for _, lacks in compared):
+        return WAIT_REASONS['no_room']
+    return '; '.join(name_lacks(context, compared, f'status = {READY}'))
+
+
+def find_notices(context: Context, workflow_id: int, want: Values) -> List[str]:
+    """What a claimer will never have for jobs of the workflow, ready or not; nothing of jobs that are not
+    expected to fit: those of other labels if it has any, and those bound to another scheduler than its own.
     """
-    lacks = find_lacks(kind, offer_of(want))
-    is_skipped = want.get('labels') and any(lack.name == 'labels' for lack in lacks)
-    return [] if is_skipped else [format_lack(lack) for lack in lacks]
+    mine = want.get('scheduler_config_id')
+    compared = [(kind, lacks) for kind, lacks in compare_kinds(context, workflow_id, ALL_KINDS_QUERY, want)
+                if lacks and not (mine and claim_turn(kind, mine) == 2)
+                and not (want.get('labels') and any(lack.name == 'labels' for lack in lacks))]
+    return name_lacks(context, compared, f'workflow_id = {workflow_id} AND status IN {sql_list(NOT_DONE)}')
 
 
-def find_incompatible_jobs(context: Context, workflow_id: int, want: Values, kinds: str,
-                           condition: str) -> List[str]:
-    """For each reason why jobs will never fit a runner: one of those jobs and the reason, for users.
-
-    `kinds` is the query of the kinds to look at, `condition` an SQL condition for their jobs.
-    """
+def name_lacks(context: Context, compared: Sequence[Tuple[Kind, List[Lack]]], condition: str) -> List[str]:
+    """For each reason why jobs will never fit a claimer: one of them (an SQL condition), and the reason."""
     lacking = collections.defaultdict(list)  # type: Dict[str, List[int]]
-    for kind in (Kind(*row) for row in context.rows(kinds, (workflow_id,))):
-        # Jobs that are bound to other allocations than the caller's are not expected to fit it.
-        if not (want.get('scheduler_config_id') and claim_turn(kind, want['scheduler_config_id']) == 2):
-            lacking['; '.join(lacks_of(kind, want))].append(kind.id)
-    lacking.pop('', None)
+    for kind, lacks in compared:
+        lacking['; '.join(format_lack(lack) for lack in lacks)].append(kind.id)
     found = []
     for reason, kind_ids in list(lacking.items())[:INCOMPATIBLE_SHOWN]:
         some = sql_list(kind_ids[:500])
@@ -9921,9 +9907,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     answer.update(describe_claims(context, state.run_id, chosen))
     is_asked_why = want and not chosen and body.get('explain')
     answer['reason'] = explain_no_jobs(context, state, want) if is_asked_why else None
-    undone = f'workflow_id = {state.id} AND status IN {sql_list(NOT_DONE)}'
-    answer['notices'] = (find_incompatible_jobs(context, state.id, want, ALL_KINDS_QUERY, undone)
-                         if want and body.get('survey') else [])
+    answer['notices'] = find_notices(context, state.id, want) if want and body.get('survey') else []
     counts = job_counts(context, workflow_id)       # nothing below changes the jobs
     if not any(counts[code] for code in NOT_DONE):
         note_complete(context, workflow_id)
@@ -10130,9 +10114,8 @@ TRIGGER_REASONS = {
 
 ALLOCATION_COLUMNS = (
     'scheduler.name, scheduler.partition, scheduler.nodes, scheduler.walltime, scheduler.mem, '
-    "scheduler.gres, scheduler.ntasks_per_node, ifnull(scheduler.extra, '') || "
-    "(SELECT ifnull(slurm_defaults, '') FROM workflow "
-    'WHERE id = scheduler.workflow_id)')
+    'scheduler.gres, scheduler.ntasks_per_node, scheduler.extra, '
+    '(SELECT slurm_defaults FROM workflow WHERE id = scheduler.workflow_id)')
 ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem', 'gres')
 
 
@@ -10207,13 +10190,20 @@ def describe_allocations(context: Context, workflow_id: int, runners: Sequence[V
     return found
 
 
+# sbatch(1) options that say otherwise what a node's share has than the fields of a scheduler do.
+OPEN_CPUS = {'cpus-per-task', 'c', 'exclusive'}
+OPEN_GPUS = {'gpus', 'G', 'gpus-per-node', 'gpus-per-task', 'gpus-per-socket', 'gres'}
+
+
 def describe_scheduler(cells: Cells) -> Values:
     """What ALLOCATION_COLUMNS say of an allocation; None: what its nodes have is left to other options."""
-    *cells, num_cpus, options = cells
-    described, options = dict(zip(ALLOCATION_KEYS, cells)), options or ''
-    has_cpus = num_cpus and not ('cpus-per-task' in options or 'exclusive' in options)
-    return dict(described, num_cpus=num_cpus if has_cpus else None,
-                num_gpus=None if 'gpu' in options else count_gpus(described['gres'] or ''))
+    *cells, num_cpus, extra, defaults = cells
+    described = dict(zip(ALLOCATION_KEYS, cells))
+    options = {name for name, value in json.loads(defaults or '{}').items() if value is not False}
+    options.update(word[2:].partition('=')[0] if word.startswith('--') else word[1:2]
+                   for word in (extra or '').split() if word.startswith('-'))
+    return dict(described, num_cpus=None if options & OPEN_CPUS else num_cpus or None,
+                num_gpus=None if options & OPEN_GPUS else count_gpus(described['gres'] or ''))
 
 
 def due_allocations(context: Context, workflow_id: int) -> List[Values]:
@@ -10255,8 +10245,6 @@ def place_of_runner(context: Context, workflow: Values, runner: Values) -> Place
     limit_s = None if left_s is None else longest_runtime(workflow, left_s)
     if want:
         offer = offer_of(want)._replace(limit_s=limit_s)
-        if want.get('strict'):
-            offer = offer._replace(scheduler_id=want.get('scheduler_config_id') or 0)
     else:       # its record has the totals of its nodes
         number = max(1, runner['num_nodes'])
         size = Capacity(runner['num_cpus'] // number, int(runner['memory_gb'] * 1024 ** 3 / number),
@@ -10296,13 +10284,14 @@ def explain_ready(context: Context, workflow_id: int, places: Sequence[Place]) -
     groups = {}     # type: Dict[Tuple[str, str], Values]
     for kind in (Kind(*row) for row in context.rows(ALL_KINDS_QUERY, (workflow_id,)) if row[0] in counts):
         code, reason, lacks = explain_kind(kind, places)
-        group = groups.setdefault((code, reason), {
-            'code': code, 'reason': reason, 'lacks': [lack._asdict() for lack in lacks], 'count': 0,
-            'num_cpus': kind.num_cpus, 'memory_bytes': kind.memory_bytes, 'num_gpus': kind.num_gpus,
-            'num_nodes': kind.num_nodes, 'runtime_seconds': kind.runtime_s, 'priority': kind.priority,
-            'labels': json.loads(kind.labels) if kind.labels else [],
-            'scheduler_config_id': kind.scheduler_id, 'job_id': take_ready(context, kind.id, 1)[0]})
-        group['count'] += counts[kind.id]
+        if (code, reason) not in groups:
+            groups[code, reason] = {
+                'code': code, 'reason': reason, 'lacks': [lack._asdict() for lack in lacks], 'count': 0,
+                'num_cpus': kind.num_cpus, 'memory_bytes': kind.memory_bytes, 'num_gpus': kind.num_gpus,
+                'num_nodes': kind.num_nodes, 'runtime_seconds': kind.runtime_s, 'priority': kind.priority,
+                'labels': json.loads(kind.labels) if kind.labels else [],
+                'scheduler_config_id': kind.scheduler_id, 'job_id': take_ready(context, kind.id, 1)[0]}
+        groups[code, reason]['count'] += counts[kind.id]
     order = ('lacks', 'no_runner', *reversed(NEAREST_REASONS))
     found = sorted(groups.values(), key=lambda group: (order.index(group['code']), -group['count']))
     for group in found[:WAITING_EXPLAINED]:
@@ -10359,35 +10348,33 @@ def diagnose_workflow(context: Context, workflow_id: int) -> Values:
     ends = context.ids('SELECT end_time FROM compute_node WHERE workflow_id = ? AND is_active = 1',
                        (workflow_id,))
     left_s = sorted(max(0, int(parse_time(end) - context.now())) for end in ends if end is not None)
-    runtimes = context.rows(
-        f'SELECT runtime_s, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) AS ready '
-        'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
-        'WHERE kind.workflow_id = ? AND ready > 0 ORDER BY runtime_s', (workflow_id,))
-    number, is_unlimited = sum(count for _, count in runtimes), len(ends) > len(left_s)
+    runtimes = context.ids(
+        'SELECT runtime_s FROM job_kind kind CROSS JOIN job ON kind_id = kind.id CROSS JOIN '
+        'resource_requirements needs ON needs.id = resource_requirements_id '
+        f'WHERE kind.workflow_id = ? AND status = {READY} ORDER BY runtime_s', (workflow_id,))
+    number, is_unlimited = len(runtimes), len(ends) > len(left_s)
     workflow = get_row(context, 'workflow', workflow_id)
     best_s = longest_runtime(workflow, left_s[-1]) if left_s and not is_unlimited else math.inf
-    blocked = sum(count for runtime_s, count in runtimes if runtime_s > best_s)
-    longest_s = runtimes[-1][0] if runtimes else 0
+    blocked = sum(runtime_s > best_s for runtime_s in runtimes)
+    longest_s = runtimes[-1] if runtimes else 0
     return {'workflow_id': workflow_id, 'active_allocations': len(ends),
             'allocations_with_walltime': len(left_s), 'allocations_unlimited': len(ends) - len(left_s),
             'has_unlimited_allocation': is_unlimited, 'ready_jobs': number,
             'ready_jobs_with_runtime': number,
-            'allocation_remaining': measure_span([(seconds, 1) for seconds in left_s]),
+            'allocation_remaining': measure_span(left_s),
             'ready_job_runtime': measure_span(runtimes), 'runtime_blocked_jobs': blocked,
             'allocations_too_short_for_longest':
                 sum(longest_runtime(workflow, seconds) < longest_s for seconds in left_s),
             'runtime_blocked': blocked > 0}
 
 
-def measure_span(counted: Sequence[Tuple[int, int]]) -> Optional[Values]:
-    """Number, least, median and most of sorted (seconds, how many times); None without any."""
-    if not counted:
+def measure_span(ordered: Sequence[int]) -> Optional[Values]:
+    """Number, least, median and most of sorted seconds; None without any."""
+    if not ordered:
         return None
-    totals = list(itertools.accumulate(count for _, count in counted))
-    middle = [counted[bisect.bisect_right(totals, place)][0]
-              for place in ((totals[-1] - 1) // 2, totals[-1] // 2)]
-    return {'count': totals[-1], 'min_seconds': counted[0][0], 'median_seconds': sum(middle) // 2,
-            'max_seconds': counted[-1][0]}
+    count = len(ordered)
+    return {'count': count, 'min_seconds': ordered[0], 'max_seconds': ordered[-1],
+            'median_seconds': (ordered[(count - 1) // 2] + ordered[count // 2]) // 2}
 
 
 # ======== 8g. Resources: rows that few rules hold for, one by one and in lists ========
