@@ -4249,36 +4249,31 @@ class ActionTest(ServiceTest):
 
 
 class RearmTest(ServiceTest):
-    """What becomes of actions when work begins again. Jobs: `done` has completed; `bad` failed, which canceled `last`."""
-    # x: carried out, -: not; then the trigger count. Recovery actions are deleted by every initialize.
+    """What becomes of actions when work begins again. Jobs: `done` and `other` have completed; `bad` failed, which canceled `last`."""
+    # Of commands and allocations alike. x: carried out, -: not; then the trigger count. Every initialize deletes recovery actions.
     CELLS = """
-        action                                before  initialize  reinitialize  reset  reset jobs  reset jobs, reinitialize
-        run_commands on_workflow_start        x1      -1          x1            x1     x1          x1
-        run_commands on_worker_start          x1      -1          -1            x1     x1          -1
-        run_commands on_worker_complete       x1      -1          -1            x1     x1          -1
-        run_commands on_workflow_complete     x1      -0          x1            x1     x0          -0
-        run_commands on_jobs_ready done       x1      -1          x1            x1     x1          x1
-        run_commands on_jobs_ready bad        x1      -0          x1            x1     x1          -1
-        run_commands on_jobs_ready last       x1      -0          x1            x1     x1          -0
-        run_commands on_jobs_complete done    x1      -0          x1            x1     x1          x1
-        run_commands on_jobs_complete bad     x1      -0          x1            x1     x1          -0
-        run_commands on_jobs_complete all     x3      -0          x3            x3     x3          -1
-        schedule_nodes on_workflow_start      x1      -1          x1            x1     x1          -1
-        schedule_nodes on_worker_start        x1      -1          x1            x1     x1          -1
-        schedule_nodes on_worker_complete     x1      -1          x1            x1     x1          -1
-        schedule_nodes on_workflow_complete   x1      -0          x1            x1     x0          -0
-        schedule_nodes on_jobs_ready done     x1      -1          x1            x1     x1          x1
-        schedule_nodes on_jobs_ready bad      x1      -0          x1            x1     x1          -1
-        schedule_nodes on_jobs_ready last     x1      -0          x1            x1     x1          -0
-        schedule_nodes on_jobs_complete done  x1      -0          x1            x1     x1          -1
-        schedule_nodes on_jobs_complete bad   x1      -0          x1            x1     x1          -0
-        schedule_nodes on_jobs_complete all   x3      -0          x3            x3     x3          -1"""
+        action                  before  initialize  reinitialize  reset  reset jobs  reset jobs, reinitialize  reset other, reinitialize
+        on_workflow_start       x1      -1          x1            x1     x1          x1                        x1
+        on_worker_start         x1      -1          -1            x1     x1          -1                        -1
+        on_worker_complete      x1      -1          -1            x1     x1          -1                        -1
+        on_workflow_complete    x1      -0          x1            x1     x0          -0                        -0
+        on_jobs_ready done      x1      -1          x1            x1     x1          x1                        x1
+        on_jobs_ready bad       x1      -0          x1            x1     x1          -1                        x1
+        on_jobs_ready last      x1      -0          x1            x1     x0          -0                        x1
+        on_jobs_ready other     x1      -1          x1            x1     x1          x1                        -1
+        on_jobs_ready all       x4      -2          x4            x4     x3          -3                        -4
+        on_jobs_complete done   x1      -0          x1            x1     x1          x1                        x1
+        on_jobs_complete bad    x1      -0          x1            x1     x0          -0                        x1
+        on_jobs_complete last   x1      -0          x1            x1     x0          -0                        x1
+        on_jobs_complete other  x1      -0          x1            x1     x1          x1                        -0
+        on_jobs_complete all    x4      -0          x4            x4     x2          -2                        -3"""
 
     def setUp(self) -> None:
         super().setUp()
         header, *rows = (re.split('  +', line.strip()) for line in self.CELLS.strip().splitlines())
-        self.expected = {column: {row[0]: row[place] for row in rows} for place, column in enumerate(header) if place}
-        self.workflow_id = self.create('done:\nbad: done\nlast: bad')
+        self.expected = {column: {f'{kind} {row[0]}': row[place] for row in rows for kind in torc.ACTION_TYPES}
+                         for place, column in enumerate(header) if place}
+        self.workflow_id = self.create('done:\nbad: done\nlast: bad\nother:')
         self.scheduler_id = self.scheduler('s')
         self.jobs = {job['name']: [job['id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
         self.jobs['all'] = sum(self.jobs.values(), [])
@@ -4314,6 +4309,8 @@ class RearmTest(ServiceTest):
         if 'reset jobs' in words:
             self.call('reset_workflow_status', id=self.workflow_id)
             self.call('reset_job_status', id=self.workflow_id, failed_only=True)
+        elif 'reset other' in words:
+            self.call('manage_status_change', id=self.jobs['other'][0], status='uninitialized', run_id=1)
         elif 'reset' in words:
             self.call('reset_workflow_status', id=self.workflow_id)
         if 'initialize' in words:
@@ -4389,13 +4386,13 @@ class RearmTest(ServiceTest):
         allocation, = self.call('take_submissions', body, workflow_id=self.workflow_id)['allocations']
         self.call('update_scheduled_compute_node', {'status': 'complete'}, id=allocation['id'])
         self.drive(self.workflow_id, {'bad': 'failed'})
-        self.operate('reset jobs, reinitialize')    # a scheduler that has an action of its own needs no other's
+        self.operate('initialize')      # a scheduler that has an action of its own needs no other's
         for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']:
             self.scheduler_id = job['scheduler_id']
             self.add('schedule_nodes on_workflow_start')
         self.assertEqual([mine], self.call('take_submissions', body, workflow_id=self.workflow_id)['idle_actions'])
 
-    def test_what_a_job_that_never_got_ready_gates_does_not_wait_for_ever(self):
+    def test_what_a_job_that_never_got_ready_gates_waits_only_for_what_that_job_did(self):
         for by_hand in (False, True):
             workflow_id = self.create('a:\nb: a')
             first, last = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
@@ -4403,11 +4400,10 @@ class RearmTest(ServiceTest):
                 'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands',
                 'action_config': {'commands': ['x']}, 'job_ids': [first, last]}, workflow_id=workflow_id)
             with self.subTest(by_hand=by_hand):
-                self.assertEqual([], self.call('get_pending_actions', id=workflow_id))
                 if by_hand:
                     self.call('manage_status_change', id=last, status='disabled', run_id=1)
-                else:
-                    self.drive(workflow_id, {'a': 'failed'})
+                self.assertEqual([], self.call('get_pending_actions', id=workflow_id))
+                self.drive(workflow_id, {'a': 'failed'})
                 self.assertEqual(1, len(self.call('get_pending_actions', id=workflow_id)))
 
 
@@ -5837,12 +5833,12 @@ class CompletionTest(ScenarioTest):
 
         so is that of a blocked one
           a / b: a / c: b / d: b | on_jobs_ready b | on_jobs_complete b
-          WAY b -> a=ready b=completed c=ready d=ready due=on_jobs_ready,on_jobs_complete results=b#1:0:completed
+          WAY b -> a=ready b=completed c=ready d=ready due=on_jobs_complete results=b#1:0:completed
           claim n1 a c d
 
         and that of one that is not initialized
           a / b: a / c: b | on_jobs_ready b | on_jobs_complete b
-          reset jobs; WAY b -> a=uninitialized b=completed c=uninitialized due=on_jobs_ready,on_jobs_complete
+          reset jobs; WAY b -> a=uninitialized b=completed c=uninitialized due=on_jobs_complete
 
         what another node holds cannot end
           a / b: a

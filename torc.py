@@ -4909,7 +4909,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -5162,8 +5162,8 @@ CREATE TABLE workflow_action (
     trigger_type      TEXT NOT NULL,                    -- one of TRIGGERS
     action_type       TEXT NOT NULL,                    -- one of ACTION_TYPES
     action_config     JSON TEXT NOT NULL,
-    trigger_count     INTEGER NOT NULL DEFAULT 0,       -- due when it reaches required_triggers
-    required_triggers INTEGER NOT NULL DEFAULT 1,
+    gate_set_id       INTEGER,                          -- dep_set of the jobs of its trigger
+    wait_set_id       INTEGER,                          -- dep_set that it waits for, as jobs do
     executed          BOOL INTEGER NOT NULL DEFAULT 0,  -- taken by a node
     executed_at       TEXT,
     executed_by       INTEGER,                          -- that node
@@ -5174,14 +5174,6 @@ CREATE TABLE workflow_action (
     failure           TEXT                              -- why it failed, where it did
 );
 CREATE INDEX workflow_action_of ON workflow_action (workflow_id, trigger_type);
-
-CREATE TABLE action_job (
-    action_id  INTEGER NOT NULL REFERENCES workflow_action (id) ON DELETE CASCADE,
-    job_id     INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
-    is_counted BOOL INTEGER NOT NULL DEFAULT 0,         -- once, however often it gets ready or ends
-    PRIMARY KEY (action_id, job_id)
-) WITHOUT ROWID;
-CREATE INDEX action_job_by_job ON action_job (job_id);
 
 CREATE TABLE action_execution (
     action_id       INTEGER NOT NULL REFERENCES workflow_action (id) ON DELETE CASCADE,
@@ -5328,6 +5320,10 @@ CREATE VIEW job_view AS
            job_kind.labels AS labels, job.start_time AS start_time, job.compute_node_id AS compute_node_id
     FROM job CROSS JOIN job_kind ON job_kind.id = job.kind_id;
 
+CREATE VIEW action_job AS
+    SELECT workflow_action.id AS action_id, dep_member.job_id AS job_id
+    FROM workflow_action CROSS JOIN dep_member ON dep_member.dep_set_id = workflow_action.gate_set_id;
+
 CREATE VIEW result_view AS
     SELECT result.*, job.name AS job_name FROM result CROSS JOIN job ON job.id = result.job_id;
 """
@@ -5460,7 +5456,7 @@ RESCUED_END = '.rescued'            # of a copy of a database that was lost whil
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
                              'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
                              'is_system', 'is_run_zero', 'is_declared', 'submission', 'made_for', 'submitter',
-                             'submitter_until', 'watcher'])
+                             'submitter_until', 'watcher', 'gate_set_id', 'wait_set_id'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -6445,10 +6441,25 @@ def rebuild_dependencies(context: Context, workflow_id: int) -> None:
         set_id = find_set(context, workflow_id, producers.union(set_members(context, explicit_set)))
         context.run_many('UPDATE job SET dep_set_id = ? WHERE id = ?',
                          ((set_id, job_id) for job_id in job_ids))
-    context.run('DELETE FROM dep_set WHERE workflow_id = ? AND NOT EXISTS (SELECT 1 FROM job '
+    tie_actions(context, workflow_id)
+    tied = ' UNION '.join(f'SELECT {column} FROM workflow_action WHERE workflow_id = ?1 '
+                          f'AND {column} IS NOT NULL' for column in ('gate_set_id', 'wait_set_id'))
+    context.run('DELETE FROM dep_set WHERE workflow_id = ?1 AND NOT EXISTS (SELECT 1 FROM job '
                 'WHERE job.dep_set_id = dep_set.id) AND NOT EXISTS (SELECT 1 FROM job '
-                'WHERE job.explicit_set_id = dep_set.id)', (workflow_id,))
+                f'WHERE job.explicit_set_id = dep_set.id) AND id NOT IN ({tied})', (workflow_id,))
     refuse_cycles(context, workflow_id)
+
+
+def tie_actions(context: Context, workflow_id: int) -> None:
+    """Let each action of jobs wait for the set of these, or of all that they wait for (on_jobs_ready)."""
+    context.run('UPDATE workflow_action SET wait_set_id = gate_set_id WHERE workflow_id = ?', (workflow_id,))
+    for action_id in context.ids("SELECT id FROM workflow_action WHERE trigger_type = 'on_jobs_ready' "
+                                 'AND workflow_id = ?', (workflow_id,)):
+        needed = context.ids('SELECT DISTINCT job_id FROM dep_member WHERE dep_set_id IN (SELECT dep_set_id '
+                             'FROM action_job gate CROSS JOIN job ON job.id = gate.job_id '
+                             'WHERE action_id = ?)', (action_id,))
+        context.run('UPDATE workflow_action SET wait_set_id = ? WHERE id = ?',
+                    (find_set(context, workflow_id, needed), action_id))
 
 
 def refuse_cycles(context: Context, workflow_id: int) -> None:
@@ -6493,7 +6504,6 @@ def settle(context: Context, workflow_id: int, ended: List[Tuple[int, int]], is_
                 bad_by_set[set_id] += status in BAD
         context.run_many('UPDATE dep_set SET pending = pending - ?, failed = failed + ? WHERE id = ?',
                          ((count, bad_by_set[set_id], set_id) for set_id, count in all_by_set.items()))
-        count_trigger(context, workflow_id, 'on_jobs_complete', [job_id for job_id, _ in ended])
         ended = release_sets(context, workflow_id, list(all_by_set)) if all_by_set else []
 
 
@@ -6514,43 +6524,14 @@ def release_sets(context: Context, workflow_id: int, set_ids: Ids) -> List[Tuple
     run_by_ids(context, f'UPDATE job SET status = {READY} WHERE id IN', ready)
     run_by_ids(context, f'UPDATE job SET status = {CANCELED} WHERE id IN', canceled)
     announce_canceled(context, workflow_id, canceled)
-    count_trigger(context, workflow_id, 'on_jobs_ready', ready + canceled)     # no action waits for ever
     return [(job_id, CANCELED) for job_id in canceled]
 
 
 # -------- actions --------
-
-def count_trigger(context: Context, workflow_id: int, trigger: str, job_ids: Ids) -> None:
-    """Note in the actions with a job trigger that these jobs are ready, or have ended; each counts once."""
-    waiting = f"FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND trigger_type = '{trigger}'"
-    if not job_ids or not context.one(f'SELECT 1 {waiting} LIMIT 1'):
-        return
-    gates = rows_by_ids(context, 'SELECT action_id, job_id FROM action_job WHERE is_counted = 0 '
-                                 f'AND action_id IN (SELECT id {waiting}) AND job_id IN', job_ids)
-    context.run_many('UPDATE action_job SET is_counted = 1 WHERE action_id = ? AND job_id = ?', gates)
-    counts = collections.Counter(action_id for action_id, _ in gates)
-    context.run_many('UPDATE workflow_action SET trigger_count = trigger_count + ? WHERE id = ?',
-                     ((count, action_id) for action_id, count in counts.items()))
-
-
-def uncount_trigger(context: Context, trigger: str, job_ids: Ids) -> None:
-    """Take back what count_trigger() has noted: these jobs are not ready, or have not ended, after all.
-
-    An action that was executed stays so.
-    """
-    gates = rows_by_ids(context, 'SELECT action_id, job_id FROM action_job CROSS JOIN workflow_action action '
-                                 f"ON action.id = action_id WHERE trigger_type = '{trigger}' "
-                                 'AND executed = 0 AND is_counted = 1 AND job_id IN', job_ids)
-    context.run_many('UPDATE action_job SET is_counted = 0 WHERE action_id = ? AND job_id = ?', gates)
-    context.run_many('UPDATE workflow_action SET trigger_count = trigger_count - 1 WHERE id = ?',
-                     ((action_id,) for action_id, _ in gates))
-
-
-def expect_completion(context: Context, workflow_id: int) -> None:
-    """The workflow has something to do again: what is due at its completion is due no longer."""
-    context.run('UPDATE workflow_action SET trigger_count = 0 WHERE workflow_id = ? '
-                "AND trigger_type = 'on_workflow_complete'", (workflow_id,))
-
+#
+# An action of jobs, its gates, waits for a dependency set as jobs do (tie_actions), so that whatever counts
+# the members of sets counts for actions. What is due is told by the state of its workflow alone: nothing
+# has to note that an action has become due, or is due no longer.
 
 IS_GATED = f"trigger_type IN {JOB_TRIGGERS}"      # a tuple of texts is written as in SQL
 
@@ -6578,62 +6559,49 @@ def has_work(context: Context, action: Values) -> bool:
 
 
 def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
-    """At an initialize: recovery actions go, the others are to be executed again, counted anew from the jobs.
+    """At an initialize: recovery actions go, the others are to be executed again.
 
-    In a partial run what has been done stays done.
+    In a partial run those stay executed whose part is over: of on_workflow_start, of jobs that have all
+    finished, and, if nothing is left to run, of on_workflow_complete. What they once submitted is no longer
+    what is left to do, which `slurm regenerate` plans for.
     """
     context.run('DELETE FROM workflow_action WHERE workflow_id = ? AND is_recovery = 1', (workflow_id,))
-    recount_actions(context, workflow_id, '1')
-    kept = find_kept_actions(context, workflow_id) if is_partial else []
-    again = f'workflow_id = ? AND id NOT IN {sql_list(kept)}'
+    is_over = "trigger_type = 'on_workflow_start' OR EXISTS (SELECT 1 FROM dep_set WHERE dep_set.id = " \
+              'gate_set_id AND pending <= 0)'
+    if is_complete(context, workflow_id):
+        is_over += " OR trigger_type = 'on_workflow_complete'"
+    again = f'workflow_id = ? AND NOT ({is_over})' if is_partial else 'workflow_id = ?'
     context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
                 f'is_reported = 0, failure = NULL WHERE {again}', (workflow_id,))
     context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action '
                 f'WHERE {again})', (workflow_id,))
 
 
-def find_kept_actions(context: Context, workflow_id: int) -> List[int]:
-    """The actions that a partial run does not repeat.
-
-    Of commands, those of on_workflow_start, of jobs that have all finished, and, if there is nothing to run,
-    of on_workflow_complete. Of allocations, those that no job is left for.
-    """
-    done = (f"trigger_type = 'on_workflow_start' OR {IS_GATED} AND NOT EXISTS "
-            '(SELECT 1 FROM action_job CROSS JOIN job ON job.id = action_job.job_id '
-            f'WHERE action_id = workflow_action.id AND status NOT IN {sql_list(FINISHED)})')
-    if is_complete(context, workflow_id):
-        done += " OR trigger_type = 'on_workflow_complete'"
-    commands = context.ids("SELECT id FROM workflow_action WHERE workflow_id = ? "
-                           f"AND action_type = 'run_commands' AND ({done})", (workflow_id,))
-    schedules = context.select('workflow_action', "WHERE workflow_id = ? AND action_type = 'schedule_nodes'",
-                               (workflow_id,))
-    return commands + [action['id'] for action in schedules if not has_work(context, action)]
-
-
-def recount_actions(context: Context, workflow_id: int, condition: str) -> None:
-    """Make the trigger counts of actions agree with the states of their jobs and of the workflow."""
-    chosen = f'(SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} AND {condition})'
-    context.run('UPDATE action_job SET is_counted = (SELECT CASE action.trigger_type '
-                f"WHEN 'on_jobs_ready' THEN job.status NOT IN ({UNINITIALIZED}, {BLOCKED}) "
-                f'ELSE job.status IN {sql_list(FINISHED)} END FROM job, workflow_action action '
-                'WHERE job.id = action_job.job_id AND action.id = action_job.action_id) '
-                f'WHERE action_id IN {chosen}')
-    count = '(SELECT count(*) FROM action_job WHERE action_id = workflow_action.id'
-    context.run(f'UPDATE workflow_action SET trigger_count = CASE WHEN {IS_GATED} THEN {count} '
-                "AND is_counted = 1) WHEN trigger_type = 'on_workflow_complete' THEN 0 "
-                f'ELSE required_triggers END, required_triggers = CASE WHEN {IS_GATED} THEN max(1, {count})) '
-                f'ELSE required_triggers END WHERE id IN {chosen}')
+IS_MET = {      # trigger -> whether an action that has it waits for a job of it no longer
+    'on_jobs_ready': 'ifnull((SELECT pending FROM dep_set WHERE dep_set.id = job.dep_set_id), 0) <= 0',
+    'on_jobs_complete': f'job.status IN {sql_list(FINISHED)}'}
+GATES = 'FROM action_job CROSS JOIN job ON job.id = job_id WHERE action_id = ?'
 
 
 def action_rows(context: Context, where: str, parameters: Cells) -> List[Values]:
-    """Actions as WorkflowActionModel, with the ids of the jobs that they wait for."""
+    """Actions as WorkflowActionModel, with the jobs of their triggers, and how many of these are met."""
     actions = context.select('workflow_action', where, parameters)
     for action in actions:
-        gates = context.ids('SELECT job_id FROM action_job WHERE action_id = ? ORDER BY job_id',
-                            (action['id'],))
+        gates = context.ids(f'SELECT job_id {GATES} ORDER BY job_id', (action['id'],))
         if gates:
             action['job_ids'] = gates
+        action.update(trigger_count=count_met(context, action), required_triggers=max(1, len(gates)))
     return actions
+
+
+def count_met(context: Context, action: Values) -> int:
+    """How many jobs of its trigger an action waits for no longer; of another trigger 1 if it has come."""
+    trigger, state = action['trigger_type'], workflow_state(context, action['workflow_id'])
+    if not state.run_id:
+        return 0
+    if trigger in JOB_TRIGGERS:
+        return context.value(f'SELECT count(*) {GATES} AND {IS_MET[trigger]}', (action['id'],))
+    return int(trigger != 'on_workflow_complete' or is_complete(context, state.id))
 
 
 def get_workflow_actions(context: Context, workflow_id: int) -> List[Values]:
@@ -6643,15 +6611,24 @@ def get_workflow_actions(context: Context, workflow_id: int) -> List[Values]:
 
 def get_pending_actions(context: Context, workflow_id: int, trigger_type: Sequence[str] = ()) -> List[Values]:
     """Actions that are due and not taken, of the given triggers or of all."""
-    return action_rows(context, *due_condition(workflow_id, trigger_type))
+    return action_rows(context, *due_condition(context, workflow_id, trigger_type))
 
 
-def due_condition(workflow_id: int, triggers: Sequence[str], more: str = '') -> Tuple[str, Cells]:
-    """WHERE clause and its parameters for the actions that are due."""
-    triggers = tuple(triggers) or TRIGGERS
-    marks = ', '.join('?' * len(triggers))
-    return ('WHERE workflow_id = ? AND executed = 0 AND trigger_count >= required_triggers '
-            f'AND trigger_type IN ({marks}) {more} ORDER BY id', (workflow_id, *triggers))
+def due_condition(context: Context, workflow_id: int, triggers: Sequence[str],
+                  more: str = '') -> Tuple[str, Cells]:
+    """WHERE clause and its parameters for the actions that are due.
+
+    None is before the first initialize, none of jobs in a canceled workflow, where all jobs are over.
+    """
+    state = workflow_state(context, workflow_id)
+    late = set(JOB_TRIGGERS if state.is_canceled else ())
+    if not is_complete(context, workflow_id):
+        late.add('on_workflow_complete')
+    come = sorted(set(triggers or TRIGGERS) - late) if state.run_id else []
+    return (f"WHERE workflow_id = ? AND executed = 0 AND trigger_type IN ({', '.join('?' * len(come))}) "
+            f'AND (NOT {IS_GATED} OR gate_set_id IS NOT NULL) '     # one of no jobs is never due
+            'AND ifnull((SELECT pending FROM dep_set WHERE dep_set.id = wait_set_id), 0) <= 0 '
+            f'{more} ORDER BY id', (workflow_id, *come))
 
 
 def create_workflow_action(context: Context, workflow_id: int, body: Values) -> Values:
@@ -6660,13 +6637,12 @@ def create_workflow_action(context: Context, workflow_id: int, body: Values) -> 
     job_ids = sorted(set(body.get('job_ids') or ()))
     check_action(context, workflow_id, body['trigger_type'], body['action_type'], body['action_config'])
     check_owned(context, 'job', workflow_id, job_ids)
-    is_gated = body['trigger_type'] in JOB_TRIGGERS
-    values = dict(body, workflow_id=workflow_id, executed=False, trigger_count=0, executed_at=None,
-                  executed_by=None, failure=None, required_triggers=max(1, len(job_ids)) if is_gated else 1)
-    action_id = context.insert('workflow_action', values)
-    context.insert_rows('action_job', ('action_id', 'job_id'), ((action_id, job_id) for job_id in job_ids))
+    gates = find_set(context, workflow_id, job_ids if body['trigger_type'] in JOB_TRIGGERS else ())
+    action_id = context.insert('workflow_action', dict(
+        body, workflow_id=workflow_id, executed=False, executed_at=None, executed_by=None, failure=None,
+        gate_set_id=gates, wait_set_id=None))
     if workflow_state(context, workflow_id).run_id:   # it comes late: what it waits for may have been
-        recount_actions(context, workflow_id, f'id = {action_id}')
+        tie_actions(context, workflow_id)
     return action_rows(context, 'WHERE id = ?', (action_id,))[0]
 
 
@@ -6764,7 +6740,7 @@ def take_due_actions(context: Context, workflow_id: int, node_id: int,
                                        (workflow_id,)):
         return []       # most workflows have none: a runner asks in every turn
     due = context.select('workflow_action',
-                         *due_condition(workflow_id, triggers, "AND action_type = 'run_commands'"))
+                         *due_condition(context, workflow_id, triggers, "AND action_type = 'run_commands'"))
     return [action for action in due if take_action(context, action['id'], node_id, action['persistent'])]
 
 
@@ -7385,11 +7361,9 @@ def delete_job(context: Context, job_id: int) -> Values:
     if STATUSES[STATUS_CODES[job['status']]].is_active:
         raise Refused(f"job {job_id} is {job['status']}: wait for its end, or cancel the workflow first")
     sets = context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job_id,))
-    gated = context.ids('SELECT action_id FROM action_job WHERE job_id = ?', (job_id,))
     context.run('DELETE FROM job WHERE id = ?', (job_id,))
-    if gated:
-        recount_actions(context, job['workflow_id'], f'id IN {sql_list(gated)}')
     if sets:
+        tie_actions(context, job['workflow_id'])
         recount_sets(context, job['workflow_id'])
         settle(context, job['workflow_id'], release_sets(context, job['workflow_id'], sets))
     return job
@@ -7730,15 +7704,13 @@ def format_counts(counts: Dict[str, int]) -> str:
 
 
 def note_if_complete(context: Context, workflow_id: int) -> None:
-    """If a workflow is complete, its on_workflow_complete actions are due."""
+    """If a workflow is complete, its run has ended."""
     if is_complete(context, workflow_id):
         note_complete(context, workflow_id)
 
 
 def note_complete(context: Context, workflow_id: int) -> None:
-    """A workflow is complete: its on_workflow_complete actions are due, and the run has ended."""
-    context.run('UPDATE workflow_action SET trigger_count = required_triggers WHERE workflow_id = ? '
-                "AND trigger_type = 'on_workflow_complete'", (workflow_id,))
+    """A workflow is complete: its run has ended."""
     record_completion(context, workflow_id)
     if not keeps_crate(context, workflow_id):
         return
@@ -7915,8 +7887,6 @@ def reset_job_status(context: Context, workflow_id: int, failed_only: bool = Fal
     if failed_only:
         uninitialize(context, downstream_of_uninitialized(context, workflow_id))
     recount_sets(context, workflow_id)
-    if job_ids:
-        expect_completion(context, workflow_id)
     add_user_event(context, workflow_id, 'reset_job_status', failed_only=failed_only,
                    updated_count=len(job_ids))
     answer = {'workflow_id': workflow_id, 'updated_count': len(job_ids), 'status': 'uninitialized'}
@@ -8654,8 +8624,6 @@ def note_unclaimed(context: Context, job: JobState) -> None:
     """A job that no node has claimed is reported as running or ended: note what a claim would."""
     context.run('UPDATE job SET input_hash = ? WHERE id = ?',
                 (hash_inputs(context, [job.id])[job.id], job.id))
-    if job.status in (UNINITIALIZED, BLOCKED):
-        count_trigger(context, job.workflow_id, 'on_jobs_ready', [job.id])
 
 
 def record_unwritten_data(context: Context, state: WorkflowState, job: JobState) -> None:
@@ -8701,7 +8669,6 @@ def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) ->
     context.run(f'UPDATE job SET status = CASE WHEN {waits} THEN {BLOCKED} '
                 f"ELSE {READY} END, attempt_id = ?, origin = ifnull(origin, 'retry'), start_time = NULL, "
                 'compute_node_id = NULL WHERE id = ?', (job.attempt_id + 1, job.id))
-    expect_completion(context, state.id)
     record_event(context, state.id, {
         'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name, 'run_id': state.run_id,
         'previous_attempt': job.attempt_id, 'new_attempt': job.attempt_id + 1,
@@ -8761,7 +8728,6 @@ def manage_status_change(context: Context, job_id: int, status: str, run_id: int
             note_unclaimed(context, job)
         if STATUSES[job.status].is_finished or STATUSES[code].is_finished:
             reverse_or_settle(context, job, code)
-            expect_completion(context, job.workflow_id)
             note_if_complete(context, job.workflow_id)
     return get_job(context, job_id)
 
@@ -8775,8 +8741,6 @@ def reverse_or_settle(context: Context, job: JobState, code: int) -> None:
     recount_sets(context, job.workflow_id)
     sets = context.ids('SELECT dep_set_id FROM dep_member WHERE job_id = ?', (job.id,))
     settle(context, job.workflow_id, release_sets(context, job.workflow_id, sets))
-    for trigger in JOB_TRIGGERS if STATUSES[code].is_finished else ():
-        count_trigger(context, job.workflow_id, trigger, [job.id])
 
 
 def return_claims(context: Context, job_ids: Ids) -> None:
@@ -8833,7 +8797,6 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
     if assumed is not None:
         context.run('DELETE FROM result WHERE id = ?', (assumed,))
         wait_again(context, [job.id], job.status == FAILED, state.is_canceled)
-        expect_completion(context, state.id)
     elif job.status not in ACTIVE:
         note_unclaimed(context, job)
     # NULL: its node was deleted, or is unknown
@@ -8869,7 +8832,6 @@ def wait_again(context: Context, job_ids: List[int], had_ended: bool, is_cancele
     """
     has_result = 'EXISTS (SELECT 1 FROM result WHERE job_id = job.id AND is_current = 1)'
     while job_ids:
-        uncount_trigger(context, 'on_jobs_complete', job_ids)
         rows = rows_by_ids(context, 'SELECT dep_set_id FROM dep_member WHERE job_id IN', job_ids)
         counts = collections.Counter(row[0] for row in rows)
         sets = sorted(counts)
@@ -8881,7 +8843,6 @@ def wait_again(context: Context, job_ids: List[int], had_ended: bool, is_cancele
         ready = [row[0] for row in rows_by_ids(
             context, f'SELECT id FROM job WHERE status = {READY} AND dep_set_id IN', sets)]
         run_by_ids(context, f'UPDATE job SET status = {BLOCKED} WHERE id IN', ready)
-        uncount_trigger(context, 'on_jobs_ready', ready)
         job_ids = [row[0] for row in rows_by_ids(
             context, 'SELECT job.id FROM dep_set CROSS JOIN job ON job.dep_set_id = dep_set.id '
             f'WHERE failed = 0 AND job.status = {CANCELED} AND NOT {has_result} AND dep_set.id IN', sets)]
@@ -9433,8 +9394,9 @@ def take_due_schedules(context: Context, workflow_id: int, node_id: int, trigger
     """The allocations that a runner is to submit: of due actions, but failed ones, and what others left."""
     if not context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,)):
         return []
-    due = action_rows(context, *due_condition(
-        workflow_id, triggers, "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
+    due = context.select('workflow_action', *due_condition(
+        context, workflow_id, triggers,
+        "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
     made = []   # type: List[int]
     for action in due:
         config = action['action_config']
@@ -9988,11 +9950,11 @@ def find_revoked_actions(context: Context, workflow_id: int, node_id: int, held:
 
 def retake_action(context: Context, workflow_id: int, action_id: int, node_id: int) -> bool:
     """Take an action that a node runs, or ran, if it was due again meanwhile. False if there is none."""
-    row = context.one('SELECT persistent, trigger_count >= required_triggers FROM workflow_action '
-                      'WHERE id = ? AND workflow_id = ?', (action_id, workflow_id))
-    if row is not None and row[1]:
-        take_action(context, action_id, node_id, bool(row[0]))
-    return row is not None
+    for action in context.select('workflow_action', *due_condition(context, workflow_id, (),
+                                                                   f'AND id = {int(action_id)}')):
+        take_action(context, action_id, node_id, action['persistent'])
+    return context.one('SELECT 1 FROM workflow_action WHERE id = ? AND workflow_id = ?',
+                       (action_id, workflow_id)) is not None
 
 
 def refuse_obsolete(context: Context, node_id: int, turn: Optional[int]) -> None:
@@ -10209,7 +10171,7 @@ def describe_scheduler(cells: Cells) -> Values:
 def due_allocations(context: Context, workflow_id: int) -> List[Values]:
     """What the schedule_nodes actions will allocate that are due."""
     found = []
-    for action in context.select('workflow_action', *due_condition(workflow_id, (),
+    for action in context.select('workflow_action', *due_condition(context, workflow_id, (),
                                                                    "AND action_type = 'schedule_nodes'")):
         config = action['action_config'] if isinstance(action['action_config'], dict) else {}
         cells = context.one(f'SELECT {ALLOCATION_COLUMNS} FROM slurm_scheduler scheduler WHERE id = ?',
@@ -10315,8 +10277,8 @@ def explain_actions(context: Context, workflow_id: int) -> List[Values]:
     """The actions that are still to be carried out, or have failed, each with what it waits for."""
     names = dict(context.rows('SELECT id, name FROM slurm_scheduler WHERE workflow_id = ?', (workflow_id,)))
     found = []
-    for action in context.select('workflow_action', 'WHERE workflow_id = ? AND (executed = 0 OR failure '
-                                 'IS NOT NULL) ORDER BY id LIMIT ?', (workflow_id, WAITING_EXPLAINED)):
+    for action in action_rows(context, 'WHERE workflow_id = ? AND (executed = 0 OR failure IS NOT NULL) '
+                              'ORDER BY id LIMIT ?', (workflow_id, WAITING_EXPLAINED)):
         config = action['action_config'] if isinstance(action['action_config'], dict) else {}
         found.append({
             'action_id': action['id'], 'trigger_type': action['trigger_type'],
@@ -10334,8 +10296,7 @@ def explain_action(context: Context, action: Values) -> str:
         return f"failed: {action['failure']}"
     if action['trigger_count'] >= action['required_triggers']:
         return DUE_REASONS.get(trigger) or DUE_REASONS[action['action_type']]
-    rows = context.rows('SELECT job.name, job.status FROM action_job CROSS JOIN job ON job.id = job_id '
-                        'WHERE action_id = ? AND is_counted = 0 LIMIT ?',
+    rows = context.rows(f'SELECT job.name, job.status {GATES} AND NOT {IS_MET.get(trigger, 1)} LIMIT ?',
                         (action['id'], FAILURES_EXPLAINED + 1))
     awaited = [f'{name} ({STATUS_NAMES[status]})' for name, status in rows]
     more = ' and others' if len(awaited) > FAILURES_EXPLAINED else ''
