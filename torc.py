@@ -2728,6 +2728,8 @@ SCHEDULER_OPTIONS = frozenset('partition nodes walltime time mem gres name job-n
 # change it.
 
 IDENTIFIER = Expression(r'[A-Za-z_][A-Za-z0-9_]*\Z')
+# {name} or {name:format}, but not ${name}, which is the shell's.
+PARAMETER = Expression(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
 SLURM_MEMORY = Expression(r'([0-9]+)([kmgt]?)b?\Z', re.IGNORECASE)
 SRUN_SIGNAL = Expression(r'(?:[RB]:)?(?:[0-9]{1,2}|(?:SIG)?[A-Z][A-Z0-9+-]*)(?:@[0-9]+)?\Z')
 MPI_KIND = Expression(r'[A-Za-z0-9+_.-]+\Z')
@@ -2838,6 +2840,15 @@ def read_metadata(value: Any) -> Any:
     return read_json(value)
 
 
+def read_constant(value: Any) -> str:
+    """Text that is put in for a variable."""
+    text = read_text(value)
+    for match in PARAMETER.finditer(text):
+        if IDENTIFIER.match(match.group(1)):
+            raise ValueError(f'holds {match.group()}: it cannot refer to others')
+    return text
+
+
 def read_normalized(normalize: Callable[[str], str]) -> Callable[[Any], str]:
     """Reader of a text that has a unit, in the form that is kept."""
     return lambda value: normalize(read_text(value))
@@ -2931,7 +2942,7 @@ TYPES = {
     'json':           Type('any value', read_json),
     'metadata':       Type('mapping', read_metadata),
     'env':            Type('mapping of text', read_text, 'map', '', read_variable_name),
-    'variables':      Type('mapping of text', read_text, 'map', '', read_variable_name),
+    'variables':      Type('mapping of text', read_constant, 'map', '', read_variable_name),
     # Their values are checked when they are expanded.
     'parameters':     Type('mapping of values',
                            lambda value: read_text(value) if isinstance(value, str) else value,
@@ -3099,8 +3110,21 @@ def propose_field(where: str, word: str, near: str) -> str:
     return near or (f", it is a field of {' and '.join(homes)}" if homes else '')
 
 
+def node_parts(node: KdlNode) -> List[KdlNode]:
+    """What stands in a node beside its arguments: properties, as nodes that say the same, and its block."""
+    places = node.offsets
+    properties = [KdlNode(name, [value], {}, None, places[name], {0: places[name]})
+                  for name, value in node.props.items()]
+    return properties + (node.children or [])
+
+
 class KdlSpec(TextReader):
     """Turns the nodes of one text into the value that the same workflow has in YAML."""
+
+    def container(self, value: Any, at: int) -> Any:
+        """A new dict or list with its position."""
+        self.positions[id(value)] = [at]
+        return value
 
     def add(self, container: Any, key: Any, value: Any, at: int) -> Any:
         """Put an entry with its position into a dict (key) or list (no key)."""
@@ -3111,36 +3135,35 @@ class KdlSpec(TextReader):
         self.positions[id(container)].append(at)
         return value
 
-    def add_list(self, block: Dict[str, Any], field: str, at: int) -> List[Any]:
-        """The list of a field, which several nodes may add to."""
-        return block[field] if field in block else self.add(block, field, self.container([], at), at)
-
-    def container(self, value: Any, at: int) -> Any:
-        """A new dict or list with its position."""
-        self.positions[id(value)] = [at]
-        return value
+    def read_block(self, kind: str, node: KdlNode) -> Dict[str, Any]:
+        """A block of one kind: its name, properties and children."""
+        block = self.container({}, node.offset)
+        is_named = 'name' in FIELDS_OF[kind]
+        if len(node.args) > is_named:
+            wanted = 'only its name' if is_named else 'no value'
+            self.fail(node.offsets[int(is_named)], f'{node.name!r} takes {wanted} before the {{ }} block')
+        if node.args:
+            self.add(block, 'name', node.args[0], node.offsets[0])
+        for part in node_parts(node):
+            self.add_node(block, kind, part)
+        return block
 
     def add_node(self, block: Dict[str, Any], kind: str, node: KdlNode) -> None:
         """Put what a node says into the block that it stands in."""
         at = node.offset
         field, shape, inner = self.find_meaning(kind, node.name, at)
-        if shape in ('one', 'list') and (node.props or node.children is not None):
-            self.fail(at, f'{node.name!r} takes values only, no properties and no {{ }} block')
-        if shape not in ('list', 'blocks') and field in block:
+        if shape in ('list', 'blocks'):     # several nodes may add to it
+            items = block[field] if field in block else self.add(block, field, self.container([], at), at)
+            if shape == 'list':
+                self.add_values(items, node)
+            else:
+                self.add(items, None, self.read_block(inner, node), at)
+            return
+        if field in block:
             self.fail(at, f'{node.name!r} stands twice: remove one')
-        if shape == 'list':
-            if not node.args:
-                self.fail(at, f'{node.name!r} needs a value')
-            self.add_values(self.add_list(block, field, at), node)
-        elif shape == 'blocks':
-            self.add(self.add_list(block, field, at), None, self.read_block(inner, node), at)
-        elif shape == 'block':
-            self.add(block, field, self.read_block(inner, node), at)
-        elif shape == 'map' or shape == 'json' and node.children is not None:
-            self.add(block, field, self.read_map(node), at)
-        else:
-            value = self.one_value(node)
-            self.add(block, field, self.read_data(node, value) if shape == 'json' else value, at)
+        self.add(block, field, self.read_block(inner, node) if shape == 'block' else
+                 self.read_map(node) if shape == 'map' else
+                 self.read_data(node) if shape == 'json' else self.read_value(node), at)
 
     def find_meaning(self, kind: str, name: str, at: int) -> Tuple[str, str, str]:
         """What a name means inside a kind of block."""
@@ -3153,8 +3176,14 @@ class KdlSpec(TextReader):
             self.fail(at, f'{printable(name[:60])!r} is not known in a {home}{cure or ": remove it"}')
         return known[name]
 
-    def one_value(self, node: KdlNode) -> Any:
+    def refuse_parts(self, node: KdlNode) -> None:
+        """A list or a value holds nothing else."""
+        if node.props or node.children is not None:
+            self.fail(node.offset, f'{node.name!r} takes values only, no properties and no {{ }} block')
+
+    def read_value(self, node: KdlNode) -> Any:
         """The only argument of a node."""
+        self.refuse_parts(node)
         if len(node.args) != 1:
             at = node.offsets.get(1, node.offset)
             self.fail(at, f'{node.name!r} takes one value, here are {len(node.args)}')
@@ -3162,47 +3191,30 @@ class KdlSpec(TextReader):
 
     def add_values(self, values: List[Any], node: KdlNode) -> List[Any]:
         """The values, with all arguments of a node at their end."""
+        self.refuse_parts(node)
+        if not node.args:
+            self.fail(node.offset, f'{node.name!r} needs a value')
         for number, value in enumerate(node.args):
             self.add(values, None, value, node.offsets[number])
         return values
 
-    def read_block(self, kind: str, node: KdlNode) -> Dict[str, Any]:
-        """A block of one kind: its name, properties and children."""
-        block = self.container({}, node.offset)
-        is_named = 'name' in FIELDS_OF[kind]
-        if len(node.args) > is_named:
-            wanted = 'only its name' if is_named else 'no value'
-            self.fail(node.offsets[int(is_named)], f'{node.name!r} takes {wanted} before the {{ }} block')
-        if node.args:
-            self.add(block, 'name', node.args[0], node.offsets[0])
-        for name, value in node.props.items():
-            at = node.offsets[name]
-            if self.find_meaning(kind, name, at)[1] not in ('one', 'list', 'json'):
-                self.fail(at, f'{name!r} cannot be a property: write it in the {{ }} block')
-            self.add_node(block, kind, KdlNode(name, [value], {}, None, at, {0: at}))
-        for child in node.children or ():
-            self.add_node(block, kind, child)
-        return block
-
     def read_map(self, node: KdlNode) -> Any:
         """Free names: each child is a key; its value is one argument, a list of several, or a block."""
         if node.children is None and not node.props:
-            if len(node.args) < 2:
-                return self.one_value(node)
-            return self.add_values(self.container([], node.offset), node)
+            many = len(node.args) > 1
+            return self.add_values(self.container([], node.offset), node) if many else self.read_value(node)
         if node.args:
             self.fail(node.offsets[0], f'{node.name!r} takes either values or a {{ }} block')
         mapping = self.container({}, node.offset)
-        for name, value in node.props.items():
-            self.add(mapping, name, value, node.offsets[name])
-        for child in node.children or ():
-            if child.name in mapping:
-                self.fail(child.offset, f'{printable(child.name)!r} stands twice: remove one')
-            self.add(mapping, child.name, self.read_map(child), child.offset)
+        for part in node_parts(node):
+            if part.name in mapping:
+                self.fail(part.offset, f'{printable(part.name)!r} stands twice: remove one')
+            self.add(mapping, part.name, self.read_map(part), part.offset)
         return mapping
 
-    def read_data(self, node: KdlNode, value: Any) -> Any:
-        """User data: JSON in a text, as Torc writes it, or a plain number or word."""
+    def read_data(self, node: KdlNode) -> Any:
+        """User data: JSON in a text, as Torc writes it, or a plain number or word, or a block."""
+        value = self.read_map(node)
         if not isinstance(value, str):
             return value
         try:
@@ -3217,10 +3229,9 @@ def load_kdl(text: str) -> Tuple[Any, str, Positions]:
     """The value of a workflow in KDL, in the shape that it has in YAML."""
     text = normal_text(text)
     spec = KdlSpec(text)
-    workflow = spec.container({}, 0)
-    for node in read_kdl_nodes(text):
-        spec.add_node(workflow, 'workflow', node)
-    spec.add_list(workflow, 'jobs', 0)      # in KDL an empty list has no form of its own
+    workflow = spec.read_block('workflow', KdlNode('workflow', [], {}, read_kdl_nodes(text), 0, {}))
+    if 'jobs' not in workflow:      # in KDL an empty list has no form of its own
+        spec.add(workflow, 'jobs', spec.container([], 0), 0)
     return workflow, text, spec.positions
 
 
@@ -3238,7 +3249,7 @@ class Document:
         self.format = format
         self.text = text
         self.positions = positions
-        self._counted = (0, 1)     # an offset and its line: the next position asked for is mostly nearby
+        self.line_starts = [0, *(match.end() for match in re.finditer('\n', text))]
 
     def find_position(self, container: Any, key: Any = None) -> Tuple[int, int]:
         """Line and column of an entry of a dict or list, else of the whole; (0, 0) if unknown."""
@@ -3251,32 +3262,21 @@ class Document:
             number = key + 1 if isinstance(key, int) and key >= 0 else 0
         # Entries that come from a merge have no position of their own.
         offset = offsets[number if number < len(offsets) else 0]
-        last, line = self._counted
-        if offset >= last:
-            line += self.text.count('\n', last, offset)
-        else:
-            line -= self.text.count('\n', offset, last)
-        self._counted = (offset, line)
-        return line, offset - self.text.rfind('\n', 0, offset)
+        line = bisect.bisect_right(self.line_starts, offset)
+        return line, offset - self.line_starts[line - 1] + 1
 
 
 def decode_document(data: bytes, path: str) -> str:
-    """The text of a file; what is no UTF-8 text is an error that says what it is."""
+    """The text of a file; what is no UTF-8 text is an error that says where."""
     if not data.strip():
         raise BadInput(f'{path or "the input"} is empty', [Problem('the file is empty', 1, 1, path)])
-    if data[:2] in (b'\xff\xfe', b'\xfe\xff'):
-        raise BadInput(f'{path}: UTF-16', [Problem('this is UTF-16 text: save it as UTF-8', 1, 1, path)])
-    at = data.find(b'\0')
-    reason = 'a zero byte: this is a binary file, not a workflow'
-    if at < 0:
-        try:
-            return data.decode('utf-8')
-        except UnicodeDecodeError as error:
-            at = error.start
-            reason = f'the byte 0x{data[at]:02x} is not UTF-8: save the file as UTF-8'
-    line_start = data.rfind(b'\n', 0, at) + 1
-    column = len(data[line_start:at].decode('utf-8', 'replace')) + 1
-    raise problem_error(Problem(reason, data.count(b'\n', 0, at) + 1, column, path))
+    try:
+        return data.decode('utf-8')
+    except UnicodeDecodeError as error:
+        at = error.start
+    before = data[:at].decode('utf-8')
+    reason = f'the byte 0x{data[at]:02x} is not UTF-8: is this a workflow? Then save the file as UTF-8'
+    raise problem_error(Problem(reason, before.count('\n') + 1, len(before) - before.rfind('\n'), path))
 
 
 def read_as(text: str, format: str, path: str) -> Document:
@@ -3285,8 +3285,6 @@ def read_as(text: str, format: str, path: str) -> Document:
         value, text, positions = READERS[format](text)
     except BadInput as error:
         raise problem_error(error.problems[0]._replace(path=path)) from None
-    if value is None and format == 'yaml':
-        raise problem_error(Problem('the file holds no value, only blanks and comments', 1, 1, path))
     return Document(value, format, text, positions)
 
 
@@ -3303,8 +3301,6 @@ def read_document(data: bytes, path: str = '', format: str = '') -> Document:
 
 # -------- reading --------
 
-# {name} or {name:format}, but not ${name}, which is the shell's.
-PARAMETER = Expression(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
 MISSING = object()      # cell of a table whose row does not have the key
 UNKNOWN = object()      # value of a parameter with a mistake, so that later checks still run
 NUMBER_FORMAT = Expression(r'(?:.?[<>=^])?[-+ ]?#?0?[0-9]{0,3}[,_]?(?:\.[0-9]{1,2})?[bdeEfFgGosxX%]?\Z')
@@ -3337,10 +3333,8 @@ def format_value(value: Any, spec: str = '') -> str:
 class SpecContext:
     """What all steps of reading a spec share; they add the problems and warnings that they find to it."""
 
-    def __init__(self, document: Document, directory: str, max_instances: int,
-                 is_dry_run: bool = False) -> None:
+    def __init__(self, document: Document, directory: str, max_instances: int) -> None:
         self.document = document
-        self.is_dry_run = is_dry_run        # warn of more than what is likely a mistake
         self.directory = directory          # that tables, lists and inputs are relative to
         self.max_instances = max_instances
         self.problems, self.warnings = [], []   # of Problem
@@ -3507,23 +3501,6 @@ def read_blocks(block: Block, kind: Type, key: str, value: Any) -> List[Block]:
 
 SHAPES = {'list': read_list, 'map': read_map, 'blocks': read_blocks,
           'block': lambda block, kind, key, value: read_block(block.context, kind.block, value, '', block)}
-
-
-def read_variables(workflow: Block) -> None:
-    """Read the constants first: every other text may hold them."""
-    variables = workflow.raw.get('variables')
-    if not isinstance(variables, dict):     # absent, or wrong: read_block says so
-        return
-    for name, value in variables.items():
-        if not isinstance(value, str):
-            workflow.error(f"variable '{shorten(str(name))}' must be text: put it in quotes",
-                           'variables', name)
-            continue
-        workflow.context.variables[name] = value
-        for match in PARAMETER.finditer(value):
-            if IDENTIFIER.match(match.group(1)):
-                workflow.error(f"variable '{name}' holds {match.group()}: it cannot refer to others",
-                               'variables', name)
 
 
 # ======== 5b. Expansion: parameters make instances ========
@@ -3771,9 +3748,6 @@ def combine_values(values: Dict[str, List[Value]], mode: str, limit: int) -> Ins
 
 RELATION = Expression(r'\$\{(files|user_data)\.(input|output)\.((?:[^{}]|\{[^{}]*\})*?)(:q)?\}')
 PATH_LIST = Expression(r'\$\{files\.(inputs|outputs)\}')
-SHELL_TOKEN = Expression(f'{RELATION.text}|{PARAMETER.text}')
-SHELL_SPECIAL = Expression(r"""[\s;|&$<>()`'"\\]""")
-SHELL_QUOTED = Expression(r'''\\.|'[^']*'|"(?:\\.|[^"\\])*"''', re.DOTALL)
 # Literal, after ^.
 REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*?{]))*))?')
 
@@ -3825,10 +3799,9 @@ class Expansion:
         if (template, key) not in self.pieces:
             self.pieces[template, key] = self.split(template, key)
         pieces, after = self.pieces[template, key]
+        quote = re.escape if is_regex else str
         try:
-            texts = [before + format_value(self.row[place], spec) for before, place, spec in pieces] \
-                if not is_regex else [before + re.escape(format_value(self.row[place], spec))
-                                      for before, place, spec in pieces]
+            texts = [before + quote(format_value(self.row[place], spec)) for before, place, spec in pieces]
         except ValueError:
             texts = [before + self.value(place, spec, key) for before, place, spec in pieces]
         return ''.join(texts) + after
@@ -3884,8 +3857,6 @@ INSTANCE_SOURCES = ('parameters_file', 'use_parameters_file', 'parameters', 'use
 
 def find_instances(block: Block, workflow: Block) -> Instances:
     """Which instances a block makes: by its own and the used parameters, by a table, or just one."""
-    if block.keys().isdisjoint(INSTANCE_SOURCES):       # nearly always, and sooner known
-        return NO_PARAMETERS
     sources = [name for name in INSTANCE_SOURCES if block.get(name)]
     if not sources:
         return NO_PARAMETERS
@@ -4130,8 +4101,8 @@ class Planner:
         """The jobs of a template. Mostly they differ in name and command only, and so it is faster."""
         block = expansion.block
         command = block.get('command', '')
-        is_simple = not self.context.is_dry_run and '${' not in command and \
-            not any(expansion.varies(field) for field in block if field not in ('name', 'command'))
+        is_simple = '${' not in command and not any(
+            expansion.varies(field) for field in block if field not in ('name', 'command'))
         rest = None
         for name in expansion.walk():
             text = expansion.text(command, 'command') if rest else ''
@@ -4168,8 +4139,8 @@ class Planner:
     def command(self, expansion: Expansion, key: str,
                 tokens: Dict[Tuple[str, str], List[Optional[int]]]) -> str:
         """A command with ${files.input.NAME} and the like replaced; each adds a relation."""
-        template, texts = expansion.block.get(key, ''), {}
-        if '${' not in template and not self.context.is_dry_run:    # nearly always, and sooner done
+        template = expansion.block.get(key, '')
+        if '${' not in template:    # nearly always, and sooner done
             return expansion.text(template, key)
         pieces, position = [], 0
         for match in RELATION.finditer(template):
@@ -4177,28 +4148,11 @@ class Planner:
             noun = 'file' if match.group(1) == 'files' else 'user_data'
             found = self.find(expansion, noun, match.group(3), key)
             tokens.setdefault((noun, match.group(2)), []).append(found)
-            texts[match.start()] = text = self.token_text(expansion, noun, found, key)
+            text = self.token_text(expansion, noun, found, key)
             pieces.append(shlex.quote(text) if match.group(4) else text)
             position = match.end()
-        if self.context.is_dry_run:
-            self.warn_unquoted(expansion, key, template, texts)
         pieces.append(expansion.text(template[position:], key))
         return ''.join(pieces)
-
-    @staticmethod
-    def warn_unquoted(expansion: Expansion, key: str, template: str, texts: Dict[int, str]) -> None:
-        """Warn of values that the shell would take apart. `texts`: of relations, by their place."""
-        values = dict(zip(expansion.instances.names, expansion.row))
-        for match in SHELL_TOKEN.finditer(template):
-            text = texts[match.start()] if match.group(1) else str(values.get(match.group(5), ''))
-            if not SHELL_SPECIAL.search(text):
-                continue
-            is_quoted = match.group(4) or match.group(6) \
-                or re.search('[\'"]', SHELL_QUOTED.sub('', template[:match.start()]))
-            if not is_quoted and expansion.is_new(key, match.start()):
-                token = match.group()
-                expansion.block.warn(f"{key} puts '{shorten(text)}' into the shell as it is for {token}: "
-                                     f'write {token[:-1]}:q}} to quote it', key)
 
     def put_paths(self, expansion: Expansion, text: Optional[str],
                   *related: Tuple[int, ...]) -> Optional[str]:
@@ -4436,43 +4390,32 @@ def check_execution(workflow: Block, gets_schedulers: bool) -> None:
                      'srun_mpi')
 
 
-RESERVED_IDENTIFIERS = ('#torc-', '#software-', '#job-')
+RESERVED_IDENTIFIERS = Expression(r'#torc-|#software-|#job-|(?:ro-crate-metadata\.json|\./)\Z')
 
 
 def check_identifiers(planner: Planner) -> None:
     """RO-Crate identifiers: of input files only, each once."""
-    files = planner.files
-    if not any('identifier' in file for file in files):
+    files, seen = planner.files, {}     # identifier -> name of its file
+    named = [index for index, file in enumerate(files) if 'identifier' in file]
+    if not named:
         return
     outputs = {file for job in planner.jobs for file in job.output_files}
     inputs = {file for job in planner.jobs for file in job.input_files}
     paths = {file['path']: index for index, file in enumerate(files)}
-    seen = {}       # identifier -> name of its file
-    for index, file in enumerate(files):
-        if 'identifier' in file:
-            if not planner.workflow.value('enable_ro_crate'):
-                error = 'needs enable_ro_crate: true in the workflow'
-            elif index in outputs:
-                error = 'is for input files only, and a job writes this one'
-            elif index not in inputs and 'st_mtime' not in file:
-                error = 'is for input files only, and no job reads this one'
-            else:
-                is_path = paths.get(file['identifier'], index) != index
-                error = identifier_error(file['identifier'], seen, is_path)
-            if error:
-                planner.workflow.error(f"file '{shorten(file['name'])}': identifier {error}", 'files')
-            seen[file['identifier']] = file['name']
-
-
-def identifier_error(identifier: str, seen: Dict[str, str], is_path: bool) -> str:
-    """Why a text cannot identify a file in an RO-Crate, or ''."""
-    if not identifier.strip():
-        return 'must not be empty'
-    if identifier in ('ro-crate-metadata.json', './') or identifier.startswith(RESERVED_IDENTIFIERS):
-        return f"'{shorten(identifier)}' is reserved"
-    if identifier in seen:
-        return f"'{shorten(identifier)}' is also that of file '{shorten(seen[identifier])}'"
-    return f"'{shorten(identifier)}' is the path of another file" if is_path else ''
+    for index in named:
+        name, identifier = files[index]['name'], files[index]['identifier']
+        other, shown = seen.setdefault(identifier, name), f"'{shorten(identifier)}'"
+        reasons = (
+            ('needs enable_ro_crate: true in the workflow', not planner.workflow.value('enable_ro_crate')),
+            ('is for input files only, and a job writes this one', index in outputs),
+            ('is for input files only, and no job reads this one',
+             index not in inputs and 'st_mtime' not in files[index]),
+            ('must not be empty', not identifier.strip()),
+            (f'{shown} is reserved', RESERVED_IDENTIFIERS.match(identifier)),
+            (f"{shown} is also that of file '{shorten(other)}'", other != name),
+            (f'{shown} is the path of another file', paths.get(identifier, index) != index))
+        for reason in [reason for reason, is_so in reasons if is_so][:1]:
+            planner.workflow.error(f"file '{shorten(name)}': identifier {reason}", 'files')
 
 
 # -------- the plan's body --------
@@ -4480,48 +4423,32 @@ def identifier_error(identifier: str, seen: Dict[str, str], is_path: bool) -> st
 
 def plan_action(planner: Planner, action: Block) -> Dict[str, Any]:
     """One action."""
-    trigger = action.get('trigger_type')
-    expansion = Expansion(action)
+    trigger, kind, expansion = action.get('trigger_type'), action.get('action_type'), Expansion(action)
     indexes = planner.relate(expansion, 'job', 'jobs', 'job_name_regexes')
     if trigger in JOB_TRIGGERS and not action.get('jobs') and not action.get('job_name_regexes'):
-        expansion.block.error(f'{trigger} needs jobs or job_name_regexes', 'trigger_type')
-    if trigger in TRIGGERS and trigger not in JOB_TRIGGERS and indexes:
-        action.warn(f'{trigger} does not look at jobs: they have no effect', 'trigger_type')
-    is_commands = action.get('action_type') == 'run_commands'
-    return {'trigger_type': trigger, 'action_type': action.get('action_type'),
-            'action_config': plan_commands(action) if is_commands else plan_allocation(planner, expansion),
+        action.error(f'{trigger} needs jobs or job_name_regexes', 'trigger_type')
+    for name in ACTION_NEEDS.get(kind, ()):
+        if not action.raw.get(name):
+            action.error(f'{kind} needs {name}', 'action_type')
+    is_commands = kind == 'run_commands'
+    config = {'commands': list(action.get('commands', ()))} if is_commands else \
+        plan_allocation(planner, expansion)
+    return {'trigger_type': trigger, 'action_type': kind, 'action_config': config,
             'job_indexes': sorted(indexes) if trigger in JOB_TRIGGERS else None,
             'persistent': action.value('persistent')}
 
 
-SCHEDULE_FIELDS = ('scheduler', 'scheduler_type', 'num_allocations', 'start_one_worker_per_node',
-                   'max_parallel_jobs')
-
-
-def plan_commands(action: Block) -> Dict[str, Any]:
-    """Settings of a run_commands action."""
-    if not action.get('commands'):
-        action.error('run_commands needs commands', 'action_type')
-    for name in SCHEDULE_FIELDS:
-        if name in action:
-            action.warn(f'{name} has no effect in run_commands', name)
-    return {'commands': list(action.get('commands', ()))}
+ACTION_NEEDS = {'run_commands': ('commands',), 'schedule_nodes': ('scheduler', 'scheduler_type')}
 
 
 def plan_allocation(planner: Planner, expansion: Expansion) -> Dict[str, Any]:
     """Settings of a schedule_nodes action."""
-    action = expansion.block
-    if action.get('action_type') == 'schedule_nodes':
-        for name in ('scheduler', 'scheduler_type'):
-            if not action.raw.get(name):
-                expansion.block.error(f'schedule_nodes needs {name}', 'action_type')
-        if 'commands' in action:
-            action.warn('commands has no effect in schedule_nodes', 'commands')
-    scheduler = None
+    action, scheduler = expansion.block, None
     if action.get('scheduler_type') == 'slurm' and 'scheduler' in action:
         scheduler = planner.find(expansion, 'slurm_scheduler', action['scheduler'], 'scheduler')
-    config = {'scheduler': scheduler, **{name: action.value(name) for name in SCHEDULE_FIELDS[1:]}}
-    return {name: value for name, value in config.items() if value is not None or name == 'scheduler'}
+    fields = ('scheduler_type', 'num_allocations', 'start_one_worker_per_node', 'max_parallel_jobs')
+    values = {name: action.value(name) for name in fields if action.value(name) is not None}
+    return {'scheduler': scheduler, **values}
 
 
 def complete(block: Block) -> Dict[str, Any]:
@@ -4535,10 +4462,7 @@ def plan_monitor(monitor: Optional[Block]) -> Dict[str, Any]:
     monitor = monitor or Block(None, 'resource_monitor', {})
     settings = {name: monitor.value(name) for name in FIELDS_OF['resource_monitor']
                 if ('resource_monitor', name) not in NO_EFFECT}
-    for name in ('jobs', 'compute_node'):
-        part = monitor.get(name)
-        settings[name] = None if part is None else {
-            field: part.value(field) for field in FIELDS_OF[part.where]}
+    settings.update((name, complete(monitor[name])) for name in ('jobs', 'compute_node') if name in monitor)
     if settings['enabled'] is None:
         settings['enabled'] = settings['jobs'] is None
         if settings['enabled'] and 'granularity' not in monitor:
@@ -4626,14 +4550,16 @@ def check_workflow(workflow: Block, declared: Iterable[str]) -> None:
 
 
 def read_plan(document: Document, directory: str = '', max_instances: int = MAX_INSTANCES,
-              skip_checks: bool = False, is_dry_run: bool = False, gets_schedulers: bool = False) -> Plan:
+              skip_checks: bool = False, gets_schedulers: bool = False) -> Plan:
     """Check and expand a spec. Raises BadInput with all that is wrong, each problem with its position."""
-    context = SpecContext(document, directory, max_instances, is_dry_run)
+    context = SpecContext(document, directory, max_instances)
     raw = document.value
     if not isinstance(raw, dict):
         message = f'a workflow must be a mapping with name and jobs, not {show_value(raw)}'
         raise BadInput(message, [Problem(message, 1, 1)])
-    read_variables(Block(context, 'workflow', raw))
+    if isinstance(raw.get('variables'), dict):      # first: every other text may hold them
+        context.variables = read_map(
+            Block(context, 'workflow', raw), TYPES['variables'], 'variables', raw['variables'])
     workflow = read_block(context, 'workflow', raw)
     planner = Planner(context, workflow)
     requirements = planner.index_declared('resource_requirements')
@@ -5128,34 +5054,6 @@ CREATE TABLE user_data (
 );
 CREATE INDEX user_data_of ON user_data (workflow_id, name);
 
-CREATE TABLE job_input_file (
-    job_id  INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
-    file_id INTEGER NOT NULL REFERENCES file (id) ON DELETE CASCADE,
-    PRIMARY KEY (job_id, file_id)
-) WITHOUT ROWID;
-CREATE INDEX job_input_file_by_file ON job_input_file (file_id);
-
-CREATE TABLE job_output_file (
-    job_id  INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
-    file_id INTEGER NOT NULL REFERENCES file (id) ON DELETE CASCADE,
-    PRIMARY KEY (job_id, file_id)
-) WITHOUT ROWID;
-CREATE INDEX job_output_file_by_file ON job_output_file (file_id);
-
-CREATE TABLE job_input_user_data (
-    job_id       INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
-    user_data_id INTEGER NOT NULL REFERENCES user_data (id) ON DELETE CASCADE,
-    PRIMARY KEY (job_id, user_data_id)
-) WITHOUT ROWID;
-CREATE INDEX job_input_user_data_by_record ON job_input_user_data (user_data_id);
-
-CREATE TABLE job_output_user_data (
-    job_id       INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
-    user_data_id INTEGER NOT NULL REFERENCES user_data (id) ON DELETE CASCADE,
-    PRIMARY KEY (job_id, user_data_id)
-) WITHOUT ROWID;
-CREATE INDEX job_output_user_data_by_record ON job_output_user_data (user_data_id);
-
 CREATE TABLE workflow_action (
     id                INTEGER PRIMARY KEY AUTOINCREMENT,
     workflow_id       INTEGER NOT NULL REFERENCES workflow (id) ON DELETE CASCADE,
@@ -5327,6 +5225,15 @@ CREATE VIEW action_job AS
 CREATE VIEW result_view AS
     SELECT result.*, job.name AS job_name FROM result CROSS JOIN job ON job.id = result.job_id;
 """
+
+SCHEMA += ''.join(f"""
+CREATE TABLE job_{way}_{noun} (
+    job_id    INTEGER NOT NULL REFERENCES job (id) ON DELETE CASCADE,
+    {noun}_id INTEGER NOT NULL REFERENCES {noun} (id) ON DELETE CASCADE,
+    PRIMARY KEY (job_id, {noun}_id)
+) WITHOUT ROWID;
+CREATE INDEX job_{way}_{noun}_by_{noun} ON job_{way}_{noun} ({noun}_id);
+""" for noun in ('file', 'user_data') for way in ('input', 'output'))
 
 # Version -> the SQL that leads to it from the version before; none has been released yet.
 MIGRATIONS = {}     # type: Dict[int, str]
@@ -33654,7 +33561,7 @@ def cmd_exec(session: Session, args: Arguments) -> int:
     # From here on as if a file had said it: the same checks, messages and defaults.
     spec = exec_spec(session, args)
     document = Document(spec, '', '', {})   # without a text: errors name no line
-    plan = complete_plan(read_plan(document, os.getcwd(), is_dry_run=bool(args['dry_run'])), False)
+    plan = complete_plan(read_plan(document, os.getcwd()), False)
     for warning in plan.warnings[:PROBLEMS_SHOWN]:
         session.report(f'warning: {warning}')
     if args['dry_run'] and not args['resume']:
