@@ -3618,7 +3618,12 @@ class ScenarioTest(ServiceTest):
     # -------- what a runner says --------
 
     def do_node(self, name: str, lease: str = '60') -> None:
-        self.nodes[name] = self.node(self.workflow_id, pid=10 * self.workflow_id + int(name[1:]), lease_s=float(lease))
+        self.nodes[name] = self.node(self.workflow_id, lease_s=float(lease), **self.process(name))
+
+    def process(self, node: str) -> Dict[str, Any]:
+        """Of a node's runner."""
+        pid = 10 * self.workflow_id + int(node[1:])
+        return {'pid': pid, 'identity': f'boot/{pid}'}
 
     def do_sync(self, node: str) -> None:
         self.turn(node)
@@ -3742,9 +3747,9 @@ class ScenarioTest(ServiceTest):
 
     def do_lose(self, node: str) -> None:
         """The process of a node is known to be gone."""
-        pid = 10 * self.workflow_id + int(node[1:])
+        lost = self.process(node)['identity']
         with self.service.transaction():
-            torc.release_lost_nodes(self.context, lambda hostname, other, identity: other != pid)
+            torc.release_lost_nodes(self.context, lambda hostname, pid, identity: identity != lost)
 
     def do_look(self, how: str = '') -> None:
         """The server looks at leases, and cannot look at processes, unless they are 'alive'."""
@@ -7506,410 +7511,211 @@ def write_journal(path: str, entries: Iterable[Any], mode: str = 'WAL') -> str:
     return path
 
 
-class ReplayTest(ServiceTest):
+class ReplayTest(ScenarioTest):
     """Completions from journals of runners, and servers that are back as older copies of themselves."""
+    IN_TIME = '''
+        a completion counts once, and what follows from it follows
+          a / b: a / c: b
+          claim n1 a; start a; replay a -> a=completed b=ready c=blocked results=a#1:0:completed
+          replay a failed:3 -> refused='is already complete, as completed with return code 0'
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb: a\nc: b')
-        self.node_id = self.node(self.workflow_id)
-        self.job = self.claim(self.workflow_id, self.node_id)['a']
-        self.sync(self.workflow_id, self.node_id, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
+        what a runner had reported itself is known
+          a
+          claim n1 a; end a; replay a -> known=1 results=a#1:0:completed
 
-    def entry(self, job: Optional[Dict[str, Any]] = None, **more: Any) -> Dict[str, Any]:
-        job = job or self.job
-        return journal_entry(job['id'], self.workflow_id, **dict({'attempt_id': job['attempt_id'], 'compute_node_id': self.node_id}, **more))
+        that is so of one that was on its way when the server died, too
+          a
+          claim n1 a; end a; server; end a; replay a -> known=1 results=a#1:0:completed
 
-    def replay(self, *entries: Dict[str, Any], run_id: int = 1) -> Tuple[List[List[int]], int, List[str]]:
-        """What was accepted, how many were known, and why others were rejected."""
-        answer = self.call('replay_completions', {'run_id': run_id, 'completions': list(entries)}, workflow_id=self.workflow_id)
-        self.assertWhole()
-        return answer['accepted'], answer['known'], [row['message'] for row in answer['rejected']]
+        a run that is over is rejected in words
+          a
+          claim n1 a; start a; reset forced; init; replay a run=1 -> refused='run 1 of workflow'
 
-    def lose(self, node_id: int = 0) -> None:
-        """The node is given up."""
-        with self.service.transaction():
-            torc.end_node(self.context, node_id or self.node_id)
+        a failure cancels what waits for it and says why
+          a / b: a / c: b
+          claim n1 a; start a; replay a failed:3 reason='no such file' -> a=failed b=canceled c=canceled why_a='no such file'
 
-    def results(self) -> List[Tuple[Any, ...]]:
-        rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
-        return [(row['job_name'], row['run_id'], row['attempt_id'], row['return_code'], row['status']) for row in rows]
+        a retry that was recorded follows
+          a / b: a
+          claim n1 a; start a; LOSS; replay a failed:3 max_retries=2 -> a=ready#2 b=blocked
+          claim n2 a; replay a failed:3 max_retries=2 -> a=failed#2 b=canceled
 
-    def copy(self) -> None:
-        """Keep a copy of the database; back() goes back to it."""
-        self.kept = os.path.join(self.directory, 'copy.db')
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.kept)
+        what waits for a recovery script is left to its runner as long as that is at work
+          a
+          claim n1 a; start a; replay a failed:5 retry=true recovering=true -> refused='the recovery script of job'
+          lose n1; replay a failed:5 retry=true recovering=true -> a=ready#2
+
+        an interrupted attempt runs again and spends no retry
+          a
+          claim n1 a; start a; replay a terminated:143 interrupted=true; claim n2 a -> a=pending#2 interruptions=a:1
+
+        one that was decided about is known
+          a
+          claim n1 a; start a; replay a pending_failed:3; complete a failed:3; replay a pending_failed:3 -> known=1 a=failed
+
+        a job of a canceled workflow gets its result
+          a
+          claim n1 a; start a; cancel; replay a -> results=a#1:0:canceled
+
+        the last completion completes the workflow
+          a | on_workflow_complete
+          claim n1 a; replay a -> complete=true due=on_workflow_complete
+
+        a running job is not lost however long its runner is silent, and its journal counts
+          a
+          claim n1 a; start a; wait 1000000; server; look; wait PAUSE; wait 61; look; wait 1000000; look -> released= a=running
+          replay a -> a=completed
+        '''
+    ANY_ORDER = '''
+        ends of jobs, and of those that waited for them, count in any order
+          a / b: a / c: b
+          copy; claim n1 a; end a; claim n1 b; restore; replay FIRST; replay SECOND; replay THIRD
+          -> a=completed b=completed c=completed known=1
+        '''
+    OLDER_COPY = '''
+        an end of what the copy does not know to run counts
+          a / b: a
+          copy; claim n1 a; restore; replay a -> a=completed#1 b=ready
+
+        so does one that another node has claimed in the copy, once that is given up
+          a / b: a
+          claim n1 a; copy; node n2; restore; replay a by=n2 -> refused='held by compute node'
+          lose n1; replay a by=n2 -> a=completed#1 b=ready
+
+        a runner that the copy knows keeps what runs, and what it knows to be over runs again
+          a / b: a / c: b
+          claim n1 a; start a; copy; end a; claim n1 b; restore; back n1 b -> revoked= a=ready#2 b=running c=blocked
+          -> results=a#1:-128:canceled
+
+        a runner that has a later attempt than the copy knows of keeps it
+          a / b: a
+          claim n1 a; start a; back n1 a#2 -> revoked= a=running#2 b=blocked
+
+        a later attempt of what has ended, or runs elsewhere, is rejected in words
+          a
+          node n2; claim n1 a; start a; replay a#2 by=n2 -> refused='held by compute node'
+          replay a; replay a#2 by=n2 -> refused='is already complete, as completed'
+
+        a runner that the copy does not know begins anew, and goes on with its jobs
+          a / b: a / c / d
+          copy; claim n1 a c d; end c failed max_retries=3; claim n1 c; start a c d; restore; sync n1 -> refused='register a new one'
+          back n2 a c d -> revoked= a=running#1 b=blocked c=running#2 d=running#1
+
+        what another has begun meanwhile is revoked
+          a
+          copy; claim n1 a; restore; claim n2 a; node n3; back n3 a -> revoked=a
+          end a by=n3 -> refused='held by compute node'
+        '''
+    LATER = '''
+        a later attempt than is known counts
+          a / b: a
+          claim n1 a; start a; BEFORE; replay a#3 -> a=completed#3 b=ready
+          replay a#1 -> refused='attempt 1 of job'
+        '''
+
+    def test_completions_count_once_and_what_follows_from_them_follows(self):
+        for loss in ('sync n1', 'lose n1'):
+            self.assertScenarios(self.IN_TIME, LOSS=loss, PAUSE=str(torc.MAX_RETRY_PAUSE_S))
+
+    def test_a_server_may_be_back_as_an_older_copy_of_its_database(self):
+        self.assertScenarios(self.OLDER_COPY)
+        for before in ('sync n1', 'lose n1', 'retry a'):
+            self.assertScenarios(self.LATER, BEFORE=before)
+        for first, second, third in itertools.permutations('abc'):
+            self.assertScenarios(self.ANY_ORDER, FIRST=first, SECOND=second, THIRD=third)
+
+    def do_copy(self) -> None:
+        """Keep a copy of the database."""
+        self.kept = os.path.join(self.directory, f'copy{self.workflow_id}.db')
         torc.copy_database(self.store.connection, self.kept)
 
-    def back(self) -> None:
+    def do_restore(self) -> None:
         """A server begins with the copy."""
         self.store.close()
         shutil.copy(self.kept, self.store.path)
         for suffix in ('-wal', '-shm'):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.store.path + suffix)
-        self.store = FreeStore(self.store.path, lambda: self.clock)
-        self.addCleanup(self.store.close)
-        self.service = torc.Service(self.store)
-        self.service.clock = self.store.now
+        self.do_server()
 
-    # -------- in time, late, again --------
+    def test_a_node_whose_id_was_given_once_more_is_gone_for_its_first_runner(self):
+        self.begin('a')
+        self.do_copy()
+        node_id = self.node(self.workflow_id, pid=7, identity='boot/1')
+        self.do_restore()
+        self.assertEqual(node_id, self.node(self.workflow_id, pid=8, identity='boot/1'))
+        for number in (node_id, node_id + 1):
+            body = {'compute_node_id': number, 'run_id': 1, 'lease_s': 60.0, 'pid': 7, 'identity': 'boot/1'}
+            with self.assertRaises(torc.Refused) as caught:
+                self.call('runner_sync', body, id=self.workflow_id)
+            self.assertTrue(caught.exception.details.get('gone'))
 
-    def test_a_completion_counts_once_and_what_follows_from_it_follows(self):
-        key = [self.job['id'], 1]
-        self.assertEqual(([key], 0, []), self.replay(self.entry()))
-        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
-        before = self.dump()
-        self.assertEqual(([], 1, []), self.replay(self.entry()))
-        self.assertUnchanged(before)
-        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+    # -------- what a request holds --------
 
-    def test_one_that_is_in_a_request_twice_counts_once(self):
-        self.assertEqual(([[self.job['id'], 1]], 1, []), self.replay(self.entry(), self.entry()))
+    def entry(self, **more: Any) -> Dict[str, Any]:
+        """Of attempt 1 of job a."""
+        return journal_entry(self.job_id('a'), self.workflow_id, **dict({'compute_node_id': self.node_id('n1')}, **more))
 
-    def test_what_a_runner_had_reported_itself_is_known(self):
-        self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])
-        self.assertEqual(([], 1, []), self.replay(self.entry()))
-
-    def test_what_really_happened_beats_what_was_assumed_of_a_lost_job(self):
-        self.lose()
-        self.assertEqual({'a': 'failed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(self.workflow_id))
-        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
-        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
-        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
-        self.assertEqual(([], 1, []), self.replay(self.entry()))
-
-    def test_one_that_was_claimed_and_not_known_to_have_started_counts_too(self):
-        self.sync(self.workflow_id, self.node_id, completions=[self.end(self.job)])
-        job = self.claim(self.workflow_id, self.node_id)['b']
-        self.lose()     # b is ready for attempt 2
-        self.assertEqual(([[job['id'], 1]], 0, []), self.replay(self.entry(job)))
-        self.assertEqual({'a': 'completed', 'b': 'completed', 'c': 'ready'}, self.statuses(self.workflow_id))
-        self.assertEqual(1, self.call('get_job', id=job['id'])['attempt_id'])
-
-    def test_none_counts_once_a_later_attempt_has_begun(self):
-        self.lose()
-        self.call('retry_job', id=self.job['id'], run_id=1, max_retries=3)
-        self.claim(self.workflow_id, self.node(self.workflow_id))
-        accepted, _, messages = self.replay(self.entry())
-        self.assertEqual(([], 1), (accepted, len(messages)))
-        self.assertIn('attempt 1 of job 1 is already complete, as failed with return code -128', messages[0])
-        self.assertEqual('pending', self.statuses(self.workflow_id)['a'])
-
-    def test_a_superseded_run_is_rejected_in_words(self):
-        self.call('reset_workflow_status', id=self.workflow_id, force=True)
-        self.call('initialize_jobs', id=self.workflow_id)
-        before = self.dump()
-        self.assertEqual(([], 0, ['run 1 of workflow 1 is over: the current one is 2']), self.replay(self.entry()))
-        self.assertEqual(([], 0, ['it is of run 1, and not of run 2']), self.replay(self.entry(), run_id=2))
-        self.assertUnchanged(before)
-
-    def test_another_end_of_an_attempt_is_rejected_in_words(self):
-        self.replay(self.entry())
-        self.assertEqual(([], 0, ['attempt 1 of job 1 is already complete, as completed with return code 0']),
-                         self.replay(self.entry(status='failed', return_code=3)))
+    def replay(self, *entries: Dict[str, Any], **more: Any) -> Any:
+        return self.call('replay_completions', dict({'run_id': 1, 'completions': list(entries)}, **more), workflow_id=self.workflow_id)
 
     def test_what_is_wrong_with_one_keeps_no_other_back(self):
         other = self.create('x:')
         job = self.claim(other, self.node(other))['x']
-        accepted, known, messages = self.replay(
+        self.begin('a')
+        answer = self.replay(
             journal_entry(99, self.workflow_id), journal_entry(job['id'], self.workflow_id), journal_entry(job['id'], other),
             dict(self.entry(), run_id=1, status='failed'), self.entry(status='ready'), self.entry(torc_py={'job_name': 'z'}),
-            self.entry(torc_py={'database_id': 'another'}), self.entry(torc_py={'file_times': {'x': 1.5}}), self.entry())
-        self.assertEqual(([[self.job['id'], 1]], 0), (accepted, known))
+            self.entry(torc_py={'database_id': 'another'}), self.entry(run_id=2), self.entry(torc_py={'file_times': {'x': 1.5}}),
+            self.entry(), self.entry())
+        self.assertEqual(([[self.job_id('a'), 1]], 1), (answer['accepted'], answer['known']))
         self.assertEqual([
-            'job_id: workflow 1 has no job 99', 'job_id: workflow 1 has no job 4', 'workflow_id of the result is 2, and 1 in the request',
+            'job_id: workflow 2 has no job 99', 'job_id: workflow 2 has no job 1', 'workflow_id of the result is 1, and 2 in the request',
             'status of the result is completed, and failed in the request', "a job cannot complete as 'ready'",
-            "job 1 is 'a' here, and 'z' in the journal", "it is of a workflow with the same id in another database, and not of this server's",
-            "files: 'x' is not the id of a file"], messages)
-
-    def test_a_failure_cancels_what_waits_for_it_and_says_why(self):
-        self.replay(self.entry(status='failed', return_code=3, torc_py={'reason': 'no such file'}))
-        self.assertEqual({'a': 'failed', 'b': 'canceled', 'c': 'canceled'}, self.statuses(self.workflow_id))
-        self.assertEqual('no such file', self.call('explain_job', id=self.job['id'])['reason'])
-
-    def test_a_retry_that_was_recorded_follows_and_none_that_was_not(self):
-        for lost in (False, True):
-            with self.subTest(lost=lost), self.undone():
-                if lost:
-                    self.lose()
-                entry = self.entry(status='failed', return_code=3, torc_py={'retry': True, 'max_retries': 2})
-                self.replay(entry)
-                self.assertEqual({'a': 'ready', 'b': 'blocked', 'c': 'blocked'}, self.statuses(self.workflow_id))
-                self.assertEqual(([], 1, []), self.replay(entry))
-                node_id = self.node(self.workflow_id)
-                job = self.claim(self.workflow_id, node_id)['a']
-                self.assertEqual(2, job['attempt_id'])
-                self.replay(self.entry(job, compute_node_id=node_id, status='failed', return_code=3, torc_py={'retry': True, 'max_retries': 2}))
-                self.assertEqual('failed', self.statuses(self.workflow_id)['a'], 'two attempts were all')
-        self.replay(self.entry(status='failed', return_code=3))
-        self.assertEqual('failed', self.statuses(self.workflow_id)['a'])
-
-    def test_what_waits_for_a_recovery_script_is_left_to_its_runner_as_long_as_that_is_at_work(self):
-        entry = self.entry(status='failed', return_code=5, torc_py={'retry': True, 'recovering': True})
-        before = self.dump()
-        self.assertEqual(([], 0, ['the recovery script of job 1 (a) is still to end: compute node '
-                                  f'{self.node_id}, at work as far as is known, reports it then']), self.replay(entry))
-        self.assertUnchanged(before)
-        self.lose()
-        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
-        self.assertEqual('ready', self.statuses(self.workflow_id)['a'])
-        self.assertEqual(([], 1, []), self.replay(entry))
-
-    def test_an_interrupted_attempt_runs_again_and_spends_no_retry(self):
-        self.replay(self.entry(status='terminated', return_code=143, torc_py={'interrupted': True}))
-        self.assertEqual('ready', self.statuses(self.workflow_id)['a'])
-        job = self.claim(self.workflow_id, self.node(self.workflow_id))['a']
-        self.assertEqual((2, 1), (job['attempt_id'], job['interruptions']))
-
-    def test_an_end_counts_after_its_node_was_deleted(self):
-        self.call('delete_compute_node', id=self.node_id)
-        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
-        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
-
-    def test_one_that_was_decided_about_is_known(self):
-        entry = self.entry(status='pending_failed', return_code=3)
-        self.replay(entry)
-        self.assertEqual(([], 1, []), self.replay(entry))
-        result = dict(completion_of(self.job['id'], self.workflow_id, self.node_id), status='failed', return_code=3)
-        self.call('complete_job', result, id=self.job['id'], status='failed', run_id=1)
-        self.assertEqual(([], 1, []), self.replay(entry))
-
-    def test_file_times_and_accounting_are_taken_in(self):
-        made = self.call('create_file', {'workflow_id': self.workflow_id, 'name': 'f', 'path': 'f'})['id']
-        account = {'job_id': self.job['id'], 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 4096, 'ave_cpu_seconds': 15.0}
-        self.replay(self.entry(torc_py={'file_times': {str(made): 12.5}, 'accounting': account}))
-        self.assertEqual(12.5, self.call('get_file', id=made)['st_mtime'])
-        self.assertEqual('7', self.call('list_slurm_stats', workflow_id=self.workflow_id)['items'][0]['slurm_job_id'])
-        result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
-        self.assertEqual((4096, 50.0), (result['peak_memory_bytes'], result['avg_cpu_percent']))
-
-    def test_a_job_of_a_canceled_workflow_gets_its_result(self):
-        self.call('cancel_workflow', id=self.workflow_id)
-        self.replay(self.entry())
-        self.assertEqual([('a', 1, 1, 0, 'canceled')], self.results())
-        self.assertEqual(([], 1, []), self.replay(self.entry()))
-
-    def test_an_action_is_due_when_the_jobs_have_ended_after_all(self):
-        actions = [{'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': jobs,
-                    'persistent': False} for trigger, jobs in (('on_jobs_complete', [0, 1]), ('on_jobs_ready', [2]), ('on_workflow_complete', None))]
-        self.workflow_id = self.create('a:\nb: a\nc!: a', actions=actions)
-        self.node_id = self.node(self.workflow_id)
-        self.job = self.claim(self.workflow_id, self.node_id)['a']
-        self.sync(self.workflow_id, self.node_id, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
-
-        def due() -> List[str]:
-            return [action['trigger_type'] for action in self.call('get_pending_actions', workflow_id=self.workflow_id)]
-        self.lose()
-        self.assertEqual(['on_jobs_complete', 'on_jobs_ready'], due())
-        with self.undone():     # it still runs
-            again = self.node(self.workflow_id)
-            self.sync(self.workflow_id, again, started=[[self.job['id'], 1, torc.format_time(self.clock)]])
-            self.assertEqual([], due())
-        self.replay(self.entry())
-        self.assertEqual(['on_jobs_ready'], due(), 'b has not run')
-        self.drive(self.workflow_id, {})
-        self.assertEqual(['on_jobs_complete', 'on_jobs_ready', 'on_workflow_complete'], due())
-
-    def test_the_last_completion_completes_the_workflow(self):
-        action = {'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
-                  'job_indexes': None, 'persistent': False}
-        self.workflow_id = self.create('a:', actions=[action])
-        self.node_id = self.node(self.workflow_id)
-        job = self.claim(self.workflow_id, self.node_id)['a']
-        self.replay(self.entry(job))
-        self.assertTrue(self.call('is_workflow_complete', id=self.workflow_id)['is_complete'])
-        self.assertEqual(1, len(self.call('get_pending_actions', workflow_id=self.workflow_id)))
+            "job 2 is 'a' here, and 'z' in the journal", "it is of a workflow with the same id in another database, and not of this server's",
+            'it is of run 2, and not of run 1', "files: 'x' is not the id of a file"], [row['message'] for row in answer['rejected']])
         event = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items'][-1]['data']
         self.assertEqual('1 completions were taken in from journals of runners', event['message'])
 
-    def test_what_torcs_own_runner_wrote_counts_too(self):
+    def test_what_torcs_own_runner_wrote_counts_too_and_so_do_file_times_and_accounting(self):
+        self.begin('a')
         entry = self.entry()
         self.assertNotIn('torc_py', entry)
         entry['result'].update(id=None, attempt_id=None)
-        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(entry))
+        with self.undone():
+            self.assertEqual([[self.job_id('a'), 1]], self.replay(entry)['accepted'])
+        made = self.call('create_file', {'workflow_id': self.workflow_id, 'name': 'f', 'path': 'f'})['id']
+        account = {'job_id': self.job_id('a'), 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 4096, 'ave_cpu_seconds': 15.0}
+        self.replay(self.entry(torc_py={'file_times': {str(made): 12.5}, 'accounting': account}))
+        result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
+        self.assertEqual((12.5, '7', 4096, 50.0), (
+            self.call('get_file', id=made)['st_mtime'], self.call('list_slurm_stats', workflow_id=self.workflow_id)['items'][0]['slurm_job_id'],
+            result['peak_memory_bytes'], result['avg_cpu_percent']))
 
     def test_the_node_of_a_runner_that_has_left_is_released_and_of_no_other(self):
         runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
+        self.begin('a')
         node_id = self.node(self.workflow_id, **runner)
-        body = {'run_id': 1, 'completions': [self.entry()]}
         for left, released in (({'pid': 8}, []), ({'hostname': 'h'}, []), ({'identity': 'boot/2'}, []), ({'compute_node_id': 99}, []),
                                ({}, [node_id]), ({}, [])):
-            answer = self.call('replay_completions', dict(body, left=[dict({'compute_node_id': node_id, **runner}, **left)]),
-                               workflow_id=self.workflow_id)
+            answer = self.replay(left=[dict({'compute_node_id': node_id, **runner}, **left)])
             self.assertEqual(released, answer['released'], left)
-        active = self.call('list_compute_nodes', workflow_id=self.workflow_id, is_active=True)['items']
-        self.assertEqual([self.node_id], [node['id'] for node in active], 'the one that has not left lives')
+        self.assertIs(False, self.call('get_compute_node', id=node_id)['is_active'])
 
     def test_what_a_runner_that_has_left_had_carried_out_is_not_due_again_unless_it_is_anothers_by_now(self):
-        action = {'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
-                  'job_indexes': [0], 'persistent': False}
-        runner = {'hostname': 'far', 'pid': 7, 'identity': 'boot/1'}
-        self.workflow_id = self.create('a:\nb: a', actions=[action])
-        node_id = self.node(self.workflow_id, **runner)
-        job = self.claim(self.workflow_id, node_id)['a']
-        answer = self.sync(self.workflow_id, node_id, completions=[self.end(job)], actions=['on_jobs_complete'])
-        result = {'action_id': answer['actions'][0]['id'], 'success': False, 'message': 'no'}
-        body = {'run_id': 1, 'completions': [], 'left': [dict(runner, compute_node_id=node_id, actions=[result])]}
-
-        def replay() -> Tuple[bool, Any, int]:
-            self.call('replay_completions', body, workflow_id=self.workflow_id)
-            found, = self.call('get_workflow_actions', workflow_id=self.workflow_id)
-            events = self.call('list_events', workflow_id=self.workflow_id, category='action')['items']
-            return found['executed'], found.get('failure'), len(events)
-        for before, after in (('at work', (True, 'no', 1)), ('lost', (True, 'no', 1)), ("another's", (True, None, 0)), ('of run 2', (False, None, 0))):
-            with self.subTest(before), self.undone():
-                if before != 'at work':
-                    self.lose(node_id)
-                if before == "another's":
-                    self.sync(self.workflow_id, self.node(self.workflow_id), actions=['on_jobs_complete'])
-                elif before == 'of run 2':
-                    self.call('reset_workflow_status', id=self.workflow_id, force=True)
-                    self.call('initialize_jobs', id=self.workflow_id)
-                for _ in range(2):
-                    self.assertEqual(after, replay())
-
-    # -------- a server that is back as an older copy of its database --------
-
-    def test_an_end_of_what_the_copy_does_not_know_to_run_counts(self):
-        ready, claimed = 'ready', 'pending'
-        workflow_id = self.workflow_id = self.create('a:\nb: a')
-        self.copy()
-        for before in (ready, claimed):
+        for before, after in (('sync n1', (True, 'no', 1)), ('lose n1', (True, 'no', 1)), ('lose n1; ask n2', (True, None, 0)),
+                              ('lose n1; reset forced; init', (False, None, 0))):
             with self.subTest(before):
-                self.back()
-                if before == claimed:
-                    self.claim(workflow_id, self.node(workflow_id))
-                    self.copy()
-                job = {'id': next(job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']), 'attempt_id': 1}
-                lost = self.node(workflow_id)   # which the copy does not know
-                self.back()
-                self.assertEqual(before, self.statuses(workflow_id)['a'])
-                if before == claimed:
-                    self.lose(lost - 1)     # its lease is over
-                entry = self.entry(job, compute_node_id=lost)
-                self.assertEqual(([[job['id'], 1]], 0, []), self.replay(entry))
-                self.assertEqual({'a': 'completed', 'b': 'ready'}, self.statuses(workflow_id))
-                self.assertEqual(([], 1, []), self.replay(entry))
-
-    def test_a_runner_that_the_copy_knows_keeps_what_runs_and_what_it_knows_to_be_over_runs_again(self):
-        later = next(job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items'] if job['name'] == 'b')
-        self.copy()
-        self.back()
-        start = [later, 1, torc.format_time(self.clock)]
-        answer = self.sync(self.workflow_id, self.node_id, started=[start], held=[[later, 1]])
-        self.assertEqual([], answer['revoked'])
-        self.assertEqual({'a': 'ready', 'b': 'running', 'c': 'blocked'}, self.statuses(self.workflow_id))
-        self.assertEqual(2, self.call('get_job', id=self.job['id'])['attempt_id'])
-        self.assertIn('older copy', self.call('list_results', workflow_id=self.workflow_id)['items'][0]['reason'])
-
-    def test_a_runner_that_runs_a_later_attempt_than_the_copy_knows_of_it_keeps_it(self):
-        start = [self.job['id'], 2, torc.format_time(self.clock)]
-        answer = self.sync(self.workflow_id, self.node_id, started=[start], held=[[self.job['id'], 2]])
-        self.assertEqual([], answer['revoked'])
-        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'blocked'}, self.statuses(self.workflow_id))
-        self.assertEqual(2, self.call('get_job', id=self.job['id'])['attempt_id'])
-
-    def test_ends_of_jobs_and_of_those_that_waited_for_them_count_in_any_order(self):
-        self.copy()
-        jobs = [{'id': job['id'], 'attempt_id': 1} for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
-        for order in itertools.permutations(jobs):
-            self.back()
-            for job in order:
-                self.assertEqual(([[job['id'], 1]], 0, []), self.replay(self.entry(job)))
-            self.assertEqual({'completed'}, set(self.statuses(self.workflow_id).values()))
-
-    def test_a_later_attempt_than_the_copy_knows_counts(self):
-        self.copy()
-        later = self.entry(attempt_id=3)
-        for state in ('running', 'lost', 'ready'):
-            with self.subTest(state):
-                self.back()
-                if state == 'lost':
-                    self.lose()
-                elif state == 'ready':
-                    self.call('retry_job', id=self.job['id'], run_id=1, max_retries=9)
-                self.assertEqual(([[self.job['id'], 3]], 0, []), self.replay(later))
-                self.assertEqual(([], 1, []), self.replay(later))
-                self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked'}, self.statuses(self.workflow_id))
-                self.assertEqual(3, self.call('get_job', id=self.job['id'])['attempt_id'])
-                self.assertEqual(([], 0, ['attempt 1 of job 1 is over: the current one is 3']),
-                                 (self.replay(self.entry()) if state != 'lost' else ([], 0, ['attempt 1 of job 1 is over: the current one is 3'])))
-
-    def test_a_later_attempt_of_what_has_ended_or_runs_elsewhere_is_rejected_in_words(self):
-        other = self.entry(attempt_id=2, compute_node_id=99)
-        self.assertEqual(([], 0, [f'job 1 is held by compute node {self.node_id}']), self.replay(other))
-        self.replay(self.entry())
-        self.assertEqual(([], 0, ['job 1 is already complete, as completed']), self.replay(other))
-
-    def test_jobs_that_the_copy_has_not_are_rejected(self):
-        self.copy()
-        spawned = self.call('spawn_jobs', {'jobs': [{'name': 'more', 'command': 'x'}]}, job_id=self.job['id'])['spawned_job_ids']
-        self.back()
-        entry = self.entry({'id': spawned[0], 'attempt_id': 1})
-        self.assertEqual(([], 0, [f'job_id: workflow 1 has no job {spawned[0]}']), self.replay(entry))
-
-    def test_a_runner_goes_on_with_its_jobs_at_a_server_that_does_not_know_it(self):
-        workflow_id = self.create('a:\nb: a\nc:\nd:')
-        self.copy()
-        node_id = self.node(workflow_id, pid=7, identity='boot/1')
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, completions=[self.end(jobs['c'], 'failed', 1, retry=True)])
-        jobs.update(self.claim(workflow_id, node_id))
-        started = [[jobs[name]['id'], jobs[name]['attempt_id'], torc.format_time(self.clock)] for name in 'acd']
-        self.sync(workflow_id, node_id, started=started)
-        self.back()
-        again = {'compute_node_id': node_id, 'run_id': 1, 'lease_s': 60.0, 'pid': 7, 'identity': 'boot/1'}
-        with self.assertRaises(torc.Refused) as caught:
-            self.call('runner_sync', again, id=workflow_id)
-        self.assertTrue(caught.exception.details.get('gone'))
-        self.assertEqual(node_id, self.node(workflow_id, pid=8, identity='boot/1'), 'its id is given once more')
-        with self.assertRaises(torc.Refused) as caught:
-            self.call('runner_sync', again, id=workflow_id)
-        self.assertTrue(caught.exception.details.get('gone'))
-        answer = self.sync(workflow_id, self.node(workflow_id, pid=7, identity='boot/1'), started=started,
-                           held=[start[:2] for start in started])
-        self.assertEqual([], answer['revoked'])
-        self.assertEqual({'a': 'running', 'b': 'blocked', 'c': 'running', 'd': 'running'}, self.statuses(workflow_id))
-        self.assertEqual(2, self.call('get_job', id=jobs['c']['id'])['attempt_id'])
-        self.assertWhole()
-
-    def test_what_another_has_begun_meanwhile_is_revoked(self):
-        workflow_id = self.create('a:')
-        self.copy()
-        job = self.claim(workflow_id, self.node(workflow_id))['a']
-        self.back()
-        self.claim(workflow_id, self.node(workflow_id))
-        again = self.node(workflow_id)
-        start = [job['id'], 1, torc.format_time(self.clock)]
-        self.assertEqual([start[:2]], self.sync(workflow_id, again, started=[start], held=[start[:2]])['revoked'])
-        answer = self.sync(workflow_id, again, completions=[self.end(job)])
-        self.assertIn('is held by compute node', answer['errors'][0]['message'])
-
-    # -------- a server that was away --------
-
-    def test_a_running_job_is_not_lost_however_long_its_runner_is_silent_and_its_journal_counts(self):
-        self.clock += 1e6
-        self.copy()
-        self.back()     # a server that was away, and its leases with it
-        for wait_s in (0, 60 + torc.MAX_RETRY_PAUSE_S, 1, 1e6):
-            self.clock += wait_s
-            with self.service.transaction():
-                self.assertEqual([], torc.release_lost_nodes(self.context, lambda *runner: None))
-            self.assertEqual('running', self.statuses(self.workflow_id)['a'])
-        self.assertEqual(([[self.job['id'], 1]], 0, []), self.replay(self.entry()))
-        self.assertEqual('completed', self.statuses(self.workflow_id)['a'])
-
-    def test_a_completion_on_its_way_when_the_server_died_counts_once(self):
-        end = self.end(self.job)
-        for _ in range(2):      # the answer to the first was lost, and the server is another one now
-            self.copy()
-            self.assertEqual([[self.job['id'], 1, 'completed']], self.sync(self.workflow_id, self.node_id, completions=[end])['accepted'])
-            self.copy()
-            self.back()
-        self.assertEqual(([], 1, []), self.replay(self.entry()))
-        self.assertEqual([('a', 1, 1, 0, 'completed')], self.results())
+                self.begin('a / b: a | on_jobs_complete a')
+                self.act(f'claim n1 a; end a; ask n1 -> actions=on_jobs_complete')
+                result = {'action_id': self.answer['actions'][0]['id'], 'success': False, 'message': 'no'}
+                self.act(before)
+                left = dict(self.process('n1'), hostname='h', compute_node_id=self.node_id('n1'), actions=[result])
+                for _ in range(2):
+                    self.replay(left=[left])
+                    found, = self.call('get_workflow_actions', workflow_id=self.workflow_id)
+                    events = self.call('list_events', workflow_id=self.workflow_id, category='action')['items']
+                    self.assertEqual(after, (found['executed'], found.get('failure'), len(events)))
 
 
 class RecoverJobsTest(ServiceTest):
@@ -7924,10 +7730,16 @@ class RecoverJobsTest(ServiceTest):
         self.store.run('UPDATE compute_node SET is_active = 0')
 
     def recover(self, reset: str, requirements: Sequence[Tuple[str, Dict[str, Any]]] = (), run_id: int = 1, **more: Any) -> Any:
-        """The request of a recover; jobs by name."""
+        """The request of a recover, jobs by name; after a dry run that says the same and changes nothing."""
         rows = [dict(fields, from_id=self.needs_id, job_ids=[self.ids[name] for name in names.split()]) for names, fields in requirements]
         body = {'run_id': run_id, 'reset': [self.ids[name] for name in reset.split()], 'requirements': rows, 'event': {'mode': 'local'}}
-        return self.call('recover_jobs', dict(body, **more.pop('body', {})), workflow_id=self.workflow_id, **more)
+        before = self.dump()
+        planned = self.call('recover_jobs', body, workflow_id=self.workflow_id, dry_run=True)
+        self.assertUnchanged(before)
+        answer = self.call('recover_jobs', body, workflow_id=self.workflow_id)
+        self.assertEqual(planned, answer)
+        self.assertWhole()
+        return answer
 
     def requirements(self) -> Dict[str, Tuple[str, str, str]]:
         """What each job asks for."""
@@ -7936,7 +7748,6 @@ class RecoverJobsTest(ServiceTest):
         return {job['name']: rows[job['resource_requirements_id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
 
     def test_failed_jobs_and_what_they_held_up_run_again_in_a_new_run(self):
-        self.assertEqual({'a': 'failed', 'b': 'terminated', 'c': 'canceled', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
         answer = self.recover('a')
         self.assertEqual((2, 1, [self.ids['a'], self.ids['c']]), (answer['run_id'], answer['reset_count'], answer['to_run']))
         self.assertEqual({'a': 'ready', 'b': 'terminated', 'c': 'blocked', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
@@ -7944,17 +7755,14 @@ class RecoverJobsTest(ServiceTest):
         (event,) = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']
         self.assertEqual(('recover', 2, 'tester', [self.ids['a']], 'local'),
                          tuple(event['data'][key] for key in ('action', 'run_id', 'user', 'reset_job_ids', 'mode')))
-        self.assertWhole()
 
     def test_requirements_are_split_for_the_jobs_that_lacked_something_and_changed_in_place_for_all(self):
         before = self.requirements()['e']
         answer = self.recover('a b', [('a', {'memory': '2g'}), ('b', {'runtime': 'PT2H', 'num_cpus': 3})])
         found = self.requirements()
-        self.assertEqual(('default_run2', '2g', before[2]), found['a'])
-        self.assertEqual(('default_run2_2', before[1], 'PT2H'), found['b'])
-        self.assertEqual([before] * 3, [found[name] for name in 'cde'])
+        self.assertEqual([('default_run2', '2g', before[2]), ('default_run2_2', before[1], 'PT2H'), before, before, before],
+                         list(found.values()))
         self.assertEqual([self.needs_id] * 2, [row['from_id'] for row in answer['requirements']])
-        self.assertNotIn(self.needs_id, [row['id'] for row in answer['requirements']])
         self.drive(self.workflow_id, {'a': 'failed'})
         self.store.run('UPDATE compute_node SET is_active = 0')
         self.needs_id = self.call('get_job', job_id=self.ids['b'])['resource_requirements_id']
@@ -7962,38 +7770,29 @@ class RecoverJobsTest(ServiceTest):
         self.assertEqual(self.needs_id, answer['requirements'][0]['id'])
         self.assertEqual(('default_run2_2', '3g', 'PT2H'), self.requirements()['b'])
 
-    def test_a_dry_run_says_the_same_and_changes_nothing(self):
-        before = self.dump()
-        planned = self.recover('a b', [('a', {'memory': '2g'})], dry_run=True)
-        self.assertUnchanged(before)
-        self.assertEqual(planned, self.recover('a b', [('a', {'memory': '2g'})]))
-
     def test_what_cannot_be_done_is_refused_whole(self):
-        before = self.dump()
         (other,) = [job['id'] for job in self.call('list_jobs', workflow_id=self.create('x:'))['items']]
-        before = self.dump()
-        self.assertRefused('somebody else has recovered it', 'recover_jobs', {'run_id': 7, 'reset': [], 'requirements': []}, workflow_id=self.workflow_id)
-        for reset, requirements, words in (
-                ([self.ids['e']], [], 'job e is completed'), ([other], [], 'has no job'),
-                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [self.ids['a']], 'memory': 'much'}], 'memory'),
-                ([self.ids['a']], [{'from_id': self.needs_id, 'job_ids': [other], 'memory': '1g'}], 'does not have resource requirements'),
-                ([self.ids['a']], [{'from_id': 999, 'job_ids': [self.ids['a']], 'memory': '1g'}], 'has no resource requirements 999')):
+        before, a = self.dump(), self.ids['a']
+        for run_id, reset, requirements, words in (
+                (7, [], [], 'somebody else has recovered it'), (1, [self.ids['e']], [], 'job e is completed'), (1, [other], [], 'has no job'),
+                (1, [a], [{'from_id': self.needs_id, 'job_ids': [a], 'memory': 'much'}], 'memory'),
+                (1, [a], [{'from_id': self.needs_id, 'job_ids': [other], 'memory': '1g'}], 'does not have resource requirements'),
+                (1, [a], [{'from_id': 999, 'job_ids': [a], 'memory': '1g'}], 'has no resource requirements 999')):
             with self.subTest(words):
-                self.assertRefused(words, 'recover_jobs', {'run_id': 1, 'reset': reset, 'requirements': requirements}, workflow_id=self.workflow_id)
+                body = {'run_id': run_id, 'reset': reset, 'requirements': requirements}
+                self.assertRefused(words, 'recover_jobs', body, workflow_id=self.workflow_id)
                 self.assertUnchanged(before)
 
-    def test_nothing_is_recovered_under_the_hands_of_runners_and_allocations(self):
+    def test_nothing_is_recovered_under_the_hands_of_runners_and_allocations_nor_twice(self):
         body = {'run_id': 1, 'reset': [self.ids['a']], 'requirements': []}
         node_id = self.node(self.workflow_id)
         self.assertRefused('runners are at work', 'recover_jobs', body, workflow_id=self.workflow_id)
-        self.store.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
-        scheduler = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': 's', 'account': 'a', 'nodes': 1, 'walltime': '1:00'})
-        self.call('create_scheduled_compute_node', {'workflow_id': self.workflow_id, 'scheduler_id': 7, 'scheduler_config_id': scheduler['id'],
+        self.call('update_compute_node', {'is_active': False}, id=node_id)
+        self.call('create_scheduled_compute_node', {'workflow_id': self.workflow_id, 'scheduler_id': 7, 'scheduler_config_id': 1,
                                                     'scheduler_type': 'slurm', 'status': 'pending'})
         self.assertRefused('1 allocations of workflow', 'recover_jobs', body, workflow_id=self.workflow_id)
         self.store.run("UPDATE scheduled_compute_node SET status = 'complete'")
-        self.assertEqual(2, self.call('recover_jobs', body, workflow_id=self.workflow_id)['run_id'])
-        # A second caller that had seen run 1, too, changes nothing.
+        self.recover('a')
         self.assertRefused('the current one is 2', 'recover_jobs', body, workflow_id=self.workflow_id)
 
     def test_what_changed_since_runs_again_and_undecided_failures_stay_so(self):
@@ -8004,262 +7803,213 @@ class RecoverJobsTest(ServiceTest):
         self.assertEqual({'a': 'ready', 'b': 'pending_failed', 'c': 'blocked', 'd': 'completed', 'e': 'ready'}, self.statuses(self.workflow_id))
 
 
-class ClassifyJobsTest(ServiceTest):
+class ClassifyJobsTest(ScenarioTest):
     """Decisions about failures that wait for one."""
+    SCENARIOS = '''
+        a retry makes the job ready again, and a failure cancels what waits
+          a / b / c: a / d: b
+          claim n1 a b; end a pending_failed; end b pending_failed -> c=blocked d=blocked complete=false
+          classify a:retry:'the network was down' b:fail:'a bug' -> a=ready#2 b=failed c=blocked d=canceled
+          -> why_b='failed, says tester: a bug' decisions=a:retry,b:fail
+          claim n1 a; end a; claim n1 c; end c -> complete=true
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
-        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
-        self.drive(self.workflow_id, {'a': 'pending_failed', 'b': 'pending_failed'})
+        only undecided failures are decided about, and all or none of a request
+          a / b
+          claim n1 a b; end a failed; end b pending_failed; classify b:retry:r a:retry:r -> refused='is failed: only the failure of a'
+          classify b:maybe:r -> refused="'maybe'"
+          classify b:retry:r memory=much -> refused=memory
 
-    def classify(self, *rows: Any) -> Any:
-        """Decide about jobs by name."""
-        decisions = [dict({'job_id': self.ids[name], 'action': action, 'reason': reason}, **more) for name, action, reason, more in rows]
-        return self.call('classify_jobs', {'classifications': decisions}, workflow_id=self.workflow_id)
+        a decision may give what the job lacked
+          a
+          claim n1 a; end a pending_failed; classify a:retry:r memory=2g -> memory=2g a=ready#2
+        '''
 
-    def test_a_retry_makes_the_job_ready_with_what_it_lacked_and_a_failure_cancels_what_waits(self):
-        self.assertEqual({'a': 'pending_failed', 'b': 'pending_failed', 'c': 'blocked', 'd': 'blocked'}, self.statuses(self.workflow_id))
-        answer = self.classify(('a', 'retry', 'the network was down', {'memory': '2g'}), ('b', 'fail', 'a bug', {}))
-        self.assertEqual(([self.ids['a']], [self.ids['b']]), (answer['retried'], answer['failed']))
-        self.assertEqual({'a': 'ready', 'b': 'failed', 'c': 'blocked', 'd': 'canceled'}, self.statuses(self.workflow_id))
-        job = self.call('get_job', job_id=self.ids['a'])
-        self.assertEqual(2, job['attempt_id'])
-        self.assertEqual('2g', self.call('get_resource_requirements', row_id=job['resource_requirements_id'])['memory'])
-        self.assertIn('failed, says tester: a bug', self.call('explain_job', job_id=self.ids['b'])['reason'])
-        self.assertEqual({'a': 'completed', 'b': 'failed', 'c': 'completed', 'd': 'canceled'}, self.drive(self.workflow_id, {}))
-        events = [item['data'] for item in self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']]
-        self.assertEqual([('a', 'retry'), ('b', 'fail')], [(event['job_name'], event['decision']) for event in events])
-        self.assertWhole()
+    def test_decisions(self):
+        self.assertScenarios(self.SCENARIOS)
 
-    def test_only_undecided_failures_are_decided_about_and_all_or_none_of_a_request(self):
-        self.classify(('a', 'fail', 'r', {}))
-        before = self.dump()
-        for rows, words in (([('b', 'retry', 'r', {}), ('a', 'retry', 'r', {})], 'is failed: only the failure of a'),
-                            ([('b', 'maybe', 'r', {})], "'maybe'"), ([('b', 'retry', 'r', {'memory': 'much'})], 'memory')):
-            with self.subTest(words):
-                with self.assertRaises(torc.TorcError) as caught:
-                    self.classify(*rows)
-                self.assertIn(words, caught.exception.message)
-                self.assertUnchanged(before)
+    def do_classify(self, *decisions: str, **more: str) -> None:
+        """'job:action:reason' for each."""
+        rows = [dict(more, job_id=self.job_id(name), action=action, reason=reason)
+                for name, action, reason in (decision.split(':') for decision in decisions)]
+        self.call('classify_jobs', {'classifications': rows}, workflow_id=self.workflow_id)
+
+    def see_decisions(self) -> List[str]:
+        events = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']
+        return [f"{event['data']['job_name']}:{event['data']['decision']}" for event in events]
+
+    def see_memory(self) -> List[str]:
+        """What job a asks for."""
+        needs_id = self.call('get_job', id=self.job_id('a'))['resource_requirements_id']
+        return [self.call('get_resource_requirements', id=needs_id)['memory']]
 
 
-class SyncTest(ServiceTest):
+class SyncTest(ScenarioTest):
     """sync_allocations: what it makes of what Slurm, and processes, say."""
-    NODE_FAIL = {'slurm_job_id': 17, 'reason': 'Slurm job 17 lost a node (NODE_FAIL)', 'is_interrupted': True}
-    TIMEOUT = {'slurm_job_id': 17, 'reason': 'Slurm job 17 reached its time limit (TIMEOUT)', 'ended_s': 5.0}
-    QUEUED = {'slurm_job_id': 17, 'reason': 'Slurm has put job 17 into the queue again', 'is_queued': True,
-              'is_interrupted': True}
+    SEEN = {
+        'NODE_FAIL': {'slurm_job_id': 17, 'reason': 'Slurm job 17 lost a node (NODE_FAIL)', 'is_interrupted': True},
+        'TIMEOUT': {'slurm_job_id': 17, 'reason': 'Slurm job 17 reached its time limit (TIMEOUT)', 'ended_s': 5.0},
+        'QUEUED': {'slurm_job_id': 17, 'reason': 'Slurm has put job 17 into the queue again', 'is_queued': True, 'is_interrupted': True}}
+    SCENARIOS = '''
+        jobs of an interrupted allocation are ready without an attempt spent
+          a / b / c: a
+          record 17; runner n1; claim n1 a b; start a; wait 31; tell NODE_FAIL -> a=ready#2 b=ready#2 c=blocked allocations=complete
+          -> requeued=a,b failed= counts=0,0,2,1 active= results=a#1:-128:canceled,b#1:-128:canceled
+          claim n2 a b -> interruptions=a:1,b:1
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb:\nc: a\nd: b')
-        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id,
-                                                                 'account': 'x', 'nodes': 1,
-                                                                 'walltime': '01:00:00'})['id']
+        so are those of one that Slurm runs again
+          a / b / c: a
+          record 17; runner n1; claim n1 a b; start a; wait 31; tell QUEUED -> a=ready#2 b=ready#2 allocations=pending
+          -> requeued=a,b failed= active=
+          claim n2 a b -> interruptions=a:1,b:1
 
-    def record(self, slurm_job_id: int, status: str = 'pending') -> int:
+        at a time limit what ran has failed, and what was only claimed is ready
+          a / b / c: a
+          record 17; runner n1; claim n1 a b; start a; wait 31; tell TIMEOUT -> a=failed b=ready#2 c=canceled allocations=complete
+          -> requeued=b failed=a counts=1,0,1,1 active=
+
+        a pending allocation that is gone is complete
+          a
+          record 17; record 18; tell TIMEOUT -> a=ready allocations=complete,pending
+
+        a server that has just begun believes Slurm
+          a / b
+          record 17; runner n1; claim n1 a b; start a b; forget; tell NODE_FAIL -> requeued=a,b
+
+        jobs of a silent runner are ready once their interruption is known
+          a / b / c: a
+          record 17; runner n1; claim n1 a b; start a b; wait 61; look -> a=running b=running allocations=active
+          tell NODE_FAIL -> a=ready b=ready requeued=a,b
+          claim n2 a b -> interruptions=a:1,b:1
+
+        what has failed of itself stays failed
+          a / b / c: a
+          record 17; runner n1; claim n1 a b; start a b; end a failed; wait 31; tell NODE_FAIL -> a=failed b=ready c=canceled requeued=b
+
+        running jobs that no active node holds have failed
+          a / b / c: a
+          runner n1; claim n1 a b; start a; orphan a; tell -> failed= a=running
+          leave n1; tell -> failed=a a=failed b=ready c=canceled counts=0,1,0,0
+          -> why_a='no active compute node runs it'
+
+        jobs of dead processes have failed
+          a / b / c: a
+          claim n1 a b; start a b; tell dead=n1 -> failed=a,b a=failed c=canceled active= counts=0,2,0,1
+          -> why_a='compute node n1 (h), which ran it, went away: its process is gone'
+
+        jobs of a silent node are named, and have failed when its lease is over
+          a
+          claim n1 a; start a; wait 29; tell -> failed= doubts=0
+          wait 2; tell -> failed= doubts=1
+          wait 30; tell -> failed=a why_a='compute node n1 (h), which ran it, went away: nothing was heard of it for 60 s, its lease'
+        '''
+    LEFT_ALONE = '''
+        a runner that has reported since is left alone until it is silent
+          a / b
+          record 17; runner n1; claim n1 a b; start a b; wait PASSED; tell SEEN -> DOUBTED
+          -> allocations=STATE
+        '''
+
+    def test_what_is_made_of_evidence(self):
+        self.assertScenarios(self.SCENARIOS)
+
+    def test_a_runner_that_has_reported_since_is_left_alone_until_it_is_silent(self):
+        for seen, passed_s, is_left in (        # the lease is 60 s
+                ('NODE_FAIL', 29, True), ('NODE_FAIL', 31, False), ('QUEUED', 29, True),
+                ('TIMEOUT ended=59', 0, False),         # its last words, and clocks
+                ('TIMEOUT ended=95', 30, True), ('TIMEOUT ended=95', 36, False),
+                ('TIMEOUT ended=9000', 59, True), ('TIMEOUT ended=9000', 60, False)):
+            doubted = 'a=running active=n1' if is_left else 'doubts=0 active='
+            self.assertScenarios(self.LEFT_ALONE, PASSED=str(passed_s), SEEN=seen, DOUBTED=doubted,
+                                 STATE='active' if is_left else 'complete')
+
+    def do_record(self, slurm_job_id: str) -> None:
         """A record of an allocation."""
-        return self.call('create_scheduled_compute_node', {
-            'workflow_id': self.workflow_id, 'scheduler_id': slurm_job_id,
-            'scheduler_config_id': self.scheduler_id,
-            'scheduler_type': 'slurm', 'status': status})['id']
+        self.call('create_scheduled_compute_node', {
+            'workflow_id': self.workflow_id, 'scheduler_id': int(slurm_job_id), 'scheduler_config_id': 1, 'scheduler_type': 'slurm',
+            'status': 'pending'})
 
-    def begin(self, started: Sequence[str] = ('a', 'b'), **more: Any) -> int:
-        """A runner in Slurm job 17 claims all ready jobs, and starts some; its node."""
+    def do_runner(self, name: str) -> None:
+        """A runner begins in Slurm job 17."""
         scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
-        node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, **more)
-        jobs = self.claim(self.workflow_id, node_id)
-        self.sync(self.workflow_id, node_id, started=[[jobs[name]['id'], jobs[name]['attempt_id'],
-                                                       '2023-11-14T22:13:20Z']
-                                                      for name in started])
-        return node_id
+        self.nodes[name] = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, **self.process(name))
 
-    def tell(self, *seen: Dict[str, Any], **more: Any) -> Any:
+    def do_forget(self) -> None:
+        """The server has just begun."""
+        self.service.leases, self.service.heard = {}, {}
+
+    def do_orphan(self, job: str) -> None:
+        """Another client has taken a running job from its node."""
+        self.store.run('UPDATE job SET compute_node_id = NULL WHERE id = ?', (self.job_id(job),))
+
+    def do_tell(self, seen: str = '', dead: str = '', ended: str = '') -> None:
         """Evidence comes. A dry run before says the same, and changes nothing; once more nothing is new."""
-        body = dict({'allocations': list(seen)}, **more)
+        allocation = dict(self.SEEN.get(seen, {}), **({'ended_s': float(ended)} if ended else {}))
+        nodes = [{'compute_node_id': self.nodes[dead], 'reason': 'its process is gone'}] if dead else []
+        body = {'allocations': [allocation] if seen else [], 'dead_nodes': nodes}
         before, leases = self.dump(), dict(self.service.leases)
         preview = self.call('sync_allocations', dict(body, is_dry_run=True), workflow_id=self.workflow_id)
         self.assertUnchanged(before)
         self.assertEqual(leases, self.service.leases)
-        found = self.call('sync_allocations', body, workflow_id=self.workflow_id)
-        self.assertEqual(preview, found)
+        self.told = self.call('sync_allocations', body, workflow_id=self.workflow_id)
+        self.assertEqual(preview, self.told)
         after = self.dump()
         again = self.call('sync_allocations', body, workflow_id=self.workflow_id)
         self.assertUnchanged(after)
-        self.assertEqual(([], [], []), (again['allocations'], again['failed_job_details'],
-                                        again['requeued_job_details']))
-        self.assertWhole()
-        return found
+        self.assertEqual(([], [], []), (again['allocations'], again['failed_job_details'], again['requeued_job_details']))
 
-    def states(self) -> str:
-        """Statuses of all jobs and allocations, in order."""
-        rows = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
-        return ' '.join([*self.statuses(self.workflow_id).values(), *(row['status'] for row in rows)])
+    def see_allocations(self) -> List[str]:
+        return [row['status'] for row in self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']]
 
-    def test_jobs_of_an_interrupted_allocation_are_ready_without_an_attempt_spent_and_others_fail(self):
-        for seen, states, counts in (
-                (self.NODE_FAIL, 'ready ready blocked blocked complete', (0, 2)),
-                (self.QUEUED,    'ready ready blocked blocked pending', (0, 2)),
-                (self.TIMEOUT,   'failed ready canceled blocked complete', (1, 1))):
-            with self.subTest(seen['reason']), self.undone():
-                record_id = self.record(17)
-                node_id = self.begin(['a'])
-                self.clock += 31
-                found = self.tell(seen)
-                self.assertEqual((states, counts), (self.states(), (found['slurm_jobs_failed'],
-                                                                    found['jobs_requeued'])))
-                self.assertEqual((1, 0), (found['compute_nodes_deactivated'], found['running_jobs_failed']))
-                self.assertFalse(self.call('get_compute_node', id=node_id)['is_active'])
-                details = found['failed_job_details'] + found['requeued_job_details']
-                self.assertEqual([(name, seen['reason'], 17) for name in 'ab'],
-                                 [(row['job_name'], row['reason'], row['slurm_job_id']) for row in details])
-                record = self.call('get_scheduled_compute_node', id=record_id)
-                self.assertEqual(seen['reason'], record['reason'])
-                events = self.call('list_events', workflow_id=self.workflow_id)['items']
-                said = f"Allocation {record_id} (Slurm job 17) is {record['status']}: {seen['reason']}"
-                self.assertIn(said, [row['data'].get('message', '') for row in events])
-                results = self.call('list_results', workflow_id=self.workflow_id)['items']
-                self.assertEqual({-128}, {row['return_code'] for row in results})
-                self.assertTrue(all(seen['reason'] in row['reason'] for row in results), results)
-                claimed = self.claim(self.workflow_id, self.node(self.workflow_id))
-                self.assertEqual([(2, 1)] * len(claimed), [
-                    (job['attempt_id'], job['interruptions']) for job in claimed.values()])
+    def see_failed(self) -> List[str]:
+        return [row['job_name'] for row in self.told['failed_job_details']]
 
-    def test_a_pending_allocation_that_is_gone_is_complete(self):
-        self.record(17)
-        self.record(18)
-        found = self.tell(dict(self.TIMEOUT, reason='Slurm job 17 was canceled'))
-        self.assertEqual('ready ready blocked blocked complete pending', self.states())
-        self.assertEqual(1, found['pending_allocations_cleaned'])
+    def see_requeued(self) -> List[str]:
+        return [row['job_name'] for row in self.told['requeued_job_details']]
 
-    def test_a_runner_that_has_reported_since_is_left_alone_until_it_is_silent(self):
-        for seen, passed_s, is_left in (        # the lease is 60 s
-                (self.NODE_FAIL, 29, True), (self.NODE_FAIL, 31, False),
-                (self.QUEUED, 29, True), (self.QUEUED, 31, False),
-                (dict(self.TIMEOUT, ended_s=59.0), 0, False),       # its last words, and clocks
-                (dict(self.TIMEOUT, ended_s=95.0), 30, True),
-                (dict(self.TIMEOUT, ended_s=95.0), 36, False),
-                (dict(self.TIMEOUT, ended_s=9000.0), 59, True),
-                (dict(self.TIMEOUT, ended_s=9000.0), 60, False)):
-            with self.subTest(seen, passed_s=passed_s), self.undone():
-                self.record(17)
-                self.begin()
-                self.clock += passed_s
-                found = self.tell(seen)
-                self.assertEqual(is_left, bool(found['doubts']), found)
-                self.assertEqual(not is_left, bool(found['compute_nodes_deactivated']))
-                if is_left:
-                    self.assertEqual('running running blocked blocked active', self.states())
-                    self.assertRegex(found['doubts'][0],
-                                     re.escape(seen['reason']) + r', but compute node \d+ has reported '
-                                     fr'{passed_s} s ago: left alone until it has been silent for (30|60) s')
+    def see_doubts(self) -> List[str]:
+        return [str(len(self.told['doubts']))]
 
-    def test_a_server_that_has_just_begun_believes_slurm(self):
-        self.record(17)
-        self.begin()
-        self.service.leases, self.service.heard = {}, {}
-        self.assertEqual(2, self.tell(self.NODE_FAIL)['jobs_requeued'])
+    def see_counts(self) -> List[str]:
+        keys = ('slurm_jobs_failed', 'running_jobs_failed', 'jobs_requeued', 'compute_nodes_deactivated')
+        return [str(self.told[key]) for key in keys]
 
-    def test_jobs_of_a_silent_runner_are_ready_once_their_interruption_is_known(self):
-        self.record(17)
-        self.begin()
-        self.clock += 61
-        with self.service.transaction():
-            torc.release_lost_nodes(self.context, lambda *runner: None)
-        self.assertEqual('running running blocked blocked active', self.states())
-        found = self.tell(self.NODE_FAIL)
-        self.assertEqual(('ready ready blocked blocked complete', 2, 1),
-                         (self.states(), found['jobs_requeued'], found['compute_nodes_deactivated']))
-        claimed = self.claim(self.workflow_id, self.node(self.workflow_id))
-        self.assertEqual([(2, 1)] * 2, [
-            (job['attempt_id'], job['interruptions']) for job in claimed.values()])
-
-    def test_what_has_failed_of_itself_stays_failed(self):
-        self.record(17)
-        node_id = self.begin()
-        job = {'id': self.call('list_jobs', workflow_id=self.workflow_id)['items'][0]['id'], 'attempt_id': 1}
-        self.sync(self.workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
-        self.clock += 31
-        self.assertEqual(['b'],
-                         [row['job_name'] for row in self.tell(self.NODE_FAIL)['requeued_job_details']])
-        self.assertEqual('failed ready canceled blocked complete', self.states())
-
-    def set(self, sql: str) -> None:
-        """Change the database as another client would have left it."""
-        with self.store.transaction():
-            self.store.execute(sql)
-
-    def test_running_jobs_that_no_active_node_holds_have_failed(self):
-        with self.undone():
-            self.begin()
-            self.set("UPDATE job SET compute_node_id = NULL WHERE name = 'a'")
-            self.assertEqual(0, self.tell()['running_jobs_failed'])       # the other node may run it
-            self.set(f"UPDATE job SET status = {torc.READY}, compute_node_id = NULL WHERE name = 'b'")
-            self.set('UPDATE compute_node SET is_active = 0')
-            found = self.tell()
-            self.assertEqual(('failed ready canceled blocked', 1), (self.states(),
-                                                                    found['running_jobs_failed']))
-            self.assertEqual('no active compute node runs it', found['failed_job_details'][0]['reason'])
-        self.begin()
-        self.set('UPDATE compute_node SET is_active = 0')
-        self.node(self.workflow_id, pid=2)
-        self.assertEqual(2, self.tell()['running_jobs_failed'])
-
-    def test_dead_processes_and_leases_that_are_over_are_taken_in(self):
-        node_id = self.node(self.workflow_id)
-        jobs = self.claim(self.workflow_id, node_id)
-        self.sync(self.workflow_id, node_id, started=[[job['id'], 1,
-                                                       '2023-11-14T22:13:20Z'] for job in jobs.values()])
-        with self.undone():
-            found = self.tell(dead_nodes=[{'compute_node_id': node_id, 'reason': 'its process is gone'}])
-            self.assertEqual((2, 0, 1), (found['running_jobs_failed'], found['slurm_jobs_failed'],
-                                         found['compute_nodes_deactivated']))
-            result = self.call('list_results', workflow_id=self.workflow_id)['items'][0]
-            self.assertEqual(f'compute node {node_id} (h), which ran it, went away: its process is gone',
-                             result['reason'])
-        self.service.leases[node_id] = self.clock + 60      # undone() keeps the database only
-        for passed_s, doubts in ((29, 0), (2, 1)):
-            self.clock += passed_s
-            found = self.tell()
-            self.assertEqual((0, doubts), (found['running_jobs_failed'], len(found['doubts'])))
-        self.assertRegex(found['doubts'][0], r'^nothing was heard of compute node \d+ \(h\) .* its lease is over, in 29 s$')
-        self.clock += 30
-        self.assertIn('nothing was heard of it for 60 s, its lease',
-                      self.tell()['failed_job_details'][0]['reason'])
+    def test_the_evidence_is_told_wherever_it_counts(self):
+        self.begin('a')
+        self.act('record 17; runner n1; claim n1 a; start a; wait 29; tell NODE_FAIL')
+        why = self.SEEN['NODE_FAIL']['reason']
+        self.assertRegex(self.told['doubts'][0], re.escape(why) + r', but compute node \d+ has reported 29 s ago: '
+                         'left alone until it has been silent for 30 s')
+        self.act('wait 2; tell NODE_FAIL')
+        detail, = self.told['requeued_job_details']
+        self.assertEqual((why, 17), (detail['reason'], detail['slurm_job_id']))
+        record, = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
+        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
+        self.assertEqual((why, f"Allocation {record['id']} (Slurm job 17) is complete: {why}"),
+                         (record['reason'], events[-1]['message']))
+        self.assertIn(why, self.see('why_a') or self.call('list_results', workflow_id=self.workflow_id)['items'][0]['reason'])
 
     def test_the_survey_names_allocations_and_slurm_jobs_of_nodes_without_a_record(self):
-        record_id = self.record(0)
-        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
-        node_id = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler,
-                            identity='x/1/2')
+        self.begin('a')
+        self.act('record 0; runner n1')
         found = self.call('survey_allocations', workflow_id=self.workflow_id)
-        self.assertEqual([(record_id, 0, 'pending', None), (0, 17, 'active', None)],
-                         [(row['id'], row['slurm_job_id'], row['status'],
-                           row['age_s']) for row in found['allocations']])
-        self.assertEqual(([{'compute_node_id': node_id, 'hostname': 'h', 'pid': 1, 'identity': 'x/1/2'}],
-                          'u'),
-                         (found['nodes'], found['user']))
+        self.assertEqual([(1, 0, 'pending', None), (0, 17, 'active', None)],
+                         [(row['id'], row['slurm_job_id'], row['status'], row['age_s']) for row in found['allocations']])
+        node = dict(self.process('n1'), compute_node_id=self.nodes['n1'], hostname='h')
+        self.assertEqual(([node], 'u'), (found['nodes'], found['user']))
 
     def test_reasons_stand_wherever_an_allocation_ends(self):
-        record_id = self.record(17)
-        node_id = self.begin()
-        self.call('update_compute_node', {'is_active': False}, id=node_id)
-        record = self.call('get_scheduled_compute_node', id=record_id)
-        self.assertEqual(('complete', f'its last runner (compute node {node_id}) has left'),
-                         (record['status'], record['reason']))
-        other_id = self.record(18)
-        for body, reason in (({'status': 'canceled', 'reason': 'enough'}, 'enough'),
-                             ({'status': 'canceled'}, 'enough'),
+        self.begin('a')
+        self.act('record 17; runner n1; leave n1; record 18')
+        record_id, other_id = (row['id'] for row in self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items'])
+        self.assertEqual(f"its last runner (compute node {self.nodes['n1']}) has left",
+                         self.call('get_scheduled_compute_node', id=record_id)['reason'])
+        for body, reason in (({'status': 'canceled', 'reason': 'enough'}, 'enough'), ({'status': 'canceled'}, 'enough'),
                              ({'status': 'pending'}, None)):
             self.call('update_scheduled_compute_node', body, id=other_id)
             self.assertEqual(reason, self.call('get_scheduled_compute_node', id=other_id).get('reason'))
-        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id,
-                                                   category='scheduler')['items']]
-        self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id),
-                          ('allocation_pending', other_id)],
+        events = [row['data'] for row in self.call('list_events', workflow_id=self.workflow_id, category='scheduler')['items']]
+        self.assertEqual([('allocation_complete', record_id), ('allocation_canceled', other_id), ('allocation_pending', other_id)],
                          [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
-        self.assertEqual(f'Allocation {other_id} (Slurm job 18) is canceled: enough', events[1]['message'])
 
 
 class WatchRecordTest(ServiceTest):
