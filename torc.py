@@ -528,8 +528,8 @@ def absent(message: str) -> Unreachable:
 # exist. Their errors are ValueErrors with a message that names the value and the form that is wanted; callers
 # add the position.
 #
-# Memory, durations and walltimes are stored and sent in Torc's forms, which parse_memory, parse_duration and
-# parse_walltime read. What else people write (8GB, 30m, 1:00:00) is rewritten at the edge, by normalize_X.
+# Memory, durations and walltimes are read as people write them (8GB, 30m, 1:00:00), and stored and sent in
+# Torc's forms, to which normalize_X brings them at the edge.
 
 class Expression:
     """A regular expression, compiled at its first use: all of them would be a tenth of the program's start.
@@ -548,20 +548,24 @@ class Expression:
         return method
 
 
-MEMORY_UNITS = {'': 1, 'k': 1024, 'm': 1024 ** 2, 'g': 1024 ** 3, 't': 1024 ** 4}
-MEMORY_TEXT = Expression(r'\s*\+?([0-9]+)([kmgt]?)\s*\Z', re.IGNORECASE)
-DURATION_TEXT = Expression(
+MEMORY_SIZES = {'k': 1024, 'm': 1024 ** 2, 'g': 1024 ** 3, 't': 1024 ** 4}
+MEMORY_UNITS = {'': 1, 'b': 1, 'byte': 1, 'bytes': 1,
+                **{letter + end: size for letter, size in MEMORY_SIZES.items()
+                   for end in ('', 'b', 'i', 'ib')}}
+MEMORY_TEXT = Expression(r'\s*\+?([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)\s*\Z', re.IGNORECASE)
+TORC_MEMORY = Expression(r'\s*\+?[0-9]+[kmgt]?\s*\Z', re.IGNORECASE)      # what is stored and sent
+LEAST_PLAUSIBLE_MEMORY = 1024 ** 2  # bytes; of less without a unit, megabytes or gigabytes were meant
+TORC_DURATION = Expression(     # ISO 8601
     r'P(?=.)(?:([0-9]+)W|(?:([0-9]+)Y)?(?:([0-9]+)M)?(?:([0-9]+)D)?'
     r'(?:T(?:([0-9]+)H)?(?:([0-9]+)M)?(?:([0-9]+)(?:[.,][0-9]*)?S)?)?)\Z')
 # Week, year, month, day, hour, minute, second, as Torc counts.
-DURATION_UNITS_S = (604800, 31557600, 2629800, 86400, 3600, 60, 1)
-WRITTEN_MEMORY = Expression(r'([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])(?:ib?|b)?|b|bytes?)\Z', re.IGNORECASE)
+TORC_DURATION_UNITS_S = (604800, 31557600, 2629800, 86400, 3600, 60, 1)
 SPAN_UNITS_S = {    # pattern of a unit's names -> seconds
     'w(?:eeks?)?': 604800, 'd(?:ays?)?': 86400, 'h(?:ours?|rs?)?': 3600, 'm(?:in(?:ute)?s?)?': 60,
     's(?:ec(?:ond)?s?)?': 1}
 SPAN_TEXT = Expression(
     r'\s*'.join(r'(?:([0-9]+(?:\.[0-9]+)?)\s*%s)?' % unit for unit in SPAN_UNITS_S) + r'\Z', re.IGNORECASE)
-LEAST_PLAUSIBLE_MEMORY = 1024 ** 2  # bytes; of less without a unit, megabytes or gigabytes were meant
+PLAIN_NUMBER = Expression(r'-?[0-9]*\.?[0-9]+\Z')
 WALLTIME_TEXT = Expression(r'(?:([0-9]{1,18})-)?([0-9]{1,18})(?::([0-9]{1,18}))?(?::([0-9]{1,18}))?\Z')
 TIME_TEXT = Expression(r'([0-9]{4})-([0-9]{2})-([0-9]{2})[Tt ]([0-9]{2}):([0-9]{2}):([0-9]{2})(\.[0-9]+)?'
                        r'(Z|z|[-+][0-9]{2}:?[0-9]{2})?\Z')
@@ -576,13 +580,15 @@ UNSAFE_IN_NAME = Expression('[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]')    
 LOCAL_FILESYSTEMS = frozenset('ext2 ext3 ext4 xfs btrfs zfs f2fs overlay tmpfs ramfs devtmpfs'.split())
 
 
-def parse_memory(text: str) -> int:
-    """'512m' -> bytes. A whole number and at most one letter k, m, g, t of any case, 1024-based."""
+def parse_memory(text: str, default_unit: str = '') -> int:
+    """'512m', '8GB', '1.5 GiB' -> bytes, 1024-based. A bare number is in the default unit, else in bytes."""
     match = MEMORY_TEXT.match(text)
-    if not match:
-        raise ValueError(f'{text!r} is not an amount of memory: write a whole number and k, m, g or t, such '
-                         'as 512m or 2g')
-    value = int(match.group(1)) * MEMORY_UNITS[match.group(2).lower()]
+    number, unit = match.groups() if match else ('', '?')
+    size = MEMORY_UNITS.get(unit.lower() or default_unit)
+    if not size or size == 1 and '.' in number:
+        raise ValueError(f'{text!r} is not an amount of memory: write a number and a unit, '
+                         'such as 512m, 8g or 1.5GB')
+    value = math.ceil(float(number) * size) if '.' in number else int(number) * size
     if value > MAX_INTEGER:
         raise ValueError(f'{text!r} is more memory than can be counted')
     return value
@@ -607,28 +613,33 @@ def format_memory(value_bytes: float) -> str:
 
 
 def normalize_memory(text: str) -> str:
-    """'8GB', '8Gi', '1.5 GiB' -> Torc's form: '8g', '1536m'. Units are 1024-based. Torc's forms stay."""
-    if not MEMORY_TEXT.match(text):
-        match = WRITTEN_MEMORY.match(text.strip())
-        if not match:
-            raise ValueError(f'{text!r} is not an amount of memory: write a number and a unit, '
-                             'such as 512m, 8g or 1.5GB')
-        number, unit = decimal.Decimal(match.group(1)), (match.group(2) or '').lower()
-        least = 1024 if unit else 1     # whole kilobytes: a number of bytes would look like a forgotten unit
-        value = math.ceil(number * MEMORY_UNITS[unit] / least) * least
-        fitting = [f'{value // size}{letter}' for letter, size in MEMORY_UNITS.items() if value % size == 0]
-        text = fitting[-1]
-    parse_memory(text)
-    return text
+    """'8GB', '8Gi', '1.5 GiB' -> Torc's form: '8g', '1536m'. Torc's forms stay."""
+    value_bytes = parse_memory(text)
+    return text if TORC_MEMORY.match(text) else format_whole_memory(value_bytes)
 
 
-def parse_size(text: str) -> int:
-    """Size of a file -> bytes: a number of bytes, or one with a unit as for memory, such as '100m'."""
-    try:
-        return parse_memory(normalize_memory(text))
-    except ValueError:
-        raise ValueError(f'{text!r} is not a size: write a number of bytes, or a unit too, such as 100m or '
-                         '1.5GB') from None
+def format_whole_memory(value_bytes: int) -> str:
+    """Bytes -> '8g', '1536m': whole kilobytes, since a number of bytes would look like a forgotten unit."""
+    kilobytes = -(-value_bytes // 1024)
+    exact = [f'{kilobytes * 1024 // size}{letter}' for letter, size in MEMORY_SIZES.items()
+             if kilobytes * 1024 % size == 0]
+    return exact[-1]
+
+
+def parse_gigabytes(text: str) -> float:
+    """A plain number of gigabytes, or memory with its unit."""
+    return parse_memory(text, 'g') / MEMORY_SIZES['g']
+
+
+def parse_requested_memory(text: str) -> int:
+    """Slurm's memory text, such as 240G or 4096 (megabytes) -> bytes; 0 means all of a node."""
+    return parse_memory(text, 'm')
+
+
+def normalize_slurm_memory(text: str) -> str:
+    """'8Gi', '1.5G' -> Slurm's form: '8G', '1536M'. Slurm's forms stay: 4096 is megabytes."""
+    value_bytes = parse_requested_memory(text)
+    return text if TORC_MEMORY.match(text) else format_whole_memory(value_bytes).upper()
 
 
 def doubt_memory(text: str) -> str:
@@ -639,15 +650,32 @@ def doubt_memory(text: str) -> str:
     return f'{number} is {number} bytes: write {number}m for megabytes, {number}g for gigabytes'
 
 
-def parse_duration(text: str) -> int:
-    """ISO 8601 duration such as 'PT1H30M', 'P1D' or 'P2W' -> whole seconds."""
-    match = DURATION_TEXT.match(text)
-    if not match or not any(match.groups()) and text != 'PT':
-        raise ValueError(f'{text!r} is not a duration: write it in ISO 8601, such as PT30M, PT2H or P1DT12H')
-    value = sum(int(number) * unit for number, unit in zip(match.groups('0'), DURATION_UNITS_S))
-    if value > MAX_INTEGER:
+def parse_duration(text: str, unit_s: int = 0) -> float:
+    """A time as people write it ('90s', '1h30m', '1.5 hours', '1:00:00', '1-12:00:00', 'PT30M') -> seconds.
+
+    A bare number counts units of `unit_s`. Without it that is refused, as it has several meanings, and so is
+    what may be hours and minutes or minutes and seconds.
+    """
+    word = text.strip().upper()
+    torc, span, clock = (form.match(word) for form in (TORC_DURATION, SPAN_TEXT, WALLTIME_TEXT))
+    if unit_s and PLAIN_NUMBER.match(word):
+        value_s = float(word) * unit_s
+    elif torc:
+        value_s = sum(int(number) * unit for number, unit in zip(torc.groups('0'), TORC_DURATION_UNITS_S))
+    elif span and any(span.groups()):
+        value_s = sum(float(number) * unit for number, unit in zip(span.groups('0'), SPAN_UNITS_S.values()))
+    elif clock and (clock.group(1) or clock.group(4)):
+        value_s = parse_walltime(word)
+    elif clock and ':' in word:
+        raise ValueError(f'{text!r} may be hours and minutes or minutes and seconds: '
+                         f'write {word}:00 or 0:{word}')
+    elif clock:
+        raise ValueError(f'{text!r} may be seconds, minutes or hours: write {word}s, {word}m or {word}h')
+    else:
+        raise ValueError(f'{text!r} is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M')
+    if value_s > MAX_INTEGER:
         raise ValueError(f'{text!r} is longer than can be counted')
-    return value
+    return value_s
 
 
 def format_duration(value_s: float) -> str:
@@ -662,35 +690,10 @@ def format_duration(value_s: float) -> str:
     return f'P{days}D' + ('T' + time_part if time_part else '')
 
 
-def parse_span(text: str) -> float:
-    """A time as people write it ('90s', '1h30m', '1.5 hours', '1:00:00', '1-12:00:00', 'PT30M') -> seconds.
-
-    What has several meanings is refused: a bare number, and two numbers with a colon.
-    """
-    word = text.strip()
-    units, clock, iso = SPAN_TEXT.match(word), WALLTIME_TEXT.match(word), DURATION_TEXT.match(word.upper())
-    if units and any(units.groups()):
-        value_s = sum(float(number) * unit for number, unit in zip(units.groups('0'), SPAN_UNITS_S.values()))
-    elif clock and (clock.group(1) or clock.group(4)):
-        value_s = parse_walltime(word)
-    elif clock and ':' in word:
-        raise ValueError(f'{text!r} may be hours and minutes or minutes and seconds: '
-                         f'write {word}:00 or 0:{word}')
-    elif clock:
-        raise ValueError(f'{text!r} may be seconds, minutes or hours: write {word}s, {word}m or {word}h')
-    elif iso:
-        value_s = parse_duration(word.upper())
-    else:
-        raise ValueError(f'{text!r} is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M')
-    if value_s > MAX_INTEGER:
-        raise ValueError(f'{text!r} is longer than can be counted')
-    return value_s
-
-
 def normalize_duration(text: str) -> str:
     """'30m', '1:00:00' -> Torc's form: 'PT30M', 'PT1H'. ISO 8601 stays; fractions of a second are dropped."""
-    value_s = parse_span(text)
-    return text if DURATION_TEXT.match(text) else format_duration(value_s)
+    value_s = parse_duration(text)
+    return text if TORC_DURATION.match(text) else format_duration(value_s)
 
 
 def normalize_walltime(text: str) -> str:
@@ -698,7 +701,7 @@ def normalize_walltime(text: str) -> str:
     if WALLTIME_TEXT.match(text.strip()):
         return text
     try:
-        return format_walltime(parse_span(text))
+        return format_walltime(parse_duration(text))
     except ValueError:
         raise ValueError(f'{text!r} is not a walltime: write HH:MM:SS, D-HH:MM:SS, '
                          'or such as 30m, 2h or 1d12h') from None
@@ -723,22 +726,14 @@ def format_walltime(value_s: float) -> str:
     return (f'{days}-' if days else '') + f'{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}'
 
 
-def in_unit(parse: Callable[[str], float], unit: float) -> Callable[[str], float]:
-    """A parser of a plain number, which is in an option's own unit, or else of a text that says its unit."""
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.inf
-        value = value if math.isfinite(value) else parse(text) / unit
-        if value * unit > MAX_INTEGER:
-            raise ValueError(f'{text!r} is more than can be counted')
-        return value
-    return read
+def parse_seconds(text: str) -> float:
+    """A plain number of seconds, or a duration with its units."""
+    return parse_duration(text, 1)
 
 
-parse_seconds, parse_minutes = in_unit(parse_span, 1), in_unit(parse_span, 60)
-parse_gigabytes = in_unit(lambda text: parse_memory(normalize_memory(text)), 1024 ** 3)
+def parse_minutes(text: str) -> float:
+    """A plain number of minutes, or a duration with its units, in minutes."""
+    return parse_duration(text, 60) / 60
 
 
 def parse_whole_seconds(text: str) -> int:
@@ -841,14 +836,6 @@ def name_error(text: str) -> str:
     return f'holds the control character {match.group()!a}: remove it' if match else ''
 
 
-def are_names(texts: Sequence[str]) -> bool:
-    """Whether name_error() finds nothing in any text: faster than to ask for each of 100,000."""
-    sizes = set(map(len, texts))
-    if 0 in sizes or max(sizes, default=0) > MAX_NAME_CHARACTERS or any(map(str.isspace, texts)):
-        return False
-    return not UNSAFE_IN_NAME.search(''.join(texts))
-
-
 def label_error(text: str) -> str:
     """Why a text cannot be a label of a job or runner, or ''. Labels are written as a list with commas."""
     if not text or text != text.strip() or ',' in text:
@@ -913,17 +900,7 @@ def refuse_constant(word: str) -> None:
     raise ValueError(f'{word} is not allowed')
 
 
-def parse_integer(text: str) -> int:
-    """parse_int for json before Python 3.10.7, where int() takes minutes for a million digits."""
-    if len(text) > 4300:
-        raise ValueError(f'a number of {len(text)} digits')
-    return int(text)
-
-
-JSON_INTEGER = None if hasattr(sys, 'get_int_max_str_digits') else parse_integer
-
-
-def parse_json(text: str, parse_int: Any = JSON_INTEGER, parse_float: Any = None) -> Any:
+def parse_json(text: str, parse_int: Any = None, parse_float: Any = None) -> Any:
     """Strict JSON -> value. ValueError for what RFC 8259 forbids, duplicate keys, or too deep nesting."""
     try:
         return json.loads(text, object_pairs_hook=unique_pairs, parse_constant=refuse_constant,
@@ -2730,7 +2707,6 @@ SCHEDULER_OPTIONS = frozenset('partition nodes walltime time mem gres name job-n
 IDENTIFIER = Expression(r'[A-Za-z_][A-Za-z0-9_]*\Z')
 # {name} or {name:format}, but not ${name}, which is the shell's.
 PARAMETER = Expression(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
-SLURM_MEMORY = Expression(r'([0-9]+)([kmgt]?)b?\Z', re.IGNORECASE)
 SRUN_SIGNAL = Expression(r'(?:[RB]:)?(?:[0-9]{1,2}|(?:SIG)?[A-Z][A-Z0-9+-]*)(?:@[0-9]+)?\Z')
 MPI_KIND = Expression(r'[A-Za-z0-9+_.-]+\Z')
 
@@ -2858,7 +2834,7 @@ def read_span(unit: str, unit_s: int, least: int) -> Callable[[Any], int]:
     """Reader of a whole number of seconds or minutes, or a text that says its units, such as 5m."""
     def read(value: Any) -> int:
         if isinstance(value, str) and not re.match(r'\s*-?[0-9]+\s*\Z', value):
-            value_s = parse_span(read_text(value))
+            value_s = parse_duration(read_text(value))
             if value_s % unit_s:
                 raise ValueError(f"must be a whole number of {unit}, not '{shorten(value)}'")
             value = int(value_s // unit_s)
@@ -2880,24 +2856,6 @@ def read_only(is_right: Callable[[str], Any], wanted: str,
 def is_signal(text: str) -> bool:
     """Whether a text is the name of a signal, with or without SIG."""
     return text in signal.Signals.__members__ or f'SIG{text}' in signal.Signals.__members__
-
-
-def parse_requested_memory(text: str) -> int:
-    """Slurm's memory text, such as 240G or 4096 (megabytes) -> bytes; 0 means all of a node."""
-    match = SLURM_MEMORY.match(text.strip())
-    if not match:
-        raise ValueError(f'{text!r} is not an amount of memory for Slurm: write such as 240G or 4096 '
-                         '(megabytes)')
-    return int(match.group(1)) * MEMORY_UNITS[match.group(2).lower() or 'm']
-
-
-def normalize_slurm_memory(text: str) -> str:
-    """'8Gi', '1.5G' -> Slurm's form: '8G', '1536M'. Slurm's forms stay: 4096 is megabytes."""
-    if not SLURM_MEMORY.match(text.strip()) and WRITTEN_MEMORY.match(text.strip()):
-        kilobytes = math.ceil(parse_memory(normalize_memory(text)) / 1024)
-        text = normalize_memory(f'{kilobytes} k').upper()
-    parse_requested_memory(text)
-    return text
 
 
 def parse_regex(text: str) -> Any:
@@ -3970,7 +3928,7 @@ class Planner:
         """Number the names of a kind. Reports those that cannot be names, and duplicates."""
         names = list(itertools.chain.from_iterable(some for _, some in entries))
         self.names[where] = dict(zip(names, range(len(names))))
-        if len(self.names[where]) < len(names) or not are_names(names):
+        if len(self.names[where]) < len(names) or any(map(name_error, names)):
             seen = {}
             for block, some in entries:
                 self.check_names(some, block, seen)
@@ -6729,12 +6687,14 @@ def checked_requirements(values: Values) -> Dict[str, int]:
             raise Refused(f'{name} is {values[name]}; it must be at least {least}', field=name,
                           value=values[name])
     numbers = {}
-    for name, key, parse in (('memory', 'memory_bytes', parse_memory),
-                             ('runtime', 'runtime_s', parse_duration)):
+    for name, key, parse, normalize in (('memory', 'memory_bytes', parse_memory, normalize_memory),
+                                        ('runtime', 'runtime_s', parse_duration, normalize_duration)):
         try:
-            numbers[key] = parse(values[name])
+            numbers[key], kept = parse(values[name]), normalize(values[name])
         except ValueError as error:
             raise Refused(f'{name}: {error}', field=name, value=values[name]) from None
+        if kept != values[name]:
+            raise Refused(f'{name} is {values[name]!r}: write {kept}', field=name, value=values[name])
     return numbers
 
 
@@ -8161,7 +8121,7 @@ def parse_time_limit(want: Values) -> Optional[int]:
     """A claim's time limit in seconds; None: no limit."""
     text = want.get('time_limit')
     try:
-        return None if text is None else parse_duration(text)
+        return None if text is None else int(parse_duration(text))
     except ValueError as error:
         raise Refused(f'time_limit: {error}', field='time_limit', value=text) from None
 
@@ -11904,9 +11864,8 @@ def check_planned_jobs(path: str, value: Any) -> None:
         check_str(f'{path}.command', '\n'.join(itertools.chain(commands, filter(None, scripts))))
         for env in filter(None, envs):
             check_value(f'{path}.env', '{str}', env)
-        if not are_names(names):
-            for name in names:
-                check_name(f'{path}.name', name)
+        for name in names:
+            check_name(f'{path}.name', name)
 
 
 def check_word(path: str, value: Any, words: Sequence[str]) -> None:
@@ -37090,10 +37049,10 @@ RUN_OPTIONS = (
     Argument('--num-gpus', 'N', 'GPUs to use (default: by CUDA_VISIBLE_DEVICES, else all)', at_least(0)),
     Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
     Argument('--max-output-bytes', 'SIZE', "keep so much of a job's stdout, and of its stderr, such as 100m",
-             at_least(0, parse_size)),
+             at_least(0, parse_memory)),
     Argument('--claim-backoff-max-secs', 'SECONDS', 'longest interval between requests while nothing changes',
              at_least(0, parse_seconds), default=DEFAULT_CLAIM_BACKOFF_MAX_S),
-    Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_span),
+    Argument('--time-limit', 'DURATION', 'stop after this time, such as 30m, 2h or PT2H', parse_duration),
     Argument('--end-time', 'TIME', 'stop at this time, such as 2026-11-21T18:30:00Z', parse_time),
     LABEL_OF_RUNNER, *OFFLINE_OPTIONS,
 )
@@ -37274,7 +37233,7 @@ COMMANDS = (
         Argument('--resume', '', 'let the workflow of this --name follow the edited commands, and run those '
                  'that are new or did not complete'),
         Argument('--retries', 'N', 'run a job that fails up to N times more', at_least(0)),
-        Argument('--timeout', 'DURATION', 'stop each job after this time, such as 90s or 2h', parse_span),
+        Argument('--timeout', 'DURATION', 'stop each job after this time, such as 90s or 2h', parse_duration),
         Argument('--print', '', "print each job's stdout and stderr when it ends"),
         Argument('-k --keep-order', '', 'the same, in the order of the commands'), *RUN_OPTIONS,
         Argument('--min-time-for-new-jobs', 'SECONDS', 'with -j: start no job when less of the time limit is '
@@ -37786,7 +37745,7 @@ COMMANDS = (
         'hpc partitions kestrel --gpu', True),
     Command('hpc match', cmd_hpc_match, 'list the partitions that can run a job, and the best of them', (
         CLUSTER, Argument('--cpus', 'N', 'CPUs of a node', at_least(1)),
-        Argument('--memory', 'MEMORY', 'memory of a node, such as 8g', parse_size),
+        Argument('--memory', 'MEMORY', 'memory of a node, such as 8g', parse_memory),
         Argument('--walltime', 'TIME', 'HH:MM:SS, or such as 2h', parse_time_span),
         Argument('--gpus', 'N', 'GPUs of a node', at_least(0))),
         'hpc match kestrel --cpus 4 --memory 8g --walltime 01:00:00'),
