@@ -27099,6 +27099,20 @@ class SubmitTest(SubmitCase):
         self.assertEqual(2, len(self.fakes.calls('sbatch')))
         self.assertEqual([], self.fakes.calls('squeue'))
 
+    def test_where_a_part_runs_again_allocations_are_planned_for_it(self):
+        env = {'NREL_CLUSTER': 'kestrel'}
+        self.assertExit(0, self.world.main('submit', 'w.yaml'))
+        with self.world.connect() as client:
+            for number in (1, 2):
+                client.call('update_scheduled_compute_node', {'status': 'complete'}, id=number)
+        self.assertExit(0, self.world.main('workflows', 'reinit', 1, '--no-prompts'))
+        self.assertEqual([True], [action['executed'] for action in self.json('workflows list-actions 1')['actions']])
+        done = self.assertExit(0, self.world.main('submit', 1, env=env), 'none of the actions of workflow 1 is due: allocations for the jobs '
+                               'that are left are planned, as by torc.py slurm regenerate 1 --submit')
+        self.assertIn('4 jobs of workflow 1 are left\n', done.out)
+        self.assertIn('Submitted 1 allocations of workflow 1: 102\n', done.out)
+        self.assertExit(1, self.world.main('submit', 1, env=env), 'none of its actions is due')
+
     def test_without_an_action_or_without_slurm_nothing_is_created(self):
         self.world.write('plain.yaml', 'name: p\njobs: [{name: a, command: c}]\n')
         self.assertExit(4, self.world.main('submit', 'plain.yaml'), 'plain.yaml has no schedule_nodes action (on_workflow_start, '
@@ -27278,7 +27292,7 @@ class SubmitTest(SubmitCase):
         self.assertIsNone(submit('c')[0])
         self.assertIsNone(submit()[0])      # the end of the terminal
         self.assertEqual({1: 0}, submit('d 1', 'p')[0])
-        self.assertExit(1, self.world.main('submit', 1), 'none of its actions is due')
+        self.assertEqual([True], [action['executed'] for action in self.json('workflows list-actions 1')['actions']])
 
 
 @slow

@@ -33748,24 +33748,45 @@ def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], setting
     format_batch_script(submission, Site(), Caller('', '', ''))
 
 
+class Submitted(Row):
+    """What became of allocations."""
+    numbers: List[int]          # Slurm jobs
+    refusals: List[str]
+    lost: List[int]             # records: Slurm could not be asked whether it has their jobs
+    message: str                # why that is
+    idle: List[int]             # actions that had nothing left to do
+    submitters: List[str]       # others, who are at it
+    answer: Dict[str, Any]      # of the server, which handed them out
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there was anything to submit."""
+        return bool(self.numbers or self.refusals or self.lost or self.idle or self.submitters)
+
+
 def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
-                    args: Arguments) -> int:
-    """Initialize a workflow if need be, and submit the allocations of all actions that are due."""
+                    args: Arguments) -> Optional[Submitted]:
+    """Initialize a workflow if need be, and submit the allocations of all actions that are due.
+
+    None if the user does not want any.
+    """
     number = workflow['id']
     schedulers = session.items('list_slurm_schedulers', workflow_id=number)
     chosen = review_schedules(session, workflow, schedulers)
     if chosen is None:
-        return 0
+        return None
     begin_workflow(session, workflow, settings, bool(args['ignore_missing_data']))
     actions = [action for action in due_schedules(session, number) if chosen.get(action['id']) != 0]
+    if not actions and 0 in chosen.values():
+        session.report('Nothing is submitted: the actions that were due are disabled')
+        return None
     used = {action['action_config'].get('scheduler_id') for action in actions}
     for scheduler in schedulers:
         if scheduler['id'] in used:
             check_scheduler(workflow, scheduler, settings)
     counts = {number: {'count': count} for number, count in chosen.items()}
     wanted = [dict({'action_id': action['id']}, **counts.get(action['id'], {})) for action in actions]
-    outcome = submit_allocations(session, workflow, {'settings': settings, 'actions': wanted})
-    return report_submitted(session, workflow, outcome)
+    return submit_allocations(session, workflow, {'settings': settings, 'actions': wanted})
 
 
 def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
@@ -33852,17 +33873,6 @@ def disable_schedules(session: Session, workflow: Dict[str, Any], ids: Iterable[
     for number in ids:
         with contextlib.suppress(Conflict):     # it was taken meanwhile
             session.call('claim_action', {}, workflow_id=workflow['id'], action_id=number)
-
-
-class Submitted(Row):
-    """What became of allocations."""
-    numbers: List[int]          # Slurm jobs
-    refusals: List[str]
-    lost: List[int]             # records: Slurm could not be asked whether it has their jobs
-    message: str                # why that is
-    idle: List[int]             # actions that had nothing left to do
-    submitters: List[str]       # others, who are at it
-    answer: Dict[str, Any]      # of the server, which handed them out
 
 
 def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any],
@@ -34735,43 +34745,7 @@ def analyze_graph(graph: JobGraph, num_groups: int) -> Dict[str, Any]:
 
 # -------- submit --------
 
-def cmd_submit(session: Session, args: Arguments) -> int:
-    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
-    refuse_without_sbatch()
-    settings = submission_settings(args)
-    given = [name for name in ('account', 'profile', *PLANNING) if args.get(name)]
-    if is_id(args['target']):
-        if given:
-            raise BadInput(f"--{given[0].replace('_', '-')} plans the allocations of a workflow file; to "
-                           'change those of a workflow: `slurm update`, or `slurm regenerate`')
-        workflow = session.workflow(int(args['target']))
-        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
-        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
-        return submit_workflow(session, workflow, settings, args)
-    plan = read_planned(session, args) if given else read_spec(session, args['target'], args)
-    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
-    for scheduler in plan.body['slurm_schedulers']:
-        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
-    if not args['ignore_missing_data']:
-        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
-    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
-    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
-    if session.format != 'json':    # which is one document, at the end
-        session.inform(f'Created workflow {workflow_id}')
-    return submit_workflow(session, session.workflow(workflow_id), settings, args)
-
-
-def read_planned(session: Session, args: Arguments) -> Plan:
-    """A workflow file without schedulers, read with those that `slurm generate` gives it."""
-    made, profile, _, _ = read_for_slurm(session, args['target'], args, plan_options(args))
-    session.inform(*format_generated(made, profile).splitlines())
-    path = '' if args['target'] == '-' else args['target']
-    plan = read_plan(Document(made.value, '', '', {}), spec_directory(path),
-                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
-    return complete_plan(plan, bool(args['no_resource_monitoring']))    # no file makes this workflow again
-
-
-# ======== 20f. Recovery commands: sync-status, reconcile, regenerate, classify ========
+# ======== 20f. Recovery commands: sync-status, reconcile, regenerate, submit, classify ========
 #
 # Each gathers evidence here, where Slurm's programs and journals are, and changes the workflow in one
 # request, so that it is done or not done whenever it is killed.
@@ -35185,6 +35159,11 @@ def cmd_regenerate(session: Session, args: Arguments) -> int:
         args['account'], args['profile'], args['partition'], args['walltime'], plan_options(args),
         args['include_job_ids'] or (), submits=bool(args['submit']), is_dry_run=bool(args['dry_run']),
         settings=submission_settings(args))
+    return report_regenerated(session, workflow, options)
+
+
+def report_regenerated(session: Session, workflow: Dict[str, Any], options: RegenerateOptions) -> int:
+    """Plan what is asked for, do it, and say so; the exit code."""
     value = regenerate_workflow(session, workflow, options)
     for warning in value['warnings']:
         session.report(f'warning: {warning}')
@@ -35220,6 +35199,60 @@ def format_regenerated(value: Dict[str, Any], submit: str) -> str:
     elif due and not value['submitted']:
         lines.append(f'{due} allocations are due; submit them with: {submit}')
     return format_lines(lines)
+
+
+# -------- submit --------
+
+def cmd_submit(session: Session, args: Arguments) -> int:
+    """Create a workflow from a file, or take one by its id; initialize it; submit its allocations."""
+    refuse_without_sbatch()
+    settings = submission_settings(args)
+    given = [name for name in ('account', 'profile', *PLANNING) if args.get(name)]
+    if is_id(args['target']):
+        if given:
+            raise BadInput(f"--{given[0].replace('_', '-')} plans the allocations of a workflow file; to "
+                           'change those of a workflow: `slurm update`, or `slurm regenerate`')
+        workflow = session.workflow(int(args['target']))
+        actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
+        refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        outcome = submit_workflow(session, workflow, settings, args)
+        if outcome and not outcome.is_any and has_unplanned(session, workflow):
+            return report_regenerated(session, workflow, RegenerateOptions(submits=True, settings=settings))
+        return report_submitted(session, workflow, outcome) if outcome else 0
+    plan = read_planned(session, args) if given else read_spec(session, args['target'], args)
+    refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
+    for scheduler in plan.body['slurm_schedulers']:
+        check_scheduler(plan.body['workflow'], dict(scheduler, id=0), settings)
+    if not args['ignore_missing_data']:
+        refuse_missing_inputs(check_plan_files(session, plan.body, None), False, session.report)
+    prepare_output_dir(session, RunnerOptions(output_dir=settings['output_dir']))
+    workflow_id = session.call('create_workflow_from_spec', plan.body)['workflow_id']
+    if session.format != 'json':    # which is one document, at the end
+        session.inform(f'Created workflow {workflow_id}')
+    workflow = session.workflow(workflow_id)
+    outcome = submit_workflow(session, workflow, settings, args)
+    return report_submitted(session, workflow, outcome) if outcome else 0
+
+
+def has_unplanned(session: Session, workflow: Dict[str, Any]) -> bool:
+    """Whether jobs are ready that no allocation is there for, or to come; then that is said."""
+    number = workflow['id']
+    is_any = bool(session.call('list_unplanned_jobs', workflow_id=number)['job_ids'])
+    if is_any:
+        regenerate = command_line(session, 'slurm', 'regenerate', number, '--submit')
+        session.report(f'none of the actions of workflow {number} is due: allocations for the jobs that are '
+                       f'left are planned, as by {regenerate}')
+    return is_any
+
+
+def read_planned(session: Session, args: Arguments) -> Plan:
+    """A workflow file without schedulers, read with those that `slurm generate` gives it."""
+    made, profile, _, _ = read_for_slurm(session, args['target'], args, plan_options(args))
+    session.inform(*format_generated(made, profile).splitlines())
+    path = '' if args['target'] == '-' else args['target']
+    plan = read_plan(Document(made.value, '', '', {}), spec_directory(path),
+                     args['max_instances'] or MAX_INSTANCES, bool(args['skip_checks']))
+    return complete_plan(plan, bool(args['no_resource_monitoring']))    # no file makes this workflow again
 
 
 # -------- decisions about failures --------
