@@ -5530,6 +5530,7 @@ class ClaimTest(ServiceTest):
 
     def test_every_turn_tells_how_many_jobs_are_in_which_status_whoever_changed_them(self):
         def told() -> Dict[str, int]:
+            self.clock += 1
             answer = self.sync(workflow_id, node_id)
             counts = self.call('get_workflow_status', id=workflow_id)['jobs_by_status']
             unfinished = sum(counts[row.name] for row in torc.STATUSES if not row.is_done)
@@ -5595,6 +5596,7 @@ class ClaimTest(ServiceTest):
         def steps(count: int) -> int:
             workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))
             node_id, calls = self.node(workflow_id), []
+            self.sync(workflow_id, node_id)     # the jobs are counted once a second
             self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
             self.claim(workflow_id, node_id, 5)
             self.store.connection.set_progress_handler(None, 0)
@@ -6629,7 +6631,7 @@ class WaitingTest(ServiceTest):
         self.call('update_compute_node', {'is_active': False}, id=node_id)
         self.assertEqual({'a': 'no_runner'}, {name: row[0] for name,
                                               row in self.reasons(workflow_id).items()})
-        self.assertEqual({}, self.service.wants)
+        self.assertNotIn(node_id, self.service.nodes)
 
     def test_by_queue_depth_the_last_tenth_and_the_runtime_count_and_what_the_workflow_states_holds(self):
         late = 'no job is started when less than {} s are left of {}'
@@ -7872,7 +7874,7 @@ class SyncTest(ScenarioTest):
 
     def do_forget(self) -> None:
         """The server has just begun."""
-        self.service.leases, self.service.heard = {}, {}
+        self.service.nodes.clear()
 
     def do_orphan(self, job: str) -> None:
         """Another client has taken a running job from its node."""
@@ -7883,10 +7885,10 @@ class SyncTest(ScenarioTest):
         allocation = dict(self.SEEN.get(seen, {}), **({'ended_s': float(ended)} if ended else {}))
         nodes = [{'compute_node_id': self.nodes[dead], 'reason': 'its process is gone'}] if dead else []
         body = {'allocations': [allocation] if seen else [], 'dead_nodes': nodes}
-        before, leases = self.dump(), dict(self.service.leases)
+        before, words = self.dump(), {node_id: vars(word) for node_id, word in self.service.nodes.items()}
         preview = self.call('sync_allocations', dict(body, is_dry_run=True), workflow_id=self.workflow_id)
         self.assertUnchanged(before)
-        self.assertEqual(leases, self.service.leases)
+        self.assertEqual(words, {node_id: vars(self.service.nodes[node_id]) for node_id in words})
         self.told = self.call('sync_allocations', body, workflow_id=self.workflow_id)
         self.assertEqual(preview, self.told)
         after = self.dump()
@@ -12420,9 +12422,10 @@ class TurnTest(WorldTest):
             with self.subTest(row['case']):
                 now = torc.read_clocks()
                 self.server.clocks = torc.Clocks(now.running - float(row['running']), now.wall - float(row['wall']))
-                self.server.service.leases[1] = 5.0
+                word = self.server.service.nodes[1]
+                word.lease_ends_at = 5.0
                 self.assertEqual([200] * 10, self.ask_all(http_request()))
-                self.assertEqual({} if row['anew'] else {1: 5.0}, self.server.service.leases)
+                self.assertEqual(None if row['anew'] else 5.0, word.lease_ends_at)
 
     def test_a_server_that_is_stopped_in_the_middle_of_a_turn_gives_nobody_up(self) -> None:
         store = self.store.store
@@ -12508,12 +12511,13 @@ class TurnTest(WorldTest):
             self.assertEqual(1, self.ask('GET', '/workflows/1/status')['active_compute_nodes'])
 
     def test_a_wait_that_was_planned_is_no_absence(self) -> None:
-        for planned_s, kept in ((100.0, {1: 5.0}), (math.inf, {1: 5.0}), (80.0, {})):
-            self.server.service.leases[1] = 5.0
+        word = self.server.service.nodes[1]
+        for planned_s, kept in ((100.0, 5.0), (math.inf, 5.0), (80.0, None)):
+            word.lease_ends_at = 5.0
             now = torc.read_clocks()
             self.server.clocks = torc.Clocks(now.running - 100, now.wall - 100)
             self.server.look_at_clocks(planned_s)
-            self.assertEqual(kept, self.server.service.leases)
+            self.assertEqual(kept, word.lease_ends_at)
 
     def test_a_turn_of_readers_writes_nothing(self) -> None:
         self.assertEqual([200] * 10, self.ask_all(http_request()))

@@ -4912,6 +4912,7 @@ CREATE TABLE compute_node (
     scheduler_config_id INTEGER,
     compute_node_type   TEXT NOT NULL,
     scheduler           JSON TEXT,
+    slurm_job           TEXT,                           -- the Slurm job that it runs in, where that is known
     labels              JSON TEXT,
     reason              TEXT,                           -- why it has left, if work was left
     sample_count        INTEGER,
@@ -5318,10 +5319,11 @@ PRAGMAS = (
 BUSY_TIMEOUT_S = 0.2                # a longer wait is the caller's choice
 MAX_PARAMETERS = 999                # of a statement, before SQLite 3.32
 RESCUED_END = '.rescued'            # of a copy of a database that was lost while it was in use
-PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'is_implicit', 'memory_bytes', 'runtime_s', 'is_current',
-                             'is_interrupted', 'is_reported', 'identifier', 'request', 'requested_by',
-                             'is_system', 'is_run_zero', 'is_declared', 'submission', 'made_for', 'submitter',
-                             'submitter_until', 'watcher', 'gate_set_id', 'wait_set_id'])
+PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'slurm_job', 'is_implicit', 'memory_bytes', 'runtime_s',
+                             'is_current', 'is_interrupted', 'is_reported', 'identifier', 'request',
+                             'requested_by', 'is_system', 'is_run_zero', 'is_declared', 'submission',
+                             'made_for', 'submitter', 'submitter_until', 'watcher', 'gate_set_id',
+                             'wait_set_id'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -5814,6 +5816,16 @@ class Update(Row):
     data: Values
 
 
+class NodeWord:
+    """What was last heard of a compute node: it does not outlive the server."""
+
+    def __init__(self) -> None:
+        self.heard_at = None            # type: Optional[float]  # when it last renewed its lease
+        self.lease_ends_at = None       # type: Optional[float]  # None: its lease begins anew
+        self.turn = 0                   # number of its last runner_sync
+        self.want = None                # type: Optional[Values]  # its last request for work
+
+
 class Service:
     """What outlives a request: how callers are treated, leases of nodes, updates that wait for a commit."""
 
@@ -5827,11 +5839,10 @@ class Service:
         self.reload_users = None            # type: Optional[Callable[[], int]]
         self.allows_sql = self.allows_sql_writes = True     # ad-hoc SQL, and such that changes something
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
-        self.leases = {}                    # type: Dict[int, float]  # node -> when its lease ends
-        self.heard = {}                     # type: Dict[int, float]  # node -> when it last renewed its lease
+        self.nodes = collections.defaultdict(NodeWord)  # type: Dict[int, NodeWord]  # by id
         self.listens_since = math.inf       # by clock: when nodes were first looked at
-        self.turns = {}                     # type: Dict[int, int]  # node -> number of its last runner_sync
-        self.wants = {}                     # type: Dict[int, Values]  # node -> its last request for work
+        # Workflow -> until when, and how many of its jobs have which status; of those with runners.
+        self.job_counts = {}                # type: Dict[int, Tuple[float, Dict[int, int]]]
         # Ids of the workflows whose updates are wanted; anything with `in`.
         self.watched = frozenset()          # type: Any
         self.updates = []                   # type: List[Union[Update, int]]  # int: of it, one too many
@@ -5997,8 +6008,13 @@ def get_row(context: Context, table: str, row_id: int) -> Values:
 
 def is_complete(context: Context, workflow_id: int) -> bool:
     """Whether no job of the workflow has anything left to do."""
-    return not context.one('SELECT 1 FROM job WHERE workflow_id = ? '
-                           f'AND status IN {sql_list(NOT_DONE)} LIMIT 1', (workflow_id,))
+    return not has_jobs(context, workflow_id, NOT_DONE)
+
+
+def has_jobs(context: Context, workflow_id: int, statuses: Ids) -> bool:
+    """Whether a workflow has jobs of these statuses."""
+    return context.one('SELECT 1 FROM job WHERE workflow_id = ? '
+                       f'AND status IN {sql_list(statuses)} LIMIT 1', (workflow_id,)) is not None
 
 
 def ids_of_jobs(context: Context, workflow_id: int, condition: str) -> List[int]:
@@ -9136,31 +9152,26 @@ def known_scheduler(node: Values) -> Values:
     return node['scheduler'] if isinstance(node.get('scheduler'), dict) else {}
 
 
-def slurm_jobs_of_nodes(context: Context, workflow_id: int) -> Dict[int, str]:
-    """Compute node -> the Slurm job that it runs in, where that is known."""
-    scheduled = dict(context.rows('SELECT id, scheduler_id FROM scheduled_compute_node WHERE workflow_id = ?',
-                                  (workflow_id,)))
-    found = {}
-    for node_id, text in context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? '
-                                      'AND scheduler IS NOT NULL', (workflow_id,)):
-        known = known_scheduler({'scheduler': json.loads(text)})
-        allocation = known.get('scheduler_id')
-        number = known.get('slurm_job_id') or isinstance(allocation, int) and scheduled.get(allocation)
-        if number:
-            found[node_id] = str(number)
-    return found
+def find_slurm_job(context: Context, node: Values) -> Optional[str]:
+    """The Slurm job that a compute node runs in, by what it says or by the record that it names."""
+    scheduler = known_scheduler(node)
+    number, record_id = scheduler.get('slurm_job_id'), scheduler.get('scheduler_id')
+    if not number and isinstance(record_id, int):
+        number = context.value('SELECT scheduler_id FROM scheduled_compute_node WHERE id = ? '
+                               'AND workflow_id = ?', (record_id, node['workflow_id']))
+    return str(number) if number else None
 
 
 def get_slurm_job_correlations(context: Context, workflow_id: int, offset: int = 0,
                                limit: int = MAX_LIST_ITEMS) -> Values:
     """Which job ran, or runs, in which Slurm job, over all runs; each pair once."""
-    slurm_jobs = slurm_jobs_of_nodes(context, workflow_id)
-    on_nodes = context.rows('SELECT job_id, compute_node_id FROM result WHERE workflow_id = ?1 UNION '
-                            'SELECT id, compute_node_id FROM job WHERE workflow_id = ?1', (workflow_id,))
-    pairs = {(job_id, slurm_jobs[node_id]) for job_id, node_id in on_nodes if node_id in slurm_jobs}
-    pairs.update(context.rows('SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ? '
-                              'AND slurm_job_id IS NOT NULL', (workflow_id,)))
-    page = sorted(pairs)[offset:][:page_size(offset, limit)]
+    in_slurm = ('CROSS JOIN compute_node node ON node.id = compute_node_id '
+                'WHERE {0}.workflow_id = ?1 AND slurm_job IS NOT NULL')
+    pairs = context.rows(f"SELECT job_id, slurm_job FROM result {in_slurm.format('result')} "
+                         f"UNION SELECT job.id, slurm_job FROM job {in_slurm.format('job')} "
+                         'UNION SELECT job_id, slurm_job_id FROM slurm_stats WHERE workflow_id = ?1 '
+                         'AND slurm_job_id IS NOT NULL ORDER BY 1, 2', (workflow_id,))
+    page = pairs[offset:][:page_size(offset, limit)]
     names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN',
                              sorted({job_id for job_id, _ in page})))
     return list_answer([{'job_id': job_id, 'job_name': names[job_id], 'slurm_job_id': number}
@@ -9175,14 +9186,12 @@ def get_running_jobs(context: Context, workflow_id: int, offset: int = 0,
                           (workflow_id,))
     rows = context.rows(
         "SELECT job.id, job.name, ifnull(node.hostname, ''), ifnull(node.compute_node_type, ''), "
-        'job.start_time, node.id '
+        'job.start_time, node.slurm_job '
         'FROM job LEFT JOIN compute_node node ON node.id = job.compute_node_id '
         f'WHERE job.workflow_id = ? AND job.status = {RUNNING} ORDER BY job.id LIMIT ? OFFSET ?',
         (workflow_id, limit, offset))
-    slurm_jobs = slurm_jobs_of_nodes(context, workflow_id)
     names = ('job_id', 'job_name', 'compute_node_name', 'scheduler_type', 'start_time', 'scheduler_job_id')
-    items = [{key: cell for key, cell in zip(names, (*row[:5], slurm_jobs.get(row[5]))) if cell is not None}
-             for row in rows]
+    items = [{key: cell for key, cell in zip(names, row) if cell is not None} for row in rows]
     return list_answer(items, offset, total)
 
 
@@ -9451,42 +9460,20 @@ def sync_submissions(context: Context, workflow_id: int, node_id: int, body: Val
 
 # -------- nodes --------
 
-# How many jobs of each status a workflow has: runners ask in every turn. Counted once, then kept up to date
-# by temporary triggers, in memory: databases without runners pay nothing, and a rollback undoes it too.
-COUNT_ONE = ('UPDATE job_count SET count = count {} 1 '
-             'WHERE workflow_id = {}.workflow_id AND status = {}.status; ')
-JOB_ADDED, JOB_REMOVED = COUNT_ONE.format('+', 'new', 'new'), COUNT_ONE.format('-', 'old', 'old')
-JOB_COUNTERS = (
-    'CREATE TEMP TABLE job_count (workflow_id INTEGER, status INTEGER, count INTEGER NOT NULL, '
-    'PRIMARY KEY (workflow_id, status)) WITHOUT ROWID',
-    f'CREATE TEMP TRIGGER job_count_added AFTER INSERT ON main.job BEGIN {JOB_ADDED} END',
-    f'CREATE TEMP TRIGGER job_count_removed AFTER DELETE ON main.job BEGIN {JOB_REMOVED} END',
-    'CREATE TEMP TRIGGER job_count_moved AFTER UPDATE OF status ON main.job '
-    f'WHEN new.status <> old.status BEGIN {JOB_REMOVED} {JOB_ADDED} END',
-)
+COUNTS_AGE_S = 1.0      # of the counts of jobs that are shown ...
+COUNTS_SHARE = 50       # ... or so many times what it took to count them: a million jobs take 0.1 s
 
-def job_counts(context: Context, workflow_id: int) -> Dict[int, int]:
-    """Status code -> number of jobs of a workflow. Only the first call counts them."""
-    counted = 'SELECT status, count FROM temp.job_count WHERE workflow_id = ?'
-    try:
-        counts = dict(context.rows(counted, (workflow_id,)))
-    except sqlite3.OperationalError:    # there are no counters yet, or a rollback has undone them
-        for statement in JOB_COUNTERS:
-            context.run(statement)
-        counts = {}
-    if not counts:
+
+def job_counts(context: Context, workflow_id: int, is_exact: bool = False) -> Dict[int, int]:
+    """Status code -> number of jobs of a workflow, for people: perhaps as they were a second ago."""
+    service, begun = context.service, time.monotonic()
+    until, counts = service.job_counts.get(workflow_id, (-math.inf, {}))
+    if is_exact or service.clock() >= until:
         sql = 'SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status'
         counts = {**dict.fromkeys(STATUS_NAMES, 0), **dict(context.rows(sql, (workflow_id,)))}
-        cells = ((workflow_id, status, count) for status, count in counts.items())
-        context.run_many('INSERT INTO job_count VALUES (?, ?, ?)', cells)
+        age_s = max(COUNTS_AGE_S, COUNTS_SHARE * (time.monotonic() - begun))
+        service.job_counts[workflow_id] = service.clock() + age_s, counts
     return counts
-
-
-def forget_job_counts(context: Context) -> None:
-    """Let the next call count anew."""
-    for what, name in context.rows("SELECT type, name FROM sqlite_temp_master WHERE name LIKE 'job_count%' "
-                                   "ORDER BY type = 'table'"):
-        context.run(f'DROP {what} temp.{name}')
 
 
 def create_compute_node(context: Context, body: Values) -> Values:
@@ -9495,7 +9482,6 @@ def create_compute_node(context: Context, body: Values) -> Values:
     workflow_state(context, workflow_id)
     check_labels(body.get('labels'))
     check_references(context, workflow_id, body)
-    job_counts(context, workflow_id)       # so that no turn of a runner has to count them
     if body.get('identity'):    # a runner of ours, which never got the answer that named its earlier nodes
         same = ('workflow_id', 'hostname', 'pid', 'identity')
         condition = ' AND '.join(f'{key} = ?' for key in same)
@@ -9504,7 +9490,8 @@ def create_compute_node(context: Context, body: Values) -> Values:
             end_node(context, node_id)
         if keeps_crate(context, workflow_id):
             put_software(context, workflow_id, 'torc')
-    values = dict(body, labels=sorted(set(body.get('labels') or ())) or None)
+    values = dict(body, labels=sorted(set(body.get('labels') or ())) or None,
+                  slurm_job=find_slurm_job(context, body))
     if body.get('lease_s') and known_scheduler(body).get('slurm_job_id'):   # Torc's runners do it all
         values.update(join_allocation(context, workflow_id, known_scheduler(body)))
     return announce_node(context, 'compute_node_started', context.insert('compute_node', values))
@@ -9517,7 +9504,8 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     requeued the runners of its earlier start are dead, whatever their leases say.
     """
     slurm_job_id, restart_count = scheduler['slurm_job_id'], scheduler.get('restart_count') or 0
-    for node_id, other in active_nodes_of(context, workflow_id, slurm_job_id):
+    for node_id in nodes_in_job(context, workflow_id, slurm_job_id):
+        other = known_scheduler(get_row(context, 'compute_node', node_id))
         if (other.get('restart_count') or 0) < restart_count:
             interrupt_jobs(context, jobs_of(context, node_id, RUNNING),
                            f'Slurm put job {slurm_job_id}, in which it ran, into the queue again')
@@ -9533,20 +9521,16 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     return {'scheduler': dict(scheduler, scheduler_id=record[0]), 'scheduler_config_id': record[1]}
 
 
-def active_nodes_of(context: Context, workflow_id: int, slurm_job_id: Any) -> List[Tuple[int, Values]]:
-    """The active compute nodes in a Slurm job, with what they say of it."""
-    rows = context.rows('SELECT id, scheduler FROM compute_node WHERE workflow_id = ? AND is_active = 1 '
-                        'AND scheduler IS NOT NULL', (workflow_id,))
-    found = [(node_id, known_scheduler({'scheduler': json.loads(text)})) for node_id, text in rows]
-    return [(node_id, scheduler) for node_id, scheduler in found
-            if scheduler.get('slurm_job_id') == slurm_job_id]
+def nodes_in_job(context: Context, workflow_id: int, slurm_job_id: Any) -> List[int]:
+    """The active compute nodes in a Slurm job."""
+    return context.ids('SELECT id FROM compute_node WHERE workflow_id = ? AND is_active = 1 '
+                       'AND slurm_job = ?', (workflow_id, str(slurm_job_id)))
 
 
 def leave_allocation(context: Context, node: Values) -> None:
     """A runner in a Slurm job has left: with the last one the record of its allocation is complete."""
-    scheduler, workflow_id = known_scheduler(node), node['workflow_id']
-    slurm_job_id = scheduler.get('slurm_job_id')
-    if slurm_job_id and not active_nodes_of(context, workflow_id, slurm_job_id):
+    workflow_id, slurm_job_id = node['workflow_id'], known_scheduler(node).get('slurm_job_id')
+    if slurm_job_id and not nodes_in_job(context, workflow_id, slurm_job_id):
         for record in records_of(context, workflow_id, slurm_job_id):
             if record['status'] == 'active':
                 set_allocation_status(context, record, 'complete',
@@ -9643,10 +9627,7 @@ def release_node(context: Context, node_id: int, why: str = '') -> None:
     """
     workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
-    context.service.leases.pop(node_id, None)
-    context.service.heard.pop(node_id, None)
-    context.service.turns.pop(node_id, None)
-    context.service.wants.pop(node_id, None)
+    context.service.nodes.pop(node_id, None)
     context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
                 'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
     context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
@@ -9678,9 +9659,11 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
                         (host,))
     for node_id, hostname, pid, identity, lease_s in rows:
         # After a start of the server no lease is known, and a runner may be in its longest pause.
-        ends_at = context.service.leases.setdefault(node_id, now + lease_s + MAX_RETRY_PAUSE_S)
+        word = context.service.nodes[node_id]
+        if word.lease_ends_at is None:
+            word.lease_ends_at = now + lease_s + MAX_RETRY_PAUSE_S
         is_alive, why = lives(hostname, pid, identity or ''), f'its process {pid} does not exist any more'
-        if is_alive or is_alive is None and now <= ends_at:
+        if is_alive or is_alive is None and now <= word.lease_ends_at:
             continue
         try:
             with context.savepoint():
@@ -9731,18 +9714,16 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
                                                          body.get('held_actions') or ())
     want = body.get('want')
     if want:
-        context.service.wants[node_id] = want
+        context.service.nodes[node_id].want = want
     chosen = claim(context, state, want, node_id) if want else {}
     answer.update(describe_claims(context, state.run_id, chosen))
     is_asked_why = want and not chosen and body.get('explain')
     answer['reason'] = explain_no_jobs(context, state, want) if is_asked_why else None
     answer['notices'] = find_notices(context, state.id, want) if want and body.get('survey') else []
-    counts = job_counts(context, workflow_id)       # nothing below changes the jobs
-    if not any(counts[code] for code in NOT_DONE):
-        note_complete(context, workflow_id)
+    note_if_complete(context, workflow_id)      # nothing below changes the jobs
     answer['actions'] = take_due_actions(context, workflow_id, node_id, body.get('actions') or ())
     answer.update(sync_submissions(context, workflow_id, node_id, body))
-    answer.update(describe_progress(context, state, node_id, counts, is_denied=bool(want) and not chosen))
+    answer.update(describe_progress(context, state, node_id, is_denied=bool(want) and not chosen))
     if body.get('explain'):
         answer['has_jobs_for_node'] = has_jobs_for_node(context, workflow_id, node_id)
     return answer
@@ -9770,8 +9751,9 @@ def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) 
         raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one',
                       gone=True)
     if lease_s is not None:
-        context.service.heard[node_id] = context.service.clock()
-        context.service.leases[node_id] = context.service.clock() + lease_s
+        word = context.service.nodes[node_id]
+        word.heard_at = context.service.clock()
+        word.lease_ends_at = word.heard_at + lease_s
         if row[1] != lease_s:
             context.run('UPDATE compute_node SET lease_s = ? WHERE id = ?', (lease_s, node_id))
 
@@ -9827,9 +9809,10 @@ def retake_action(context: Context, workflow_id: int, action_id: int, node_id: i
 def refuse_obsolete(context: Context, node_id: int, turn: Optional[int]) -> None:
     """Refuse a request that is older than the last one answered: a server that was stopped finds both."""
     if turn is not None:
-        if turn < context.service.turns.get(node_id, 0):
+        word = context.service.nodes[node_id]
+        if turn < word.turn:
             raise Conflict('a later request of this runner was answered already: this one is obsolete')
-        context.service.turns[node_id] = turn
+        word.turn = turn
 
 
 def record_start(context: Context, state: WorkflowState, node_id: int, start: Cells) -> None:
@@ -9894,18 +9877,19 @@ def describe_claims(context: Context, run_id: int, chosen: Placement) -> Values:
             'handlers': [json.loads(rules[handler_id]) for handler_id in handlers]}
 
 
-def describe_progress(context: Context, state: WorkflowState, node_id: int, counts: Dict[int, int],
-                      is_denied: bool) -> Values:
+def describe_progress(context: Context, state: WorkflowState, node_id: int, is_denied: bool) -> Values:
     """What a runner shows, and what it needs to decide whether to stay. `is_denied`: it got no jobs."""
-    unfinished = sum(counts[code] for code in NOT_DONE)
+    is_over = is_complete(context, state.id)
+    counts = job_counts(context, state.id, is_exact=is_over)
+    unfinished = 0 if is_over else max(1, sum(counts[code] for code in NOT_DONE))
     # A blocked job waits for one of those that are ready or active, or for a decision.
-    is_active = any(counts[code] for code in ACTIVE)
-    claimable = is_active or counts[READY] and not (is_denied and is_last_node(context, state.id, node_id))
+    claimable = has_jobs(context, state.id, ACTIVE) or has_jobs(context, state.id, (READY,)) \
+        and not (is_denied and is_last_node(context, state.id, node_id))
     actions = context.value(
         'SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 AND persistent = 0 '
         f"AND action_type = 'run_commands' AND {IS_GATED}", (state.id,))
-    return {'is_complete': not unfinished or state.is_canceled, 'is_canceled': state.is_canceled,
-            'unfinished': unfinished, 'claimable': bool(claimable), 'pending_actions': actions,
+    return {'is_complete': is_over or state.is_canceled, 'is_canceled': state.is_canceled,
+            'unfinished': unfinished, 'claimable': claimable, 'pending_actions': actions,
             'jobs_by_status': {STATUS_NAMES[code]: count for code, count in counts.items() if count}}
 
 
@@ -9979,18 +9963,21 @@ def describe_runners(context: Context, workflow_id: int) -> List[Values]:
     """The active compute nodes: what they have, how long they last, and how many jobs they have in hand."""
     jobs = dict(context.rows('SELECT compute_node_id, count(*) FROM job WHERE workflow_id = ? '
                              f'AND status IN {sql_list(ACTIVE)} GROUP BY compute_node_id', (workflow_id,)))
-    slurm_jobs, service, runners = slurm_jobs_of_nodes(context, workflow_id), context.service, []
+    slurm_jobs = dict(context.rows('SELECT id, slurm_job FROM compute_node WHERE workflow_id = ? '
+                                   'AND is_active = 1', (workflow_id,)))
+    service, runners = context.service, []
     for node in context.select('compute_node', 'WHERE workflow_id = ? AND is_active = 1 ORDER BY id',
                                (workflow_id,)):
-        end_time = node.get('end_time')
+        end_time, heard_at = node.get('end_time'), service.nodes[node['id']].heard_at
         left_s = None if end_time is None else max(0, int(parse_time(end_time) - context.now()))
         runners.append({
             'compute_node_id': node['id'], 'hostname': node['hostname'],
             'compute_node_type': node['compute_node_type'], 'num_cpus': node['num_cpus'],
             'memory_gb': node['memory_gb'], 'num_gpus': node['num_gpus'], 'num_nodes': node['num_nodes'],
-            'labels': node.get('labels') or [], 'slurm_job_id': slurm_jobs.get(node['id']),
+            'labels': node.get('labels') or [], 'slurm_job_id': slurm_jobs[node['id']],
             'scheduler_config_id': node.get('scheduler_config_id'), 'num_jobs': jobs.get(node['id'], 0),
-            'silent_s': max(0.0, service.clock() - service.heard.get(node['id'], service.listens_since)),
+            'silent_s': max(0.0, service.clock() - (
+                service.listens_since if heard_at is None else heard_at)),
             'remaining_seconds': left_s, 'total_seconds': None if end_time is None else
             max(0, int(parse_time(end_time) - parse_time(node['start_time'])))})
     return runners
@@ -10070,7 +10057,7 @@ def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
 
 def place_of_runner(context: Context, workflow: Values, runner: Values) -> Place:
     """What a runner offers: as it last asked for work, else what its record says."""
-    want, left_s = context.service.wants.get(runner['compute_node_id']), runner['remaining_seconds']
+    want, left_s = context.service.nodes[runner['compute_node_id']].want, runner['remaining_seconds']
     limit_s = None if left_s is None else longest_runtime(workflow, left_s)
     if want:
         offer = offer_of(want)._replace(limit_s=limit_s)
@@ -10936,7 +10923,6 @@ def admin_sql(context: Context, body: Values) -> Values:
 
 def write_sql(context: Context, sql: str, limit: int, is_dry: bool) -> Values:
     """Execute a statement that writes; what is made from rows of tables that it names is made again."""
-    forget_job_counts(context)      # REPLACE deletes rows without firing triggers
     before, tables = context.connection.total_changes, set(re.findall(r'\w+', sql.lower()))
     with context.savepoint(keeps=not is_dry):
         answer = execute_statement(context, sql, limit)
@@ -11353,10 +11339,10 @@ def survey_allocations(context: Context, workflow_id: int) -> Values:
                             'output_dir': settings.get('output_dir'),
                             'age_s': submitted_at and max(0.0, context.now() - submitted_at)})
     known = {row['slurm_job_id'] for row in allocations}
-    nodes = context.rows('SELECT id, hostname, pid, identity FROM compute_node WHERE workflow_id = ? '
-                         'AND is_active = 1 AND lease_s IS NOT NULL ORDER BY id', (workflow_id,))
-    active = slurm_jobs_of_nodes(context, workflow_id)
-    others = {int(active[row[0]]) for row in nodes if active.get(row[0], '').isdigit()} - known
+    nodes = context.rows('SELECT id, hostname, pid, identity, slurm_job FROM compute_node '
+                         'WHERE workflow_id = ? AND is_active = 1 AND lease_s IS NOT NULL ORDER BY id',
+                         (workflow_id,))
+    others = {int(row[4]) for row in nodes if row[4] and row[4].isdigit()} - known
     allocations += [{'id': 0, 'slurm_job_id': number, 'status': 'active', 'cluster': '', 'age_s': None}
                     for number in sorted(others)]
     return {'allocations': allocations, 'user': context.value('SELECT user FROM workflow WHERE id = ?',
@@ -11370,7 +11356,7 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
     Then running jobs that no active node holds have failed. `is_dry_run`: only tell what would be done.
     """
     state, service = workflow_state(context, workflow_id), context.service
-    before = [(known, dict(known)) for known in (service.leases, service.heard, service.turns, service.wants)]
+    nodes = dict(service.nodes)
     found = {'slurm_jobs_failed': 0, 'pending_allocations_cleaned': 0, 'running_jobs_failed': 0,
              'compute_nodes_deactivated': 0, 'failed_job_details': [], 'jobs_requeued': 0,
              'requeued_job_details': [], 'allocations': [], 'doubts': []}   # type: Values
@@ -11382,7 +11368,8 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
         for node_id, host, lease_s in context.rows(
                 'SELECT id, hostname, lease_s FROM compute_node WHERE workflow_id = ? '
                 'AND is_active = 1 AND lease_s IS NOT NULL', (workflow_id,)):
-            left_s = service.leases.get(node_id, math.inf) - service.clock()
+            ends_at = service.nodes[node_id].lease_ends_at
+            left_s = math.inf if ends_at is None else ends_at - service.clock()
             if left_s < 0:
                 dead.setdefault(node_id, SILENCE.format(lease_s))
             if node_id in dead:
@@ -11396,16 +11383,14 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
         for job in unheld:
             note_lost_job(found, 'running_jobs_failed', job, {'reason': reason})
     if is_dry_run:
-        for known, values in before:
-            known.clear()
-            known.update(values)
+        service.nodes.update(nodes)
     return found
 
 
 def sync_allocation(context: Context, state: WorkflowState, seen: Values, found: Values) -> None:
     """Take in what Slurm says of one of its jobs, unless a runner in it has contradicted that."""
     slurm_job_id = seen['slurm_job_id']
-    nodes = [node_id for node_id, _ in active_nodes_of(context, state.id, slurm_job_id)]
+    nodes = nodes_in_job(context, state.id, slurm_job_id)
     doubts = list(filter(None, (doubt_end(context, node_id, seen) for node_id in nodes)))
     if doubts:
         found['doubts'].append(f"{seen['reason']}, but {doubts[0]}")
@@ -11429,7 +11414,7 @@ def doubt_end(context: Context, node_id: int, seen: Values) -> str:
     A node that was cut off from Slurm runs on what Slurm starts again elsewhere. Times that have gone by are
     compared, each by one clock. A server that has just begun has heard of nobody: then Slurm's word counts.
     """
-    heard_at = context.service.heard.get(node_id)
+    heard_at = context.service.nodes[node_id].heard_at
     lease_s = context.value('SELECT lease_s FROM compute_node WHERE id = ?', (node_id,))
     if heard_at is None or lease_s is None:
         return ''
@@ -15516,9 +15501,10 @@ class Server:
         reason = f'the clock was set by {set_s:+.0f} s'
         if abs(set_s) <= ABSENCE_S:
             reason = f'this server was stopped, suspended or busy for {took_s - planned_s:.0f} s'
-        if self.service.leases:
-            log.warning('%s: the leases of %d compute nodes begin anew', reason, len(self.service.leases))
-        self.service.leases.clear()
+        if self.service.nodes:
+            log.warning('%s: the leases of %d compute nodes begin anew', reason, len(self.service.nodes))
+        for word in self.service.nodes.values():
+            word.lease_ends_at = None
 
     def timers(self) -> Iterator[Tuple[float, Callable[[float], Any]]]:
         """What is to be done at some time, and when (monotonic), as far as it may be done now."""
