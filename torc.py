@@ -9830,9 +9830,14 @@ def record_start(context: Context, state: WorkflowState, node_id: int, start: Ce
 
 
 def record_action_end(context: Context, workflow_id: int, node_id: int, result: Values) -> None:
-    """How an action ended on the node that took it."""
+    """How an action ended on the node that took it. Told again, as after a lost answer, it is known."""
     if not retake_action(context, workflow_id, result['action_id'], node_id):
         return      # deleted while it ran
+    by_node = (result['action_id'], node_id)
+    if context.one('SELECT 1 FROM workflow_action WHERE id = ? AND executed_by = ? AND NOT persistent '
+                   'AND is_reported UNION SELECT 1 FROM action_execution '
+                   'WHERE action_id = ? AND compute_node_id = ? AND is_reported', by_node + by_node):
+        return
     note_action_reported(context, result['action_id'], node_id)
     if not result['success']:
         failure = result.get('message') or 'failed'
