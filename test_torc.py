@@ -3581,7 +3581,7 @@ class ScenarioTest(ServiceTest):
 
     def do_hold(self, node: str, *jobs: str) -> None:
         """A node says all that it has."""
-        self.turn(node, held=[self.key(job) for job in jobs])
+        self.turn(node, held=[self.key(job) for job in jobs], held_actions=[])
 
     def do_back(self, node: str, *jobs: str) -> None:
         """A runner that was given up says, as another node, what it still runs."""
@@ -3724,7 +3724,7 @@ class ScenarioTest(ServiceTest):
         self.call('initialize_jobs', id=self.workflow_id, only_uninitialized=True)
 
 
-class StateTest(ServiceTest):
+class StateTest(ScenarioTest):
     """What each operation makes of a job in each status. '-' in the tables: refused with 422, and nothing changes."""
     COLUMNS = 'uninitialized blocked ready pending running completed failed canceled terminated disabled pending_failed'.split()
     SHORT = {name[:6]: name for name in COLUMNS if name != 'pending_failed'}
@@ -3896,58 +3896,49 @@ class StateTest(ServiceTest):
         empty = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']      # Torc's clients may cancel these
         self.assertIs(True, self.call('cancel_workflow', id=empty)['is_canceled'])
 
-    def test_what_depends_on_a_job_that_is_set_back_follows_to_the_last_at_the_next_initialize(self):
-        for status in ('completed', 'failed', 'terminated', 'canceled', 'disabled'):
-            with self.subTest(status):
-                workflow_id, node_id, job_id = self.job_in(status)
-                apart = self.call('create_job', {'workflow_id': workflow_id, 'name': 'apart', 'command': 'x'})['id']
-                self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-                self.drive(workflow_id, {})
-                found = self.statuses(workflow_id)
-                self.assertEqual('completed', found['apart'])
-                self.call('manage_status_change', id=job_id, status='uninitialized', run_id=1)
-                ended, found = found['grandchild'], self.statuses(workflow_id)
-                self.assertEqual(['uninitialized'] * 2 + [ended, 'completed'],
-                                 [found[name] for name in ('job', 'child', 'grandchild', 'apart')])
-                self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-                found = self.statuses(workflow_id)
-                wait = 'canceled' if status == 'canceled' else 'blocked'    # what canceled it is still there
-                self.assertEqual([wait, wait, 'completed'], [found[name] for name in ('child', 'grandchild', 'apart')])
-                current = self.call('list_results', workflow_id=workflow_id)['items']
-                self.assertNotIn(job_id, [row['job_id'] for row in current])
-                self.assertIn(apart, [row['job_id'] for row in current])
-        self.assertWhole()
+    SET_BACK = '''
+        what depends on a job that is set back follows to the last, at the next initialize
+          job / child: job / grandchild: child / apart
+          PREPARED; set job uninitialized -> job=uninitialized child=uninitialized grandchild=ENDED apart=completed
+          reinit -> job=ready child=blocked grandchild=blocked apart=completed
+          -> current=apart#1
+        '''
+    DECIDED = '''
+        a decision about a failure goes on to what waits
+          a / b: a
+          claim n1 a; end a pending_failed:3 -> complete=false
+          complete a STATUS:3 -> a=STATUS b=NEXT results=a#1:3:STATUS
 
-    def test_a_decision_about_a_failure_goes_on_to_what_waits(self):
-        for status, child in (('failed', 'canceled'), ('terminated', 'canceled'), ('completed', 'ready')):
-            with self.subTest(status):
-                workflow_id, node_id, job_id = self.job_in('pending_failed')
-                self.assertFalse(self.call('is_workflow_complete', id=workflow_id)['is_complete'])
-                self.operate('complete ' + status, workflow_id, node_id, job_id)
-                self.assertEqual((status, child), tuple(self.statuses(workflow_id)[name] for name in ('job', 'child')))
-                self.assertEqual([(status, 3)], [(row['status'],
-                                                  row['return_code']) for row in self.call('list_results',
-                        workflow_id=workflow_id, all_runs=True)['items']])
-        workflow_id, node_id, job_id = self.job_in('pending_failed')
-        self.call('reset_workflow_status', id=workflow_id)
-        self.assertRefused('no result in run 2', 'complete_job', {
-            'job_id': job_id, 'workflow_id': workflow_id, 'run_id': 2, 'compute_node_id': node_id,
-            'return_code': 3, 'exec_time_minutes': 1.0,
-            'completion_time': '2026-01-01T00:00:00Z', 'status': 'failed'}, job_id=job_id, status='failed', run_id=2)
+        a decision is about a failure of the current run
+          a / b: a
+          claim n1 a; end a pending_failed:3; reset; complete a failed:3 -> refused='no result in run 2'
+        '''
+    HELD = '''
+        only the node that claimed a job starts it
+          a
+          node n2; claim n1 a; begin a by=n2 -> refused='held by compute node'
+          begin a; begin a -> a=running
+        '''
+
+    def test_what_depends_on_a_job_that_is_set_back_follows_to_the_last_at_the_next_initialize(self):
+        for prepared, ended in (
+                ('claim n1 job apart; end job; end apart; claim n1 child; end child; claim n1 grandchild; end grandchild', 'completed'),
+                ('claim n1 job apart; end job failed; end apart', 'canceled'), ('claim n1 job apart; end job terminated; end apart', 'canceled'),
+                ('set job disabled; claim n1 child apart; end child; end apart; claim n1 grandchild; end grandchild', 'completed')):
+            self.assertScenarios(self.SET_BACK, PREPARED=prepared, ENDED=ended)
+
+    def test_decisions_and_starts(self):
+        for status, after in (('failed', 'canceled'), ('terminated', 'canceled'), ('completed', 'ready')):
+            self.assertScenarios(self.DECIDED, STATUS=status, NEXT=after)
+        self.assertScenarios(self.HELD)
 
     def test_a_node_that_ended_stays_ended(self):
-        workflow_id, node_id, _ = self.job_in('pending')
+        node_id = self.node(self.create('a:'))
         self.call('update_compute_node', {'is_active': True, 'pid': 7}, id=node_id)
         self.call('update_compute_node', {'is_active': False}, id=node_id)
         self.assertRefused('register a new one', 'update_compute_node', {'is_active': True}, id=node_id)
         self.call('update_compute_node', {'duration_seconds': 5.0, 'labels': ['x']}, id=node_id)
         self.assertNotIn('labels', self.call('get_compute_node', id=node_id))
-
-    def test_only_the_node_that_claimed_a_job_starts_it(self):
-        workflow_id, _, job_id = self.job_in('pending')
-        self.assertRefused('held by compute node', 'start_job', job_id=job_id, run_id=1, compute_node_id=self.node(workflow_id))
-        stranger = self.node(self.job_in('ready')[0])
-        self.assertRefused('has no compute node', 'start_job', job_id=job_id, run_id=1, compute_node_id=stranger)
 
     def test_labels_are_a_set_and_an_empty_list_takes_them_away(self):
         _, _, job_id = self.job_in('ready')
@@ -3976,44 +3967,6 @@ class StateTest(ServiceTest):
         self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
         self.assertEqual([5, None, 5], data())
 
-    def test_actions_of_a_workflows_end_wait_for_its_end_again(self):
-        action = {'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
-        for words in ('manage uninitialized', 'reset_jobs', 'reset_jobs failed', 'retry'):
-            ids = self.job_in('failed')
-            self.call('create_workflow_action', dict(action, workflow_id=ids[0]), id=ids[0])
-            self.sync(ids[0], ids[1])       # it is complete: the others were canceled
-            self.assertEqual(1, len(self.call('get_pending_actions', id=ids[0])))
-            with self.subTest(words):
-                self.operate(words, *ids)
-                self.assertEqual([], self.call('get_pending_actions', id=ids[0]))
-                self.sync(ids[0], ids[1])
-                self.assertEqual([], self.call('get_pending_actions', id=ids[0]))
-        ids = self.job_in('completed')
-        self.call('create_workflow_action', dict(action, workflow_id=ids[0]), id=ids[0])
-        for job_id in self.call('list_job_ids', id=ids[0])['job_ids'][1:]:
-            self.call('manage_status_change', id=job_id, status='disabled', run_id=1)
-        self.assertEqual(1, len(self.call('get_pending_actions', id=ids[0])), 'the last open job was switched off')
-
-    def test_a_gate_that_is_switched_off_has_ended(self):
-        workflow_id, _, job_id = self.job_in('ready')
-        self.call('create_workflow_action', {'workflow_id': workflow_id, 'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands',
-                                             'action_config': {'commands': ['x']}, 'job_ids': [job_id]}, id=workflow_id)
-        self.assertEqual([], self.call('get_pending_actions', id=workflow_id))
-        self.call('manage_status_change', id=job_id, status='disabled', run_id=1)
-        self.assertEqual([[job_id]], [action['job_ids'] for action in self.call('get_pending_actions', id=workflow_id)])
-
-    def test_a_whole_initialize_arms_everything_again_and_drops_recovery(self):
-        workflow_id, node_id, job_id = self.job_in('completed')
-        body = {'workflow_id': workflow_id, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
-        for trigger, more in (('on_workflow_start', {}), ('on_jobs_complete', {'job_ids': [job_id]}),
-                              ('on_workflow_complete', {}), ('on_workflow_start', {'is_recovery': True})):
-            made = self.call('create_workflow_action', dict(body, trigger_type=trigger, **more), id=workflow_id)
-            self.call('claim_action', {'compute_node_id': node_id}, id=workflow_id, action_id=made['id'])
-        for partial, expected in ((True, [True, True, False]), (False, [False, False, False])):
-            with self.undone():
-                self.call('initialize_jobs', id=workflow_id, only_uninitialized=partial)
-                self.assertEqual(expected, [action['executed'] for action in self.call('get_workflow_actions', id=workflow_id)])
-
     def test_a_result_made_by_hand_is_the_current_one(self):
         workflow_id, node_id, job_id = self.job_in('failed')
         result = dict(self.call('list_results', workflow_id=workflow_id)['items'][0], attempt_id=2, return_code=5)
@@ -4021,169 +3974,119 @@ class StateTest(ServiceTest):
         self.assertEqual([made['id']], [row['id'] for row in self.call('list_results', workflow_id=workflow_id)['items']])
 
 
-class ActionTest(ServiceTest):
+class ActionTest(ScenarioTest):
     """Triggers: counted once for each job, taken once, armed again when the work is to be done again."""
+    SCENARIOS = '''
+        each trigger comes when its time has come
+          a / b: a | on_workflow_start | on_worker_start persistent | on_jobs_ready b | on_jobs_complete a b | on_workflow_complete
+          ask n1 -> actions=on_workflow_start,on_worker_start
+          ask n2 -> actions=on_worker_start
+          ask n2 -> actions=
+          claim n1 a; end a; ask n2 -> actions=on_jobs_ready
+          claim n1 b; end b; ask n1 -> actions=on_jobs_complete,on_workflow_complete
+          ask n1 -> actions=
 
-    def action(self, trigger: str, jobs: Optional[List[int]] = None, persistent: bool = False) -> Dict[str, Any]:
-        return {'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']},
-                'job_indexes': jobs, 'persistent': persistent}
+        jobs that the cascade cancels count as ended
+          a / b: a / c: b | on_jobs_complete c | on_workflow_complete
+          claim n1 a; end a failed; ask n1 -> actions=on_jobs_complete,on_workflow_complete
 
-    def due(self, workflow_id: int, node_id: int) -> List[str]:
-        return [action['trigger_type'] for action in self.sync(workflow_id, node_id, actions=list(torc.TRIGGERS))['actions']]
+        a gate that is switched off has ended
+          a / b: a | on_jobs_complete a | on_jobs_ready a b
+          set b disabled -> due=
+          set a disabled -> due=on_jobs_complete,on_jobs_ready
 
-    def test_each_trigger_comes_when_its_time_has_come(self):
-        workflow_id = self.create('a:\nb: a', actions=[
-            self.action('on_workflow_start'), self.action('on_worker_start', None, True), self.action('on_jobs_ready', [1]),
-            self.action('on_jobs_complete', [0, 1]), self.action('on_workflow_complete')])
-        first, second = self.node(workflow_id), self.node(workflow_id)
-        self.assertEqual(['on_workflow_start', 'on_worker_start'], self.due(workflow_id, first))
-        self.assertEqual(['on_worker_start'], self.due(workflow_id, second))
-        self.assertEqual([], self.due(workflow_id, second))
-        self.sync(workflow_id, first, completions=[self.end(self.claim(workflow_id, first)['a'])])
-        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, second))
-        self.sync(workflow_id, first, completions=[self.end(self.claim(workflow_id, first)['b'])])
-        self.assertEqual(['on_jobs_complete', 'on_workflow_complete'], self.due(workflow_id, first))
-        self.assertEqual([], self.due(workflow_id, first))
+        a gate that is canceled before it was ready holds up nothing
+          a / b: a | on_jobs_ready a b
+          claim n1 a; end a failed -> due=on_jobs_ready
+
+        a gate that is deleted is not waited for
+          a / b | on_jobs_complete a b
+          claim n1 a b; end a; ask n1 -> actions=
+          delete b -> refused='wait for its end'
+          return b; delete b; ask n1 -> actions=on_jobs_complete
+
+        an action that comes late looks at what has been
+          a / b: a
+          claim n1 a; end a; add on_jobs_complete a; add on_worker_start; ask n1 -> actions=on_jobs_complete,on_worker_start
+
+        an action of a node that died is due again, until its end was reported
+          a | on_workflow_start
+          ask n1 -> actions=on_workflow_start
+          lose n1; ask n2 -> actions=on_workflow_start
+          did n2 1; lose n2; ask n3 -> actions=
+
+        a persistent action that was lost with an answer comes back
+          a | on_worker_start persistent
+          ask n1 -> actions=on_worker_start
+          hold n1; ask n1 -> actions=on_worker_start
+
+        what another client has taken is not due again, and taken once
+          a | on_workflow_start
+          node n2; take n1 1; take n2 1 -> refused=taken
+          leave n1; ask n2 -> actions=
+
+        a failed action tells why until it is to be executed again; that of one node is enough
+          a | on_workflow_start | on_worker_start persistent | on_workflow_complete
+          ask n1; did n1 1 'command 1 ended'; did n1 2 failed; ask n2; did n2 2 -> failures='command 1 ended,failed,-'
+          -> told='action_failed:error:command 1 ended,action_failed:error:failed,action_completed:None:'
+          init -> failures=-,-,-
+
+        the end of a workflow comes when its last open job is switched off
+          a / b: a | on_workflow_complete
+          claim n1 a; end a; set b disabled -> due=on_workflow_complete
+        '''
+    END_AGAIN = '''
+        what waits for the end of a workflow waits for it again
+          a / b: a | on_workflow_complete
+          claim n1 a; end a failed; sync n1 -> due=on_workflow_complete
+          BACK -> due=
+          sync n1 -> due=
+        '''
+
+    def test_triggers(self):
+        self.assertScenarios(self.SCENARIOS)
+        for back in ('set a uninitialized', 'reset jobs', 'reset failed', 'retry a'):
+            self.assertScenarios(self.END_AGAIN, BACK=back)
+
+    def do_add(self, trigger: str, *jobs: str) -> None:
+        body = {'workflow_id': self.workflow_id, 'trigger_type': trigger, 'action_type': 'run_commands',
+                'action_config': {'commands': ['x']}, 'job_ids': list(map(self.job_id, jobs)) or None}
+        self.call('create_workflow_action', body, id=self.workflow_id)
+
+    def do_take(self, node: str, number: str) -> None:
+        """claim_action, as clients of others call it."""
+        action = self.call('get_workflow_actions', id=self.workflow_id)[int(number) - 1]
+        self.call('claim_action', {'compute_node_id': self.node_id(node)}, id=self.workflow_id, action_id=action['id'])
+
+    def see_failures(self) -> List[str]:
+        return [action.get('failure') or '-' for action in self.call('get_workflow_actions', id=self.workflow_id)]
+
+    def see_told(self) -> List[str]:
+        events = self.call('list_events', workflow_id=self.workflow_id, category='action')['items']
+        return [':'.join(str(event['data'].get(key)) for key in ('event_type', 'level', 'message')) for event in events]
 
     def test_a_schedule_names_no_scheduler_of_another_workflow(self):
         mine, other = self.create('a:'), self.create('a:')
         scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': other, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
-        action = {'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes'}
+        action = {'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes', 'workflow_id': mine}
         refused = f'workflow {mine} has no slurm scheduler {scheduler_id}'
-        with self.assertRaisesRegex(torc.Refused, refused):
-            self.call('create_workflow_action', dict(action, workflow_id=mine,
-                                                     action_config={'scheduler_id': scheduler_id}),
-                      workflow_id=mine)
-        made = self.call('create_workflow_action', dict(action, workflow_id=mine, action_config={'scheduler_id': 0}), workflow_id=mine)
-        with self.assertRaisesRegex(torc.Refused, refused):
-            self.call('update_workflow_action', {'scheduler_id': scheduler_id}, workflow_id=mine, action_id=made['id'])
+        self.assertRefused(refused, 'create_workflow_action', dict(action, action_config={'scheduler_id': scheduler_id}), workflow_id=mine)
+        made = self.call('create_workflow_action', dict(action, action_config={'scheduler_id': 0}), workflow_id=mine)
+        self.assertRefused(refused, 'update_workflow_action', {'scheduler_id': scheduler_id}, workflow_id=mine, action_id=made['id'])
         config = {'scheduler_id': scheduler_id, 'scheduler_type': 'slurm'}
         self.call('create_workflow_action', dict(action, workflow_id=other, action_config=config), workflow_id=other)
 
-    def test_jobs_that_the_cascade_cancels_count_as_ended(self):
-        workflow_id = self.create('a:\nb: a\nc: b', actions=[self.action('on_jobs_complete', [2]), self.action('on_workflow_complete')])
-        node_id = self.node(workflow_id)
-        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['a'], 'failed', 1)])
-        self.assertEqual(['on_jobs_complete', 'on_workflow_complete'], self.due(workflow_id, node_id))
-
-    def test_a_failed_action_tells_why_until_it_is_to_be_executed_again(self):
-        def failures() -> List[Optional[str]]:
-            return [action.get('failure') for action in self.call('get_workflow_actions', id=workflow_id)]
-
-        workflow_id = self.create('a:', actions=[
-            self.action('on_workflow_start'), self.action('on_worker_start', None, True),
-            self.action('on_workflow_complete')])
-        first, second = self.node(workflow_id), self.node(workflow_id)
-        for node_id, results in ((first, [{'action_id': 1, 'success': False, 'message': 'command 1 ended'},
-                                          {'action_id': 2, 'success': False}]),
-                                 (second, [{'action_id': 2, 'success': True, 'message': 'completed'}])):
-            self.due(workflow_id, node_id)
-            self.sync(workflow_id, node_id, action_results=results)
-        self.assertEqual(['command 1 ended', 'failed', None], failures())   # of one node is enough
-        events = self.call('list_events', workflow_id=workflow_id, category='action')['items']
-        self.assertEqual([('action_failed', 'error', 'command 1 ended'), ('action_failed', 'error', ''),
-                          ('action_completed', None, 'completed')],
-                         [tuple(event['data'].get(key) for key in ('event_type', 'level', 'message'))
-                          for event in events])
-        body = dict(self.action('on_workflow_start'), workflow_id=workflow_id, failure='x')
-        del body['job_indexes']
-        self.assertNotIn('failure', self.call('create_workflow_action', body, workflow_id=workflow_id))
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual([None] * 4, failures())
-
-    def test_an_action_of_a_node_that_died_is_due_again(self):
-        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
-        first, second = self.node(workflow_id), self.node(workflow_id)
-        self.assertEqual(['on_workflow_start'], self.due(workflow_id, first))
-        with self.service.transaction():
-            torc.release_node(self.context, first)
-        self.assertEqual(['on_workflow_start'], self.due(workflow_id, second))
-        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
-        self.sync(workflow_id, second, action_results=[{'action_id': action_id, 'success': True}])
-        with self.service.transaction():
-            torc.release_node(self.context, second)
-        self.assertEqual([], self.due(workflow_id, self.node(workflow_id)))
-
     def test_what_a_node_that_comes_back_is_at_or_has_done_is_not_carried_out_again(self):
-        workflow_id = self.create('a:', actions=[
-            self.action('on_workflow_start'), self.action('on_jobs_ready', [0]), self.action('on_jobs_ready', [0], True)])
-        first = self.node(workflow_id)
-        self.assertEqual(3, len(self.due(workflow_id, first)))
-        started, ready, persistent = (action['id'] for action in self.call('get_workflow_actions', id=workflow_id))
-        with self.service.transaction():
-            torc.release_node(self.context, first)
-        again = self.node(workflow_id)
-        answer = self.sync(workflow_id, again, action_results=[{'action_id': started, 'success': True}],
-                           held=[], held_actions=[ready, persistent], actions=list(torc.TRIGGERS))
-        self.assertEqual(([], []), (answer['actions'], answer['revoked_actions']))
-        other = self.node(workflow_id)
-        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, other), 'the persistent one')
-        with self.service.transaction():
-            torc.release_node(self.context, again)
-        self.assertEqual(['on_jobs_ready'], self.due(workflow_id, other), 'it was not reported')
-        last = self.node(workflow_id)
-        answer = self.sync(workflow_id, last, held=[], held_actions=[ready, persistent, 99])
-        self.assertEqual([ready, 99], answer['revoked_actions'])
-
-    def test_a_partial_run_repeats_only_what_belongs_to_it(self):
-        workflow_id = self.create('a:\nb:', actions=[
-            self.action('on_workflow_start'), self.action('on_jobs_complete', [0]),
-            self.action('on_jobs_complete', [1]), self.action('on_workflow_complete')])
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, completions=[self.end(jobs['a']), self.end(jobs['b'], 'failed', 1)])
-        self.assertEqual(4, len(self.due(workflow_id, node_id)))
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('reset_job_status', id=workflow_id, failed_only=True)
-        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-        node_id = self.node(workflow_id)
-        self.sync(workflow_id, node_id, completions=[self.end(self.claim(workflow_id, node_id)['b'])])
-        actions = self.call('get_pending_actions', id=workflow_id)
-        self.assertEqual([('on_jobs_complete', [jobs['b']['id']]), ('on_workflow_complete', None)],
-                         [(action['trigger_type'], action.get('job_ids')) for action in actions])
-
-    def test_an_action_that_comes_late_looks_at_what_has_been(self):
-        workflow_id = self.create('a:\nb: a')
-        node_id = self.node(workflow_id)
-        job = self.claim(workflow_id, node_id)['a']
-        self.sync(workflow_id, node_id, completions=[self.end(job)])
-        for trigger, gates in (('on_jobs_complete', [job['id']]), ('on_worker_start', None)):
-            self.call('create_workflow_action', {'workflow_id': workflow_id, 'trigger_type': trigger, 'action_type': 'run_commands',
-                                                 'action_config': {'commands': ['x']}, 'job_ids': gates}, id=workflow_id)
-        self.assertEqual(['on_jobs_complete', 'on_worker_start'], self.due(workflow_id, node_id))
-
-    def test_a_gate_that_is_deleted_is_not_waited_for(self):
-        workflow_id = self.create('a:\nb:', actions=[self.action('on_jobs_complete', [0, 1])])
-        node_id = self.node(workflow_id)
-        jobs = self.claim(workflow_id, node_id)
-        self.sync(workflow_id, node_id, completions=[self.end(jobs['a'])])
-        self.assertEqual([], self.due(workflow_id, node_id))
-        self.assertRefused('wait for its end', 'delete_job', id=jobs['b']['id'])
-        self.sync(workflow_id, node_id, returned=[[jobs['b']['id'], 1]])
-        self.call('delete_job', id=jobs['b']['id'])
-        self.assertEqual(['on_jobs_complete'], self.due(workflow_id, node_id))
-
-    def test_a_persistent_action_lost_with_an_answer_comes_back(self):
-        workflow_id = self.create('a:', actions=[self.action('on_worker_start', None, True)])
-        node_id = self.node(workflow_id)
-        self.assertEqual(['on_worker_start'], self.due(workflow_id, node_id))
-        self.sync(workflow_id, node_id, held=[], held_actions=[])
-        self.assertEqual(['on_worker_start'], self.due(workflow_id, node_id))
-
-    def test_an_action_that_another_client_claimed_is_not_due_again(self):
-        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
-        node_id = self.node(workflow_id)
-        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
-        self.call('claim_action', {'compute_node_id': node_id}, id=workflow_id, action_id=action_id)
-        self.call('update_compute_node', {'is_active': False}, id=node_id)
-        self.assertEqual([], self.due(workflow_id, self.node(workflow_id)))
-
-    def test_a_taken_action_is_a_conflict_for_the_next(self):
-        workflow_id = self.create('a:', actions=[self.action('on_workflow_start')])
-        action_id = self.call('get_workflow_actions', id=workflow_id)[0]['id']
-        self.assertTrue(self.call('claim_action', {'compute_node_id': 1}, id=workflow_id, action_id=action_id)['success'])
-        with self.assertRaises(torc.Conflict):
-            self.call('claim_action', {'compute_node_id': 2}, id=workflow_id, action_id=action_id)
+        self.begin('a | on_workflow_start | on_jobs_ready a | on_jobs_ready a persistent')
+        self.act('ask n1; lose n1')
+        started, ready, persistent = (action['id'] for action in self.call('get_workflow_actions', id=self.workflow_id))
+        self.turn('n2', action_results=[{'action_id': started, 'success': True}], held=[], held_actions=[ready, persistent],
+                  actions=list(torc.TRIGGERS))
+        self.assertEqual(([], []), (self.answer['actions'], self.answer['revoked_actions']))
+        self.act('ask n3 -> actions=on_jobs_ready')      # the persistent one
+        self.act('lose n2; ask n3 -> actions=on_jobs_ready')
+        self.turn('n4', held=[], held_actions=[ready, persistent, 99])
+        self.assertEqual([ready, 99], self.answer['revoked_actions'])
 
 
 class RearmTest(ServiceTest):
@@ -4329,20 +4232,6 @@ class RearmTest(ServiceTest):
             self.scheduler_id = job['scheduler_id']
             self.add('schedule_nodes on_workflow_start')
         self.assertEqual([mine], self.call('take_submissions', body, workflow_id=self.workflow_id)['idle_actions'])
-
-    def test_what_a_job_that_never_got_ready_gates_waits_only_for_what_that_job_did(self):
-        for by_hand in (False, True):
-            workflow_id = self.create('a:\nb: a')
-            first, last = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
-            self.call('create_workflow_action', {
-                'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands',
-                'action_config': {'commands': ['x']}, 'job_ids': [first, last]}, workflow_id=workflow_id)
-            with self.subTest(by_hand=by_hand):
-                if by_hand:
-                    self.call('manage_status_change', id=last, status='disabled', run_id=1)
-                self.assertEqual([], self.call('get_pending_actions', id=workflow_id))
-                self.drive(workflow_id, {'a': 'failed'})
-                self.assertEqual(1, len(self.call('get_pending_actions', id=workflow_id)))
 
 
 class GraphTest(ServiceTest):
