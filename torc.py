@@ -309,7 +309,6 @@ GRANULARITIES = ('summary', 'time_series')
 # Of events, for their readers; each one includes those behind it.
 SEVERITIES = ('debug', 'info', 'warning', 'error')
 GROUP_ROLES = ('member', 'admin')   # a group's admin adds and removes its members
-ADMIN_GROUP = 'admin'               # the group of the server's administrators
 ANONYMOUS = 'anonymous'             # who asks without a name; owns nothing
 
 
@@ -4953,7 +4952,8 @@ CREATE TABLE job (
     command                        TEXT NOT NULL,
     invocation_script              TEXT,
     env                            JSON TEXT,           -- the workflow's, overlaid by its own
-    status                         STATUS INTEGER NOT NULL DEFAULT 0,
+    status                         STATUS INTEGER NOT NULL DEFAULT 0
+        CONSTRAINT "a status is a number from 0 to 10" CHECK (status BETWEEN 0 AND 10),
     kind_id                        INTEGER NOT NULL,    -- job_kind; unchecked: that would need an index
     failure_handler_id             INTEGER REFERENCES failure_handler (id) ON DELETE SET NULL,
     explicit_set_id                INTEGER,             -- dep_set as asked for
@@ -5049,7 +5049,8 @@ CREATE TABLE result (
     return_code       INTEGER NOT NULL,
     exec_time_minutes REAL NOT NULL,
     completion_time   TEXT NOT NULL,
-    status            STATUS INTEGER NOT NULL,
+    status            STATUS INTEGER NOT NULL
+        CONSTRAINT "a status is a number from 0 to 10" CHECK (status BETWEEN 0 AND 10),
     peak_memory_bytes INTEGER,
     avg_memory_bytes  INTEGER,
     peak_cpu_percent  REAL,
@@ -5428,8 +5429,11 @@ class Statements:
                 [encode_cell(column.codec, row[column.name]) for column in names] for row in group))
         return list(range(first, first + len(rows)))
 
-    def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Cells]) -> None:
-        """Add many rows of already encoded cells, with as few statements as parameters allow."""
+    def insert_rows(self, table: str, names: Sequence[str], rows: Iterable[Cells], more: str = '') -> None:
+        """Add many rows of already encoded cells, with as few statements as parameters allow.
+
+        `more`: end of the statements, such as ON CONFLICT.
+        """
         # A statement a row takes twice as long; so does each None, which Python asks for an adapter, beside
         # NULL in the text of the statement.
         waiting, size = iter(rows), MAX_PARAMETERS // len(names)
@@ -5438,7 +5442,8 @@ class Statements:
             given = [column for column in columns if column.count(None) < len(block)]
             marks = ', '.join('?' if column.count(None) < len(block) else 'NULL' for column in columns)
             self.connection.execute(
-                f"INSERT INTO {table} ({', '.join(names)}) VALUES {', '.join([f'({marks})'] * len(block))}",
+                f"INSERT INTO {table} ({', '.join(names)}) "
+                f"VALUES {', '.join([f'({marks})'] * len(block))} {more}",
                 list(itertools.chain.from_iterable(zip(*given))))
 
     def update(self, table: str, row_id: int, values: Values) -> None:
@@ -6896,7 +6901,6 @@ class PlanMerge:
     def find_class(self, row: Cells, default: int) -> int:
         """Id of a job class of the plan: requirements and scheduler by index, priority, labels."""
         requirements, priority, scheduler, labels = row
-        check_labels(labels)
         return find_job_class(self.context, self.workflow_id, (
             default if requirements is None else self.ids['resource_requirements'][requirements],
             priority, None if scheduler is None else self.ids['slurm_scheduler'][scheduler], labels))
@@ -6949,7 +6953,7 @@ class PlanMerge:
         classes, handlers = self.ids['job_kind'], self.ids['failure_handler']
         env = self.body['workflow'].get('env') or {}
         env_text = env_cell(env)
-        added, changed = [], {}     # type: List[Tuple], Dict[int, Tuple]
+        rows = []
         for job_id, job in zip(self.ids['job'], self.jobs):
             set_id = None if job.dependencies is None else sets[job.dependencies]
             cells = (job.command, job.invocation_script or None,
@@ -6957,30 +6961,14 @@ class PlanMerge:
                      set_id, int(job.cancel_on_blocking_job_failure), int(job.supports_termination),
                      None if job.failure_handler is None else handlers[job.failure_handler])
             known = self.known.get(job.name)
-            if known is None:
-                added.append((self.workflow_id, 1, job.name, set_id, *cells))
-            elif known[1:] != (1, *cells):
-                changed[job_id] = cells
-        self.note('job', 'added', [row[2] for row in added])
-        columns = ('workflow_id', 'is_declared', 'name', 'dep_set_id', *PLANNED_CELLS)
-        self.context.insert_rows('job', columns, added)
-        self.change_jobs(changed)
-
-    def change_jobs(self, changed: Dict[int, Tuple]) -> None:
-        """Store the cells of jobs. Initialize adds to dep_set_id what files and user data imply."""
-        self.changed_jobs.update(changed)
-        *columns, _ = PLANNED_CELLS
-        self.context.run_many(f"UPDATE job SET {' = ?, '.join(columns)} = ?, is_declared = 1 WHERE id = ?",
-                              ((*cells[:-1], job_id) for job_id, cells in changed.items()))
-        run_by_ids(self.context, 'UPDATE job SET dep_set_id = explicit_set_id WHERE id IN', list(changed))
-        groups = collections.defaultdict(list)  # type: Dict[Optional[int], List[int]]
-        for row in self.known.values():
-            if row[0] in changed and changed[row[0]][-1] != row[-1]:
-                groups[changed[row[0]][-1]].append(row[0])
-        # In a savepoint, each statement that sets a foreign key costs SQLite what was changed before it.
-        for handler_id, job_ids in groups.items():
-            update = f"UPDATE job SET failure_handler_id = {handler_id or 'NULL'} WHERE id IN"
-            run_by_ids(self.context, update, job_ids)
+            if known is None or known[1:] != (1, *cells):       # in most edits most are as they were
+                rows.append((job_id, self.workflow_id, job.name, set_id, 1, *cells))
+        # Initialize adds to dep_set_id what files and user data imply.
+        columns = ('id', 'workflow_id', 'name', 'dep_set_id', 'is_declared', *PLANNED_CELLS)
+        changes = ', '.join(f'{name} = excluded.{name}' for name in columns[3:])
+        self.context.insert_rows('job', columns, rows, f'ON CONFLICT (id) DO UPDATE SET {changes}')
+        self.note('job', 'added', [row[2] for row in rows if row[2] not in self.known])
+        self.changed_jobs.update(row[0] for row in rows if row[2] in self.known)
 
     def merge_relations(self) -> None:
         """Which job reads and writes what. Links of jobs and to rows that were made through the API stay."""
@@ -7060,20 +7048,6 @@ def action_key(action: Values) -> Tuple:
             tuple(sorted(set(action.get('job_ids') or ()))))
 
 
-def find_job_class(context: Context, workflow_id: int,
-                   parts: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
-    """Id of the job class with these requirements, priority, scheduler and labels, made if there is none."""
-    requirements, priority, scheduler, labels = parts
-    sorted_labels = sorted(set(labels or ())) or None
-    found = context.value(
-        'SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? AND priority = ? '
-        'AND scheduler_id IS ? AND labels IS ?',
-        (workflow_id, requirements, priority, scheduler, encode_cell('JSON', sorted_labels)))
-    return found or context.insert('job_kind', {
-        'workflow_id': workflow_id, 'resource_requirements_id': requirements, 'priority': priority,
-        'scheduler_id': scheduler, 'labels': sorted_labels})
-
-
 # of a job, which make its job class
 CLASS_FIELDS = ('resource_requirements_id', 'priority', 'scheduler_id', 'labels')
 
@@ -7084,6 +7058,23 @@ def check_labels(labels: Optional[Sequence[str]]) -> None:
         error = label_error(label)
         if error:
             raise Refused(f"label '{shorten(label)}' {error}", field='labels')
+
+
+def find_job_class(context: Context, workflow_id: int,
+                   parts: Tuple[int, int, Optional[int], Optional[Sequence[str]]]) -> int:
+    """Id of the job class with these requirements, priority, scheduler and labels, made if there is none."""
+    requirements, priority, scheduler, labels = parts
+    check_labels(labels)
+    if priority < 0:
+        raise BadInput(f'priority is {priority}; it must be at least 0', field='priority')
+    sorted_labels = sorted(set(labels or ())) or None
+    found = context.value(
+        'SELECT id FROM job_kind WHERE workflow_id = ? AND resource_requirements_id = ? AND priority = ? '
+        'AND scheduler_id IS ? AND labels IS ?',
+        (workflow_id, requirements, priority, scheduler, encode_cell('JSON', sorted_labels)))
+    return found or context.insert('job_kind', {
+        'workflow_id': workflow_id, 'resource_requirements_id': requirements, 'priority': priority,
+        'scheduler_id': scheduler, 'labels': sorted_labels})
 
 
 # -------- jobs --------
@@ -7136,7 +7127,6 @@ def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Values]) -> L
                      resource_requirements_id=job.get('resource_requirements_id') or default)
         key, needs = repr(parts), tuple(sorted(set(job.get('depends_on_job_ids') or ())))
         if key not in classes:
-            check_labels(parts['labels'])
             classes[key] = job_class(context, workflow_id, parts)
         if needs not in sets:
             sets[needs] = find_set(context, workflow_id, needs)
@@ -7155,8 +7145,6 @@ def insert_jobs(context: Context, workflow_id: int, jobs: Sequence[Values]) -> L
 def job_class(context: Context, workflow_id: int, parts: Values) -> int:
     """Id of the job class with these CLASS_FIELDS."""
     requirements, priority, scheduler, labels = (parts[field] or 0 for field in CLASS_FIELDS)
-    if priority < 0:
-        raise BadInput(f'priority is {priority}; it must be at least 0')
     check_owned(context, 'resource_requirements', workflow_id, [requirements])
     check_owned(context, 'slurm_scheduler', workflow_id, [scheduler] if scheduler else [])
     return find_job_class(context, workflow_id, (requirements, priority, scheduler or None, labels or None))
@@ -7220,7 +7208,6 @@ def update_job(context: Context, job_id: int, body: Values) -> Values:
         raise Refused(f"status of job {job_id} is immutable, but for 'disabled': not {changed['status']!r}")
     if 'name' in changed:
         refuse_taken_names(context, job['workflow_id'], [changed['name']])
-    check_labels(changed.get('labels'))     # those that the job has may be older than the rule
     if any(key in CLASS_FIELDS for key in changed):
         parts = {key: changed.get(key, job.get(key)) for key in CLASS_FIELDS}
         changed['kind_id'] = job_class(context, job['workflow_id'], parts)
@@ -10487,8 +10474,11 @@ def delete_where(context: Context, resource: str, column: str, value: int) -> in
     """Remove rows, unless others need them; how many."""
     try:
         with context.savepoint():
-            if resource == 'resource_requirements':     # job classes without jobs
-                context.run('DELETE FROM job_kind WHERE id NOT IN (SELECT kind_id FROM job)')
+            if resource == 'resource_requirements':     # job classes that no job is of
+                of = f'FROM resource_requirements WHERE {column} = ?1'
+                context.run(f'DELETE FROM job_kind WHERE resource_requirements_id IN (SELECT id {of}) AND id '
+                            f'NOT IN (SELECT kind_id FROM job WHERE workflow_id = (SELECT workflow_id {of}))',
+                            (value,))
             return context.run(f'DELETE FROM {resource} WHERE {column} = ?', (value,))
     except sqlite3.IntegrityError:
         raise Refused(f"jobs still need these {resource.replace('_', ' ')}: give the jobs others, or delete "
@@ -10535,8 +10525,7 @@ def set_administrators(context: Context, users: Iterable[str]) -> None:
     wanted = set(users)
     if ANONYMOUS in wanted:
         raise BadInput(f'{ANONYMOUS!r} cannot be an administrator: it is anybody')
-    group_id = context.value('SELECT id FROM access_group WHERE is_system = 1') or context.insert(
-        'access_group', {'name': ADMIN_GROUP, 'created_at': context.time, 'is_system': True})
+    group_id = context.value('SELECT id FROM access_group WHERE is_system = 1')
     members = context.ids('SELECT user_name FROM user_group_membership WHERE group_id = ?', (group_id,))
     if set(members) != wanted:
         context.run('DELETE FROM user_group_membership WHERE group_id = ?', (group_id,))
@@ -10551,31 +10540,29 @@ def check_fills_by_hand(context: Context, group_id: int) -> None:
                      'TORC_ADMIN_USERS only')
 
 
-def find_link(context: Context, table: str, link: Values) -> Optional[Values]:
-    """The row that gives a user or a workflow (its other key) to a group; None if there is none."""
-    return next(iter(context.select(table, link_condition(link), list(link.values()))), None)
-
-
-def link_condition(link: Values) -> str:
-    """WHERE clause for the row with these keys."""
-    return 'WHERE ' + ' AND '.join(f'{column} = ?' for column in link)
-
-
 def add_link(context: Context, table: str, link: Values, what: str, **more: Any) -> Values:
-    """Add such a row; Conflict if it is there."""
-    if find_link(context, table, link):
-        raise Conflict(f'{what} already')
-    context.insert(table, dict(link, created_at=context.time, **more))
-    return find_link(context, table, link) or {}
+    """Add the row that gives a user or a workflow (its other key) to a group; Conflict if it is there."""
+    try:
+        context.insert(table, dict(link, created_at=context.time, **more))
+    except sqlite3.IntegrityError:
+        raise Conflict(f'{what} already') from None
+    return select_link(context, table, link)[0]
+
+
+def select_link(context: Context, table: str, link: Values) -> List[Values]:
+    """The row with these keys, if there is one."""
+    where = 'WHERE ' + ' AND '.join(f'{column} = ?' for column in link)
+    return context.select(table, where, list(link.values()))
 
 
 def remove_link(context: Context, table: str, link: Values, what: str) -> Values:
     """Remove such a row; NotFound if it is not there."""
-    found = find_link(context, table, link)
-    if found is None:
+    found = select_link(context, table, link)
+    if not found:
         raise NotFound(what)
-    context.run(f'DELETE FROM {table} {link_condition(link)}', list(link.values()))
-    return found
+    context.run(f"DELETE FROM {table} WHERE {' AND '.join(f'{column} = ?' for column in link)}",
+                list(link.values()))
+    return found[0]
 
 
 def check_is_self(context: Context, user: str) -> None:
@@ -10597,10 +10584,11 @@ def group_page(context: Context, table: str, where: str, value: Any, offset: int
 def create_access_group(context: Context, body: Values) -> Values:
     """Make a group, without members."""
     check_group_admin(context)
-    if context.one('SELECT 1 FROM access_group WHERE name = ?', (body['name'],)):
-        raise Conflict(f"there is an access group {printable(body['name'])!r} already")
     values = {'name': body['name'], 'description': body.get('description'), 'created_at': context.time}
-    return get_row(context, 'access_group', context.insert('access_group', values))
+    try:
+        return get_row(context, 'access_group', context.insert('access_group', values))
+    except sqlite3.IntegrityError:
+        raise Conflict(f"there is an access group {printable(body['name'])!r} already") from None
 
 
 def list_access_groups(context: Context, **page: int) -> Values:
@@ -10836,7 +10824,6 @@ def stream_api_events(context: Context, include_bodies: bool = False) -> Subscri
 
 ADMIN_SQL_S = 5.0           # so long a query may hold up everybody; one call of a function of SQLite, longer
 ADMIN_SQL_STEPS = 10000     # of SQLite's machine between looks at the clock
-MAX_SQL_ANSWER_BYTES = 64 * 1024 ** 2   # about
 SQL_READERS = ('SELECT', 'VALUES', 'WITH')
 SQL_WRITERS = ('INSERT', 'REPLACE', 'UPDATE', 'DELETE', 'WITH')
 SQL_LITERALS = Expression(      # texts, quoted names and comments; an end may be missing
@@ -10848,12 +10835,10 @@ FULL_TABLE = Expression(r'(?!.*\bWHERE\b|INSERT\b|REPLACE\b).*\b(UPDATE|DELETE)\
 def check_statement(sql: str, writes: bool, allows_full_table: bool) -> None:
     """Refuse by its words what would end our transaction, or change a whole table by mistake."""
     bare = SQL_LITERALS.sub(' ', sql).strip('; \t\r\n')
-    first = re.match(r'\w*', bare).group().upper()
     allowed = SQL_WRITERS if writes else SQL_READERS
-    if first not in allowed:
-        hint = '; what changes something needs write' if first in SQL_WRITERS else ''
-        what = repr(printable(first[:20])) if first else 'this'
-        raise Refused(f"{what} cannot begin a statement here: {', '.join(allowed)} can{hint}")
+    if re.match(r'\w*', bare).group().upper() not in allowed:
+        hint = '' if writes else '; what changes something needs write'
+        raise Refused(f"{printable(sql[:40])!r}: here a statement begins with {', '.join(allowed)}{hint}")
     if writes and re.search(r'\bOR\s+ROLLBACK\b', bare, re.IGNORECASE):
         raise Refused('OR ROLLBACK is not possible here: it would undo what others have asked for')
     if writes and 'admin_audit_log' in sql.lower():
@@ -10881,24 +10866,12 @@ def execute_statement(context: Context, sql: str, limit: int) -> Values:
     """The answer to a checked statement: at most `limit` rows. Refused for all that goes wrong."""
     with contextlib.closing(context.connection.cursor()) as cursor:
         try:
-            rows = fetch_bounded(cursor.execute(sql), limit)
+            rows = list(itertools.islice(cursor.execute(sql), limit))
         except (sqlite3.Error, sqlite3.Warning) as error:
             reason = printable(str(error))[:200]
             reason += f' after {ADMIN_SQL_S:g} s: it would hold up everybody' * (reason == 'interrupted')
             raise Refused(f'SQLite refuses the statement: {reason}') from None
         return describe_answer([row[0] for row in cursor.description or ()], rows)
-
-
-def fetch_bounded(cursor: sqlite3.Cursor, limit: int) -> List[Tuple]:
-    """The first rows of a statement. Refused if they are too large to be sent."""
-    rows, size = [], 0
-    for row in itertools.islice(cursor, limit):
-        size += sum(len(cell) if isinstance(cell, (str, bytes)) else 16 for cell in row)   # 16: of a number
-        if size > MAX_SQL_ANSWER_BYTES:
-            raise Refused(f'the answer has more than {MAX_SQL_ANSWER_BYTES // 1024 ** 2} MiB; ask for less, '
-                          'or give a limit')
-        rows.append(row)
-    return rows
 
 
 def admin_sql(context: Context, body: Values) -> Values:
@@ -10932,11 +10905,6 @@ def write_sql(context: Context, sql: str, limit: int, is_dry: bool) -> Values:
     with context.savepoint(keeps=not is_dry):
         answer = execute_statement(context, sql, limit)
         changed = context.value('SELECT changes()') if context.connection.total_changes > before else 0
-        for table in sorted(tables & {'job', 'result'}):        # without a status nothing goes on
-            if context.one(f"SELECT 1 FROM {table} WHERE typeof(status) <> 'integer' "
-                           f'OR status NOT BETWEEN 0 AND {len(STATUSES) - 1} LIMIT 1'):
-                raise Refused(f'{table}.status must be a number: '
-                              + ', '.join(f'{code} {name}' for name, code in STATUS_CODES.items()))
         if 'resource_requirements' in tables:       # claims look at numbers, people at texts
             for row in context.select('resource_requirements'):
                 context.update('resource_requirements', row['id'], checked_requirements(row))
@@ -11654,7 +11622,7 @@ MODELS = {
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
         'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
-        'failure_handlers:[?FailureHandlerModel]! kinds:[(any,natural,any,any)]! dependency_sets:[[int]]! '
+        'failure_handlers:[?FailureHandlerModel]! kinds:[(any,int,any,any)]! dependency_sets:[[int]]! '
         'jobs:planned_jobs! actions:[@PlannedAction]! file_times:{float?}',
     'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] '
         'persistent:bool',
@@ -11758,14 +11726,18 @@ def wrong_type(path: str, wanted: str, value: Any) -> BadInput:
     return BadInput(f'{path} must be {wanted}, not {shown}', field=path)
 
 
-def check_number(path: str, value: Any, types: Any, least: float, most: float) -> None:
-    """Refuse anything but a number of these types in a range; no integer of more than 64 bits."""
-    if not isinstance(value, types) or isinstance(value, bool):
-        raise wrong_type(path, 'an integer' if types is int else 'a number', value)
-    if isinstance(value, int) and not -MAX_INTEGER - 1 <= value <= MAX_INTEGER:
-        raise BadInput(f'{path} is beyond 64 bits', field=path)
-    if not least <= value <= most:      # NaN is in no range
-        raise BadInput(f'{path} is {value}; it must be between {least:g} and {most:g}', field=path)
+def number_check(types: Any, least: float, most: float) -> Callable[[str, Any], None]:
+    """What refuses anything but a number of these types in a range; no integer of more than 64 bits."""
+    wanted = 'an integer' if types is int else 'a number'
+
+    def check(path: str, value: Any) -> None:
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise wrong_type(path, wanted, value)
+        if not -MAX_INTEGER - 1 <= value <= MAX_INTEGER and isinstance(value, int):
+            raise BadInput(f'{path} is beyond 64 bits', field=path)
+        if not least <= value <= most:      # NaN is in no range
+            raise BadInput(f'{path} is {value}; it must be between {least:g} and {most:g}', field=path)
+    return check
 
 
 def check_bool(path: str, value: Any) -> None:
@@ -11864,20 +11836,14 @@ def check_word(path: str, value: Any, words: Sequence[str]) -> None:
         raise wrong_type(path, 'one of ' + ', '.join(words), value)
 
 
-def numbers(types: Any, least: float, most: float) -> Callable[[str, Any], None]:
-    """A value of SCALARS for numbers of these types in a range."""
-    return functools.partial(check_number, types=types, least=least, most=most)
-
-
 REAL = (int, float)
 SCALARS = {     # type of MODELS -> what refuses other values
-    'int':       numbers(int, -MAX_INTEGER - 1, MAX_INTEGER),
-    'natural':   numbers(int, 0, MAX_INTEGER),
-    'ordinal':   numbers(int, 0, 1e9),
-    'nodes':     numbers(int, 0, 1e5),
-    'float':     numbers(REAL, -sys.float_info.max, sys.float_info.max),
-    'minutes':   numbers(REAL, 0, 1e9),     # of which a sum is exact
-    'gigabytes': numbers(REAL, 0, 1e9),
+    'int':       number_check(int, -MAX_INTEGER - 1, MAX_INTEGER),
+    'ordinal':   number_check(int, 0, 1e9),
+    'nodes':     number_check(int, 0, 1e5),
+    'float':     number_check(REAL, -sys.float_info.max, sys.float_info.max),
+    'minutes':   number_check(REAL, 0, 1e9),     # of which a sum is exact
+    'gigabytes': number_check(REAL, 0, 1e9),
     'bool':      check_bool,
     'str':       check_str,
     'any':       check_any,
@@ -11892,8 +11858,9 @@ SCALARS.update(('@' + name, functools.partial(check_word, words=words)) for name
 
 def check_value(path: str, kind: str, value: Any) -> Any:
     """Refuse a value that is not of a type of MODELS; the value, without what no model knows."""
-    if kind in SCALARS:
-        SCALARS[kind](path, value)
+    check = SCALARS.get(kind)
+    if check is not None:
+        check(path, value)
         return plain_time(value) if kind == 'time' else value
     if kind[0] in '[(':
         if not isinstance(value, (list, tuple)):
