@@ -8063,7 +8063,7 @@ class ApiTest(ServiceTest):
             ('POST', '/jobs',                    dict(job, input_file_ids=[77]),    422, 'has no file 77'),
             ('POST', '/jobs',                    {'workflow_id': 1, 'name': 'n'},   422, 'command is missing'),
             ('POST', '/resource_requirements',   {'workflow_id': 1, 'name': 'r', 'memory': '1.5g'}, 422, "memory is '1.5g': write 1536m"),
-            ('POST', '/resource_requirements',   {'workflow_id': 1, 'name': 'r', 'runtime': '1h'},  422, 'not a duration'),
+            ('POST', '/resource_requirements',   {'workflow_id': 1, 'name': 'r', 'runtime': '1h'},  422, 'write PT1H'),
             ('POST', '/workflows/from_spec',     {},                                422, 'workflow is missing'),
             ('POST', '/workflows/from_spec',     b'7',                              422, 'must be an object'),
             ('PUT',  '/jobs/1/manage_status_change/completed/1', None,              422, 'is an end'),
@@ -8088,7 +8088,7 @@ class ApiTest(ServiceTest):
     def test_a_plan_of_another_program_is_checked_to_the_last_field(self):
         other = self.create('x:')
         table = (
-            (self.plan(job={0: 5}), 'not a plan'), (self.plan(job={0: 'a\x1b'}), 'control character'),
+            (self.plan(job={0: 5}), 'must be text'), (self.plan(job={0: 'a\x1b'}), 'control character'),
             (self.plan(job={0: 'x' * 2000}), '2,000 characters'), (self.plan(job={1: 7}), 'not a plan'),
             (self.plan(job={1: 'a\0'}), 'cannot be stored'), (self.plan(job={3: {'A': None}}), 'must be text'),
             (self.plan(job={3: 'x'}), 'must be an object'), (self.plan(job={4: 7}), 'not a plan'),
