@@ -5494,7 +5494,11 @@ class Store(Statements):
 
     def close(self) -> None:
         """Give the database back, with everything in its main file."""
-        self.connection.close()
+        if self.lease is not None and is_refused(functools.partial(self.check_lease, True)):
+            # Closed, SQLite would delete the log of who has the database now, by its name.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.connection))
+        else:
+            self.connection.close()
 
     def copy_to(self, path: str) -> None:
         """Write the whole database, as it is now, to another file. Between transactions only."""
@@ -12681,22 +12685,24 @@ def forget_server(database: str) -> None:
 class Lease:
     """The claim of this process to serve a database, for file systems whose locks may hold on one host only.
 
-    A file `<database>.lease`, made with O_EXCL and renewed by rename. A lease is taken over at once from a
-    dead process of this host, and from another host's when it was not renewed for three periods by our own
-    clock. Its holder reads it again before it commits anything a period after its last look, and ends when it
-    has lost it. Who takes over from another host puts copies in the place of the database's files: should the
-    old holder, stopped in the middle of a commit, wake up, it writes to files that have no name any more.
+    A file `<database>.lease`, made with O_EXCL. Its holder touches it once a period, looks before and after
+    it commits anything a period after its last look, and ends when it is lost. A lease is taken over at once
+    from a dead process of this host, and from another host's when it was not touched for three periods,
+    counted by our own looks. Its one successor is who first makes the file named by it and its id, which then
+    takes its place; one that was killed before it did so is succeeded in the same way. The successor puts
+    copies in the place of the database's files: should a former holder wake up in the middle of a commit, it
+    writes to files that have no name any more.
     """
     PERIOD_S = 10.0
+    PAUSE_S = 0.2       # between two looks at one that may be taken over
 
     def __init__(self, database: str, clock: Callable[[], float] = uptime_s) -> None:
         self.database = database
         self.path = database + '.lease'
         self.clock = clock
-        self.mine = dict(describe_process(), id=secrets.token_hex(8), renewals=0, shares_files=False,
-                         database=os.path.realpath(database))
-        self.renewed_at = -math.inf     # by clock
-        self.lock = threading.Lock()    # one thread renews it: the loop's, or that of a long request
+        self.mine = dict(describe_process(), id=secrets.token_hex(8), database=os.path.realpath(database))
+        self.looked_at = -math.inf      # by clock
+        self.lock = threading.Lock()    # one thread looks: the loop's, or that of a long request
 
     @classmethod
     def watch_s(cls) -> float:
@@ -12705,119 +12711,131 @@ class Lease:
 
     def take(self, takes_over: bool = False, wait_s: float = 0.0) -> None:
         """Become the holder. Conflict if there is another: one of another host is watched for wait_s."""
-        first, seen_at, is_logged = self.read(), self.clock(), False
+        first, silent_s, is_logged = self.read(), 0.0, False
         while True:
-            found = self.read()
-            if found is None and self.create():
+            found, seen_at = self.read(), self.clock()
+            if not found and self.create(self.path):
                 return
-            found = found or {}     # {}: it was made this moment
-            is_other = was_here(found) and is_of_a_copy(self.database, found)
-            lives, age_s = False if is_other else process_lives(found), self.clock() - seen_at
-            if lives is False or not lives and (takes_over or age_s >= 3 * self.PERIOD_S):
-                self.mine['shares_files'] = lives is not False or bool(found.get('shares_files'))
-                self.replace(found)
-                return self.leave_files()
-            if lives or found != first or age_s >= wait_s:
+            lives = {self.lives(link) for link in found}
+            is_gone = lives == {False} or silent_s >= 3 * self.PERIOD_S
+            if found != first or True in lives or not (is_gone or takes_over or silent_s < wait_s):
                 raise Conflict(self.describe(found))
+            if is_gone or takes_over:
+                # who lives all the same has looked at the end of a period
+                return self.succeed(found, 0.0 if is_gone else self.PERIOD_S)
             if not is_logged:
                 is_logged = True
                 log.warning('%s. Waiting for %g s to see whether it is renewed', self.describe(found), wait_s)
-            time.sleep(0.2)
+            time.sleep(self.PAUSE_S)
+            # A look that took long, since the file server was away, has not seen silence for so long.
+            silent_s += min(self.clock() - seen_at, 1.0)
 
-    def describe(self, found: Dict[str, Any]) -> str:
+    def read(self) -> List[Dict[str, Any]]:
+        """The lease as it stands, then who was about to succeed whom; [] if nobody has it."""
+        links, path = [], self.path     # type: List[Dict[str, Any]], str
+        with contextlib.suppress(FileNotFoundError):
+            while True:
+                text, status = read_private(path), os.stat(path)
+                content = {'id': str(status.st_ino)}    # of one that was made this moment
+                with contextlib.suppress(ValueError, TypeError):
+                    content.update(parse_json(text))
+                links.append(dict(content, touched=status.st_mtime_ns))
+                path = f"{self.path}.{content['id']}"
+        return links
+
+    def lives(self, link: Dict[str, Any]) -> Optional[bool]:
+        """Whether a holder lives; None if that cannot be known here."""
+        is_copied = was_here(link) and is_of_a_copy(self.database, link)
+        return False if is_copied else process_lives(link)
+
+    def describe(self, found: Sequence[Dict[str, Any]]) -> str:
         """Who has it, and the cure."""
-        until = f' until {found["until"]}, or longer if it is still running' if found.get('until') else ''
-        return (f'the database is served by process {found.get("pid")} on host {found.get("host")}{until} '
+        holder = found[-1] if found else {}
+        return (f'the database is served by process {holder.get("pid")} on host {holder.get("host")} '
                 f'({self.path}): stop that one; if it is gone for certain, `torc.py serve --takeover` '
                 'takes its place')
 
-    def read(self, path: str = '') -> Optional[Dict[str, Any]]:
-        """The lease as it stands; None if nobody has it."""
+    def create(self, path: str) -> bool:
+        """Write our lease to a new file. False if another process was faster."""
         try:
-            return json.loads(read_private(path or self.path))
-        except FileNotFoundError:
-            return None
-        except ValueError:      # made, but not yet written
-            return {}
-
-    def create(self) -> bool:
-        """Write a lease where there is none. False if another process was faster."""
-        try:
-            descriptor = os.open(self.path, NEW_FILE, 0o600)
+            descriptor = os.open(path, NEW_FILE, 0o600)
         except FileExistsError:
             return False
         try:
             with os.fdopen(descriptor, 'wb') as file:
-                file.write(self.format())
+                file.write(format_json(self.mine).encode())
         except OSError:     # a full disk
-            os.unlink(self.path)
+            os.unlink(path)
             raise
+        self.looked_at = self.clock()
         return True
 
-    def format(self) -> bytes:
-        """Our lease as a file's content, from now on."""
-        self.renewed_at = self.clock()
-        self.mine['until'] = format_time(time.time() + 3 * self.PERIOD_S)
-        return format_json(self.mine).encode()
-
-    def replace(self, found: Dict[str, Any]) -> None:
-        """Put ours in the place of one that is not renewed any more. Conflict if another was faster."""
-        aside = f'{self.path}.{self.mine["id"]}'    # only one process can rename it
-        try:
-            os.rename(self.path, aside)
-        except FileNotFoundError:
-            raise Conflict(self.describe(found)) from None
-        is_ours = False
-        try:
-            is_ours = self.read(aside) == found and self.create()
-        finally:
-            if is_ours or os.path.lexists(self.path):
-                os.unlink(aside)
-            else:       # it was renewed, or taken by another one, since we have read it
-                os.rename(aside, self.path)
-        if not is_ours:
+    def succeed(self, found: List[Dict[str, Any]], pause_s: float) -> None:
+        """Take the place of a lease that nobody renews any more. Conflict if it was renewed, or is taken."""
+        claims = [f"{self.path}.{link['id']}" for link in found]
+        if not self.create(claims[-1]):
             raise Conflict(self.describe(self.read() or found))
+        # A holder touches its lease before it looks for a successor: one of us sees the other.
+        is_unchanged = self.read()[:-1] == found
+        try:
+            if is_unchanged:
+                os.rename(claims[-1], self.path)
+        except FileNotFoundError:       # who took us for dead
+            is_unchanged = False
+        for path in claims[:-1] if is_unchanged else claims[-1:]:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        if not is_unchanged:
+            raise Conflict(self.describe(found))
+        time.sleep(pause_s)
+        for path in (self.database + '-wal', self.database):
+            with contextlib.suppress(FileNotFoundError):
+                self.renew_file(path)
+        self.renew(True)
 
-    def leave_files(self) -> None:
-        """Put copies in the place of the database's files, if another process may have them open."""
-        if self.mine['shares_files']:   # the lease says so until it is done: we may be killed meanwhile
-            for path in (self.database + '-wal', self.database):
-                with contextlib.suppress(FileNotFoundError):
-                    renew_file(path)
-            self.mine['shares_files'] = False
-            self.write()
-
-    def write(self) -> None:
-        """Put our lease in place."""
-        self.mine['renewals'] += 1
-        write_atomically(self.path, self.format())
+    def renew_file(self, path: str) -> None:
+        """Put a copy in the place of a file: who has opened it before has one without a name. OSError."""
+        with open(path, 'rb') as file, \
+                os.fdopen(create_file(path + '.new', 0o600), 'wb') as copy:
+            for piece in iter(functools.partial(file.read, 2 ** 20), b''):
+                copy.write(piece)
+                self.renew()
+            copy.flush()
+            os.fsync(copy.fileno())
+        self.renew(True)
+        os.replace(path + '.new', path)
+        sync_directory(os.path.dirname(path))
 
     def renew(self, is_sure: bool = False) -> None:
-        """Once a period, or now: see that it is ours, and say so again. Conflict if it is lost or may be."""
+        """Once a period, or now: say that we live, and see that it is ours. Conflict if it may be lost."""
         with self.lock:
-            begun, age_s = self.renewed_at, self.clock() - self.renewed_at
-            if age_s < self.PERIOD_S and not is_sure:   # each look costs the file server a request
-                return
-            try:
-                found = self.read()
-                if found is None:
-                    raise Conflict(f'the lease {self.path} was removed, so that others may have the database')
-                if found.get('id') != self.mine['id']:
-                    raise Conflict('another server has taken the database over: ' + self.describe(found))
-                if age_s > 2 * self.PERIOD_S:    # another process may be about to take it
-                    self.replace(found)
-                else:
-                    self.write()
-            except (OSError, Denied) as error:      # a full disk, or a file system that comes back
-                self.renewed_at = begun
-                if age_s > 2 * self.PERIOD_S:
+            # Each look costs the file server a request; one that took longer than a period says nothing.
+            while is_sure or self.clock() - self.looked_at >= self.PERIOD_S:
+                is_sure = False
+                try:
+                    self.look()
+                except (OSError, Denied) as error:
+                    if self.clock() - self.looked_at <= 2 * self.PERIOD_S:  # a file system that comes back
+                        return
                     raise Conflict(f'the lease {self.path} could not be renewed, '
                                    f'others may take it: {error}') from None
+
+    def look(self) -> None:
+        """Say that we live, and see that it is ours."""
+        now = self.clock()
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.path)
+        found = self.read()
+        if not found:
+            raise Conflict(f'the lease {self.path} was removed, so that others may have the database')
+        if found[-1]['id'] != self.mine['id']:
+            raise Conflict('another server has taken the database over: ' + self.describe(found))
+        self.looked_at = now
 
     def release(self) -> None:
         """Give it back, if it is ours."""
         found = self.read()
-        if found is not None and found.get('id') == self.mine['id']:
+        if found and found[-1]['id'] == self.mine['id']:
             os.unlink(self.path)
 
 
@@ -12829,7 +12847,7 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     Callers release the lease of the store, if it has one, when they have closed it.
     """
     prepare_database_directory(database)
-    lease, has_locks = None, True
+    lease = None
     if filesystem_type(os.path.dirname(os.path.abspath(database))) not in LOCAL_FILESYSTEMS:
         lease = Lease(database)
         with writing(lease.path, '--db'):
@@ -12837,60 +12855,15 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
             stack.callback(lease.release)
-            has_locks = can_lock(lease.path)
         takes_older = takes_over or from_snapshot
         opened = open_in_memory if in_memory else open_on_disk
-        store = opened(database, takes_older, has_locks)
+        store = opened(database, takes_older, has_locks=lease is None)
         store.lease = lease
         stack.callback(store.close)
         with store.transaction():
             note_place(Service(store).context())
         stack.pop_all()
         return store
-
-
-LOCK_TRIAL_S = 10.0
-LOCK_PAUSE_S = 0.002
-
-
-def can_lock(path: str) -> bool:
-    """Whether files can be locked where a file lies, which nobody else locks. Tried by a child: it may hang.
-
-    Lustre refuses locks when it is mounted with noflock; NFS version 3 waits for a lock server that is gone.
-    """
-    try:
-        pid = os.fork()
-    except OSError:     # no room for processes: the database says whether it can be locked
-        return True
-    if pid == 0:
-        try_lock(path)
-    deadline = time.monotonic() + LOCK_TRIAL_S
-    while True:
-        try:
-            found, status = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:   # the caller ignores SIGCHLD
-            return True
-        if found:
-            reason = 'refuses locks' if status else ''
-            break
-        if time.monotonic() >= deadline:
-            reason = f'does not answer within {LOCK_TRIAL_S:g} s when asked for a lock'
-            os.kill(pid, signal.SIGKILL)    # in vain as long as the kernel waits: it is left
-            break
-        time.sleep(LOCK_PAUSE_S)
-    if reason:
-        log.warning('the file system of %s %s: only this lease keeps other servers away', path, reason)
-    return not reason
-
-
-def try_lock(path: str) -> None:
-    """In the forked child: lock a file, and say by the exit code whether that went well. Never returns."""
-    code = 1
-    try:
-        fcntl.lockf(os.open(path, os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        code = 0
-    finally:
-        os._exit(code)
 
 
 # -------- databases in memory --------
@@ -12987,16 +12960,6 @@ def make_memory_directory(size_bytes: int) -> str:
                 return tempfile.mkdtemp(prefix='torc-', dir=parent)
     raise BadInput(f'neither /dev/shm nor {tempfile.gettempdir()} has room for a database of '
                    f'{format_memory(size_bytes)}')
-
-
-def renew_file(path: str) -> None:
-    """Put a copy in the place of a file: who has opened it before has one without a name. OSError."""
-    with open(path, 'rb') as file, os.fdopen(create_file(path + '.new', 0o600), 'wb') as copy:
-        shutil.copyfileobj(file, copy)
-        copy.flush()
-        os.fsync(copy.fileno())
-    os.replace(path + '.new', path)
-    sync_directory(os.path.dirname(path))
 
 
 def replace_with_copy(store: Store, path: str) -> None:
