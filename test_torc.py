@@ -3320,6 +3320,32 @@ class ServiceTest(unittest.TestCase):
         self.call('initialize_jobs', id=workflow_id)
         return workflow_id
 
+    COLUMNS = ('name', 'cpus', 'memory', 'gpus', 'nodes', 'runtime', 'labels', 'scheduler', 'needs', 'priority')
+
+    def make(self, rows: str, schedulers: Sequence[Any] = (), starts: bool = True, **more: Any) -> int:
+        """A workflow from lines with the cells of COLUMNS; what is left out at the end, or '-', is as if not given.
+
+        `needs` are other jobs, `scheduler` the place of one. more: fields of the workflow, actions.
+        """
+        lines = filter(None, map(str.split, rows.splitlines()))
+        table = [{key: '' if cell == '-' else cell for key, cell in itertools.zip_longest(self.COLUMNS, cells, fillvalue='')}
+                 for cells in lines]
+        names = [row['name'] for row in table]
+        needs = [{'name': f'r{place}', 'num_cpus': int(row['cpus'] or 1), 'memory': row['memory'] or '1g', 'num_gpus': int(row['gpus'] or 0),
+                  'num_nodes': int(row['nodes'] or 1), 'runtime': row['runtime'] or 'PT1M'} for place, row in enumerate(table)]
+        kinds = [[place, int(row['priority'] or 0), int(row['scheduler']) if row['scheduler'] else None,
+                  row['labels'].split(',') if row['labels'] else None] for place, row in enumerate(table)]
+        sets = [sorted(map(names.index, filter(None, row['needs'].split(',')))) for row in table]
+        jobs = [torc.PlannedJob(row['name'], 'x', None, None, place, place if sets[place] else None, None, True, False, [], [], [], [])
+                for place, row in enumerate(table)]
+        body = {'workflow': dict({'name': 'w', 'user': 'u'}, **more.get('workflow', {})), 'files': [], 'user_data': [],
+                'resource_requirements': needs, 'slurm_schedulers': [dict({'account': 'a'}, **row) for row in schedulers],
+                'failure_handlers': [], 'kinds': kinds, 'dependency_sets': sets, 'jobs': jobs, 'actions': more.get('actions', [])}
+        workflow_id = self.call('create_workflow_from_spec', body)['workflow_id']
+        if starts:
+            self.call('initialize_jobs', id=workflow_id)
+        return workflow_id
+
     def node(self, workflow_id: int, **more: Any) -> int:
         body = dict(workflow_id=workflow_id, hostname='h', pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0,
                     num_gpus=0, num_nodes=1, compute_node_type='local', is_active=True, lease_s=60.0)
@@ -3700,6 +3726,21 @@ class ScenarioTest(ServiceTest):
         self.addCleanup(self.store.close)
         self.service = torc.Service(self.store)
         self.service.clock = self.store.now
+
+    def do_record(self, slurm_job_id: str) -> None:
+        """A record of an allocation."""
+        self.call('create_scheduled_compute_node', {
+            'workflow_id': self.workflow_id, 'scheduler_id': int(slurm_job_id), 'scheduler_config_id': 1, 'scheduler_type': 'slurm',
+            'status': 'pending'})
+
+    def do_runner(self, name: str, restart: str = '0') -> None:
+        """A runner begins in Slurm job 17, at its so manieth restart."""
+        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None, 'restart_count': int(restart)}
+        self.nodes[name] = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, **self.process(name))
+
+    def see_allocations(self) -> List[str]:
+        """Statuses of the records."""
+        return [row['status'] for row in self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']]
 
     def do_wait(self, seconds: str) -> None:
         self.clock += float(seconds)
@@ -5148,133 +5189,104 @@ class ProvenanceTest(ServiceTest):
 
 # ======== 8c. Claims ========
 
+# What a job may need that a node of 4 CPUs, 8 GiB and no GPU has not: its cells in make(), a name, and what is told of NODE.
+LACKS = (
+    ('5', 'cpus', '5 CPUs, and NODE has 4 (--num-cpus)'), ('1 9g', 'memory', '9.0GB of memory, and NODE has 8.0GB (--memory-gb)'),
+    ('1 1g 2', 'gpus', '2 GPUs, and NODE has 0 (--num-gpus)'), ('1 1g - 2', 'nodes', '2 nodes, and NODE has 1'),
+    ('1 1g - 1 PT13M', 'runtime', 'a runtime of PT13M, and NODE has PT10M left (--time-limit, --end-time)'),
+    ('1 1g - 1 PT1M b,a', 'labels', 'a runner with --label a,b'))
+
+
 class ClaimTest(ServiceTest):
     """Which jobs a node gets."""
+    TABLE = '''
+        small   1  1g  -  1  PT10M
+        long    1  1g  -  1  PT2H
+        wide    3  1g  -  1  PT10M
+        fat     1  7g  -  1  PT10M
+        urgent  1  1g  -  1  PT1M   -    -  -  5
+        gpu     1  1g  1  1  PT10M
+        two     4  1g  -  2  PT10M
+        tagged  1  1g  -  1  PT10M  a,b
+        '''
+    BOUND = '''
+        other  1  1g  -  1  PT1M  -  1  -  9
+        free   1  1g  -  1  PT1M  -  -  -  5
+        mine   1  1g  -  1  PT1M  -  0
+        '''
+    # What the jobs of TABLE are taken by, in this order: by one node after the other.
+    TAKEN = (
+        ('priority, GPUs, runtime, memory, CPUs, then id make the order',
+         ({'num_cpus': 99, 'memory_gb': 99.0, 'num_gpus': 1}, 'urgent gpu long fat wide small')),
+        ('only what fits is taken, and the rest goes on to wait',
+         ({'num_cpus': 5, 'memory_gb': 3.5}, 'urgent long wide'), ({'num_cpus': 1}, 'fat'), ({'num_cpus': 1}, 'small')),
+        ('packing is per node',
+         ({'num_nodes': 2, 'num_cpus': 3, 'memory_gb': 9.0, 'time_limit': 'PT3H'}, 'urgent long fat wide'),
+         ({'num_nodes': 3, 'num_cpus': 0, 'memory_gb': 9.0}, '1 CPUs, and this runner has 0')),
+        ('a job of two nodes takes whole ones',
+         ({'num_nodes': 3, 'num_cpus': 8, 'memory_gb': 64.0}, 'urgent long fat two wide small')),
+        ('a job of two nodes has no place on one',
+         ({'num_cpus': 8, 'memory_gb': 64.0}, 'urgent long fat wide small')),
+        ('the time that is left bounds the runtime',
+         ({'num_cpus': 99, 'memory_gb': 99.0, 'time_limit': 'PT5M'}, 'urgent'),
+         ({'time_limit': 'PT9M'}, 'they need a runtime of PT10M, and this runner has PT7M left')),
+        ('labels are sets', ({'labels': ['a']}, 'jobs such as tagged cannot run here: they need a runner with --label a,b'),
+         ({'labels': ['c', 'b', 'a']}, 'tagged')))
 
-    def make(self, rows: str) -> int:
-        """A workflow from a table: name, cpus, memory, gpus, nodes, runtime, priority, labels, scheduler."""
-        table = rows_of(rows)
-        needs = [{'name': f'r{place}', 'num_cpus': int(row['cpus']), 'memory': row['memory'], 'num_gpus': int(row['gpus'] or 0),
-                  'num_nodes': int(row['nodes'] or 1), 'runtime': row['runtime']} for place, row in enumerate(table)]
-        kinds = [[place, int(row['priority'] or 0), int(row['scheduler']) if row['scheduler'] else None,
-                  row['labels'].split(',') if row['labels'] else None]
-                 for place, row in enumerate(table)]
-        jobs = [torc.PlannedJob(row['name'], 'x', None, None, place, None, None, True, False, [], [], [],
-                                []) for place, row in enumerate(table)]
-        body = {'workflow': {'name': 'w', 'user': 'u'}, 'files': [], 'user_data': [], 'resource_requirements': needs,
-                'slurm_schedulers': [{'name': name, 'account': 'a'} for name in 'st'], 'failure_handlers': [], 'kinds': kinds,
-                'dependency_sets': [], 'jobs': jobs, 'actions': []}
-        workflow_id = self.call('create_workflow_from_spec', body)['workflow_id']
-        self.call('initialize_jobs', id=workflow_id)
-        return workflow_id
-
-    def take(self, workflow_id: int, limit: int = 100, **node: Any) -> str:
+    def take(self, workflow_id: int, **node: Any) -> str:
         """Names claimed by resources, in order; the reason where there are none."""
         strict = node.pop('strict', False)
         body = dict({'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}, **node)
-        answer = self.call('claim_jobs_based_on_resources', body, id=workflow_id, limit=limit, strict_scheduler_match=strict)
+        answer = self.call('claim_jobs_based_on_resources', body, id=workflow_id, limit=100, strict_scheduler_match=strict)
         return ' '.join(job['name'] for job in answer['jobs']) or answer['reason']
 
-    TABLE = '''
-        name      cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
-        small     1     1g      -     1      PT10M    -         -       -
-        long      1     1g      -     1      PT2H     -         -       -
-        wide      3     1g      -     1      PT10M    -         -       -
-        fat       1     7g      -     1      PT10M    -         -       -
-        urgent    1     1g      -     1      PT1M     5         -       -
-        gpu       1     1g      1     1      PT10M    -         -       -
-        two       4     1g      -     2      PT10M    -         -       -
-        tagged    1     1g      -     1      PT10M    -         a,b     -
-        '''
+    def test_a_node_takes_what_fits_it_in_order(self):
+        for title, *nodes in self.TAKEN:
+            with self.subTest(title):
+                workflow_id = self.make(self.TABLE)
+                for node, taken in nodes:
+                    found = self.take(workflow_id, **node)
+                    self.assertTrue(taken in found if ' has ' in taken or ' need ' in taken else taken == found, found)
 
-    def test_order_is_priority_gpus_runtime_memory_cpus_then_id(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertEqual('urgent gpu long fat wide small', self.take(workflow_id, num_cpus=99, memory_gb=99.0, num_gpus=1))
-
-    def test_only_what_fits_is_taken_and_the_rest_goes_on_to_wait(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertEqual('urgent long wide', self.take(workflow_id, num_cpus=5, memory_gb=3.5))
-        self.assertEqual('fat', self.take(workflow_id, num_cpus=1))
-        self.assertEqual('small', self.take(workflow_id, num_cpus=1))
-
-    def test_packing_is_per_node(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertEqual('urgent long fat wide', self.take(workflow_id, num_nodes=2, num_cpus=3, memory_gb=9.0, time_limit='PT3H'))
-        self.assertIn('1 CPUs, and this runner has 0', self.take(workflow_id, num_nodes=3, num_cpus=0, memory_gb=9.0))
-        node = [[4, 9 << 30, 0]]
-        want = {'strategy': 'resources', 'limit': 9, 'nodes': [[0, 0, 0]], 'sizes': node}
+    def test_what_does_not_fit_now_but_would_is_told_so(self):
+        workflow_id = self.make('j')
+        want = {'strategy': 'resources', 'limit': 9, 'nodes': [[0, 0, 0]], 'sizes': [[4, 9 << 30, 0]]}
         answer = self.sync(workflow_id, self.node(workflow_id), explain=True, want=want)
         self.assertEqual('no ready job fits what is free', answer['reason'])
 
-    def test_a_job_of_two_nodes_takes_whole_ones(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertIn('two', self.take(workflow_id, num_nodes=3, num_cpus=8, memory_gb=64.0))
-        self.assertNotIn('two', self.take(self.make(self.TABLE), num_nodes=1, num_cpus=8, memory_gb=64.0))
-
-    def test_remaining_time_bounds_the_runtime(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertEqual('urgent', self.take(workflow_id, num_cpus=99, memory_gb=99.0, time_limit='PT5M'))
-        self.assertIn('they need a runtime of PT10M, and this runner has PT7M left', self.take(workflow_id, time_limit='PT9M'))
-
     def test_a_node_is_told_whether_jobs_are_left_that_it_may_take(self):
-        workflow_id = self.make('''
-            name    cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
-            plain   1     1g      -     1      PT10M    -         -       -
-            tagged  1     1g      -     1      PT10M    -         a,b     -
-            ''')
-        node = {'workflow_id': workflow_id, 'hostname': 'h', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z',
-                'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0,
-                'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True}
-        nodes = [self.call('create_compute_node', dict(node, labels=labels))['id'] for labels in (None, ['b', 'a', 'c'], ['a'])]
+        workflow_id = self.make('plain\ntagged 1 1g - 1 PT1M a,b')
+        nodes = [self.node(workflow_id, labels=labels, pid=pid) for pid, labels in enumerate((None, ['b', 'a', 'c'], ['a']))]
 
         def left() -> List[bool]:
-            return [self.call('runner_sync', {'compute_node_id': node_id, 'run_id': 1, 'explain': True},
-                              id=workflow_id)['has_jobs_for_node'] for node_id in nodes]
+            return [self.sync(workflow_id, node_id, explain=True)['has_jobs_for_node'] for node_id in nodes]
         self.assertEqual([True, True, False], left())
         plain, tagged = (job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items'])
         for job_id, wanted in ((tagged, [True, False, False]), (plain, [False, False, False])):
             self.call('manage_status_change', id=job_id, status='disabled', run_id=1)
             self.assertEqual(wanted, left())
 
-    def test_labels_are_sets(self):
-        workflow_id = self.make(self.TABLE)
-        self.assertIn('jobs such as tagged cannot run here: they need a runner with --label a,b', self.take(workflow_id, labels=['a']))
-        self.assertEqual('tagged', self.take(workflow_id, labels=['c', 'b', 'a']))
-
     def test_a_schedulers_own_jobs_come_first_then_unbound_then_any(self):
-        rows = '''
-            name   cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
-            other  1     1g      -     1      PT1M     9         -       1
-            free   1     1g      -     1      PT1M     5         -       -
-            mine   1     1g      -     1      PT1M     -         -       0
-            '''
-        first = self.store.next_id('slurm_scheduler')
-        self.assertEqual('mine free other', self.take(self.make(rows), scheduler_config_id=first))
-        first = self.store.next_id('slurm_scheduler')
-        self.assertEqual('mine free', self.take(self.make(rows), scheduler_config_id=first, strict=True))
+        for strict, taken in ((False, 'mine free other'), (True, 'mine free')):
+            first = self.store.next_id('slurm_scheduler')
+            workflow_id = self.make(self.BOUND, [{'name': 's'}, {'name': 't'}])
+            self.assertEqual(taken, self.take(workflow_id, scheduler_config_id=first, strict=strict))
 
     def test_the_queue_goes_by_priority_and_id_alone(self):
         workflow_id = self.make(self.TABLE)
         jobs = self.call('claim_next_jobs', id=workflow_id, limit=3)['jobs']
-        self.assertEqual(['urgent', 'small', 'long'], [job['name'] for job in jobs])
-        self.assertEqual({'pending'}, {job['status'] for job in jobs})
+        self.assertEqual([('urgent', 'pending'), ('small', 'pending'), ('long', 'pending')], [(job['name'], job['status']) for job in jobs])
 
     def test_jobs_that_need_the_same_go_by_id_whatever_their_requirements_are_called(self):
-        rows = '''
-            name  cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
-            j0    1     1g      -     1      PT1M     -         -       -
-            j1    1     1g      -     1      PT1M     -         -       -
-            j2    1     1g      -     1      PT1M     -         -       -
-            '''
-        workflow_id = self.make(rows)
+        workflow_id = self.make('j0\nj1\nj2')
         self.store.run('UPDATE job SET kind_id = (SELECT min(id) FROM job_kind) WHERE name = ?', ('j2',))
         self.assertEqual('j0 j1 j2', self.take(workflow_id))
 
     def test_rounds_ahead_take_more_than_fits_at_once(self):
         workflow_id = self.create('\n'.join(f'j{i}:' for i in range(20)))
-        node_id = self.node(workflow_id)
         want = {'strategy': 'resources', 'limit': 100, 'depth': 4, 'nodes': [[1, 1 << 30, 0]], 'sizes': [[2, 1 << 30, 0]]}
-        self.assertEqual([f'j{i}' for i in range(7)], [job['name'] for job in self.sync(workflow_id, node_id, want=want)['jobs']])
+        found = self.sync(workflow_id, self.node(workflow_id), want=want)['jobs']
+        self.assertEqual([f'j{i}' for i in range(7)], [job['name'] for job in found])
 
     def placed(self, workflow_id: int, node_id: int, **want: Any) -> str:
         """Claimed jobs and the indexes of their nodes."""
@@ -5282,14 +5294,7 @@ class ClaimTest(ServiceTest):
         return ' '.join(f"{job['name']}:{'+'.join(map(str, job['nodes']))}" for job in self.sync(workflow_id, node_id, want=want)['jobs'])
 
     def test_a_claim_says_on_which_of_the_callers_nodes_each_job_goes(self):
-        rows = self.HEAD + '''
-            big   8     1g      -     1      PT3M     -         -       -
-            pair  1     1g      -     2      PT2M     -         -       -
-            j0    1     2g      -     1      PT1M     -         -       -
-            j1    1     2g      -     1      PT1M     -         -       -
-            gpu   1     1g      1     1      PT1M     -         -       -
-            '''
-        gib, workflow_id = 1 << 30, self.make(rows)
+        gib, workflow_id = 1 << 30, self.make('big 8 1g - 1 PT3M\npair 1 1g - 2 PT2M\nj0 1 2g\nj1 1 2g\ngpu 1 1g 1')
         node_id = self.node(workflow_id)
         sizes = [[8, 8 * gib, 0], [8, 8 * gib, 0], [8, 8 * gib, 1], [8, 8 * gib, 0]]
         free = [[2, 3 * gib, 0], [8, 8 * gib, 0], [6, 8 * gib, 1], [8, 8 * gib, 0]]
@@ -5315,96 +5320,55 @@ class ClaimTest(ServiceTest):
         workflow_id = self.create('\n'.join(f'j{i}:' for i in range(50)))
         nodes = [self.node(workflow_id) for _ in range(2)]
         seen = [name for turn in range(20) for name in self.claim(workflow_id, nodes[turn % 2], 3)]
-        self.assertEqual(50, len(seen))
-        self.assertEqual(50, len(set(seen)))
+        self.assertEqual((50, 50), (len(seen), len(set(seen))))
 
-    HEAD = 'name  cpus  memory  gpus  nodes  runtime  priority  labels  scheduler'
+    # -------- what a runner is told of jobs that it will never take --------
 
-    def test_what_no_node_of_a_runner_has_is_told_from_the_largest_of_them(self):
-        rows = self.HEAD + '''
-            odd   9     1g      -     1      PT1M     -         -       -
-            pair  1     1g      -     3      PT1M     -         -       -
-            '''
-        workflow_id = self.make(rows)
-        sizes = [[8, 1 << 30, 0], [4, 2 << 30, 1]]
-        want = {'strategy': 'resources', 'limit': 9, 'nodes': sizes, 'sizes': sizes}
-        answer = self.sync(workflow_id, self.node(workflow_id), explain=True, survey=True, want=want)
-        self.assertEqual(['jobs such as odd cannot run here: they need 9 CPUs, and this runner has 8 (--num-cpus)',
-                          'jobs such as pair cannot run here: they need 3 nodes, and this runner has 2'], sorted(answer['notices']))
-
-    def wants(self, workflow_id: int, node_id: int = 0, **more: Any) -> Any:
-        """A runner's turn, on a node of 4 CPUs, 8 GiB and no GPU."""
-        sizes = [[4, 8 << 30, 0]]
+    def wants(self, workflow_id: int, node_id: int = 0, sizes: Sequence[Any] = ((4, 8 << 30, 0),), **more: Any) -> Any:
+        """A runner's turn, on nodes of these sizes."""
         want = dict({'strategy': 'resources', 'limit': 9, 'nodes': sizes, 'sizes': sizes}, **more)
         return self.sync(workflow_id, node_id or self.node(workflow_id), explain=True, survey=True, want=want)
 
+    def told(self, workflow_id: int, **more: Any) -> List[str]:
+        """Jobs that the runner is told of, and what they need."""
+        return [notice.replace('jobs such as ', '').replace(' cannot run here: they need', ':')
+                for notice in self.wants(workflow_id, **more)['notices']]
+
     def test_what_a_job_needs_and_a_runner_will_never_have_is_told_with_the_option(self):
-        rows = rows_of('''
-            cpus  memory  gpus  nodes  runtime  labels  what
-            5     1g      -     1      PT1M     -       5 CPUs, and this runner has 4 (--num-cpus)
-            1     9g      -     1      PT1M     -       9.0GB of memory, and this runner has 8.0GB (MEMORY)
-            1     1g      2     1      PT1M     -       2 GPUs, and this runner has 0 (--num-gpus)
-            1     1g      -     2      PT1M     -       2 nodes, and this runner has 1
-            1     1g      -     1      PT13M    -       a runtime of PT13M, and this runner has PT10M left T
-            1     1g      -     1      PT1M     b,a     a runner with --label a,b
-            5     1g      1     1      PT1M     -       5 CPUs, and this runner has 4 (--num-cpus); 1 GPUs, 0
-            ''')
-        long = {'left T': 'left (--time-limit, --end-time)', 'MEMORY': '--memory-gb',
-                'GPUs, 0': 'GPUs, and this runner has 0 (--num-gpus)'}
-        for row in rows:
-            with self.subTest(row['what']):
-                needs = [row[key] or '-' for key in ('cpus', 'memory', 'gpus', 'nodes', 'runtime')]
-                lines = [self.HEAD, f"odd  {'  '.join(needs)}  -  {row['labels'] or '-'}  -",
-                         'fine  1  1g  -  1  PT1M  -  -  -']
-                answer = self.wants(self.make('\n'.join(lines)), time_limit='PT12M')
-                what = re.sub('|'.join(long), lambda match: long[match.group()], row['what'])
-                self.assertEqual((['fine'], [f'jobs such as odd cannot run here: they need {what}']),
-                                 ([job['name'] for job in answer['jobs']], answer['notices']))
-                alone = self.wants(self.make('\n'.join(lines[:2])), time_limit='PT12M')
-                self.assertEqual((alone['notices'][0], False), (alone['reason'], alone['claimable']))
+        both = ('5 1g 1', '', '5 CPUs, and NODE has 4 (--num-cpus); 1 GPUs, and NODE has 0 (--num-gpus)')
+        for cells, name, what in (*LACKS, both):
+            with self.subTest(cells):
+                answer = self.wants(self.make(f'odd {cells}\nfine'), time_limit='PT12M')
+                notice = f'jobs such as odd cannot run here: they need {what}'.replace('NODE', 'this runner')
+                self.assertEqual((['fine'], [notice]), ([job['name'] for job in answer['jobs']], answer['notices']))
+                alone = self.wants(self.make(f'odd {cells}'), time_limit='PT12M')
+                self.assertEqual((notice, False), (alone['reason'], alone['claimable']))
+
+    def test_what_no_node_of_a_runner_has_is_told_from_the_largest_of_them(self):
+        told = self.told(self.make('odd 9\npair 1 1g - 3'), sizes=[[8, 1 << 30, 0], [4, 2 << 30, 1]])
+        self.assertEqual(['odd: 9 CPUs, and this runner has 8 (--num-cpus)', 'pair: 3 nodes, and this runner has 2'], sorted(told))
 
     def test_what_will_not_fit_is_told_before_it_is_ready_and_what_is_done_is_not(self):
-        workflow_id = self.create('a:\nb: a')
-        for key, value in (('num_gpus', 1), ('name', 'gpu')):
-            self.store.run(f'UPDATE resource_requirements SET {key} = ?', (value,))
-        self.store.run("UPDATE job SET status = 3 WHERE name = 'a'")
-        notice = 'jobs such as b cannot run here: they need 1 GPUs, and this runner has 0 (--num-gpus)'
-        self.assertEqual([notice], self.wants(workflow_id)['notices'])
+        workflow_id = self.make('a\nb 1 1g 1 1 PT1M - - a')
+        self.claim(workflow_id, self.node(workflow_id))
+        self.assertEqual(['b: 1 GPUs, and this runner has 0 (--num-gpus)'], self.told(workflow_id))
         self.store.run('UPDATE job SET status = 5')
-        self.assertEqual([], self.wants(workflow_id)['notices'])
+        self.assertEqual([], self.told(workflow_id))
 
-    def test_a_runner_of_an_allocation_is_not_told_of_jobs_that_are_bound_to_others(self):
-        workflow_id = self.make(self.HEAD + '''
-            mine   9  1g  -  1  PT1M  -  -  0
-            other  9  1g  -  1  PT1M  -  -  1
-            any    9  1g  -  1  PT1M  -  -  -
-            ''')
-        ids = sorted(row['id'] for row in self.call('list_slurm_schedulers', workflow_id=workflow_id)['items'])
-        answer = self.wants(workflow_id, scheduler_config_id=ids[0])
-        needs = 'cannot run here: they need 9 CPUs, and this runner has 4 (--num-cpus)'
-        self.assertEqual([f'jobs such as mine {needs}'], answer['notices'])
+    def test_a_runner_is_told_of_its_own_jobs_only(self):
+        needs = '9 CPUs, and this runner has 4 (--num-cpus)'
+        workflow_id = self.make('mine 9 1g - 1 PT1M - 0\nother 9 1g - 1 PT1M - 1\nany 9', [{'name': 's'}, {'name': 't'}])
+        mine = min(row['id'] for row in self.call('list_slurm_schedulers', workflow_id=workflow_id)['items'])
+        self.assertEqual([f'mine: {needs}'], self.told(workflow_id, scheduler_config_id=mine))
         self.store.run("UPDATE job SET status = 5 WHERE name <> 'other'")
-        self.assertEqual([], self.wants(workflow_id, scheduler_config_id=ids[0])['notices'])
-
-    def test_a_labelled_runner_is_told_of_its_own_jobs_only_and_the_queue_knows_no_sizes(self):
-        rows = '''
-            name    cpus  memory  gpus  nodes  runtime  priority  labels  scheduler
-            plain   9     1g      -     1      PT1M     -         -       -
-            tagged  9     1g      -     1      PT1M     -         a       -
-            other   9     1g      -     1      PT1M     -         b       -
-            '''
-        needs = 'cannot run here: they need 9 CPUs, and this runner has 4 (--num-cpus)'
-        answer = self.wants(self.make(rows), labels=['a'])
-        self.assertEqual([f'jobs such as tagged {needs}'], answer['notices'])
-        queue = {'strategy': 'queue', 'limit': 9}
-        workflow_id = self.make(rows)
-        answer = self.sync(workflow_id, self.node(workflow_id), survey=True, want=queue)
-        notices = [f'jobs such as {name} cannot run here: they need a runner with --label {label}'
-                   for name, label in (('tagged', 'a'), ('other', 'b'))]
-        self.assertEqual((['plain'], notices), ([job['name'] for job in answer['jobs']], answer['notices']))
+        self.assertEqual([], self.told(workflow_id, scheduler_config_id=mine))
+        labelled = 'plain 9\ntagged 9 1g - 1 PT1M a\nother 9 1g - 1 PT1M b'
+        self.assertEqual([f'tagged: {needs}'], self.told(self.make(labelled), labels=['a']))
+        self.assertEqual(['tagged: a runner with --label a', 'other: a runner with --label b'],
+                         self.told(self.make(labelled), strategy='queue'))    # it knows no sizes
 
     def test_there_is_nothing_to_wait_for_when_nobody_can_take_what_is_ready(self):
-        workflow_id = self.make(f'{self.HEAD}\nbig  9  1g  -  1  PT1M  -  -  -')
+        workflow_id = self.make('big 9')
         node_id = self.node(workflow_id)
         self.assertFalse(self.wants(workflow_id, node_id)['claimable'])
         self.assertTrue(self.sync(workflow_id, node_id)['claimable'])       # it has not asked
@@ -5413,8 +5377,7 @@ class ClaimTest(ServiceTest):
         self.call('update_compute_node', {'is_active': False}, id=other)
         self.assertFalse(self.wants(workflow_id, node_id)['claimable'])
         self.call('create_scheduled_compute_node', {
-            'workflow_id': workflow_id, 'scheduler_id': 7, 'scheduler_config_id': 0, 'status': 'pending',
-            'scheduler_type': 'slurm'})
+            'workflow_id': workflow_id, 'scheduler_id': 7, 'scheduler_config_id': 0, 'status': 'pending', 'scheduler_type': 'slurm'})
         self.assertTrue(self.wants(workflow_id, node_id)['claimable'])      # which will come
 
     def test_every_turn_tells_how_many_jobs_are_in_which_status_whoever_changed_them(self):
@@ -5455,43 +5418,27 @@ class ClaimTest(ServiceTest):
         self.assertEqual({'canceled': 1498, 'uninitialized': 2, 'completed': 1, 'disabled': 1}, told())
 
     def test_a_turns_cost_does_not_grow_with_the_jobs_of_the_workflow(self):
-        def steps(count: int) -> int:
-            workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))
+        def steps(lines: Iterable[str], limit: int, status: str = 'completed', **more: Any) -> int:
+            """Of SQLite, for the end of the first job and a claim."""
+            workflow_id = self.create('\n'.join(lines))
             node_id, calls = self.node(workflow_id), []
             job = self.claim(workflow_id, node_id, 1)['j0']
             self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
-            want = {'strategy': 'queue', 'limit': 1}
-            self.sync(workflow_id, node_id, completions=[self.end(job)], want=want, explain=True)
+            self.sync(workflow_id, node_id, completions=[self.end(job, status, **more)], explain=True,
+                      want={'strategy': 'queue', 'limit': limit})
             self.store.connection.set_progress_handler(None, 0)
             return len(calls)
-        few, many = steps(100), steps(6000)
-        self.assertLess(many, few * 1.1)
 
-    def test_a_retrys_cost_does_not_grow_with_what_waits(self):
-        def steps(count: int) -> int:
-            chain = (f'j{i}: j{i - 1}' for i in range(1, count))
-            workflow_id = self.create('\n'.join(['j0:', *chain]))
-            node_id, calls = self.node(workflow_id), []
-            job = self.claim(workflow_id, node_id, 1)['j0']
-            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
-            self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 1, retry=True)])
-            self.store.connection.set_progress_handler(None, 0)
-            self.assertEqual('ready', self.call('get_job', job_id=job['id'])['status'])
-            return len(calls)
-        few, many = steps(100), steps(3000)
-        self.assertLess(many, few * 1.1)
+        def free(count: int) -> List[str]:
+            return [f'j{i}:' for i in range(count)]
 
-    def test_a_claims_cost_does_not_grow_with_what_is_ready(self):
-        def steps(count: int) -> int:
-            workflow_id = self.create('\n'.join(f'j{i}:' for i in range(count)))
-            node_id, calls = self.node(workflow_id), []
-            self.sync(workflow_id, node_id)     # the jobs are counted once a second
-            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
-            self.claim(workflow_id, node_id, 5)
-            self.store.connection.set_progress_handler(None, 0)
-            return len(calls)
-        few, many = steps(2000), steps(6000)
-        self.assertLess(many, few * 1.3)
+        def chain(count: int) -> List[str]:
+            return ['j0:', *(f'j{i}: j{i - 1}' for i in range(1, count))]
+        for shape, few, many, limit, end in ((free, 100, 6000, 1, {}), (free, 2000, 6000, 5, {}),
+                                             (chain, 100, 3000, 0, {'status': 'failed', 'code': 1, 'retry': True})):
+            with self.subTest(shape=shape.__name__, limit=limit):
+                expected = steps(shape(few), limit, **end)
+                self.assertLess(steps(shape(many), limit, **end), 1.1 * expected)
 
 
 # ======== 8d. Completion ========
@@ -6240,81 +6187,43 @@ class NodeTest(ScenarioTest):
         self.assertEqual(nodes[2:], [node['id'] for node in active])
 
 
-class AllocationRecordTest(ServiceTest):
+class AllocationRecordTest(ScenarioTest):
     """What the server notes of runners in Slurm jobs."""
+    SCENARIOS = '''
+        a record is active from the first runner on, and complete when the last has left
+          a
+          record 17; record 18; runner n1; runner n2 -> allocations=active,pending
+          leave n1 -> allocations=active,pending
+          LEAVE n2 -> allocations=complete,pending
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb:')
-        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id,
-                                                                 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})['id']
+        after a requeue the earlier runners are dead, and their jobs ready without a retry spent
+          a / b
+          record 17; runner n1 restart=0; claim n1 a b; start a; runner n2 restart=0 -> active=n1,n2
+          runner n3 restart=1 -> active=n3 a=ready#2 b=ready#2 allocations=active
+          -> why_a='waits for a runner; its last attempt was interrupted: Slurm put job 17, in which it ran, into the queue again'
+          claim n3 a b -> interruptions=a:1,b:1
+        '''
 
-    def record(self, slurm_job_id: int, status: str = 'pending') -> int:
-        """A record of an allocation."""
-        return self.call('create_scheduled_compute_node', {
-            'workflow_id': self.workflow_id, 'scheduler_id': slurm_job_id, 'scheduler_config_id': self.scheduler_id, 'scheduler_type': 'slurm',
-            'status': status})['id']
-
-    def join(self, pid: int = 1, **scheduler: Any) -> Dict[str, Any]:
-        """A runner begins in a Slurm job; its compute node."""
-        return self.call('create_compute_node', {
-            'workflow_id': self.workflow_id, 'hostname': 'h', 'pid': pid, 'start_time': '2026-01-01T00:00:00Z', 'is_active': True, 'num_cpus': 4,
-            'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm', 'lease_s': 100.0,
-            'scheduler': dict({'type': 'slurm', 'slurm_job_id': 17}, **scheduler)})
-
-    def leave(self, node: Dict[str, Any]) -> None:
-        """A runner leaves."""
-        self.call('update_compute_node', {'is_active': False}, id=node['id'])
-
-    def found(self, record_id: int) -> Tuple[int, str]:
-        """Slurm job and status of a record."""
-        row = self.call('get_scheduled_compute_node', id=record_id)
-        return row['scheduler_id'], row['status']
-
-    def test_a_record_is_active_from_the_first_runner_on_and_complete_when_the_last_has_left(self):
-        record_id, other_id = self.record(17), self.record(18)
-        nodes = [self.join(pid, slurm_node_id=pid) for pid in range(2)]
-        self.assertEqual([(record_id, self.scheduler_id)] * 2, [(node['scheduler']['scheduler_id'],
-                                                                 node['scheduler_config_id']) for node in nodes])
-        self.assertEqual((17, 'active'), self.found(record_id))
-        for leave in (self.leave, lambda node: self.call('delete_compute_node', id=node['id'])):
-            with self.undone():
-                self.leave(nodes[0])
-                self.assertEqual((17, 'active'), self.found(record_id))
-                leave(nodes[1])
-                self.assertEqual((17, 'complete'), self.found(record_id))
-        self.assertEqual((18, 'pending'), self.found(other_id))
+    def test_records_follow_their_runners(self):
+        for leave in ('leave', 'delete'):
+            self.assertScenarios(self.SCENARIOS, LEAVE=leave)
 
     def test_a_record_whose_reply_of_sbatch_was_lost_gets_its_slurm_job(self):
-        self.record(17)
-        record_id = self.record(0)
-        node = self.join(scheduler_id=record_id)
-        self.assertEqual(record_id, node['scheduler']['scheduler_id'])
-        self.assertEqual((17, 'active'), self.found(record_id))
+        self.begin('a')
+        self.act('record 17; record 0')
+        record_id = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items'][1]['id']
+        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': record_id}
+        node = self.call('get_compute_node', id=self.node(self.workflow_id, scheduler=scheduler))
+        row = self.call('get_scheduled_compute_node', id=record_id)
+        self.assertEqual((record_id, row['scheduler_config_id'], 17, 'active'), (
+            node['scheduler']['scheduler_id'], node['scheduler_config_id'], row['scheduler_id'], row['status']))
 
     def test_a_runner_in_a_slurm_job_without_a_record_has_no_scheduler(self):
-        node = self.join()
+        self.begin('a')
+        self.act('runner n1')
+        node = self.call('get_compute_node', id=self.node_id('n1'))
         self.assertEqual((None, None), (node['scheduler']['scheduler_id'], node.get('scheduler_config_id')))
-        self.leave(node)
-
-    def test_after_a_requeue_the_earlier_runner_is_dead_and_its_jobs_are_ready_without_a_retry_spent(self):
-        record_id = self.record(17)
-        first = self.join(restart_count=0)
-        jobs = self.claim(self.workflow_id, first['id'])
-        self.sync(self.workflow_id, first['id'], started=[[jobs['a']['id'], 1, '2026-01-01T00:00:00Z']])
-        again = self.join(2, restart_count=0)       # another runner of the same start
-        self.assertTrue(self.call('get_compute_node', id=first['id'])['is_active'])
-        second = self.join(3, restart_count=1)
-        for node in (first, again):
-            self.assertFalse(self.call('get_compute_node', id=node['id'])['is_active'])
-        jobs = self.call('list_jobs', workflow_id=self.workflow_id)['items']
-        self.assertEqual({'ready'}, {job['status'] for job in jobs})
-        results = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
-        self.assertIn('Slurm put job 17, in which it ran, into the queue again',
-                      [row['reason'] for row in results])
-        claimed = self.claim(self.workflow_id, second['id'])
-        self.assertEqual((2, 1), (claimed['a']['attempt_id'], claimed['a']['interruptions']))
-        self.assertEqual((17, 'active'), self.found(record_id))
+        self.act('leave n1 -> active=')
 
 
 class StepAccountsTest(ServiceTest):
@@ -6326,21 +6235,19 @@ class StepAccountsTest(ServiceTest):
         self.node_id = self.node(self.workflow_id)
         self.jobs = self.claim(self.workflow_id, self.node_id)
 
-    def account(self, name: str = 'a', attempt_id: int = 1, **figures: Any) -> Any:
-        """A turn with a row of the accounting."""
-        row = dict({'job_id': self.jobs[name]['id'], 'attempt_id': attempt_id, 'slurm_job_id': '7'},
-                   **figures)
+    def account(self, attempt_id: int = 1, **figures: Any) -> Any:
+        """A turn with a row of the accounting of job a."""
+        row = dict({'job_id': self.jobs['a']['id'], 'attempt_id': attempt_id, 'slurm_job_id': '7'}, **figures)
         return self.sync(self.workflow_id, self.node_id, accounting=[row])
 
-    def finish(self, name: str = 'a', **figures: Any) -> Any:
-        """A turn with the end of a job of 30 s."""
-        return self.sync(self.workflow_id, self.node_id, completions=[self.end(self.jobs[name], **figures)])
+    def finish(self, **figures: Any) -> Any:
+        """A turn with the end of job a, after 30 s."""
+        return self.sync(self.workflow_id, self.node_id, completions=[self.end(self.jobs['a'], **figures)])
 
     def figures(self) -> Tuple:
         """What the only result says: peak and average memory, average and peak CPU."""
         row, = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
-        return tuple(map(row.get,
-                         ('peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent')))
+        return tuple(map(row.get, ('peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent')))
 
     # sampled by sstat | said by sacct | in the result: peak and average memory, average and peak CPU
     TABLE = (
@@ -6348,28 +6255,19 @@ class StepAccountsTest(ServiceTest):
         ({}, {'max_rss_bytes': 100, 'ave_cpu_seconds': 15.0}, (100, None, 50.0, 50.0)),
         ({'peak_memory_bytes': 200, 'avg_memory_bytes': 60}, {'max_rss_bytes': 100}, (200, 60, None, None)),
         ({'peak_memory_bytes': 50, 'avg_memory_bytes': 40}, {'max_rss_bytes': 100}, (100, 40, None, None)),
-        ({'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0}, {'ave_cpu_seconds': 15.0},
-         (None, None, 50.0, 90.0)),
-        ({'avg_cpu_percent': 0.0, 'peak_cpu_percent': 0.0}, {'ave_cpu_seconds': 15.0},
-         (None, None, 50.0, 50.0)),
+        ({'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0}, {'ave_cpu_seconds': 15.0}, (None, None, 50.0, 90.0)),
+        ({'avg_cpu_percent': 0.0, 'peak_cpu_percent': 0.0}, {'ave_cpu_seconds': 15.0}, (None, None, 50.0, 50.0)),
         ({'peak_memory_bytes': 50, 'avg_cpu_percent': 70.0, 'peak_cpu_percent': 90.0},
-         {'max_rss_bytes': 0, 'ave_cpu_seconds': 0.0},
-         (50, None, 70.0, 90.0)),
+         {'max_rss_bytes': 0, 'ave_cpu_seconds': 0.0}, (50, None, 70.0, 90.0)),
         ({'avg_cpu_percent': 70.0}, {'ave_cpu_seconds': 1e9}, (None, None, 70.0, None)))
 
     def test_a_result_is_completed_by_the_table_of_the_page_whichever_comes_first(self):
         for sampled, said, wanted in self.TABLE:
-            for order in ('result first', 'account first', 'twice'):
-                with self.subTest(sampled=sampled, said=said, order=order), self.undone():
-                    if order == 'account first':
-                        self.account(**said)
-                        self.assertEqual([], self.call('list_results', workflow_id=self.workflow_id)['items'])
-                    self.finish(**sampled)
-                    if order != 'account first':
-                        self.account(**said)
-                    if order == 'twice':
-                        self.account(**said)
-                        self.assertEqual([], self.finish(**sampled)['errors'])
+            for steps in ('result account', 'account result', 'result account account result'):
+                with self.subTest(sampled=sampled, said=said, steps=steps), self.undone():
+                    for step in steps.split():
+                        answer = self.account(**said) if step == 'account' else self.finish(**sampled)
+                        self.assertEqual([], answer['errors'])
                     self.assertEqual(wanted, self.figures())
 
     def test_there_is_one_row_for_an_attempt_and_what_is_known_of_it_stays(self):
@@ -6378,32 +6276,24 @@ class StepAccountsTest(ServiceTest):
         self.account(max_rss_bytes=120)
         row, = self.call('list_slurm_stats', workflow_id=self.workflow_id)['items']
         del row['id']
-        self.assertEqual({'workflow_id': self.workflow_id, 'job_id': self.jobs['a']['id'], 'run_id': 1,
-                          'attempt_id': 1, 'slurm_job_id': '7',
-                          'max_rss_bytes': 120, 'max_vm_size_bytes': 9, 'max_disk_read_bytes': 0,
-                          'ave_cpu_seconds': 1.5, 'node_list': 'n1'}, row)
-
-    def test_a_row_without_figures_is_kept_and_names_the_slurm_job(self):
-        self.finish(peak_memory_bytes=5)
-        self.account()
-        self.assertEqual((5, None, None, None), self.figures())
+        self.assertEqual({'workflow_id': self.workflow_id, 'job_id': self.jobs['a']['id'], 'run_id': 1, 'attempt_id': 1, 'slurm_job_id': '7',
+                          'max_rss_bytes': 120, 'max_vm_size_bytes': 9, 'max_disk_read_bytes': 0, 'ave_cpu_seconds': 1.5, 'node_list': 'n1'}, row)
         row, = self.call('get_slurm_job_correlations', id=self.workflow_id)['items']
         self.assertEqual((self.jobs['a']['id'], '7'), (row['job_id'], row['slurm_job_id']))
 
     def test_jobs_of_others_and_deleted_ones_are_left_out_and_the_rest_of_the_turn_counts(self):
-        other = self.create('x:')
-        stranger, = self.call('list_jobs', workflow_id=other)['items']
+        stranger, = self.call('list_jobs', workflow_id=self.create('x:'))['items']
         for job_id in (stranger['id'], 10 ** 9):
             rows = [{'job_id': job_id, 'attempt_id': 1, 'max_rss_bytes': 1}]
-            answer = self.sync(self.workflow_id, self.node_id, accounting=rows, completions=[])
-            self.assertEqual([], answer['errors'])
+            answer = self.sync(self.workflow_id, self.node_id, accounting=rows, completions=[self.end(self.jobs['a'])])
+            self.assertEqual((1, []), (len(answer['accepted']), answer['errors']))
         self.assertEqual(0, self.store.value('SELECT count(*) FROM slurm_stats'))
 
     def test_each_attempt_has_its_own_row_and_result(self):
         self.finish(status='terminated', code=143, interrupted=True)
         self.jobs.update(self.claim(self.workflow_id, self.node_id))
-        self.account('a', 1, max_rss_bytes=100)
-        self.account('a', 2, max_rss_bytes=200)
+        self.account(1, max_rss_bytes=100)
+        self.account(2, max_rss_bytes=200)
         self.finish(peak_memory_bytes=150)
         rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
         self.assertEqual({1: 100, 2: 200}, {row['attempt_id']: row['peak_memory_bytes'] for row in rows})
@@ -6411,121 +6301,68 @@ class StepAccountsTest(ServiceTest):
     def test_a_row_that_cannot_be_right_is_refused(self):
         for figures in ({'max_rss_bytes': 'x'}, {'ave_cpu_seconds': 'x'}, {'max_rss_bytes': 1 << 70}):
             self.assertRefused('accounting', 'runner_sync', {
-                'compute_node_id': self.node_id, 'run_id': 1,
-                'accounting': [dict(figures, job_id=1, attempt_id=1)]}, id=self.workflow_id)
+                'compute_node_id': self.node_id, 'run_id': 1, 'accounting': [dict(figures, job_id=1, attempt_id=1)]}, id=self.workflow_id)
 
 
 class WaitingTest(ServiceTest):
     """Why ready jobs do not run, and what actions and allocations wait for."""
-    def make(self, rows: str, schedulers: Sequence[Any] = (), **more: Any) -> int:
-        """A workflow from a table with the columns of HEAD; `needs` are other jobs."""
-        table = rows_of('\n'.join('  '.join(line.split()) for line in rows.strip().splitlines()))
-        names = [row['name'] for row in table]
-        needs = [{'name': f'r{place}', 'num_cpus': int(row['cpus']), 'memory': row['memory'],
-                  'num_gpus': int(row['gpus'] or 0),
-                  'num_nodes': int(row['nodes'] or 1), 'runtime': row['runtime']} for place,
-                  row in enumerate(table)]
-        kinds = [[place, 0, int(row['scheduler']) if row['scheduler'] else None,
-                  row['labels'].split(',') if row['labels'] else None]
-                 for place, row in enumerate(table)]
-        sets = [sorted(map(names.index, filter(None, (row.get('needs') or '').split(',')))) for row in table]
-        jobs = [torc.PlannedJob(row['name'], 'x', None, None, place, place if sets[place] else None, None,
-                                True, False, [], [], [], [])
-                for place, row in enumerate(table)]
-        body = {'workflow': dict({'name': 'w', 'user': 'u'}, **more.get('workflow', {})), 'files': [],
-                'user_data': [],
-                'resource_requirements': needs, 'slurm_schedulers': [dict({'account': 'a'},
-                                                                          **row) for row in schedulers],
-                'failure_handlers': [], 'kinds': kinds, 'dependency_sets': sets, 'jobs': jobs,
-                'actions': more.get('actions', [])}
-        workflow_id = self.call('create_workflow_from_spec', body)['workflow_id']
-        if more.get('starts', True):
-            self.call('initialize_jobs', id=workflow_id)
-        return workflow_id
+    NOWHERE = 'no runner or allocation can take it: it needs '
 
-    HEAD = 'name cpus memory gpus nodes runtime labels scheduler needs'
-
-    def waiting(self, workflow_id: int) -> Any:
-        return self.call('explain_waiting', workflow_id=workflow_id)
+    def waiting(self, workflow_id: int, **more: Any) -> Any:
+        return self.call('explain_waiting', workflow_id=workflow_id, **more)
 
     def reasons(self, workflow_id: int) -> Dict[str, Tuple[str, int, str]]:
         """First job of each group -> (code, number, reason)."""
-        return {group['job_name']: (group['code'], group['count'],
-                                    group['reason']) for group in self.waiting(workflow_id)['ready']}
+        return {group['job_name']: (group['code'], group['count'], group['reason']) for group in self.waiting(workflow_id)['ready']}
 
-    def allocate(self, workflow_id: int, scheduler_id: int, slurm_job_id: int = 71,
-                 status: str = 'pending') -> int:
+    def codes(self, workflow_id: int) -> str:
+        """'job: code number' of each group."""
+        return ', '.join(f'{name}: {code} {count}' for name, (code, count, _) in self.reasons(workflow_id).items())
+
+    def allocate(self, workflow_id: int, scheduler_id: int, slurm_job_id: int = 71, status: str = 'pending') -> int:
         return self.call('create_scheduled_compute_node', {
             'workflow_id': workflow_id, 'scheduler_id': slurm_job_id, 'scheduler_config_id': scheduler_id,
-            'status': status,
-            'scheduler_type': 'slurm'})['id']
+            'status': status, 'scheduler_type': 'slurm'})['id']
 
     def schedulers(self, workflow_id: int) -> Dict[str, int]:
-        return {row['name']: row['id'] for row in self.call('list_slurm_schedulers',
-                                                            workflow_id=workflow_id)['items']}
+        return {row['name']: row['id'] for row in self.call('list_slurm_schedulers', workflow_id=workflow_id)['items']}
 
     def test_jobs_without_a_runner_wait_for_one_and_those_that_need_the_same_are_one_group(self):
-        workflow_id = self.make(self.HEAD + """
-            a  1  1g  -  1  PT1M  -  -  -
-            b  2  1g  -  1  PT1M  -  -  -
-            c  1  1g  -  1  PT1M  -  -  a
-        """)
+        workflow_id = self.make('a\nb 2\nc 1 1g - 1 PT1M - - a')
         self.assertEqual({'a': ('no_runner', 2, 'waits for a runner')}, self.reasons(workflow_id))
         found = self.waiting(workflow_id)
-        self.assertEqual(['a', 'b'][:1], [job['job_name'] for job in found['explanation']['blockers']])
-        self.assertEqual((1, []), (found['status']['jobs_by_status']['blocked'], found['runners']))
+        self.assertEqual(('a', 1, []), (found['explanation']['blockers'][0]['job_name'], found['status']['jobs_by_status']['blocked'],
+                                        found['runners']))
+        self.call('cancel_workflow', id=workflow_id)
+        found = self.waiting(workflow_id)
+        self.assertEqual(([], [], True), (found['ready'], found['actions'], found['status']['is_canceled']))
 
     def test_each_thing_that_a_runner_lacks_is_told_with_both_amounts_and_the_option(self):
-        rows = rows_of("""
-            cpus  memory  gpus  nodes  runtime  labels  name     what
-            5     1g      -     1      PT1M     -       cpus     5 CPUs, and NODE has 4 (--num-cpus)
-            1     9g      -     1      PT1M     -       memory   9.0GB of memory, and NODE has 8.0GB (MEMORY)
-            1     1g      2     1      PT1M     -       gpus     2 GPUs, and NODE has 0 (--num-gpus)
-            1     1g      -     2      PT1M     -       nodes    2 nodes, and NODE has 1
-            1     1g      -     1      PT13M    -       runtime  a runtime of PT13M, TIME
-            1     1g      -     1      PT1M     b,a     labels   a runner with --label a,b
-        """)
-        for row in rows:
-            with self.subTest(row['name']):
-                cells = [row[key] or '-' for key in ('cpus', 'memory', 'gpus', 'nodes', 'runtime', 'labels')]
-                workflow_id = self.make('\n'.join([self.HEAD, f"odd {' '.join(cells)} - -",
-                                                   'fine 1 1g - 1 PT12M - - -']))
+        for cells, name, what in LACKS:
+            with self.subTest(name):
+                workflow_id = self.make(f'odd {cells}\nfine 1 1g - 1 PT12M')
                 node_id = self.node(workflow_id, end_time=torc.format_time(self.clock + 600))
-                words = {'NODE': f'compute node {node_id} (h)', 'MEMORY': '--memory-gb',
-                         'TIME': f'and compute node {node_id} (h) has PT10M left (--time-limit, --end-time)'}
-                needs = re.sub('|'.join(words), lambda match: words[match.group()], row['what'])
-                self.assertEqual({'odd': ('lacks', 1,
-                                          f'no runner or allocation can take it: it needs {needs}'),
-                                  'fine': ('next_turn', 1,
-                                           'a runner can take it in its next turn')},
-                                           self.reasons(workflow_id))
-                group = self.waiting(workflow_id)['ready'][0]
-                self.assertEqual([row['name']], [lack['name'] for lack in group['lacks']])
-                self.assertIn(group['lacks'][0]['needs'], row['what'])
+                needs = what.replace('NODE', f'compute node {node_id} (h)')
+                self.assertEqual({'odd': ('lacks', 1, self.NOWHERE + needs), 'fine': ('next_turn', 1, 'a runner can take it in its next turn')},
+                                 self.reasons(workflow_id))
+                lack, = self.waiting(workflow_id)['ready'][0]['lacks']
+                self.assertEqual((name, True), (lack['name'], lack['needs'] in what))
 
     def test_a_runner_is_taken_as_it_last_asked_for_work_and_is_busy_while_it_has_jobs(self):
-        workflow_id = self.make(self.HEAD + """
-            a    1  1g  -  1  PT1M  -  -  -
-            big  9  1g  -  1  PT9H  -  -  -
-        """)
+        workflow_id = self.make('a\nbig 9 1g - 1 PT9H')
         node_id = self.node(workflow_id)
-        self.assertEqual({'big': 'lacks', 'a': 'next_turn'},
-                         {name: row[0] for name, row in self.reasons(workflow_id).items()})
-        answer = self.sync(workflow_id, node_id, want={'strategy': 'queue', 'limit': 1})
-        self.assertEqual(['a'], [job['name'] for job in answer['jobs']])
-        self.assertEqual({'big': ('busy', 1, 'the runners that can take it are busy')},
-                         self.reasons(workflow_id))
-        self.assertEqual([(node_id, 1)], [(row['compute_node_id'],
-                                           row['num_jobs']) for row in self.waiting(workflow_id)['runners']])
+        self.assertEqual('big: lacks 1, a: next_turn 1', self.codes(workflow_id))
+        self.assertEqual(['a'], list(self.claim(workflow_id, node_id, 1)))
+        self.assertEqual({'big': ('busy', 1, 'the runners that can take it are busy')}, self.reasons(workflow_id))
+        self.assertEqual([(node_id, 1)], [(row['compute_node_id'], row['num_jobs']) for row in self.waiting(workflow_id)['runners']])
         self.call('update_compute_node', {'is_active': False}, id=node_id)
-        self.assertEqual({'a': 'no_runner'}, {name: row[0] for name,
-                                              row in self.reasons(workflow_id).items()})
+        self.assertEqual('a: no_runner 2', self.codes(workflow_id))
         self.assertNotIn(node_id, self.service.nodes)
 
     def test_by_queue_depth_the_last_tenth_and_the_runtime_count_and_what_the_workflow_states_holds(self):
         late = 'no job is started when less than {} s are left of {}'
         for stated, left_s, found in ((None, 500, 'next_turn'), (None, 90, 'late'), (300, 290, 'late'), (0, 20, 'next_turn')):
-            workflow_id = self.make(self.HEAD + '\na 9 9g - 1 PT1M - - -\nlong 1 1g - 1 PT20M - - -',
+            workflow_id = self.make('a 9 9g\nlong 1 1g - 1 PT20M',
                                     workflow={} if stated is None else {'compute_node_min_time_for_new_jobs_seconds': stated})
             node_id = self.node(workflow_id, start_time=torc.format_time(self.clock - 1000 + left_s), end_time=torc.format_time(self.clock + left_s))
             answer = self.sync(workflow_id, node_id, want={'strategy': 'queue', 'limit': 0, 'time_limit': f'PT{left_s + 120}S'})
@@ -6540,17 +6377,17 @@ class WaitingTest(ServiceTest):
         for walltime, jobs, config, found in (('00:03:00', 2, {}, 'late'), ('00:03:00', None, {}, 'allocation'), ('00:06:00', 2, {}, 'allocation'),
                                               ('00:03:00', None, {'srun_termination_signal': 'TERM@60'}, 'late'),
                                               ('00:03:00', None, {'mode': 'direct'}, 'allocation')):
-            workflow_id = self.make(self.HEAD + '\na 1 1g - 1 PT1M - - -', [{'name': 's', 'walltime': walltime}], workflow={
+            workflow_id = self.make('a', [{'name': 's', 'walltime': walltime}], workflow={
                 'compute_node_min_time_for_new_jobs_seconds': 300, 'execution_config': config})
             number = self.allocate(workflow_id, self.schedulers(workflow_id)['s'])
-            with self.service.store.transaction():
-                self.service.context().run('UPDATE scheduled_compute_node SET submission = ?', (json.dumps({'max_parallel_jobs': jobs}),))
+            self.store.run('UPDATE scheduled_compute_node SET submission = ?', (json.dumps({'max_parallel_jobs': jobs}),))
             with self.subTest(walltime, jobs=jobs, config=config):
-                reason = late.format(300 if jobs else 180, f'allocation {number} (scheduler s)')
-                self.assertEqual((found, 1, reason if found == 'late' else f'waits for allocation {number} (scheduler s)'), self.reasons(workflow_id)['a'])
+                place = f'allocation {number} (scheduler s)'
+                reason = late.format(300 if jobs else 180, place) if found == 'late' else f'waits for {place}'
+                self.assertEqual({'a': (found, 1, reason)}, self.reasons(workflow_id))
 
     def test_why_the_last_runner_left_is_told_while_jobs_are_ready(self):
-        workflow_id = self.make(self.HEAD + '\na 1 1g - 1 PT1M - - -')
+        workflow_id = self.make('a')
         node_id = self.node(workflow_id)
         self.call('update_compute_node', {'is_active': False, 'reason': 'no job is started'}, id=node_id)
         status = dict(self.call('get_workflow_status', id=workflow_id), explanation=self.call('explain_workflow', id=workflow_id))
@@ -6558,193 +6395,132 @@ class WaitingTest(ServiceTest):
             self.assertIn(f'compute node {node_id} (h) left: no job is started', '\n'.join(torc.format_explanation(status, torc.PLAIN, 'torc.py', is_part)))
 
     def test_a_runner_that_takes_its_own_schedulers_jobs_only_is_no_place_for_others(self):
-        workflow_id = self.make(self.HEAD + """
-            mine   1  1g  -  1  PT1M  -  0  -
-            other  1  1g  -  1  PT1M  -  1  -
-            any    1  1g  -  1  PT1M  -  -  -
-        """, [{'name': 's'}, {'name': 't'}])
-        ids, start = self.schedulers(workflow_id), 'no runner or allocation can take it: it needs '
+        workflow_id = self.make('mine 1 1g - 1 PT1M - 0\nother 1 1g - 1 PT1M - 1\nany', [{'name': 's'}, {'name': 't'}])
+        ids = self.schedulers(workflow_id)
         node_id = self.node(workflow_id, scheduler_config_id=ids['s'])
         sizes = [[4, 8 << 30, 0]]
-        want = {'strategy': 'resources', 'limit': 0, 'nodes': sizes, 'sizes': sizes, 'strict': True,
-                'scheduler_config_id': ids['s']}
-        self.assertEqual({'mine': ('next_turn', 3)}, {name: row[:2] for name,
-                                                      row in self.reasons(workflow_id).items()})
+        want = {'strategy': 'resources', 'limit': 0, 'nodes': sizes, 'sizes': sizes, 'strict': True, 'scheduler_config_id': ids['s']}
+        self.assertEqual('mine: next_turn 3', self.codes(workflow_id))
         self.sync(workflow_id, node_id, want=want)
-        self.assertEqual({'other': ('lacks', 1,
-                                    start + f"an allocation of scheduler {ids['t']}"),
-                          'mine': ('next_turn', 2,
-                                   'a runner can take it in its next turn')}, self.reasons(workflow_id))
+        self.assertEqual({'other': ('lacks', 1, self.NOWHERE + f"an allocation of scheduler {ids['t']}"),
+                          'mine': ('next_turn', 2, 'a runner can take it in its next turn')}, self.reasons(workflow_id))
 
     def test_a_pending_allocation_is_awaited_only_by_what_it_has_room_and_time_for(self):
-        workflow_id = self.make(self.HEAD + """
-            fits   64  4g  2  2  PT1H   -  -  -
-            slow   1   4g  2  1  PT65M  -  -  -
-            fat    1   5g  -  1  PT1H   -  -  -
-            gpus   1   1g  3  1  PT1H   -  -  -
-            wide   1   1g  -  3  PT1H   -  -  -
-            thick  65  1g  -  1  PT1H   -  -  -
-            label  1   1g  -  1  PT1H   x  -  -
-        """, [{'name': 's', 'walltime': '01:00:00', 'mem': '4G', 'gres': 'gpu:2', 'nodes': 2,
-              'ntasks_per_node': 64}])
-        allocation_id = self.allocate(workflow_id, self.schedulers(workflow_id)['s'])
-        place = f'allocation {allocation_id} (scheduler s)'
-        start = 'no runner or allocation can take it: it needs '
-        self.assertEqual({
-            'fits': ('allocation', 1, f'waits for {place}'),
-            'slow': ('lacks', 1, f'{start}a runtime of PT1H5M, and {place} has PT1H left (walltime)'),
-            'fat': ('lacks', 1, f'{start}5.0GB of memory, and {place} has 4.0GB (mem)'),
-            'gpus': ('lacks', 1, f'{start}3 GPUs, and {place} has 2 (gres)'),
-            'wide': ('lacks', 1, f'{start}3 nodes, and {place} has 2 (nodes)'),
-            'thick': ('lacks', 1, f'{start}65 CPUs, and {place} has 64 (ntasks_per_node)'),
-            'label': ('lacks', 1, f'{start}a runner with --label x')}, self.reasons(workflow_id))
+        workflow_id = self.make("""
+            fits   64  4g  2  2  PT1H
+            slow   1   4g  2  1  PT65M
+            fat    1   5g  -  1  PT1H
+            gpus   1   1g  3  1  PT1H
+            wide   1   1g  -  3  PT1H
+            thick  65  1g  -  1  PT1H
+            label  1   1g  -  1  PT1H  x
+        """, [{'name': 's', 'walltime': '01:00:00', 'mem': '4G', 'gres': 'gpu:2', 'nodes': 2, 'ntasks_per_node': 64}])
+        place = f"allocation {self.allocate(workflow_id, self.schedulers(workflow_id)['s'])} (scheduler s)"
+        lacks = {'slow': f'a runtime of PT1H5M, and {place} has PT1H left (walltime)', 'fat': f'5.0GB of memory, and {place} has 4.0GB (mem)',
+                 'gpus': f'3 GPUs, and {place} has 2 (gres)', 'wide': f'3 nodes, and {place} has 2 (nodes)',
+                 'thick': f'65 CPUs, and {place} has 64 (ntasks_per_node)', 'label': 'a runner with --label x'}
+        self.assertEqual(dict({name: ('lacks', 1, self.NOWHERE + lack) for name, lack in lacks.items()},
+                              fits=('allocation', 1, f'waits for {place}')), self.reasons(workflow_id))
 
     def test_an_allocation_that_is_requeued_is_awaited_until_its_runner_is_back(self):
-        workflow_id = self.make(self.HEAD + '\na 1 1g - 1 PT1M - - -', [{'name': 's'}])
+        workflow_id = self.make('a', [{'name': 's'}])
         config_id = self.schedulers(workflow_id)['s']
         allocation_id = self.allocate(workflow_id, config_id, 71, 'active')
-        waits = ('allocation', 1, f'waits for allocation {allocation_id} (scheduler s)')
-        self.assertEqual({'a': waits}, self.reasons(workflow_id))
-        found = self.call('explain_waiting', workflow_id=workflow_id, ended=[allocation_id])
+        self.assertEqual({'a': ('allocation', 1, f'waits for allocation {allocation_id} (scheduler s)')}, self.reasons(workflow_id))
+        found = self.waiting(workflow_id, ended=[allocation_id])
         self.assertEqual(['no_runner'], [group['code'] for group in found['ready']])
         self.node(workflow_id, scheduler_config_id=config_id, scheduler={'slurm_job_id': 71})
-        self.assertEqual('next_turn', self.reasons(workflow_id)['a'][0])
+        self.assertEqual('a: next_turn 1', self.codes(workflow_id))
 
     def test_what_a_scheduler_leaves_open_is_no_lack(self):
-        rows = self.HEAD + '\nbig  99  900g  8  1  PT1H  -  -  -'
         for scheduler, workflow, code in (
-                ({'name': 's', 'extra': '--gpus-per-node=8'}, {}, 'allocation'), ({'name': 's', 'mem': '0'},
-                                                                                  {}, 'lacks'),
-                ({'name': 's'}, {'slurm_defaults': {'gpus-per-node': '8'}}, 'allocation'),
-                ({'name': 's', 'mem': '0', 'gres': 'gpu:8'}, {}, 'allocation'),
-                ({'name': 's', 'gres': 'gpu:8', 'ntasks_per_node': 8, 'extra': '--exclusive'}, {}, 'allocation'),
-                ({'name': 's', 'extra': '-G 8 -c4', 'ntasks_per_node': 8}, {}, 'allocation'),
-                ({'name': 's'}, {'slurm_defaults': {'account': 'gpu-lab'}}, 'lacks'),
-                ({'name': 's', 'gres': 'gpu:8', 'ntasks_per_node': 8}, {'slurm_defaults': {'qos': 'nonexclusive'}}, 'lacks')):
+                ({'extra': '--gpus-per-node=8'}, {}, 'allocation'), ({'mem': '0'}, {}, 'lacks'),
+                ({}, {'slurm_defaults': {'gpus-per-node': '8'}}, 'allocation'), ({'mem': '0', 'gres': 'gpu:8'}, {}, 'allocation'),
+                ({'gres': 'gpu:8', 'ntasks_per_node': 8, 'extra': '--exclusive'}, {}, 'allocation'),
+                ({'extra': '-G 8 -c4', 'ntasks_per_node': 8}, {}, 'allocation'), ({}, {'slurm_defaults': {'account': 'gpu-lab'}}, 'lacks'),
+                ({'gres': 'gpu:8', 'ntasks_per_node': 8}, {'slurm_defaults': {'qos': 'nonexclusive'}}, 'lacks')):
             with self.subTest(scheduler=scheduler, workflow=workflow):
-                workflow_id = self.make(rows, [scheduler], workflow=workflow)
+                workflow_id = self.make('big 99 900g 8 1 PT1H', [dict(scheduler, name='s')], workflow=workflow)
                 self.allocate(workflow_id, self.schedulers(workflow_id)['s'])
-                self.assertEqual(code, self.reasons(workflow_id)['big'][0])
+                self.assertEqual(f'big: {code} 1', self.codes(workflow_id))
 
     def test_allocations_are_listed_with_their_runners_and_the_time_that_these_have_left(self):
-        workflow_id = self.make(self.HEAD + '\na 1 1g - 1 PT1M - - -', [{'name': 's', 'partition': 'main'}])
+        workflow_id = self.make('a', [{'name': 's', 'partition': 'main'}])
         config_id = self.schedulers(workflow_id)['s']
-        first = self.allocate(workflow_id, config_id, 71, 'active')
-        second, _ = self.allocate(workflow_id, config_id, 72), self.allocate(workflow_id, config_id, 70,
-                                                                             'complete')
+        first, second, _ = (self.allocate(workflow_id, config_id, *row) for row in ((71, 'active'), (72, 'pending'), (70, 'complete')))
         for left_s in (60, 90):
-            self.node(workflow_id, scheduler_config_id=config_id,
-                      end_time=torc.format_time(self.clock + left_s),
+            self.node(workflow_id, scheduler_config_id=config_id, end_time=torc.format_time(self.clock + left_s),
                       scheduler={'scheduler_id': first, 'slurm_job_id': 71})
         found = self.waiting(workflow_id)
-        keys = ('allocation_id', 'slurm_job_id', 'status', 'scheduler_name', 'num_runners',
-                'remaining_seconds')
+        keys = ('allocation_id', 'slurm_job_id', 'status', 'scheduler_name', 'num_runners', 'remaining_seconds')
         self.assertEqual([(first, 71, 'active', 's', 2, 90), (second, 72, 'pending', 's', 0, None)],
                          [tuple(row[key] for key in keys) for row in found['allocations']])
         self.assertEqual(['71', '71'], [row['slurm_job_id'] for row in found['runners']])
 
     def test_an_action_tells_what_it_waits_for_and_a_due_one_promises_its_allocation(self):
-        nodes = {'scheduler': 0, 'scheduler_type': 'slurm', 'num_allocations': 3}
-        workflow_id = self.make(self.HEAD + """
-            a  1  1g  -  1  PT1M  -  -  -
-            b  1  1g  -  1  PT1M  -  -  a
-            c  1  1g  -  1  PT9H  -  -  -
-        """, [{'name': 's', 'walltime': '01:00:00'}], actions=[
-            {'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes', 'action_config': nodes,
-             'job_indexes': [0, 1]},
-            {'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands',
-             'action_config': {'commands': ['x']}, 'job_indexes': [0]},
-            {'trigger_type': 'on_workflow_complete', 'action_type': 'run_commands',
-             'action_config': {'commands': ['x']}},
-            {'trigger_type': 'on_workflow_start', 'action_type': 'schedule_nodes',
-             'action_config': nodes}], starts=False)
-        reasons = [action['reason'] for action in self.waiting(workflow_id)['actions']]
-        self.assertEqual('waits for the start of the workflow', reasons[3])
+        nodes = {'action_type': 'schedule_nodes', 'action_config': {'scheduler': 0, 'scheduler_type': 'slurm', 'num_allocations': 3}}
+        commands = {'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
+        workflow_id = self.make('a\nb 1 1g - 1 PT1M - - a\nc 1 1g - 1 PT9H', [{'name': 's', 'walltime': '01:00:00'}], False, actions=[
+            dict(nodes, trigger_type='on_jobs_ready', job_indexes=[0, 1]), dict(commands, trigger_type='on_jobs_complete', job_indexes=[0]),
+            dict(commands, trigger_type='on_workflow_complete'), dict(nodes, trigger_type='on_workflow_start')])
+        self.assertEqual('waits for the start of the workflow', self.waiting(workflow_id)['actions'][3]['reason'])
         self.call('initialize_jobs', id=workflow_id)
         actions = self.waiting(workflow_id)['actions']
         self.assertEqual(['waits until its jobs are ready: 1 of 2 are, not yet b (blocked)',
-                          'waits until its jobs have ended: 0 of 1 have, not yet a (ready)',
-                          'waits for the end of the workflow',
-                          'is due: `submit` or a runner carries it out'],
-                          [action['reason'] for action in actions])
-        self.assertEqual([('s', 3), (None, None)], [(action['scheduler_name'],
-                                                     action['num_allocations']) for action in actions[:2]])
-        place = f"action {actions[3]['action_id']} (scheduler s)"
+                          'waits until its jobs have ended: 0 of 1 have, not yet a (ready)', 'waits for the end of the workflow',
+                          'is due: `submit` or a runner carries it out'], [action['reason'] for action in actions])
+        self.assertEqual([('s', 3), (None, None)], [(action['scheduler_name'], action['num_allocations']) for action in actions[:2]])
+        action_id = actions[3]['action_id']
+        place = f'action {action_id} (scheduler s)'
         self.assertEqual({'a': ('action', 1, f'waits until {place} is carried out'),
-                          'c': ('lacks', 1, 'no runner or allocation can take it: '
-                          f'it needs a runtime of PT9H, and {place} has PT1H left (walltime)')},
-                         self.reasons(workflow_id))
-        self.call('claim_action', {'compute_node_id': None}, id=workflow_id,
-                  action_id=actions[3]['action_id'])
-        self.assertEqual({'a': ('no_runner', 2, 'waits for a runner')}, self.reasons(workflow_id))
-        self.store.run("UPDATE workflow_action SET failure = 'sbatch: no' WHERE id = ?",
-                       (actions[3]['action_id'],))
+                          'c': ('lacks', 1, self.NOWHERE + f'a runtime of PT9H, and {place} has PT1H left (walltime)')}, self.reasons(workflow_id))
+        self.call('claim_action', {'compute_node_id': None}, id=workflow_id, action_id=action_id)
+        self.assertEqual('a: no_runner 2', self.codes(workflow_id))
+        self.store.run("UPDATE workflow_action SET failure = 'sbatch: no' WHERE id = ?", (action_id,))
         self.assertEqual('failed: sbatch: no', self.waiting(workflow_id)['actions'][3]['reason'])
 
-    def test_a_canceled_workflow_waits_for_nothing(self):
-        workflow_id = self.make(self.HEAD + '\na 1 1g - 1 PT1M - - -')
-        self.call('cancel_workflow', id=workflow_id)
-        found = self.waiting(workflow_id)
-        self.assertEqual(([], [], True), (found['ready'], found['actions'], found['status']['is_canceled']))
+    def test_its_cost_grows_with_the_kinds_of_jobs_only_and_not_with_those_that_wait_for_the_same(self):
+        def statements(workflow_id: int, found: str) -> int:
+            calls = []      # type: List[str]
+            self.store.connection.set_trace_callback(lambda text: calls.append(text) if not text.startswith('--') else None)
+            self.assertEqual(found, self.codes(workflow_id))
+            self.store.connection.set_trace_callback(None)
+            return len(calls)
 
-    def test_its_cost_grows_with_the_kinds_of_jobs_only(self):
-        def statements(count: int) -> int:
-            names, calls = [f'j{i}' for i in range(count)], []      # type: Any, List[str]
+        def one_kind(count: int) -> int:
+            names = [f'j{i}' for i in range(count)]
             workflow_id = self.create(':\n'.join([*names, 'z: ' + ' '.join(names)]))
             self.node(workflow_id)
-            self.store.connection.set_trace_callback(
-                lambda text: calls.append(text) if not text.startswith('--') else None)
-            groups = self.waiting(workflow_id)['ready']
-            self.store.connection.set_trace_callback(None)
-            self.assertEqual([('next_turn', count)], [(group['code'], group['count']) for group in groups])
-            return len(calls)
-        self.waiting(self.create('x:'))     # the columns of a table are asked for once
-        self.assertEqual(statements(20), statements(2000))
+            return statements(workflow_id, f'j0: next_turn {count}')
 
-    def test_its_cost_does_not_grow_with_the_kinds_of_jobs_that_wait_for_the_same(self):
-        def statements(count: int) -> int:
-            calls = []      # type: List[str]
-            workflow_id = self.make('\n'.join([self.HEAD, *(f'j{i} {i + 1} 1g - 1 PT1M - - -' for i in range(count))]))
-            self.store.connection.set_trace_callback(lambda text: calls.append(text))
-            self.assertEqual({'j0': ('no_runner', count, 'waits for a runner')}, self.reasons(workflow_id))
-            self.store.connection.set_trace_callback(None)
-            return len(calls)
+        def kinds(count: int) -> int:
+            return statements(self.make('\n'.join(f'j{i} {i + 1}' for i in range(count))), f'j0: no_runner {count}')
         self.waiting(self.create('x:'))     # the columns of a table are asked for once
-        self.assertEqual(statements(2), statements(40))
+        self.assertEqual((one_kind(20), kinds(2)), (one_kind(2000), kinds(40)))
 
     def test_of_very_many_groups_those_with_the_most_jobs_are_told(self):
-        rows = [f'j{i} {i + 5} 1g - 1 PT1M - - -' for i in range(torc.WAITING_EXPLAINED + 9)]
-        workflow_id = self.make('\n'.join([self.HEAD, *rows]))
+        workflow_id = self.make('\n'.join(f'j{i} {i + 5}' for i in range(torc.WAITING_EXPLAINED + 9)))
         self.node(workflow_id)
         groups = self.waiting(workflow_id)['ready']
-        self.assertEqual(torc.WAITING_EXPLAINED, len(groups))
-        self.assertEqual({('lacks', 1)}, {(group['code'], group['count']) for group in groups})
+        self.assertEqual((torc.WAITING_EXPLAINED, {('lacks', 1)}), (len(groups), {(group['code'], group['count']) for group in groups}))
 
     def test_the_time_that_is_left_is_set_beside_the_run_times_of_ready_jobs(self):
-        workflow_id = self.make(self.HEAD + """
-            a  1  1g  -  1  PT1M   -  -  -
-            b  1  1g  -  1  PT20M  -  -  -
-            c  1  1g  -  1  PT30M  -  -  -
-            d  1  1g  -  1  PT2H   -  -  -
-        """)
+        workflow_id = self.make('\n'.join(f'{name} 1 1g - 1 {runtime}' for name, runtime in zip('abcd', ('PT1M', 'PT20M', 'PT30M', 'PT2H'))))
         empty = self.call('diagnose_workflow', workflow_id=workflow_id)
-        self.assertEqual((0, None, False, 4), (empty['active_allocations'], empty['allocation_remaining'],
-                                               empty['runtime_blocked'], empty['ready_jobs']))
+        self.assertEqual((0, None, False, 4), (empty['active_allocations'], empty['allocation_remaining'], empty['runtime_blocked'],
+                                               empty['ready_jobs']))
         for left_s in (600, 1200, 1800):
             self.node(workflow_id, end_time=torc.format_time(self.clock + left_s))
         self.assertEqual({
-            'workflow_id': workflow_id, 'active_allocations': 3, 'allocations_with_walltime': 3,
-            'allocations_unlimited': 0,
+            'workflow_id': workflow_id, 'active_allocations': 3, 'allocations_with_walltime': 3, 'allocations_unlimited': 0,
             'has_unlimited_allocation': False, 'ready_jobs': 4, 'ready_jobs_with_runtime': 4,
-            'allocation_remaining': {'count': 3, 'min_seconds': 600, 'median_seconds': 1200,
-                                     'max_seconds': 1800},
+            'allocation_remaining': {'count': 3, 'min_seconds': 600, 'median_seconds': 1200, 'max_seconds': 1800},
             'ready_job_runtime': {'count': 4, 'min_seconds': 60, 'median_seconds': 1500, 'max_seconds': 7200},
             'runtime_blocked_jobs': 1, 'allocations_too_short_for_longest': 3, 'runtime_blocked': True},
             self.call('diagnose_workflow', workflow_id=workflow_id))
         self.node(workflow_id)
         found = self.call('diagnose_workflow', workflow_id=workflow_id)
-        self.assertEqual((True, 0, False), (found['has_unlimited_allocation'], found['runtime_blocked_jobs'],
-                                            found['runtime_blocked']))
+        self.assertEqual((True, 0, False), (found['has_unlimited_allocation'], found['runtime_blocked_jobs'], found['runtime_blocked']))
 
 
 class SubmissionRecordTest(ServiceTest):
@@ -7744,17 +7520,6 @@ class SyncTest(ScenarioTest):
             self.assertScenarios(self.LEFT_ALONE, PASSED=str(passed_s), SEEN=seen, DOUBTED=doubted,
                                  STATE='active' if is_left else 'complete')
 
-    def do_record(self, slurm_job_id: str) -> None:
-        """A record of an allocation."""
-        self.call('create_scheduled_compute_node', {
-            'workflow_id': self.workflow_id, 'scheduler_id': int(slurm_job_id), 'scheduler_config_id': 1, 'scheduler_type': 'slurm',
-            'status': 'pending'})
-
-    def do_runner(self, name: str) -> None:
-        """A runner begins in Slurm job 17."""
-        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None}
-        self.nodes[name] = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, **self.process(name))
-
     def do_forget(self) -> None:
         """The server has just begun."""
         self.service.nodes.clear()
@@ -7778,9 +7543,6 @@ class SyncTest(ScenarioTest):
         again = self.call('sync_allocations', body, workflow_id=self.workflow_id)
         self.assertUnchanged(after)
         self.assertEqual(([], [], []), (again['allocations'], again['failed_job_details'], again['requeued_job_details']))
-
-    def see_allocations(self) -> List[str]:
-        return [row['status'] for row in self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']]
 
     def see_failed(self) -> List[str]:
         return [row['job_name'] for row in self.told['failed_job_details']]
@@ -7959,9 +7721,13 @@ class WatchRecordTest(ServiceTest):
 
 
 class UnplannedJobsTest(ServiceTest):
-    """Which ready jobs no allocation was planned for, or is there for."""
-    HEAD, make, allocate = WaitingTest.HEAD, WaitingTest.make, WaitingTest.allocate
-    SCHEDULER = {'name': 's', 'nodes': 1, 'walltime': '01:00:00', 'mem': '2G'}
+    """Which ready jobs no allocation was planned for, or is there for. Those called retried... are those of a retry."""
+    allocate = WaitingTest.allocate
+
+    def workflow(self, rows: str) -> int:
+        workflow_id = self.make(rows, [{'name': 's', 'nodes': 1, 'walltime': '01:00:00', 'mem': '2G'}])
+        self.store.run("UPDATE job SET origin = 'retry' WHERE name LIKE 'retried%'")
+        return workflow_id
 
     def unplanned(self, workflow_id: int) -> List[str]:
         """Their names."""
@@ -7970,49 +7736,26 @@ class UnplannedJobsTest(ServiceTest):
         names = {job['id']: job['name'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
         return [names[job_id] for job_id in found['job_ids']]
 
-    def retried(self, *names: str) -> None:
-        """Let jobs be those of a retry."""
-        for name in names:
-            self.store.run("UPDATE job SET origin = 'retry' WHERE name = ?", (name,))
-
     def test_what_fits_a_queued_allocation_is_planned_and_what_fits_none_is_not(self):
-        workflow_id = self.make(self.HEAD + """
-            small     1  1g  -  1  PT1M  -  -  -
-            retried   1  1g  -  1  PT1M  -  -  -
-            large     1  9g  -  1  PT1M  -  -  -
-            labelled  1  9g  -  1  PT1M  x  -  -
-            blocked   1  9g  -  1  PT1M  -  -  small
-        """, [self.SCHEDULER])
-        self.retried('retried')
-        # There is nothing at all.
-        self.assertEqual(['small', 'retried', 'large'], self.unplanned(workflow_id))
+        workflow_id = self.workflow('small\nretried\nlarge 1 9g\nlabelled 1 9g - 1 PT1M x\nblocked 1 9g - 1 PT1M - - small')
+        self.assertEqual(['small', 'retried', 'large'], self.unplanned(workflow_id))       # there is nothing at all
         self.allocate(workflow_id, 1)
         self.assertEqual(['large'], self.unplanned(workflow_id))
 
     def test_of_jobs_for_which_only_runners_at_work_are_left_those_of_retries_are_unplanned(self):
-        workflow_id = self.make(self.HEAD + """
-            busy     1  1g  -  1  PT1M  -  -  -
-            first    1  1g  -  1  PT1M  -  -  -
-            retried  1  1g  -  1  PT1M  -  -  -
-        """, [self.SCHEDULER])
-        self.retried('retried')
-        node_id = self.node(workflow_id)
-        self.claim(workflow_id, node_id, 1)
+        workflow_id = self.workflow('busy\nfirst\nretried')
+        self.claim(workflow_id, self.node(workflow_id), 1)
         self.assertEqual(['retried'], self.unplanned(workflow_id))
         self.allocate(workflow_id, 1)
         self.assertEqual([], self.unplanned(workflow_id))
 
     def test_what_an_action_to_come_is_for_is_planned(self):
-        config = {'scheduler_id': 1, 'scheduler_type': 'slurm', 'num_allocations': 1}
-        workflow_id = self.make(self.HEAD + """
-            gated  1  1g  -  1  PT1M  -  -  -
-            other  1  1g  -  1  PT1M  -  -  -
-            later  1  1g  -  1  PT1M  -  -  other
-        """, [self.SCHEDULER])
+        workflow_id = self.workflow('gated\nother\nlater 1 1g - 1 PT1M - - other')
         ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=workflow_id)['items']}
         self.call('create_workflow_action', {
             'workflow_id': workflow_id, 'trigger_type': 'on_jobs_ready', 'action_type': 'schedule_nodes',
-            'action_config': config, 'job_ids': [ids['gated'], ids['later']]}, workflow_id=workflow_id)
+            'action_config': {'scheduler_id': 1, 'scheduler_type': 'slurm', 'num_allocations': 1},
+            'job_ids': [ids['gated'], ids['later']]}, workflow_id=workflow_id)
         self.assertEqual(['other'], self.unplanned(workflow_id))
         self.call('claim_action', {}, workflow_id=workflow_id, action_id=1)
         self.assertEqual(['gated', 'other'], self.unplanned(workflow_id))
