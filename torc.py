@@ -7803,44 +7803,41 @@ def check_changes(context: Context, workflow_id: int, body: Values) -> Values:
     """
     times = times_by_id(body.get('files') or {})
     check_owned(context, 'file', workflow_id, times)
-    reasons = find_outdated(context, workflow_id, times)
-    if not body.get('dry_run'):
+    reasons, before = find_outdated(context, workflow_id, times), job_statuses(context, workflow_id)
+    with context.savepoint(keeps=not body.get('dry_run')):
         uninitialize(context, list(reasons))
         store_file_times(context, workflow_id, times)
         recount_sets(context, workflow_id)
-    downstream = find_downstream(context, workflow_id, reasons)
-    names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', [*reasons, *downstream]))
-    return {key: [{'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
-                  for job_id, reason in sorted(found.items())]
-            for key, found in (('changed', reasons), ('downstream_jobs', downstream))}
+        with context.savepoint(keeps=False):
+            initialize_jobs(context, workflow_id, only_uninitialized=True)
+            # What had ended badly runs again for the sake of another job, too.
+            ended = {job_id: COMPLETED if code in FINISHED else code for job_id, code in before.items()}
+            to_run = list_to_run(context, workflow_id, ended, reasons)
+    again = (COMPLETED, UNINITIALIZED, PENDING_FAILED)
+    return {'changed': [row for row in to_run if row['job_id'] in reasons],
+            'downstream_jobs': [row for row in to_run if row['job_id'] not in reasons
+                                and ended[row['job_id']] in again]}
 
 
-def find_downstream(context: Context, workflow_id: int, changed: Dict[int, str]) -> Dict[int, str]:
-    """What else the next initialize of uninitialized jobs runs again, and why: jobs that were reset before,
-    and finished ones that depend, however far, on any of these or of the changed ones."""
-    downstream = {}     # type: Dict[int, str]
-    for status, reason in ((UNINITIALIZED, 'it was added or set back, and not initialized since'),
-                           (PENDING_FAILED, 'it failed, and that is undecided')):
-        ids = ids_of_jobs(context, workflow_id, f'status = {status}')
-        downstream.update((job_id, reason) for job_id in ids if job_id not in changed)
-    found = [*changed, *downstream]
-    passed, seen = set(found), set()    # type: Set[int], Set[int]
-    while found:
-        members = rows_by_ids(context, 'SELECT job_id, dep_set_id FROM dep_member WHERE job_id IN', found)
-        causes = {set_id: job_id for job_id, set_id in sorted(members, reverse=True) if set_id not in seen}
-        seen.update(causes)
-        names = dict(rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN',
-                                 sorted(set(causes.values()))))
-        rows = rows_by_ids(context, 'SELECT id, dep_set_id, status FROM job WHERE dep_set_id IN',
-                           list(causes))
-        found = []
-        for job_id, set_id, status in rows:
-            if job_id not in passed:
-                found.append(job_id)
-                if STATUSES[status].is_finished and status != DISABLED:
-                    downstream[job_id] = f'it depends on {names[causes[set_id]]}'
-        passed.update(found)
-    return downstream
+WHY_TO_RUN = {  # status before -> why a job is to run
+    None: 'it is new', UNINITIALIZED: 'it was added or set back, and not initialized since',
+    COMPLETED: 'a job that it depends on runs again', FAILED: 'it failed', CANCELED: 'it was canceled',
+    TERMINATED: 'it was terminated', PENDING_FAILED: 'its failure is undecided'}
+
+
+def job_statuses(context: Context, workflow_id: int) -> Dict[int, int]:
+    """Job -> status."""
+    return dict(context.rows('SELECT id, status FROM job WHERE workflow_id = ?', (workflow_id,)))
+
+
+def list_to_run(context: Context, workflow_id: int, before: Dict[int, int],
+                reasons: Dict[int, str]) -> List[Values]:
+    """The jobs that are to run, and why: by `reasons`, or by their status before."""
+    rows = context.rows(f'SELECT id, name FROM job WHERE workflow_id = ? AND status IN {sql_list(NOT_DONE)} '
+                        'ORDER BY id', (workflow_id,))
+    return [{'job_id': job_id, 'job_name': name,
+             'reason': reasons.get(job_id) or WHY_TO_RUN.get(before.get(job_id), 'it is not done')}
+            for job_id, name in rows]
 
 
 def find_outdated(context: Context, workflow_id: int, times: FileTimes) -> Dict[int, str]:
@@ -7913,9 +7910,6 @@ def hash_inputs(context: Context, job_ids: Ids) -> Dict[int, str]:
 # -------- an edited workflow file --------
 
 APPLIED_ORDER = ('workflow', 'job', *PLANNED_TABLES, 'action')
-WHY_TO_RUN = {  # status before -> why a job is to run
-    None: 'it is new', COMPLETED: 'a job that it depends on runs again', FAILED: 'it failed',
-    CANCELED: 'it was canceled', TERMINATED: 'it was terminated', PENDING_FAILED: 'its failure is undecided'}
 
 
 def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool = False) -> Values:
@@ -7929,7 +7923,7 @@ def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool =
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
     refuse_runners(context, workflow_id)
-    before = dict(context.rows('SELECT id, status FROM job WHERE workflow_id = ?', (workflow_id,)))
+    before = job_statuses(context, workflow_id)
     with context.savepoint(keeps=not dry_run):
         with explaining_plan():
             merge = PlanMerge(context, workflow_id, body)
@@ -7957,15 +7951,11 @@ def apply_spec(context: Context, workflow_id: int, body: Values, dry_run: bool =
 def describe_applied(context: Context, merge: PlanMerge, before: Dict[int, int],
                      reasons: Dict[int, str]) -> Values:
     """What an edited workflow file has changed, and the jobs that are to run, each with the reason."""
-    unfinished = context.rows('SELECT id, name FROM job WHERE workflow_id = ? '
-                              f'AND status IN {sql_list(NOT_DONE)} ORDER BY id', (merge.workflow_id,))
-    to_run = [{'job_id': job_id, 'job_name': name,
-               'reason': reasons.get(job_id) or WHY_TO_RUN.get(before.get(job_id), 'it is not done')}
-              for job_id, name in unfinished]
     changes = sorted(merge.changes.items(), key=lambda item: (APPLIED_ORDER.index(item[0][0]), item[0][1]))
     left = set(context.ids('SELECT path FROM file WHERE workflow_id = ?', (merge.workflow_id,)))
     return {'workflow_id': merge.workflow_id, 'run_id': workflow_state(context, merge.workflow_id).run_id,
-            'job_count': len(merge.jobs), 'to_run': to_run,
+            'job_count': len(merge.jobs),
+            'to_run': list_to_run(context, merge.workflow_id, before, reasons),
             'removed_outputs': [list(row) for row in merge.removed_outputs if row[0] not in left],
             'changes': [{'noun': noun, 'change': change, 'names': names}
                         for (noun, change), names in changes]}
