@@ -33645,56 +33645,28 @@ class OutputOwnerTest(WorldTest):
         for name in 'ab':
             self.world.write(f'{name}.yaml', self.SPEC.format(name))
 
-    def text(self) -> str:
-        """What the job of the first workflow wrote."""
-        return self.world.read('torc_output/job_stdio/job_wf1_j1_r1_a1.o')
-
-    def test_a_runner_of_another_database_is_refused_before_anything_is_created(self) -> None:
+    def test_a_directory_is_that_of_one_database_until_it_is_deleted(self) -> None:
+        database, here = self.world.path('torc_output', 'torc.db'), self.world.path('b.db')
         self.assertExit(0, self.world.cli('run', 'a.yaml'))
-        for words in (('run', 'b.yaml'), ('exec', '-c', 'echo from b')):
-            outcome = self.assertExit(4, self.world.cli('--db', 'b.db', *words), f"belongs to another database, {self.world.path('torc_output', 'torc.db')}; ",
-                                      f"this one is {self.world.path('b.db')}: give another directory with -o DIR")
-            self.assertNotIn('Created', outcome.err)
         self.assertExit(0, self.world.cli('--db', 'b.db', 'create', 'b.yaml'))
-        self.assertExit(4, self.world.cli('--db', 'b.db', 'run', 1), 'belongs to another database')
-        self.assertEqual({'uninitialized'}, {job['status'] for job in self.world.cli('--db', 'b.db', '-f',
-                'json', 'jobs', 'list', 1).json()['items']})
-        self.assertEqual('from a\n', self.text())
+        for words in (('run', 'b.yaml'), ('run', 1), ('exec', '-c', 'echo from b'), ('logs', 1, 'greet'), ('results', 'list', 1, '--include-logs')):
+            outcome = self.assertExit(4, self.world.cli('--db', 'b.db', *words),
+                                      f'belongs to another database, {database}; this one is {here}: give another directory with -o DIR')
+            self.assertEqual((False, ''), ('Created' in outcome.err, outcome.out))
         self.assertExit(0, self.world.cli('--db', 'b.db', 'run', 1, '-o', 'of_b'))
-        self.assertExit(0, self.world.cli('run', 'a.yaml'))
-        self.assertEqual('from b\n', self.assertExit(0, self.world.cli('--db', 'b.db', 'logs', 1, 'greet', '-o', 'of_b')).out)
-
-    def test_another_databases_text_is_not_shown(self) -> None:
-        self.assertExit(0, self.world.cli('run', 'a.yaml'))
-        self.assertExit(0, self.world.cli('--db', 'b.db', 'run', 'b.yaml', '-o', 'of_b'))
-        for words in (('logs', 1, 'greet'), ('results', 'list', 1, '--include-logs')):
-            outcome = self.assertExit(4, self.world.cli('--db', 'b.db', *words), 'belongs to another database', '-o DIR')
-            self.assertEqual('', outcome.out)
-            self.assertExit(0, self.world.cli(*words))
-            self.assertExit(0, self.world.cli('--db', 'b.db', *words, '-o', 'of_b'))
-
-    def test_who_deletes_the_database_starts_over_in_its_directory(self) -> None:
-        self.assertExit(0, self.world.cli('run', 'a.yaml'))
-        database = self.world.path('torc_output', 'torc.db')
+        self.assertEqual(['from b\n', 'from a\n'], [self.assertExit(0, self.world.cli(*words)).out for words in (
+            ('--db', 'b.db', 'logs', 1, 'greet', '-o', 'of_b'), ('logs', 1, 'greet'))])
         self.world.wait(lambda: not connection_of(database) and not os.path.exists(database + '-wal'), 10, 'the server to leave')
+        shutil.copy(database, self.world.path('copy.db'))
+        for words in (('run', 'b.yaml'), ('logs', 1)):
+            self.assertExit(4, self.world.cli('--db', 'copy.db', *words), f"{database}; this one is {self.world.path('copy.db')}")
         os.unlink(database)
-        outcome = self.assertExit(0, self.world.cli('run', 'b.yaml'))
-        self.assertEqual(1, outcome.err.count(f'belonged to the database {database}, which no longer exists; it now belongs to {database}\n'))
-        self.assertEqual('from b\n', self.text())
-        self.assertNotIn('belonged', self.assertExit(0, self.world.cli('run', 'b.yaml')).err)
-        self.world.wait(lambda: not connection_of(database) and not os.path.exists(database + '-wal'), 10, 'the server to leave')
-        os.unlink(database)
-        self.assertExit(0, self.world.cli('--db', 'b.db', 'run', 'a.yaml'), 'it now belongs to ' + self.world.path('b.db'))
-        self.assertNotIn('belonged', self.assertExit(0, self.world.cli('-q', '--db', 'b.db', 'run', 'b.yaml')).err)
+        told = [self.assertExit(0, self.world.cli('run', 'b.yaml')).err for _ in range(2)]
+        said = f'belonged to the database {database}, which no longer exists; it now belongs to {database}\n'
+        self.assertEqual([1, 0], [text.count(said) for text in told])
+        self.assertEqual('from b\n', self.world.read('torc_output/job_stdio/job_wf1_j1_r1_a1.o'))
 
-    def test_a_directory_of_before_is_that_of_whoever_comes_first(self) -> None:
-        self.assertExit(0, self.world.cli('run', 'a.yaml'))
-        os.unlink(self.world.path('torc_output', '.torc_database'))
-        self.assertExit(0, self.world.cli('logs', 1, 'greet'))
-        self.assertExit(0, self.world.cli('run', 'a.yaml'))
-        self.assertExit(4, self.world.cli('--db', 'b.db', 'run', 'b.yaml'), 'belongs to another database')
-
-    def test_runners_of_one_database_share_a_directory_and_move_it_together(self) -> None:
+    def test_runners_of_one_database_share_a_directory(self) -> None:
         self.world.serve('-d', 'a.db')
         runs = [self.world.start('run', 'a.yaml') for _ in range(4)]
         for run in runs:
@@ -33715,13 +33687,10 @@ class OutputOwnerTest(WorldTest):
         except torc.Refused:
             return None
 
-    def record(self, name: str = 'out') -> Dict[str, Any]:
-        """What names the database of a directory."""
-        return torc.read_output_record(self.world.path(name))
-
-    def test_whether_the_database_of_a_directory_still_exists(self) -> None:
+    def test_whether_the_database_of_a_directory_is_another_one_and_still_exists(self) -> None:
         ours, there = self.database('ours.db'), {'host': 'node7'}
-        gone = self.world.path('gone.db')
+        gone, linked = self.world.path('gone.db'), self.world.path('linked.db')
+        os.link(ours['path'], linked)
         local = unittest.mock.patch.object(torc, 'is_network_path', lambda path: False)
         network = unittest.mock.patch.object(torc, 'is_network_path', lambda path: True)
         for number, (where, theirs, expected) in enumerate((
@@ -33734,11 +33703,15 @@ class OutputOwnerTest(WorldTest):
                 (network, self.database('theirs.db', **there), None),
                 (local, dict(ours, id='x', **there), None),                     # the same path on another host is another file
                 (network, dict(ours, id='x', **there), ours['path']),           # the same file
-                (local, dict(ours, id='x', path=self.world.path('out8', 'torc.db')), self.world.path('out8', 'torc.db')))):
+                (local, dict(ours, id='x', path=self.world.path('out9', 'torc.db')), self.world.path('out9', 'torc.db')),
+                (local, dict(ours, path=gone), ''),                             # ours was moved
+                (local, dict(ours, path=self.world.path('unmounted', 'x.db')), ''),
+                (local, dict(ours, path=linked), ''),
+                (local, dict(ours, path=self.database('copy.db')['path']), None))):
             with self.subTest(number), where:
-                self.assertEqual('', self.take(theirs, f'out{number - 1}'))
-                self.assertEqual(expected, self.take(ours, f'out{number - 1}'))
-                self.assertEqual('' if expected else None, self.take(ours, f'out{number - 1}'))
+                self.assertEqual('', self.take(theirs, f'out{number}'))
+                self.assertEqual(expected, self.take(ours, f'out{number}'))
+                self.assertEqual(None if expected is None else '', self.take(ours, f'out{number}'))
 
     def test_a_directory_that_was_moved_with_its_database_is_still_its_own(self) -> None:
         os.mkdir(self.world.path('old'))
@@ -33750,32 +33723,6 @@ class OutputOwnerTest(WorldTest):
         self.assertEqual([None, ''], [self.take(ours, 'kept'), self.take(ours, 'old')])
         self.assertEqual('', self.take(dict(theirs, path=self.world.path('kept', 'torc.db')), 'kept'))
 
-    def test_a_database_that_was_moved_is_found_at_its_new_place(self) -> None:
-        first = self.database('a.db')
-        self.take(first)
-        with unittest.mock.patch('os.path.samefile', side_effect=PermissionError):      # it may be there: ours is a copy
-            self.assertIsNone(self.take(dict(first, path=self.database('d.db')['path'])))
-        os.rename(first['path'], self.world.path('b.db'))
-        self.assertEqual('', self.take(dict(first, path=self.world.path('b.db'))))
-        self.assertIsNone(self.take(self.database('c.db')))
-
-    def test_a_copy_of_a_database_is_another_one(self) -> None:
-        self.assertExit(0, self.world.cli('run', 'a.yaml'))
-        database = self.world.path('torc_output', 'torc.db')
-        self.world.wait(lambda: not connection_of(database), 10, 'the server to leave')
-        shutil.copy(database, self.world.path('copy.db'))
-        for words in (('run', 'b.yaml'), ('logs', 1)):
-            self.assertExit(4, self.world.cli('--db', 'copy.db', *words), f"{database}; this one is {self.world.path('copy.db')}")
-        self.assertExit(0, self.world.cli('--db', 'copy.db', 'run', 'b.yaml', '-o', 'of_copy'))
-        self.assertExit(0, self.world.cli('run', 'a.yaml'))
-        self.world.wait(lambda: not connection_of(database), 10, 'the server to leave')
-        os.link(database, self.world.path('same.db'))
-        first = self.record('torc_output')
-        self.assertEqual('', self.take(dict(first, path=self.world.path('same.db')), 'torc_output'))
-        os.unlink(database)
-        os.unlink(self.world.path('same.db'))
-        self.assertExit(0, self.world.cli('--db', 'copy.db', 'run', 'b.yaml'))
-
     def test_of_several_that_come_at_once_exactly_one_gets_a_directory(self) -> None:
         candidates = [self.database(f'{number}.db') for number in range(12)]
         answers = {}            # type: Dict[str, Optional[str]]
@@ -33785,14 +33732,15 @@ class OutputOwnerTest(WorldTest):
         for thread in threads:
             thread.join()
         winner, = [name for name, answer in answers.items() if answer is not None]
-        self.assertEqual((12, winner), (len(answers), self.record()['id']))
+        self.assertEqual((12, winner), (len(answers), torc.read_output_record(self.world.path('out'))['id']))
 
     def test_a_record_is_read_by_whoever_may_read_the_directory_and_a_damaged_one_names_the_cure(self) -> None:
         self.take(self.database('a.db'))
         self.assertEqual(0o644, stat.S_IMODE(os.stat(self.world.path('out', '.torc_database')).st_mode))
         for text in ('', '{', '[]', '{"id": 1}'):
             self.world.write('out/.torc_database', text)
-            self.assertRaisesRegex(torc.Denied, 'remove it, or give another directory with -o DIR', self.record)
+            self.assertRaisesRegex(torc.Denied, 'remove it, or give another directory with -o DIR',
+                                   torc.read_output_record, self.world.path('out'))
 
 
 @slow
@@ -33852,40 +33800,6 @@ class OutputSafetyTest(FlowTest):
         os.chmod(out, 0o1777)
         self.run_in('out')
         self.assertEqual('mine\n', self.world.read('out/job_stdio/job_wf1_j1_r1_a1.o'))
-
-    def test_a_link_or_pipe_that_lies_there_is_neither_followed_nor_waited_for(self):
-        precious = self.world.write('precious', 'kept')
-        path = self.world.path('out', 'job_stdio', 'job_wf1_j1_r1_a1.o')
-        os.makedirs(os.path.dirname(path))
-        os.symlink(precious, path)
-        self.run_in('out')
-        self.assertEqual('mine\n', read_text(path))
-        for number, make in enumerate((os.mkfifo, lambda path: os.symlink(precious, path), os.mkdir), 2):
-            log = self.world.path('out', f'job_runner_{socket.gethostname()}_wf{number}_r1.log')
-            make(log)
-            words = '--db', 'a.db', 'run', '-o', 'out', self.world.path('w.yaml')
-            self.assertExit(2, self.world.cli(*words, timeout=20), f'cannot write the log {log}: ')
-        self.assertEqual('kept', read_text(precious))
-
-    def test_a_run_accepts_the_directories_that_it_has_made_under_any_umask_in_a_directory_of_a_group(self):
-        need('root', os.geteuid() == 0, 'root, to act as another user')
-        os.chmod(self.world.root, 0o755)
-        spec = self.world.write('w.yaml', self.SPEC)
-        group = self.world.path('group')
-        os.mkdir(group)
-        os.chown(group, OTHER_UID, 47012)
-        os.chmod(group, 0o2775)
-        for mask in (0o002, 0o077, 0o000):
-            def work() -> int:
-                os.chdir(group)
-                env = dict.fromkeys(('HOME', 'XDG_STATE_HOME'), os.path.join(group, 'home'))
-                return max(self.world.main('run', '-o', f'{mask:o}/out', spec, env=env).code for _ in range(2))
-            with self.subTest(oct(mask)):
-                self.world.directory = group
-                self.assertEqual(0, end_child(run_as(work, OTHER_UID, 47012, mask)))
-                for name in ('', 'out', 'out/job_stdio'):
-                    found = os.stat(os.path.join(group, f'{mask:o}', name))
-                    self.assertEqual((0o700, 47012), (found.st_mode & 0o722, found.st_gid))
 
     def test_colleagues_work_in_a_directory_of_their_group_and_take_nothing_over(self):
         need('root', os.geteuid() == 0, 'root, to act as another user')
