@@ -1240,7 +1240,6 @@ def is_deleted(path: str) -> bool:
 FORMATS = {'.yaml': 'yaml', '.yml': 'yaml', '.json': 'json', '.json5': 'json5', '.kdl': 'kdl',
            '.toml': 'toml'}
 MAX_NUMBER_CHARACTERS = 1000    # int() takes quadratic time
-MAX_ALIASED_VALUES = 5000000    # of a text with aliases, which may stand for any number of them
 SHOWN_CHARACTERS = 100          # of a source line, under a message: one line of a terminal
 
 Positions = Dict[int, List[int]]
@@ -1322,18 +1321,15 @@ def normal_text(text: str) -> str:
 
 
 # Level by level and not by recursion, which would end at the depth that it is to find.
-def check_extent(value: Any, most: float = math.inf) -> None:
-    """Refuse a value that is nested too deeply, or holds more than so many values."""
-    level, count = [value], 0
+def check_depth(value: Any) -> None:
+    """Refuse a value that is nested too deeply."""
+    level = [value]
     for _ in range(MAX_DEPTH + 1):
-        containers = [item for item in level if isinstance(item, (dict, list))]
-        if not containers:
+        containers = (item.values() if isinstance(item, dict) else item
+                      for item in level if isinstance(item, (dict, list)))
+        level = list(itertools.chain.from_iterable(containers))
+        if not level:
             return
-        count += sum(map(len, containers))
-        if count > most:
-            raise ValueError(f'with its aliases the file holds more than {most} values')
-        parts = (item.values() if isinstance(item, dict) else item for item in containers)
-        level = [child for part in parts for child in part]
     raise ValueError(f'nested more than {MAX_DEPTH} levels deep')
 
 
@@ -1389,7 +1385,6 @@ SIMPLE_TEXT = (r'(?:"([^"\\\n]*)" *|([A-Za-z0-9_./$(][^\n#:]*(?:(?::(?=\S)|(?<=\
 # And the next line's indentation.
 SIMPLE_ENTRY = re.compile(r'([A-Za-z_][\w.-]*): +' + SIMPLE_TEXT, re.ASCII)
 SIMPLE_ITEM = Expression(r'- +' + SIMPLE_TEXT, re.ASCII)
-ENTRY_START = Expression(r'- +(?=[A-Za-z_][\w.-]*:[ \n])', re.ASCII)
 # Not n, t, f: null, true, false.
 SURELY_TEXT = frozenset('ABCDEGHIJKLMOPQRSUVWXYZabcdeghijklmopqrsuvwxyz_/$(')
 
@@ -1478,7 +1473,6 @@ class YamlText(TextReader):
         self.at = 0
         self.column = 0
         self.anchors = {}       # type: Dict[str, Any]
-        self.alias_at = -1      # the last alias of a collection: with it, values may nest without end
 
     def skip_lines(self, start: int) -> None:
         """From the start of a line, go to the next content."""
@@ -1625,8 +1619,6 @@ class YamlText(TextReader):
         name, end = self.find_name(at)
         if name not in self.anchors:
             self.fail(at, f'no anchor &{printable(name)} stands above; put text that starts with * in quotes')
-        if isinstance(self.anchors[name], (dict, list)):
-            self.alias_at = at
         return self.anchors[name], end
 
     def skip_anchor(self, at: int) -> Tuple[str, int]:
@@ -1657,8 +1649,6 @@ class YamlReader(YamlText):
         value = None if self.column < 0 else self.read_block(self.at, self.column, -1)
         if self.column >= 0:
             self.fail(self.at, 'this does not belong to the value before it: check the indentation')
-        if self.alias_at >= 0:
-            self.number(self.alias_at, check_extent, value, MAX_ALIASED_VALUES)
         return value
 
     # -------- block collections --------
@@ -1705,10 +1695,6 @@ class YamlReader(YamlText):
             if len(indent) <= column:
                 self.at, self.column = simple.end(), len(indent)
                 return quoted if plain is None else self.number(at + 2, parse_plain, plain.rstrip(' \t'))
-        else:
-            entry = ENTRY_START.match(self.text, at)
-            if entry:
-                return self.read_mapping(entry.end(), column + entry.end() - at)
         return self.read_value(at + 1, column, compact=at - column)
 
     def read_mapping(self, at: int, column: int, known: Optional[Tuple[Any, int]] = None) -> Dict[Any, Any]:
@@ -1851,11 +1837,6 @@ class YamlReader(YamlText):
     def read_flow(self, at: int, parent: int) -> Tuple[Any, int]:
         """A value inside brackets, or one that begins with a quote, bracket or '*'; and the offset after."""
         character = self.text[at]
-        if character == '&':
-            name, start = self.skip_anchor(at)
-            value, end = self.read_flow(self.skip_flow_space(start, parent), parent)
-            self.anchors[name] = value
-            return value, end
         if character in '"\'':
             return self.read_quoted(at, parent)
         if character == '*':
@@ -2133,7 +2114,7 @@ class Json5Reader(TextReader):
 def read_strict_json(text: str) -> Any:
     """JSON by the standard library, with our numbers and limits. ValueError without a useful position."""
     value = parse_json(text, parse_whole, parse_finite)
-    check_extent(value)
+    check_depth(value)
     return value
 
 
@@ -2167,7 +2148,7 @@ def load_toml(text: str) -> Tuple[Any, str, Positions]:
     text = normal_text(text)
     try:
         value = tomllib.loads(text, parse_float=parse_fraction)
-        check_extent(value)
+        check_depth(value)
     except RecursionError:
         raise problem_at(text, 0, f'nested more than {MAX_DEPTH} levels deep') from None
     except ValueError as error:
@@ -2194,7 +2175,7 @@ def plain_dates(value: Any) -> Any:
 #
 # KDL 2.0 without type annotations, which mean nothing here, and the forms of KDL 1 that do not clash with it
 # (true, r"raw", line breaks inside "...", '\/'): Torc's own files and its exporter mix the two. Numbers are
-# decimal, comments do not nest.
+# decimal, comments do not nest, and /- drops whole nodes.
 
 KDL_BLANK = '[ \t\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]'
 KDL_BREAK = '(?:\r\n|[\r\n\x0b\x0c\x85\u2028\u2029])'
@@ -2342,21 +2323,16 @@ class KdlReader(TextReader):
         while self.next.kind == 'end':
             self.take()
 
-    def take_drop(self) -> bool:
-        """Does '/-' stand here, which drops what follows?"""
-        is_dropped = self.next.kind == '/-'
-        if is_dropped:
-            self.take()
-            self.skip_ends()
-        return is_dropped
-
     def read_nodes(self, at: int, closing: str) -> List[KdlNode]:
         """The nodes of the whole text, or of a block, up to what closes it."""
         nodes = []      # type: List[KdlNode]
         self.enter(at, nodes)
         self.skip_ends()
         while self.next.kind not in ('}', 'last'):
-            is_dropped = self.take_drop()
+            is_dropped = self.next.kind == '/-'
+            if is_dropped:
+                self.take()
+                self.skip_ends()
             node = self.read_node()
             if not is_dropped:
                 nodes.append(node)
@@ -2371,28 +2347,25 @@ class KdlReader(TextReader):
         name = self.take()
         if name.kind != 'text':
             self.fail(name.at, f'expected the name of a node, found {self.text[name.at:name.at + 1]!r}')
-        node, is_after_block = KdlNode(name.value, [], {}, None, name.at, {}), False
+        node = KdlNode(name.value, [], {}, None, name.at, {})
         while self.next.kind not in ('end', '}', 'last'):
-            is_dropped = self.take_drop()
             token = self.take()
-            if token.kind == '{':
-                block = self.read_nodes(token.at, '}')
-                self.take()
-                is_after_block = True
-                if node.children is not None and not is_dropped:
-                    self.fail(token.at, 'a node can have only one { } block')
-                node = node if is_dropped else node._replace(children=block)
-            elif token.kind not in ('text', 'value'):
+            if token.kind == '/-':
+                self.fail(token.at, "'/-' drops only whole nodes here: put the rest into /* */")
+            if token.kind not in ('text', 'value', '{'):
                 self.fail(token.at, f'expected a value, found {self.text[token.at:token.at + 1]!r}')
-            elif is_after_block:
-                self.fail(token.at, 'values must come before the { } block')
-            elif token.is_joined and not is_dropped:
+            if node.children is not None:
+                self.fail(token.at, 'a node ends with its { } block: values must come before it')
+            if token.kind == '{':
+                node = node._replace(children=self.read_nodes(token.at, '}'))
+                self.take()
+            elif token.is_joined:
                 self.fail(token.at, f'expected a blank before {self.text[token.at:token.at + 1]!r}')
             else:
-                self.read_entry(node, token, is_dropped)
+                self.read_entry(node, token)
         return node
 
-    def read_entry(self, node: KdlNode, token: KdlToken, is_dropped: bool) -> None:
+    def read_entry(self, node: KdlNode, token: KdlToken) -> None:
         """One argument or property of a node, which begins with a token."""
         name, value = len(node.args), token.value   # type: Union[int, str], Any
         if self.next.kind == '=':
@@ -2401,8 +2374,6 @@ class KdlReader(TextReader):
             if token.kind != 'text' or given.kind not in ('text', 'value'):
                 self.fail(token.at, 'a property is name=value, and its name is text')
             name, value = token.value, given.value
-        if is_dropped:
-            return
         node.offsets[name] = token.at
         if isinstance(name, int):
             node.args.append(value)
