@@ -3430,7 +3430,7 @@ class ScenarioTest(ServiceTest):
     counters must agree with what they count.
     """
     WORKFLOW = {}   # type: Dict[str, Any]
-    REPEATS = {'start', 'end', 'return', 'lose', 'leave', 'cancel', 'hold', 'back', 'did', 'sync', 'spawn', 'replay'}
+    REPEATS = {'start', 'end', 'return', 'lose', 'leave', 'hold', 'back', 'did', 'sync', 'spawn', 'replay'}
     REFUSES = {'complete', 'batch'}
 
     def assertScenarios(self, text: str, **words: str) -> None:
@@ -3693,11 +3693,11 @@ class ScenarioTest(ServiceTest):
         """A job's command changes."""
         self.call('update_job', {'command': 'other'}, id=self.job_id(job))
 
-    def do_retry(self, job: str, most: str = '3') -> None:
-        self.call('retry_job', job_id=self.job_id(job), run_id=self.run_id(), max_retries=int(most))
+    def do_retry(self, job: str, most: str = '3', run: str = '') -> None:
+        self.call('retry_job', job_id=self.job_id(job), run_id=int(run or self.run_id()), max_retries=int(most))
 
-    def do_set(self, job: str, status: str) -> None:
-        self.call('manage_status_change', id=self.job_id(job), status=status, run_id=self.run_id())
+    def do_set(self, job: str, status: str, run: str = '') -> None:
+        self.call('manage_status_change', id=self.job_id(job), status=status, run_id=int(run or self.run_id()))
 
     def do_delete(self, name: str) -> None:
         """A node or a job."""
@@ -3744,12 +3744,6 @@ class ScenarioTest(ServiceTest):
     def do_wait(self, seconds: str) -> None:
         self.clock += float(seconds)
 
-    def do_cancel(self) -> None:
-        self.call('cancel_workflow', id=self.workflow_id)
-
-    def do_archive(self) -> None:
-        self.call('archive_workflow', {'is_archived': True}, id=self.workflow_id)
-
     def do_reset(self, what: str = '') -> None:
         """A new run begins; 'jobs' or 'failed': all jobs, or the failed ones, are set back."""
         if what in ('jobs', 'failed'):
@@ -3763,6 +3757,12 @@ class ScenarioTest(ServiceTest):
     def do_reinit(self) -> None:
         self.call('initialize_jobs', id=self.workflow_id, only_uninitialized=True)
 
+    def do_cancel(self) -> None:
+        self.call('cancel_workflow', id=self.workflow_id)
+
+    def do_archive(self) -> None:
+        self.call('archive_workflow', {'is_archived': True}, id=self.workflow_id)
+
 
 class StateTest(ScenarioTest):
     """What each operation makes of a job in each status. '-' in the tables: refused with 422, and nothing changes."""
@@ -3770,103 +3770,60 @@ class StateTest(ScenarioTest):
     SHORT = {name[:6]: name for name in COLUMNS if name != 'pending_failed'}
     SHORT['undeci'] = 'pending_failed'      # undecided
     OPERATIONS = """
-        operation            uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
-        start                -       -       -       runnin  runnin  -       -       -       -       -       -
-        complete completed   comple  comple  comple  comple  comple  -       -       -       -       -       comple
-        complete failed      failed  failed  failed  failed  failed  -       -       -       -       -       failed
-        complete terminated  termin  termin  termin  termin  termin  -       -       -       -       -       termin
-        complete pending_failed  undeci  undeci  undeci  undeci  undeci  -   -       -       -       -       -
-        complete canceled    cancel  cancel  cancel  cancel  cancel  -       -       -       -       -       cancel
-        complete ready       -       -       -       -       -       -       -       -       -       -       -
-        complete disabled    -       -       -       -       -       -       -       -       -       -       -
-        retry                -       -       -       -       ready   -       ready   -       ready   -       -
-        manage uninitialized  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit
-        manage blocked       blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke
-        manage ready         ready   ready   ready   ready   ready   ready   ready   ready   ready   ready   ready
-        manage disabled      disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl
-        manage completed     -       -       -       -       -       -       -       -       -       -       -
-        manage failed        -       -       -       -       -       -       -       -       -       -       -
-        manage pending_failed  -     -       -       -       -       -       -       -       -       -       -
-        put disabled         disabl  -       -       -       -       -       -       -       -       disabl  -
-        put ready            -       -       ready   -       -       -       -       -       -       -       -
-        put completed        -       -       -       -       -       comple  -       -       -       -       -
-        put uninitialized    uninit  -       -       -       -       -       -       -       -       -       -
-        delete               gone    gone    gone    -       -       gone    gone    gone    gone    gone    gone
-        initialize           ready   blocke  ready   -       -       ready   ready   blocke  ready   disabl  ready
-        reinitialize         ready   blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  ready
-        reset                uninit  blocke  ready   -       -       comple  failed  cancel  termin  disabl  undeci
-        reset forced         uninit  blocke  ready   uninit  uninit  comple  failed  cancel  termin  disabl  undeci
-        reset_jobs           uninit  uninit  uninit  -       -       uninit  uninit  uninit  uninit  disabl  uninit
-        reset_jobs failed    uninit  blocke  ready   pendin  runnin  comple  uninit  uninit  uninit  disabl  uninit
-        cancel               uninit  cancel  cancel  cancel  cancel  comple  failed  cancel  termin  disabl  undeci
-        archive              uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
+        operation                    uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
+        begin job                    -       -       -       runnin  runnin  -       -       -       -       -       -
+        complete job completed       comple  comple  comple  comple  comple  -       -       -       -       -       comple
+        complete job failed          failed  failed  failed  failed  failed  -       -       -       -       -       failed
+        complete job terminated      termin  termin  termin  termin  termin  -       -       -       -       -       termin
+        complete job pending_failed  undeci  undeci  undeci  undeci  undeci  -       -       -       -       -       -
+        complete job canceled        cancel  cancel  cancel  cancel  cancel  -       -       -       -       -       cancel
+        complete job ready           -       -       -       -       -       -       -       -       -       -       -
+        complete job disabled        -       -       -       -       -       -       -       -       -       -       -
+        retry job                    -       -       -       -       ready   -       ready   -       ready   -       -
+        set job uninitialized        uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit  uninit
+        set job blocked              blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke  blocke
+        set job ready                ready   ready   ready   ready   ready   ready   ready   ready   ready   ready   ready
+        set job disabled             disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl  disabl
+        set job completed            -       -       -       -       -       -       -       -       -       -       -
+        set job failed               -       -       -       -       -       -       -       -       -       -       -
+        set job pending_failed       -       -       -       -       -       -       -       -       -       -       -
+        put job disabled             disabl  -       -       -       -       -       -       -       -       disabl  -
+        put job ready                -       -       ready   -       -       -       -       -       -       -       -
+        put job completed            -       -       -       -       -       comple  -       -       -       -       -
+        put job uninitialized        uninit  -       -       -       -       -       -       -       -       -       -
+        delete job                   gone    gone    gone    -       -       gone    gone    gone    gone    gone    gone
+        init                         ready   blocke  ready   -       -       ready   ready   blocke  ready   disabl  ready
+        reinit                       ready   blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  ready
+        reset                        uninit  blocke  ready   -       -       comple  failed  cancel  termin  disabl  undeci
+        reset forced                 uninit  blocke  ready   uninit  uninit  comple  failed  cancel  termin  disabl  undeci
+        reset jobs                   uninit  uninit  uninit  -       -       uninit  uninit  uninit  uninit  disabl  uninit
+        reset failed                 uninit  blocke  ready   pendin  runnin  comple  uninit  uninit  uninit  disabl  uninit
+        cancel                       uninit  cancel  cancel  cancel  cancel  comple  failed  cancel  termin  disabl  undeci
+        archive                      uninit  blocke  ready   pendin  runnin  comple  failed  cancel  termin  disabl  undeci
         """
-    ENDS = {'completed': 0, 'failed': 1, 'terminated': 2, 'pending_failed': 3}      # return codes
+    # Steps that lead there, after the jobs of LINE; a job before them where there must be one.
+    PATHS = {
+        'uninitialized': 'reset jobs', 'blocked': '', 'ready': '', 'pending': 'claim n1 job', 'running': 'claim n1 job; start job',
+        'completed': 'claim n1 job; start job; end job', 'failed': 'claim n1 job; start job; end job failed',
+        'terminated': 'claim n1 job; start job; end job terminated:2', 'pending_failed': 'claim n1 job; start job; end job pending_failed:3',
+        'canceled': 'claim n1 before; end before failed', 'disabled': 'reset jobs; put job disabled; init'}
+    LINE = 'job / child: job / grandchild: child'
 
-    def job_in(self, status: str, begins: str = 'initialize_jobs') -> Tuple[int, int, int]:
-        """A job with this status and two that wait for it in turn: ids of workflow, node and job. `begins`: what begins run 1."""
-        workflow_id = self.call('create_workflow', {'name': status, 'user': 'u'})['id']
-        if begins == 'reset_workflow_status':
-            self.call(begins, id=workflow_id)
-        waits = []
-        if status in ('blocked', 'canceled'):
-            waits = [self.call('create_job', {'workflow_id': workflow_id, 'name': 'before', 'command': 'x'})['id']]
-        job_id = self.call('create_job', {'workflow_id': workflow_id, 'name': 'job', 'command': 'x', 'depends_on_job_ids': waits})['id']
-        child = self.call('create_job', {'workflow_id': workflow_id, 'name': 'child', 'command': 'x', 'depends_on_job_ids': [job_id]})['id']
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'grandchild', 'command': 'x', 'depends_on_job_ids': [child]})
-        node_id = self.node(workflow_id)
-        if status == 'disabled':
-            self.call('update_job', {'status': 'disabled'}, id=job_id)
-        if status != 'uninitialized':
-            self.call('initialize_jobs', id=workflow_id)
-        if status in ('pending', 'running', 'canceled', *self.ENDS):
-            job = next(iter(self.claim(workflow_id, node_id).values()))
-        if status in ('running', *self.ENDS):
-            self.call('start_job', job_id=job_id, run_id=1, compute_node_id=node_id)
-        if status == 'canceled':
-            self.sync(workflow_id, node_id, completions=[self.end(job, 'failed', 1)])
-        if status in self.ENDS:
-            self.sync(workflow_id, node_id, completions=[self.end(job, status, self.ENDS[status])])
-        self.assertEqual(status, self.call('get_job', id=job_id)['status'])
-        with self.service.transaction():
-            torc.recount_sets(self.context, workflow_id)      # as initialize does
-        return workflow_id, node_id, job_id
+    def job_in(self, status: str, steps: str = 'node n1') -> None:
+        """A job with this status, and two that wait for it in turn; the steps come first."""
+        has_before = status in ('blocked', 'canceled')
+        self.begin('before / job: before / child: job / grandchild: child' if has_before else self.LINE)
+        self.act(f'{steps}; {self.PATHS[status]} -> job={status}')
 
-    def operate(self, words: str, workflow_id: int, node_id: int, job_id: int, run_id: int = 1) -> Any:
-        """Carry out an operation of the table."""
-        verb, _, what = words.partition(' ')
-        result = {'job_id': job_id, 'workflow_id': workflow_id, 'run_id': run_id, 'compute_node_id': node_id,
-                  'return_code': self.ENDS.get(what, 9),
-                  'exec_time_minutes': 1.0, 'completion_time': '2026-01-01T00:00:00Z', 'status': what}
-        if verb == 'batch':
-            entry = {'job_id': job_id, 'status': what, 'run_id': run_id, 'result': result}
-            errors = self.call('batch_complete_jobs', {'completions': [entry]}, id=workflow_id)['errors']
-            if errors:
-                raise torc.Refused(errors[0]['message'])
-            return None
-        return {
-            'start': lambda: self.call('start_job', job_id=job_id, run_id=run_id, compute_node_id=node_id),
-            'complete': lambda: self.call('complete_job', result, job_id=job_id, status=what, run_id=run_id),
-            'retry': lambda: self.call('retry_job', job_id=job_id, run_id=run_id, max_retries=3),
-            'manage': lambda: self.call('manage_status_change', job_id=job_id, status=what, run_id=run_id),
-            'put': lambda: self.call('update_job', {'status': what}, id=job_id),
-            'delete': lambda: self.call('delete_job', id=job_id),
-            'initialize': lambda: self.call('initialize_jobs', id=workflow_id),
-            'reinitialize': lambda: self.call('initialize_jobs', id=workflow_id, only_uninitialized=True),
-            'reset': lambda: self.call('reset_workflow_status', id=workflow_id, force=bool(what)),
-            'reset_jobs': lambda: self.call('reset_job_status', id=workflow_id, failed_only=bool(what)),
-            'cancel': lambda: self.call('cancel_workflow', id=workflow_id),
-            'archive': lambda: self.call('archive_workflow', {'is_archived': True}, id=workflow_id),
-        }[verb]()
-
-    def outcome(self, words: str, ids: Tuple[int, int, int], **more: Any) -> str:
+    def outcome(self, words: str, **more: Any) -> str:
         """Status of the job after an operation; '' if it was refused, which must change nothing."""
+        verb, *rest = words.split()
+        job_id, before = self.job_id('job'), self.dump()
         with self.undone():
-            before = self.dump()
             try:
-                self.operate(words, *ids, **more)
-                found = self.store.value('SELECT status FROM job WHERE id = ?', (ids[2],))
-                if found is not None and words != 'put disabled':   # before initialize nothing is counted
+                getattr(self, 'do_' + verb)(*rest, **more)
+                found = self.store.value('SELECT status FROM job WHERE id = ?', (job_id,))
+                if words != 'put job disabled':     # before initialize nothing is counted
                     self.assertWhole()
                 return 'gone' if found is None else torc.STATUS_NAMES[found]
             except torc.TorcError as error:
@@ -3876,52 +3833,56 @@ class StateTest(ScenarioTest):
         return ''
 
     def test_every_operation_on_every_status(self):
-        rows = rows_of(self.OPERATIONS)
         for short, status in self.SHORT.items():
-            ids, run_id = self.job_in(status), int(status != 'uninitialized')
-            for row in rows:
-                words = row['operation']
-                with self.subTest(words, status=status):
-                    expected = self.SHORT.get(row[short], row[short])
-                    self.assertEqual(expected, self.outcome(words, ids, run_id=run_id))
-                    if words.startswith('complete'):
-                        self.assertEqual(expected, self.outcome(words.replace('complete', 'batch', 1), ids, run_id=run_id))
+            self.job_in(status)
+            for row in rows_of(self.OPERATIONS):
+                words, expected = row['operation'], self.SHORT.get(row[short], row[short])
+                for way in (words, words.replace('complete job', 'batch job')):
+                    with self.subTest(way, status=status):
+                        self.assertEqual(expected, self.outcome(way))
 
     def test_what_carries_a_stale_run_changes_nothing(self):
         for status in self.COLUMNS:
-            ids = self.job_in(status, begins='reset_workflow_status')
-            for run_id in (0, 2, -1, torc.MAX_INTEGER):
-                for words in ('start', 'complete completed', 'complete failed', 'complete pending_failed',
-                              'batch completed', 'retry', 'manage uninitialized',
-                              'manage ready', 'manage disabled'):
-                    if words.split()[-1] == status and words.startswith('manage'):
-                        continue    # it says what is so already
-                    with self.subTest(words, status=status, run_id=run_id):
-                        self.assertEqual('', self.outcome(words, ids, run_id=run_id))
+            self.job_in(status, 'node n1; reset; init')
+            for run_id in (0, 1, 3, -1, torc.MAX_INTEGER):
+                for words in ('begin job', 'complete job completed', 'complete job failed', 'complete job pending_failed', 'batch job completed',
+                              'retry job', 'set job uninitialized', 'set job ready', 'set job disabled'):
+                    if words != f'set job {status}':    # it says what is so already
+                        with self.subTest(words, status=status, run_id=run_id):
+                            self.assertEqual('', self.outcome(words, run=str(run_id)))
 
-    def test_an_archived_workflow_goes_on_but_does_not_begin_again(self):
-        for status, words, expected in (
-                ('pending', 'start', 'running'), ('running', 'complete completed', 'completed'),
-                ('failed', 'retry', 'ready'), ('running', 'cancel', 'canceled'),
-                ('ready', 'delete', 'gone'), ('uninitialized', 'initialize', ''),
-                ('failed', 'reinitialize', ''), ('failed', 'reset', ''), ('running', 'reset forced', '')):
-            ids = self.job_in(status)
-            self.call('archive_workflow', {'is_archived': True}, id=ids[0])
-            with self.subTest(words):
-                self.assertEqual(expected, self.outcome(words, ids))
+    def test_an_archived_workflow_goes_on_but_does_not_begin_again_and_a_canceled_one_starts_and_retries_nothing(self):
+        for steps, rows in (
+                ('archive', '''pending  begin job         running
+                               running  complete job      completed
+                               failed   retry job         ready
+                               running  cancel            canceled
+                               ready    delete job        gone
+                               uninitialized  init        -
+                               failed   reinit            -
+                               failed   reset             -
+                               running  reset forced      -'''),
+                ('new open; cancel', '''pending  begin job  -
+                               failed   retry job         -
+                               running  complete job failed  canceled
+                               running  complete job      canceled
+                               ready    complete job      -
+                               running  init              ready
+                               failed   reinit            failed
+                               running  cancel            canceled''')):
+            for row in rows_of('status  words  expected\n' + rows):
+                with self.subTest(steps, **row):
+                    self.job_in(row['status'])
+                    self.act(steps)
+                    self.assertEqual(row['expected'], self.outcome(row['words']))
+        self.act('claim n1 -')
 
-    def test_a_canceled_workflow_starts_and_retries_nothing(self):
-        for status, words, expected in (
-                ('pending', 'start', ''), ('failed', 'retry', ''), ('running', 'complete failed', 'canceled'),
-                ('running', 'complete completed', 'canceled'),
-                ('ready', 'complete completed', ''), ('running', 'initialize', 'ready'),
-                ('failed', 'reinitialize', 'failed'), ('running', 'cancel', 'canceled')):
-            ids = self.job_in(status)
-            self.call('create_job', {'workflow_id': ids[0], 'name': 'open', 'command': 'true'})     # else it is complete
-            self.call('cancel_workflow', id=ids[0])
-            with self.subTest(words, status=status):
-                self.assertEqual(expected, self.outcome(words, ids))
-        self.assertEqual({}, self.claim(ids[0], ids[1]))
+    def do_put(self, job: str, status: str) -> None:
+        self.call('update_job', {'status': status}, id=self.job_id(job))
+
+    def do_new(self, job: str) -> None:
+        """Another job, without which a workflow may be complete."""
+        self.call('create_job', {'workflow_id': self.workflow_id, 'name': job, 'command': 'x'})
 
     def test_cancel_changes_nothing_where_nothing_is_left_to_do(self):
         for ends, is_canceled in (({}, False), ({'a': 'failed'}, False), (None, True)):
@@ -3981,37 +3942,16 @@ class StateTest(ScenarioTest):
         self.assertNotIn('labels', self.call('get_compute_node', id=node_id))
 
     def test_labels_are_a_set_and_an_empty_list_takes_them_away(self):
-        _, _, job_id = self.job_in('ready')
+        self.begin('a')
         for labels, kept in ((['b', 'a', 'b'], ['a', 'b']), (['a', 'b'], ['a', 'b']), (None, ['a', 'b']), ([], None), (['c'], ['c'])):
-            self.assertEqual(kept, self.call('update_job', {'labels': labels}, id=job_id).get('labels'))
-
-    def test_ephemeral_user_data_of_what_stays_done_is_kept(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        kept, cleared, lasting = (self.call('create_user_data',
-                                            {'workflow_id': workflow_id, 'name': name,
-                                             'is_ephemeral': name != 'lasting'})['id']
-                                  for name in ('kept', 'cleared', 'lasting'))
-        for name, makes in (('good', [kept]), ('bad', [cleared, lasting])):
-            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'output_user_data_ids': makes})
-        self.call('initialize_jobs', id=workflow_id)
-        self.drive(workflow_id, {'bad': 'failed'})
-
-        def data() -> List[Any]:
-            return [self.call('get_user_data', id=record).get('data') for record in (kept, cleared, lasting)]
-        for record in (kept, cleared, lasting):
-            self.call('update_user_data', {'data': 5}, id=record)
-        self.call('reset_job_status', id=workflow_id, failed_only=True)
-        with self.undone():
-            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True, clear_ephemeral_user_data=False)
-            self.assertEqual([5, 5, 5], data())
-        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-        self.assertEqual([5, None, 5], data())
+            self.assertEqual(kept, self.call('update_job', {'labels': labels}, id=self.job_id('a')).get('labels'))
 
     def test_a_result_made_by_hand_is_the_current_one(self):
-        workflow_id, node_id, job_id = self.job_in('failed')
-        result = dict(self.call('list_results', workflow_id=workflow_id)['items'][0], attempt_id=2, return_code=5)
-        made = self.call('create_result', {key: value for key, value in result.items() if key not in ('id', 'job_name')})
-        self.assertEqual([made['id']], [row['id'] for row in self.call('list_results', workflow_id=workflow_id)['items']])
+        self.begin('a')
+        self.act('claim n1 a; end a failed')
+        result = dict(self.call('list_results', workflow_id=self.workflow_id)['items'][0], attempt_id=2, return_code=5)
+        self.call('create_result', {key: value for key, value in result.items() if key not in ('id', 'job_name')})
+        self.act('-> current=a#2')
 
 
 class ActionTest(ScenarioTest):
@@ -4385,49 +4325,32 @@ class JobNameTest(ServiceTest):
 
 # ======== 8b. Initialization ========
 
-class ResetTest(ServiceTest):
+class ResetTest(ScenarioTest):
     """Initialize, reinitialize, reset, change detection."""
+    SCENARIOS = '''
+        a partial run keeps what is done and repeats what depends on the rest
+          a / b / c: a b / d: a
+          claim n1 a b; end a; end b failed; claim n1 d; end d -> run=1
+          reset; reset failed; reinit -> run=2 a=completed b=ready c=blocked d=completed current=a#1,d#1
+          claim n2 b; end b; claim n2 c; end c -> complete=true
 
-    def test_the_run_grows_with_every_reset(self):
-        workflow_id = self.create('a:')
-        self.assertEqual(1, self.call('get_workflow', id=workflow_id)['run_id'])
-        self.assertEqual(2, self.call('reset_workflow_status', id=workflow_id)['run_id'])
+        running jobs forbid a reset unless it is forced
+          a
+          claim n1 a; reset -> refused='pending or running'
+          init -> refused='pending or running'
+          reset forced; init -> a=ready
 
-    def test_a_partial_run_keeps_what_is_done_and_repeats_what_depends_on_the_rest(self):
-        workflow_id = self.create('a:\nb:\nc: a b\nd: a')
-        self.drive(workflow_id, {'b': 'failed'})
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('reset_job_status', id=workflow_id, failed_only=True)
-        self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
-        self.assertEqual({'a': 'completed', 'b': 'ready', 'c': 'blocked', 'd': 'completed'}, self.statuses(workflow_id))
-        self.assertEqual(2, self.call('list_results', workflow_id=workflow_id)['total_count'])
-        self.assertEqual('completed', self.drive(workflow_id, {})['c'])
-        self.assertWhole()
+        a canceled workflow gives no work until it is reset
+          a / b: a
+          cancel; claim n1 - -> complete=true a=canceled b=canceled
+          reset; reset jobs; init; claim n1 a -> b=blocked
+        '''
 
-    def test_running_jobs_forbid_a_reset_unless_forced(self):
-        workflow_id = self.create('a:')
-        self.claim(workflow_id, self.node(workflow_id))
-        self.assertRefused('pending or running', 'reset_workflow_status', id=workflow_id)
-        self.assertRefused('pending or running', 'initialize_jobs', id=workflow_id)
-        self.call('reset_workflow_status', id=workflow_id, force=True)
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual({'a': 'ready'}, self.statuses(workflow_id))
+    def test_runs_begin_anew(self):
+        self.assertScenarios(self.SCENARIOS)
 
-    def test_an_archived_workflow_is_left_alone(self):
-        workflow_id = self.create('a:')
-        self.call('archive_workflow', {'is_archived': True}, id=workflow_id)
-        self.assertRefused('is archived', 'initialize_jobs', id=workflow_id)
-        self.assertRefused('is archived', 'reset_workflow_status', id=workflow_id, force=True)
-
-    def test_a_canceled_workflow_gives_no_work_until_it_is_reset(self):
-        workflow_id = self.create('a:\nb: a')
-        self.call('cancel_workflow', id=workflow_id)
-        self.assertEqual({}, self.claim(workflow_id, self.node(workflow_id)))
-        self.assertEqual({'is_complete': True, 'is_canceled': True}, self.call('is_workflow_complete', id=workflow_id))
-        self.call('reset_workflow_status', id=workflow_id)
-        self.call('reset_job_status', id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual({'a': 'ready', 'b': 'blocked'}, self.statuses(workflow_id))
+    def see_run(self) -> List[str]:
+        return [str(self.run_id())]
 
     def test_changed_files_inputs_and_missing_outputs_are_found(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
@@ -4482,16 +4405,27 @@ class ResetTest(ServiceTest):
         after = self.statuses(workflow_id)
         self.assertEqual(set('abcde'), {name for name, status in after.items() if status != before[name]})
 
-    def test_ephemeral_user_data_is_cleared_when_its_maker_runs_again(self):
+    def test_ephemeral_user_data_is_cleared_when_its_maker_runs_again_and_no_other(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        made, given = (self.call('create_user_data', {'workflow_id': workflow_id, 'name': n,
-                                                      'is_ephemeral': True,
-                                                      'data': 1})['id'] for n in ('made', 'given'))
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x',
-                                 'output_user_data_ids': [made], 'input_user_data_ids': [given]})
+        records = [self.call('create_user_data', {'workflow_id': workflow_id, 'name': name, 'is_ephemeral': name != 'lasting'})['id']
+                   for name in ('of_good', 'of_bad', 'given', 'lasting')]
+        for name, makes in (('good', records[:1]), ('bad', [records[1], records[3]])):
+            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'output_user_data_ids': makes,
+                                     'input_user_data_ids': [records[2]]})
+
+        def found(**more: Any) -> List[Any]:
+            """What is left of data that is written before an initialize."""
+            for record in records:
+                self.call('update_user_data', {'data': 5}, id=record)
+            with self.undone():
+                self.call('initialize_jobs', id=workflow_id, **more)
+                return [self.call('get_user_data', id=record).get('data') for record in records]
+        self.assertEqual([None, None, 5, 5], found())
         self.call('initialize_jobs', id=workflow_id)
-        self.assertNotIn('data', self.call('get_user_data', id=made))
-        self.assertEqual(1, self.call('get_user_data', id=given)['data'])
+        self.drive(workflow_id, {'bad': 'failed'})
+        self.call('reset_job_status', id=workflow_id, failed_only=True)
+        self.assertEqual([5, 5, 5, 5], found(only_uninitialized=True, clear_ephemeral_user_data=False))
+        self.assertEqual([5, None, 5, 5], found(only_uninitialized=True))
 
     def test_required_files_and_user_data_are_told(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
