@@ -7419,130 +7419,6 @@ class SyncTest(ScenarioTest):
                          [(row['event_type'], row['scheduled_compute_node_id']) for row in events])
 
 
-class WatchRecordTest(ServiceTest):
-    """Who watches a workflow: one at a time; what was counted outlives them."""
-
-    def watch(self, name: str = 'a', **more: Any) -> Dict[str, Any]:
-        """Ask as a process of this name."""
-        body = dict({'process': {'host': name, 'pid': 1}, 'lease_s': 60.0}, **more)
-        return self.call('watch_workflow', body, workflow_id=self.workflow_id)
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('x:\ny: x')
-
-    def rerun(self) -> None:
-        """What a recovery does: a new run."""
-        self.store.run('UPDATE workflow SET run_id = run_id + 1')
-
-    def test_a_second_one_is_refused_while_the_first_renews_and_takes_over_when_its_time_is_over(self):
-        first = self.watch('a')
-        self.assertEqual((True, 0, False, False, 1), tuple(first[key] for key in (
-            'granted', 'recoveries', 'is_begun', 'is_recovered', 'run_id')))
-        self.assertEqual(2, first['status']['total_jobs'])
-        for _ in range(3):
-            self.clock += 50
-            found = self.watch('b')
-            self.assertEqual((False, {'host': 'a', 'pid': 1}), (found['granted'], found['process']))
-            self.assertTrue(self.watch('a')['granted'])
-        self.clock += 61
-        self.assertTrue(self.watch('b')['granted'])
-        self.assertFalse(self.watch('a')['granted'])
-
-    def test_one_that_is_known_to_have_ended_or_has_left_is_taken_over_at_once(self):
-        self.watch('a')
-        self.assertFalse(self.watch('b', ended={'host': 'c', 'pid': 1})['granted'])
-        self.assertTrue(self.watch('b', ended={'host': 'a', 'pid': 1})['granted'])
-        self.assertTrue(self.watch('b', leaves=True)['granted'])
-        self.assertTrue(self.watch('c')['granted'])
-
-    def test_recoveries_are_counted_once_a_run_and_until_somebody_else_begins_a_run(self):
-        def counted(**more: Any) -> Tuple[int, bool, bool]:
-            found = self.watch(**more)
-            return found['recoveries'], found['is_begun'], found['is_recovered']
-        self.assertEqual((1, True, False), counted(recovers=True))
-        self.assertEqual((1, True, False), counted(recovers=True))      # killed, and begun again
-        self.rerun()
-        self.assertEqual((1, False, True), counted(name='b', ended={'host': 'a', 'pid': 1}))
-        self.assertEqual((2, True, False), counted(name='b', recovers=True))
-        self.rerun()
-        self.assertEqual((2, False, True), counted(name='b', leaves=True))
-        self.assertEqual((2, False, True), counted())
-        self.rerun()        # by somebody else
-        self.assertEqual((0, False, False), counted())
-
-    def test_recoveries_are_idle_until_a_job_completes(self):
-        def idle(**more: Any) -> int:
-            return self.watch(**more)['idle_recoveries']
-        self.assertEqual([0, 1], [idle(), idle(recovers=True)])
-        for wanted in (2, 3):
-            self.rerun()
-            self.assertEqual([wanted - 1, wanted], [idle(), idle(recovers=True)])
-        self.rerun()
-        self.store.run('INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, '
-                       'exec_time_minutes, completion_time, status) '
-                       "SELECT workflow_id, id, 4, 1, 0, 0, '', 5 FROM job LIMIT 1")
-        self.assertEqual([0, 1], [idle(), idle(recovers=True)])
-
-    def test_what_was_scheduled_and_when_it_began_is_kept_until_all_is_over(self):
-        began = self.watch()['began_at']
-        self.clock += 10
-        found = self.watch(schedules=True)
-        self.assertEqual((began, began + 10), (found['began_at'], found['scheduled_at']))
-        self.clock += 10
-        self.watch(leaves=True)
-        found = self.watch('b')
-        self.assertEqual((began, began + 10), (found['began_at'], found['scheduled_at']))
-        self.assertEqual(began + 20, found['now'])
-        self.watch('b', leaves=True, is_over=True)
-        found = self.watch('c')
-        self.assertEqual((began + 20, None), (found['began_at'], found['scheduled_at']))
-        self.assertNotIn('watcher', self.call('get_workflow', id=self.workflow_id))
-
-
-    def end(self, is_interrupted: int) -> None:
-        """An attempt ends."""
-        number = self.store.value('SELECT count(*) + 1 FROM result')
-        self.store.run(
-            'INSERT INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, return_code, '
-            'exec_time_minutes, completion_time, status, is_interrupted) SELECT workflow_id, id, 1, ?, 1, 0, 0, '
-            "'2026-01-01T00:00:00Z', 5, ? FROM job LIMIT 1", (number, is_interrupted))
-
-    def test_submissions_are_idle_until_a_job_has_ended_or_was_interrupted_after_a_while(self):
-        def idle(**more: Any) -> int:
-            return self.watch(**more)['idle_submissions']
-        self.assertEqual([0, 1, 1, 2], [idle(), idle(schedules=True), idle(), idle(schedules=True)])
-        self.watch(leaves=True)
-        self.clock += 10 ** 6
-        self.assertEqual(2, idle(name='b'))     # it may have been queued for so long
-        self.end(0)
-        found = [idle(name='b'), idle(name='b', schedules=True), idle(name='b', schedules=True)]
-        self.assertEqual([0, 1, 2], found)
-        self.end(1)
-        self.clock += torc.LASTING_ALLOCATION_S - 1
-        self.assertEqual(2, idle(name='b', ended={'host': 'b', 'pid': 1}))
-        self.clock += 1
-        self.assertEqual([0, 1], [idle(name='b'), idle(name='b', schedules=True)])
-
-
-    def test_losses_are_known_until_somebody_has_submitted_for_them(self):
-        def lost(**more: Any) -> bool:
-            return self.watch(**more)['has_losses']
-        self.end(1)
-        self.store.run("INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, "
-                       "status, reason) VALUES (?, 7, 1, 'slurm', 'complete', 'it was lost')", (self.workflow_id,))
-        self.assertFalse(lost())        # before anybody watched
-        self.end(0)
-        self.store.run("UPDATE scheduled_compute_node SET reason = 'its last runner has left'")
-        self.assertFalse(lost())
-        for lose in (lambda: self.end(1), lambda: self.store.run("UPDATE scheduled_compute_node SET reason = 'it was lost'")):
-            lose()
-            self.assertEqual([True, True, False, False],
-                             [lost(), lost(leaves=True), lost(schedules=True), lost()])
-        self.end(1)
-        self.assertEqual([True, False, False], [lost(), lost(recovers=True), lost()])
-
-
 class UnplannedJobsTest(ServiceTest):
     """Which ready jobs no allocation was planned for, or is there for. Those called retried... are those of a retry."""
     allocate = WaitingTest.allocate
@@ -23209,6 +23085,111 @@ def watched(counts: str, workers: str = '', **more: Any) -> Dict[str, Any]:
                  'run_id': 1, 'idle_submissions': 0, 'idle_recoveries': 0}, **more)
 
 
+class WatchRecordTest(ServiceTest):
+    """What a watch counts of what the server has found; it outlives the process that watches."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.workflow_id = self.create('x:\ny: x')
+        self.record = torc.WatchRecord({}, self.clock)
+
+    def look(self) -> Dict[str, Any]:
+        """A poll, of a process that was killed since the last one."""
+        self.record = torc.WatchRecord(json.loads(json.dumps(vars(self.record))), self.clock)
+        last = self.record.last_result
+        self.found = self.call('observe_workflow', workflow_id=self.workflow_id, **({} if last is None else {'last_result': last}))
+        return self.record.look(self.found, self.clock)
+
+    def recover(self) -> None:
+        self.record.on_recovery(self.found)
+
+    def submit(self) -> None:
+        self.record.on_submission(self.found, self.clock)
+
+    def rerun(self) -> None:
+        """What a recovery does: a new run."""
+        self.store.run('UPDATE workflow SET run_id = run_id + 1')
+
+    def end(self, is_interrupted: int, run_id: int = 1) -> None:
+        """An attempt ends."""
+        number = self.store.value('SELECT count(*) + 1 FROM result')
+        self.store.run(
+            'INSERT INTO result (workflow_id, job_id, run_id, attempt_id, compute_node_id, return_code, '
+            'exec_time_minutes, completion_time, status, is_interrupted) SELECT workflow_id, id, ?, ?, 1, 0, 0, '
+            "'2026-01-01T00:00:00Z', 5, ? FROM job LIMIT 1", (run_id, number, is_interrupted))
+
+    def test_recoveries_are_counted_once_a_run_and_until_somebody_else_begins_a_run(self):
+        def counted() -> Tuple[int, bool, bool]:
+            seen = self.look()
+            return seen['recoveries'], seen['is_begun'], seen['is_recovered']
+        self.assertEqual((0, False, False), counted())
+        for number in (1, 2):
+            for _ in range(2):      # it may be killed, and begin once more
+                self.recover()
+                self.assertEqual((number, True, False), counted())
+            self.rerun()
+            self.assertEqual((number, False, True), counted())
+        self.rerun()        # by somebody else
+        self.assertEqual((0, False, False), counted())
+
+    def test_recoveries_are_idle_until_a_job_completes(self):
+        found = []
+        for run_id in (1, 2, 3, 4):
+            if run_id == 4:
+                self.end(0, run_id)
+            found.append(self.look()['idle_recoveries'])
+            self.recover()
+            found.append(self.look()['idle_recoveries'])
+            self.rerun()
+        self.assertEqual([0, 1, 1, 2, 2, 3, 0, 1], found)
+
+    def test_submissions_are_idle_until_a_job_has_ended_or_was_interrupted_after_a_while(self):
+        def idle() -> int:
+            return self.look()['idle_submissions']
+        self.assertEqual(0, idle())
+        for number in (1, 2):
+            self.submit()
+            self.assertEqual((number, self.clock), (idle(), self.look()['scheduled_at']))
+        self.clock += 10 ** 6
+        self.assertEqual(2, idle())     # it may have been queued for so long
+        self.end(0)
+        self.assertEqual(0, idle())
+        self.submit()
+        self.end(1)
+        self.clock += torc.LASTING_ALLOCATION_S - 1
+        self.assertEqual(1, idle())
+        self.clock += 1
+        self.assertEqual(0, idle())
+
+    def test_losses_are_known_until_somebody_has_submitted_for_them(self):
+        def lost() -> bool:
+            return self.look()['has_losses']
+        self.end(1)
+        self.store.run("INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, "
+                       "status, reason) VALUES (?, 7, 1, 'slurm', 'complete', 'it was lost')", (self.workflow_id,))
+        self.assertFalse(lost())        # before anybody watched
+        self.end(0)
+        self.store.run("UPDATE scheduled_compute_node SET reason = 'its last runner has left'")
+        self.assertFalse(lost())
+        self.submit()
+        for lose, help_ in ((lambda: self.end(1), self.submit), (lambda: self.end(1), self.recover),
+                            (lambda: self.store.run("UPDATE scheduled_compute_node SET reason = 'it was lost'"), self.submit)):
+            lose()
+            self.assertEqual([True, True], [lost(), lost()])
+            help_()
+            self.assertFalse(lost())
+
+    def test_it_sees_schedulers_allocations_and_the_status(self):
+        seen = self.look()
+        self.assertEqual((False, False, 2, 1), (seen['has_scheduler'], seen['had_allocations'], seen['status']['total_jobs'], seen['run_id']))
+        self.assertEqual((self.clock, None), (seen['began_at'], seen['scheduled_at']))
+        self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})
+        self.call('create_scheduled_compute_node', {'workflow_id': self.workflow_id, 'scheduler_id': 7, 'scheduler_config_id': 0,
+                                                    'status': 'pending', 'scheduler_type': 'slurm'})
+        seen = self.look()
+        self.assertEqual((True, True), (seen['has_scheduler'], seen['had_allocations']))
+
+
 class WatcherTest(unittest.TestCase):
     """What is decided, on a clock that only the test moves."""
 
@@ -28698,7 +28679,7 @@ class WatchTest(CommandTest):
         self.make(self.PLAIN)
         process = self.watch('--persistent')
         host = socket.gethostname()
-        words = f'workflow 1 is watched already, by process {process.pid} on host {host} (until '
+        words = f'workflow 1 is watched already, by process {process.pid} on host {host}: end that one'
         self.assertExit(4, self.world.main('watch', 1), words)
         process.kill()
         other = self.watch('--persistent')
@@ -28708,57 +28689,6 @@ class WatchTest(CommandTest):
         third.send(signal.SIGINT)
         self.assertExit(130, third.finish())
         self.assertNotIn('Traceback', self.log() + third.err)
-
-    @slow
-    def test_one_that_was_replaced_leaves(self):
-        self.make(self.PLAIN)
-        process = self.watch('--persistent')
-        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 60.0}
-        with contextlib.closing(self.world.connect()) as client:
-            ended = client.call('watch_workflow', body, workflow_id=1)['process']
-            self.assertTrue(client.call('watch_workflow', dict(body, ended=ended), workflow_id=1)['granted'])
-        self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
-
-    def test_one_on_another_host_is_waited_for_until_it_shows_whether_it_goes_on(self):
-        self.make(self.PLAIN)
-        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 1.5}
-        with self.world.connect() as client:
-            client.call('watch_workflow', body, workflow_id=1)
-        self.assertExit(4, self.world.main('watch', 1, '--once'), 'watched already, by process 5 on host elsewhere')
-        with unittest.mock.patch.object(torc, 'TAKEOVER_PAUSE_S', 0.05):
-            done = self.assertExit(1, self.world.main('watch', 1, '-p', 0.05))
-        self.assertIn('the watch on host elsewhere may be dead: waiting until 20', done.err)
-        self.assertIn('Watch ended: 2 uninitialized', done.err)
-
-    @slow
-    def test_one_on_another_host_that_goes_on_is_left_alone(self):
-        self.world.serve()
-        self.make(self.PLAIN)
-        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 600.0}
-        with self.world.connect() as client:
-            client.call('watch_workflow', body, workflow_id=1)
-            process = self.world.start('watch', 1)
-            self.world.wait(lambda: 'may be dead' in process.err, 20, 'the doubt', [process])
-            client.call('watch_workflow', body, workflow_id=1)
-        self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
-
-    @slow
-    def test_a_server_that_goes_while_another_watch_is_waited_for_is_waited_for_too(self):
-        self.world.serve()
-        self.make(self.PLAIN)
-        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 600.0}
-        with self.world.connect() as client:
-            client.call('watch_workflow', body, workflow_id=1)
-        process = self.world.start('watch', 1)
-        self.world.wait(lambda: 'may be dead' in process.err, 20, 'the doubt', [process])
-        port = self.world.url.rpartition(':')[2].partition('/')[0]
-        self.world.server.kill()
-        self.world.wait(lambda: 'waiting for up to 20m' in process.err, 40, 'the silence', [process])
-        self.world.serve('--port', port)
-        self.world.wait(lambda: 'the server answers after' in process.err, 30, 'the answer', [process])
-        with self.world.connect() as client:
-            client.call('watch_workflow', body, workflow_id=1)
-        self.assertExit(4, process.finish(), 'watched already, by process 5 on host elsewhere')
 
     @slow
     def test_a_database_that_is_gone_is_waited_for_and_not_made_anew(self):
@@ -28783,9 +28713,6 @@ class WatchTest(CommandTest):
             done = self.assertExit(130, self.world.main('-f', 'json', 'watch', 1))
         self.assertEqual((False, 'interrupted', 2), (done.json()['is_complete'], done.json()['reason'],
                                                      done.json()['jobs_by_status']['uninitialized']))
-        with unittest.mock.patch.object(torc.Supervision, 'begin', return_value=False):     # a signal while it waited for another
-            done = self.assertExit(130, self.world.main('-f', 'json', 'watch', 1))
-        self.assertEqual({'workflow_id': 1, 'is_complete': False, 'reason': 'interrupted'}, done.json())
 
     def test_what_is_not_away_but_refuses_is_not_waited_for_without_end(self):
         watch = types.SimpleNamespace(silent_at=time.monotonic() - 9, window_s=5.0, args={'once': False}, say=lambda *_: None, say_once=lambda *_: None,
@@ -28801,25 +28728,10 @@ class WatchTest(CommandTest):
                             (['--profile', 'kestral'], "there is no profile 'kestral', did you mean 'kestrel'?")):
             self.assertExit(2, self.world.main('watch', 1, '--once', *words), text)
 
-    def test_nobody_takes_over_while_the_hook_runs(self):
-        self.world.write('code', '3')
+    def test_where_files_cannot_be_locked_it_watches_and_says_so(self):
         self.make(self.PLAIN)
-        self.world.cli('run', 1)
-        body = {'process': {'host': 'elsewhere', 'pid': 5}, 'lease_s': 60.0}
-        self.world.write('hook.py', f"""
-            import os, sys, time
-            sys.path.insert(0, {os.path.dirname(os.path.abspath(torc.__file__))!r})
-            import torc
-            began = time.monotonic()
-            while time.monotonic() < began + 2:     # longer than the lease
-                with torc.Client.connect(os.environ['TORC_API_URL']) as client:
-                    if client.call('watch_workflow', {body!r}, workflow_id=1)['granted']:
-                        sys.exit('taken over')
-            sys.exit(9)
-            """)
-        with unittest.mock.patch.multiple(torc, WATCH_LEASE_S=1.0, PROGRAM_LOOK_S=0.1):
-            done = self.world.main('watch', 1, '-p', 0.05, '-r', '--recovery-hook', f'{sys.executable} hook.py')
-        self.assertExit(1, done, 'ended with return code 9: nothing was changed')
+        with unittest.mock.patch.object(torc.fcntl, 'flock', side_effect=OSError(errno.ENOSYS, 'Function not implemented')):
+            self.assertExit(1, self.world.main('watch', 1, '--once'), 'cannot be locked (Function not implemented): see that nobody')
 
     def test_a_log_that_cannot_be_written_is_the_fault_of_its_place(self):
         self.make(self.PLAIN)

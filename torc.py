@@ -4791,8 +4791,7 @@ CREATE TABLE workflow (
     is_canceled             BOOL INTEGER NOT NULL DEFAULT 0,
     is_archived             BOOL INTEGER NOT NULL DEFAULT 0,
     is_run_zero             BOOL INTEGER NOT NULL DEFAULT 0, -- run 1 began without a reset: 0 means it too
-    spec_path               TEXT,                       -- the workflow file that it was made from, absolute
-    watcher                 JSON TEXT                   -- who watches it, until, and what was counted
+    spec_path               TEXT                        -- the workflow file that it was made from, absolute
 );
 CREATE INDEX workflow_by_name ON workflow (name);
 CREATE INDEX workflow_by_user ON workflow (user);
@@ -5294,8 +5293,7 @@ RESCUED_END = '.rescued'            # of a copy of a database that was lost whil
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'slurm_job', 'is_implicit', 'memory_bytes', 'runtime_s',
                              'is_current', 'is_interrupted', 'is_reported', 'identifier', 'request',
                              'requested_by', 'is_system', 'is_run_zero', 'is_declared', 'submission',
-                             'made_for', 'submitter', 'submitter_until', 'watcher', 'gate_set_id',
-                             'wait_set_id'])
+                             'made_for', 'submitter', 'submitter_until', 'gate_set_id', 'wait_set_id'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -11387,84 +11385,24 @@ def note_lost_job(found: Values, count: str, job: Cells, seen: Values) -> None:
     found[count] += 1
 
 
-# -------- who watches a workflow --------
-#
-# One process at a time. Its record outlives it: one that was killed, and is started again, goes on with what
-# has been counted. What counts are recoveries by whoever watched, in runs that followed upon each other: a
-# run that somebody else has begun begins the count anew.
+# -------- what a watch decides by --------
 
-LASTING_ALLOCATION_S = 1800.0   # jobs that were interrupted so long after a submission may have got on
-
-def watch_workflow(context: Context, workflow_id: int, body: Values) -> Values:
-    """Let a process watch a workflow, or go on with it; with all that it decides by. No if another one does.
-
-    Another one does until it leaves, its `lease_s` is over, or the caller knows that it has ended (`ended`).
-    """
-    state, now = workflow_state(context, workflow_id), context.now()
-    watcher = json.loads(context.value('SELECT watcher FROM workflow WHERE id = ?', (workflow_id,)) or '{}')
-    holder = watcher.get('process')
-    if holder not in (None, body['process'], body.get('ended')) and now < watcher['until']:
-        return {'granted': False, 'process': holder, 'until': watcher['until']}
-    idle, losses = count_idle(context, workflow_id, watcher), find_losses(context, workflow_id, watcher)
-    runs = watcher.get('recovered_runs', [])
-    runs = [] if runs and state.run_id > runs[-1] + 1 else runs
-    if body.get('recovers') and state.run_id not in runs:
-        runs = runs + [state.run_id]
-    watcher = {'process': None if body.get('leaves') else body['process'], 'until': now + body['lease_s'],
-               'began_at': watcher.get('began_at', now), 'recovered_runs': runs,
-               'scheduled_at': watcher.get('scheduled_at'), 'idle_submissions': idle,
-               'last_result': watcher.get('last_result'), 'losses': losses}
-    if body.get('schedules') or body.get('recovers'):
-        losses['has_any'] = False
-    if body.get('schedules'):
-        last = newest_id(context, 'result', workflow_id)
-        watcher.update(scheduled_at=now, idle_submissions=idle + 1, last_result=last)
-    context.run('UPDATE workflow SET watcher = ? WHERE id = ?',
-                (None if body.get('is_over') else format_json(watcher), workflow_id))
-    has_scheduler, had_allocations = context.one(
+def observe_workflow(context: Context, workflow_id: int, last_result: int = MAX_INTEGER) -> Values:
+    """A workflow's status, and what has ended since its newest result was `last_result`."""
+    has_scheduler, had_allocations, has_ends, has_interruptions, ended = context.one(
         'SELECT EXISTS (SELECT 1 FROM slurm_scheduler WHERE workflow_id = ?1), '
-        'EXISTS (SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ?1)', (workflow_id,))
-    return {'granted': True, 'process': watcher['process'], 'until': watcher['until'], 'now': now,
-            'began_at': watcher['began_at'], 'scheduled_at': watcher['scheduled_at'], 'recoveries': len(runs),
-            'is_begun': state.run_id in runs, 'is_recovered': bool(runs) and state.run_id == runs[-1] + 1,
-            'has_scheduler': bool(has_scheduler), 'had_allocations': bool(had_allocations),
-            'has_losses': losses['has_any'], 'run_id': state.run_id,
-            'idle_submissions': watcher['idle_submissions'],
-            'idle_recoveries': count_idle_recoveries(context, workflow_id, runs),
-            'status': get_workflow_status(context, workflow_id)}
-
-
-def find_losses(context: Context, workflow_id: int, watcher: Values) -> Values:
-    """Whether allocations have been lost, or jobs interrupted, since a watch has last submitted any."""
-    known = watcher.get('losses')
-    ended = context.value(f'SELECT count(*) FROM scheduled_compute_node WHERE {ENDED_BADLY}', (workflow_id,))
-    last = newest_id(context, 'result', workflow_id)
-    has_any = known is not None and (known['has_any'] or ended > known['ended'] or context.one(
-        'SELECT 1 FROM result WHERE workflow_id = ? AND id > ? AND is_interrupted = 1 LIMIT 1',
-        (workflow_id, known['last_result'])) is not None)
-    return {'has_any': has_any, 'ended': ended, 'last_result': last}
-
-
-def count_idle(context: Context, workflow_id: int, watcher: Values) -> int:
-    """The submissions in a row, up to the last one of a watch, that have brought nothing so far.
-
-    That is no end of an attempt, nor one that was interrupted when the submission was long ago: allocations
-    that end at once would else be replaced for ever, and each of them is paid for.
-    """
-    if not watcher.get('idle_submissions'):
-        return 0
-    is_long_ago = context.now() - watcher['scheduled_at'] >= LASTING_ALLOCATION_S
-    has_ends = context.one('SELECT 1 FROM result WHERE workflow_id = ? AND id > ? AND is_interrupted <= ? '
-                           'LIMIT 1', (workflow_id, watcher['last_result'], int(is_long_ago)))
-    return 0 if has_ends else watcher['idle_submissions']
-
-
-def count_idle_recoveries(context: Context, workflow_id: int, runs: Sequence[int]) -> int:
-    """The recoveries in a row, up to the last, after which no job has completed. `runs`: the recovered."""
-    last_run = runs and context.value(
-        f'SELECT run_id FROM result WHERE workflow_id = ? AND status = {COMPLETED} ORDER BY id DESC LIMIT 1',
-        (workflow_id,)) or 0
-    return sum(run_id >= last_run for run_id in runs)
+        'EXISTS (SELECT 1 FROM scheduled_compute_node WHERE workflow_id = ?1), '
+        'EXISTS (SELECT 1 FROM result WHERE workflow_id = ?1 AND id > ?2 AND is_interrupted = 0), '
+        'EXISTS (SELECT 1 FROM result WHERE workflow_id = ?1 AND id > ?2 AND is_interrupted = 1), '
+        f"(SELECT count(*) FROM scheduled_compute_node WHERE {ENDED_BADLY.replace('?', '?1')})",
+        (workflow_id, last_result))
+    completed_run = context.value('SELECT run_id FROM result WHERE workflow_id = ? AND status = ? '
+                                  'ORDER BY id DESC LIMIT 1', (workflow_id, COMPLETED))
+    return {'run_id': workflow_state(context, workflow_id).run_id, 'has_scheduler': bool(has_scheduler),
+            'had_allocations': bool(had_allocations), 'has_ends': bool(has_ends),
+            'has_interruptions': bool(has_interruptions), 'ended_allocations': ended,
+            'last_result': newest_id(context, 'result', workflow_id),
+            'last_completed_run': completed_run or 0, 'status': get_workflow_status(context, workflow_id)}
 
 
 UNPLANNED_REASONS = {   # of WAIT_REASONS -> which of the jobs that wait for it are unplanned
@@ -11649,8 +11587,6 @@ MODELS = {
     'UserDataListModel': 'user_data:[@UserDataModel]!',
     'UserDataModel': 'data:any id:int is_ephemeral:bool name:name! workflow_id:int!',
     'UserGroupMembershipModel': 'created_at:str group_id:int! id:int role:@GroupRole! user_name:name!',
-    'WatchRequest': 'ended:object is_over:bool leaves:bool lease_s:float! process:object! recovers:bool '
-        'schedules:bool',
     'WorkflowActionModel': 'action_config:any! action_type:str! executed:bool executed_at:str '
         'executed_by:int failure:str id:int is_recovery:bool job_ids:[int] persistent:bool '
         'required_triggers:int trigger_count:int trigger_type:str! workflow_id:int!',
@@ -12049,7 +11985,7 @@ ROUTES = (
     route_to('POST', 'classify_jobs', classify_jobs, body='ClassifyJobsRequest'),
     route_to('GET', 'allocations', survey_allocations),
     route_to('POST', 'sync_allocations', sync_allocations, body='SyncRequest'),
-    route_to('POST', 'watch', watch_workflow, body='WatchRequest'),
+    route_to('GET', 'watch', observe_workflow, query='last_result:int'),
     route_to('GET', 'unplanned_jobs', list_unplanned_jobs),
 
     route_to('POST', 'actions', create_workflow_action, body='WorkflowActionModel'),
@@ -28264,7 +28200,7 @@ def regeneration_rows(demand: Demand, renewals: Sequence[Renewal],
 # The rules by which `watch` decides, apart from the calls that it takes: a state that is fed with what was
 # seen, and says what to do next.
 #
-# Each poll begins with what the server says (watch_workflow), and goes on with steps until one is `wait` or
+# Each poll begins with what the server says (observe_workflow), and goes on with steps until one is `wait` or
 # `end`; after each the server is asked again. What Slurm does not say clearly is not evidence: nothing
 # follows from it.
 
@@ -28297,6 +28233,63 @@ class WatchRules(Row):
     stranded_s: float = 7200.0              # ... after which one job is enough; 0: never
 
 
+LASTING_ALLOCATION_S = 1800.0   # jobs that were interrupted so long after a submission may have got on
+
+
+class WatchRecord:
+    """What a watch counts: one that was killed, and is started again, goes on with it. Times by the clock.
+
+    What counts are recoveries in runs that followed upon each other: a run that somebody else has begun
+    begins the count anew.
+    """
+
+    def __init__(self, kept: Dict[str, Any], now: float) -> None:
+        self.began_at = kept.get('began_at', now)
+        self.recovered_runs = kept.get('recovered_runs', [])        # type: List[int]
+        self.scheduled_at = kept.get('scheduled_at')                # when allocations were last submitted
+        self.idle_submissions = kept.get('idle_submissions', 0)     # in a row, that have brought nothing yet
+        # When the watch began, and when it last submitted or recovered: the newest result, and how many
+        # allocations had ended badly.
+        self.last_result = kept.get('last_result')                  # type: Optional[int]
+        self.ended_allocations = kept.get('ended_allocations', 0)
+
+    def look(self, found: Dict[str, Any], now: float) -> Dict[str, Any]:
+        """What a Watcher decides by: what the server has found (observe_workflow) since the last result.
+
+        A submission is idle until an attempt has ended, or one was interrupted a while after it: allocations
+        that end at once would else be replaced for ever, and each of them is paid for.
+        """
+        if self.last_result is None:
+            self.mark(found)
+        run_id, runs = found['run_id'], self.recovered_runs
+        if runs and run_id > runs[-1] + 1:
+            self.recovered_runs = runs = []
+        is_long_ago = now - (self.scheduled_at or now) >= LASTING_ALLOCATION_S
+        if found['has_ends'] or is_long_ago and found['has_interruptions']:
+            self.idle_submissions = 0
+        has_losses = found['has_interruptions'] or found['ended_allocations'] > self.ended_allocations
+        return dict(found, now=now, began_at=self.began_at, scheduled_at=self.scheduled_at,
+                    recoveries=len(runs), is_begun=run_id in runs,
+                    is_recovered=bool(runs) and run_id == runs[-1] + 1, has_losses=has_losses,
+                    idle_submissions=self.idle_submissions,
+                    idle_recoveries=sum(number >= found['last_completed_run'] for number in runs))
+
+    def on_submission(self, found: Dict[str, Any], now: float) -> None:
+        """Allocations were submitted."""
+        self.scheduled_at, self.idle_submissions = now, self.idle_submissions + 1
+        self.mark(found)
+
+    def on_recovery(self, found: Dict[str, Any]) -> None:
+        """What failed is to run again; once a run."""
+        if found['run_id'] not in self.recovered_runs:
+            self.recovered_runs = [*self.recovered_runs, found['run_id']]
+        self.mark(found)
+
+    def mark(self, found: Dict[str, Any]) -> None:
+        """From now on others are losses."""
+        self.last_result, self.ended_allocations = found['last_result'], found['ended_allocations']
+
+
 class WatchStep(Row):
     """What is to be done now."""
     name: str               # of WATCH_STEPS
@@ -28326,7 +28319,7 @@ class Watcher:
         self.still_polls += 1
 
     def next_step(self, now: float, seen: Dict[str, Any]) -> WatchStep:
-        """What to do, by the server's answer (WatchResponse)."""
+        """What to do, as a WatchRecord sees it."""
         status = seen['status']
         counts, num_allocations = status['jobs_by_status'], scheduled_nodes(status)
         is_active = any(counts[STATUS_NAMES[code]] for code in ACTIVE)
@@ -35167,7 +35160,6 @@ AGENT_WORDS = {'claude': ['--print']}   # of programs that take a prompt as thei
 AGENT_LIMIT_S = 3600.0
 PROMPT_BYTES = 100000       # of jobs in a prompt: a word of a command line has at most 128 KiB (execve(2))
 PROGRAM_TAG = 'TORC_PROGRAM_TAG'    # in the environment of what a program of the user has started
-PROGRAM_LOOK_S = 60.0           # so often a watch says that it goes on while a program of the user runs
 FAILURE_COLUMNS = ('Job', 'Name', 'Code', 'Ran', 'Memory', 'Peak', 'Runtime', 'Evidence')
 
 
@@ -35188,7 +35180,6 @@ class RecoverOptions(Row):
     ai_recovery: bool = False
     ai_agent: Optional[str] = None  # command of a program that takes a prompt as its last word
     settings: Optional[Dict[str, Any]] = None   # SUBMISSION_SETTINGS
-    meanwhile: Callable[[], Any] = bool     # called now and then while a hook or agent runs
     journals: Dict[str, Any] = {}   # path -> look_at_journal(), of those that were taken in just now
 
     @property
@@ -35491,7 +35482,7 @@ class Recovery:
     def carry_out(self) -> None:
         """The hook, which may veto; then the change; then the allocations."""
         if self.hook_words:
-            run_hook(self.session, self.workflow, self.hook_words, self.options.meanwhile)
+            run_hook(self.session, self.workflow, self.hook_words)
         if not self.is_resumed:
             self.preview = self.session.call('recover_jobs', self.request(), workflow_id=self.workflow_id)
             self.workflow = self.session.workflow(self.workflow_id)
@@ -35664,7 +35655,7 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any], option: str,
-                limit_s: float = math.inf, meanwhile: Callable[[], Any] = bool) -> int:
+                limit_s: Optional[float] = None) -> int:
     """Run a program of the user to its end, its output on our stderr; its return code, 128 + n by a signal.
 
     It stays in our process group, so that a terminal's Ctrl-C reaches it; what it has started is known by a
@@ -35685,7 +35676,7 @@ def run_program(session: Session, words: Sequence[str], workflow: Dict[str, Any]
     with process:
         try:
             with interrupted_by_signals():
-                said = await_program(process, time.monotonic() + limit_s, meanwhile)
+                said = process.communicate(timeout=limit_s)[0]
         except subprocess.TimeoutExpired:
             end_program(process, tag)
             raise Refused(f'{option}: {words[0]} did not end within {limit_s:g} s') from None
@@ -35705,21 +35696,9 @@ def end_program(process: 'subprocess.Popen[bytes]', tag: str) -> None:
     process.kill()      # where there is no /proc
 
 
-def await_program(process: Any, until: float, meanwhile: Callable[[], Any]) -> Optional[bytes]:
-    """Wait for the end of a process, what it says; `meanwhile` is called now and then. TimeoutExpired."""
-    while True:
-        try:
-            return process.communicate(timeout=min(PROGRAM_LOOK_S, until - time.monotonic()))[0]
-        except subprocess.TimeoutExpired:
-            if time.monotonic() >= until:
-                raise
-        meanwhile()
-
-
-def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str],
-             meanwhile: Callable[[], Any]) -> None:
+def run_hook(session: Session, workflow: Dict[str, Any], words: Sequence[str]) -> None:
     """Run the recovery hook. Refused if it fails: nothing changes."""
-    code = run_program(session, words, workflow, '--recovery-hook', meanwhile=meanwhile)
+    code = run_program(session, words, workflow, '--recovery-hook')
     if code:
         raise Refused(printable_line(f"the recovery hook '{words[0]}' ended with return code {code}: nothing "
                                      'was changed'))
@@ -35743,7 +35722,7 @@ def run_agent(session: Session, workflow: Dict[str, Any], options: RecoverOption
     words = split_command(options.ai_agent or '', '--ai-agent')
     words += AGENT_WORDS.get(os.path.basename(words[0]), []) if len(words) == 1 else []
     code = run_program(session, [*words, format_prompt(session, workflow, options, jobs)], workflow,
-                       '--ai-agent', AGENT_LIMIT_S, options.meanwhile)
+                       '--ai-agent', AGENT_LIMIT_S)
     if code:
         session.report(printable_line(f'warning: {words[0]} ended with return code {code}'))
 
@@ -35885,18 +35864,56 @@ def format_recovery(session: Session, recovery: Recovery, answer: Dict[str, Any]
 # one watches a workflow at a time; Slurm is asked at most once a minute.
 
 DEFAULT_WATCH_POLL_S = 60.0
-WATCH_LEASE_S = 600.0       # a watch that was killed where nobody can see that is taken over so much later
-TAKEOVER_PAUSE_S = 5.0      # between looks at whether one on another host goes on
 MOST_WATCH_STEPS = 8        # in one poll
+
+
+class WatchLock:
+    """The file by which only one process watches a workflow; it also keeps what a watch counts.
+
+    The kernel unlocks it however the process ends. OSError, or Refused if another one watches.
+    """
+
+    def __init__(self, directory: str, number: int) -> None:
+        path = os.path.join(directory, f'watch_wf{number}.lock')
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        self.doubt = ''     # why it does not keep others out
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self.read()
+            self.close()
+            raise Refused(f"workflow {number} is watched already, by process {holder.get('pid')} on host "
+                          f"{holder.get('host')}: end that one") from None
+        except OSError as error:    # Lustre that is mounted with noflock, say
+            self.doubt = f'{path} cannot be locked ({error.strerror}): see that nobody else watches'
+
+    def read(self) -> Dict[str, Any]:
+        """What was kept; {} if that was cut off."""
+        try:
+            found = parse_json(os.pread(self.descriptor, MAX_BODY_BYTES, 0).decode('utf-8', 'replace'))
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def write(self, kept: Dict[str, Any]) -> None:
+        """Keep it, with who we are."""
+        data = format_json(dict(kept, host=socket.gethostname(), pid=os.getpid())).encode()
+        os.pwrite(self.descriptor, data, 0)
+        os.ftruncate(self.descriptor, len(data))
+
+    def close(self) -> None:
+        """Let others watch."""
+        os.close(self.descriptor)
 
 
 class Supervision:
     """A workflow that is watched: carries out what a Watcher decides."""
 
-    def __init__(self, session: Session, workflow: Dict[str, Any], args: Arguments, log: RunLog) -> None:
-        self.session, self.workflow, self.args, self.log = session, workflow, args, log
+    def __init__(self, session: Session, workflow: Dict[str, Any], args: Arguments, log: RunLog,
+                 lock: WatchLock) -> None:
+        self.session, self.workflow, self.args, self.log, self.lock = session, workflow, args, log, lock
         self.number = workflow['id']    # type: int
-        self.process = describe_process()
+        self.record = WatchRecord(lock.read(), time.time())
         self.watcher = Watcher(watch_rules(args))
         self.reason = ''        # last reported
         self.journals = {}      # type: Dict[str, Any]  # path -> look_at_journal(), of those taken in
@@ -35906,7 +35923,6 @@ class Supervision:
         self.refusal = ''       # why a recovery was refused, until it is reported
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
         self.seen = {}          # type: Dict[str, Any]  # its last answer
-        self.rival = {}         # type: Dict[str, Any]  # ... when it said that another one watches
         name = 'compute_node_wait_for_healthy_database_minutes'
         minutes = workflow.get(name)
         self.window_s = 60.0 * (WORKFLOW_DEFAULTS[name] if minutes is None else minutes)
@@ -35917,39 +35933,13 @@ class Supervision:
         show = self.session.inform if level == 'info' else self.session.report
         show(printable_line(f'{format_time(time.time())} {message}'))
 
-    def begin(self, wakeup: Wakeup) -> bool:
-        """Begin, or take over, once it shows that one on another host does not go on. False after a signal.
-
-        Refused if it does. That of an earlier allocation, say, was killed with it.
-        """
-        until = None    # type: Optional[float]
-        while True:
-            try:
-                self.renew()
-                self.on_answer()
-                return True
-            except (Unreachable, Conflict) as error:
-                self.on_no_answer(error)
-            except Refused:
-                self.on_answer()
-                if not self.rival or self.args['once'] or process_lives(self.rival['process']) \
-                        or until not in (None, self.rival['until']):
-                    raise
-                if until is None:
-                    self.say(f"the watch on host {self.rival['process'].get('host')} may be dead: waiting "
-                             f"until {format_time(self.rival['until'])} to see whether it goes on")
-                until = self.rival['until']
-            self.session.client.close()
-            if self.is_ended(wakeup, time.monotonic() + TAKEOVER_PAUSE_S):
-                return False
-
     def run(self, wakeup: Wakeup) -> int:
         """Watch until the end or a signal; the exit code."""
-        if not self.begin(wakeup):
-            self.show_end('interrupted', 130)
-            return 130
+        self.keep()
+        if self.lock.doubt:
+            self.say(self.lock.doubt, 'warning')
         self.say(f'Watch started workflow_id={self.number} hostname={socket.gethostname()} '
-                 f'output_dir={self.log.output.path} log_file={self.log.name}')
+                 f'output_dir={os.path.dirname(self.log.path)} log_file={os.path.basename(self.log.path)}')
         while True:
             began = time.monotonic()
             try:
@@ -35959,7 +35949,6 @@ class Supervision:
             self.log.flush()
             if code is None and self.args['once']:
                 code = 1
-                self.leave(False)
                 self.show_end('jobs are left', code)
             if code is not None:
                 return code
@@ -35970,7 +35959,6 @@ class Supervision:
     def on_interrupt(self) -> int:
         """A signal ends this watch; the exit code."""
         self.say('interrupted; started again, it goes on')
-        self.leave(False)
         self.show_end('interrupted', 130)
         return 130
 
@@ -36019,7 +36007,7 @@ class Supervision:
         self.watcher.begin_poll()
         self.take_in_journals()
         for _ in range(MOST_WATCH_STEPS):
-            self.renew()
+            self.look_around()
             step = self.watcher.next_step(time.monotonic(), self.seen)
             if self.refusal and not step.reason.endswith(self.refusal):
                 self.say(f'not recovered: {self.refusal}', 'warning')
@@ -36040,7 +36028,7 @@ class Supervision:
 
     def take_in_journals(self) -> None:
         """What runners have kept since the last poll counts before anything is taken for lost."""
-        self.renew()
+        self.look_around()
         run, self.unread = dict(self.workflow, run_id=self.seen['run_id']), ''
         try:
             brought = take_in_journals(self.session, run, self.args['output_dir'], self.journals)
@@ -36052,32 +36040,27 @@ class Supervision:
             self.say(brought, 'warning')
         self.brought = brought or self.brought
 
-    def renew(self, **more: Any) -> None:
-        """Go on with the watch, and see how the workflow is. Refused if somebody else watches it."""
-        lease_s = WATCH_LEASE_S + 2 * self.args['poll_interval']
-        body = dict({'process': self.process, 'lease_s': lease_s}, **more)
-        seen = self.session.call('watch_workflow', body, workflow_id=self.number)
-        if not seen['granted'] and process_lives(seen['process']) is False:
-            body['ended'] = seen['process']
-            seen = self.session.call('watch_workflow', body, workflow_id=self.number)
-        if not seen['granted']:
-            self.rival = seen
-            holder, until = seen['process'], format_time(seen['until'])
-            raise Refused(f"workflow {self.number} is watched already, by process {holder.get('pid')} on "
-                          f"host {holder.get('host')} (until {until}, or longer if it goes on): end that one")
-        self.seen = seen
+    def look_around(self) -> None:
+        """See how the workflow is."""
+        last = self.record.last_result
+        found = self.session.call('observe_workflow', workflow_id=self.number,
+                                  **({} if last is None else {'last_result': last}))
+        self.seen = self.record.look(found, time.time())
+        self.keep()
 
-    def leave(self, is_over: bool) -> None:
-        """Let others watch. Unless all is over, what was counted stays for who goes on."""
-        with contextlib.suppress(TorcError):    # else its time is soon over
-            self.renew(leaves=True, is_over=is_over)
+    def keep(self) -> None:
+        """Keep what was counted for who goes on."""
+        with contextlib.suppress(OSError):      # on a full disk it counts anew if it is killed
+            self.lock.write(vars(self.record))
 
     def finish(self, step: WatchStep) -> None:
         """Report how it ended."""
         counts = self.seen['status']['jobs_by_status']
         self.say(f'Watch ended: {format_counts(counts)}')
         # Whoever is started again and again is not to begin anew what was given up.
-        self.leave(not step.exit or not self.args['once'])
+        if not step.exit or not self.args['once']:
+            self.record = WatchRecord({}, time.time())
+            self.keep()
         command = command_line(self.session, step.command, self.number) if step.command else ''
         if command:
             self.say(f'to go on: {command}')
@@ -36085,7 +36068,7 @@ class Supervision:
 
     def show_end(self, reason: str, code: int, **more: Any) -> None:
         """The outcome as JSON, if that is asked for."""
-        if self.seen:       # the server has let us watch
+        if self.seen:
             more.update(recoveries=self.seen['recoveries'],
                         jobs_by_status=self.seen['status']['jobs_by_status'])
         if self.session.format == 'json':
@@ -36170,7 +36153,8 @@ class Supervision:
         if failure:
             return self.say(f'no allocations: {failure}', 'warning')
         self.say(f"{done['allocations_submitted']} allocations submitted")
-        self.renew(schedules=True)
+        self.record.on_submission(self.seen, time.time())
+        self.keep()
 
     def settings(self) -> Dict[str, Any]:
         """How the runners in new allocations work: where the workflow was made, for we may be elsewhere."""
@@ -36179,7 +36163,8 @@ class Supervision:
 
     def recover(self) -> None:
         """Run what failed again. It counts before it begins: one that is killed is not repeated for ever."""
-        self.renew(recovers=True)
+        self.record.on_recovery(self.seen)
+        self.keep()
         run_id, refusal = self.seen['run_id'], ''
         try:
             workflow = self.session.workflow(self.number)
@@ -36205,12 +36190,7 @@ class Supervision:
         """Options of `recover` from those of `watch`."""
         names = set(RecoverOptions._fields) & set(self.args)
         return RecoverOptions(**{name: self.args[name] for name in names}, settings=self.settings(),
-                              meanwhile=self.go_on, journals=self.journals)
-
-    def go_on(self) -> None:
-        """Say that we still watch. Refused, which ends what runs, if somebody else does."""
-        with contextlib.suppress(Unreachable, Conflict):
-            self.renew()
+                              journals=self.journals)
 
 
 def text_of_failure(error: Exception) -> str:
@@ -36241,8 +36221,10 @@ def cmd_watch(session: Session, args: Arguments) -> int:
         with writing(f"the log {os.path.join(args['output_dir'], name)}", '--output-dir'):
             log_file = RunLog(OutputDirectory(args['output_dir']), name, 'info')
             stack.callback(log_file.close)
+        with writing(f"the lock of a watch in {args['output_dir']}", '--output-dir'):
+            lock = stack.enter_context(contextlib.closing(WatchLock(args['output_dir'], workflow['id'])))
         wakeup = stack.enter_context(contextlib.closing(Wakeup()))
-        return Supervision(session, workflow, args, log_file).run(wakeup)
+        return Supervision(session, workflow, args, log_file, lock).run(wakeup)
 
 
 # ======== 20i. Remote commands: workers on other hosts ========
