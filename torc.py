@@ -8871,34 +8871,31 @@ def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_E
                 for job_id, count, code in groups]
     canceled = ids_of_jobs(context, workflow_id, f'status = {CANCELED} ORDER BY id LIMIT {limit}')
     blockers = find_blockers(context, workflow_id, limit)
-    # A good end has a reason only where something else is to be known, as of its output.
-    remarks = context.rows(
-        'SELECT job.id, job.name, result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
-        f'WHERE result.workflow_id = ? AND is_current = 1 AND result.status = {COMPLETED} '
-        'AND reason IS NOT NULL LIMIT ?', (workflow_id, limit))
     ended = context.select('scheduled_compute_node', f'WHERE {ENDED_BADLY} ORDER BY id DESC LIMIT ?',
                            (workflow_id, limit))
     return {'failures': failures, 'canceled': [explain_job(context, job_id) for job_id in canceled],
             'blockers': [explain_job(context, job_id) for job_id in blockers],
-            'remarks': explain_interruptions(context, workflow_id, limit) + [
-                {'job_id': job_id, 'job_name': name, 'status': STATUS_NAMES[COMPLETED], 'reason': reason}
-                for job_id, name, reason in remarks], 'ended_allocations': ended,
+            'remarks': find_remarks(context, workflow_id, limit), 'ended_allocations': ended,
             'last_runner': next(iter(context.select('compute_node', 'WHERE workflow_id = ? ORDER BY id DESC '
                                                     'LIMIT 1', (workflow_id,))), None)}
 
 
-def explain_interruptions(context: Context, workflow_id: int, limit: int) -> List[Values]:
-    """Which jobs are to run again since what they ran in was ended, those with the same reason together."""
+def find_remarks(context: Context, workflow_id: int, limit: int) -> List[Values]:
+    """What is to be known of jobs that are well, those with the same reason together.
+
+    They run again, since what they ran in was ended; or have completed, but something else is to be known.
+    """
+    runs_again = f'is_interrupted = 1 AND job.status IN ({READY}, {BLOCKED})'
     groups = context.rows(
-        'SELECT min(job.id), count(*), result.reason FROM result CROSS JOIN job ON job.id = result.job_id '
-        'WHERE result.workflow_id = ? AND is_current = 1 AND is_interrupted = 1 '
-        f'AND job.status IN ({READY}, {BLOCKED}) GROUP BY result.reason ORDER BY 2 DESC LIMIT ?',
-        (workflow_id, limit))
+        f'SELECT min(job.id), count(*), {runs_again}, reason FROM result '
+        'CROSS JOIN job ON job.id = result.job_id WHERE result.workflow_id = ? AND is_current = 1 '
+        f'AND reason IS NOT NULL AND (job.status = {COMPLETED} OR {runs_again}) '
+        'GROUP BY 3, reason ORDER BY 3 DESC, 2 DESC LIMIT ?', (workflow_id, limit))
     found = []
-    for job_id, count, reason in groups:
+    for job_id, count, is_again, reason in groups:
         job, more = job_state(context, job_id), f', like {count - 1} more' if count > 1 else ''
         found.append({'job_id': job_id, 'job_name': job.name, 'status': STATUS_NAMES[job.status],
-                      'reason': f'runs again{more}: {reason}'})
+                      'reason': f'runs again{more}: {reason}' if is_again else f'{reason}{more}'})
     return found
 
 
@@ -9003,19 +9000,20 @@ def insert_spawned(context: Context, caller: JobState, lineage: str, generation:
     needs = {job['name']: job.get('depends_on') or () for job in jobs}
     for cycle in find_cycles(needs, lambda name: needs.get(name, ()), 1):
         raise Refused(f"these jobs wait for each other: {' -> '.join(cycle + cycle[:1])}")
-    by_name = collections.defaultdict(list)  # type: Dict[str, List[int]]
-    for name, job_id in rows_by_ids(
-            context, f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} AND name IN',
-            list({*needs, *itertools.chain.from_iterable(needs.values())})):
-        by_name[name].append(job_id)
-    for name in needs:
+    names = list({*needs, *itertools.chain.from_iterable(needs.values())})
+    by_name = dict(rows_by_ids(
+        context, f'SELECT name, id FROM job WHERE workflow_id = {int(workflow_id)} AND name IN', names))
+    for name, wanted in needs.items():
         if name in by_name:
             raise Refused(f'workflow {workflow_id} has a job {name!r} already, which lineage {lineage!r} '
                           'did not spawn')
+        for need in wanted:
+            if need not in by_name and need not in needs:
+                raise Refused(f'job {name!r} depends on {need!r}, which does not exist')
     ids = insert_jobs(context, workflow_id, spawned_models(context, workflow_id, lineage, jobs))
-    by_name.update((name, [job_id]) for name, job_id in zip(needs, ids))
-    sets = [find_set(context, workflow_id, [caller.id, *(find_prerequisite(by_name, name, need)
-                                                         for need in needs[name])]) for name in needs]
+    by_name.update(zip(needs, ids))
+    sets = [find_set(context, workflow_id, [caller.id, *map(by_name.get, wanted)])
+            for wanted in needs.values()]
     context.run_many(f"UPDATE job SET status = {BLOCKED}, origin = 'spawn', explicit_set_id = ?, dep_set_id "
                      '= ? WHERE id = ?', zip(sets, sets, ids))
     context.insert_rows('spawn', ('job_id', 'workflow_id', 'caller_id', 'lineage', 'generation'),
@@ -9037,15 +9035,6 @@ def spawned_models(context: Context, workflow_id: int, lineage: str, jobs: List[
         models.append(dict(job, workflow_id=workflow_id, resource_requirements_id=known[name],
                            env={'TORC_ORCHESTRATOR_LINEAGE_ID': lineage}))
     return models
-
-
-def find_prerequisite(by_name: Dict[str, List[int]], job_name: str, name: str) -> int:
-    """The job that a spawned one means in depends_on."""
-    found = by_name.get(name, [])
-    if len(found) != 1:
-        raise Refused(f'job {job_name!r} depends on {name!r}, '
-                      + (f'but {len(found)} jobs are called so' if found else 'which does not exist'))
-    return found[0]
 
 
 # -------- tasks --------
