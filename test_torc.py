@@ -3984,6 +3984,20 @@ class ActionTest(ScenarioTest):
           delete b -> refused='wait for its end'
           return b; delete b; ask n1 -> actions=on_jobs_complete
 
+        one whose gates are all deleted never comes
+          a / b / c | on_jobs_complete a b
+          delete a; delete b -> due=
+
+        a gate that is to run again is waited for again
+          a | on_jobs_complete a
+          claim n1 a; end a failed -> due=on_jobs_complete
+          retry a 2 -> due=
+          claim n1 a; end a -> due=on_jobs_complete
+
+        a canceled workflow begins no action of jobs
+          a / b: a | on_jobs_complete a | on_jobs_ready b
+          cancel -> due=
+
         an action that comes late looks at what has been
           a / b: a
           claim n1 a; end a; add on_jobs_complete a; add on_worker_start; ask n1 -> actions=on_jobs_complete,on_worker_start

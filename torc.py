@@ -151,7 +151,7 @@ import traceback
 import unicodedata
 import urllib.parse
 import warnings
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Optional, Sequence
 from typing import Set, Tuple, Union
 
 if __name__ == '__main__':
@@ -5835,16 +5835,23 @@ class Service:
         """What a verb gets; whoever opens the file is an administrator."""
         return Context(self, caller, is_admin)
 
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
+    def transaction(self) -> ContextManager[None]:
         """As the store's; the updates of one that fails are dropped."""
+        return self.dropping_updates(self.store.transaction())
+
+    @contextlib.contextmanager
+    def dropping_updates(self, block: ContextManager[None], keeps: bool = True) -> Iterator[None]:
+        """A block of the store's; the updates of what is taken back are dropped."""
         count = len(self.updates)
         try:
-            with self.store.transaction():
+            with block:
                 yield
         except BaseException:
-            del self.updates[count:]
+            keeps = False
             raise
+        finally:
+            if not keeps:
+                del self.updates[count:]
 
     def take_updates(self) -> List[Union[Update, int]]:
         """What was announced and has been committed."""
@@ -5871,19 +5878,9 @@ class Context(Statements):
         """Whether it matters who the caller is, and they are no administrator."""
         return self.service.identifies_callers and not self.is_admin
 
-    @contextlib.contextmanager
-    def savepoint(self, keeps: bool = True) -> Iterator[None]:
+    def savepoint(self, keeps: bool = True) -> ContextManager[None]:
         """As the store's; the updates of what is taken back are dropped."""
-        updates = self.service.updates
-        count = len(updates)
-        try:
-            with self.store.savepoint(keeps):
-                yield
-        except BaseException:
-            del updates[count:]
-            raise
-        if not keeps:
-            del updates[count:]
+        return self.service.dropping_updates(self.store.savepoint(keeps), keeps)
 
 
 FINISHED = tuple(row.code for row in STATUSES if row.is_finished)
@@ -6485,7 +6482,8 @@ def due_condition(context: Context, workflow_id: int, triggers: Sequence[str],
         late.add('on_workflow_complete')
     come = sorted(set(triggers or TRIGGERS) - late) if state.run_id else []
     return (f"WHERE workflow_id = ? AND executed = 0 AND trigger_type IN ({', '.join('?' * len(come))}) "
-            f'AND (NOT {IS_GATED} OR gate_set_id IS NOT NULL) '     # one of no jobs is never due
+            # One of no jobs is never due.
+            f'AND (NOT {IS_GATED} OR EXISTS (SELECT 1 FROM action_job WHERE action_id = workflow_action.id)) '
             'AND ifnull((SELECT pending FROM dep_set WHERE dep_set.id = wait_set_id), 0) <= 0 '
             f'{more} ORDER BY id', (workflow_id, *come))
 
@@ -7500,12 +7498,12 @@ def note_run(context: Context, workflow_id: int) -> None:
     put_entity(context, workflow_id, CRATE_PLAN, ('SoftwareApplication', 'prov:Plan'),
                {'name': workflow['name'], 'description': workflow.get('description')})
     put_software(context, workflow_id, 'torc-server')
-    run = CRATE_RUN.format(workflow['run_id'])
-    known = json.loads(context.value('SELECT metadata FROM ro_crate_entity WHERE workflow_id = ? '
-                                     'AND entity_id = ?', (workflow_id, run)) or '{}')
-    put_entity(context, workflow_id, run, ('CreateAction', 'prov:Activity'), dict(
-        run_of_crate(workflow['run_id']), name=f"{workflow['name']} Run {workflow['run_id']}",
-        startTime=known.get('startTime') or context.time, endTime=None))
+    run_id = workflow['run_id']
+    began = context.value('SELECT metadata FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?',
+                          (workflow_id, CRATE_RUN.format(run_id)))
+    put_entity(context, workflow_id, CRATE_RUN.format(run_id), ('CreateAction', 'prov:Activity'), dict(
+        run_of_crate(run_id), name=f"{workflow['name']} Run {run_id}", endTime=None,
+        startTime=json.loads(began or '{}').get('startTime') or context.time))
     for row in context.rows(f'SELECT {FILE_ROW} FROM file WHERE workflow_id = ? '
                             'AND st_mtime IS NOT NULL AND NOT EXISTS (SELECT 1 FROM job_output_file '
                             'WHERE file_id = file.id) ORDER BY id', (workflow_id,)):
@@ -7548,22 +7546,15 @@ def format_counts(counts: Dict[str, int]) -> str:
 
 def note_if_complete(context: Context, workflow_id: int) -> None:
     """If a workflow is complete, its run has ended."""
-    if is_complete(context, workflow_id):
-        note_complete(context, workflow_id)
-
-
-def note_complete(context: Context, workflow_id: int) -> None:
-    """A workflow is complete: its run has ended."""
-    record_completion(context, workflow_id)
-    if not keeps_crate(context, workflow_id):
+    if not is_complete(context, workflow_id):
         return
-    run_id = workflow_state(context, workflow_id).run_id
-    of_run = (workflow_id, CRATE_RUN.format(run_id))
-    known = context.one('SELECT 1 FROM ro_crate_entity WHERE workflow_id = ? AND entity_id = ?', of_run)
-    if known and run_id:
+    record_completion(context, workflow_id)
+    if keeps_crate(context, workflow_id):
+        run_id = workflow_state(context, workflow_id).run_id
         last = context.value('SELECT max(completion_time) FROM result WHERE workflow_id = ? AND run_id = ?',
                              (workflow_id, run_id))
-        put_entity(context, *of_run, ('CreateAction', 'prov:Activity'), {'endTime': last})
+        put_entity(context, workflow_id, CRATE_RUN.format(run_id), ('CreateAction', 'prov:Activity'),
+                   {'endTime': last})
 
 
 def record_completion(context: Context, workflow_id: int) -> None:
