@@ -3297,10 +3297,10 @@ class ServiceTest(unittest.TestCase):
             raise failure
         return answer
 
-    def ask(self, method: str, path: str, body: Any = None, query: str = '') -> Tuple[int, Any]:
+    def ask(self, method: str, path: str, body: Any = None, query: str = '', caller: str = 'tester', is_owner: bool = True) -> Tuple[int, Any]:
         data = body if isinstance(body, bytes) else b'' if body is None else json.dumps(body).encode()
         with self.service.transaction():
-            return torc.answer_request(self.service, method, torc.API_PREFIX + path, query, data, 'tester')
+            return torc.answer_request(self.service, method, torc.API_PREFIX + path, query, data, caller, is_owner)
 
     def create(self, jobs: str, **more: Any) -> int:
         """A workflow from lines 'name: prerequisites'; a name ending in ! does not mind failures. Initialized."""
@@ -7980,13 +7980,13 @@ class LiveTest(ServiceTest):
         self.assertIsNotNone(given, f'{route.name}: give GOOD_BODIES a {model}, or REQUESTS a body')
         return self.resolve(given, self.ids)
 
-    def request(self, route: Any, parameters: Dict[str, Any], body: Any) -> Tuple[int, Any]:
+    def request(self, route: Any, parameters: Dict[str, Any], body: Any, **who: Any) -> Tuple[int, Any]:
         """Ask for a route."""
         path = re.sub(r'{(\w+)}', lambda match: urllib.parse.quote(str(parameters[match.group(1)]), safe=''), route.path)
         query = {name: value for name, value in parameters.items() if '{' + name + '}' not in route.path}
         words = urllib.parse.urlencode({name: str(value).lower() if isinstance(value,
                 bool) else value for name, value in query.items()}, doseq=True)
-        return self.ask(route.method, path, body, words)
+        return self.ask(route.method, path, body, words, **who)
 
     def error_text(self, value: Any) -> str:
         """What an ErrorResponse says; fails if it is none."""
@@ -8343,143 +8343,93 @@ class MistakeTest(LiveTest):
             self.assertIn(words, caught.exception.message)
 
 
-class Undone(Exception):
-    """Ends a transaction that is to leave nothing."""
-
-
-class MatrixTest(ServiceTest):
+class MatrixTest(LiveTest):
     """Every operation, asked by everybody, where access is enforced."""
     NAMES = {'anonymous': 'anonymous', 'stranger': 'eve', 'member': 'mia', 'group admin': 'gus',
              'owner': 'ann', 'administrator': 'root', 'server owner': 'tester'}
     ALL, OWNERS = set(NAMES), {'administrator', 'server owner'}
     # Operations about no workflow, or with rules of their own; all others are for everybody who has access to the workflow.
     WHO = {
-        'ping': ALL, 'get_version': ALL, 'get_database': ALL, 'snapshot_database': ALL,
-        'backup_database': {'server owner'},
-        'list_workflows': ALL, 'create_workflow': ALL - {'anonymous'},
-        'create_workflow_from_spec': ALL - {'anonymous'},
+        'ping': ALL, 'get_version': ALL, 'get_database': ALL, 'snapshot_database': ALL, 'backup_database': {'server owner'},
+        'list_workflows': ALL, 'list_workflow_statuses': ALL,       # each caller's own
+        'create_workflow': ALL - {'anonymous'}, 'create_workflow_from_spec': ALL - {'anonymous'},
         'create_access_group': OWNERS, 'list_access_groups': OWNERS, 'delete_access_group': OWNERS, 'reload_auth': OWNERS,
         'get_access_group': OWNERS | {'group admin'}, 'list_group_members': OWNERS | {'group admin'},
-        'add_user_to_group': OWNERS | {'group admin'},
-        'remove_user_from_group': OWNERS | {'group admin'}, 'list_user_groups': OWNERS | {'member'},
-        'check_workflow_access': OWNERS | {'member'},
+        'add_user_to_group': OWNERS | {'group admin'}, 'remove_user_from_group': OWNERS | {'group admin'},
+        'list_user_groups': OWNERS | {'member'}, 'check_workflow_access': OWNERS | {'member'},
         'add_workflow_to_group': OWNERS | {'owner', 'group admin'}, 'remove_workflow_from_group': OWNERS | {'owner', 'group admin'},
-        'list_workflow_statuses': ALL,      # each caller's own, as list_workflows
     }
     WITH_ACCESS = ALL - {'anonymous', 'stranger'}
+    OWN = ('workflow', 'idle_workflow', 'empty_workflow', 'tasked_workflow')
 
     def setUp(self) -> None:
         super().setUp()
-        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'ann'})['id']
-        self.own_id = self.call('create_workflow', {'name': 'mine', 'user': 'eve'})['id']
-        self.group_id = self.call('create_access_group', {'name': 'g'})['id']
-        for user, role in (('mia', 'member'), ('gus', 'admin')):
-            self.call('add_user_to_group', {'user_name': user, 'role': role}, group_id=self.group_id)
-        self.call('add_workflow_to_group', id=self.workflow_id, group_id=self.group_id)
+        for noun in self.OWN:
+            self.store.run("UPDATE workflow SET user = 'ann' WHERE id = ?", (self.ids[noun],))
+            self.store.run("UPDATE workflow SET user = 'eve' WHERE id = ?", (self.others[noun],))
+        for noun in self.OWN[1:]:
+            self.call('add_workflow_to_group', id=self.ids[noun], group_id=self.ids['group'])
+        for group in ('group', 'other_group'):
+            self.call('add_user_to_group', {'user_name': 'gus', 'role': 'admin'}, group_id=self.ids[group])
+            self.call('remove_user_from_group', group_id=self.others[group], user_name='mia')
         with self.service.transaction():
             torc.set_administrators(self.context, ['root'])
-            for table in sorted(set(torc.RESOURCES) - {'workflow', 'job', 'resource_requirements'} | set(torc.TABLES_BY_PARAMETER.values()) - {'job'}):
-                self.fill(table)
-        self.call('create_job', {'workflow_id': self.workflow_id, 'name': 'j', 'command': 'c'})
         self.service.knows_users = self.service.enforces_access = True
 
-    def fill(self, table: str) -> None:
-        """A row, whatever its columns."""
-        columns = [row for row in self.store.rows(f'PRAGMA table_info({table})') if row[3] and not row[4] and row[1] != 'id']
-        values = {row[1]: self.workflow_id if row[1] == 'workflow_id' else '[]' if 'JSON' in row[2] else 1 for row in columns}
-        if table == 'result':
-            values['job_id'] = self.call_inside('create_job', {'workflow_id': self.workflow_id, 'name': 'r', 'command': 'c'})['id']
-        marks = ', '.join('?' * len(values))
-        self.store.run(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", list(values.values()))
-
-    def call_inside(self, name: str, body: Any) -> Any:
-        """An operation, in a transaction that is open already."""
-        return torc.call_operation(self.context, name, {}, body)
-
-    def sample(self, model: str, is_partial: bool = False) -> Dict[str, Any]:
-        """A body with the required fields of a model, about the workflow."""
-        scalars = {'int': 1, 'float': 1.0, 'bool': True, 'str': '1', 'name': 'n', 'object': {},
-                   'time': '2026-01-01T00:00:00Z', 'minutes': 1.0, 'gigabytes': 1.0,
-                   'nodes': 1, 'ordinal': 1, 'rules': '[]', 'any': {}, 'planned_jobs': []}
-        body = {name: self.workflow_id if name == 'workflow_id' else self.group_id if name == 'group_id' else scalars[field.type] if field.type in scalars
-                else self.sample(field.type[1:]) if field.type[1:] in torc.MODELS else torc.ENUMS[field.type[1:]][0] if field.type[1:] in torc.ENUMS
-                else [self.sample(field.type[2:-1])] if field.type[2:-1] in torc.MODELS and model != 'PlanModel' else {} if field.type[0] == '{' else []
-                for name, field in torc.model_fields(model).items() if field.is_required}
-        body.pop('user', None) if is_partial else None      # an owner's to change
-        return dict(body, data='d') if model == 'UserDataModel' else body
-
-    def ask(self, caller: str, route: Any, workflow_id: int, row_id: int = 1) -> Tuple[int, Any]:
-        """Ask as somebody; nothing of it stays."""
-        values = dict({name: row_id for name in re.findall(r'{(\w+)}', route.path)}, workflow_id=workflow_id,
-                      group_id=self.group_id, user_name='mia', status='completed', run_id=1)
-        path = torc.API_PREFIX + re.sub(r'{(\w+)}', lambda match: str(values[match.group(1)]), route.path)
-        query = '&'.join(f'{name}={workflow_id}' for name, field in torc.parse_model(route.query).items() if field.is_required)
-        body = b'' if not route.body else json.dumps({'-': {}, '[': []}[route.body[0]] if route.body[0] in '-[' else self.sample(route.body.lstrip('?'), route.body[0] == '?')).replace(
-            f'"workflow_id": {self.workflow_id}', f'"workflow_id": {workflow_id}').replace('"user": "1"',
-                    f'"user": "{self.NAMES[caller]}"').encode()
-        with contextlib.suppress(Undone), self.service.transaction():
-            answer = torc.answer_request(self.service, route.method, path, query, body, self.NAMES[caller], caller == 'server owner')
-            raise Undone
-        return answer
+    def request_as(self, caller: str, route: Any, ids: Any = None) -> Tuple[int, Any]:
+        """Ask for a route as somebody, with ids of this workflow or others; nothing of it stays."""
+        mine, self.ids = self.ids, ids or self.ids
+        parameters, body = self.parameters(route), self.body(route)
+        self.ids = mine
+        if isinstance(body, dict) and 'user' in body:       # an owner's to change
+            body = {key: value for key, value in body.items() if key != 'user' or route.name == 'create_workflow'}
+            body.update({'user': self.NAMES[caller]} if 'user' in body else {})
+        with self.undone():
+            return self.request(route, parameters, body, caller=self.NAMES[caller], is_owner=caller == 'server owner')
 
     def test_everybody_gets_what_the_rules_say(self):
-        silenced(self)
         for route in torc.ROUTES:
             allowed = self.WHO.get(route.name, self.OWNERS if '/admin/' in route.path else self.WITH_ACCESS)
             for caller in self.NAMES:
                 with self.subTest(route=route.name, caller=caller):
-                    status, value = self.ask(caller, route, self.workflow_id)
-                    if caller in allowed:
-                        self.assertNotIn(status, (401, 403, 500), value)
-                    else:
-                        self.assertEqual(404 if '{task_id}' in route.path else 403, status, value)
+                    status, value = self.request_as(caller, route)
+                    wanted = (200, 202) if caller in allowed else (404,) if '{task_id}' in route.path else (403,)
+                    self.assertIn(status, wanted, value)
 
     def test_what_one_may_not_see_is_answered_like_what_is_not_there(self):
+        nowhere = {noun: 987654 if isinstance(value, int) else value for noun, value in self.ids.items()}
         for route in torc.ROUTES:
             if route.name not in torc.OPEN_OPERATIONS:
                 with self.subTest(route=route.name):
-                    (status, value), (other, told) = self.ask('stranger', route, self.workflow_id,
-                                                              1), self.ask('stranger', route, 987654, 987654)
-                    self.assertEqual((status, re.sub(r'\d+', 'N', json.dumps(value))), (other, re.sub(r'\d+', 'N', json.dumps(told))))
+                    answers = [self.request_as('stranger', route, ids) for ids in (None, nowhere)]
+                    (status, value), (other, told) = [(status, re.sub(r'\d+', 'N', json.dumps(value))) for status, value in answers]
+                    self.assertEqual((status, value), (other, told))
 
     def test_lists_hold_what_one_may_see_whatever_is_asked(self):
-        route = torc.OPERATIONS['list_workflows']
-        for caller, wanted in (('anonymous', []), ('stranger', [self.own_id]), ('member', [self.workflow_id]),
-                               ('owner', [self.workflow_id]),
-                               ('administrator', [self.workflow_id, self.own_id]), ('server owner', [self.workflow_id, self.own_id])):
-            with self.service.transaction():
-                found = torc.answer_request(self.service, 'GET', torc.API_PREFIX + route.path, '', b'',
-                                            self.NAMES[caller], caller == 'server owner')[1]
-                self.assertEqual((wanted, len(wanted)), ([item['id'] for item in found['items']], found['total_count']), caller)
-                for query in ('user=ann', 'user=eve', 'name=w', 'access_group=g', 'description=',
-                              'is_archived=false', 'sort_by=user&limit=1'):
-                    page = torc.answer_request(self.service, 'GET', torc.API_PREFIX + route.path, query, b'',
-                                               self.NAMES[caller], caller == 'server owner')[1]
-                    self.assertLessEqual({item['id'] for item in page['items']}, set(wanted), (caller, query))
+        ours, theirs = ({ids[noun] for noun in self.OWN} for ids in (self.ids, self.others))
+        for caller, wanted in (('anonymous', set()), ('stranger', theirs), ('member', ours), ('owner', ours),
+                               ('administrator', ours | theirs), ('server owner', ours | theirs)):
+            for query in ('', 'user=ann', 'user=eve', 'name=here', 'access_group=g', 'description=', 'is_archived=false', 'sort_by=user&limit=1'):
+                with self.subTest(caller=caller, query=query):
+                    _, page = self.ask('GET', '/workflows', None, query, self.NAMES[caller], caller == 'server owner')
+                    found = {item['id'] for item in page['items']}
+                    self.assertLessEqual(found, wanted)
                     self.assertLessEqual(page['total_count'], len(wanted))
+                    self.assertTrue(query or found == wanted)
 
     def test_nothing_moves_to_or_reaches_into_another_workflow(self):
-        file_id, job_id = (self.store.value(f'SELECT min(id) FROM {table}') for table in ('file', 'job'))
-        asked = (
-            ('PUT', f'/files/{file_id}', {'workflow_id': self.own_id}), ('PUT', f'/jobs/{job_id}', {'workflow_id': self.own_id}),
-            ('POST', '/jobs', {'workflow_id': self.workflow_id, 'name': 'x', 'command': 'c', 'input_file_ids': [file_id + 1]}),
-            ('POST', '/bulk_files', {'files': [{'workflow_id': self.workflow_id, 'name': 'x', 'path': 'x'},
-                                               {'workflow_id': self.own_id, 'name': 'y', 'path': 'y'}]}),
-            ('POST', '/bulk_jobs', {'jobs': [{'workflow_id': self.own_id, 'name': 'y', 'command': 'y'}]}),
-        )
-        with self.service.transaction():
-            self.store.insert('file', {'workflow_id': self.own_id, 'name': 'f', 'path': 'p'})
-            for method, path, body in asked:
-                with self.subTest(path=path):
-                    status, value = torc.answer_request(self.service, method, torc.API_PREFIX + path, '',
-                                                        json.dumps(body).encode(), 'ann', False)
-                    self.assertIn(status, (403, 422), value)
-            body = json.dumps({'workflow_id': self.own_id, 'name': 'x'}).encode()
-            for caller, status in (('ann', 403), ('eve', 403), ('root', 422)):      # both workflows count, that of the row and that of the body
-                self.assertEqual(status, torc.answer_request(self.service, 'PUT',
-                                                             f'{torc.API_PREFIX}/files/{file_id}', '', body,
-                                                             caller, False)[0], caller)
-            self.assertEqual([(file_id, self.workflow_id), (file_id + 1, self.own_id)], self.store.rows('SELECT id, workflow_id FROM file'))
+        mine, other = self.ids['workflow'], self.others['workflow']
+        path, before = f"/files/{self.ids['file']}", self.dump()
+        for method, place, body in (
+                ('PUT', path, {'workflow_id': other}), ('PUT', f"/jobs/{self.ids['done']}", {'workflow_id': other}),
+                ('POST', '/jobs', {'workflow_id': mine, 'name': 'x', 'command': 'c', 'input_file_ids': [self.others['file']]}),
+                ('POST', '/bulk_files', {'files': [{'workflow_id': number, 'name': 'x', 'path': 'x'} for number in (mine, other)]}),
+                ('POST', '/bulk_jobs', {'jobs': [{'workflow_id': other, 'name': 'y', 'command': 'y'}]})):
+            with self.subTest(place):
+                self.assertIn(self.ask(method, place, body, '', 'ann', False)[0], (403, 422))
+        for caller, status in (('ann', 403), ('eve', 403), ('root', 422)):      # both workflows count, that of the row and that of the body
+            self.assertEqual(status, self.ask('PUT', path, {'workflow_id': other, 'name': 'x'}, '', caller, False)[0], caller)
+        self.assertUnchanged(before)
 
 
 OFFICIAL_TYPES = {'Int': 'integer', 'Str': 'string', 'Bool': 'boolean', 'Float': 'number', 'Object': 'object',
