@@ -2046,7 +2046,7 @@ class YamlWriterTest(unittest.TestCase):
     def test_numbers_stay_as_they_were_written(self):
         value = torc.load_yaml('{a: 1.10, b: 007, c: 0x1F, d: 1e3, e: 5}')[0]
         self.assertEqual('a: 1.10\nb: 007\nc: 0x1F\nd: 1e3\ne: 5\n', torc.format_yaml(value))
-        json5 = torc.read_as('{a: +5, b: 1.10, c: 0x1F, d: .5}', 'json5', '').value
+        json5 = torc.read_document(b'{a: +5, b: 1.10, c: 0x1F, d: .5}', 'w.json5').value
         self.assertEqual({'a': 5, 'b': 1.1, 'c': 31, 'd': 0.5}, torc.load_yaml(torc.format_yaml(json5))[0])
         self.assertEqual('{\n  "a": 5,\n  "b": 1.10,\n  "c": 31,\n  "d": 0.5\n}\n', torc.format_spec(json5, 'json'))
 
@@ -2320,7 +2320,7 @@ BAD_SPECS = (
     ('jobs: {name: a}',
      ['workflow: jobs must be a list (each entry begins with "- "), not a mapping']),
     ('slurm_config: {}',
-     ["workflow: unknown field 'slurm_config', its fields stand under execution_config now"]),
+     ["workflow: unknown field 'slurm_config', did you mean 'execution_config'?"]),
     ('use_srun: true',
      ["workflow: unknown field 'use_srun', did you mean 'user'?"]),
     ('limit_resources: false',

@@ -2426,6 +2426,7 @@ class Plan(Row):
 # -------- fields --------
 
 REQUIRED = '(required)'     # default of a field that has none
+NO_EFFECT = 'has no effect'     # begins the help of fields of earlier years, which are read and pass
 
 
 class Field(Row):
@@ -2501,8 +2502,10 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
          'a runner waits so long for its server', 20),
         ('compute_node_min_time_for_new_jobs_seconds', 'seconds',
          'with -j no new jobs when less time is left; else 300, a tenth at most'),
-        ('compute_node_expiration_buffer_seconds', 'seconds', 'has no effect: Torc used it once'),
-        ('jobs_sort_method',    'text', 'has no effect: Torc used it once'),
+        ('compute_node_expiration_buffer_seconds', 'seconds',
+         'has no effect: see sigkill_headroom_seconds of execution_config'),
+        ('jobs_sort_method',    'text',
+         'has no effect: jobs are claimed by priority, then GPUs, runtime, memory and CPUs'),
     )),
     ('job', (
         ('name{}',              'name', 'unique after expansion', REQUIRED),
@@ -2617,7 +2620,8 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
         ('compute_node',        'resource_monitor.compute_node', 'what is measured of nodes'),
         ('enabled',             'bool', 'old form: jobs.enabled'),
         ('granularity',         'granularity', 'old form: jobs.granularity', 'summary'),
-        ('metrics',             'json', 'has no effect: Torc used it once'),
+        ('metrics',             'json',
+         'has no effect: CPU and memory are measured, see jobs and compute_node'),
     )),
     ('resource_monitor.jobs', (
         ('enabled',     'bool', 'measure each job', True),
@@ -2634,24 +2638,10 @@ FIELDS = tuple(Field(where, name.rstrip('{}'), name.endswith('{}'), *row) for wh
     )),
 ) for name, *row in rows)
 
-# Read, and without effect: (where, name) -> why.
-NO_EFFECT = {
-    ('job', 'supports_termination'): 'every job is sent the termination signal',
-    ('workflow', 'compute_node_expiration_buffer_seconds'):
-        'see sigkill_headroom_seconds of execution_config',
-    ('workflow', 'jobs_sort_method'): 'jobs are claimed by priority, then GPUs, runtime, memory and CPUs',
-    ('resource_monitor', 'metrics'): 'CPU and memory are measured, see jobs and compute_node',
-}
-
 # Names of earlier years: (where, old name) -> name now.
 OLD_NAMES = {
     ('job', 'blocked_by'): 'depends_on',
     ('job', 'label'): 'labels',
-}
-
-# Fields that are refused with more than "unknown field": (where, name) -> what to do.
-REFUSED_NAMES = {
-    ('workflow', 'slurm_config'): 'its fields stand under execution_config now',
 }
 
 # Words that people take for the name of a field -> its name.
@@ -2660,7 +2650,7 @@ OTHER_WORDS = {
     'mem': 'memory', 'ram': 'memory', 'walltime': 'runtime', 'time_limit': 'timeout',
     'retries': 'max_retries', 'retry': 'max_retries', 'cmd': 'command', 'script': 'command', 'run': 'command',
     'needs': 'depends_on', 'requires': 'depends_on', 'after': 'depends_on', 'environment': 'env',
-    'inputs': 'input_files', 'outputs': 'output_files'}
+    'inputs': 'input_files', 'outputs': 'output_files', 'slurm_config': 'execution_config'}
 
 NOTHING_TO_DO = ': write true for a job that does nothing'      # the cure of an empty command
 
@@ -2677,7 +2667,7 @@ SCHEDULER_OPTIONS = frozenset('partition nodes walltime time mem gres name job-n
 IDENTIFIER = Expression(r'[A-Za-z_][A-Za-z0-9_]*\Z')
 # {name} or {name:format}, but not ${name}, which is the shell's.
 PARAMETER = Expression(r'(?<!\$)\{([^{}:]+)(?::([^{}]*))?\}')
-SRUN_SIGNAL = Expression(r'(?:[RB]:)?(?:[0-9]{1,2}|(?:SIG)?[A-Z][A-Z0-9+-]*)(?:@[0-9]+)?\Z')
+STEP_SIGNAL = Expression(r'(?:[RB]:)?(?:SIG)?([0-9]{1,2}|[A-Z][A-Z0-9+-]*)(?:@([0-9]+))?\Z')
 MPI_KIND = Expression(r'[A-Za-z0-9+_.-]+\Z')
 
 
@@ -2889,7 +2879,7 @@ TYPES = {
     'slurm_memory':   Type('Slurm memory', read_normalized(normalize_slurm_memory)),
     'signal':         Type('signal',
                            read_only(is_signal, 'the name of a signal, such as SIGTERM or SIGUSR1')),
-    'srun_signal':    Type('signal', read_only(lambda text: SRUN_SIGNAL.match(text),
+    'srun_signal':    Type('signal', read_only(lambda text: STEP_SIGNAL.match(text),
                                                'a signal such as TERM@120')),
     'mpi':            Type('kind of MPI', read_only(lambda text: MPI_KIND.match(text),
                                                     'a kind of MPI such as pmix')),
@@ -2937,7 +2927,6 @@ def stdio_names(workflow_id: int, job_id: int, run_id: int, attempt_id: int,
     }[mode]
 
 
-STEP_SIGNAL = Expression(r'(?i)(?:[A-Z]+:)?([A-Z0-9]+)(?:@([0-9]+))?\Z')
 DEFAULT_SIGNAL_LEAD_S = 60      # of --signal without a time (srun(1))
 
 
@@ -2950,11 +2939,7 @@ def execution_settings(workflow: Dict[str, Any]) -> Dict[str, Any]:
 def parse_step_signal(text: str) -> Optional[Tuple[str, int]]:
     """'TERM@120' -> ('TERM', 120): what a step is sent so many seconds before its limit. None for nothing."""
     match = STEP_SIGNAL.match(text.strip())
-    if not match:
-        return None
-    name = match.group(1).upper()
-    lead_s = DEFAULT_SIGNAL_LEAD_S if match.group(2) is None else int(match.group(2))
-    return name[3:] if name.startswith('SIG') else name, lead_s
+    return match and (match.group(1), int(match.group(2) or DEFAULT_SIGNAL_LEAD_S))
 
 
 def early_lead(workflow: Dict[str, Any]) -> int:
@@ -3207,15 +3192,6 @@ def decode_document(data: bytes, path: str) -> str:
     raise problem_error(Problem(reason, before.count('\n') + 1, len(before) - before.rfind('\n'), path))
 
 
-def read_as(text: str, format: str, path: str) -> Document:
-    """Read a text in one format; its error carries the path."""
-    try:
-        value, text, positions = READERS[format](text)
-    except BadInput as error:
-        raise problem_error(error.problems[0]._replace(path=path)) from None
-    return Document(value, format, text, positions)
-
-
 def read_document(data: bytes, path: str = '', format: str = '') -> Document:
     """Read a file's bytes. The format is given, or from the path; else what begins with { is JSON5, and the
     rest YAML."""
@@ -3224,13 +3200,16 @@ def read_document(data: bytes, path: str = '', format: str = '') -> Document:
     if not format:
         start = JSON5_SPACE.match(text).end()
         format = 'json5' if text[start:start + 1] == '{' else 'yaml'
-    return read_as(text, format, path)
+    try:
+        value, text, positions = READERS[format](text)
+    except BadInput as error:
+        raise problem_error(error.problems[0]._replace(path=path)) from None
+    return Document(value, format, text, positions)
 
 
 # -------- reading --------
 
 MISSING = object()      # cell of a table whose row does not have the key
-UNKNOWN = object()      # value of a parameter with a mistake, so that later checks still run
 NUMBER_FORMAT = Expression(r'(?:.?[<>=^])?[-+ ]?#?0?[0-9]{0,3}[,_]?(?:\.[0-9]{1,2})?[bdeEfFgGosxX%]?\Z')
 
 
@@ -3240,7 +3219,7 @@ def format_value(value: Any, spec: str = '') -> str:
 
     The format q quotes it for the shell.
     """
-    if value is MISSING or value is UNKNOWN:
+    if value is MISSING:
         raise ValueError('has no value')
     if spec == 'q':
         return shlex.quote(format_value(value))
@@ -3360,18 +3339,17 @@ def old_field(block: Block, key: Any) -> Optional[Field]:
         block.warn(f"'{key}' is an old name: write '{name}'", key)
         return FIELDS_OF[where][name]
     key = str(key)
-    reason = REFUSED_NAMES.get((where, key)) or (f"write '{name}' only" if name else '')
-    if not reason:
-        reason = propose_field(where, key, block.context.suggest(key, FIELDS_OF[where]))[2:]
-    block.error(f"unknown field '{shorten(key)}'" + (f', {reason}' if reason else ''), key)
+    cure = f", write '{name}' only" if name else \
+        propose_field(where, key, block.context.suggest(key, FIELDS_OF[where]))
+    block.error(f"unknown field '{shorten(key)}'{cure}", key)
     return None
 
 
 def read_field(block: Block, field: Field, key: str, value: Any) -> None:
     """Read one field into its block, or report what is wrong with it."""
     kind, variables = TYPES[field.type], block.context.variables
-    if (field.where, key) in NO_EFFECT:
-        block.warn(f'{key} has no effect: {NO_EFFECT[field.where, key]}', key)
+    if field.help.startswith(NO_EFFECT):
+        block.warn(f'{key} {field.help}', key)
     try:
         if variables and not kind.block and field.name not in ('variables', 'use_parameters'):
             value = block.context.fill(value)
@@ -3457,12 +3435,6 @@ class Instances(Row):
 
 
 NO_PARAMETERS = Instances((), ((),))
-
-
-def unknown_instance(names: Iterable[str]) -> Instances:
-    """What stands for all instances where a mistake leaves their parameters without values."""
-    names = tuple(dict.fromkeys(names))
-    return Instances(names, [(UNKNOWN,) * len(names)])
 
 
 def expand_values(value: Any, directory: str = '', limit: int = MAX_INSTANCES) -> List[Value]:
@@ -3756,12 +3728,14 @@ class Expansion:
         if self.row[place] is MISSING:
             reason = f'row {self.instances.rows.index(self.row) + 1} of the table has no such key'
         self.block.context.is_partial = True
-        if self.row[place] is not UNKNOWN and self.is_new(key, place, spec):
+        if self.is_new(key, place, spec):
             self.block.error(f"parameter '{self.instances.names[place]}' in {key}: {reason}", key)
         return '?'
 
     def report_leftover(self, token: str, name: str, key: str) -> None:
         """A {name} that is no parameter here: an error if declared; awk, bash and JSON use braces too."""
+        if self.block.context.is_partial:       # it may be one whose values are wrong
+            return
         if name in self.shared:
             self.block.error(f"{key} holds {token}, but '{name}' is not used here: add it to use_parameters, "
                              'or declare it under parameters', key)
@@ -3802,8 +3776,7 @@ def find_instances(block: Block, workflow: Block) -> Instances:
     except ValueError as error:
         block.error(str(error), sources[0])
         block.context.is_partial = True
-        homes = (block.get('parameters', ()), block.get('use_parameters', ()), workflow.get('parameters', ()))
-        return unknown_instance(itertools.chain(*homes))
+        return NO_PARAMETERS
 
 
 def find_table(context: SpecContext, path: str) -> Instances:
@@ -3834,7 +3807,7 @@ def find_combinations(block: Block, workflow: Block) -> Instances:
             context.is_partial = True
             home.error(f"parameter '{shorten(name)}' {error}", 'parameters', name)
     if len(values) < len(sources):
-        return unknown_instance(sources)
+        return NO_PARAMETERS
     return combine_values(values, block.get('parameter_mode', 'product'), context.max_instances)
 
 
@@ -4177,15 +4150,6 @@ def check_cycles(planner: Planner) -> None:
     producers = find_producers(jobs)
     if not sets and not producers:
         return
-    last = [members[-1] for members in sets]
-    last_producer = {key: max(indexes) for key, indexes in producers.items()}
-
-    # Most specs name a job after those that it waits for: then there can be no cycle.
-    if all((job.dependencies is None or last[job.dependencies] < index) and
-           all(last_producer.get(key, -1) < index for key in input_keys(job))
-           for index, job in enumerate(jobs)):
-        return
-
     def waits_for(node: Any) -> Iterable[Any]:
         if isinstance(node, int):
             named = jobs[node].dependencies
@@ -4259,23 +4223,6 @@ def count_gpus(gres: str) -> int:
     """GPUs in Slurm's gres text: 'gpu', 'gpu:2', 'gpu:a100:4' (sbatch(1), --gres)."""
     match = re.search(r'(?:^|,)gpu(?::[A-Za-z][^:,]*)?(?::([0-9]+))?(?=$|,|\()', gres)
     return int(match.group(1) or 1) if match else 0
-
-
-def check_node_counts(planner: Planner, skip_checks: bool) -> None:
-    """A multi-node job takes whole allocations of the scheduler that it names and that an action starts."""
-    workflow = planner.workflow
-    started = {action.get('scheduler') for action in workflow.get('actions', ())
-               if action.get('action_type') == 'schedule_nodes'}
-    for resources, _, scheduler, _ in planner.job_classes:
-        if resources is None or scheduler is None:
-            continue
-        requirements = workflow['resource_requirements'][resources]
-        allocation = workflow['slurm_schedulers'][scheduler]
-        nodes, given = requirements.value('num_nodes'), allocation.value('nodes')
-        if 1 < nodes < given and allocation.get('name') in started:
-            note = requirements.warn if skip_checks else requirements.error
-            note(f"num_nodes {nodes} is neither 1 nor nodes {given} of scheduler "
-                 f"'{shorten(allocation['name'])}': make them equal, or use --skip-checks", 'num_nodes')
 
 
 # (field of execution_config, mode that refuses it, the value that it refuses or None: any)
@@ -4388,8 +4335,7 @@ def complete(block: Block) -> Dict[str, Any]:
 def plan_monitor(monitor: Optional[Block]) -> Dict[str, Any]:
     """Complete settings of the monitor. Absent or empty is on; the old form counts only without `jobs`."""
     monitor = monitor or Block(None, 'resource_monitor', {})
-    settings = {name: monitor.value(name) for name in FIELDS_OF['resource_monitor']
-                if ('resource_monitor', name) not in NO_EFFECT}
+    settings = {name: monitor.value(name) for name in FIELDS_OF['resource_monitor'] if name != 'metrics'}
     settings.update((name, complete(monitor[name])) for name in ('jobs', 'compute_node') if name in monitor)
     if settings['enabled'] is None:
         settings['enabled'] = settings['jobs'] is None
@@ -4516,7 +4462,6 @@ def read_plan(document: Document, directory: str = '', max_instances: int = MAX_
     check_cycles(planner)
     if not context.problems:
         check_fit(planner, skip_checks)
-        check_node_counts(planner, skip_checks)
     summary = summarize(planner)
     if context.problems:
         raise_problems(context, summary)
