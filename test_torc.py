@@ -2302,9 +2302,6 @@ class ParametersTest(unittest.TestCase):
 
 BAD_SPECS = (
     # YAML with {} around it and name: w before it                                              the problems, without places
-    ('jobs: [{name: a, command: c, cpus: 1}]',                                                   ["job 'a': unknown field 'cpus', 'num_cpus' is a field of resource_requirements"]),
-    ('jobs: [{name: a, command: c, retries: 1}]',
-     ["job 'a': unknown field 'retries', 'max_retries' is a field of rules of a failure handler"]),
     ('jobs: [{name: a, command: c, mem: 1g, inputs: [f]}]',
      ["job 'a': unknown field 'mem', 'memory' is a field of resource_requirements", "job 'a': unknown field 'inputs', did you mean 'input_files'?"]),
     ('jobs: [{name: "a{i}", command: c, parameters: {i: 1..10}}]',
@@ -2321,12 +2318,6 @@ BAD_SPECS = (
      ['workflow: jobs must be a list (each entry begins with "- "), not a mapping']),
     ('slurm_config: {}',
      ["workflow: unknown field 'slurm_config', did you mean 'execution_config'?"]),
-    ('use_srun: true',
-     ["workflow: unknown field 'use_srun', did you mean 'user'?"]),
-    ('limit_resources: false',
-     ["workflow: unknown field 'limit_resources', it is a field of execution_config"]),
-    ('description: true',
-     ['workflow: description must be text, not true: put it in quotes ("true") if you mean the word']),
     ('env: {A: null}',
      ['workflow: \'A\' of env must be text, not null: put it in quotes ("null") if you mean the word']),
     ('env: {A-B: x}',
@@ -2347,19 +2338,12 @@ BAD_SPECS = (
      ["job 'a': priority must be a whole number without leading zeros, not 007"]),
     ('jobs: [{name: a, command: c, priority: 99999999999999999999}]',
      ["job 'a': priority must be at most 9,223,372,036,854,775,807, not 99999999999999999999"]),
-    ('jobs: [{name: a, command: c, priority: 1.5}]',
-     ["job 'a': priority must be a whole number, not 1.5"]),
     ('jobs: [{name: a, command: c, cancel_on_blocking_job_failure: yes}]',
      ["job 'a': cancel_on_blocking_job_failure must be true or false, not 'yes'"]),
     ('jobs: [{name: a, command: c}, {name: a, command: d}]',
      ["job 'a': the name 'a' is taken, in line 2: give each its own"]),
     ('files: [{name: f, path: p}, {name: f, path: q}]',
      ["file 'f': the name 'f' is taken, in line 2: give each its own"]),
-    ('user_data: [{name: u}, {name: u}]',
-     ["user_data 'u': the name 'u' is taken, in line 2: give each its own"]),
-    ('user_data: [{data: 1}]',                                                                   ['user_data 1: name is missing']),
-    ('failure_handlers: [{name: h, rules: []}, {name: h, rules: []}]',
-     ["failure_handler 'h': the name 'h' is taken, in line 2: give each its own"]),
     ('jobs: [{name: "", command: c}]',                                                           ['job \'\': name must not be empty']),
     ('jobs: [{name: "a\\u0007", command: c}]',
      ["job 'a\\x07': name holds the control character '\\x07': remove it"]),
@@ -2384,8 +2368,6 @@ BAD_SPECS = (
     ('jobs: [{name: a, command: c, depends_on_regexes: ["^b"]}]',
      ["job 'a': depends_on_regexes: '^b' did not match any job name"]),
     ('jobs: [{name: a, command: c, depends_on_regexes: ["a"]}]',                                 ["job 'a': waits for itself: a -> a"]),
-    ('jobs: [{name: a, command: c, depends_on: [b]}, {name: b, command: c, depends_on: [a]}]',
-     ["job 'a': waits for itself: a -> b -> a"]),
     ('{jobs: [{name: a, command: c, input_files: [f], output_files: [g]}, {name: b, command: c, input_files: [g], output_files: [f]}], '
      'files: [{name: f, path: f}, {name: g, path: g}]}',
      ["job 'a': waits for itself: a -> b -> a"]),
@@ -2397,8 +2379,6 @@ BAD_SPECS = (
      ["job 'b': file 'f' is written by both 'a' and 'b': give each its own file"]),
     ('{jobs: [{name: a, command: c, output_files: [f]}, {name: b, command: c, output_files: [g]}], files: [{name: f, path: x}, {name: g, path: x}]}',
      ["job 'b': file 'g' is written by both 'a' and 'b': give each its own file"]),
-    ('jobs: [{name: a, command: c, labels: [""]}]',
-     ["job 'a': label '' must be a word without commas and outer blanks"]),
     ('jobs: [{name: a, command: c, labels: ["x,y"]}]',
      ["job 'a': label 'x,y' must be a word without commas and outer blanks"]),
     ('{jobs: [{name: a, command: c, labels: [x], scheduler: s}], slurm_schedulers: [{name: s, account: z}]}',
@@ -2413,8 +2393,6 @@ BAD_SPECS = (
       "failure_handler 'h': rule 1: item 3 of exit_codes must be a whole number, not 'x'",
       "failure_handler 'h': rule 2: unknown field 'exit_code', did you mean 'exit_codes'?",
       "failure_handler 'h': rule 3: must be a mapping, not a list"]),
-    ('failure_handlers: [{rules: [{max_retries: true}]}]',
-     ['failure_handler 1: name is missing', 'failure_handler 1: rule 1: max_retries must be a whole number, not true']),
     ('resource_requirements: [{name: r, memory: 4X}]',
      ["resource_requirements 'r': memory '4X' is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB"]),
     ('resource_requirements: [{name: r, runtime: 90}]',
@@ -2422,19 +2400,12 @@ BAD_SPECS = (
     ('resource_requirements: [{name: r, num_cpus: 0, num_gpus: -1, num_nodes: 0}]',
      ["resource_requirements 'r': num_cpus must be at least 1, not 0", "resource_requirements 'r': num_gpus must be at least 0, not -1",
       "resource_requirements 'r': num_nodes must be at least 1, not 0"]),
-    ('slurm_schedulers: [{account: a}]',                                                         ['slurm_scheduler 1: name is missing']),
-    ('slurm_schedulers: [{name: s}]',
-     ["slurm_scheduler 's': account is missing"]),
     ('slurm_schedulers: [{name: s, account: a, walltime: long}]',
      ["slurm_scheduler 's': walltime 'long' is not a walltime: write HH:MM:SS, D-HH:MM:SS, or such as 30m, 2h or 1d12h"]),
     ('execution_config: {sigterm_lead_seconds: soon}',
      ["execution_config: sigterm_lead_seconds 'soon' is not a duration: write such as 90s, 30m, 1d12h, 1:00:00 or PT30M"]),
     ('compute_node_wait_for_healthy_database_minutes: 90s',
      ["workflow: compute_node_wait_for_healthy_database_minutes must be a whole number of minutes, not '90s'"]),
-    ('compute_node_wait_for_new_jobs_seconds: "90"',
-     ["workflow: compute_node_wait_for_new_jobs_seconds must be a whole number, not '90': write it without quotes"]),
-    ('slurm_schedulers: [{name: s, account: a, nodes: 0}]',
-     ["slurm_scheduler 's': nodes must be at least 1, not 0"]),
     ('slurm_schedulers: [{name: s, account: a, mem: much}]',
      ["slurm_scheduler 's': mem 'much' is not an amount of memory: write a number and a unit, such as 512m, 8g or 1.5GB"]),
     ('slurm_defaults: {Partition: x, qos: y}',
@@ -2458,7 +2429,6 @@ BAD_SPECS = (
      ['execution_config: srun_termination_signal does not go with mode direct: remove it, or set mode: slurm']),
     ('{execution_config: {termination_signal: SIGUSR1}, slurm_schedulers: [{name: s, account: a}]}',
      ['execution_config: termination_signal does not go with mode auto, which is slurm here: remove it, or set mode: direct']),
-    ('execution_config: {termination_signal: SIGFOO}',                                           ["execution_config: termination_signal must be the name of a signal, such as SIGTERM or SIGUSR1, not 'SIGFOO'"]),
     ('execution_config: {termination_signal: TERMSIG}',
      ["execution_config: termination_signal must be the name of a signal, such as SIGTERM or SIGUSR1, not 'TERMSIG'"]),
     ('{slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, '
@@ -2470,14 +2440,10 @@ BAD_SPECS = (
      ["execution_config: srun_mpi must be a kind of MPI such as pmix, not 'a b'"]),
     ('execution_config: {srun_mpi: pmix}',
      ['execution_config: srun_mpi needs a schedule_nodes action with start_one_worker_per_node: true']),
-    ('dynamic_jobs: {max_iterations: 0}',
-     ['dynamic_jobs: max_iterations must be at least 1, not 0']),
     ('access_groups: [a, a]',
      ['workflow: access_groups names a group twice']),
     ('resource_monitor: {interval: 1}',
      ["resource_monitor: unknown field 'interval'"]),
-    ('resource_monitor: {sample_interval_seconds: 0}',
-     ['resource_monitor: sample_interval_seconds must be at least 1, not 0']),
     ('variables: {a: [5]}',
      ["workflow: 'a' of variables must be text, not a list"]),
     ('variables: {a: "{b}"}',
@@ -2488,8 +2454,6 @@ BAD_SPECS = (
      ["job 'a': command holds {i}, but 'i' is not used here: add it to use_parameters, or declare it under parameters"]),
     ('jobs: [{name: "j{i}", command: c, parameters: {i: []}}]',
      ["job 'j{i}': parameter 'i' has no values: an empty list makes no instance"]),
-    ('jobs: [{name: "j{i}", command: c, parameters: {i: "5:1"}}]',
-     ["job 'j{i}': parameter 'i' '5:1' has no values: the step leads away from the end"]),
     ('jobs: [{name: j, command: c, parameters: {i: "1:2"}}]',
      ["job 'j': parameters make several with the name 'j': put every parameter into the name, or collect with depends_on_regexes or input_file_regexes instead of parameters"]),
     ('jobs: [{name: a, command: c, depends_on: [j1]}, {name: "j{i:03d}", command: c, parameters: {i: "5:1"}}]', ["job 'j{i:03d}': parameter 'i' '5:1' has no values: the step leads away from the end"]),
@@ -2511,13 +2475,119 @@ BAD_SPECS = (
      ["workflow: file 'f': identifier '#torc-x' is reserved"]),
 )
 
-SCHEDULER = 'slurm_schedulers: [{name: s, account: a, walltime: "01:00:00", mem: 8G, gres: "gpu:2"}]'
-UNFIT = (
-    ('runtime: PT2H',                'runtime PT2H is longer than walltime 01:00:00 of \'s\''),
-    ('memory: 16g',                  "memory 16g is more than mem 8G of 's'"),
-    ('num_gpus: 4',                  "num_gpus 4 is more than gres gpu:2 of 's'"),
-    ('num_nodes: 2',                 "num_nodes 2 is more than nodes 1 of 's'"),
+WARNED_SPECS = (
+    # as above                                                                                  the warnings
+    ('resource_requirements: [{name: r, memory: 8}, {name: s, memory: 8g}]',
+     ["resource_requirements 'r': memory 8 is 8 bytes: write 8m for megabytes, 8g for gigabytes"]),
+    ('jobs_sort_method: none',                                                                   ['workflow: jobs_sort_method has no effect: jobs are claimed by priority, then GPUs, runtime, memory and CPUs']),
+    ('jobs: [{name: a, command: c, label: gpu, supports_termination: true}, {name: b, command: c, blocked_by: [a]}]',
+     ["job 'a': 'label' is an old name: write 'labels'", "job 'a': supports_termination has no effect: every job is sent the termination signal",
+      "job 'b': 'blocked_by' is an old name: write 'depends_on'"]),
+    ('resource_monitor: {metrics: [cpu, memory]}',                                               ['resource_monitor: metrics has no effect: CPU and memory are measured, see jobs and compute_node']),
+    ('failure_handlers: [{name: h, rules: [{exit_codes: [255]}, {max_retries: 2}]}]',
+     ["failure_handler 'h': rule 2: never applies: give it exit_codes, or match_all_exit_codes: true"]),
+    ('jobs: [{name: "j{i}", command: "awk \'{print}\' {i} ${x} { y } {a,b} {seed}", parameters: {i: "1:2"}}]',
+     ["job 'j{i}': command holds {print}, which is no parameter and stays as it is", "job 'j{i}': command holds {seed}, which is no parameter and stays as it is"]),
+    ('{variables: {site: x}, description: "at {sight}"}',                                        ["workflow: description holds '{sight}', which is no variable, did you mean 'site'?"]),
+    ('files: [{name: f, path: x}, {name: g, path: x}]',                                          ["workflow: files 'f' and 'g' have the same path: jobs are linked by the name of a file only"]),
+    ('execution_config: {mode: slurm, staggered_start: true, enable_cpu_bind: true}',            []),
+    ('execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9, timeout_exit_code: 9}', []),
+    ('resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1, generate_plots: true}', []),
+    ('{slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]}', []),
 )
+
+MONITOR = {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True, 'granularity': 'summary'}, 'compute_node': None,
+           'sample_interval_seconds': 10, 'flush_interval_seconds': 300, 'generate_plots': False}
+PLANNED_SPECS = (
+    # as above; then a place in the plan's body and what is there, several times
+    # text fields take the source text of numbers
+    ('{project: 012, description: 1.10}',               'workflow.project', '012', 'workflow.description', '1.10'),
+    ('jobs: [{name: 007, command: 1e3, env: {A: 0.60}}]', 'jobs.0.name', '007', 'jobs.0.command', '1e3', 'jobs.0.env', {'A': '0.60'}),
+    ('files: [{name: 5, path: 1_000}]',                 'files.0.name', '5', 'files.0.path', '1_000'),
+    ('slurm_schedulers: [{name: s, account: 012345, walltime: 60}]', 'slurm_schedulers.0.account', '012345', 'slurm_schedulers.0.walltime', '60'),
+    # units as people write them are kept in Torc's forms
+    ('resource_requirements: [{name: r, memory: 8GB, runtime: 1d12h}, {name: s, memory: 512M, runtime: PT90M}, {name: t, memory: 8}]',
+     'resource_requirements.0.memory', '8g', 'resource_requirements.0.runtime', 'P1DT12H',
+     'resource_requirements.1.memory', '512M', 'resource_requirements.1.runtime', 'PT90M', 'resource_requirements.2.memory', '8'),
+    ('slurm_schedulers: [{name: s, account: a, mem: 16 GiB, walltime: 2h}]', 'slurm_schedulers.0.mem', '16G', 'slurm_schedulers.0.walltime', '02:00:00'),
+    ('{compute_node_wait_for_new_jobs_seconds: 5m, compute_node_wait_for_healthy_database_minutes: 1h}',
+     'workflow.compute_node_wait_for_new_jobs_seconds', 300, 'workflow.compute_node_wait_for_healthy_database_minutes', 60),
+    ('execution_config: {mode: direct, sigterm_lead_seconds: 1:00:00, sigkill_headroom_seconds: 90}',
+     'workflow.execution_config', {'mode': 'direct', 'sigterm_lead_seconds': 3600, 'sigkill_headroom_seconds': 90}),
+    ('resource_monitor: {sample_interval_seconds: 30s}', 'workflow.resource_monitor_config', dict(MONITOR, sample_interval_seconds=30)),
+    # the monitor is on unless it is switched off
+    ('',                                                'workflow.resource_monitor_config', MONITOR),
+    ('resource_monitor: {}',                            'workflow.resource_monitor_config', MONITOR),
+    ('resource_monitor: {metrics: [cpu]}',              'workflow.resource_monitor_config', MONITOR),
+    ('resource_monitor: {enabled: false}',              'workflow.resource_monitor_config', dict(MONITOR, enabled=False, jobs=None)),
+    ('resource_monitor: {granularity: time_series}',    'workflow.resource_monitor_config', dict(MONITOR, granularity='time_series', jobs=None)),
+    ('resource_monitor: {jobs: {enabled: false}}',      'workflow.resource_monitor_config',
+     dict(MONITOR, enabled=False, jobs={'enabled': False, 'granularity': 'summary'})),
+    # old names, and what is left out
+    ('jobs: [{name: a, command: c, label: gpu}, {name: b, command: c, blocked_by: [a]}]', 'dependency_sets', [[0]], 'kinds.0', [None, 0, None, ['gpu']]),
+    ('resource_requirements: [{name: r}]',              'resource_requirements.0',
+     {'name': 'r', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'memory': '1m', 'runtime': 'PT1H'}),
+    ('metadata: \'{"a": 1}\'',                          'workflow.metadata', {'a': 1}),
+    # nested too deeply for JSON it is text
+    (f'metadata: "{"[" * 900}{"]" * 900}"',             'workflow.metadata', '[' * 900 + ']' * 900),
+    # variables are replaced everywhere in one pass, as strange as their texts are
+    ('{variables: {site: "x{{y"}, description: "at {site:>9} {site:.1} ${site}"}', 'workflow.description', 'at      x{{y x ${site}'),
+    ('{variables: {n: "1:2", dir: "${HOME}/d"}, jobs: [{name: "j{i}", command: "{dir} {i}", parameters: {i: "{n}"}}]}',
+     'jobs.0.command', '${HOME}/d 1', 'jobs.1.command', '${HOME}/d 2'),
+    ('{variables: {site: x}, slurm_schedulers: [{name: s, account: "{site}"}], user_data: [{name: u, data: {variables: "{site}"}}]}',
+     'slurm_schedulers.0.account', 'x', 'user_data.0.data', {'variables': 'x'}),
+    ('jobs: [{name: "j{i}", command: "awk \'{print}\' {i} ${x} { y } {a,b} {seed}", parameters: {i: [1]}}]',
+     'jobs.0.command', "awk '{print}' 1 ${x} { y } {a,b} {seed}"),
+    # tokens add relations and never replace listed ones
+    ('{files: [{name: f, path: d/f}, {name: g, path: d/g}, {name: h, path: d/h}], user_data: [{name: u, data: {k: [1, é]}}], jobs: [{name: a, invocation_script: "pre ${files.input.f}", '
+     'command: "x ${files.input.g} ${files.input.g} ${files.output.h} ${user_data.input.u} ${HOME}", input_files: [f]}]}',
+     'jobs.0.command', 'x d/g d/g d/h {"k":[1,"é"]} ${HOME}', 'jobs.0.invocation_script', 'pre d/f',
+     'jobs.0.input_files', (0, 1), 'jobs.0.output_files', (2,), 'jobs.0.input_user_data', (0,), 'jobs.0.output_user_data', ()),
+    # values and paths are quoted for the shell where that is asked for
+    ('{variables: {v: "a\'b"}, jobs: [{name: "j{p}", command: "x {p} {p:q} {v:q}", parameters: {p: ["$b c"]}}]}',
+     'jobs.0.command', 'x $b c \'$b c\' \'a\'"\'"\'b\''),
+    ('{files: [{name: "f{i}", path: "my dir/{i}", parameters: {i: "1:2"}}], jobs: [{name: j, command: "${files.input.f1} ${files.input.f1:q}"}, '
+     '{name: "k{n}", command: "${files.input.f{n}:q}", parameters: {n: [2]}}, {name: l, command: "cat ${files.inputs}", input_file_regexes: ["^f"]}]}',
+     'jobs.0.command', "my dir/1 'my dir/1'", 'jobs.1.command', "'my dir/2'", 'jobs.2.command', "cat 'my dir/1' 'my dir/2'"),
+    # everything is expanded; of the workflow's parameters those with one value
+    ('{parameters: {one: [7], many: "1:2"}, env: {A: "{one}", B: "{many}", C: "{other}"}}', 'workflow.env', {'A': '7', 'B': '1:2', 'C': '{other}'}),
+    ('user_data: [{name: "u{i}", data: {"k{i}": ["v{i}", 1, null]}, parameters: {i: [1]}}]',
+     'user_data.0', {'name': 'u1', 'data': {'k{i}': ['v1', 1, None]}, 'is_ephemeral': False}),
+    ('{jobs: [{name: "p{i}", command: "${files.output.f{i}} %s {i:02d}", invocation_script: "s{i}", env: {E: "e{i}"}, parameters: {i: "1:2"}, resource_requirements: "r{i}", '
+     'scheduler: "s{i}", stdio: {mode: none}}, {name: "c{i}", command: c, depends_on: ["p{i}"], input_file_regexes: ["^f{i}$"], parameters: {i: "1:2"}, labels: [b, "l{i}", b]}], '
+     'files: [{name: "f{i}", path: "{i}.txt", parameters: {i: "1:2"}}], resource_requirements: [{name: r1}, {name: r2}], slurm_schedulers: [{name: s1, account: a}, {name: s2, account: a}]}',
+     'jobs.1.command', '2.txt %s 02', 'jobs.1.invocation_script', 's2', 'jobs.1.env', {'E': 'e2'}, 'jobs.3.input_files', (1,), 'dependency_sets', [[0], [1]],
+     'kinds', [[0, 0, 0, None], [1, 0, 1, None], [None, 0, None, ['b', 'l1']], [None, 0, None, ['b', 'l2']]],
+     'workflow.execution_config.job_stdio_overrides', {'p1': {'mode': 'none'}, 'p2': {'mode': 'none'}}),
+    # values in regular expressions are escaped
+    ('jobs: [{name: v1.5, command: c}, {name: v1x5, command: c}, {name: "c{v}", command: c, depends_on_regexes: ["^v{v}$"], parameters: {v: [1.5]}}]', 'dependency_sets', [[0]]),
+    # what many jobs share stands once
+    ('jobs: [{name: "a{i}", command: c, parameters: {i: "1:3"}}, {name: "b{i}", command: c, depends_on_regexes: ["^a"], parameters: {i: "1:3"}}, {name: c, command: c, depends_on_regexes: ["^a"]}]',
+     'dependency_sets', [[0, 1, 2]], 'jobs.3.dependencies', 0, 'jobs.6.dependencies', 0, 'kinds', [[None, 0, None, None]]),
+    # names may hold blanks, dots and slashes
+    ('jobs: [{name: a b/c.d é, command: c}]',           'jobs.0.name', 'a b/c.d é'),
+)
+
+UNFIT = (
+    # of a job's resources           of a scheduler, where it is not the usual one  the reason, or '' where it fits
+    ('runtime: PT2H',                '',                                            "runtime PT2H is longer than walltime 01:00:00 of 's'"),
+    ('memory: 16g',                  '',                                            "memory 16g is more than mem 8G of 's'"),
+    ('num_gpus: 4',                  '',                                            "num_gpus 4 is more than gres gpu:2 of 's'"),
+    ('num_nodes: 2',                 '',                                            "num_nodes 2 is more than nodes 1 of 's'"),
+    ('num_nodes: 2',                 'nodes: 4',                                    ''),
+    ('num_cpus: 1',                  '',                                            ''),
+    # one scheduler must fit in all respects
+    ('memory: 16g, runtime: PT2H',   'mem: 8G, walltime: "04:00:00"}, {name: t, account: a, mem: 32G',
+     "memory 16g is more than mem 8G of 's'; runtime PT2H is longer than walltime 01:00:00 of 't'"),
+    ('memory: 16g, runtime: PT2H',   'mem: 8G}, {name: u, account: a, walltime: 1-0', ''),
+)
+
+
+def complete_spec(text: str) -> str:
+    """A row's text with what every workflow has; { } around it stands for nothing."""
+    text = text[1:-1] if text[:1] == '{' else text
+    jobs = '' if re.search(r'(?<!monitor: \{)\bjobs: [\[{a](?! a \])', text) else 'jobs: []'
+    return '{name: w,\n ' + ', '.join(filter(None, [text, jobs])) + '}'
 
 
 class SpecTest(unittest.TestCase):
@@ -2526,10 +2596,23 @@ class SpecTest(unittest.TestCase):
     def test_every_mistake_has_its_message(self):
         for text, wanted in BAD_SPECS:
             with self.subTest(text):
-                text = text[1:-1] if text[0] == '{' else text
-                jobs = '' if re.search(r'\bjobs: [\[{a](?! a \])', text) else ', jobs: []'
-                found = problems_of('{name: w,\n ' + text + jobs + '}')
+                found = problems_of(complete_spec(text))
                 self.assertEqual(sorted(wanted), sorted(re.sub(r'^[0-9]+:[0-9]+: ', '', problem) for problem in found))
+
+    def test_what_may_be_a_mistake_has_a_warning(self):
+        for text, wanted in WARNED_SPECS:
+            with self.subTest(text):
+                self.assertEqual(wanted, [warning.message for warning in plan_of(complete_spec(text)).warnings])
+
+    def test_a_plan_has_what_the_spec_says(self):
+        for text, *parts in PLANNED_SPECS:
+            body = plan_of(complete_spec(text)).body
+            for path, wanted in zip(parts[::2], parts[1::2]):
+                with self.subTest(text, path=path):
+                    value = body
+                    for name in path.split('.'):
+                        value = value[int(name)] if name.isdigit() else getattr(value, name, None) if isinstance(value, tuple) else value[name]
+                    self.assertEqual(wanted, value)
 
     def test_all_mistakes_are_told_at_once_with_their_places(self):
         text = 'name: w\njobs:\n  - name: a\n    comand: c\n  - name: b\n    command: c\n    priority: -1\n    depends_on:\n      - a\n      - z\nfoo: 1\n'
@@ -2546,150 +2629,25 @@ class SpecTest(unittest.TestCase):
             self.assertEqual(wanted, problems_of(text))
 
     def test_resources_that_fit_no_scheduler_are_refused(self):
-        for field, reason in UNFIT:
-            with self.subTest(field):
-                text = f'{{name: w, jobs: [{{name: a, command: c, resource_requirements: r}}], resource_requirements: [{{name: r, {field}}}], {SCHEDULER}}}'
-                self.assertEqual([f"job 'a': fits no scheduler: {reason}: change the one or the other, or use --skip-checks"],
-                                 [re.sub(r'^[0-9:]+ ', '', problem) for problem in problems_of(text)])
-                plan = plan_of(text, skip_checks=True)
-                self.assertEqual(1, len(plan.warnings))
-        self.assertEqual([], problems_of(f'{{name: w, jobs: [{{name: a, command: c}}], {SCHEDULER}}}'))
+        for field, scheduler, reason in UNFIT:
+            with self.subTest(field, scheduler=scheduler):
+                text = complete_spec('jobs: [{name: a, command: c, resource_requirements: r%%s}], resource_requirements: [{name: r, %s}], slurm_schedulers: [{name: s, account: a, %s}]' % (
+                    field, scheduler or 'walltime: "01:00:00", mem: 8G, gres: "gpu:2"'))
+                wanted = [f"job 'a': fits no scheduler: {reason}: change the one or the other, or use --skip-checks"] if reason else []
+                self.assertEqual(wanted, [re.sub(r'^[0-9:]+ ', '', problem) for problem in problems_of(text % '')])
+                self.assertEqual(wanted, [warning.message for warning in plan_of(text % '', skip_checks=True).warnings])
+                self.assertEqual([], problems_of(text % ', labels: [l]'))     # such runners are in no allocation
 
-    def test_jobs_with_labels_need_fit_no_scheduler(self):
-        text = '{name: w, jobs: [{name: a, command: c, resource_requirements: r, labels: [l]}], resource_requirements: [{name: r, memory: 9000g}], %s}'
-        self.assertEqual([], problems_of(text % SCHEDULER))
-
-    def test_a_job_needs_one_scheduler_that_fits_in_all_respects(self):
-        text = '{name: w, jobs: [{name: a, command: c, resource_requirements: r}], resource_requirements: [{name: r, memory: 16g, runtime: PT2H}], ' \
-            'slurm_schedulers: [{name: s, account: a, mem: 8G, walltime: "04:00:00"}, {name: t, account: a, mem: 32G}%s]}'
-        self.assertEqual(["1:40: job 'a': fits no scheduler: memory 16g is more than mem 8G of 's'; runtime PT2H is longer than walltime 01:00:00 of 't': "
-                          'change the one or the other, or use --skip-checks'], problems_of(text % ''))
-        self.assertEqual([], problems_of(text % ', {name: u, account: a, walltime: 1-0}'))
-
-    def test_text_fields_take_the_source_text_of_numbers(self):
-        body = plan_of('{name: 1.10, project: 012, jobs: [{name: 007, command: 1e3, env: {A: 0.60}}], files: [{name: 5, path: 1_000}], '
-                       'slurm_schedulers: [{name: s, account: 012345, walltime: 60}]}').body
-        self.assertEqual(('1.10', '012'), (body['workflow']['name'], body['workflow']['project']))
-        self.assertEqual(('007', '1e3', {'A': '0.60'}), (body['jobs'][0].name, body['jobs'][0].command, body['jobs'][0].env))
-        self.assertEqual(('5', '1_000'), (body['files'][0]['name'], body['files'][0]['path']))
-        self.assertEqual(('012345', '60'), (body['slurm_schedulers'][0]['account'], body['slurm_schedulers'][0]['walltime']))
-
-    def test_units_as_people_write_them_are_kept_in_torcs_forms(self):
-        body = plan_of('{name: w, jobs: [], compute_node_wait_for_new_jobs_seconds: 5m, compute_node_wait_for_healthy_database_minutes: 1h, '
-                       'execution_config: {mode: direct, sigterm_lead_seconds: 1:00:00, sigkill_headroom_seconds: 90}, resource_monitor: {sample_interval_seconds: 30s}, '
-                       'resource_requirements: [{name: r, memory: 8GB, runtime: 1d12h}, {name: s, memory: 512M, runtime: PT90M}], '
-                       'slurm_schedulers: [{name: s, account: a, mem: 16 GiB, walltime: 2h}]}').body
-        self.assertEqual([('8g', 'P1DT12H'), ('512M', 'PT90M')], [(row['memory'], row['runtime']) for row in body['resource_requirements']])
-        self.assertEqual(('16G', '02:00:00'), (body['slurm_schedulers'][0]['mem'], body['slurm_schedulers'][0]['walltime']))
-        self.assertEqual((300, 60), (body['workflow']['compute_node_wait_for_new_jobs_seconds'],
-                                     body['workflow']['compute_node_wait_for_healthy_database_minutes']))
-        self.assertEqual({'mode': 'direct', 'sigterm_lead_seconds': 3600, 'sigkill_headroom_seconds': 90},
-                         body['workflow']['execution_config'])
-        self.assertEqual(30, body['workflow']['resource_monitor_config']['sample_interval_seconds'])
-
-    def test_memory_in_bare_bytes_gives_a_warning(self):
-        plan = plan_of('{name: w, jobs: [], resource_requirements: [{name: r, memory: 8}, {name: s, memory: 8g}]}')
-        self.assertEqual(["resource_requirements 'r': memory 8 is 8 bytes: write 8m for megabytes, 8g for gigabytes"], [warning.message for warning in plan.warnings])
-        self.assertEqual('8', plan.body['resource_requirements'][0]['memory'])
-
-    def test_names_may_hold_blanks_dots_and_slashes_but_not_be_absurdly_long(self):
-        self.assertEqual([], problems_of({'name': 'w', 'jobs': [{'name': 'a b/c.d é', 'command': 'c'},
-                                                                {'name': 'x' * 1000, 'command': 'c'}]}))
-        self.assertIn('is 1,001 characters long: 1,000 are allowed',
-                      problems_of({'name': 'w', 'jobs': [{'name': 'x' * 1001, 'command': 'c'}]})[0])
-        self.assertIn('is 1,001 characters long: 1,000 are allowed',
-                      problems_of({'name': 'w', 'jobs': [{'name': '{i:>600}{i:>401}', 'command': 'c',
-                                                          'parameters': {'i': '1:2'}}]})[0])
+    def test_names_are_not_absurdly_long(self):
+        for name in ('x' * 1001, '{i:>600}{i:>401}'):
+            job = {'name': name, 'command': 'c', 'parameters': {'i': [1, 2] if '{' in name else [1]}}
+            self.assertIn('is 1,001 characters long: 1,000 are allowed', problems_of({'name': 'w', 'jobs': [job]})[0])
+        self.assertEqual([], problems_of({'name': 'w', 'jobs': [{'name': 'x' * 1000, 'command': 'c'}]}))
 
     def test_lone_surrogates_are_refused(self):
         for value in ({'name': 'w', 'jobs': [{'name': 'a', 'command': '\ud800'}]},
                       {'name': 'w', 'jobs': [], 'user_data': [{'name': 'u', 'data': {'x': '\udfff'}}]}):
             self.assertEqual(1, len(problems_of(value)))
-
-    def test_old_names_are_taken_with_a_warning(self):
-        plan = plan_of('{name: w, jobs_sort_method: none, metadata: \'{"a": 1}\', jobs: [{name: a, command: c, label: gpu, supports_termination: true}, '
-                       '{name: b, command: c, blocked_by: [a]}], resource_requirements: [{name: r}]}')
-        self.assertEqual(["workflow: jobs_sort_method has no effect: jobs are claimed by priority, then GPUs, runtime, memory and CPUs",
-                          "job 'a': 'label' is an old name: write 'labels'", "job 'a': supports_termination has no effect: every job is sent the termination signal",
-                          "job 'b': 'blocked_by' is an old name: write 'depends_on'"], [warning.message for warning in plan.warnings])
-        self.assertEqual([[0]], plan.body['dependency_sets'])
-        self.assertEqual([None, 0, None, ['gpu']], plan.body['kinds'][0])
-        self.assertEqual({'a': 1}, plan.body['workflow']['metadata'])
-        deep = '[' * 900 + ']' * 900      # which is text then, since as JSON it is nested too deeply
-        self.assertEqual(deep, plan_of({'name': 'w', 'jobs': [], 'metadata': deep}).body['workflow']['metadata'])
-        self.assertEqual([{'name': 'r', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'memory': '1m',
-                           'runtime': 'PT1H'}], plan.body['resource_requirements'])
-
-    def test_a_rule_that_never_applies_is_told_with_its_handler(self):
-        plan = plan_of('{name: w, jobs: [], failure_handlers: [{name: h, rules: [{exit_codes: [255]}, {max_retries: 2}]}]}')
-        self.assertEqual(["failure_handler 'h': rule 2: never applies: give it exit_codes, or match_all_exit_codes: true"], [warning.message for warning in plan.warnings])
-
-    def test_torcs_old_key_metrics_is_taken_with_a_notice(self):
-        plan = plan_of('{name: w, jobs: [], resource_monitor: {metrics: [cpu, memory]}}')
-        self.assertEqual(['resource_monitor: metrics has no effect: CPU and memory are measured, see jobs and compute_node'], [warning.message for warning in plan.warnings])
-        self.assertNotIn('metrics', plan.body['workflow']['resource_monitor_config'])
-
-    def test_every_field_is_carried_out(self):
-        for text in ('execution_config: {mode: slurm, staggered_start: true, enable_cpu_bind: true}',
-                     'execution_config: {mode: direct, limit_resources: true, oom_exit_code: 9, timeout_exit_code: 9}',
-                     'resource_monitor: {enabled: true, granularity: time_series, sample_interval_seconds: 1, generate_plots: true}',
-                     'slurm_schedulers: [{name: s, account: a}], actions: [{trigger_type: on_workflow_start, '
-                     'action_type: schedule_nodes, scheduler: s, scheduler_type: slurm}]'):
-            with self.subTest(text):
-                plan = plan_of('{name: w, %s, jobs: []}' % text)
-                self.assertEqual([], plan.warnings)
-
-    def test_tokens_add_relations_and_never_replace_listed_ones(self):
-        body = plan_of({'name': 'w', 'files': [{'name': name, 'path': f'dir/{name}'} for name in 'fgh'],
-                        'user_data': [{'name': 'u', 'data': {'k': [1, 'é']}}],
-                        'jobs': [{'name': 'a', 'command': 'x ${files.input.g} ${files.input.g} ${files.output.h} ${user_data.input.u} ${HOME}', 'input_files': ['f'],
-                                  'invocation_script': 'pre ${files.input.f}'}]}).body
-        job = body['jobs'][0]
-        self.assertEqual('x dir/g dir/g dir/h {"k":[1,"é"]} ${HOME}', job.command)
-        self.assertEqual('pre dir/f', job.invocation_script)
-        self.assertEqual(((0, 1), (2,), (0,), ()), (tuple(job.input_files), tuple(job.output_files),
-                                                    tuple(job.input_user_data), tuple(job.output_user_data)))
-
-    def test_values_and_paths_are_quoted_for_the_shell_where_that_is_asked_for(self):
-        spec = {'name': 'w', 'variables': {'v': "a'b", 'w': 'x y'}, 'files': [{'name': 'f{i}', 'path': 'my dir/{i}', 'parameters': {'i': '1:2'}}, {'name': 'o', 'path': 'o'}],
-                'user_data': [{'name': 'u', 'data': {'k': 1}}],
-                'jobs': [{'name': 'j{p}', 'command': 'x {p} "{p}" {p:q} {v:q} {w} ${files.input.f1} ${files.input.f{n}:q} ${user_data.input.u:q}',
-                          'parameters': {'p': ['a', '$b c'], 'n': [1, 2]}, 'parameter_mode': 'zip'},
-                         {'name': 'all', 'command': 'cat ${files.inputs} > ${files.outputs}', 'input_file_regexes': ['^f'], 'output_files': ['o']}]}
-        plan = plan_of(spec)
-        self.assertEqual(['''x a "a" a 'a'"'"'b' x y my dir/1 'my dir/1' '{"k":1}\'''', '''x $b c "$b c" '$b c' 'a'"'"'b' x y my dir/1 'my dir/2' '{"k":1}\'''',
-                          "cat 'my dir/1' 'my dir/2' > o"], [job.command for job in plan.body['jobs']])
-
-    def test_everything_is_expanded(self):
-        body = plan_of({'name': 'w', 'parameters': {'one': [7], 'many': '1:2'}, 'env': {'A': '{one}', 'B': '{many}', 'C': '{other}'},
-                        'files': [{'name': 'f{i}', 'path': '{i}.txt', 'parameters': {'i': '1:2'}}],
-                        'user_data': [{'name': 'u{i}', 'data': {'k{i}': ['v{i}', 1, None]}, 'parameters': {'i': '1:2'}}],
-                        'resource_requirements': [{'name': 'r1'}, {'name': 'r2'}],
-                        'slurm_schedulers': [{'name': 's1', 'account': 'a'}, {'name': 's2', 'account': 'a'}],
-                        'jobs': [{'name': 'p{i}', 'command': '${files.output.f{i}} %s {i:02d}',
-                                  'invocation_script': 's{i}', 'env': {'E': 'e{i}', 'F': 'f'},
-                                  'parameters': {'i': '1:2'},
-                                  'resource_requirements': 'r{i}', 'scheduler': 's{i}', 'stdio': {'mode': 'none'}},
-                                 {'name': 'c{i}', 'command': '${user_data.input.u{i}}',
-                                  'depends_on': ['p{i}'], 'input_file_regexes': ['^f{i}$'],
-                                  'parameters': {'i': '1:2'},
-                                  'labels': ['b', 'l{i}', 'b']}]}).body
-        self.assertEqual({'A': '7', 'B': '1:2', 'C': '{other}'}, body['workflow']['env'])
-        self.assertEqual([{'name': 'u1', 'data': {'k{i}': ['v1', 1, None]}, 'is_ephemeral': False},
-                          {'name': 'u2', 'data': {'k{i}': ['v2', 1, None]}, 'is_ephemeral': False}],
-                         body['user_data'])
-        self.assertEqual([('p1', '1.txt %s 01', 's1', {'E': 'e1', 'F': 'f'}),
-                          ('p2', '2.txt %s 02', 's2', {'E': 'e2', 'F': 'f'})],
-                         [tuple(job[:4]) for job in body['jobs'][:2]])
-        self.assertEqual([[0, 0, 0, None], [1, 0, 1, None], [None, 0, None, ['b', 'l1']], [None, 0, None, ['b', 'l2']]], body['kinds'])
-        self.assertEqual([[0], [1]], body['dependency_sets'])
-        self.assertEqual([(0,), (1,)], [tuple(job.input_files) for job in body['jobs'][2:]])
-        self.assertEqual({'p1': {'mode': 'none'}, 'p2': {'mode': 'none'}}, body['workflow']['execution_config']['job_stdio_overrides'])
-
-    def test_values_in_regular_expressions_are_escaped(self):
-        spec = {'name': 'w', 'jobs': [{'name': name, 'command': 'c'} for name in ('v1.5', 'v1x5')] +
-                [{'name': 'c{v}', 'command': 'c', 'depends_on_regexes': ['^v{v}$'], 'parameters': {'v': [1.5]}}]}
-        self.assertEqual([[0]], plan_of(spec).body['dependency_sets'])
 
     def test_regular_expressions_match_as_pythons_do_whatever_they_begin_with(self):
         names = ['a', 'ab', 'abc', 'b', 'A.b', 'a+b', 'x ab', 'aab']
@@ -2699,46 +2657,6 @@ class SpecTest(unittest.TestCase):
             if re.search(pattern, '~') is None:
                 self.assertEqual([[place for place, name in enumerate(names) if re.search(pattern, name)]],
                                  plan_of({'name': 'w', 'jobs': jobs}).body['dependency_sets'], pattern)
-
-    def test_what_many_jobs_share_stands_once(self):
-        spec = {'name': 'w', 'jobs': [{'name': 'a{i}', 'command': 'c', 'parameters': {'i': '1:300'}},
-                                      {'name': 'b{i}', 'command': 'c', 'depends_on_regexes': ['^a'],
-                                       'parameters': {'i': '1:300'}}] +
-                [{'name': f'c{n}', 'command': 'c', 'depends_on_regexes': ['^a']} for n in range(3)]}
-        body = plan_of(spec).body
-        self.assertEqual([list(range(300))], body['dependency_sets'])
-        self.assertEqual({0}, {job.dependencies for job in body['jobs'][300:]})
-        self.assertEqual([[None, 0, None, None]], body['kinds'])
-
-    def test_variables_are_replaced_everywhere_in_one_pass(self):
-        body = plan_of('{name: "{site} run", variables: {site: "x{{y", n: "1:2", dir: "${HOME}/d"}, description: "at {site:>9} {site:.1} ${site}", '
-                       'jobs: [{name: "j{i}", command: "{dir} {i}", parameters: {i: "{n}"}}], slurm_schedulers: [{name: s, account: "{site}"}], '
-                       'user_data: [{name: u, data: {variables: "{site}"}}]}').body
-        self.assertEqual(('x{{y run', 'at      x{{y x ${site}'), (body['workflow']['name'], body['workflow']['description']))
-        self.assertEqual(['${HOME}/d 1', '${HOME}/d 2'], [job.command for job in body['jobs']])
-        self.assertEqual(('x{{y', {'variables': 'x{{y'}), (body['slurm_schedulers'][0]['account'], body['user_data'][0]['data']))
-
-    def test_braces_that_name_no_parameter_are_left_with_a_warning(self):
-        plan = plan_of({'name': 'w', 'jobs': [{'name': 'j{i}',
-                                               'command': "awk '{print}' {i} ${x} { y } {a,b} {seed}",
-                                               'parameters': {'i': '1:2'}}]})
-        self.assertEqual(["job 'j{i}': command holds {print}, which is no parameter and stays as it is",
-                          "job 'j{i}': command holds {seed}, which is no parameter and stays as it is"],
-                         [warning.message for warning in plan.warnings])
-        self.assertEqual("awk '{print}' 1 ${x} { y } {a,b} {seed}", plan.body['jobs'][0].command)
-
-    def test_the_monitor_is_on_unless_it_is_switched_off(self):
-        on = {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True, 'granularity': 'summary'},
-              'compute_node': None, 'sample_interval_seconds': 10,
-              'flush_interval_seconds': 300, 'generate_plots': False}
-        for text, wanted in (('', on), (', resource_monitor: {}', on),
-                             (', resource_monitor: {sample_interval_seconds: 2}',
-                              dict(on, sample_interval_seconds=2)),
-                             (', resource_monitor: {enabled: false}', dict(on, enabled=False, jobs=None)),
-                             (', resource_monitor: {granularity: time_series}', dict(on, granularity='time_series', jobs=None)),
-                             (', resource_monitor: {jobs: {enabled: false}}',
-                              dict(on, enabled=False, jobs={'enabled': False, 'granularity': 'summary'}))):
-            self.assertEqual(wanted, plan_of('{name: w, jobs: []' + text + '}').body['workflow']['resource_monitor_config'], text)
 
     def test_times_of_inputs_are_asked_of_the_file_system(self):
         with tempfile.TemporaryDirectory() as directory:
@@ -2763,9 +2681,7 @@ class SpecTest(unittest.TestCase):
         self.assertEqual(1, caught.exception.details['summary']['job_count'])
 
     def test_entangled_circles_are_told_once_and_separate_ones_each(self):
-        jobs = [{'name': f'{letter}{n}', 'command': 'c',
-                 'depends_on_regexes': [f'^{other}{"" if letter != "s" else n}']} for letter, other in ('ab',
-                'ba') for n in range(50)]
+        jobs = [{'name': f'{letter}{n}', 'command': 'c', 'depends_on_regexes': [f'^{other}']} for letter, other in ('ab', 'ba') for n in range(50)]
         self.assertEqual(["1:24: job 'a0': waits for itself: a0 -> b0 -> a0"], problems_of({'name': 'w', 'jobs': jobs}))
         jobs = [{'name': f'x{n}', 'command': 'c', 'depends_on': [f'x{n ^ 1}']} for n in range(4)]
         self.assertEqual(2, len(problems_of({'name': 'w', 'jobs': jobs})))
