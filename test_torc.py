@@ -2857,12 +2857,23 @@ class StoreTest(unittest.TestCase):
         self.addCleanup(store.close)
         return store
 
+    def add(self, store: Any, *names: str) -> None:
+        """A transaction that adds a workflow of each name."""
+        with store.transaction():
+            for name in names:
+                store.insert('workflow', {'name': name, 'user': 'u', 'timestamp': 't'})
+
+    def names(self, path: str) -> List[str]:
+        """Workflows in a database that nobody has open."""
+        self.assertEqual([('ok',)], ask_sqlite(path, 'PRAGMA integrity_check'))
+        return [name for name, in ask_sqlite(path, self.BY_AGE)]
+
+    BY_AGE = 'SELECT name FROM workflow ORDER BY id'
+
     def test_a_new_database_is_private_whatever_the_umask(self):
         before = os.umask(0)
         self.addCleanup(os.umask, before)
-        store = self.open()
-        with store.transaction():
-            store.insert('workflow', {'name': 'w', 'user': 'u', 'timestamp': 't'})
+        self.add(self.open(), 'w')
         modes = {name: oct(os.stat(os.path.join(self.directory, name)).st_mode & 0o777) for name in os.listdir(self.directory)}
         self.assertEqual({'0o600'}, set(modes.values()), modes)
 
@@ -2890,8 +2901,8 @@ class StoreTest(unittest.TestCase):
         store, columns = self.open(), ('workflow_id', 'name', 'memory', 'num_cpus')
         rows = [(1, f'row {index}', None if index % 500 < 400 else 'all', index if index < 300 else None)
                 for index in range(1234)]
+        self.add(store, 'w')
         with store.transaction():
-            store.insert('workflow', {'name': 'w', 'user': 'u', 'timestamp': 't'})
             for some in ([], rows[:1], rows[1:]):
                 store.insert_rows('local_scheduler', columns, iter(some))
         self.assertEqual([(index + 1, *row) for index, row in enumerate(rows)],
@@ -2910,8 +2921,7 @@ class StoreTest(unittest.TestCase):
 
     def test_an_older_database_is_migrated_with_a_copy_kept(self):
         store = self.open()
-        with store.transaction():
-            store.insert('workflow', {'name': 'old', 'user': 'u', 'timestamp': 't'})
+        self.add(store, 'old')
         store.close()
         newer = torc.SCHEMA_VERSION + 1
         with unittest.mock.patch.object(torc, 'SCHEMA_VERSION', newer), \
@@ -2921,11 +2931,9 @@ class StoreTest(unittest.TestCase):
             os.rmdir(f'{self.path}.v{newer - 1}')
             store = self.open()
             self.assertIn('colour', [column.name for column in store.columns('workflow')])
-            self.assertEqual((newer, ['old']), (store.value('PRAGMA user_version'), store.ids('SELECT name FROM workflow')))
+            self.assertEqual((newer, ['old']), (store.value('PRAGMA user_version'), store.ids(self.BY_AGE)))
         copy = f'{self.path}.v{newer - 1}'
-        self.assertEqual(0o600, os.stat(copy).st_mode & 0o777)
-        with contextlib.closing(torc.Store(copy)) as store:
-            self.assertEqual(['old'], store.ids('SELECT name FROM workflow'))
+        self.assertEqual((0o600, ['old']), (os.stat(copy).st_mode & 0o777, self.names(copy)))
 
     def test_whether_ids_belong_to_a_workflow_is_looked_up_by_id(self):
         context = unittest.mock.Mock(rows=unittest.mock.Mock(return_value=[(2,), (3,)]))
@@ -2960,21 +2968,18 @@ class StoreTest(unittest.TestCase):
         with contextlib.closing(torc.Store(path)) as store:
             return torc.get_database(torc.Service(store).context())['id']
 
-    def test_a_transaction_happens_whole_or_not_at_all(self):
+    def test_a_transaction_happens_whole_or_not_at_all_and_a_savepoint_takes_back_only_its_own_changes(self):
         store = self.open()
         with self.assertRaises(ZeroDivisionError), store.transaction():
-            store.insert('workflow', {'name': 'w', 'user': 'u', 'timestamp': 't'})
+            store.insert('workflow', {'name': 'lost', 'user': 'u', 'timestamp': 't'})
             raise ZeroDivisionError
-        self.assertEqual(0, store.value('SELECT count(*) FROM workflow'))
-
-    def test_a_savepoint_takes_back_only_its_own_changes(self):
-        store = self.open()
         with store.transaction():
-            store.insert('workflow', {'name': 'kept', 'user': 'u', 'timestamp': 't'})
-            with self.assertRaises(ZeroDivisionError), store.savepoint():
-                store.insert('workflow', {'name': 'lost', 'user': 'u', 'timestamp': 't'})
-                raise ZeroDivisionError
-        self.assertEqual(['kept'], store.ids('SELECT name FROM workflow'))
+            for name in ('kept', 'lost', 'kept too'):
+                with contextlib.suppress(ZeroDivisionError), store.savepoint():
+                    store.insert('workflow', {'name': name, 'user': 'u', 'timestamp': 't'})
+                    if name == 'lost':
+                        raise ZeroDivisionError
+        self.assertEqual(['kept', 'kept too'], store.ids(self.BY_AGE))
 
     def test_declared_types_say_how_values_are_spoken(self):
         store = self.open()
@@ -2986,48 +2991,23 @@ class StoreTest(unittest.TestCase):
         self.assertNotIn('description', row)
 
     def test_files_that_are_no_databases_of_ours_are_refused(self):
-        def text() -> None:
-            with open(self.path, 'w') as file:
-                file.write('no database ' * 100)
-
-        def table(name: str) -> Callable[[], None]:
-            def make() -> None:
+        for sql, message in (('', 'is not a torc.py database'), ('CREATE TABLE stranger (x)', 'database of another program'),
+                             ('CREATE TABLE _sqlx_migrations (x)', "database of Torc's own server"),
+                             ('PRAGMA user_version = 99', 'made by a newer torc.py')):
+            with self.subTest(message):
                 with contextlib.closing(sqlite3.connect(self.path)) as connection:
-                    connection.execute(f'CREATE TABLE {name} (x)')
-            return make
-
-        def newer() -> None:
-            with contextlib.closing(sqlite3.connect(self.path)) as connection:
-                connection.execute('PRAGMA user_version = 99')
-        for make, message in ((text, 'is not a torc.py database'), (table('stranger'), 'database of another program'),
-                              (table('_sqlx_migrations'), "database of Torc's own server"), (newer, 'made by a newer torc.py')):
-            with contextlib.suppress(FileNotFoundError):
+                    connection.execute(sql)
+                if not sql:
+                    with open(self.path, 'w') as file:
+                        file.write('no database ' * 100)
+                before = read_bytes(self.path)
+                self.assertRaisesRegex(torc.BadInput, message, torc.Store, self.path)
+                self.assertEqual(before[100:], read_bytes(self.path)[100:])     # its head may say WAL by now
                 os.unlink(self.path)
-            make()
-            with open(self.path, 'rb') as file:
-                before = file.read()
-            with self.subTest(message), self.assertRaises(torc.BadInput) as caught:
-                torc.Store(self.path)
-            self.assertIn(message, caught.exception.message)
-            with open(self.path, 'rb') as file:
-                self.assertEqual(len(before), len(file.read()))
 
     def test_an_empty_file_is_a_new_database(self):
         open(self.path, 'w').close()
         self.assertEqual(torc.SCHEMA_VERSION, self.open().value('PRAGMA user_version'))
-
-    def add(self, store: Any, *names: str) -> None:
-        """A transaction that adds a workflow of each name."""
-        with store.transaction():
-            for name in names:
-                store.insert('workflow', {'name': name, 'user': 'u', 'timestamp': 't'})
-
-    def names(self, path: str) -> List[str]:
-        """Workflows in a database that nobody has open."""
-        self.assertEqual([('ok',)], ask_sqlite(path, 'PRAGMA integrity_check'))
-        return [name for name, in ask_sqlite(path, self.BY_AGE)]
-
-    BY_AGE = 'SELECT name FROM workflow ORDER BY id'
 
     def other(self) -> str:
         """Another database, made in another directory."""
@@ -3142,9 +3122,7 @@ class StoreTest(unittest.TestCase):
         self.assertEqual(['one', 'two', 'three'], self.open().ids(self.BY_AGE))
 
     def test_a_missing_directory_is_a_clear_error(self):
-        with self.assertRaises(torc.BadInput) as caught:
-            torc.Store(os.path.join(self.directory, 'nowhere', 'torc.db'))
-        self.assertIn('No such file or directory', caught.exception.message)
+        self.assertRaisesRegex(torc.BadInput, 'No such file or directory', torc.Store, os.path.join(self.directory, 'nowhere', 'torc.db'))
 
     def test_every_table_dies_with_its_workflow(self):
         store = self.open()

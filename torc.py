@@ -3869,29 +3869,24 @@ class Planner:
 
     def index(self, where: str, entries: List[Tuple[Block, List[str]]]) -> None:
         """Number the names of a kind. Reports those that cannot be names, and duplicates."""
-        names = list(itertools.chain.from_iterable(some for _, some in entries))
-        self.names[where] = dict(zip(names, range(len(names))))
-        if len(self.names[where]) < len(names) or any(map(name_error, names)):
-            seen = {}
-            for block, some in entries:
-                self.check_names(some, block, seen)
-
-    def check_names(self, names: List[str], block: Block, seen: Dict[str, Block]) -> None:
-        """Report the first duplicate and the first invalid name of a template."""
-        bad = next((name for name in names if name and name_error(name)), None)
-        if bad and len(names) > 1:      # a single one has been reported by read_name
-            block.error(f"the name '{shorten(bad)}' {name_error(bad)}", 'name')
-        twice = next((name for name in names if name and name in seen), None)
-        if len(set(names)) < len(names):
-            twice = collections.Counter(names).most_common(1)[0][0]
-            block.error(f"parameters make several with the name '{shorten(twice)}': put every parameter into "
-                        'the name, or collect with depends_on_regexes or input_file_regexes instead of '
-                        'parameters', 'name')
-        elif twice is not None:
-            line = self.context.document.find_position(seen[twice].raw, 'name')[0]
-            shown = f', in line {line}' if line else ''
-            block.error(f"the name '{shorten(twice)}' is taken{shown}: give each its own", 'name')
-        seen.update(dict.fromkeys(names, block))
+        owners = {}     # name -> block that has it
+        for block, names in entries:
+            bad = next((name for name in names if name and name_error(name)), None)
+            if bad and len(names) > 1:      # a single one has been reported by read_name
+                block.error(f"the name '{shorten(bad)}' {name_error(bad)}", 'name')
+            own = dict.fromkeys(names, block)
+            twice = next((name for name in own if name and name in owners), None)
+            if len(own) < len(names):
+                name = collections.Counter(names).most_common(1)[0][0]
+                block.error(f"parameters make several with the name '{shorten(name)}': put every parameter "
+                            'into the name, or collect with depends_on_regexes or input_file_regexes instead '
+                            'of parameters', 'name')
+            elif twice is not None:
+                line = self.context.document.find_position(owners[twice].raw, 'name')[0]
+                shown = f', in line {line}' if line else ''
+                block.error(f"the name '{shorten(twice)}' is taken{shown}: give each its own", 'name')
+            owners.update(own)
+        self.names[where] = dict(zip(owners, itertools.count()))
 
     def index_declared(self, where: str) -> List[Block]:
         """Index the blocks of a kind that has no parameters."""
@@ -5641,20 +5636,6 @@ def explain_database_error(error: sqlite3.Error, path: str) -> TorcError:
         return TorcError(f'no space left for the database {path}; nothing of this request was stored',
                          http=503)
     return TorcError(f'the database {path} cannot be used: {text}', http=503)
-
-
-def refuse_used_database(path: str) -> None:
-    """Conflict if a process has locked a database, which is none that this process has open."""
-    url = f'file:{urllib.parse.quote(os.path.abspath(path))}?mode=rw'
-    try:
-        with contextlib.closing(sqlite3.connect(url, 0.0, uri=True, isolation_level=None)) as connection:
-            connection.execute('PRAGMA locking_mode = EXCLUSIVE')
-            connection.execute('BEGIN IMMEDIATE')
-            connection.execute('ROLLBACK')
-    except sqlite3.Error as error:
-        if 'locked' in str(error) or 'busy' in str(error):
-            raise Conflict(f'{path} is a database in use: give another file') from None
-        # a damaged one is in nobody's use
 
 
 def is_refused(check: Callable[[], Any]) -> bool:
@@ -12839,7 +12820,6 @@ def refuse_backup_target(store: Store, path: str) -> None:
         with open(path, 'rb') as file:
             if file.read(len(DATABASE_MAGIC)) != DATABASE_MAGIC:
                 raise Refused(f'{path} is no database, and would be lost: give another file')
-        refuse_used_database(path)
 
 
 class CopyWriter:
