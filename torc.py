@@ -3680,11 +3680,9 @@ class Expansion:
     def once(self, fields: Tuple[str, ...], find: Callable[['Expansion'], Any]) -> Any:
         """find(self) for the current instance; where no parameter stands in the fields, for all at once."""
         if fields not in self.kept:
-            value = find(self)
-            if any(map(self.varies, fields)):
-                return value
-            self.kept[fields] = value
-        return self.kept[fields]
+            self.kept[fields] = None if any(map(self.varies, fields)) else find(self)
+        kept = self.kept[fields]
+        return find(self) if kept is None else kept
 
     def is_new(self, *mistake: Any) -> bool:
         """Whether a mistake has not been seen before, in any instance."""
@@ -3824,7 +3822,6 @@ RELATED = (
     ('user_data', 'input',  'input_user_data',  'input_user_data_regexes'),
     ('user_data', 'output', 'output_user_data', 'output_user_data_regexes'),
 )
-RELATION_FIELDS = frozenset(field for row in RELATED for field in row[2:])
 DEPENDENCY_FIELDS = ('depends_on', 'depends_on_regexes')
 KIND_FIELDS = ('resource_requirements', 'scheduler', 'labels')
 
@@ -3994,37 +3991,27 @@ class Planner:
                 self.timeouts.update(dict.fromkeys(expansion.names, block['timeout']))
 
     def plan_template(self, expansion: Expansion) -> Iterator[PlannedJob]:
-        """The jobs of a template. Mostly they differ in name and command only, and so it is faster."""
+        """The jobs of a template. Mostly they differ in name and command only."""
         block = expansion.block
-        command = block.get('command', '')
-        is_simple = '${' not in command and not any(
-            expansion.varies(field) for field in block if field not in ('name', 'command'))
-        rest = None
+        others = tuple(block.keys() - {'name', 'command'})
         for name in expansion.walk():
-            text = expansion.text(command, 'command') if rest else ''
-            if text.strip():
-                yield PlannedJob(name, text, *rest)
-            else:
-                job = self.plan_job(expansion, name)
-                rest = job[2:] if is_simple else None
-                yield job
+            tokens = {}     # (noun, 'input' or 'output') -> indexes that commands name
+            command = self.command(expansion, 'command', tokens)
+            if not command.strip() and block.get('command') and expansion.is_new('command'):
+                block.error(f'command must not be empty{NOTHING_TO_DO}', 'command')
+            rest = self.plan_rest(expansion, tokens) if tokens else expansion.once(others, self.plan_rest)
+            yield PlannedJob(name, self.put_paths(expansion, command, *rest[-4:-2]), *rest)
 
-    def plan_job(self, expansion: Expansion, name: str) -> PlannedJob:
-        """One job."""
-        block = expansion.block
-        tokens = {}     # (noun, 'input' or 'output') -> indexes that commands name
-        command = self.command(expansion, 'command', tokens)
+    def plan_rest(self, expansion: Expansion,
+                  tokens: Optional[Dict[Tuple[str, str], List[Optional[int]]]] = None) -> Tuple[Any, ...]:
+        """A job after its name and command, whose `tokens` name files and user data."""
+        block, tokens = expansion.block, dict(tokens or {})
         script = None
         if 'invocation_script' in block:
             script = self.command(expansion, 'invocation_script', tokens)
-        related = [()] * len(RELATED)
-        if tokens or not RELATION_FIELDS.isdisjoint(block):
-            related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
-                       for noun, way, given, regexes in RELATED]
-        if not command.strip() and block.get('command') and expansion.is_new('command'):
-            block.error(f'command must not be empty{NOTHING_TO_DO}', 'command')
-        return PlannedJob(
-            name, self.put_paths(expansion, command, *related[:2]),
+        related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
+                   for noun, way, given, regexes in RELATED]
+        return (
             self.put_paths(expansion, script, *related[:2]),
             expansion.json(block['env'], 'env') if block.get('env') else None,
             expansion.once(KIND_FIELDS, self.job_class),
