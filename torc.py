@@ -22943,10 +22943,12 @@ class OutputDirectory:
         record = read_output_record(self.path)
         if record and record != self.record:
             return f'the output directory {self.path} was replaced by that of another database'
+        was_removed = not os.path.isdir(self.stdio)     # else it was mounted anew, say
         self.prepare()
         if self.record and not record:
             write_output_record(self.path, self.record, True)
-        self.notice = f'{self.stdio} was removed or replaced: output goes to what lies there now'
+        if was_removed:
+            self.notice = f'{self.stdio} was removed: output goes to a new one'
         return ''
 
     def is_in_place(self) -> bool:
@@ -25018,15 +25020,15 @@ class StepFiles:
     def __init__(self, output: OutputDirectory) -> None:
         self.output = output
         pid = os.getpid()
-        self.name = f'{socket.gethostname()}_p{pid}_{read_process_start_ticks(pid)}'
-        self.path = os.path.join(output.path, STEPS_DIRECTORY, self.name)
+        name = f'{socket.gethostname()}_p{pid}_{read_process_start_ticks(pid)}'
+        self.path = os.path.join(output.path, STEPS_DIRECTORY, name)
 
     def prepare(self) -> None:
         """Make the directory, with the supervisor in it, if it is not there (any more). OSError."""
         supervisor = os.path.join(self.path, SUPERVISOR_NAME)
         if not os.path.exists(supervisor):
-            parent = make_subdirectory(self.output.path, STEPS_DIRECTORY, 0o700)
-            make_subdirectory(parent, self.name, 0o700)
+            make_subdirectory(self.output.path, STEPS_DIRECTORY, 0o700)
+            make_private_directory(self.path)
             write_atomically(supervisor, STEP_SUPERVISOR.encode())
 
     def make(self, step_name: str, command: bytes) -> Tuple[int, List[str]]:
