@@ -7873,14 +7873,24 @@ KIND_QUERY = (f'{ALL_KINDS_QUERY} AND EXISTS '
 
 
 def ready_kinds(context: Context, workflow_id: int, want: Values) -> List[Kind]:
-    """Job classes with ready jobs that a node may take with the labels that it wants.
+    """Job classes with ready jobs that a node may take with the labels and the time that it has.
 
     It must have all of a job's labels, and labelled nodes take labelled jobs only.
     """
     check_labels(want.get('labels'))
-    mine = set(want.get('labels') or ())
+    mine, limit_s = set(want.get('labels') or ()), parse_time_limit(want)
     kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
-    return [kind for kind in kinds if matches_labels(mine, kind.labels)]
+    return [kind for kind in kinds if matches_labels(mine, kind.labels)
+            and (limit_s is None or kind.runtime_s <= limit_s)]
+
+
+def parse_time_limit(want: Values) -> Optional[int]:
+    """A claim's time limit in seconds; None: no limit."""
+    text = want.get('time_limit')
+    try:
+        return None if text is None else parse_duration(text)
+    except ValueError as error:
+        raise Refused(f'time_limit: {error}', field='time_limit', value=text) from None
 
 
 def matches_labels(mine: Set[str], labels: Optional[str]) -> bool:
@@ -7905,13 +7915,11 @@ def claim_by_resources(context: Context, workflow_id: int, want: Values) -> Plac
     rounds of all that the nodes have may be taken ahead.
     """
     free, sizes = free_nodes(want), node_sizes(want)
-    limit_s = parse_time_limit(want)
-    kinds = kinds_by_turn([kind for kind in ready_kinds(context, workflow_id, want)
-                           if limit_s is None or kind.runtime_s <= limit_s], want)
+    kinds = kinds_by_turn(ready_kinds(context, workflow_id, want), want)
     chosen = {}  # type: Placement
     last = {}    # type: Dict[int, int]
     for number in range(max(1, want.get('depth') or 1)):
-        pool = NodePool(sizes if number or want.get('sizes') else free, sizes if number else free)
+        pool = NodePool(sizes, sizes if number else free)
         found = pack_round(context, kinds, pool, want['limit'] - len(chosen), last)
         if not found:
             break
@@ -7973,9 +7981,8 @@ def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], pool: NodePool
 
 def claim_by_queue(context: Context, workflow_id: int, want: Values) -> Placement:
     """The next ready jobs by priority and id, whatever they need but time; the caller knows where."""
-    limit_s, chosen = parse_time_limit(want), []    # type: Optional[int], List[int]
-    kinds = sorted((kind for kind in ready_kinds(context, workflow_id, want)
-                    if limit_s is None or kind.runtime_s <= limit_s), key=lambda kind: -kind.priority)
+    chosen = []     # type: List[int]
+    kinds = sorted(ready_kinds(context, workflow_id, want), key=lambda kind: -kind.priority)
     for _, group in itertools.groupby(kinds, key=lambda kind: kind.priority):
         room = want['limit'] - len(chosen)
         if room <= 0:
@@ -7985,15 +7992,6 @@ def claim_by_queue(context: Context, workflow_id: int, want: Values) -> Placemen
 
 
 CLAIM_STRATEGIES = {'resources': claim_by_resources, 'queue': claim_by_queue}
-
-
-def parse_time_limit(want: Values) -> Optional[int]:
-    """A claim's time limit in seconds; None: no limit."""
-    text = want.get('time_limit')
-    try:
-        return None if text is None else int(parse_duration(text))
-    except ValueError as error:
-        raise Refused(f'time_limit: {error}', field='time_limit', value=text) from None
 
 
 def claim(context: Context, state: WorkflowState, want: Values, node_id: Optional[int]) -> Placement:
@@ -10866,7 +10864,7 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
             values = dict(planned['scheduler'], id=None, workflow_id=workflow_id)
             scheduler_id = create_row(context, 'slurm_scheduler', values)['id']
             bound_to = scheduler_id if planned['is_bound'] else None
-            bind_jobs(context, workflow_id, planned['job_ids'], bound_to)
+            reclass_jobs(context, workflow_id, planned['job_ids'], scheduler_id=bound_to)
         check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
         scheduler_ids.append(scheduler_id)
         due += [{'action_id': action_id} for action_id in planned.get('due_actions') or ()]
@@ -10895,17 +10893,17 @@ def take_for_good(context: Context, workflow_id: int, action_id: int) -> int:
                        (context.time, action_id, workflow_id))
 
 
-def bind_jobs(context: Context, workflow_id: int, job_ids: Ids, scheduler_id: Optional[int]) -> None:
-    """Bind jobs to a Slurm scheduler, or to none."""
+def reclass_jobs(context: Context, workflow_id: int, job_ids: Ids, **changes: Optional[int]) -> None:
+    """Move jobs to classes that are like their own, but for resource_requirements_id or scheduler_id."""
     members = collections.defaultdict(list)     # type: Dict[int, List[int]]
     for job_id, kind_id in rows_by_ids(context, 'SELECT id, kind_id FROM job WHERE id IN', job_ids):
         members[kind_id].append(job_id)
-    for kind_id, bound in members.items():
-        requirements, priority, labels = context.one(
-            'SELECT resource_requirements_id, priority, labels FROM job_kind WHERE id = ?', (kind_id,))
-        parts = requirements, priority, scheduler_id, json.loads(labels) if labels else None
+    for kind_id, moved in members.items():
+        kind = dict(get_row(context, 'job_kind', kind_id), **changes)
+        parts = (kind['resource_requirements_id'], kind['priority'], kind.get('scheduler_id'),
+                 kind.get('labels'))
         run_by_ids(context, f'UPDATE job SET kind_id = {int(find_job_class(context, workflow_id, parts))} '
-                            'WHERE id IN', bound)
+                            'WHERE id IN', moved)
 
 
 # -------- journals --------
@@ -11082,11 +11080,7 @@ def correct_requirements(context: Context, workflow_id: int, row: Values, suffix
     name = unused_name(context, workflow_id, f"{current['name']}_{suffix}")
     new_id = create_requirements(context, 'resource_requirements', dict(
         values, **fields, workflow_id=workflow_id, name=name))['id']
-    for kind in (get_row(context, 'job_kind', kind_id) for kind_id in kinds):
-        new_kind = find_job_class(context, workflow_id, (new_id, kind['priority'], kind.get('scheduler_id'),
-                                                         kind.get('labels')))
-        run_by_ids(context, f"UPDATE job SET kind_id = {new_kind} WHERE kind_id = {kind['id']} AND id IN",
-                   job_ids)
+    reclass_jobs(context, workflow_id, job_ids, resource_requirements_id=new_id)
     return dict(fields, from_id=from_id, id=new_id, job_ids=job_ids)
 
 
