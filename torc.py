@@ -12214,8 +12214,8 @@ def format_error(error: TorcError) -> Dict[str, Any]:
 # connection has closed. Which process serves is decided by the database's lock and nothing else.
 #
 # A server in an allocation of Slurm travels: the next allocation goes on with the same database, on another
-# host. When Slurm ends it (SIGTERM; SIGINT ends it for good) its connection files stay, and say that it has
-# moved. Until the next one is there its clients wait, and no runner starts a server that would be in its way.
+# host. When Slurm ends it (SIGTERM; SIGINT ends it for good) its connection files stay. Until the next one
+# answers its clients read them again and wait, and no runner starts a server that would be in its way.
 
 IN_MEMORY = ':memory:'              # for a database: one that lasts as long as its server
 DEFAULT_SNAPSHOT_INTERVAL_S = 300.0     # of a database in memory; Torc writes one at the end only
@@ -12394,12 +12394,7 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
 
 def is_server_over(server: Dict[str, Any]) -> bool:
     """Whether a server is known to have ended, by what its connection file says."""
-    return bool(server.get('moved_at')) or process_lives(server) is False
-
-
-def is_between_allocations(server: Dict[str, Any]) -> bool:
-    """Whether a server has ended that goes on in the next allocation: nobody else is to take its database."""
-    return bool(server.get('travels')) and is_server_over(server)
+    return process_lives(server) is False
 
 
 # -------- the registered server --------
@@ -12442,14 +12437,10 @@ def register_server(server: Dict[str, Any]) -> str:
     return path
 
 
-def unregister_server(path: str, server: Dict[str, Any], goes_on: bool = False) -> None:
-    """Remove a connection file, if it is still this server's; or say in it that another one is to come."""
+def unregister_server(path: str, server: Dict[str, Any]) -> None:
+    """Remove a connection file, if it is still this server's."""
     with contextlib.suppress(OSError, Denied):      # it was removed already
-        if (read_server_file(path) or {}).get('server_id') != server['server_id']:
-            return
-        if goes_on:
-            write_atomically(path, format_json(dict(server, moved_at=format_time(time.time()))).encode())
-        else:
+        if (read_server_file(path) or {}).get('server_id') == server['server_id']:
             os.unlink(path)
 
 
@@ -12457,7 +12448,7 @@ def forget_server(database: str) -> None:
     """Remove the registration of a killed server. Callers have the database, so that no server has."""
     with contextlib.suppress(OSError, Denied):      # it stays, where the home is read-only
         found = read_registration()
-        if found is None or is_between_allocations(found) \
+        if found is None or found.get('travels') \
                 or os.path.realpath(found['database']) != os.path.realpath(database) \
                 or found.get('host') != socket.gethostname() and not is_network_path(database):
             return
@@ -15709,8 +15700,8 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
                     goes_on: Callable[[], bool] = bool) -> Iterator[str]:
     """While the block runs, the files that lead clients to the server of a database.
 
-    They stay where goes_on() says at the end that another server is to come, and say so to clients. The value
-    is a line for the user where commands do not find the server by themselves.
+    They stay where goes_on() says at the end that another server is to come. The value is a line for the user
+    where commands do not find the server by themselves.
     """
     database = os.path.abspath(options.database)
     path = database + '.connection'
@@ -15738,8 +15729,8 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
             raise BadInput(f'cannot write {path}: {error.strerror}; {private_cure(path)}') from None
         yield where
     finally:
-        for path in paths:
-            unregister_server(path, content, goes_on())
+        for path in paths * (not goes_on()):
+            unregister_server(path, content)
 
 
 @contextlib.contextmanager
@@ -16335,7 +16326,7 @@ def explain(error: Exception) -> str:
 
 EMBEDDED_DATABASE = os.path.join(DEFAULT_OUTPUT_DIR, 'torc.db')
 FIND_DEADLINE_S = 10.0              # for a server that starts or leaves, or another command with the database
-NAMED_DEADLINE_S = 1.0              # at first, for a given address: it is mistyped rather than just starting
+NAMED_DEADLINE_S = 1.0              # at first, for a known address: mistyped or killed rather than starting
 STREAM_PATIENCE_S = 60.0            # for the server of a stream to come back
 LEAVE_DEADLINE_S = 2.0              # for an embedded server in memory to end, if we were its last client
 LEAVE_PAUSE_S = 0.02
@@ -16348,33 +16339,19 @@ def read_living_server(path: str) -> Optional[Dict[str, Any]]:
     return None if found is None or is_server_over(found) else found
 
 
-def explain_server_end(server: Dict[str, Any]) -> str:
-    """How a server has ended, and what that means."""
-    if not server.get('travels'):
-        return 'was killed, or the machine was restarted'
-    how = f"ended at {server['moved_at']} with" if server.get('moved_at') else 'was killed in'
-    return (f"{how} its allocation, Slurm job {server.get('allocation')} on host {server.get('host')}, and "
-            'goes on in the next one (`squeue --me`)')
-
-
-def find_database() -> Tuple[str, str]:
-    """The database that commands use, and the registration of its lasting server; '' if it has none.
-
-    Unreachable if the server that is registered was killed; without its database it is forgotten.
-    """
+def find_database() -> Tuple[str, Optional[Dict[str, Any]]]:
+    """The database that commands use, and what is registered of its lasting server; None if it has none."""
     own = os.path.abspath(EMBEDDED_DATABASE)
     server = read_registration() if is_missing(own) else None
     if server is None:
-        return own, ''
-    if not is_server_over(server):
-        return server['database'], registration_path()
-    if not server.get('is_volatile') and not is_missing(server['database']):
-        raise absent(explain_dead_server(server, explain_server_end(server)))
+        return own, None
+    if not is_server_over(server) or not (server.get('is_volatile') or is_missing(server['database'])):
+        return server['database'], server
     log.warning('the server of %s was killed, and its database is %s: it is no longer registered',
                 server['database'], 'gone' if is_missing(server['database']) else 'in memory')
     with contextlib.suppress(OSError):      # a read-only home
         os.unlink(registration_path())
-    return own, ''
+    return own, None
 
 
 def restart_command(server: Dict[str, Any]) -> str:
@@ -16387,10 +16364,12 @@ def restart_command(server: Dict[str, Any]) -> str:
     return ' '.join(map(shlex.quote, words + ['--in-memory'] * bool(server.get('in_memory'))))
 
 
-def explain_dead_server(server: Dict[str, Any], reason: str) -> str:
-    """Why a registered server cannot be used, and the ways out."""
+def explain_absence(server: Dict[str, Any], reason: str) -> str:
+    """Why a lasting server cannot be used, and the ways out."""
     database, paths = shlex.quote(server['database']), [registration_path()]
-    paths += [server['database'] + '.connection'] * bool(server.get('travels'))
+    if server.get('travels'):
+        reason += '; it goes on in its next allocation (`squeue --me`)'
+        paths.append(server['database'] + '.connection')
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
             f'  to start it again:                  {restart_command(server)}\n'
             f'  to use its database without it:     --db {database}\n'
@@ -16451,6 +16430,7 @@ class Connector:
         self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
         self.in_memory = False                  # the embedded server in use has its database in memory
         self.server_file = ''                   # registration of the lasting server; '': none
+        self.server = None                      # type: Optional[Dict[str, Any]]  # what was last said of it
         self.servers_started = 0                # embedded ones, by this client
         self.times_opened = 0                   # connections, or the database
         self.database_id = ''                   # the only one that will do, once somebody has set it
@@ -16497,9 +16477,10 @@ class Connector:
             token_file = '' if credentials.password else token_file or known.get('token_file') or ''
             tls = tls._replace(fingerprint=known.get('fingerprint') or '')
             return cls(parse_url(url).url, token_file=token_file, tls=tls, credentials=credentials)
-        database, server_file = (os.path.abspath(database), '') if database else find_database()
+        database, server = (os.path.abspath(database), None) if database else find_database()
         client = cls(database=database, needs_server=needs_server, tls=tls)
-        client.server_file, client.is_lasting = server_file, bool(server_file)
+        client.server, client.is_lasting = server, server is not None
+        client.server_file = registration_path() if client.is_lasting else ''
         return client
 
     def check_exists(self) -> None:
@@ -16510,20 +16491,16 @@ class Connector:
 
     @property
     def connection_file(self) -> str:
-        """The file that says where the server is, also when it has moved; '' if that is not known."""
+        """The file that says where the server is; '' if that is not known."""
         if not self.named_url:
             return self.server_file or self.database + '.connection'
         stem, ending = os.path.splitext(self.token_file)
         return stem + '.connection' if ending == '.token' else ''
 
     @property
-    def will_go_on(self) -> bool:
-        """Whether a server that does not answer goes on in its next allocation, whenever that begins."""
-        with contextlib.suppress(OSError, Denied):
-            found = read_server_file(self.connection_file) or {}
-            is_ours = not self.named_url or found.get('token_file') == self.token_file
-            return is_ours and bool(found.get('travels'))
-        return False
+    def travels(self) -> bool:
+        """Whether its server lives in allocations: one that does not answer goes on in the next one."""
+        return bool(self.server and self.server.get('travels'))
 
     @property
     def is_direct(self) -> bool:
@@ -16599,7 +16576,8 @@ class Connector:
         hurry_s = FIND_DEADLINE_S if wait_s is None else max(wait_s, CONNECT_DEADLINE_S)
         self.look_s = min(FIND_DEADLINE_S, hurry_s)
         if wait_s is None:
-            wait_s = NAMED_DEADLINE_S if self.named_url and not self.was_open else FIND_DEADLINE_S
+            is_known = self.was_open or not (self.named_url or self.server_file)
+            wait_s = FIND_DEADLINE_S if is_known else NAMED_DEADLINE_S
         deadline, pause_s = time.monotonic() + wait_s, 0.005    # a server of our own starts in milliseconds
         while True:
             try:
@@ -16614,118 +16592,102 @@ class Connector:
             pause_s = min(pause_s * 1.5, 0.25)
 
     def open(self) -> None:
-        """One try to find what reconnect() wants."""
-        if self.named_url:
+        """One try to find what reconnect() wants: a server that was named or is known, else the database."""
+        failure = None      # type: Optional[Unreachable]
+        for url, server in self.candidates():
             try:
-                self._connection = self.open_named()
-            except Unreachable:
-                self._connection = self.open_moved()
-                if self._connection is None:
-                    raise
-            return
-        found = self.find_server()
-        unreachable = None      # type: Optional[Unreachable]  # of a server that may live on another host
-        if found is not None:
-            was_lasting, self.is_lasting = self.is_lasting, not found.get('is_embedded')
-            self.in_memory = bool(found.get('in_memory')) and not self.is_lasting
-            self.token_file = found.get('token_file') or ''
-            self.tls = self.tls._replace(fingerprint=found.get('fingerprint') or '')
-            try:
-                self._connection = self.open_proven(found)
+                self._connection = self.open_server(url, server)
                 return
             except Unreachable as error:
-                lives = process_lives(found)
-                if self.server_file and not lives:
-                    reason = f'cannot be reached ({error.message})'
-                    raise absent(explain_dead_server(found, reason)) from None
-                if lives or not (was_here(found) or found.get('is_embedded')):
-                    raise
-                unreachable = None if was_here(found) else error
-            # Killed with its container or its allocation; if not, it has a lock or a lease on the database.
-            self.is_lasting = was_lasting
-        if self.is_lasting:
-            known = read_server_file(self.connection_file)
-            again = restart_command(known) if known else f'torc.py serve -d {shlex.quote(self.database)}'
-            raise absent(f'the server of {self.database} is gone; start it again with `{again}`')
-        elif self.was_open and not self.in_memory and not any(
+                failure = failure or error
+        if self.named_url:
+            raise failure
+        self.check_free(failure)
+        try:
+            # Of another host: it may have died with its node, and its lease is watched.
+            self.take_database(is_lost=failure is not None and not was_here(self.server))
+        except Conflict:
+            if failure is None:
+                raise
+            raise failure from None     # it holds the database
+
+    def candidates(self) -> Iterator[Tuple[str, Dict[str, Any]]]:
+        """Servers that may answer: (address that was named, or "", what is known of it), the best first."""
+        found = read_server_file(self.connection_file)
+        if not self.named_url:
+            self.server = found or self.server if self.is_lasting else found
+            if found is not None and not is_server_over(found):
+                yield '', found
+            return
+        known = find_server_file(self.named_url, self.token_file)
+        if not self.credentials.password:
+            self.token_file = self.token_file or known.get('token_file') or ''
+        yield self.named_url, known if known.get('token_file') == self.token_file else {}
+        # A job has been told an address at its start; the file beside that of the token knows the next one.
+        if found is not None and found.get('travels') and found.get('token_file') == self.token_file:
+            self.server = found
+            if not is_server_over(found):
+                yield '', found
+
+    def check_free(self, failure: Optional[Unreachable]) -> None:
+        """Unreachable if the database is not to be taken: its server comes back, or cannot be judged here.
+
+        `failure` is why the server that its connection file names does not answer; None if that is over, or
+        there is none. Who asks only once for a database by its name takes it between two allocations.
+        """
+        server, lives = self.server, None if self.server is None else process_lives(self.server)
+        if self.is_lasting or self.travels and (self.needs_server or self.will_need_server):
+            self.is_lasting = True
+            reason = f'cannot be reached ({failure.message})' if failure else 'has ended, or was killed'
+            raise absent(explain_absence(server, reason))
+        if failure is not None and (lives or not (
+                was_here(server) or server.get('is_embedded') or self.travels)):
+            raise failure
+        if self.was_open and not self.in_memory and not any(
                 os.path.exists(self.database + end) for end in ('', RESCUED_END)):  # a start names the cure
             what = '' if os.path.isdir(os.path.dirname(self.database)) else 'the directory of '
             raise Unreachable(f'{what}the database {self.database} is gone')    # make no new one
-        try:
-            self.take_database(unreachable is not None)
-        except Conflict:
-            if unreachable is not None:     # it holds the database
-                raise unreachable from None
-            raise
-
-    def open_named(self) -> HttpConnection:
-        """Connect to the server that was named."""
-        connection = self.open_connection([self.named_url])
-        connection.show(self.credentials)
-        if not self.token_file:
-            return connection
-        server = find_server_file(self.named_url, self.token_file)
-        is_its = server.get('token_file') == self.token_file
-        return self.ask_proof(connection, server if is_its else {})
-
-    def open_moved(self) -> Optional[HttpConnection]:
-        """Connect to the server that was named where it is now, in another allocation; None if it is not.
-
-        A job has been told an address at its start; the file beside that of the token knows the new one.
-        """
-        found = read_server_file(self.connection_file)
-        if found is None or not found.get('travels') or is_server_over(found):
-            return None
-        if found.get('token_file') != self.token_file:
-            return None
-        self.tls = self.tls._replace(fingerprint=found.get('fingerprint') or '')
-        return self.open_proven(found)
-
-    def find_server(self) -> Optional[Dict[str, Any]]:
-        """What the connection file says of a server that may be there; None if there is none.
-
-        Unreachable while it is between two allocations: another server would be in its way. Who asks only
-        once for a database by its name takes it meanwhile.
-        """
-        path = self.connection_file
-        found = read_server_file(path)
-        if found is None or not is_server_over(found):
-            return found
-        is_awaited = self.needs_server or self.will_need_server or self.server_file or self.is_lasting
-        if is_between_allocations(found) and is_awaited:
-            self.is_lasting = True
-            raise absent(explain_dead_server(found, explain_server_end(found)))
-        return None
 
     def take_database(self, is_lost: bool) -> None:
         """Open the embedded database, or start a server for it. Conflict if another process has it.
 
-        `is_lost`: the server of another host does not answer. It may have died with its node: then nobody
-        renews its lease.
+        `is_lost`: its server does not answer, and may have died with its host.
         """
         if not self.needs_server:
             wait_s = Lease.watch_s() if is_lost else 0.0
             self._service = Service(hold_database(self.database, wait_s=wait_s))
-            forget_server(self.database)
         elif start_embedded_server(self.database, self.snapshot_interval_s, is_lost):
             self.servers_started += 1
-            forget_server(self.database)
             self.open()
         else:
             raise Conflict(f'the database {self.database} is in use by another torc.py; stop it, '
                            'or give another place with --db')
+        forget_server(self.database)
 
-    def find_token(self) -> bool:
-        """Look again for the token of a named server: one that answers has written its files by now.
+    def open_server(self, url: str, server: Dict[str, Any]) -> HttpConnection:
+        """Connect to a server at an address that was named, or else where its connection file says it is.
 
-        It listens before it has, so that we may have looked too early.
+        One of whom a connection file is known, or a token, must prove that it is the one.
         """
-        if not self.named_url or self.token_file or self.credentials.password:
-            return False
-        self.token_file = find_server_file(self.named_url).get('token_file') or ''
-        if self.token_file:
-            self.close()    # the next connection proves and signs
-        return bool(self.token_file)
+        urls = [url] if url else server.get('candidates') or [server['url']]
+        if not url and not was_here(server):
+            urls = [other for other in urls if not is_loopback(parse_url(other).host)]
+            if not urls:
+                raise Unreachable(f"the server of {self.database} runs on host {server['host']} and answers "
+                                  'there only; start it with --host to reach it from here')
+        if server:
+            self.tls = self.tls._replace(fingerprint=server.get('fingerprint') or '')
+        if not self.named_url:
+            self.token_file = server.get('token_file') or ''
+        connection = self.open_connection(urls)
+        if url:
+            connection.show(self.credentials)
+        if not url or self.token_file:
+            connection = self.ask_proof(connection, server)
+        if not self.named_url:
+            self.is_lasting = not server.get('is_embedded')
+            self.in_memory = bool(server.get('in_memory')) and not self.is_lasting
+        return connection
 
     def open_connection(self, urls: Sequence[str]) -> HttpConnection:
         """Connect to the first address that accepts."""
@@ -16738,17 +16700,6 @@ class Connector:
                 reasons.append(f'{url} does not answer: {explain(error)}')
                 kind = absent if isinstance(error, (ConnectionError, socket.timeout)) else kind
         raise kind('; '.join(reasons) + '; is the server running?')
-
-    def open_proven(self, found: Dict[str, Any]) -> HttpConnection:
-        """Connect to the server of a connection file, if it is the one that wrote it."""
-        urls = found.get('candidates') or [found['url']]
-        if not was_here(found):
-            urls = [url for url in urls if not is_loopback(parse_url(url).host)]
-            if not urls:
-                raise Unreachable(f"the server of {self.database} runs on host {found['host']} and answers "
-                                  'there only; '
-                                  'start it with --host to reach it from here')
-        return self.ask_proof(self.open_connection(urls), found)
 
     def ask_proof(self, connection: HttpConnection, server: Dict[str, Any]) -> HttpConnection:
         """Have the server prove that it knows the token, and sign from now on; or just see that it answers.
@@ -16881,8 +16832,9 @@ class Client(Connector, Operations):
             if OPERATIONS[op].method != 'GET' or self._connection is None or not self._connection.is_closed:
                 raise
         except Denied as error:
-            if error.http != 401 or not self.find_token():
+            if error.http != 401 or not self.named_url or self.token_file or self.credentials.password:
                 raise
+            self.close()    # it listens before it has written its files: they lead to the token by now
         return self.begin(op, body, deadline_s, **params).finish(deadline_s)
 
     def begin(self, op: str, body: Any = None, deadline_s: float = CALL_DEADLINE_S,
@@ -28362,7 +28314,7 @@ def describe_left(counts: Dict[str, int]) -> str:
 #
 # A host that cannot reach the server gets a port of its own, which ssh forwards (-R). A process on this side
 # holds these connections and sets them up again. The order at their other end writes down where the port is,
-# and ends with the connection: to the worker that is a server that moves (Connector.open_moved).
+# and ends with the connection: to the worker that is a server that moves (Connector.candidates).
 
 ANSWER_MARK = 'torc-answer:'
 SSH_OPTIONS = ('-T', '-o', 'BatchMode=yes', '-o', 'ConnectTimeout=30', '-o', 'ServerAliveInterval=15')  # x 3
@@ -28461,7 +28413,7 @@ def host_status(order: Order) -> HostAnswer:
     if state == 'ended':        # killed, perhaps, and its supervisor with it
         forget_server_of(stem)
     server = read_server_file(stem + '.connection') or {}
-    needs_tunnel = state == 'running' and is_between_allocations(server)
+    needs_tunnel = state == 'running' and bool(server.get('travels')) and is_server_over(server)
     return dict(worker, state=state, hostname=socket.gethostname(), needs_tunnel=needs_tunnel)
 
 
@@ -35877,7 +35829,7 @@ class Supervision:
         """No answer: wait for one, unless that has lasted for too long."""
         now = time.monotonic()
         self.silent_at = now if self.silent_at is None else self.silent_at
-        will_go_on = isinstance(error, Unreachable) and self.session.client.will_go_on
+        will_go_on = isinstance(error, Unreachable) and self.session.client.travels
         if self.args['once'] or now - self.silent_at >= self.window_s and not will_go_on:
             self.say(f'given up: {error.message}', 'error')
             raise error
