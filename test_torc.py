@@ -4785,142 +4785,118 @@ class ApplySpecTest(ServiceTest):
 
 class ProvenanceTest(ServiceTest):
     """RO-Crate entities that the server adds by itself, in the words of Torc's clients."""
+    FILE = {'@type': ['File', 'prov:Entity'], 'encodingFormat': 'application/octet-stream'}
+    INPUTS = [{'@id': 'data/in.csv'}, {'@id': 'data/cited'}]
 
-    def entities(self, workflow_id: int) -> Dict[str, Any]:
+    def setUp(self) -> None:
+        """A workflow of a job that reads and writes, and one that does neither."""
+        super().setUp()
+        self.workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
+        cited = {'st_mtime': 1.0, 'identifier': 'https://doi.org/1'}
+        self.files = {name: self.call('create_file', dict(more, workflow_id=self.workflow_id, name=name, path='data/' + name))['id']
+                      for name, more in (('in.csv', {'st_mtime': 1700000000.5}), ('cited', cited), ('absent', {}), ('out.json', {}), ('log', {}))}
+        ids = list(self.files.values())
+        for name, reads, makes in (('a', ids[:2], ids[3:]), ('b', [], [])):
+            self.call('create_job', {'workflow_id': self.workflow_id, 'name': name, 'command': 'x', 'input_file_ids': reads,
+                                     'output_file_ids': makes})
+        self.hash_input('c0de', 1700000000.5)
+
+    def hash_input(self, sha256: str, mtime: float) -> None:
+        """A runner tells what is in the first input file, and an older content of the other."""
+        self.call('set_file_times', {'files': {}, 'contents': [[self.files['in.csv'], mtime, 6, sha256], [self.files['cited'], 7.0, 1, 'old']]},
+                  id=self.workflow_id)
+
+    def entities(self) -> Dict[str, Any]:
         """@id -> metadata."""
-        items = self.call('list_ro_crate_entities', id=workflow_id)['items']
+        items = self.call('list_ro_crate_entities', id=self.workflow_id)['items']
         for item in items:
             self.assertEqual((item['entity_id'], item['entity_type']), (item['metadata']['@id'], item['metadata']['@type'][0]))
         return {item['entity_id']: item['metadata'] for item in items}
 
-    def make(self) -> Tuple[int, Dict[str, int]]:
-        """A workflow of a job that reads and writes, and one that does neither: its id, and those of its files."""
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
-        files = {name: self.call('create_file', dict({'workflow_id': workflow_id, 'name': name,
-                                                      'path': 'data/' + name},
-                                                     **more))['id'] for name, more in (
-            ('in.csv', {'st_mtime': 1700000000.5}), ('cited', {'st_mtime': 1.0,
-                                                               'identifier': 'https://doi.org/1'}),
-            ('absent', {}), ('out.json', {}), ('log', {}))}
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x',
-                                 'input_file_ids': [files['in.csv'], files['cited']],
-                                 'output_file_ids': [files['out.json'], files['log']]})
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'b', 'command': 'x'})
-        return workflow_id, files
-
-    def run_it(self, workflow_id: int, files: Dict[str, int], mtime: float) -> Dict[str, Any]:
-        """Run the jobs as a runner of ours; the entities afterwards."""
-        node_id = self.node(workflow_id, identity='boot/1')
-        jobs = self.claim(workflow_id, node_id)
-        times = {str(files['out.json']): mtime, str(files['log']): mtime}
-        self.sync(workflow_id, node_id, completions=[dict(self.end(jobs['a']), file_times=times)])
-        self.sync(workflow_id, node_id, contents=[[files['out.json'], mtime, 6, 'c0de'],
-                                                  [files['log'], mtime - 1, 7, 'late'], [999, mtime, 1, 'x']])
-        found = self.entities(workflow_id)
-        self.assertNotIn('endTime', found[f"#torc-run-id-{self.call('get_workflow', id=workflow_id)['run_id']}"])
-        self.sync(workflow_id, node_id, completions=[dict(self.end(jobs['b']), file_times={})])
-        return self.entities(workflow_id)
+    def run_it(self, mtime: float) -> Dict[str, Any]:
+        """Run the jobs as a runner of ours; the entities afterwards, which the same end again leaves as they are."""
+        node_id = self.node(self.workflow_id, identity='boot/1')
+        jobs = self.claim(self.workflow_id, node_id)
+        end = dict(self.end(jobs['a']), file_times={str(self.files[name]): mtime for name in ('out.json', 'log')})
+        self.sync(self.workflow_id, node_id, completions=[end])
+        self.sync(self.workflow_id, node_id, contents=[[self.files['out.json'], mtime, 6, 'c0de'], [self.files['log'], mtime - 1, 7, 'late'],
+                                                       [999, mtime, 1, 'x']])
+        self.assertNotIn('endTime', self.entities()[f"#torc-run-id-{self.call('get_workflow', id=self.workflow_id)['run_id']}"])
+        self.sync(self.workflow_id, node_id, completions=[dict(self.end(jobs['b']), file_times={})])
+        found = self.entities()
+        self.sync(self.workflow_id, node_id, completions=[end])
+        self.assertEqual(found, self.entities())
+        return found
 
     def test_an_initialize_describes_run_program_and_input_files(self):
-        workflow_id, files = self.make()
-        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de'],
-                                                               [files['cited'], 7.0, 1, 'old']]},
-                  id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id)
-        found = self.entities(workflow_id)
-        self.assertEqual({'#torc-workflow', '#software-torc-server-run-id-1', '#torc-run-id-1', 'data/in.csv',
-                          'https://doi.org/1'}, set(found))
-        self.assertEqual({'@id': 'data/in.csv', '@type': ['File', 'prov:Entity'], 'name': 'in.csv',
-                          'encodingFormat': 'text/csv', 'contentSize': 6, 'sha256': 'c0de',
-                          'dateModified': '2023-11-14T22:13:20.500Z'}, found['data/in.csv'])
-        self.assertEqual({'@id': 'https://doi.org/1', '@type': ['File', 'prov:Entity'], 'name': 'cited',
-                          'encodingFormat': 'application/octet-stream',
-                          'dateModified': '1970-01-01T00:00:01.000Z', 'sameAs': {'@id': 'data/cited'}}, found['https://doi.org/1'])
-        self.assertEqual({'@id': '#torc-workflow', '@type': ['SoftwareApplication', 'prov:Plan'], 'name': 'w'}, found['#torc-workflow'])
+        self.call('initialize_jobs', id=self.workflow_id)
         agents = [{'@id': '#software-torc-run-id-1'}, {'@id': '#software-torc-server-run-id-1'}]
-        self.assertEqual({'@id': '#torc-run-id-1', '@type': ['CreateAction', 'prov:Activity'],
-                          'name': 'w Run 1', 'startTime': torc.format_time(self.clock),
-                          'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0],
-                          'prov:wasAssociatedWith': agents}, found['#torc-run-id-1'])
-        self.assertEqual(['SoftwareApplication', 'prov:SoftwareAgent'], found['#software-torc-server-run-id-1']['@type'])
+        found = self.entities()
+        program = found.pop('#software-torc-server-run-id-1')
+        self.assertEqual(['SoftwareApplication', 'prov:SoftwareAgent'], program['@type'])
+        wanted = (
+            dict(self.FILE, **{'@id': 'data/in.csv', 'name': 'in.csv', 'encodingFormat': 'text/csv', 'contentSize': 6, 'sha256': 'c0de',
+                               'dateModified': '2023-11-14T22:13:20.500Z'}),
+            dict(self.FILE, **{'@id': 'https://doi.org/1', 'name': 'cited', 'dateModified': '1970-01-01T00:00:01.000Z',
+                               'sameAs': {'@id': 'data/cited'}}),
+            {'@id': '#torc-workflow', '@type': ['SoftwareApplication', 'prov:Plan'], 'name': 'w'},
+            {'@id': '#torc-run-id-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'w Run 1', 'startTime': torc.format_time(self.clock),
+             'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0], 'prov:wasAssociatedWith': agents})
+        self.assertEqual({entity['@id']: entity for entity in wanted}, found)
 
     def test_what_others_added_stays_and_the_hash_of_another_content_does_not(self):
-        workflow_id, files = self.make()
-        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de']]}, id=workflow_id)
-        entity = next(item for item in self.call('list_ro_crate_entities', id=workflow_id)['items'] if item['entity_id'] == 'data/in.csv')
+        entity = next(item for item in self.call('list_ro_crate_entities', id=self.workflow_id)['items'] if item['entity_id'] == 'data/in.csv')
         self.call('update_ro_crate_entity', {'metadata': dict(entity['metadata'], license='CC0')}, id=entity['id'])
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual(('CC0', 'c0de'), tuple(self.entities(workflow_id)['data/in.csv'][key] for key in ('license', 'sha256')))
-        self.call('update_file', {'st_mtime': 1700000001.0}, id=files['in.csv'])
-        self.call('initialize_jobs', id=workflow_id)
-        found = self.entities(workflow_id)['data/in.csv']
-        self.assertEqual(('CC0', '2023-11-14T22:13:21.000Z', None, None),
-                         tuple(found.get(key) for key in ('license', 'dateModified', 'sha256',
-                                                          'contentSize')))
+        for mtime, wanted in ((1700000000.5, ('CC0', '2023-11-14T22:13:20.500Z', 'c0de', 6)),
+                              (1700000001.0, ('CC0', '2023-11-14T22:13:21.000Z', None, None))):
+            self.call('update_file', {'st_mtime': mtime}, id=self.files['in.csv'])
+            self.call('initialize_jobs', id=self.workflow_id)
+            found = self.entities()['data/in.csv']
+            self.assertEqual(wanted, tuple(found.get(key) for key in ('license', 'dateModified', 'sha256', 'contentSize')))
 
     def test_a_completed_job_describes_what_it_made_and_a_later_run_renews_it(self):
-        workflow_id, files = self.make()
         for run_id, mtime in ((1, 1700000100.0), (2, 1700000200.0)):
-            self.clock += 50
             if run_id == 2:
-                self.call('reset_workflow_status', id=workflow_id)
-            self.call('initialize_jobs', id=workflow_id)
-            found = self.run_it(workflow_id, files, mtime)
+                self.call('reset_workflow_status', id=self.workflow_id)
+            self.call('initialize_jobs', id=self.workflow_id)
+            found = self.run_it(mtime)
             run, action = {'@id': f'#torc-run-id-{run_id}'}, {'@id': '#job-1-attempt-1'}
-            inputs = [{'@id': 'data/in.csv'}, {'@id': 'data/cited'}]
             agents = [{'@id': f'#software-torc-run-id-{run_id}'}, {'@id': f'#software-torc-server-run-id-{run_id}'}]
-            made = {'@type': ['File', 'prov:Entity'], 'dateModified': torc.format_time(mtime), 'prov:wasGeneratedBy': action,
-                    'prov:wasAttributedTo': run, 'prov:wasDerivedFrom': inputs}
-            self.assertEqual(dict(made, **{'@id': 'data/out.json', 'name': 'out.json',
-                                           'encodingFormat': 'application/json', 'contentSize': 6,
-                                           'sha256': 'c0de'}),
-                             found['data/out.json'])
-            self.assertEqual(dict(made, **{'@id': 'data/log', 'name': 'log',
-                                           'encodingFormat': 'application/octet-stream'}), found['data/log'])
-            self.assertEqual({
-                '@id': '#job-1-attempt-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'a',
-                'isPartOf': run, 'prov:hadPlan': {'@id': '#torc-workflow'},
-                'instrument': agents[0], 'prov:wasAssociatedWith': agents, 'object': inputs, 'prov:used': inputs,
-                'result': [{'@id': 'data/out.json'}, {'@id': 'data/log'}]}, found['#job-1-attempt-1'])
+            made = dict(self.FILE, **{'dateModified': torc.format_time(mtime), 'prov:wasGeneratedBy': action, 'prov:wasAttributedTo': run,
+                                      'prov:wasDerivedFrom': self.INPUTS})
+            wanted = (
+                dict(made, **{'@id': 'data/out.json', 'name': 'out.json', 'encodingFormat': 'application/json', 'contentSize': 6, 'sha256': 'c0de'}),
+                dict(made, **{'@id': 'data/log', 'name': 'log'}),
+                {'@id': '#job-1-attempt-1', '@type': ['CreateAction', 'prov:Activity'], 'name': 'a', 'isPartOf': run,
+                 'prov:hadPlan': {'@id': '#torc-workflow'}, 'instrument': agents[0], 'prov:wasAssociatedWith': agents, 'object': self.INPUTS,
+                 'prov:used': self.INPUTS, 'result': [{'@id': 'data/out.json'}, {'@id': 'data/log'}]})
+            self.assertEqual(list(wanted), [found[entity['@id']] for entity in wanted])
             self.assertEqual('2026-01-01T00:10:00.000Z', found[run['@id']]['endTime'])
             self.assertEqual(9 + 3 * (run_id - 1), len(found), 'files, plan and action are renewed; runs and programs are added')
 
-    def test_the_same_end_again_keeps_what_is_known(self):
-        workflow_id, files = self.make()
-        self.call('initialize_jobs', id=workflow_id)
-        before = self.run_it(workflow_id, files, 1700000100.0)
-        job = self.call('get_job', id=1)
-        times = {str(files['out.json']): 1700000100.0, str(files['log']): 1700000100.0}
-        self.sync(workflow_id, 1, completions=[dict(self.end(job), file_times=times)])
-        self.assertEqual(before, self.entities(workflow_id))
-
     def test_runners_of_others_describe_their_jobs_themselves(self):
-        workflow_id, files = self.make()
-        self.call('initialize_jobs', id=workflow_id)
-        before = self.entities(workflow_id)
-        node_id = self.node(workflow_id)
-        for job in self.call('list_jobs', workflow_id=workflow_id)['items']:
-            result = dict(self.end(job), workflow_id=workflow_id, run_id=1, compute_node_id=node_id)
+        self.call('initialize_jobs', id=self.workflow_id)
+        before, node_id = self.entities(), self.node(self.workflow_id)
+        for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']:
+            result = dict(self.end(job), workflow_id=self.workflow_id, run_id=1, compute_node_id=node_id)
             self.call('complete_job', result, job_id=job['id'], status='completed', run_id=1)
-        self.assertEqual(dict(before, **{'#torc-run-id-1': dict(before['#torc-run-id-1'],
-                                                                endTime='2026-01-01T00:10:00.000Z')}),
-                         self.entities(workflow_id))
+        before['#torc-run-id-1']['endTime'] = '2026-01-01T00:10:00.000Z'
+        self.assertEqual(before, self.entities())
 
     def test_a_file_of_an_absurd_time_stops_no_initialize(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u', 'enable_ro_crate': True})['id']
         for number, time_s in enumerate((1e300, -1e300)):
-            self.call('create_file', {'workflow_id': workflow_id, 'name': f'f{number}', 'path': f'f{number}', 'st_mtime': time_s})
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual('9999-12-31T23:59:59.000Z', self.entities(workflow_id)['f0']['dateModified'])
+            self.call('create_file', {'workflow_id': self.workflow_id, 'name': f'f{number}', 'path': f'f{number}', 'st_mtime': time_s})
+        self.call('initialize_jobs', id=self.workflow_id)
+        self.assertEqual('9999-12-31T23:59:59.000Z', self.entities()['f0']['dateModified'])
 
     def test_nothing_is_added_where_it_is_not_wanted(self):
-        workflow_id, files = self.make()
-        self.call('update_workflow', {'enable_ro_crate': False}, id=workflow_id)
-        self.call('set_file_times', {'files': {}, 'contents': [[files['in.csv'], 1700000000.5, 6, 'c0de']]}, id=workflow_id)
-        self.call('initialize_jobs', id=workflow_id)
+        self.store.run('DELETE FROM ro_crate_entity')
+        self.call('update_workflow', {'enable_ro_crate': False}, id=self.workflow_id)
+        self.hash_input('c0de', 1700000000.5)
+        self.call('initialize_jobs', id=self.workflow_id)
         self.store.run("INSERT INTO ro_crate_entity (workflow_id, entity_id, entity_type, metadata) VALUES (?, '#torc-run-id-1', 'x', ?)",
-                       (workflow_id, '{"@id": "#torc-run-id-1", "@type": ["x"]}'))      # of others
-        self.assertEqual({'#torc-run-id-1': {'@id': '#torc-run-id-1', '@type': ['x']}}, self.run_it(workflow_id, files, 1700000100.0))
+                       (self.workflow_id, '{"@id": "#torc-run-id-1", "@type": ["x"]}'))      # of others
+        self.assertEqual({'#torc-run-id-1': {'@id': '#torc-run-id-1', '@type': ['x']}}, self.run_it(1700000100.0))
 
 
 # ======== 8c. Claims ========
