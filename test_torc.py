@@ -5220,12 +5220,12 @@ class CompletionTest(ScenarioTest):
     ENDS = '''
         an end counts once, and another end of the same attempt is refused
           a / b: a
-          claim n1 a; end a -> a=completed b=ready results=a#1:0:completed
-          end a failed:3 -> refused='is already complete, as completed with return code 0'
+          claim n1 a; END a -> a=completed b=ready results=a#1:0:completed
+          END a failed:3 -> refused='is already complete, as completed with return code 0'
 
         a run that is over changes nothing
           a
-          claim n1 a; reset forced; init; end a run=1 -> refused='run 1 of workflow'
+          claim n1 a; reset forced; init; END a run=1 -> refused='run 1 of workflow'
           batch a run=1 -> refused='run 1 of workflow' results=
 
         run 0 is the first run until that is reset
@@ -5237,49 +5237,50 @@ class CompletionTest(ScenarioTest):
 
         a retry leaves the failed attempt's result and makes the next one ready
           a / b: a
-          claim n1 a; end a failed:9 max_retries=3 -> a=ready#2 b=blocked results=a#1:9:failed
-          claim n1 a; end a#1 -> refused='attempt 1'
-          end a -> a=completed#2 b=ready results=a#1:9:failed,a#2:0:completed current=a#2
+          claim n1 a; END a failed:9 max_retries=3 -> a=ready#2 b=blocked results=a#1:9:failed
+          claim n1 a; END a#1 -> refused='attempt 1'
+          END a -> a=completed#2 b=ready results=a#1:9:failed,a#2:0:completed current=a#2
 
         without retries a failure is one
           a
-          claim n1 a; end a failed:9 max_retries=0 -> a=failed#1
+          claim n1 a; END a failed:9 max_retries=0 -> a=failed#1
 
         retries end where the caller says
           a
-          claim n1 a; end a failed max_retries=2; claim n1 a; end a failed max_retries=2 -> a=failed#2
+          claim n1 a; END a failed max_retries=2; claim n1 a; END a failed max_retries=2 -> a=failed#2
 
         an attempt that was interrupted leaves its result and makes the next one ready
           a / b: a
-          claim n1 a; end a terminated:143 interrupted=true reason=stopped -> a=ready#2 b=blocked events=job_terminated,job_retried
+          claim n1 a; END a terminated:143 interrupted=true reason=stopped -> a=ready#2 b=blocked events=job_terminated,job_retried
           claim n2 a -> interruptions=a:1 results=a#1:143:terminated
-          end a#1 by=n1 -> refused='attempt 1 of job'
+          END a#1 by=n1 -> refused='attempt 1 of job'
 
         an interruption spends no retry
           a / b: a
-          claim n1 a; end a terminated:1 interrupted=true; claim n1 a; end a terminated:1 interrupted=true -> a=ready#3
-          claim n1 a; end a failed max_retries=2; claim n1 a; end a terminated:1 interrupted=true -> a=ready#5
-          claim n1 a; end a failed max_retries=2 -> a=failed b=canceled
+          claim n1 a; END a terminated:1 interrupted=true; claim n1 a; END a terminated:1 interrupted=true -> a=ready#3
+          claim n1 a; END a failed max_retries=2; claim n1 a; END a terminated:1 interrupted=true -> a=ready#5
+          claim n1 a; END a failed max_retries=2 -> a=failed b=canceled
           retry a 2 -> refused='has used its 2 attempts'
           retry a 3 -> a=ready#6
 
         what was interrupted but ended by itself is judged as always
           a / b: a
-          claim n1 a; end a failed:3 interrupted=true -> a=failed b=canceled
+          claim n1 a; END a failed:3 interrupted=true reason='no such file' -> a=failed b=canceled why_a='no such file'
 
         of a canceled workflow an interrupted job stays canceled
           a / b: a
-          claim n1 a; cancel; end a terminated:143 interrupted=true -> a=canceled b=canceled results=a#1:143:canceled
+          claim n1 a; cancel; END a terminated:143 interrupted=true -> a=canceled b=canceled results=a#1:143:canceled
 
         a canceled job that ran gets its result
           a / b: a
-          claim n1 a; cancel; end a terminated:143 -> canceled=true a=canceled b=canceled results=a#1:143:canceled
+          claim n1 a; cancel; sync n1 -> canceled=true
+          END a terminated:143 -> a=canceled b=canceled results=a#1:143:canceled
 
         what a retry makes ready again waits for what has yet to run
           a / b: a / c: b
           complete b failed -> a=ready b=failed c=canceled
           retry b 2 -> b=blocked#2
-          claim n1 a; end a; claim n1 b; end b -> b=completed#2 c=canceled
+          claim n1 a; END a; claim n1 b; END b -> b=completed#2 c=canceled
 
         a disabled job counts as one that has finished well
           a / b: a
@@ -5348,7 +5349,8 @@ class CompletionTest(ScenarioTest):
         '''
 
     def test_ends_count_once_and_what_follows_from_them_follows(self):
-        self.assertScenarios(self.ENDS)
+        for end in ('end', 'replay'):
+            self.assertScenarios(self.ENDS, END=end)
         self.assertScenarios(self.RUNS)
 
     def test_the_name_of_an_attempt_never_comes_twice(self):
@@ -6780,30 +6782,21 @@ def write_journal(path: str, entries: Iterable[Any], mode: str = 'WAL') -> str:
 class ReplayTest(ScenarioTest):
     """Completions from journals of runners, and servers that are back as older copies of themselves."""
     IN_TIME = '''
-        a completion counts once, and what follows from it follows
-          a / b: a / c: b
-          claim n1 a; start a; replay a -> a=completed b=ready c=blocked results=a#1:0:completed
-          replay a failed:3 -> refused='is already complete, as completed with return code 0'
-
         what a runner had reported itself is known
           a
           claim n1 a; end a; replay a -> known=1 results=a#1:0:completed
 
-        that is so of one that was on its way when the server died, too
+        so is one that was on its way when the server died
           a
           claim n1 a; end a; server; end a; replay a -> known=1 results=a#1:0:completed
 
-        a run that is over is rejected in words
+        so is one that was decided about
           a
-          claim n1 a; start a; reset forced; init; replay a run=1 -> refused='run 1 of workflow'
+          claim n1 a; start a; replay a pending_failed:3; complete a failed:3; replay a pending_failed:3 -> known=1 a=failed
 
-        a failure cancels what waits for it and says why
-          a / b: a / c: b
-          claim n1 a; start a; replay a failed:3 reason='no such file' -> a=failed b=canceled c=canceled why_a='no such file'
-
-        a retry that was recorded follows
+        a retry that was recorded follows, also of a job that was lost
           a / b: a
-          claim n1 a; start a; LOSS; replay a failed:3 max_retries=2 -> a=ready#2 b=blocked
+          claim n1 a; start a; lose n1; replay a failed:3 max_retries=2 -> a=ready#2 b=blocked
           claim n2 a; replay a failed:3 max_retries=2 -> a=failed#2 b=canceled
 
         what waits for a recovery script is left to its runner as long as that is at work
@@ -6811,26 +6804,10 @@ class ReplayTest(ScenarioTest):
           claim n1 a; start a; replay a failed:5 retry=true recovering=true -> refused='the recovery script of job'
           lose n1; replay a failed:5 retry=true recovering=true -> a=ready#2
 
-        an interrupted attempt runs again and spends no retry
-          a
-          claim n1 a; start a; replay a terminated:143 interrupted=true; claim n2 a -> a=pending#2 interruptions=a:1
-
-        one that was decided about is known
-          a
-          claim n1 a; start a; replay a pending_failed:3; complete a failed:3; replay a pending_failed:3 -> known=1 a=failed
-
-        a job of a canceled workflow gets its result
-          a
-          claim n1 a; start a; cancel; replay a -> results=a#1:0:canceled
-
-        the last completion completes the workflow
-          a | on_workflow_complete
-          claim n1 a; replay a -> complete=true due=on_workflow_complete
-
         a running job is not lost however long its runner is silent, and its journal counts
-          a
+          a | on_workflow_complete
           claim n1 a; start a; wait 1000000; server; look; wait PAUSE; wait 61; look; wait 1000000; look -> released= a=running
-          replay a -> a=completed
+          replay a -> a=completed complete=true due=on_workflow_complete
         '''
     ANY_ORDER = '''
         ends of jobs, and of those that waited for them, count in any order
@@ -6880,8 +6857,7 @@ class ReplayTest(ScenarioTest):
         '''
 
     def test_completions_count_once_and_what_follows_from_them_follows(self):
-        for loss in ('sync n1', 'lose n1'):
-            self.assertScenarios(self.IN_TIME, LOSS=loss, PAUSE=str(torc.MAX_RETRY_PAUSE_S))
+        self.assertScenarios(self.IN_TIME, PAUSE=str(torc.MAX_RETRY_PAUSE_S))
 
     def test_a_server_may_be_back_as_an_older_copy_of_its_database(self):
         self.assertScenarios(self.OLDER_COPY)
