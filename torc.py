@@ -3237,6 +3237,17 @@ def format_value(value: Any, spec: str = '') -> str:
     return str(value)
 
 
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text in it changed; keys stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [map_texts(item, change) for item in value]
+    if isinstance(value, dict):
+        return {key: map_texts(item, change) for key, item in value.items()}
+    return value
+
+
 class SpecContext:
     """What all steps of reading a spec share; they add the problems and warnings that they find to it."""
 
@@ -3258,13 +3269,7 @@ class SpecContext:
 
     def fill(self, value: Any) -> Any:
         """A value with {variables} replaced in every text, in one pass: what is put in stays."""
-        if isinstance(value, str):
-            return PARAMETER.sub(self.fill_token, value)
-        if isinstance(value, list):
-            return [self.fill(item) for item in value]
-        if isinstance(value, dict):
-            return {key: self.fill(item) for key, item in value.items()}
-        return value
+        return map_texts(value, lambda text: PARAMETER.sub(self.fill_token, text))
 
     def fill_token(self, match: Any) -> str:
         """The text of a variable for its {name} or {name:format}; what is none stays."""
@@ -3491,14 +3496,11 @@ def check_instances(count: int, limit: int) -> None:
 
 
 def parse_value(text: str) -> Value:
-    """One value: whole number, number, else the text. 1_000, 0x10, inf and nan are texts."""
+    """One value: whole number, number, else the text. 1_000, 0x10, 1e999, inf and nan are texts."""
     if INTEGER_TEXT.match(text):
         return int(text)
-    if NUMBER_TEXT.match(text):
-        value = float(text)
-        if not math.isfinite(value):
-            raise ValueError(f'{text} is too large a number')
-        return value
+    if NUMBER_TEXT.match(text) and math.isfinite(float(text)):
+        return float(text)
     return read_text(text)
 
 
@@ -3743,13 +3745,7 @@ class Expansion:
 
     def json(self, value: Any, key: str) -> Any:
         """A JSON value of the current instance, in whose texts parameters are replaced."""
-        if isinstance(value, str):
-            return self.text(value, key)
-        if isinstance(value, dict):
-            return {name: self.json(item, key) for name, item in value.items()}
-        if isinstance(value, list):
-            return [self.json(item, key) for item in value]
-        return value
+        return map_texts(value, lambda text: self.text(text, key))
 
 
 INSTANCE_SOURCES = ('parameters_file', 'use_parameters_file', 'parameters', 'use_parameters')
