@@ -3237,6 +3237,11 @@ def format_value(value: Any, spec: str = '') -> str:
     return str(value)
 
 
+def escape_value(value: Any, spec: str) -> str:
+    """The same, to stand for itself in a regular expression."""
+    return re.escape(format_value(value, spec))
+
+
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """A JSON value with every text in it changed; keys stay."""
     if isinstance(value, str):
@@ -3699,9 +3704,9 @@ class Expansion:
         if (template, key) not in self.pieces:
             self.pieces[template, key] = self.split(template, key)
         pieces, after = self.pieces[template, key]
-        quote = re.escape if is_regex else str
+        show = escape_value if is_regex else format_value
         try:
-            texts = [before + quote(format_value(self.row[place], spec)) for before, place, spec in pieces]
+            texts = [before + show(self.row[place], spec) for before, place, spec in pieces]
         except ValueError:
             texts = [before + self.value(place, spec, key) for before, place, spec in pieces]
         return ''.join(texts) + after
@@ -3864,7 +3869,7 @@ class Planner:
         """Number the names of a kind. Reports those that cannot be names, and duplicates."""
         owners = {}     # name -> block that has it
         for block, names in entries:
-            bad = next((name for name in names if name and name_error(name)), None)
+            bad = next(filter(name_error, filter(None, names)), None)
             if bad and len(names) > 1:      # a single one has been reported by read_name
                 block.error(f"the name '{shorten(bad)}' {name_error(bad)}", 'name')
             own = dict.fromkeys(names, block)
@@ -3990,13 +3995,17 @@ class Planner:
         """The jobs of a template. Mostly they differ in name and command only."""
         block = expansion.block
         others = tuple(block.keys() - {'name', 'command'})
+        has_tokens = '${' in block.get('command', '')
         for name in expansion.walk():
             tokens = {}     # (noun, 'input' or 'output') -> indexes that commands name
-            command = self.command(expansion, 'command', tokens)
+            command = self.command(expansion, 'command', tokens) if has_tokens else \
+                expansion.text(block.get('command', ''), 'command')
             if not command.strip() and block.get('command') and expansion.is_new('command'):
                 block.error(f'command must not be empty{NOTHING_TO_DO}', 'command')
             rest = self.plan_rest(expansion, tokens) if tokens else expansion.once(others, self.plan_rest)
-            yield PlannedJob(name, self.put_paths(expansion, command, *rest[-4:-2]), *rest)
+            if has_tokens:
+                command = self.put_paths(expansion, command, *rest[-4:-2])
+            yield PlannedJob(name, command, *rest)
 
     def plan_rest(self, expansion: Expansion,
                   tokens: Optional[Dict[Tuple[str, str], List[Optional[int]]]] = None) -> Tuple[Any, ...]:
@@ -4018,10 +4027,7 @@ class Planner:
     def command(self, expansion: Expansion, key: str,
                 tokens: Dict[Tuple[str, str], List[Optional[int]]]) -> str:
         """A command with ${files.input.NAME} and the like replaced; each adds a relation."""
-        template = expansion.block.get(key, '')
-        if '${' not in template:    # nearly always, and sooner done
-            return expansion.text(template, key)
-        pieces, position = [], 0
+        template, pieces, position = expansion.block.get(key, ''), [], 0
         for match in RELATION.finditer(template):
             pieces.append(expansion.text(template[position:match.start()], key))
             noun = 'file' if match.group(1) == 'files' else 'user_data'
