@@ -6523,6 +6523,15 @@ def note_action_reported(context: Context, action_id: int, node_id: int) -> None
                 (action_id, node_id))
 
 
+def give_back_actions(context: Context, node_id: int, held: Iterable[int] = ()) -> None:
+    """What a node has taken, does not hold and has not reported is due again."""
+    lost = f'is_reported = 0 AND {{}} NOT IN {sql_list(held)}'
+    context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
+                f"WHERE executed_by = ? AND executed = 1 AND {lost.format('id')}", (node_id,))
+    context.run(f"DELETE FROM action_execution WHERE compute_node_id = ? AND {lost.format('action_id')}",
+                (node_id,))
+
+
 # ======== 8a. Creation: workflows and jobs, made, changed and deleted ========
 #
 # A workflow comes into being whole, from a plan (see Spec), or piece by piece through the API. A plan can
@@ -9471,8 +9480,7 @@ def release_node(context: Context, node_id: int, why: str = '') -> None:
     workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.nodes.pop(node_id, None)
-    context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
-                'WHERE executed_by = ? AND executed = 1 AND is_reported = 0', (node_id,))
+    give_back_actions(context, node_id)
     context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
     interrupt_claims(context, node_id, why)
     state, why = workflow_state(context, workflow_id), f': {why}' if why else ''
@@ -9614,14 +9622,7 @@ def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int,
     interrupt_jobs(context, sorted(running),
                    f'compute node {node_id}, which ran it, knows it to be over, and this database, an older '
                    'copy of itself, does not know how it ended')
-    taken = context.ids('SELECT id FROM workflow_action WHERE executed_by = ? AND executed = 1 '
-                        'AND is_reported = 0', (node_id,))
-    context.run_many('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
-                     'WHERE id = ?', ((action_id,) for action_id in taken if action_id not in held_actions))
-    persistent = context.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ? '
-                             'AND is_reported = 0', (node_id,))
-    context.run_many('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
-                     ((action_id, node_id) for action_id in persistent if action_id not in held_actions))
+    give_back_actions(context, node_id, held_actions)
 
 
 def find_revoked(context: Context, node_id: int, held: Sequence[List[int]]) -> List[List[int]]:
