@@ -3284,6 +3284,11 @@ class ServiceTest(unittest.TestCase):
                 torc.recount_sets(self.context, workflow_id)
         self.assertEqual(rows, self.store.rows('SELECT id, workflow_id, pending, failed FROM dep_set ORDER BY id'))
         self.assertEqual([], self.store.rows('PRAGMA foreign_key_check'))
+        for workflow_id in self.store.ids('SELECT DISTINCT workflow_id FROM workflow_action JOIN workflow ON workflow.id = workflow_id '
+                                          'WHERE NOT is_canceled'):
+            met = [action['id'] for action in self.call('get_workflow_actions', id=workflow_id)
+                   if not action['executed'] and action['trigger_count'] >= action['required_triggers']]
+            self.assertEqual(met, [action['id'] for action in self.call('get_pending_actions', id=workflow_id)])
 
 
 class ScenarioTest(ServiceTest):
@@ -3298,7 +3303,7 @@ class ScenarioTest(ServiceTest):
     b=ready#2 means that attempt 2 is ready, why_b='words' why it is in its state. The last step of a line is carried out
     unless the right side has refused='words of the message': then nothing may have changed. Whoever says the same again
     (REPEATS) gets the same answer and changes nothing more; a second public completion is refused. After each line the
-    counters must agree with what they count.
+    counters must agree with what they count, and with what is due.
     """
     WORKFLOW = {}   # type: Dict[str, Any]
     REPEATS = {'start', 'end', 'return', 'lose', 'leave', 'hold', 'back', 'did', 'sync', 'spawn', 'replay'}
@@ -4142,13 +4147,18 @@ class PropertyTest(ServiceTest):
                 tolerant = [chance.random() < 0.2 for _ in range(count)]
                 bad = {place for place in range(count) if chance.random() < 0.2}
                 lines = [f"j{place}{'!' if tolerant[place] else ''}: {' '.join(f'j{need}' for need in row)}" for place, row in enumerate(needs)]
-                workflow_id = self.create('\n'.join(lines))
+                gates = [chance.sample(range(count), chance.randrange(1, count + 1)) for _ in range(4)]
+                workflow_id = self.create('\n'.join(lines), actions=[
+                    {'trigger_type': trigger, 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': indexes}
+                    for trigger, indexes in zip(torc.JOB_TRIGGERS * 2, gates)])
+                self.assertWhole()
                 by_hand = self.end_by_hand(workflow_id, chance.sample(range(count), min(count, 3)) if seed % 2 else [], bad)
                 found = self.drive(workflow_id, {f'j{place}': 'failed' for place in bad})
                 self.assertEqual(self.expected(needs, tolerant, bad, by_hand), list(found.values()), lines)
                 ran = [row['job_id'] for row in self.call('list_results', workflow_id=workflow_id, all_runs=True)['items']]
                 self.assertEqual((len(ran), len([status for status in found.values() if status != 'canceled'])), (len(set(ran)), len(ran)))
                 self.assertWhole()
+                self.assertEqual(4, len(self.call('get_pending_actions', id=workflow_id)))
 
     def end_by_hand(self, workflow_id: int, places: List[int], bad: Set[int]) -> List[int]:
         """Report ends of jobs that nobody has claimed; those that were taken in: what was canceled before is refused."""
