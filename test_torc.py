@@ -2477,6 +2477,10 @@ MONITOR = {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True, 
            'sample_interval_seconds': 10, 'flush_interval_seconds': 300, 'generate_plots': False}
 PLANNED_SPECS = (
     # as above; then a place in the plan's body and what is there, several times
+    # what nothing is said of has Torc's defaults
+    ('',                                                'workflow', {
+        'name': 'w', 'compute_node_wait_for_new_jobs_seconds': 90, 'compute_node_ignore_workflow_completion': False, 'compute_node_min_time_for_new_jobs_seconds': None,
+        'compute_node_wait_for_healthy_database_minutes': 20, 'use_pending_failed': False, 'resource_monitor_config': MONITOR}),
     # text fields take the source text of numbers
     ('{project: 012, description: 1.10}',               'workflow.project', '012', 'workflow.description', '1.10'),
     ('jobs: [{name: 007, command: 1e3, env: {A: 0.60}}]', 'jobs.0.name', '007', 'jobs.0.command', '1e3', 'jobs.0.env', {'A': '0.60'}),
@@ -2493,7 +2497,6 @@ PLANNED_SPECS = (
      'workflow.execution_config', {'mode': 'direct', 'sigterm_lead_seconds': 3600, 'sigkill_headroom_seconds': 90}),
     ('resource_monitor: {sample_interval_seconds: 30s}', 'workflow.resource_monitor_config', dict(MONITOR, sample_interval_seconds=30)),
     # the monitor is on unless it is switched off
-    ('',                                                'workflow.resource_monitor_config', MONITOR),
     ('resource_monitor: {}',                            'workflow.resource_monitor_config', MONITOR),
     ('resource_monitor: {metrics: [cpu]}',              'workflow.resource_monitor_config', MONITOR),
     ('resource_monitor: {enabled: false}',              'workflow.resource_monitor_config', dict(MONITOR, enabled=False, jobs=None)),
@@ -2742,14 +2745,6 @@ class DefaultsTest(WorldTest):
         self.assertEqual({'default': torc.DEFAULT_REQUIREMENTS['runtime'], 'made': torc.DEFAULT_RUNTIME, 'r': torc.DECLARED_RUNTIME}, rows)
         self.assertEqual([60, 60, 3600], [torc.parse_duration(rows[name]) for name in ('default', 'made', 'r')])
         self.assertIn(f"runtime      TEXT NOT NULL DEFAULT '{torc.DEFAULT_RUNTIME}'", torc.SCHEMA)
-
-    def test_defaults_are_those_of_the_fields(self):
-        self.assertEqual({'compute_node_wait_for_new_jobs_seconds': 90, 'compute_node_ignore_workflow_completion': False,
-                          'compute_node_wait_for_healthy_database_minutes': 20, 'use_pending_failed': False,
-                          'compute_node_min_time_for_new_jobs_seconds': None}, torc.WORKFLOW_DEFAULTS)
-        self.assertEqual({'name': 'default', 'num_cpus': 1, 'num_gpus': 0, 'num_nodes': 1, 'memory': '1m', 'runtime': 'P0DT1M'},
-                         torc.DEFAULT_REQUIREMENTS)
-        self.assertEqual({'mode': 'separate', 'delete_on_success': False}, torc.EXECUTION_DEFAULTS['stdio'])
 
 
 class FieldsTest(unittest.TestCase):

@@ -3684,11 +3684,12 @@ class Expansion:
         return field in self.block and FIELDS_OF[self.block.where][field].is_template \
             and '{' in str(self.block[field])
 
-    def once(self, fields: Tuple[str, ...], find: Callable[['Expansion'], Any]) -> Any:
+    def once(self, fields: Iterable[str], find: Callable[['Expansion'], Any]) -> Any:
         """find(self) for the current instance; where no parameter stands in the fields, for all at once."""
-        if fields not in self.kept:
-            self.kept[fields] = None if any(map(self.varies, fields)) else find(self)
-        kept = self.kept[fields]
+        name = find.__name__
+        if name not in self.kept:
+            self.kept[name] = None if any(map(self.varies, fields)) else find(self)
+        kept = self.kept[name]
         return find(self) if kept is None else kept
 
     def is_new(self, *mistake: Any) -> bool:
@@ -3994,7 +3995,7 @@ class Planner:
     def plan_template(self, expansion: Expansion) -> Iterator[PlannedJob]:
         """The jobs of a template. Mostly they differ in name and command only."""
         block = expansion.block
-        others = tuple(block.keys() - {'name', 'command'})
+        others = block.keys() - {'name', 'command'}
         has_tokens = '${' in block.get('command', '')
         for name in expansion.walk():
             tokens = {}     # (noun, 'input' or 'output') -> indexes that commands name
