@@ -2210,71 +2210,56 @@ class ParametersTest(unittest.TestCase):
             self.assertEqual(wanted, [job.name for job in plan_of({'name': 'w', 'jobs': [job]}).body['jobs']])
 
     def test_too_many_instances_are_refused_before_they_are_made(self):
-        for parameters, count in (({'i': '1:1000000000000'}, '1,000,000,000,000'),
-                                  ({'i': '1:10000', 'j': '1:10000'}, '100,000,000'),
-                                  ({'i': '0:1:1e-20'}, '100,000,000,000,000,000,001')):
-            found = problems_of({'name': 'w', 'jobs': [{'name': 'j{i}', 'command': 'c', 'parameters': parameters}]})
-            self.assertEqual(1, len(found), found)
-            self.assertIn(f'would make {count} instances, more than the limit of 1,000,000: use fewer values, or raise the limit with --max-instances', found[0])
-        self.assertEqual(5,
-                         len(plan_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:5"}}]}',
-                                     max_instances=5).body['jobs']))
-        self.assertEqual(1, len(problems_of('{name: w, jobs: [{name: "j{i}", command: c, parameters: {i: "1:6"}}]}', max_instances=5)))
-        two = {'name': 'w', 'jobs': [{'name': letter + '{i}', 'command': 'c', 'parameters': {'i': '1:4'}} for letter in 'ab']}
-        self.assertEqual(1, len(problems_of(two, max_instances=5)))
-        files = [{'name': letter + '{i}', 'path': letter + '{i}', 'parameters': {'i': '1:4'}} for letter in 'fg']
-        reader = {'name': 'a', 'command': 'c', 'input_files': ['g3']}   # which would be there with a higher limit
-        self.assertEqual(["workflow: files would make 8 instances or more: the limit is 5. Use fewer values, or raise the limit with --max-instances"],
-                         [re.sub('^[0-9:]+ ', '', problem) for problem in problems_of({'name': 'w', 'jobs': [reader], 'files': files}, max_instances=5)])
+        one, more = 'would make {} instances, more than the limit of {}: use fewer values, or raise', 'would make {} instances or more: the limit is {}. Use fewer values, or raise'
+        many = '1,000,000'
+        for parameters, limit, wanted in (
+                ('i: "1:1000000000000"', None, one.format('1,000,000,000,000', many)), ('i: "1:10000", j: "1:10000"', None, one.format('100,000,000', many)),
+                ('i: "0:1:1e-20"', None, one.format('100,000,000,000,000,000,001', many)), ('i: "1:5"', 5, ''), ('i: "1:6"', 5, one.format(6, 5)),
+                ('i: "1:4"}}, {name: "b{i}", command: c, parameters: {i: "1:4"', 5, more.format(8, 5)),
+                # g3 would be there with a higher limit
+                ('}, input_files: [g3]}], files: [{name: "f{i}", path: "f{i}", parameters: {i: "1:4"}}, {name: "g{i}", path: "g{i}", parameters: {i: "1:4"', 5, more.format(8, 5))):
+            with self.subTest(parameters):
+                options = {'max_instances': limit} if limit else {}
+                found = problems_of('{name: w, jobs: [{name: "a{i}", command: c, parameters: {%s}}]}' % parameters, **options)
+                self.assertEqual(1 if wanted else 0, len(found))
+                self.assertIn(wanted, ''.join(found))
 
     def test_tables_and_lists(self):
+        files = {'t.csv': 'm, lr \nresnet, 0.10\n"a,b",7\n', 'bom.csv': '\ufeffm,lr\r\nresnet,0.1\r\n', 't.json': '[{"m": "x", "n": 1.50, "l": [1]}, {"m": "y", "n": 2, "l": null}]',
+                 't.jsonl': '{"m": 1}\n\n{"m": 2}\n', 'list.txt': '# names\n one\n\n2\n3.0\n', 'bad.csv': 'a,a\n1,2\n', 'short.csv': 'a,b\n1\n',
+                 'empty.csv': 'a,b\n', 'part.json': '[{"a": 1}, {"b": 2}]', 'bad.json': '[1]'}
+        rows = (
+            # of the job                                    of the workflow             commands, or the problem of job 'x'
+            ('parameters_file: bom.csv, command: "{m} {lr:.1f}"', '',                   ['resnet 0.1']),
+            ('parameters_file: t.csv, command: "{m} {lr}"', '',                         ['resnet 0.1', 'a,b 7']),
+            ('parameters_file: t.json, command: "{m} {n} {l}"', '',                     ['x 1.5 [1]', 'y 2 null']),
+            ('use_parameters_file: true, command: "{m}"',   'parameters_file: t.jsonl', ['1', '2']),
+            ('parameters: {m: "@list.txt"}, command: "{m}"', '',                        ['one', '2', '3']),
+            ('parameters_file: no.csv',                     '',                         "'no.csv' cannot be read: No such file or directory"),
+            ('parameters_file: t.txt',                      '',                         "'t.txt' is not a table: use .csv, .json, .jsonl or .ndjson"),
+            ('parameters_file: bad.csv',                    '',                         "'bad.csv': the header must name every column, each once"),
+            ('parameters_file: short.csv',                  '',                         "'short.csv': row 1 has 1 fields, the header has 2"),
+            ('parameters_file: empty.csv',                  '',                         "'empty.csv' has no rows"),
+            ('parameters_file: bad.json',                   '',                         "'bad.json': row 1 must be an object, not 1"),
+            ('parameters_file: part.json, command: "{a}"',  '',                         "parameter 'a' in command: row 2 of the table has no such key"),
+            ('parameters_file: t.csv, parameters: {a: 1}',  '',                         'a table cannot be combined with parameters'),
+            ('parameters_file: t.csv, use_parameters_file: true', 'parameters_file: t.csv', 'a table cannot be combined with use_parameters_file'),
+            ('use_parameters_file: true',                   '',                         'use_parameters_file needs parameters_file in the workflow'),
+            ('parameters: {m: "@no.txt"}',                  '',                         "parameter 'm' 'no.txt' cannot be read: No such file or directory"))
         with tempfile.TemporaryDirectory() as directory:
-            files = {'t.csv': 'm, lr \nresnet, 0.10\n"a,b",7\n',
-                     't.json': '[{"m": "x", "n": 1.50, "l": [1]}, {"m": "y", "n": 2, "l": null}]',
-                     't.jsonl': '{"m": 1}\n\n{"m": 2}\n', 'list.txt': '# names\n one\n\n2\n3.0\n',
-                     'bad.csv': 'a,a\n1,2\n', 'short.csv': 'a,b\n1\n',
-                     'empty.csv': 'a,b\n', 'part.json': '[{"a": 1}, {"b": 2}]', 'bad.json': '[1]'}
             for name, text in files.items():
-                with open(os.path.join(directory, name), 'w') as file:
+                with open(os.path.join(directory, name), 'w', newline='') as file:
                     file.write(text)
-
-            def commands(job: Dict[str, Any], **workflow: Any) -> List[str]:
-                return [row.command for row in plan_of(dict(workflow, name='w', jobs=[job]), directory).body['jobs']]
-
-            def problem(job: Dict[str, Any], **workflow: Any) -> str:
-                return '\n'.join(re.sub(r'^[0-9:]+ ', '', found) for found in problems_of(dict(workflow, name='w', jobs=[job]), directory))
-
-            table = {'name': '{m}', 'command': '{m} {lr:.1f}', 'parameters_file': 't.csv'}
-            self.assertEqual(['resnet 0.1'], commands(dict(table, parameters_file='one.csv')) if self.write_one(directory) else [])
-            self.assertEqual(['resnet 0.1', 'a,b 7'], commands(dict(table, command='{m} {lr}')))
-            self.assertEqual(['x 1.5 [1]', 'y 2 null'], commands({'name': '{m}', 'command': '{m} {n} {l}', 'parameters_file': 't.json'}))
-            self.assertEqual(['1', '2'], commands({'name': '{m}', 'command': '{m}',
-                                                   'use_parameters_file': True}, parameters_file='t.jsonl'))
-            self.assertEqual(['one', '2', '3'], commands({'name': '{m}', 'command': '{m}', 'parameters': {'m': '@list.txt'}}))
-            for job, workflow, message in (
-                    ({'parameters_file': 'no.csv'}, {}, "job 'x': 'no.csv' cannot be read: No such file or directory"),
-                    ({'parameters_file': 't.txt'}, {}, "job 'x': 't.txt' is not a table: use .csv, .json, .jsonl or .ndjson"),
-                    ({'parameters_file': 'bad.csv'}, {}, "job 'x': 'bad.csv': the header must name every column, each once"),
-                    ({'parameters_file': 'short.csv'}, {}, "job 'x': 'short.csv': row 1 has 1 fields, the header has 2"),
-                    ({'parameters_file': 'empty.csv'}, {}, "job 'x': 'empty.csv' has no rows"),
-                    ({'parameters_file': 'bad.json'}, {}, "job 'x': 'bad.json': row 1 must be an object, not 1"),
-                    ({'parameters_file': 't.csv', 'parameters': {'a': 1}}, {}, "job 'x': a table cannot be combined with parameters"),
-                    ({'parameters_file': 't.csv', 'use_parameters_file': True}, {'parameters_file': 't.csv'},
-                     "job 'x': a table cannot be combined with use_parameters_file"),
-                    ({'use_parameters_file': True}, {}, "job 'x': use_parameters_file needs parameters_file in the workflow"),
-                    ({}, {'parameters': {'a': 1}, 'parameters_file': 't.csv'},
-                     'workflow: parameters and parameters_file cannot be combined'),
-                    ({'parameters': {'m': '@no.txt'}}, {}, "job 'x': parameter 'm' 'no.txt' cannot be read: No such file or directory")):
-                self.assertEqual(message, problem(dict(job, name='x', command='c'), **workflow))
-            self.assertIn("parameter 'a' in name: row 2 of the table has no such key",
-                          problem({'name': '{a}', 'command': 'c', 'parameters_file': 'part.json'}))
-
-    @staticmethod
-    def write_one(directory: str) -> bool:
-        """A table of one row, with a byte order mark as spreadsheets write it."""
-        with open(os.path.join(directory, 'one.csv'), 'w', encoding='utf-8-sig') as file:
-            file.write('m,lr\r\nresnet,0.1\r\n')
-        return True
+            for job, workflow, wanted in rows:
+                with self.subTest(job):
+                    job = job if 'command' in job else job + ', command: c'
+                    name = '{m}' if isinstance(wanted, list) else 'x'
+                    spec = ', '.join(filter(None, ('name: w', workflow, f'jobs: [{{name: "{name}", {job}}}]')))
+                    if isinstance(wanted, list):
+                        self.assertEqual(wanted, [planned.command for planned in plan_of('{%s}' % spec, directory).body['jobs']])
+                    else:
+                        found = [re.sub(r'^[0-9:]+ ', '', problem) for problem in problems_of('{%s}' % spec, directory)]
+                        self.assertEqual([f"job 'x': {wanted}"], [problem for problem in found if 'make several' not in problem])
 
 
 BAD_SPECS = (
@@ -2427,6 +2412,8 @@ BAD_SPECS = (
      ["workflow: 'a' of variables holds {b}: it cannot refer to others"]),
     ('{variables: {i: x}, jobs: [{name: "{i}", command: c, parameters: {i: [1]}}]}',
      ["workflow: 'i' is both a variable and a parameter: rename one"]),
+    ('{parameters: {i: "1:3"}, parameters_file: t.csv}',
+     ['workflow: parameters and parameters_file cannot be combined']),
     ('{parameters: {i: "1:3"}, jobs: [{name: a, command: "echo {i}"}]}',
      ["job 'a': command holds {i}, but 'i' is not used here: add it to use_parameters, or declare it under parameters"]),
     ('jobs: [{name: "j{i}", command: c, parameters: {i: []}}]',
