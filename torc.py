@@ -4921,10 +4921,6 @@ CREATE TABLE workflow_action (
     action_config     JSON TEXT NOT NULL,
     gate_set_id       INTEGER,                          -- dep_set of the jobs of its trigger
     wait_set_id       INTEGER,                          -- dep_set that it waits for, as jobs do
-    executed          BOOL INTEGER NOT NULL DEFAULT 0,  -- taken by a node
-    executed_at       TEXT,
-    executed_by       INTEGER,                          -- that node
-    is_reported       BOOL INTEGER NOT NULL DEFAULT 0,  -- that node has reported how it ended
     persistent        BOOL INTEGER NOT NULL DEFAULT 0,  -- once for every node instead of once
     is_declared       BOOL INTEGER NOT NULL DEFAULT 0,
     is_recovery       BOOL INTEGER NOT NULL DEFAULT 0,
@@ -4934,8 +4930,9 @@ CREATE INDEX workflow_action_of ON workflow_action (workflow_id, trigger_type);
 
 CREATE TABLE action_execution (
     action_id       INTEGER NOT NULL REFERENCES workflow_action (id) ON DELETE CASCADE,
-    compute_node_id INTEGER NOT NULL,                   -- a node that has taken a persistent action
-    is_reported     BOOL INTEGER NOT NULL DEFAULT 0,    -- ... and has reported how it ended
+    compute_node_id INTEGER NOT NULL,                   -- who has taken it; 0: no node, for all nodes
+    executed_at     TEXT NOT NULL,
+    is_reported     BOOL INTEGER NOT NULL DEFAULT 0,    -- that node has reported how it ended
     PRIMARY KEY (action_id, compute_node_id)
 ) WITHOUT ROWID;
 
@@ -6343,8 +6340,7 @@ def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
     if is_complete(context, workflow_id):
         is_over += " OR trigger_type = 'on_workflow_complete'"
     again = f'workflow_id = ? AND NOT ({is_over})' if is_partial else 'workflow_id = ?'
-    context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL, '
-                f'is_reported = 0, failure = NULL WHERE {again}', (workflow_id,))
+    context.run(f'UPDATE workflow_action SET failure = NULL WHERE {again}', (workflow_id,))
     context.run('DELETE FROM action_execution WHERE action_id IN (SELECT id FROM workflow_action '
                 f'WHERE {again})', (workflow_id,))
 
@@ -6352,17 +6348,26 @@ def rearm_actions(context: Context, workflow_id: int, is_partial: bool) -> None:
 IS_MET = {      # trigger -> whether an action that has it waits for a job of it no longer
     'on_jobs_ready': 'ifnull((SELECT pending FROM dep_set WHERE dep_set.id = job.dep_set_id), 0) <= 0',
     'on_jobs_complete': f'job.status IN {sql_list(FINISHED)}'}
+IS_FREE = ('NOT EXISTS (SELECT 1 FROM action_execution WHERE action_id = workflow_action.id '
+           'AND (NOT persistent OR compute_node_id = 0))')      # a persistent one is for every node, once
 GATES = 'FROM action_job CROSS JOIN job ON job.id = job_id WHERE action_id = ?'
 
 
 def action_rows(context: Context, where: str, parameters: Cells) -> List[Values]:
-    """Actions as WorkflowActionModel, with the jobs of their triggers, and how many of these are met."""
+    """Actions as WorkflowActionModel, with the jobs of their triggers, and who has taken them when."""
     actions = context.select('workflow_action', where, parameters)
     for action in actions:
         gates = context.ids(f'SELECT job_id {GATES} ORDER BY job_id', (action['id'],))
         if gates:
             action['job_ids'] = gates
-        action.update(trigger_count=count_met(context, action), required_triggers=max(1, len(gates)))
+        action.update(trigger_count=count_met(context, action), required_triggers=max(1, len(gates)),
+                      executed=False)
+        for executed_at, node_id in context.rows('SELECT executed_at, compute_node_id FROM action_execution '
+                                                 'WHERE action_id = ? ORDER BY executed_at', (action['id'],)):
+            action['executed_at'] = executed_at
+            action['executed'] = action['executed'] or node_id == 0 or not action['persistent']
+            if node_id and not action['persistent']:
+                action['executed_by'] = node_id
     return actions
 
 
@@ -6397,7 +6402,7 @@ def due_condition(context: Context, workflow_id: int, triggers: Sequence[str],
     if not is_complete(context, workflow_id):
         late.add('on_workflow_complete')
     come = sorted(set(triggers or TRIGGERS) - late) if state.run_id else []
-    return (f"WHERE workflow_id = ? AND executed = 0 AND trigger_type IN ({', '.join('?' * len(come))}) "
+    return (f"WHERE workflow_id = ? AND {IS_FREE} AND trigger_type IN ({', '.join('?' * len(come))}) "
             # One of no jobs is never due.
             f'AND (NOT {IS_GATED} OR EXISTS (SELECT 1 FROM action_job WHERE action_id = workflow_action.id)) '
             'AND ifnull((SELECT pending FROM dep_set WHERE dep_set.id = wait_set_id), 0) <= 0 '
@@ -6411,9 +6416,8 @@ def create_workflow_action(context: Context, workflow_id: int, body: Values) -> 
     check_action(context, workflow_id, body['trigger_type'], body['action_type'], body['action_config'])
     check_owned(context, 'job', workflow_id, job_ids)
     gates = find_set(context, workflow_id, job_ids if body['trigger_type'] in JOB_TRIGGERS else ())
-    action_id = context.insert('workflow_action', dict(
-        body, workflow_id=workflow_id, executed=False, executed_at=None, executed_by=None, failure=None,
-        gate_set_id=gates, wait_set_id=None))
+    action_id = context.insert('workflow_action', dict(body, workflow_id=workflow_id, failure=None,
+                                                       gate_set_id=gates, wait_set_id=None))
     if workflow_state(context, workflow_id).run_id:   # it comes late: what it waits for may have been
         tie_actions(context, workflow_id)
     return action_rows(context, 'WHERE id = ?', (action_id,))[0]
@@ -6486,24 +6490,23 @@ def delete_workflow_action(context: Context, workflow_id: int, action_id: int) -
 
 def claim_action(context: Context, workflow_id: int, action_id: int, body: Optional[Values] = None) -> Values:
     """Take an action for a node. Conflict if another has it; a persistent one is for every node, once."""
-    action, body = get_action(context, workflow_id, action_id), body or {}
-    check_references(context, workflow_id, body)
-    node_id = body.get('compute_node_id')
-    if not take_action(context, action_id, node_id, action['persistent']):
+    get_action(context, workflow_id, action_id)
+    check_references(context, workflow_id, body or {})
+    node_id = (body or {}).get('compute_node_id')
+    if not take_action(context, action_id, node_id):
         raise Conflict(f'action {action_id} has already been taken', claimed=False)
     note_action_reported(context, action_id, node_id or 0)     # no report follows a claim of this kind
     return {'success': True, 'action_id': action_id}
 
 
-def take_action(context: Context, action_id: int, node_id: Optional[int], persistent: bool) -> bool:
-    """Mark an action as taken by a node; whether it was free."""
-    if persistent:
-        context.run('UPDATE workflow_action SET executed_at = ? WHERE id = ?', (context.time, action_id))
-        return bool(context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id) '
-                                'VALUES (?, ?)', (action_id, node_id or 0)))
-    return bool(context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = ?, '
-                            'is_reported = 0, failure = NULL WHERE id = ? AND executed = 0',
-                            (context.time, node_id, action_id)))
+def take_action(context: Context, action_id: int, node_id: Optional[int]) -> bool:
+    """Mark an action as taken by a node, or for all of them (None); whether it was free."""
+    is_taken = context.run('INSERT OR IGNORE INTO action_execution (action_id, compute_node_id, executed_at) '
+                           f'SELECT id, ?, ? FROM workflow_action WHERE id = ? AND {IS_FREE}',
+                           (node_id or 0, context.time, action_id)) > 0
+    if is_taken:
+        context.run('UPDATE workflow_action SET failure = NULL WHERE id = ? AND NOT persistent', (action_id,))
+    return is_taken
 
 
 def take_due_actions(context: Context, workflow_id: int, node_id: int,
@@ -6514,23 +6517,19 @@ def take_due_actions(context: Context, workflow_id: int, node_id: int,
         return []       # most workflows have none: a runner asks in every turn
     due = context.select('workflow_action',
                          *due_condition(context, workflow_id, triggers, "AND action_type = 'run_commands'"))
-    return [action for action in due if take_action(context, action['id'], node_id, action['persistent'])]
+    return [action for action in due if take_action(context, action['id'], node_id)]
 
 
 def note_action_reported(context: Context, action_id: int, node_id: int) -> None:
     """Note that the node that took an action has reported its end."""
-    context.run('UPDATE workflow_action SET is_reported = 1 WHERE id = ?', (action_id,))
     context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND compute_node_id = ?',
                 (action_id, node_id))
 
 
 def give_back_actions(context: Context, node_id: int, held: Iterable[int] = ()) -> None:
     """What a node has taken, does not hold and has not reported is due again."""
-    lost = f'is_reported = 0 AND {{}} NOT IN {sql_list(held)}'
-    context.run('UPDATE workflow_action SET executed = 0, executed_by = NULL, executed_at = NULL '
-                f"WHERE executed_by = ? AND executed = 1 AND {lost.format('id')}", (node_id,))
-    context.run(f"DELETE FROM action_execution WHERE compute_node_id = ? AND {lost.format('action_id')}",
-                (node_id,))
+    context.run('DELETE FROM action_execution WHERE compute_node_id = ? AND is_reported = 0 '
+                f'AND action_id NOT IN {sql_list(held)}', (node_id,))
 
 
 # ======== 8a. Creation: workflows and jobs, made, changed and deleted ========
@@ -9158,7 +9157,7 @@ def name_submitter(node_id: int) -> str:
 def execute_schedule(context: Context, action: Values, settings: Values, count: Optional[int],
                      node_id: Optional[int]) -> Optional[List[int]]:
     """Take an action and make the rows of its allocations; None if another has it. [] if no job is left."""
-    if not take_action(context, action['id'], node_id, action['persistent']):
+    if not take_action(context, action['id'], node_id):
         return None
     note_action_reported(context, action['id'], node_id or 0)   # from now on its rows are what is to be done
     config = action['action_config']
@@ -9288,8 +9287,7 @@ def note_refusal(context: Context, workflow_id: int, action_id: int, messages: L
     failure = f'{len(messages)} allocations were refused by Slurm: {messages[0]}'
     context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, action_id))
     if not kept:
-        context.run('UPDATE workflow_action SET executed = 0, executed_at = NULL, executed_by = NULL '
-                    'WHERE id = ?', (action_id,))
+        context.run('DELETE FROM action_execution WHERE action_id = ?', (action_id,))
     record_event(context, workflow_id, {'category': 'action', 'event_type': 'action_failed',
                                         'action_id': action_id, 'message': failure}, 'error')
 
@@ -9635,8 +9633,7 @@ def find_revoked(context: Context, node_id: int, held: Sequence[List[int]]) -> L
 
 def find_revoked_actions(context: Context, workflow_id: int, node_id: int, held: Ids) -> List[int]:
     """Of the actions that a node reports holding, those that another has; free ones are taken again."""
-    own = (f'SELECT id FROM workflow_action WHERE workflow_id = {int(workflow_id)} '
-           f'AND (persistent = 1 OR executed_by = {int(node_id)}) AND id IN')
+    own = f'SELECT action_id FROM action_execution WHERE compute_node_id = {int(node_id)} AND action_id IN'
     for action_id in held:
         retake_action(context, workflow_id, action_id, node_id)
     return sorted(set(held).difference(row[0] for row in rows_by_ids(context, own, held)))
@@ -9644,9 +9641,9 @@ def find_revoked_actions(context: Context, workflow_id: int, node_id: int, held:
 
 def retake_action(context: Context, workflow_id: int, action_id: int, node_id: int) -> bool:
     """Take an action that a node runs, or ran, if it was due again meanwhile. False if there is none."""
-    for action in context.select('workflow_action', *due_condition(context, workflow_id, (),
-                                                                   f'AND id = {int(action_id)}')):
-        take_action(context, action_id, node_id, action['persistent'])
+    if context.select('workflow_action', *due_condition(context, workflow_id, (),
+                                                        f'AND id = {int(action_id)}')):
+        take_action(context, action_id, node_id)
     return context.one('SELECT 1 FROM workflow_action WHERE id = ? AND workflow_id = ?',
                        (action_id, workflow_id)) is not None
 
@@ -9678,10 +9675,8 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
     """How an action ended on the node that took it. Told again, as after a lost answer, it is known."""
     if not retake_action(context, workflow_id, result['action_id'], node_id):
         return      # deleted while it ran
-    by_node = (result['action_id'], node_id)
-    if context.one('SELECT 1 FROM workflow_action WHERE id = ? AND executed_by = ? AND NOT persistent '
-                   'AND is_reported UNION SELECT 1 FROM action_execution '
-                   'WHERE action_id = ? AND compute_node_id = ? AND is_reported', by_node + by_node):
+    if context.one('SELECT 1 FROM action_execution WHERE action_id = ? AND compute_node_id = ? '
+                   'AND is_reported = 1', (result['action_id'], node_id)):
         return
     note_action_reported(context, result['action_id'], node_id)
     if not result['success']:
@@ -9736,7 +9731,7 @@ def describe_progress(context: Context, state: WorkflowState, node_id: int, is_d
     claimable = has_jobs(context, state.id, ACTIVE) or has_jobs(context, state.id, (READY,)) \
         and not (is_denied and is_last_node(context, state.id, node_id))
     actions = context.value(
-        'SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND executed = 0 AND persistent = 0 '
+        f'SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND NOT persistent AND {IS_FREE} '
         f"AND action_type = 'run_commands' AND {IS_GATED}", (state.id,))
     return {'is_complete': is_over or state.is_canceled, 'is_canceled': state.is_canceled,
             'unfinished': unfinished, 'claimable': claimable, 'pending_actions': actions,
@@ -9981,7 +9976,7 @@ def explain_actions(context: Context, workflow_id: int) -> List[Values]:
     """The actions that are still to be carried out, or have failed, each with what it waits for."""
     names = dict(context.rows('SELECT id, name FROM slurm_scheduler WHERE workflow_id = ?', (workflow_id,)))
     found = []
-    for action in action_rows(context, 'WHERE workflow_id = ? AND (executed = 0 OR failure IS NOT NULL) '
+    for action in action_rows(context, f'WHERE workflow_id = ? AND ({IS_FREE} OR failure IS NOT NULL) '
                               'ORDER BY id LIMIT ?', (workflow_id, WAITING_EXPLAINED)):
         config = action['action_config'] if isinstance(action['action_config'], dict) else {}
         found.append({
@@ -10859,7 +10854,7 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
                        'command')
     wanted = [row['action_id'] for row in (body.get('submission') or {}).get('actions') or ()]
     check_owned(context, 'workflow_action', workflow_id, [*body['taken'], *wanted])
-    taken = sum(take_for_good(context, workflow_id, action_id) for action_id in body['taken'])
+    taken = sum(take_action(context, action_id, None) for action_id in body['taken'])
     scheduler_ids, due = [], []     # type: List[int], List[Values]
     for planned in body['schedulers']:
         scheduler_id = planned.get('scheduler_id')
@@ -10888,13 +10883,6 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
     if body.get('submission'):
         answer = take_submissions(context, workflow_id, dict(body['submission'], actions=due))
     return dict(answer, scheduler_ids=scheduler_ids, taken=taken)
-
-
-def take_for_good(context: Context, workflow_id: int, action_id: int) -> int:
-    """Take an action that is not to be carried out before the next initialize; 1 if nobody had it."""
-    return context.run('UPDATE workflow_action SET executed = 1, executed_at = ?, executed_by = NULL, '
-                       'is_reported = 1 WHERE id = ? AND workflow_id = ? AND executed = 0',
-                       (context.time, action_id, workflow_id))
 
 
 def reclass_jobs(context: Context, workflow_id: int, job_ids: Ids, **changes: Optional[int]) -> None:
@@ -10966,7 +10954,8 @@ def take_in_actions(context: Context, node_id: int, results: Sequence[Values]) -
     """A runner that has left had carried out actions: these are not due again. What others began stays."""
     for result in results:
         if context.one('SELECT 1 FROM workflow_action WHERE id = ? AND workflow_id = ? AND persistent = 0 '
-                       'AND (executed = 0 OR executed_by = ? AND is_reported = 0)',
+                       'AND NOT EXISTS (SELECT 1 FROM action_execution WHERE action_id = workflow_action.id '
+                       'AND (compute_node_id <> ? OR is_reported = 1))',
                        (result['action_id'], context.state.id, node_id)):
             record_action_end(context, context.state.id, node_id, result)
 
@@ -11309,7 +11298,7 @@ def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
     runners = describe_runners(context, workflow_id)
     places = find_places(context, workflow_id, runners, describe_allocations(context, workflow_id, runners))
     to_come = context.rows('SELECT id, action_config FROM workflow_action WHERE workflow_id = ? '
-                           "AND action_type = 'schedule_nodes' AND executed = 0 AND failure IS NULL "
+                           f"AND action_type = 'schedule_nodes' AND {IS_FREE} AND failure IS NULL "
                            f"AND trigger_type IN {JOB_TRIGGERS}", (workflow_id,))
     configs = [json.loads(config) for _, config in to_come]
     schedulers = {config.get('scheduler_id') for config in configs if isinstance(config, dict)}
