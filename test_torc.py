@@ -3162,14 +3162,18 @@ class ServiceTest(unittest.TestCase):
         plain = [name.rstrip('!') for name in names]
         sets = [[plain.index(need) for need in row] for row in needs]
         planned = [torc.PlannedJob(
-            name.rstrip('!'), more.get('command', 'true'), None, None, 0, place if sets[place] else None, more.get('handler'),
-            not name.endswith('!'), False, [], [], [], []) for place, name in enumerate(names)]
-        body = {'workflow': dict({'name': 'w', 'user': 'u'}, **more.get('workflow', {})), 'files': [],
-                'user_data': [], 'resource_requirements': [],
-                'slurm_schedulers': [], 'failure_handlers': more.get('handlers', []), 'kinds': [[None, 0, None, None]],
-                'dependency_sets': sets, 'jobs': planned, 'actions': more.get('actions', [])}
-        workflow_id = self.call('create_workflow_from_spec', body)['workflow_id']
-        self.call('initialize_jobs', id=workflow_id)
+            name.rstrip('!'), 'true', None, None, 0, place if sets[place] else None, None, not name.endswith('!'), False, [], [], [], [])
+            for place, name in enumerate(names)]
+        return self.store_plan(planned, sets, more.get('workflow', {}), actions=more.get('actions', []))
+
+    def store_plan(self, jobs: List[Any], sets: List[List[int]], workflow: Dict[str, Any], starts: bool = True, **more: Any) -> int:
+        """A workflow of planned jobs."""
+        body = {'workflow': dict({'name': 'w', 'user': 'u'}, **workflow), 'jobs': jobs, 'dependency_sets': sets,
+                'kinds': [[None, 0, None, None]], **{key: [] for key in (
+                    'files', 'user_data', 'resource_requirements', 'slurm_schedulers', 'failure_handlers', 'actions')}}
+        workflow_id = self.call('create_workflow_from_spec', dict(body, **more))['workflow_id']
+        if starts:
+            self.call('initialize_jobs', id=workflow_id)
         return workflow_id
 
     COLUMNS = ('name', 'cpus', 'memory', 'gpus', 'nodes', 'runtime', 'labels', 'scheduler', 'needs', 'priority')
@@ -3190,13 +3194,8 @@ class ServiceTest(unittest.TestCase):
         sets = [sorted(map(names.index, filter(None, row['needs'].split(',')))) for row in table]
         jobs = [torc.PlannedJob(row['name'], 'x', None, None, place, place if sets[place] else None, None, True, False, [], [], [], [])
                 for place, row in enumerate(table)]
-        body = {'workflow': dict({'name': 'w', 'user': 'u'}, **more.get('workflow', {})), 'files': [], 'user_data': [],
-                'resource_requirements': needs, 'slurm_schedulers': [dict({'account': 'a'}, **row) for row in schedulers],
-                'failure_handlers': [], 'kinds': kinds, 'dependency_sets': sets, 'jobs': jobs, 'actions': more.get('actions', [])}
-        workflow_id = self.call('create_workflow_from_spec', body)['workflow_id']
-        if starts:
-            self.call('initialize_jobs', id=workflow_id)
-        return workflow_id
+        return self.store_plan(jobs, sets, more.get('workflow', {}), starts, kinds=kinds, resource_requirements=needs,
+                               slurm_schedulers=[dict({'account': 'a'}, **row) for row in schedulers], actions=more.get('actions', []))
 
     def node(self, workflow_id: int, **more: Any) -> int:
         body = dict(workflow_id=workflow_id, hostname='h', pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0,
