@@ -7494,129 +7494,64 @@ class ApiTest(ServiceTest):
 
 # -------- every route, with live data --------
 
-GOOD_BODIES = {    # model of a body -> one with as many fields as can be; '$noun' is the id of such a thing in the workflow
-    'AdminSqlRequest': {'sql': 'SELECT id, name FROM workflow', 'write': False, 'dry_run': False, 'allow_full_table': False, 'limit': 2},
-    'ArchiveWorkflowRequest': {'is_archived': True},
-    'BatchCompleteJobsRequest': {'completions': [{'job_id': '$running', 'run_id': 1, 'status': 'failed', 'result': '$result_of_running'}]},
-    'CheckChangesRequest': {'files': {'$file': 1.5}, 'dry_run': False},
-    'ClaimActionRequest': {'compute_node_id': '$compute_node'},
-    'RecoverJobsRequest': {'run_id': 1, 'reset': ['$failed'], 'event': {'mode': 'local'}, 'files': {'$file': 1.5},
-                           'requirements': [{'from_id': '$resource_requirements', 'job_ids': ['$failed'], 'memory': '4g'}]},
-    'ClassifyJobsRequest': {'classifications': [{'job_id': '$undecided', 'action': 'retry', 'reason': 'r', 'memory': '2g', 'runtime': 'PT2H'}]},
-    'ComputeNodeModel': {
-        'workflow_id': '$workflow', 'hostname': 'h', 'pid': 7, 'start_time': '2026-01-01T00:00:00Z',
-        'end_time': '2026-01-02T00:00:00Z', 'duration_seconds': 1.5,
-        'is_active': True, 'num_cpus': 4, 'memory_gb': 8, 'num_gpus': 1, 'num_nodes': 1, 'time_limit': 'PT1H',
-        'scheduler_config_id': '$slurm_scheduler',
-        'compute_node_type': 'slurm', 'scheduler': {'scheduler_id': '$scheduled_compute_node'},
-        'labels': ['b', 'a'], 'sample_count': 3, 'peak_cpu_percent': 0.0,
-        'avg_cpu_percent': 1.5, 'peak_memory_bytes': 10, 'avg_memory_bytes': 5, 'identity': 'x', 'lease_s': 60},
-    'ComputeNodesResources': {'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1,
-                              'time_limit': 'PT1H', 'scheduler_config_id': '$slurm_scheduler',
-                              'id': '$compute_node', 'labels': []},
-    'EventModel': {'workflow_id': '$workflow', 'data': {'category': 'mine', 'n': [1, None]}},
-    'FailureHandlerModel': {'workflow_id': '$workflow', 'name': 'new', 'rules': '[{"exit_codes": [1]}]'},
-    'FileModel': {'workflow_id': '$workflow', 'name': 'new', 'path': 'new.csv', 'st_mtime': 2},
-    'FilesModel': {'files': [{'workflow_id': '$workflow', 'name': 'new', 'path': 'new.csv'}]},
-    'JobModel': {
-        'workflow_id': '$workflow', 'name': 'new', 'command': 'true', 'invocation_script': 'bash',
-        'env': {'A': '1'}, 'priority': 2, 'labels': ['b', 'a'],
-        'resource_requirements_id': '$resource_requirements', 'scheduler_id': '$slurm_scheduler', 'failure_handler_id': '$failure_handler',
-        'depends_on_job_ids': ['$done'], 'input_file_ids': ['$file'], 'output_file_ids': ['$made_file'],
-        'input_user_data_ids': ['$user_data'],
-        'output_user_data_ids': ['$made_data'], 'cancel_on_blocking_job_failure': False, 'supports_termination': True},
-    'JobsModel': {'jobs': [{'workflow_id': '$workflow', 'name': 'new', 'command': 'true', 'depends_on_job_ids': ['$done']}]},
-    'LocalSchedulerModel': {'workflow_id': '$workflow', 'name': 'new', 'memory': '1g', 'num_cpus': 2},
-    'PlanModel': {
-        'workflow': {'name': 'planned'}, 'files': [{'name': 'f', 'path': 'f'}],
-        'user_data': [{'name': 'd', 'data': 1}], 'resource_requirements': [{'name': 'r'}],
-        'slurm_schedulers': [{'name': 's', 'account': 'a'}], 'failure_handlers': [{'name': 'h',
-                'rules': '[]'}], 'kinds': [[0, 0, 0, ['a']]],
-        'dependency_sets': [[0]], 'jobs': [['a', 'x', None, None, 0, None, 0, True, False, [0], [], [0], []],
-                                           ['b', 'x', None, None, 0, 0, None, True, False, [], [], [], []]],
-        'actions': [{'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands',
-                     'action_config': {'commands': ['x']}, 'job_indexes': [1], 'persistent': False}]},
-    'ResourceRequirementsModel': {'workflow_id': '$workflow', 'name': 'new', 'num_cpus': 2, 'num_gpus': 1,
-                                  'num_nodes': 1, 'memory': '2g', 'runtime': 'PT2H'},
-    'ResultModel': {
-        'workflow_id': '$workflow', 'job_id': '$running', 'run_id': 1, 'attempt_id': 1,
-        'compute_node_id': '$compute_node', 'return_code': 0, 'exec_time_minutes': 0,
-        'completion_time': '2026-01-01T00:00:00Z', 'status': 'completed', 'peak_memory_bytes': 5,
-        'avg_memory_bytes': 4, 'peak_cpu_percent': 99.5, 'avg_cpu_percent': 0.0},
-    'RoCrateEntityModel': {'workflow_id': '$workflow', 'entity_id': 'new', 'entity_type': 'File',
-                           'file_id': '$file', 'metadata': {'a': [1, None]}},
-    'SubmissionRequest': {'submitter': 'me', 'lease_s': 60.0, 'settings': {'output_dir': '/o'}, 'scheduler_config_id': '$slurm_scheduler', 'count': 1,
-                          'actions': [{'action_id': '$schedule', 'count': 1}], 'ended': ['nobody']},
-    'DatabaseBackupModel': {'path': '/copy.db'},
-    'ReplayRequest': {
-        'run_id': 1, 'left': [{'compute_node_id': '$compute_node', 'hostname': 'h', 'pid': 7, 'identity': 'x', 'actions': [
-            {'action_id': '$action', 'success': True, 'message': 'm'}]}],
-        'completions': [{'job_id': '$running', 'run_id': 1, 'status': 'failed', 'result': '$result_of_running', 'torc_py': {
-            'reason': 'r', 'retry': True, 'max_retries': 2, 'interrupted': False, 'file_times': {'$made_file': 1.5}}}]},
-    'StoreAllocationsRequest': {
-        'run_id': 1, 'newest_scheduler_id': '$slurm_scheduler', 'newest_allocation_id': '$scheduled_compute_node', 'taken': ['$schedule'],
-        'schedulers': [{'scheduler_id': '$slurm_scheduler', 'scheduler': {}, 'is_bound': True, 'job_ids': ['$ready'],
-                        'stages': [{'job_ids': ['$ready'], 'num_allocations': 1}]}],
-        'submission': {'submitter': 'me', 'lease_s': 60.0, 'settings': {'output_dir': '/o'}, 'scheduler_config_id': '$slurm_scheduler',
-                       'count': 1, 'actions': [{'action_id': '$schedule', 'count': 1}], 'ended': ['nobody']}},
-    'SyncRequest': {'allocations': [{'slurm_job_id': 17, 'reason': 'r', 'is_queued': False, 'is_interrupted': True, 'ended_s': 1.5}],
-                    'dead_nodes': [{'compute_node_id': '$compute_node', 'reason': 'r'}], 'is_dry_run': False},
-    'WatchRequest': {'process': {'host': 'h', 'pid': 1}, 'lease_s': 60.0, 'ended': {'host': 'h'},
-                     'recovers': True, 'schedules': True, 'leaves': False, 'is_over': False},
-    'SubmissionReport': {'submitter': 'me', 'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}]},
-    'RunnerSyncRequest': {
-        'compute_node_id': '$compute_node', 'run_id': 1, 'lease_s': 60.0,
-        'started': [['$pending', 1, '2026-01-01T00:00:00Z']], 'returned': [], 'held': [['$pending', 1]],
-        'held_actions': [], 'contents': [['$made_file', 1.5, 6, 'c0de']], 'actions': ['on_workflow_start'],
-        'submitted': [{'id': '$scheduled_compute_node', 'slurm_job_id': 7, 'cluster': '', 'message': ''}],
-        'held_submissions': ['$scheduled_compute_node'],
-        'action_results': [{'action_id': '$action', 'success': True, 'message': 'm'}], 'explain': True,
-        'accounting': [{'job_id': '$running', 'attempt_id': 1, 'slurm_job_id': '7', 'max_rss_bytes': 1,
-                        'max_vm_size_bytes': 1, 'max_disk_read_bytes': 1, 'max_disk_write_bytes': 1,
-                        'ave_cpu_seconds': 1.5, 'node_list': 'n'}],
-        'completions': [{'job_id': '$running', 'attempt_id': 1, 'return_code': 1, 'status': 'failed',
-                         'exec_time_minutes': 1.5, 'completion_time': '2026-01-01T00:00:00Z',
-                         'peak_memory_bytes': 1, 'avg_memory_bytes': 1, 'peak_cpu_percent': 1.0,
-                         'avg_cpu_percent': 1.0, 'retry': True, 'max_retries': 3,
-                         'file_times': {'$made_file': 1.5}, 'reason': 'm'}],
-        'want': {'strategy': 'resources', 'limit': 1, 'num_cpus': 4, 'memory_gb': 8.0, 'num_gpus': 0,
-                 'num_nodes': 1, 'depth': 1, 'time_limit': 'PT1H',
-                 'nodes': [[4, 1 << 33, 0]], 'sizes': [[4, 1 << 33, 0]],
-                 'scheduler_config_id': '$slurm_scheduler', 'labels': [], 'strict': False}},
-    'ScheduledComputeNodesModel': {'workflow_id': '$workflow', 'scheduler_id': 77,
-                                   'scheduler_config_id': '$slurm_scheduler', 'scheduler_type': 'slurm',
-                                   'status': 'active'},
-    'SetFileTimesRequest': {'files': {'$file': 1.5, '$made_file': None}, 'contents': [['$file', 1.5, 6, 'c0de']]},
-    'SlurmSchedulerModel': {'workflow_id': '$workflow', 'name': 'new', 'account': 'a', 'gres': 'gpu:1',
-                            'mem': '1g', 'nodes': 2, 'ntasks_per_node': 1, 'partition': 'p',
-                            'qos': 'q', 'tmp': '1g', 'walltime': '01:00:00', 'extra': '-x', 'serialize_allocations': True},
-    'SlurmStatsModel': {'workflow_id': '$workflow', 'job_id': '$done', 'run_id': 1, 'attempt_id': 1,
-                        'slurm_job_id': '55', 'max_rss_bytes': 1, 'max_vm_size_bytes': 2,
-                        'max_disk_read_bytes': 3, 'max_disk_write_bytes': 4, 'ave_cpu_seconds': 0, 'node_list': 'n[1-2]'},
-    'SpawnJobsRequest': {'lineage': 'line', 'state': {'n': 1}, 'jobs': [{
-        'name': 'child', 'command': 'x', 'resource_requirements': 'new', 'labels': ['a'], 'priority': 2,
-        'cancel_on_blocking_job_failure': True, 'depends_on': ['done']}]},
-    'UserDataListModel': {'user_data': [{'workflow_id': '$workflow', 'name': 'new', 'data': [1]}]},
-    'UserDataModel': {'workflow_id': '$workflow', 'name': 'new', 'data': {'a': [1, 'x', None]}, 'is_ephemeral': True},
-    'WorkflowActionModel': {'workflow_id': '$workflow', 'trigger_type': 'on_jobs_complete',
-                            'action_type': 'run_commands', 'action_config': {'commands': ['x']},
-                            'job_ids': ['$running'], 'persistent': True, 'is_recovery': False},
-    'WorkflowModel': {
-        'name': 'new', 'user': 'u', 'description': 'd', 'project': 'p', 'metadata': {'a': [1, {'b': None}]},
-        'env': {'A': '1'}, 'submission_directory': '/tmp',
-        'use_pending_failed': True, 'enable_ro_crate': False, 'dynamic_jobs': {'max_iterations': 3}, 'slurm_defaults': {'account': 'a'},
-        'compute_node_wait_for_new_jobs_seconds': 5, 'compute_node_ignore_workflow_completion': True,
-        'compute_node_min_time_for_new_jobs_seconds': 5,
-        'compute_node_wait_for_healthy_database_minutes': 5, 'compute_node_expiration_buffer_seconds': 5,
-        'execution_config': {'mode': 'direct', 'stdio': {'mode': 'combined', 'delete_on_success': True},
-                             'timeout_exit_code': 152, 'job_stdio_overrides': {'j': {'mode': 'none'}}},
-        'resource_monitor_config': {'enabled': True, 'granularity': 'summary', 'jobs': {'enabled': True},
-                                    'compute_node': {'enabled': True}}},
-}
-GOOD_BODIES.update(AccessGroupModel={'name': 'new', 'description': 'd'},
-                   UserGroupMembershipModel={'user_name': 'new', 'role': 'admin', 'group_id': '$group'})
-WORKFLOW_CHANGE = {key: value for key, value in GOOD_BODIES['WorkflowModel'].items() if key not in ('env',
-        'submission_directory', 'dynamic_jobs')}
+GOOD_VALUES = {    # name of a field, or its type in MODELS -> a good value; '$noun' is the id of such a thing in the workflow; None: left out
+    'id': None, 'created_at': None, 'timestamp': None, 'access_groups': None, 'identifier': None, 'workflow_id': '$workflow',
+    'job_id': '$running', 'compute_node_id': '$compute_node', 'file_id': '$file', 'group_id': '$group', 'action_id': '$action',
+    'scheduler_config_id': '$slurm_scheduler', 'scheduler_id': '$slurm_scheduler', 'newest_scheduler_id': '$slurm_scheduler',
+    'newest_allocation_id': '$scheduled_compute_node', 'failure_handler_id': '$failure_handler', 'resource_requirements_id': '$resource_requirements',
+    'from_id': '$resource_requirements', 'depends_on_job_ids': ['$done'], 'input_file_ids': ['$file'], 'output_file_ids': ['$made_file'],
+    'input_user_data_ids': ['$user_data'], 'output_user_data_ids': ['$made_data'], 'job_ids': ['$ready'], 'reset': ['$failed'],
+    'taken': ['$schedule'], 'due_actions': ['$schedule'], 'held_submissions': ['$scheduled_compute_node'], 'returned': [], 'held_actions': [],
+    'file_times': {'$made_file': 1.5}, 'result': '$result_of_running', 'status': 'failed', 'env': {'A': '1'}, 'labels': ['b', 'a'],
+    'memory': '2g', 'runtime': 'PT2H', 'time_limit': 'PT1H', 'walltime': '01:00:00', 'num_cpus': 2, 'priority': 2, 'lease_s': 60.0,
+    'trigger_type': 'on_jobs_complete', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'dry_run': False, 'depends_on': ['done'],
+    'int': 1, 'float': 1.5, 'bool': True, 'str': 'x', 'name': 'new', 'minutes': 0, 'gigabytes': 8.0, 'nodes': 1, 'ordinal': 1,
+    'any': {'a': [1, 'x', None]}, 'object': {'a': [1, {'b': None}]}, 'rules': '[{"exit_codes": [1]}]', 'time': '2026-01-01T00:00:00Z',
+    '{float?}': {'$file': 1.5}, '(int,int)': ['$pending', 1], '(int,int,time)': ['$pending', 1, '2026-01-01T00:00:00Z'],
+    '(int,int,int)': [4, 1 << 33, 0], '(int,float,int,str)': ['$made_file', 1.5, 6, 'c0de'],
+}   # type: Dict[str, Any]
+OTHER_VALUES = {     # model -> values of its fields that differ
+    'AdminSqlRequest': {'sql': 'SELECT id, name FROM workflow', 'write': False},
+    'Classification': {'job_id': '$undecided', 'action': 'retry'}, 'CorrectedRequirements': {'job_ids': ['$failed']},
+    'ComputeNodeModel': {'compute_node_type': 'slurm', 'scheduler': {'scheduler_id': '$scheduled_compute_node'}, 'num_cpus': 4, 'reason': None,
+                         'end_time': '2026-01-02T00:00:00Z', 'peak_cpu_percent': 0.0},
+    'ComputeNodesResources': {'id': '$compute_node', 'labels': [], 'num_cpus': 4, 'num_gpus': 0},
+    'ComputeNodeMonitorConfig': {'memory': True}, 'EventModel': {'data': {'category': 'mine', 'n': [1, None]}}, 'ExecutionConfig': dict(dict.fromkeys((
+        'enable_cpu_bind', 'limit_resources', 'srun_mpi', 'srun_termination_signal', 'staggered_start', 'termination_signal', 'timeout',
+        'job_timeouts')), mode='direct'),
+    'JobModel': dict.fromkeys(('attempt_id', 'compute_node_id', 'origin', 'schedule_compute_nodes', 'start_time', 'status')),
+    'JournaledDetails': {'job_name': None, 'database_id': None},
+    'PlanModel': planned(job={5: 0, 6: 0, 9: [0], 11: [0]}, workflow={'name': 'planned'}, files=[{'name': 'f', 'path': 'f'}],
+                         user_data=[{'name': 'd', 'data': 1}], resource_requirements=[{'name': 'r'}], slurm_schedulers=[{'name': 's', 'account': 'a'}],
+                         failure_handlers=[{'name': 'h', 'rules': '[]'}], kinds=[[0, 0, 0, ['a']]], dependency_sets=[[]], file_times=None, actions=[
+                             {'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': [0]}]),
+    'ResultModel': {'job_name': None, 'reason': None, 'return_code': 0, 'status': 'completed', 'avg_cpu_percent': 0.0},
+    'RunnerWant': {'labels': [], 'num_gpus': 0, 'num_cpus': 4, 'strict': False, 'nodes': [[4, 1 << 33, 0]]},
+    'ScheduledAction': {'action_id': '$schedule'}, 'ScheduledComputeNodesModel': {'scheduler_id': 77, 'status': 'active', 'reason': None},
+    'SpawnJobModel': {'resource_requirements': 'new'}, 'StoredScheduler': {'due_actions': None, 'scheduler': {}},
+    'SubmissionEnd': {'id': '$scheduled_compute_node'}, 'SubmissionRequest': {'submitter': 'me'}, 'SubmissionReport': {'submitter': 'me'},
+    'WorkflowActionModel': dict(dict.fromkeys(('executed', 'executed_at', 'executed_by', 'failure', 'required_triggers', 'trigger_count')),
+                                job_ids=['$running'], is_recovery=False),
+    'WorkflowModel': dict(dict.fromkeys(('run_id', 'is_archived', 'is_canceled', 'spec_path')), user='u', enable_ro_crate=False),
+}   # type: Dict[str, Any]
+
+
+def example(kind: str, name: str = '') -> Any:
+    """A good value for a field of this name and type of MODELS: of a model, one with as many fields as can be."""
+    model = kind.lstrip('@?')
+    if name in GOOD_VALUES and kind[:2] != '[@' or kind in GOOD_VALUES:
+        return GOOD_VALUES.get(name, GOOD_VALUES.get(kind))
+    if kind[0] in '[{':
+        inner = example(kind[1:-1].rstrip('?'))
+        return [inner] if kind[0] == '[' else {'A': inner}
+    if model in torc.ENUMS:
+        return torc.ENUMS[model][0]
+    special = OTHER_VALUES.get(model, {})
+    values = {name: special[name] if name in special else example(field.type, name) for name, field in torc.model_fields(model).items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+WORKFLOW_CHANGE = {key: value for key, value in example('@WorkflowModel').items() if key not in ('env', 'submission_directory', 'dynamic_jobs')}
 REQUESTS = {    # route -> parameters and body that differ from what its path, resource and model say
     'update_workflow': {'body': WORKFLOW_CHANGE}, 'apply_spec': {'workflow_id': '$idle_workflow'},
     'start_job': {'job_id': '$pending'}, 'complete_job': {'job_id': '$running', 'status': 'completed'},
@@ -7628,12 +7563,12 @@ REQUESTS = {    # route -> parameters and body that differ from what its path, r
     'delete_jobs': {'workflow_id': '$idle_workflow'}, 'initialize_jobs': {'workflow_id': '$idle_workflow'},
     'reset_workflow_status': {'force': True},
     'reset_job_status': {'failed_only': True}, 'delete_resource_requirements': {'workflow_id': '$empty_workflow'},
-    'create_failure_handler': {'body': dict(GOOD_BODIES['FailureHandlerModel'], name='other')},
+    'create_failure_handler': {'body': dict(example('@FailureHandlerModel'), name='other')},
     'delete_resource_requirement': {'row_id': '$spare_requirements'},
     'spawn_jobs': {'job_id': '$running'}, 'get_active_task_for_workflow': {'workflow_id': '$tasked_workflow'},
     'update_workflow_action': {'body': {'commands': ['y']}},
     'create_remote_workers': {'body': ['u@host:22', 'other']}, 'delete_remote_worker': {'worker': 'host'},
-    'create_result': {'body': dict(GOOD_BODIES['ResultModel'], attempt_id=9)},
+    'create_result': {'body': dict(example('@ResultModel'), attempt_id=9)},
     'add_workflow_to_group': {'group_id': '$other_group'}, 'remove_user_from_group': {'user_name': 'mia'},
     'recover_jobs': {'dry_run': True}, 'list_user_groups': {'user_name': 'mia'},
     'check_workflow_access': {'user_name': 'mia'}, 'explain_job': {'job_id': '$failed'},
@@ -7654,14 +7589,14 @@ class LiveTest(ServiceTest):
 
     def make(self, name: str) -> Dict[str, Any]:
         """A workflow with a row of every kind and jobs of several statuses. Noun -> id."""
-        ids = {'workflow': self.call('create_workflow', dict(GOOD_BODIES['WorkflowModel'], name=name, description=name))['id']}
+        ids = {'workflow': self.call('create_workflow', dict(example('@WorkflowModel'), name=name, description=name))['id']}
         ids['idle_workflow'] = self.call('create_workflow', {'name': name + ' at rest', 'user': 'u'})['id']
         self.call('create_job', {'workflow_id': ids['idle_workflow'], 'name': 'j', 'command': 'x'})
         ids['empty_workflow'] = self.call('create_workflow', {'name': name + ' without jobs', 'user': 'u'})['id']
 
         def add(noun: str, op: str, body: Any = None, **more: Any) -> None:
             route = torc.OPERATIONS[op]
-            body = dict(GOOD_BODIES[route.body] if body is None else body, **more)
+            body = dict(example('@' + route.body) if body is None else body, **more)
             ids[noun] = self.call(op, self.resolve(body, ids), **({'id': ids['workflow']} if op == 'create_workflow_action' else {}))['id']
         for noun in ('resource_requirements', 'file', 'user_data', 'failure_handler', 'slurm_scheduler',
                      'local_scheduler', 'scheduled_compute_node'):
@@ -7701,14 +7636,14 @@ class LiveTest(ServiceTest):
         for job in ('done', 'failed', 'running'):
             self.call('start_job', job_id=ids[job], run_id=1, compute_node_id=ids['compute_node'])
         for job, status in (('done', 'completed'), ('failed', 'failed')):
-            body = self.resolve(dict(GOOD_BODIES['ResultModel'], job_id=ids[job], status=status, return_code=int(status == 'failed')), ids)
+            body = self.resolve(dict(example('@ResultModel'), job_id=ids[job], status=status, return_code=int(status == 'failed')), ids)
             self.call('complete_job', body, job_id=ids[job], status=status, run_id=1)
         ids['result'] = self.call('list_results', workflow_id=ids['workflow'])['items'][0]['id']
-        ids['result_of_running'] = self.resolve(dict(GOOD_BODIES['ResultModel'], status='failed', return_code=1), ids)
+        ids['result_of_running'] = self.resolve(dict(example('@ResultModel'), status='failed', return_code=1), ids)
         return ids
 
     def resolve(self, value: Any, ids: Dict[str, Any]) -> Any:
-        """A value of GOOD_BODIES with real ids."""
+        """An example with real ids."""
         if isinstance(value, dict):
             return {(str(ids[key[1:]]) if key.startswith('$') else key): self.resolve(item, ids) for key, item in value.items()}
         if isinstance(value, list):
@@ -7727,12 +7662,12 @@ class LiveTest(ServiceTest):
 
     def body(self, route: Any) -> Any:
         """A good body for a route; None if it takes none."""
-        model = route.body.lstrip('?')
-        if not model:
-            return None
-        given = REQUESTS.get(route.name, {}).get('body', GOOD_BODIES.get(model))
-        self.assertIsNotNone(given, f'{route.name}: give GOOD_BODIES a {model}, or REQUESTS a body')
-        return self.resolve(given, self.ids)
+        return self.resolve(self.example(route), self.ids) if route.body else None
+
+    @staticmethod
+    def example(route: Any) -> Any:
+        """The same with nouns for ids."""
+        return REQUESTS.get(route.name, {}).get('body') or example('@' + route.body.lstrip('?'))
 
     def request(self, route: Any, parameters: Dict[str, Any], body: Any, **who: Any) -> Tuple[int, Any]:
         """Ask for a route."""
@@ -7835,7 +7770,7 @@ WRONG = {   # type of MODELS -> values that it must refuse
 }
 WRONG_FOR_FIELD = { # field -> further values that it must refuse
     'memory': ['1.5g', '-1g', '', 'x', '9' * 30 + 't', '1gb'],
-    'runtime': ['1h', '', '5', 'PT-1H', 'P' + '9' * 30 + 'Y'], 'time_limit': ['1h', '', '5'],
+    'runtime': ['1h', '', '5', 'PT-1H', 'P' + '9' * 30 + 'Y'], 'time_limit': ['soon', '', '5'],
     'num_cpus': [0, -1], 'labels': [[''], [' a'], ['a,b'], ['a\nb'], ['a\x85b']],
     'env': [{'1A': 'x'}, {'': 'x'}, {'A=B': 'x'}, {'A B': 'x'}], 'priority': [-1],
     'trigger_type': ['on_monday', ''], 'action_type': ['dance', ''],
@@ -8049,8 +7984,7 @@ class MistakeTest(LiveTest):
         strangers, before, count = {'$' + noun: item for noun, item in self.others.items()}, self.dump(), 0
         for route in torc.ROUTES:
             parameters = self.parameters(route)
-            example = REQUESTS.get(route.name, {}).get('body', GOOD_BODIES.get(route.body.lstrip('?')))
-            for place, changed in with_each_foreign_id(example) if route.body else ():
+            for place, changed in with_each_foreign_id(self.example(route)) if route.body else ():
                 if place == '.scheduler.scheduler_id' or place.endswith('workflow_id') and route.method == 'POST' and '{' not in route.path:
                     continue    # JSON of somebody else; made over there, or refused for what else it names
                 count += 1
@@ -8333,7 +8267,7 @@ class ListTest(LiveTest):
         second = max(item['id'] for item in self.call('list_slurm_schedulers', workflow_id=workflow_id)['items'])
         body = dict(self.body(torc.OPERATIONS['create_scheduled_compute_node']), scheduler_id=11, scheduler_config_id=second, status='mine')
         self.call('create_scheduled_compute_node', body)
-        self.call('create_slurm_stats', self.resolve(dict(GOOD_BODIES['SlurmStatsModel'], run_id=2, attempt_id=2), self.ids))
+        self.call('create_slurm_stats', self.resolve(dict(example('@SlurmStatsModel'), run_id=2, attempt_id=2), self.ids))
         self.call('create_ro_crate_entity', {'workflow_id': workflow_id, 'entity_id': 'ä', 'entity_type': 'x', 'metadata': {}})
         node = dict(self.body(torc.OPERATIONS['create_compute_node']), is_active=False, hostname='other')
         for scheduler in ({'a': {'scheduler_id': 1}}, {'scheduler_id': '1'}, {'scheduler_id': 11}, [1]):
@@ -8342,7 +8276,7 @@ class ListTest(LiveTest):
             self.call('create_job', {'workflow_id': workflow_id, 'name': f'J{place}', 'command': '%',
                                      'labels': labels, 'priority': place % 2})
         self.call('retry_job', id=self.ids['failed'], run_id=1, max_retries=5)
-        self.call('create_result', self.resolve(dict(GOOD_BODIES['ResultModel'], job_id='$failed',
+        self.call('create_result', self.resolve(dict(example('@ResultModel'), job_id='$failed',
                                                      attempt_id=2, return_code=7, run_id=2,
                                                      compute_node_id=other), self.ids))
         self.call('archive_workflow', {'is_archived': True}, id=self.call('create_workflow', {'name': 'old', 'user': 'somebody'})['id'])
