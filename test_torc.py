@@ -3465,6 +3465,10 @@ class ScenarioTest(ServiceTest):
         """A node says all that it has."""
         self.turn(node, held=[self.key(job) for job in jobs], held_actions=[])
 
+    def do_orphan(self, job: str) -> None:
+        """Another client has taken a running job from its node."""
+        self.store.run('UPDATE job SET compute_node_id = NULL WHERE id = ?', (self.job_id(job),))
+
     def do_back(self, node: str, *jobs: str) -> None:
         """A runner that was given up says, as another node, what it still runs."""
         keys = [self.key(job) for job in jobs]
@@ -5702,6 +5706,13 @@ class NodeTest(ScenarioTest):
           claim n1 a c d; start a; lose n1; back n2 a c -> revoked= a=running#1 b=blocked c=running#1 d=ready#2
           end a by=n2; end c by=n2 -> a=completed b=ready c=completed d=ready#2
 
+        a running job that no node has is that of the runner that tells of it, and of no other
+          a / b
+          claim n1 a b; start a b; orphan a; back n2 a b -> revoked=b a=running#1
+          hold n1 a b -> revoked=a
+          end a -> refused='is held by compute node'
+          end a by=n2 -> a=completed#1 b=running#1
+
         what runs whatever its prerequisite does waits for one that is back
           a / b / e!: a / f!: a b / g: e
           claim n1 a b; start a b; lose n1 -> e=ready f=ready g=blocked
@@ -7110,10 +7121,6 @@ class SyncTest(ScenarioTest):
     def do_forget(self) -> None:
         """The server has just begun."""
         self.service.nodes.clear()
-
-    def do_orphan(self, job: str) -> None:
-        """Another client has taken a running job from its node."""
-        self.store.run('UPDATE job SET compute_node_id = NULL WHERE id = ?', (self.job_id(job),))
 
     def do_tell(self, seen: str = '', dead: str = '', ended: str = '') -> None:
         """Evidence comes. A dry run before says the same, and changes nothing; once more nothing is new."""

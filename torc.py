@@ -8520,25 +8520,22 @@ def already_complete(job: JobState, attempt_id: int, ends: Sequence[Tuple[int, i
 
 def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report: Values,
                   ends: Sequence[Tuple[int, int]]) -> JobState:
-    """The job, in the hands of who reports an attempt of it as running or ended.
+    """The job, in the hands of who reports an attempt of it as running or ended, whose known ends are `ends`.
 
-    Refused if the attempt is over, or another node at work holds it; `ends` are its known ones. A later one
-    than is known is believed only if it `is_witnessed`: by a runner, which knows.
+    Refused if the attempt is over, or another node at work holds it.
     """
     attempt_id, node_id = report['attempt_id'], report.get('compute_node_id')
     assumed = find_assumed_end(context, state, job, attempt_id)
-    if ends and assumed is None:
-        raise already_complete(job, attempt_id, ends)
-    if assumed is None and attempt_id < job.attempt_id or attempt_id > job.attempt_id and not report.get(
-            'is_witnessed'):
-        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
-    is_canceled = job.status == CANCELED and job.compute_node_id is not None
-    if assumed is None and not is_canceled and job.status not in OPEN:
-        raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
-    if node_id is not None and job.compute_node_id not in (None, node_id) and context.value(
+    if assumed is None:
+        refuse_ended(job, attempt_id, ends)
+    if attempt_id > job.attempt_id and not report.get('is_witnessed'):      # a runner knows
+        raise Refused(f'job {job.id} has no attempt {attempt_id}: the current one is {job.attempt_id}')
+    is_held = job.compute_node_id is not None and node_id in (None, job.compute_node_id)
+    if not is_held and job.compute_node_id is not None and context.value(
             'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,)):
         raise Refused(f'job {job.id} is held by compute node {job.compute_node_id}')
-    if is_canceled or job.status in ACTIVE and attempt_id == job.attempt_id:
+    if job.status == CANCELED or job.status in ACTIVE and attempt_id == job.attempt_id and (
+            is_held or node_id is None):
         return job
     if assumed is not None:
         context.run('DELETE FROM result WHERE id = ?', (assumed,))
@@ -8555,6 +8552,17 @@ def adopt_attempt(context: Context, state: WorkflowState, job: JobState, report:
             'message': f'Job {job.name}: attempt {attempt_id}, which was taken for lost, or is not known to '
                        'this older copy of the database, is back'})
     return job_state(context, job.id)
+
+
+def refuse_ended(job: JobState, attempt_id: int, ends: Sequence[Tuple[int, int]]) -> None:
+    """Refuse the report of an attempt that is over, by its known ends or by the state of its job."""
+    if ends:
+        raise already_complete(job, attempt_id, ends)
+    if attempt_id < job.attempt_id:
+        raise Refused(f'attempt {attempt_id} of job {job.id} is over: the current one is {job.attempt_id}')
+    is_canceled_at_work = job.status == CANCELED and job.compute_node_id is not None
+    if not is_canceled_at_work and job.status not in OPEN:
+        raise Refused(f'job {job.id} is already complete, as {STATUS_NAMES[job.status]}')
 
 
 def find_assumed_end(context: Context, state: WorkflowState, job: JobState,
