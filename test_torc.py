@@ -28341,7 +28341,7 @@ class WatchTest(CommandTest):
 
     def test_what_is_not_away_but_refuses_is_not_waited_for_without_end(self):
         watch = types.SimpleNamespace(silent_at=time.monotonic() - 9, window_s=5.0, args={'once': False}, say=lambda *_: None, say_once=lambda *_: None,
-                                      session=types.SimpleNamespace(client=types.SimpleNamespace(will_go_on=True)))
+                                      session=types.SimpleNamespace(client=types.SimpleNamespace(travels=True)))
         torc.Supervision.on_no_answer(watch, torc.Unreachable('between two allocations'))
         self.assertRaises(torc.Conflict, torc.Supervision.on_no_answer, watch, torc.Conflict('another command has the database'))
 

@@ -9733,11 +9733,11 @@ def describe_claims(context: Context, run_id: int, chosen: Placement) -> Values:
 def describe_progress(context: Context, state: WorkflowState, node_id: int, is_denied: bool) -> Values:
     """What a runner shows, and what it needs to decide whether to stay. `is_denied`: it got no jobs."""
     is_over = is_complete(context, state.id)
-    counts = job_counts(context, state.id, is_exact=is_over)
-    unfinished = 0 if is_over else max(1, sum(counts[code] for code in NOT_DONE))
     # A blocked job waits for one of those that are ready or active, or for a decision.
     claimable = has_jobs(context, state.id, ACTIVE) or has_jobs(context, state.id, (READY,)) \
         and not (is_denied and is_last_node(context, state.id, node_id))
+    counts = job_counts(context, state.id, is_exact=not claimable)      # who leaves tells them
+    unfinished = 0 if is_over else max(1, sum(counts[code] for code in NOT_DONE))
     actions = context.value(
         f'SELECT count(*) FROM workflow_action WHERE workflow_id = ? AND NOT persistent AND {IS_FREE} '
         f"AND action_type = 'run_commands' AND {IS_GATED}", (state.id,))
