@@ -5368,7 +5368,7 @@ class Store(Statements):
         self.path = path
         self.file_path = os.path.abspath(path)  # of the database file; another one if `path` is in memory
         self.copies = None                  # type: Any  # the CopyWriter of a database that is served
-        self.snapshots = None               # type: Any  # the same as a SnapshotWriter, if it is in memory
+        self.snapshots = None               # type: Any  # the same, if the database is in memory
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
         prepare_files(path)
@@ -5390,7 +5390,8 @@ class Store(Statements):
 
     def close(self) -> None:
         """Give the database back, with everything in its main file."""
-        if self.lease is not None and is_refused(functools.partial(self.check_lease, True)):
+        is_on_disk = self.lease is not None and self.snapshots is None
+        if is_on_disk and is_refused(functools.partial(self.check_lease, True)):
             # Closed, SQLite would delete the log of who has the database now, by its name.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.connection))
         else:
@@ -12359,11 +12360,6 @@ def node_lives(hostname: str, pid: int, identity: str) -> Optional[bool]:
     return None if is_hidden else lives
 
 
-def list_of(value: Any) -> List[Any]:
-    """A list as it is, nothing as an empty one, anything else as what no check lets through."""
-    return value if isinstance(value, list) else [] if value is None else [None]
-
-
 def is_of_a_copy(database: str, state: Dict[str, Any]) -> bool:
     """Whether a state file came with a copy of a database: the one that it names is another file."""
     named, inode = state.get('database') or database, file_identity(database)[1]
@@ -12383,11 +12379,7 @@ def read_server_file(path: str) -> Optional[Dict[str, Any]]:
         return None
     except ValueError:
         found = None
-    words = [None]      # type: List[Any]
-    if isinstance(found, dict):
-        words = [found.get(key) or '' for key in ('token_file', 'fingerprint', 'database')]
-        words += [found.get('url'), *list_of(found.get('candidates'))]
-    if not all(isinstance(word, str) for word in words):
+    if not isinstance(found, dict) or not isinstance(found.get('url'), str):
         raise Denied(f'{path} is damaged: remove it')
     database, ending = os.path.splitext(path)
     return None if ending == '.connection' and is_of_a_copy(database, found) else found
@@ -12796,13 +12788,23 @@ def refuse_backup_target(store: Store, path: str) -> None:
 
 
 class CopyWriter:
-    """Writes copies of a database that is served, in the thread that has it, between transactions."""
+    """Writes copies of a database that is served, in the thread that has it, between transactions.
+
+    Backups as they are asked for; and of a database in memory snapshots to its file, at an interval, when
+    asked to, and at the end.
+    """
     BACKUPS_KEPT = 100      # that are asked about later
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, interval_s: float = math.inf,
+                 announce: Callable[[str], Any] = str) -> None:
         self.store = store
         self.backups = collections.deque(maxlen=self.BACKUPS_KEPT)      # type: Any
         self.ids = itertools.count(1)
+        self.interval_s = interval_s        # between snapshots; inf: it is not in memory
+        self.announce = announce            # gets a line for each snapshot
+        self.due_at = time.monotonic() + interval_s
+        self.saved = -1                     # Store.changes that the file holds
+        self.error = ''                     # why the last snapshot failed
 
     def ask_backup(self, path: str) -> Backup:
         """Copy the database to a file as soon as possible."""
@@ -12814,19 +12816,27 @@ class CopyWriter:
         self.backups.append(backup)
         return backup
 
-    def next_backup(self) -> Optional[Backup]:
-        """The backup that has waited longest."""
-        return next((backup for backup in self.backups if not backup.is_done), None)
+    def ask(self) -> None:
+        """Write a snapshot as soon as possible."""
+        self.due_at = -math.inf
 
     def next_at(self) -> float:
         """When to act; inf while there is nothing to do."""
-        return math.inf if self.next_backup() is None else -math.inf
+        return self.due_at if all(backup.is_done for backup in self.backups) else -math.inf
 
     def act(self, now: float) -> None:
         """Do what is due."""
-        backup = self.next_backup()
-        if backup is None:
-            return
+        backup = next((backup for backup in self.backups if not backup.is_done), None)
+        if backup is not None:
+            self.write_backup(backup)
+        if self.due_at <= now:
+            is_wanted = self.due_at == -math.inf or self.saved != self.store.changes
+            if is_wanted and self.write():
+                self.announce(f'TORC_SNAPSHOT_DONE={self.store.file_path}\n')
+            self.due_at = time.monotonic() + self.interval_s
+
+    def write_backup(self, backup: Backup) -> None:
+        """Write a copy that was asked for."""
         try:
             write_backup(self.store, backup.path)
             log.info('the database was copied to %s', backup.path)
@@ -12834,39 +12844,6 @@ class CopyWriter:
             backup.error = str(error)
             log.error('the database could not be copied to %s: %s', backup.path, error)
         backup.is_done = True
-
-
-class SnapshotWriter(CopyWriter):
-    """Writes snapshots of a database in memory to its file, too: at an interval, and when asked to."""
-
-    def __init__(self, store: Store, interval_s: float, announce: Callable[[str], Any]) -> None:
-        super().__init__(store)
-        self.interval_s = interval_s
-        self.announce = announce    # gets a line for each snapshot
-        self.due_at = time.monotonic() + interval_s
-        self.saved = -1             # Store.changes that the file holds
-        self.error = ''             # why the last one failed
-
-    def ask(self) -> None:
-        """Write a snapshot as soon as possible."""
-        self.due_at = -math.inf
-
-    def next_snapshot_at(self) -> float:
-        """When the next one is due; inf while nothing has changed."""
-        is_idle = self.due_at > -math.inf and self.saved == self.store.changes
-        return math.inf if is_idle else self.due_at
-
-    def next_at(self) -> float:
-        """The same, or when to see to backups."""
-        return min(super().next_at(), self.next_snapshot_at())
-
-    def act(self, now: float) -> None:
-        """Do what is due."""
-        super().act(now)
-        if self.next_snapshot_at() <= now:
-            if self.write():
-                self.announce(f'TORC_SNAPSHOT_DONE={self.store.file_path}\n')
-            self.due_at = time.monotonic() + self.interval_s
 
     def write(self) -> bool:
         """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
@@ -15463,8 +15440,8 @@ class Server:
 # files written that lead clients to it, and all of that undone in the opposite order at every end.
 
 START_DEADLINE_S = 30.0             # for an embedded server to answer
-HOLDER_PATIENCE_S = 180.0           # of a server in an allocation, with who still has its database
-HOLDER_PAUSE_S = 0.5
+HOLDER_PATIENCE_S = 60.0            # of a server in an allocation, with who still has its database
+HOLDER_PAUSE_S = 2.0
 MAX_LOG_BYTES = 10 * 2 ** 20        # of torc-server.log; LOGS_KEPT of them
 LOGS_KEPT = 5
 MAX_EMBEDDED_LOG_BYTES = 2 ** 19    # of an embedded server's log; two of them
@@ -15583,22 +15560,9 @@ def lease_wait_s(options: ServerOptions) -> float:
     return Lease.watch_s() if options.watches_lease else 0.0
 
 
-def last_change(database: str) -> float:
-    """When something was last written to a database, seconds since the epoch."""
-    times = [time.time()]
-    with contextlib.suppress(OSError):      # there is none yet; or no write-ahead log
-        times = [os.stat(database).st_mtime]
-        times.append(os.stat(database + '-wal').st_mtime)
-    return max(times)
-
-
 def await_database(options: ServerOptions) -> Store:
-    """The database to serve. In an allocation its former holder may need a while to be gone: it is awaited.
-
-    The file server of NFS version 4 keeps the locks of a host that has died for as long as its lease, mostly
-    90 s (RFC 8881, 8.3); and a runner may have started a server of its own meanwhile.
-    """
-    deadline, is_logged = time.monotonic() + (HOLDER_PATIENCE_S if options.travels else 0.0), False
+    """The database to serve. In an allocation, another process that still has it is awaited for a while."""
+    deadline = time.monotonic() + (HOLDER_PATIENCE_S if options.travels else 0.0)
     while True:
         try:
             return hold_database(options.database, options.takes_over, lease_wait_s(options),
@@ -15606,9 +15570,7 @@ def await_database(options: ServerOptions) -> Store:
         except Conflict as error:
             if time.monotonic() >= deadline:
                 raise
-            if not is_logged:
-                is_logged = True
-                log.warning('%s. Waiting for up to %g s for its end', error.message, HOLDER_PATIENCE_S)
+            log.warning('%s. Waiting for its end', error.message)
         time.sleep(HOLDER_PAUSE_S)
 
 
@@ -15616,7 +15578,6 @@ def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
                          announce: Callable[[str], Any]) -> Store:
     """The database to serve, until the stack ends."""
     in_memory = options.snapshot_interval_s is not None
-    changed_at = last_change(options.database)      # before it is opened, which may change it
     store = await_database(options)
     if store.lease is not None:
         stack.callback(store.lease.release)
@@ -15624,14 +15585,10 @@ def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
         stack.callback(remove_memory_directory, store)
     stack.callback(store.close)
     if in_memory:       # its file may be older than its last change
-        store.copies = store.snapshots = SnapshotWriter(store, options.snapshot_interval_s, announce)
+        store.copies = store.snapshots = CopyWriter(store, options.snapshot_interval_s, announce)
         stack.callback(store.snapshots.close)
         return store
     store.copies = CopyWriter(store)
-    count = store.value('SELECT count(*) FROM compute_node WHERE is_active = 1 AND lease_s IS NOT NULL')
-    if count:
-        log.info('this database was last changed at %s and not served since: the leases of %d compute nodes '
-                 'begin anew', format_time(changed_at), count)
     return store
 
 
