@@ -36,10 +36,10 @@ Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     9. API
     10. State files
     10a. Framing
-    10b. Connections
-    10c. Access
-    10d. Streams
-    10e. Bodies
+    10b. Access
+    10c. Streams
+    10d. Turns
+    10e. Connections
     10f. Server
     10g. Serving
     11a. Client
@@ -107,7 +107,7 @@ import functools
 import gc
 import glob
 import hashlib
-import hmac
+import heapq
 import html.parser
 import http.client
 import importlib
@@ -3111,6 +3111,15 @@ def silenced(test: unittest.TestCase) -> None:
     test.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
 
 
+def answer_request(service: Any, method: str, path: str, query: str, body: bytes, caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
+    """What a server of a service would answer, in a transaction of ours: (status, value)."""
+    try:
+        call = torc.parse_call(method, path, query, body)
+    except torc.TorcError as error:
+        return torc.answer_failure(error, path)
+    return torc.answer_call(service, call, caller, is_owner)
+
+
 class FreeStore(torc.Store):
     """A store on which a test may change something between the transactions of verbs."""
 
@@ -3153,7 +3162,7 @@ class ServiceTest(unittest.TestCase):
     def ask(self, method: str, path: str, body: Any = None, query: str = '', caller: str = 'tester', is_owner: bool = True) -> Tuple[int, Any]:
         data = body if isinstance(body, bytes) else b'' if body is None else json.dumps(body).encode()
         with self.service.transaction():
-            return torc.answer_request(self.service, method, torc.API_PREFIX + path, query, data, caller, is_owner)
+            return answer_request(self.service, method, torc.API_PREFIX + path, query, data, caller, is_owner)
 
     def create(self, jobs: str, **more: Any) -> int:
         """A workflow from lines 'name: prerequisites'; a name ending in ! does not mind failures. Initialized."""
@@ -4665,7 +4674,7 @@ class ApplySpecTest(ServiceTest):
         for caller, spec, wanted in (('u', self.spec(access_groups=['g']), 200), ('eve', self.SPEC, 403)):
             with self.service.transaction():
                 path = f'{torc.API_PREFIX}/workflows/{workflow_id}/apply_spec'
-                status, value = torc.answer_request(self.service, 'POST', path, '', json.dumps(self.plan(spec)).encode(), caller, False)
+                status, value = answer_request(self.service, 'POST', path, '', json.dumps(self.plan(spec)).encode(), caller, False)
             self.assertEqual(wanted, status, value)
         self.assertEqual(['g'], self.call('get_workflow', id=workflow_id)['access_groups'])
 
@@ -5569,7 +5578,7 @@ class ExplanationTest(ScenarioTest):
         query, path = '&'.join(f'ids={workflow_id}' for workflow_id in ids), torc.API_PREFIX + '/workflow_statuses'
         with self.service.transaction():
             for caller, is_owner, seen in (('ann', False, ids[:1]), ('eve', False, ids[1:]), ('ann', True, ids)):
-                found = torc.answer_request(self.service, 'GET', path, query, b'', caller, is_owner)
+                found = answer_request(self.service, 'GET', path, query, b'', caller, is_owner)
                 self.assertEqual((200, {'statuses': {str(number): 'uninitialized' for number in seen}}), found)
 
 
@@ -6437,8 +6446,8 @@ class UpdatesTest(ServiceTest):
         described = [item for item in updates if not isinstance(item, int)]
         self.assertEqual((101, [workflow_id] * 903, 'workflow_completed'), (len(described), updates[100:-1], described[-1].event_type))
         feeds = torc.Feeds()
-        feed = feeds.join(workflow_id, None)
-        feeds.add_updates(updates)
+        with feeds.reading(workflow_id) as feed:
+            feeds.add_updates(updates)
         self.assertIn(b'event: warning\ndata: {"dropped":903}', feed.events[-1][1])
 
 
@@ -7296,8 +7305,8 @@ class ApiTest(ServiceTest):
 
     def test_a_refused_request_leaves_the_others_of_its_turn_alone(self):
         with self.service.transaction():
-            first = torc.answer_request(self.service, 'POST', torc.API_PREFIX + '/workflows', '', b'{"name": "w", "user": "u"}')
-            torc.answer_request(self.service, 'POST', torc.API_PREFIX + '/workflows/from_spec', '',
+            first = answer_request(self.service, 'POST', torc.API_PREFIX + '/workflows', '', b'{"name": "w", "user": "u"}')
+            answer_request(self.service, 'POST', torc.API_PREFIX + '/workflows/from_spec', '',
                                 b'{"workflow": {"name": "x", "user": "u"}}')
         self.assertEqual(200, first[0])
         self.assertEqual(['w'], self.store.ids('SELECT name FROM workflow'))
@@ -7382,7 +7391,7 @@ class ApiTest(ServiceTest):
         self.assertNotIn('git_hash', self.good('GET', '/version'))
         for caller, status in (('root', 404), ('ann', 403)):
             with self.service.transaction():
-                answer = torc.answer_request(self.service, 'GET', torc.API_PREFIX + '/files/999', '', b'', caller, False)
+                answer = answer_request(self.service, 'GET', torc.API_PREFIX + '/files/999', '', b'', caller, False)
             self.assertEqual(status, answer[0], answer)
 
     def test_words_that_clients_look_for_are_said(self):
@@ -7881,7 +7890,7 @@ class SqlTest(LiveTest):
     def ask(self, method: str, path: str, body: Any = None, query: str = '') -> Tuple[int, Any]:
         """Ask, and take it all back."""
         with contextlib.suppress(LookupError), self.service.transaction():
-            answer = torc.answer_request(self.service, method, torc.API_PREFIX + path, query, body, 'tester')
+            answer = answer_request(self.service, method, torc.API_PREFIX + path, query, body, 'tester')
             raise LookupError
         return answer
 
@@ -9136,30 +9145,45 @@ class FramingTest(unittest.TestCase):
 class SignerTest(unittest.TestCase):
     """Signatures of requests and answers."""
 
-    def test_a_signature_is_the_hmac_of_its_words_with_a_key_of_token_and_nonces(self) -> None:
-        signer = torc.Signer(b'T' * 43, 'challenge', 'nonce', 'id')
-        key = hmac.new(b'T' * 43, b'torc.py session challenge nonce id', 'sha256').digest()
-        digest = hashlib.sha256(b'body').hexdigest()
-        expected = hmac.new(key, f'request\n1\n{digest}\nPOST\n/x?y'.encode(), 'sha256').hexdigest()
-        self.assertEqual(f'Torc-HMAC {digest} {expected}', signer.sign_request('POST', '/x?y', b'body'))
-        self.assertEqual(hmac.new(b'T' * 43, b'torc.py server challenge nonce id', 'sha256').hexdigest(), signer.proof)
+    def setUp(self) -> None:
+        self.ours, self.theirs = torc.Signer(b'T' * 43, 'id', torc.uptime_s()), torc.SignedRequests(b'T' * 43, 'id')
 
-    def test_both_ends_agree_as_long_as_nothing_is_altered_left_out_or_repeated(self) -> None:
-        ours, theirs = (torc.Signer(b'T' * 43, 'challenge', 'nonce', 'id') for _ in range(2))
-        first, second = (ours.sign_request('GET', f'/{number}?', b'') for number in range(2))
-        self.assertEqual('', theirs.check_request(second, 'GET', '/1?'))
-        for method, target, value in (('PUT', '/0?', first), ('GET', '/0?a', first), ('GET', '/1?', first),
-                                      ('GET', '/0?', first[:-1]), ('GET', '/0?', '')):
-            self.assertEqual('', theirs.check_request(value, method, target))
-        self.assertEqual(hashlib.sha256(b'').hexdigest(), theirs.check_request(first, 'GET', '/0?'))
-        self.assertEqual('', theirs.check_request(first, 'GET', '/0?'))
-        self.assertNotEqual(theirs.sign_answer(200, b'x'), ours.sign_answer(200, b'x'))     # ours has asked twice
-        self.assertTrue(theirs.check_request(second, 'GET', '/1?'))
-        self.assertEqual(theirs.sign_answer(200, b'x'), ours.sign_answer(200, b'x'))
-        self.assertNotEqual(theirs.sign_answer(200, b'x'), theirs.sign_answer(404, b'x'))
-        self.assertNotEqual(theirs.sign_piece(b'x'), theirs.sign_piece(b'x'))
-        for words in (('other', 'nonce', 'id'), ('challenge', 'other', 'id'), ('challenge', 'nonce', 'other')):
-            self.assertNotEqual(ours.proof, torc.Signer(b'T' * 43, *words).proof)
+    def test_both_ends_agree_and_a_request_is_known_once(self) -> None:
+        signed = self.ours.sign_request('POST', '/x?y', b'body')
+        nonce, digest = self.theirs.check(signed, 'POST', '/x?y')
+        self.assertEqual((self.ours.nonce, hashlib.sha256(b'body').hexdigest()), (nonce, digest))
+        self.assertEqual(torc.sign_answer(b'T' * 43, nonce, 200, b'x'), self.ours.sign_answer(200, b'x'))
+        for status, body in ((404, b'x'), (200, b'')):
+            self.assertNotEqual(torc.sign_answer(b'T' * 43, nonce, 200, b'x'), self.ours.sign_answer(status, body))
+        self.assertRaisesRegex(torc.Denied, 'sent before', self.theirs.check, signed, 'POST', '/x?y')
+
+    def test_what_was_altered_is_late_or_for_another_server_is_refused(self) -> None:
+        signed = self.ours.sign_request('GET', '/x?', b'')
+        scheme, clock, nonce, digest, mac = signed.split()
+        rows = [(words, method, target) for words, method, target in (
+            (signed, 'PUT', '/x?'), (signed, 'GET', '/x?a'), (signed[:-1], 'GET', '/x?'), ('', 'GET', '/x?'), (signed + ' ', 'GET', '/x?'),
+            (' '.join([scheme, str(int(clock) + 1), nonce, digest, mac]), 'GET', '/x?'),
+            (' '.join([scheme, clock, '0' * 32, digest, mac]), 'GET', '/x?'), (' '.join([scheme, clock, nonce, '0' * 64, mac]), 'GET', '/x?'),
+            (torc.Signer(b'T' * 43, 'id', torc.uptime_s() - 310).sign_request('GET', '/x?', b''), 'GET', '/x?'),
+            (torc.Signer(b'T' * 43, 'id', torc.uptime_s() + 310).sign_request('GET', '/x?', b''), 'GET', '/x?'),
+            (torc.Signer(b'T' * 43, 'other', torc.uptime_s()).sign_request('GET', '/x?', b''), 'GET', '/x?'),
+            (torc.Signer(b'U' * 43, 'id', torc.uptime_s()).sign_request('GET', '/x?', b''), 'GET', '/x?'))]
+        for row in rows:
+            with self.subTest(row):
+                self.assertRaisesRegex(torc.Denied, 'altered on its way', self.theirs.check, *row)
+        self.theirs.check(signed, 'GET', '/x?')
+
+    def test_a_nonce_is_remembered_as_long_as_its_time_is_accepted(self) -> None:
+        now = torc.uptime_s()
+        with unittest.mock.patch.object(torc, 'uptime_s', lambda: now):
+            early = torc.Signer(b'T' * 43, 'id', now + 299)
+            signed = early.sign_request('GET', '/x?', b'')
+            self.theirs.check(signed, 'GET', '/x?')
+            now += 598
+            self.assertRaisesRegex(torc.Denied, 'sent before', self.theirs.check, signed, 'GET', '/x?')
+            now += 3
+            self.theirs.check(self.ours.sign_request('GET', '/x?', b''), 'GET', '/x?')
+            self.assertEqual([self.ours.nonce], list(self.theirs.nonces))
 
 
 class TlsFilesTest(WorldTest):
@@ -9196,153 +9220,12 @@ class TlsFilesTest(WorldTest):
         self.assertRaisesRegex(torc.BadInput, 'is encrypted: `openssl pkey', torc.open_tls, good.certificate, self.world.path('secret.pem'))
 
 
-# ======== 10b. Connections ========
+# ======== 10b. Access ========
 
-class CountingStore:
-    """A store that counts its transactions, and may fail at their ends."""
+def login(user: str, password: str) -> str:
+    """An Authorization field."""
+    return 'Basic ' + base64.b64encode(f'{user}:{password}'.encode()).decode()
 
-    def __init__(self, store: Any) -> None:
-        self.store, self.writes, self.reads, self.failures = store, 0, 0, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
-
-    @contextlib.contextmanager
-    def transaction(self) -> Iterator[None]:
-        """As the store's, but failures go first."""
-        with self.store.transaction():
-            yield
-            self.writes += 1
-            if self.failures:
-                self.failures -= 1
-                raise sqlite3.OperationalError('database or disk is full')
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """As the store's."""
-        with self.store.reading():
-            yield
-            self.reads += 1
-
-
-class PartsOfServerTest(WorldTest):
-    """Parts of a server, without one."""
-
-    def test_connections_are_read_in_their_states_and_end_in_time(self) -> None:
-        connections, listener = self.open_connections()
-        got = []    # type: List[Tuple[str, Any]]
-        connections.on_received = lambda one: got.append(('received', bytes(one.received)))
-        connections.on_error = lambda one, error: got.append(('error', error.http))
-        connections.on_closed = lambda one: got.append(('closed', one.state.name))
-        for state in torc.CONNECTION_STATES[2:]:
-            for sent in (b'', b'GET'):
-                with self.subTest(state=state.name, sent=sent), socket.create_connection(listener.getsockname(), 10) as client:
-                    connections.accept()
-                    (connection,) = connections.all
-                    connection.state, connection.received = state, bytearray(sent)
-                    client.sendall(b'x')
-                    self.world.wait(lambda: torc.select_readable(connection.socket), 10, 'what was sent')
-                    connections.on_ready(connection, selectors.EVENT_READ)
-                    self.assertEqual([('received', sent + b'x')] if state.on_data == 'keep' else [], got)
-                    connection.received = bytearray(sent)
-                    connections.on_clock(time.monotonic() + torc.CLIENT_DEADLINE_S + 1)
-                    is_refused = bool(sent) and state.at_deadline == 'refuse'
-                    self.assertEqual(('error', 408) if is_refused else ('closed', state.name), got[-1])
-                    connections.close(connection)
-                    del got[:]
-        self.assertEqual((set(), {}), (connections.all, connections.unauthenticated))
-
-    def open_connections(self) -> Tuple[Any, socket.socket]:
-        """Connections to a listener that no server has, and the listener."""
-        selector, listener = selectors.DefaultSelector(), torc.open_listener('127.0.0.1', 0, True)
-        self.addCleanup(selector.close)
-        listener.setblocking(False)
-        connections = torc.Connections(selector, listener, None, torc.Traffic(time.time))
-        self.addCleanup(connections.close_all)
-        return connections, listener
-
-    def test_what_is_sent_waits_for_its_client_and_is_ended_in_order(self) -> None:
-        connections, listener = self.open_connections()
-        connections.on_sent = lambda one: one.unsent or connections.finish(one)
-        with socket.create_connection(listener.getsockname(), 10) as client:
-            connections.accept()
-            (connection,) = connections.all
-            connection.state = torc.CLOSING
-            connections.deliver(connection, b'x' * 10 ** 7)
-            self.assertEqual((True, torc.CLOSING, selectors.EVENT_WRITE),
-                             (bool(connection.unsent), connection.state, connection.mask))
-            count, deadline = 0, time.monotonic() + 10
-            while count < 10 ** 7 and time.monotonic() < deadline:
-                count += len(client.recv(2 ** 20))
-                for key, mask in connections.selector.select(0):
-                    key.data(mask)
-            self.assertEqual((10 ** 7, torc.DRAINING, b''), (count, connection.state, client.recv(1)))
-
-    def test_who_asks_is_judged_by_the_head_alone(self) -> None:
-        token, challenge = 'T' * 43, '/healthz?challenge=abc'
-        users = torc.Users(self.world.write('users', 'ann:' + torc.hash_password(b'open-sesame', 4)), 60.0)
-        login = PasswordServerTest.login
-        rows = (    # users, lets anonymous, target, authorization -> name or None, is owner, signed, refused late, to be checked
-            (None,  False, '/x',       f'Bearer {token}',          ('tester', True, False, False, False)),
-            (None,  False, '/x',       '',                         None),
-            (None,  False, '/x',       'Bearer wrong',             (torc.ANONYMOUS, False, False, True, False)),
-            (None,  False, '/healthz', '',                         ('tester', True, False, False, False)),
-            (None,  False, challenge,  '',                         ('tester', True, True, False, False)),
-            (users, False, '/x',       f'Bearer {token}',          ('tester', True, False, False, False)),
-            (users, False, '/x',       '',                         None),
-            (users, True,  '/x',       '',                         (torc.ANONYMOUS, False, False, False, False)),
-            (users, True,  '/x',       'Bearer wrong',             (torc.ANONYMOUS, False, False, True, False)),
-            (users, False, '/x',       login('ann', 'sesame'),     ('ann', False, False, False, True)),
-        )
-        with unittest.mock.patch.object(torc, 'user_name', lambda: 'tester'):
-            for known, anonymous, target, authorization, expected in rows:
-                with self.subTest(target=target, authorization=authorization, users=bool(known), anonymous=anonymous):
-                    policy = torc.AccessPolicy(token, users=known, lets_anonymous=anonymous)
-                    access = torc.Authenticator(policy, 'id')
-                    head = torc.parse_head(http_request(path=target, authorization=authorization).partition(b'\r\n\r\n')[0])
-                    if expected is None:
-                        self.assertRaises(torc.Denied, access.identify, head, None, 0.0)
-                        continue
-                    found = access.identify(head, None, 0.0)
-                    self.assertEqual(expected, (found.user, found.is_owner, found.signer is not None,
-                                                bool(found.refusal), found.login is not None))
-
-    def test_a_signed_request_is_known_once_and_its_sender_is_the_owner(self) -> None:
-        access = torc.Authenticator(torc.AccessPolicy('T' * 43), 'id')
-        asked = access.identify(torc.parse_head(b'GET /healthz?challenge=abc HTTP/1.1'), None, 0.0)
-        self.assertEqual(asked.signer.proof, asked.proof['signed_proof'])
-        ours = torc.Signer(b'T' * 43, 'abc', asked.proof['nonce'], 'id')
-        signed = ours.sign_request('POST', '/x?', b'body')
-        head = torc.parse_head(f'POST /x HTTP/1.1\r\nauthorization: {signed}'.encode())
-        found = access.identify(head, asked.signer, 0.0)
-        self.assertEqual((True, hashlib.sha256(b'body').hexdigest(), asked.signer), (found.is_owner, found.digest, found.signer))
-        again = access.identify(head, asked.signer, 0.0)
-        self.assertEqual((None, 'the request was altered on its way, or sent before'), (again.signer, again.refusal))
-
-    def test_a_static_answer_is_one_row(self) -> None:
-        page = torc.StaticAnswer('text/html; charset=utf-8', False, lambda request: b'<!doctype html>')
-        server = ServerThread(self.world.path('torc.db'), 'T' * 43)
-        self.addCleanup(server.stop)
-        with unittest.mock.patch.dict(torc.STATIC_ANSWERS, {'/': page}):
-            answer = server.ask(http_request(path='/', authorization='Bearer ' + 'T' * 43))
-            self.assertEqual([401], statuses(server.ask(http_request(path='/'))))
-            self.assertEqual([404], statuses(server.ask(http_request('POST', '/', authorization='Bearer ' + 'T' * 43))))
-        self.assertIn(b'\r\ncontent-type: text/html; charset=utf-8\r\n', answer)
-        self.assertTrue(answer.endswith(b'\r\n\r\n<!doctype html>'))
-
-    def test_a_reader_of_a_feed_gets_what_it_has_not_had(self) -> None:
-        feed = torc.Feed(1)
-        head = torc.parse_head(b'GET /x HTTP/1.1')
-        start = torc.StreamStart(b'', torc.Subscription(1, 1), torc.Request(head, b'', torc.Identity('tester', True)))
-        reader = torc.StreamReader(feed, start, b'')
-        self.assertEqual(b'', reader.take())
-        for number, severity in enumerate((0, 1, 2)):
-            feed.add(severity, 'event', number)
-        self.assertEqual([b'1', b'2'], re.findall(rb'data: (\d)', reader.take()))
-        self.assertEqual(b'', reader.take())
-
-
-# ======== 10c. Access ========
 
 class AccessTest(unittest.TestCase):
     """Who may ask, decided on a head alone."""
@@ -9353,10 +9236,10 @@ class AccessTest(unittest.TestCase):
         head = torc.parse_head(http_request(method, path, **fields)[:-4])
         try:
             torc.check_sender(head, {'127.0.0.1', '::1', 'localhost', 'node1'})
-            found = torc.Authenticator(torc.AccessPolicy(token), 'id').identify(head, None, 0.0)
+            torc.Authenticator(torc.AccessPolicy(token), 'id').identify(head)
         except torc.TorcError as error:
             return error.http
-        return 401 if found.refusal else 200
+        return 200
 
     def test_the_token_opens_as_bearer_and_as_password_of_anybody(self) -> None:
         basic = base64.b64encode(f'anybody:{self.TOKEN}'.encode()).decode()
@@ -9395,48 +9278,81 @@ class AccessTest(unittest.TestCase):
                 self.assertEqual(status, self.verdict(token='', **fields))
 
 
+    def test_who_asks_is_judged_by_the_head_alone(self) -> None:
+        users = unittest.mock.Mock()
+        rows = (    # users, lets anonymous, target, authorization -> name or None, is owner, has a proof
+            (None,  False, '/x',                     f'Bearer {self.TOKEN}', ('tester', True, False)),
+            (None,  False, '/x',                     '',                     None),
+            (None,  False, '/x',                     'Bearer wrong',         None),
+            (None,  False, '/healthz',               '',                     ('tester', True, False)),
+            (None,  False, '/healthz?challenge=abc', '',                     ('tester', True, True)),
+            (users, False, '/x',                     f'Bearer {self.TOKEN}', ('tester', True, False)),
+            (users, False, '/x',                     '',                     None),
+            (users, True,  '/x',                     '',                     (torc.ANONYMOUS, False, False)),
+            (users, True,  '/x',                     'Bearer wrong',         None),
+            (users, False, '/x',                     login('ann', 'sesame'), ('ann', False, False)),
+        )
+        with unittest.mock.patch.object(torc, 'user_name', lambda: 'tester'):
+            for known, anonymous, target, authorization, expected in rows:
+                with self.subTest(target=target, authorization=authorization, users=bool(known), anonymous=anonymous):
+                    access = torc.Authenticator(torc.AccessPolicy(self.TOKEN, users=known, lets_anonymous=anonymous), 'id')
+                    head = torc.parse_head(http_request(path=target, authorization=authorization)[:-4])
+                    if expected is None:
+                        self.assertRaises(torc.Denied, access.identify, head)
+                    else:
+                        found = access.identify(head)
+                        self.assertEqual(expected, (found.user, found.is_owner, found.proof is not None))
+        users.check.assert_called_once_with('ann', b'sesame')
+
+
 class TokenServerTest(WorldTest):
     """A server with a token."""
 
     def setUp(self) -> None:
         super().setUp()
+        silenced(self)
         self.token = 'abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG'
         self.server = ServerThread(self.world.path('torc.db'), self.token)
         self.addCleanup(self.server.stop)
 
     def test_nothing_is_answered_without_it_on_any_route_and_method(self) -> None:
         paths = [torc.API_PREFIX + re.sub(r'\{\w+\}', '1', route.path) for route in torc.ROUTES] + ['/', '/nowhere', torc.API_PREFIX]
-        with contextlib.ExitStack() as stack:
-            for path in paths:
-                for method in ('GET', 'POST', 'PUT', 'DELETE', 'HEAD', 'OPTIONS', 'PATCH'):
-                    client = stack.enter_context(self.server.connect())
-                    client.sendall(http_request(method, path))
-                    answer = read_all(client)
-                    self.assertEqual([401], statuses(answer), (method, path))
-                    client.close()
+        for path in paths:
+            for method in ('GET', 'POST', 'PUT', 'DELETE', 'HEAD', 'OPTIONS', 'PATCH'):
+                answer = self.server.ask(http_request(method, path))
+                self.assertEqual([401], statuses(answer), (method, path))
         self.assertIn(b'\r\nwww-authenticate: Basic', answer)
         self.assertNotIn(b'access-control', answer.lower())
         self.assertEqual([200], statuses(self.server.ask(http_request(authorization=f'Bearer {self.token}'))))
 
-    def test_an_unauthenticated_body_is_not_waited_for(self) -> None:
-        with self.server.connect() as client:
-            client.sendall(http_request('POST', '/torc-service/v1/workflows', content_length='1000'))
-            self.assertEqual([401], statuses(read_all(client)))
-
-    def test_healthz_takes_no_body_from_anybody(self) -> None:
-        for method in ('GET', 'POST'):
+    def test_a_body_is_not_waited_for_from_the_unknown_nor_at_healthz(self) -> None:
+        for path, status in (('/torc-service/v1/workflows', 401), ('/healthz', 413)):
             with self.server.connect() as client:
-                client.sendall(http_request(method, '/healthz', content_length='100000'))
-                self.assertEqual([413], statuses(read_all(client)))
-        self.assertEqual(set(), self.server.server.bodies.spools)
+                client.sendall(http_request('POST', path, content_length='1000'))
+                self.assertEqual([status], statuses(read_all(client)))
 
     def test_healthz_is_free_and_proves_who_it_is(self) -> None:
         self.assertTrue(self.server.ask(http_request(path='/healthz')).endswith(b'\r\n\r\n{"status":"ok"}'))
         answer = self.server.ask(http_request(path='/healthz?challenge=abc', host='127.0.0.1:99'))
         said = json.loads(answer.partition(b'\r\n\r\n')[2].decode())
-        self.assertEqual(torc.Signer(self.token.encode(), 'abc', said['nonce'], said['server_id']).proof, said['signed_proof'])
-        again = json.loads(self.server.ask(http_request(path='/healthz?challenge=abc')).partition(b'\r\n\r\n')[2].decode())
-        self.assertEqual((said['server_id'], False), (again['server_id'], said['nonce'] == again['nonce']))
+        self.assertEqual(torc.sign_proof(self.token.encode(), 'abc', said['server_id'], said['clock']), said['signed_proof'])
+        self.assertLess(abs(torc.uptime_s() - said['clock']), 60)
+
+    def test_a_signed_request_is_carried_out_once_and_its_answer_is_signed(self) -> None:
+        signer, body = torc.Signer(self.token.encode(), self.server.server.id, torc.uptime_s()), b'{"name":"w","user":"u"}'
+
+        def ask(field: str, sent: bytes) -> Tuple[List[int], bytes, bool]:
+            answer = self.server.ask(http_request('POST', '/torc-service/v1/workflows', sent, authorization=field))
+            head, _, said = answer.partition(b'\r\n\r\n')
+            return statuses(answer), said, f'torc-signature: {signer.sign_answer(statuses(answer)[0], said)}'.encode() in head
+        first = signer.sign_request('POST', '/torc-service/v1/workflows?', body)
+        self.assertEqual(([200], True), ask(first, body)[::2])
+        self.assertEqual(([401], False), ask(first, body)[::2])     # once more
+        altered = ask(signer.sign_request('POST', '/torc-service/v1/workflows?', body), body.replace(b'w', b'x'))
+        self.assertEqual(([401], True, False), (altered[0], b'not the one that was signed' in altered[1], altered[2]))
+        signed = signer.sign_request('GET', '/torc-service/v1/workflows?', b'')
+        answer = self.server.ask(http_request(path='/torc-service/v1/workflows', authorization=signed))
+        self.assertEqual(1, json.loads(answer.partition(b'\r\n\r\n')[2].decode())['total_count'])
 
 
 # Lines of password files that other programs made. The password of all but the last is U*U.
@@ -9546,36 +9462,31 @@ class PasswordFileTest(WorldTest):
 class PasswordServerTest(WorldTest):
     """A server with a password file beside its token."""
     TOKEN = 'abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG'
+    LIST = '/torc-service/v1/workflows'
 
     def setUp(self) -> None:
         super().setUp()
         silenced(self)
-        self.addCleanup(setattr, torc, 'WRONG_PASSWORD_S', torc.WRONG_PASSWORD_S)
-        self.addCleanup(setattr, torc, 'matches_password', torc.matches_password)
-        torc.WRONG_PASSWORD_S = 0.05
+        self.set_constant('WRONG_PASSWORD_S', 0.05)
+        self.set_constant('matches_password', torc.matches_password)
         self.path = self.world.write('users', ''.join(f'{user}:{torc.hash_password(password, 4)}\n' for user, password in (('ann', b'open-sesame'), ('bob', b'long:enough'))))
         self.start()
 
     def start(self, known_s: float = 60.0, **how: Any) -> None:
         """Serve."""
-        self.server = ServerThread(self.world.path(f'{len(os.listdir(self.world.directory))}.db'), self.TOKEN,
-                                   users=torc.Users(self.path, known_s), **how)
+        self.users = torc.Users(self.path, known_s)
+        self.server = ServerThread(self.world.path(f'{len(os.listdir(self.world.directory))}.db'), self.TOKEN, users=self.users, **how)
         self.addCleanup(self.server.stop)
 
-    @staticmethod
-    def login(user: str, password: str) -> str:
-        """An Authorization field."""
-        return 'Basic ' + base64.b64encode(f'{user}:{password}'.encode()).decode()
-
-    def ask(self, authorization: str, method: str = 'GET', path: str = '/torc-service/v1/workflows', body: bytes = b'') -> bytes:
+    def ask(self, authorization: str, method: str = 'GET', path: str = LIST, body: bytes = b'') -> bytes:
         """The answer to one request."""
-        with self.server.connect() as client:
-            client.sendall(http_request(method, path, body, authorization=authorization, connection='close'))
-            return read_all(client)
+        return self.server.ask(http_request(method, path, body, authorization=authorization))
 
-    def parked(self) -> int:
-        """How many clients wait for what comes of their password."""
-        return sum(len(attempt.clients) for attempt in list(self.server.server.logins.checks.values()))
+    def begin(self, stack: contextlib.ExitStack, user: str, password: str) -> socket.socket:
+        """A client that has shown a password."""
+        client = stack.enter_context(self.server.connect())
+        client.sendall(http_request(authorization=login(user, password)))
+        return client
 
     def hold_checks(self) -> Any:
         """From now on every check waits for the event that is returned, and is counted in self.checks."""
@@ -9591,146 +9502,58 @@ class PasswordServerTest(WorldTest):
 
     @slow
     def test_who_is_let_in(self) -> None:
-        for authorization, status in ((self.login('ann', 'open-sesame'), 200),
-                                      (self.login('bob', 'long:enough'), 200),
-                                      (self.login('ann', 'open-sesam'), 401),
-                                      (self.login('ann', ''), 401), (self.login('ann', 'open-sesame '), 401),
-                                      (self.login('Ann', 'open-sesame'), 401),
-                                      (self.login('nobody', 'open-sesame'), 401),
-                                      (self.login('', 'open-sesame'), 401), ('Basic ???', 401), ('', 401),
-                                      (f'Bearer {self.TOKEN}', 200), (self.login('x', self.TOKEN), 200),
+        for authorization, status in ((login('ann', 'open-sesame'), 200), (login('bob', 'long:enough'), 200), (login('ann', 'open-sesam'), 401),
+                                      (login('ann', ''), 401), (login('ann', 'open-sesame '), 401), (login('Ann', 'open-sesame'), 401),
+                                      (login('nobody', 'open-sesame'), 401), (login('', 'open-sesame'), 401), ('Basic ???', 401), ('', 401),
+                                      (f'Bearer {self.TOKEN}', 200), (login('x', self.TOKEN), 200),
                                       ('Bearer open-sesame', 401), (f'Bearer {self.TOKEN[1:]}', 401),
-                                      (self.login('ann', 'open-sesame\0'), 401), ('Basic ' + base64.b64encode(b'\xff:\xff').decode(), 401)):
+                                      (login('ann', 'open-sesame\0'), 401), ('Basic ' + base64.b64encode(b'\xff:\xff').decode(), 401)):
             with self.subTest(authorization=authorization):
                 answer = self.ask(authorization)
-                self.assertEqual([status], statuses(answer))
-                self.assertEqual(status == 401, b'www-authenticate: Basic' in answer)
-        self.assertEqual([200], statuses(self.ask(self.login('ann', 'wrong'), path='/healthz')))
-
-    def test_no_route_and_no_method_is_open(self) -> None:
-        paths = [torc.API_PREFIX + re.sub(r'\{\w+\}', '1', route.path) for route in torc.ROUTES] + ['/', '/nowhere']
-        for path in paths:
-            for method in ('GET', 'POST', 'HEAD', 'OPTIONS', 'BREW'):
-                self.assertEqual([401], statuses(self.ask('', method, path)), (method, path))
+                self.assertEqual(([status], status == 401), (statuses(answer), b'www-authenticate: Basic' in answer))
+        self.assertEqual([200], statuses(self.ask(login('ann', 'wrong'), path='/healthz')))
+        self.start(lets_anonymous=True, enforces_access=True)
+        for authorization, status in (('', 200), (login('ann', 'wrong'), 401), ('Bearer wrong', 401), ('Basic ???', 401)):
+            self.assertEqual([status], statuses(self.ask(authorization)), authorization)     # what is wrong is not anonymous
+        self.assertEqual([403], statuses(self.ask('', 'POST', body=b'{"name":"w","user":"ann"}')))
+        self.assertEqual([403], statuses(self.ask('', 'POST', '/torc-service/v1/admin/reload-auth')))
 
     def test_workflows_belong_to_who_has_logged_in(self) -> None:
-        self.start(enforces_access=True)
-        for enforces in (True, False):
+        ann, bob = login('ann', 'open-sesame'), login('bob', 'long:enough')
+        for enforces in (False, True):
             self.start(enforces_access=enforces)
-            answer = self.ask(self.login('bob', 'long:enough'), 'POST', body=b'{"name":"w","user":"ann"}')
+            answer = self.ask(bob, 'POST', body=b'{"name":"w","user":"ann"}')
             self.assertEqual(([403], True), (statuses(answer), b'in the name of ann' in answer))
-        self.start(enforces_access=True)
-        answer = self.ask(self.login('bob', 'long:enough'), 'POST', body=b'{"name":"w","user":"bob"}')
-        self.assertIn(b'"user":"bob"', answer)
-        answer = self.ask(self.login('bob', 'long:enough'), 'PUT', '/torc-service/v1/workflows/1', b'{"user":"ann"}')
-        self.assertEqual([403], statuses(answer))
-        self.assertEqual([403], statuses(self.ask(self.login('ann', 'open-sesame'), path='/torc-service/v1/workflows/1')))
-        self.assertEqual([200], statuses(self.ask(f'Bearer {self.TOKEN}', path='/torc-service/v1/workflows/1')))
-        self.assertEqual([403], statuses(self.ask(self.login('bob', 'long:enough'), 'POST', '/torc-service/v1/admin/reload-auth')))
-
-    def test_a_stream_ends_when_what_let_its_reader_in_was_taken_away(self) -> None:
-        self.start(enforces_access=True)
-        self.addCleanup(setattr, torc, 'KEEP_ALIVE_S', torc.KEEP_ALIVE_S)
-        torc.KEEP_ALIVE_S = 0.05
-        owner, bob = f'Bearer {self.TOKEN}', self.login('bob', 'long:enough')
-
-        def ask(method: str, path: str, body: str = '') -> None:
-            self.assertEqual([200], statuses(self.ask(owner, method, torc.API_PREFIX + path, body.encode())))
-        ask('POST', '/workflows', '{"name":"w","user":"ann"}')
-        ask('POST', '/access_groups', '{"name":"g"}')
-        ask('POST', '/access_groups/2/members', '{"user_name":"bob"}')
-        ask('POST', '/workflows/1/access_groups/2')
-        changed = self.world.read('users').replace('bob:', f"bob:{torc.hash_password(b'another one', 4)}\n# ")
-        for take in (lambda: self.world.write('users', changed) and ask('POST', '/admin/reload-auth'),
-                     lambda: ask('DELETE', '/access_groups/2/members/bob')):
-            readers = [Reader(self.server.port, '/workflows/1/events/stream', authorization=field) for field in (owner, bob)]
-            for reader in readers:
-                self.addCleanup(reader.close)
-                reader.until(b':\n\n')
-            take()
-            self.assertTrue(readers[1].has_ended())
-            readers[0].data = b''
-            readers[0].until(b':\n\n')     # as before
-            bob = self.login('bob', 'another one')
+        self.assertIn(b'"user":"bob"', self.ask(bob, 'POST', body=b'{"name":"w","user":"bob"}'))
+        for who, method, path, body, status in ((bob, 'PUT', '/workflows/1', b'{"user":"ann"}', 403), (ann, 'GET', '/workflows/1', b'', 403),
+                                                (f'Bearer {self.TOKEN}', 'GET', '/workflows/1', b'', 200), (bob, 'POST', '/admin/reload-auth', b'', 403)):
+            self.assertEqual([status], statuses(self.ask(who, method, torc.API_PREFIX + path, body)), path)
 
     def test_a_right_password_is_checked_once_and_a_wrong_one_each_time(self) -> None:
         self.hold_checks().set()
         for _ in range(3):
-            self.ask(self.login('ann', 'open-sesame'))
-            self.ask(self.login('ann', 'wrong'))
+            self.ask(login('ann', 'open-sesame'))
+            self.ask(login('ann', 'wrong'))
         self.assertEqual([b'open-sesame'] + 3 * [b'wrong'], self.checks)
         self.start(known_s=0.0)
         for _ in range(2):
-            self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
+            self.assertEqual([200], statuses(self.ask(login('ann', 'open-sesame'))))
         self.assertEqual(6, len(self.checks))
 
-    def test_a_wrong_password_takes_as_long_for_an_unknown_user(self) -> None:
+    def test_a_wrong_password_costs_a_second_and_as_much_work_for_an_unknown_user(self) -> None:
         seen = []
         torc.matches_password = lambda stored, password: seen.append(stored) or False
-        torc.WRONG_PASSWORD_S = 0.2
+        self.set_constant('WRONG_PASSWORD_S', 0.2)
         for user in ('ann', 'nobody', 'nobody', 'somebody'):
             began = time.monotonic()
-            self.assertEqual([401], statuses(self.ask(self.login(user, 'wrong'))))
+            self.assertEqual([401], statuses(self.ask(login(user, 'wrong'))))
             self.assertGreaterEqual(time.monotonic() - began, 0.19)
-        hashes = list(self.server.how['users'].hashes.values())
+        hashes = list(self.users.hashes.values())
         self.assertEqual([hashes[0]], seen[:1])
-        self.assertLessEqual(set(seen), set(hashes))        # an unknown user's is compared too, with the same work
+        self.assertLessEqual(set(seen), set(hashes))        # an unknown user's is compared too
         self.assertEqual(seen[1], seen[2])
         torc.matches_password = lambda stored, password: True
-        self.assertEqual([401], statuses(self.ask(self.login('nobody', 'right by chance'))))
-
-    def test_others_are_served_while_passwords_are_checked_and_a_flood_keeps_nobody_out_who_is_known(self) -> None:
-        self.assertEqual([200], statuses(self.ask(self.login('bob', 'long:enough'))))
-        gate, waiting = self.hold_checks(), self.server.server.access.users.queue.waiting
-        self.addCleanup(setattr, torc, 'MAX_WAITING_CHECKS', torc.MAX_WAITING_CHECKS)
-        torc.MAX_WAITING_CHECKS = 20
-        with contextlib.ExitStack() as stack:
-            flood = [stack.enter_context(self.server.connect()) for _ in range(21)]
-            for number, client in enumerate(flood):
-                client.sendall(http_request(authorization=self.login(f'user{number // 5}', f'guess {number}')))
-                self.world.wait(lambda: len(self.checks) + len(waiting) == number + 1, 10, 'one more')
-            answer = self.ask(self.login('ann', 'open-sesame'))
-            self.assertEqual(([429], True), (statuses(answer), b'retry-after: 1' in answer))
-            for authorization in (self.login('bob', 'long:enough'), f'Bearer {self.TOKEN}'):
-                self.assertEqual([200], statuses(self.ask(authorization)))
-            self.assertEqual([200], statuses(self.ask('', path='/healthz')))
-            self.server.server.access.users.known.clear()      # bob has logged in before: he gets a place, and a guess goes
-            bob = stack.enter_context(self.server.connect())
-            bob.sendall(http_request(authorization=self.login('bob', 'long:enough')))
-            self.assertEqual([429], statuses(read_all(flood.pop())))
-            gate.set()
-            self.assertEqual([200], statuses(read_answers(bob, 1)))
-            self.assertEqual([[401]] * len(flood), [statuses(read_all(client)) for client in flood])
-        self.world.wait(lambda: not self.server.server.logins.checks, 10, 'the flood to be forgotten')
-        self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
-
-    @slow
-    def test_a_right_password_gets_through_while_seventy_clients_guess(self) -> None:
-        self.start(known_s=0.0)     # every login is checked
-        for names in (['ann'], ['bob', 'carl'], [f'user{number}' for number in range(70)]):
-            waits = guess_beside(self.server.port, names, 70, lambda: statuses(self.ask(self.login('ann', 'open-sesame'))) == [200], 10)
-            self.assertEqual(10, len(waits), names)
-
-    @slow
-    def test_a_wrong_token_is_refused_late_and_none_at_once(self) -> None:
-        torc.WRONG_PASSWORD_S = 0.3
-        token_only = ServerThread(self.world.path('token.db'), self.TOKEN)
-        self.addCleanup(token_only.stop)
-
-        def wait_s(server: ServerThread, authorization: str) -> float:
-            with server.connect() as client:
-                began = time.monotonic()
-                client.sendall(http_request(authorization=authorization))
-                self.assertEqual([401], statuses(read_all(client)))
-                return time.monotonic() - began
-
-        for server in (self.server, token_only):
-            for authorization, is_late in (('', False), ('Bearer wrong', True), ('Basic ???', True),
-                                           (f'Torc-HMAC {"0" * 64} {"0" * 64}', True)):
-                with self.subTest(authorization=authorization):
-                    # on a busy machine an answer may be late by chance, but not always
-                    tries = (wait_s(server, authorization) for _ in range(1 if is_late else 20))
-                    self.assertIs(is_late, all(try_s > 0.29 for try_s in tries))
+        self.assertEqual([401], statuses(self.ask(login('nobody', 'right by chance'))))
 
     def test_a_hundred_runners_of_one_user_wait_for_one_check(self) -> None:
         check = torc.matches_password
@@ -9738,34 +9561,48 @@ class PasswordServerTest(WorldTest):
             torc.matches_password = check
             gate = self.hold_checks()
             with contextlib.ExitStack() as stack:
-                clients = [stack.enter_context(self.server.connect()) for _ in range(100)]
-                for client in clients:
-                    client.sendall(http_request(authorization=self.login('ann', password)))
-                self.world.wait(lambda: self.parked() == 100, 10, 'all of them')
+                clients = [self.begin(stack, 'ann', password) for _ in range(100)]
+                self.world.wait(lambda: sum(one.state == torc.BUSY for one in list(self.server.server.listener.connections.values())) == 100, 10, 'all of them')
                 gate.set()
                 self.assertEqual([[status]] * 100, [statuses(read_answers(client, 1)) for client in clients])
             self.assertEqual([password.encode()], self.checks)
-            self.world.wait(lambda: not self.server.server.logins.checks, 10, 'the attempt to be forgotten')
+            self.assertEqual({}, self.users.checks)
 
-    def test_the_same_wrong_password_again_is_refused_with_the_first(self) -> None:
-        torc.WRONG_PASSWORD_S = 0.3
-        self.hold_checks().set()
-        with self.server.connect() as first:
-            first.sendall(http_request(authorization=self.login('ann', 'wrong')))
-            self.world.wait(lambda: any(attempt.is_wrong for attempt in list(self.server.server.logins.checks.values())), 10, 'the verdict')
-            self.assertEqual([401], statuses(self.ask(self.login('ann', 'wrong'))))
-            self.assertEqual([401], statuses(read_all(first)))
-        self.assertEqual([b'wrong'], self.checks)
+    def test_few_of_each_user_are_checked_at_a_time_and_others_are_served_meanwhile(self) -> None:
+        self.assertEqual([200], statuses(self.ask(login('bob', 'long:enough'))))
+        gate = self.hold_checks()
+        with contextlib.ExitStack() as stack:
+            guesses = [self.begin(stack, 'ann', f'guess {number}') for number in range(torc.MAX_CHECKS_OF_USER)]
+            self.world.wait(lambda: len(self.users.checks) == len(guesses), 10, 'the guesses')
+            answer = self.ask(login('ann', 'one more'))
+            self.assertEqual(([429], True), (statuses(answer), b'retry-after: 1' in answer))
+            for authorization in (login('bob', 'long:enough'), f'Bearer {self.TOKEN}'):
+                self.assertEqual([200], statuses(self.ask(authorization)))
+            other = self.begin(stack, 'carl', 'guess')     # has a queue of his own
+            self.world.wait(lambda: len(self.users.checks) == len(guesses) + 1, 10, 'the other')
+            self.set_constant('MAX_CHECKS', len(guesses) + 1)
+            self.assertEqual([429], statuses(self.ask(login('dora', 'guess'))))
+            gate.set()
+            self.assertEqual([[401]] * 5, [statuses(read_all(client)) for client in guesses + [other]])
+        self.assertEqual([200], statuses(self.ask(login('ann', 'open-sesame'))))
 
-    def test_a_request_goes_on_where_it_was_when_its_password_is_found_right(self) -> None:
+    @slow
+    def test_who_guesses_the_password_of_one_name_delays_no_other_user(self) -> None:
+        self.start(known_s=0.0)     # every login is checked
+        self.set_constant('WRONG_PASSWORD_S', 1.0)
+        waits = guess_beside(self.server.port, ['ann'], 290, lambda: statuses(self.ask(login('bob', 'long:enough'))) == [200], 10)
+        self.assertEqual(10, len(waits))
+        self.assertLess(sorted(waits)[5], 3.0, waits)
+
+    def test_a_body_and_the_next_request_wait_until_the_password_is_found_right(self) -> None:
         gate = self.hold_checks()
         body = b'{"name":"w","user":"ann"}'
-        first = http_request('POST', '/torc-service/v1/workflows', body, authorization=self.login('ann', 'open-sesame'))
+        first = http_request('POST', self.LIST, body, authorization=login('ann', 'open-sesame'))
         with self.server.connect() as whole, self.server.connect() as parts, self.server.connect() as asking:
-            whole.sendall(first + http_request(authorization=self.login('ann', 'open-sesame')))     # the next one waits behind it
+            whole.sendall(first + http_request(authorization=login('ann', 'open-sesame')))     # the next one waits behind it
             parts.sendall(first[:-10])
             asking.sendall(first[:-len(body)].replace(b'\r\n\r\n', b'\r\nexpect: 100-continue\r\n\r\n'))
-            self.world.wait(lambda: self.parked() == 3, 10, 'all three')
+            self.world.wait(lambda: self.checks, 10, 'the check')
             gate.set()
             self.assertEqual([200, 200], statuses(read_answers(whole, 2)))
             parts.sendall(first[-10:])
@@ -9775,98 +9612,51 @@ class PasswordServerTest(WorldTest):
             self.assertEqual([200], statuses(read_answers(asking, 1)))
         self.assertEqual([b'open-sesame'], self.checks)     # one check for all who wait for it
 
-    def test_a_client_that_goes_or_waits_too_long_is_forgotten(self) -> None:
-        self.addCleanup(setattr, torc, 'CLIENT_DEADLINE_S', torc.CLIENT_DEADLINE_S)
-        torc.CLIENT_DEADLINE_S = 0.3
-        gate = self.hold_checks()
-        with self.server.connect() as gone, self.server.connect() as slow:
-            for client in (gone, slow):
-                client.sendall(http_request(authorization=self.login('ann', 'open-sesame')))
-            self.world.wait(lambda: self.parked() == 2, 10, 'both')
-            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
-            gone.close()
-            self.assertEqual([408], statuses(read_all(slow)))
-        gate.set()
-        self.world.wait(lambda: not self.server.server.logins.checks, 10, 'both to be forgotten')
-        self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
-
     def test_a_file_that_is_read_again_counts_at_once(self) -> None:
-        self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
+        reload = '/torc-service/v1/admin/reload-auth'
+        self.assertEqual([200], statuses(self.ask(login('ann', 'open-sesame'))))
         gate = self.hold_checks()
-        with self.server.connect() as late:
-            late.sendall(http_request(authorization=self.login('bob', 'long:enough')))
+        with contextlib.ExitStack() as stack:
+            late = self.begin(stack, 'bob', 'long:enough')
             self.world.wait(lambda: self.checks, 10, 'the check')
             self.world.write('users', 'ann:' + torc.hash_password(b'another word', 4))
-            answer = self.ask(f'Bearer {self.TOKEN}', 'POST', '/torc-service/v1/admin/reload-auth')
-            self.assertIn(b'"user_count":1', answer)
+            self.assertIn(b'"user_count":1', self.ask(f'Bearer {self.TOKEN}', 'POST', reload))
             gate.set()
             self.assertEqual([401], statuses(read_all(late)))       # bob is gone since
-        self.assertEqual([401], statuses(self.ask(self.login('ann', 'open-sesame'))))
-        self.assertEqual([200], statuses(self.ask(self.login('ann', 'another word'))))
-        self.world.write('users', 'ann:nonsense')
-        answer = self.ask(f'Bearer {self.TOKEN}', 'POST', '/torc-service/v1/admin/reload-auth')
-        self.assertEqual(([422], True), (statuses(answer), b'cannot be used' in answer))
-        self.assertEqual([200], statuses(self.ask(self.login('ann', 'another word'))))
-
-    @slow
-    def test_the_anonymous_are_let_in_by_an_option_and_a_wrong_password_is_not_anonymous(self) -> None:
-        self.start(lets_anonymous=True, enforces_access=True)
-        for authorization, status in (('', 200), (self.login('ann', 'wrong'), 401), ('Bearer wrong', 401),
-                                      ('Basic ???', 401), (self.login('ann', 'open-sesame'), 200)):
-            with self.subTest(authorization=authorization):
-                self.assertEqual([status], statuses(self.ask(authorization)))
-        self.assertEqual([403], statuses(self.ask('', 'POST', body=b'{"name":"w","user":"ann"}')))
-        self.assertEqual([403], statuses(self.ask('', 'POST', '/torc-service/v1/admin/reload-auth')))
+        self.world.write('users2', 'ann:nonsense')
+        for path, status in (('users', 200), ('users2', 422)):
+            self.users.path = self.world.path(path)
+            answer = self.ask(f'Bearer {self.TOKEN}', 'POST', reload)
+            self.assertEqual(([status], status == 422), (statuses(answer), b'cannot be used' in answer))
+            self.assertEqual([401], statuses(self.ask(login('ann', 'open-sesame'))))
+            self.assertEqual([200], statuses(self.ask(login('ann', 'another word'))))
 
     def test_a_check_that_fails_is_a_wrong_password_and_the_next_one_is_made(self) -> None:
-        check = torc.matches_password
+        with unittest.mock.patch.object(torc, 'matches_password', side_effect=MemoryError):
+            self.assertEqual([401], statuses(self.ask(login('ann', 'open-sesame'))))
+        self.assertEqual([200], statuses(self.ask(login('ann', 'open-sesame'))))
 
-        def broken(stored: str, password: bytes) -> bool:
-            raise MemoryError
-        torc.matches_password = broken
-        self.assertEqual([401], statuses(self.ask(self.login('ann', 'open-sesame'))))
-        torc.matches_password = check
-        self.assertEqual([200], statuses(self.ask(self.login('ann', 'open-sesame'))))
-
-    def test_refusals_are_in_the_log_within_the_minute_counted_by_address_and_reason(self) -> None:
-        logging.getLogger('torc').setLevel(logging.NOTSET)
-        self.start(enforces_access=True)
-        server = self.server.server
+    def test_who_is_refused_is_in_the_log_once_a_minute(self) -> None:
+        logging.getLogger('torc').setLevel(logging.WARNING)
         with self.assertLogs('torc', 'WARNING') as caught:
-            self.ask('')
-            self.world.wait(lambda: len(caught.records) == 1, 10, 'the first line, at once')
-            self.ask('')
-            self.ask('Bearer wrong')
-            self.ask(f'Bearer {self.TOKEN}', 'POST', body=b'x' * (torc.MAX_BODY_BYTES + 1))
-            self.ask(self.login('ann', 'open-sesame'), path='/torc-service/v1/workflows/1')
-            self.assertEqual((1, 4), (len(caught.records), sum(server.refusals.counts.values())))
-            self.assertLessEqual(server.refusals.due_at, server.refusals.reported_at + 60)
-            self.assertLessEqual(server.wait_s(), 60)
-            server.refusals.due_at = 0.0
-            self.ask('', path='/healthz')
-            self.world.wait(lambda: len(caught.records) == 4, 10, 'the others')
-        self.assertEqual(['1 without the right token or password (401)', '2 without the right token or password (401)',
-                          '1 of another site, or without access (403)', '1 too long (413)'],
-                         [record.getMessage().partition('refused requests of 127.0.0.1: ')[2] for record in caught.records])
-        with self.assertLogs('torc', 'WARNING') as caught:
-            self.ask('')
-            self.server.stop()      # what is not reported by then is reported then
-        self.assertEqual(1, len(caught.records))
-        for number in range(torc.MAX_REFUSED_PEERS + 10):
-            server.refusals.add(f'10.0.{number // 256}.{number % 256}', 401)
-        self.assertEqual((torc.MAX_REFUSED_PEERS + 1, 10), (len(server.refusals.counts), server.refusals.counts['other addresses', 401]))
+            for _ in range(3):
+                self.ask('')
+            self.server.server.warned.clear()      # a minute later
+            self.ask(login('ann', 'wrong'))
+        self.assertEqual(['refused a request of 127.0.0.1: ' + torc.LOG_IN + ' (401)', 'refused a request of 127.0.0.1: user or password is wrong (401)'],
+                         [record.getMessage() for record in caught.records])
 
 
 def guess_beside(port: int, names: Sequence[str], count: int, try_right: Callable[[], bool], times: int) -> List[float]:
-    """While clients show wrong passwords of these users, each anew as soon as it is refused: how long right ones took, in s."""
+    """While clients show wrong passwords of these users, each anew when it is refused: how long right ones took, in s."""
     is_over, numbers = threading.Event(), itertools.count()
 
     def guess(name: str) -> None:
         while not is_over.is_set():
-            pair = base64.b64encode(f'{name}:guess {next(numbers)}'.encode()).decode()
             with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', port), 60) as client:
-                client.sendall(http_request(authorization=f'Basic {pair}'))
+                client.sendall(http_request(authorization=login(name, f'guess {next(numbers)}')))
                 read_all(client)
+            is_over.wait(0.05)
     clients = [threading.Thread(target=guess, args=(names[number % len(names)],)) for number in range(count)]
     for client in clients:
         client.start()
@@ -9885,70 +9675,7 @@ def guess_beside(port: int, names: Sequence[str], count: int, try_right: Callabl
     return waits
 
 
-class CheckQueueTest(unittest.TestCase):
-    """Which password is checked next."""
-
-    def setUp(self) -> None:
-        self.queue = torc.CheckQueue()
-
-    def check(self, user: str, peer: str) -> Any:
-        """A password that waits; its digest tells it from others."""
-        return torc.LoginCheck(torc.Login(os.urandom(8), user, b'password'), peer)
-
-    def add(self, *pairs: Tuple[str, str]) -> List[Any]:
-        """Let passwords wait; those that had to go."""
-        return [(gone.user, gone.peer) for gone in map(self.queue.add, (self.check(*pair) for pair in pairs)) if gone]
-
-    def take(self, count: int) -> List[Tuple[str, str]]:
-        """The next ones."""
-        return [(check.user, check.peer) for check in (self.queue.take() for _ in range(count))]
-
-    def judge(self, user: str, peer: str, is_right: bool = False, now: float = 0.0) -> None:
-        """One was checked."""
-        self.queue.judge(self.check(user, peer), is_right, now)
-
-    def test_who_guesses_waits_for_others_but_everybody_has_a_turn(self) -> None:
-        a, b = '10.0.0.1', '10.0.0.2'
-        self.judge('ann', b)            # somebody guesses her password, elsewhere
-        self.judge('carl', a, True)
-        self.add(('ann', b), ('ann', b), ('dora', b), ('dora', a), ('ann', a), ('carl', a))
-        # oldest, best (logged in before), oldest, best (nobody there has guessed), and so on
-        self.assertEqual([('ann', b), ('carl', a), ('ann', b), ('dora', a), ('dora', b), ('ann', a)], self.take(6))
-
-    def test_a_full_queue_drops_the_check_that_would_come_last(self) -> None:
-        with unittest.mock.patch.object(torc, 'MAX_WAITING_CHECKS', 2):
-            self.judge('ann', 'there')
-            self.assertEqual([], self.add(('ann', 'there'), ('bob', 'there')))
-            self.assertEqual([('ann', 'there')], self.add(('ann', 'here')))
-            self.assertEqual([('bob', 'there')], self.add(('dora', 'here')))
-            self.assertEqual([('dora', 'here')], self.add(('dora', 'here')))     # among equals the newest
-            self.assertEqual([('carl', 'there')], self.add(('carl', 'there')))
-
-    def test_wrong_ones_are_forgotten_and_right_ones_bounded(self) -> None:
-        self.judge('ann', 'there', now=5.0)
-        self.judge('ann', 'there', now=64.9)
-        self.assertEqual((2, 2), self.queue.rank(self.check('ann', 'there')))
-        self.assertEqual([1.0, 1.0], [self.queue.wrong_wait_s(peer) for peer in ('there', 'here')])
-        self.judge('bob', 'there', now=65.0)
-        self.assertEqual((0, 1), self.queue.rank(self.check('ann', 'there')))
-        for wrong, wait_s in ((7, 1.0), (8, 2.0), (16, 3.0), (1000, 20.0)):
-            self.queue.wrong['there'] = wrong
-            self.assertEqual((wait_s, 1.0), (self.queue.wrong_wait_s('there'), self.queue.wrong_wait_s('here')))
-        for number in range(torc.MAX_KNOWN_PASSWORDS + 5):
-            self.judge(f'user{number}', 'here', True)
-        self.assertEqual(torc.MAX_KNOWN_PASSWORDS, len(self.queue.right))
-        self.queue.close()
-        self.assertIsNone(self.queue.take())
-
-    def test_addresses_that_one_host_has_many_of_are_one(self) -> None:
-        for address, peer in (('127.0.0.1', '127.0.0.1'), ('127.9.9.9', '127.0.0.1'), ('::1', '127.0.0.1'),
-                              ('::ffff:127.0.0.1', '127.0.0.1'), ('10.1.2.3', '10.1.2.3'),
-                              ('::ffff:10.1.2.3', '10.1.2.3'), ('2001:db8:1:2:3:4:5:6', '2001:db8:1:2::/64'),
-                              ('fe80::1%eth0', 'fe80::/64')):
-            self.assertEqual(peer, torc.peer_of(address))
-
-
-# ======== 10d. Streams ========
+# ======== 10c. Streams ========
 
 class Reader:
     """Somebody who reads a stream of events on a socket."""
@@ -9996,6 +9723,15 @@ class Reader:
         self.socket.close()
 
 
+def tick_once(server: Any, act: Callable[[Any], Any]) -> None:
+    """Let a server do something in its next tick, and wait until that has begun."""
+    begun, acts = threading.Event(), [act]
+    server.tick = lambda service: begun.set() or bool(acts and acts.pop()(service)) and False
+    while not begun.wait(0.01):
+        server.tick_at = 0.0
+        server.wake()
+
+
 class StreamTest(WorldTest):
     """Streams of events, on real sockets."""
 
@@ -10003,11 +9739,9 @@ class StreamTest(WorldTest):
         super().setUp()
         self.server = ServerThread(self.world.path('torc.db'))
         self.addCleanup(self.server.stop)       # before the world's own end
-        logging.getLogger('torc').setLevel(logging.CRITICAL)
-        self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
-        self.readers = []       # type: List[Reader]
-        self.addCleanup(lambda: [reader.close() for reader in self.readers])
+        silenced(self)
         self.workflow_id = self.json('POST', '/workflows', {'name': 'w', 'user': 'u'})['id']
+        self.feeds = self.server.server.feeds
 
     def json(self, method: str, path: str, body: Any = None) -> Any:
         """The value of a good answer."""
@@ -10018,51 +9752,48 @@ class StreamTest(WorldTest):
     def read(self, query: str = '', **how: Any) -> Reader:
         """One more reader of the workflow, which has been let in."""
         reader = Reader(self.server.port, f'/workflows/{self.workflow_id}/events/stream{query}', **how)
-        self.readers.append(reader)
+        self.addCleanup(reader.close)
         self.assertTrue(reader.head.startswith('HTTP/1.1 200 OK\r\n'), reader.head)
         return reader
 
     def tell(self, event_type: str, severity: str = 'info', count: int = 1, **data: Any) -> None:
-        """Let the server announce something, after the commit of a request's transaction."""
-        self.server.server.tick = lambda service: [
-            torc.announce(service.context(), self.workflow_id, event_type, dict(data, n=number), severity)
-            for number in range(count)] and False
-        self.server.server.tick_at = 0.0
-        self.server.ask(http_request())
+        """Let the server announce something, after the commit of a transaction."""
+        def announce(service: Any) -> None:
+            for number in range(count):
+                torc.announce(service.context(), self.workflow_id, event_type, dict(data, n=number), severity)
+        tick_once(self.server.server, announce)
+        self.server.ask(http_request(path=torc.API_PREFIX + '/version'))     # a turn later
 
-    def test_a_stream_ends_when_its_workflow_is_gone(self) -> None:
+    def has_readers(self) -> bool:
+        """Whether anybody reads."""
+        return any(feed.readers for feed in list(self.feeds.by_subject.values()))
+
+    def test_a_reader_gets_what_happens_from_now_on_until_its_workflow_is_gone(self) -> None:
         self.set_constant('KEEP_ALIVE_S', 0.05)
-        reader = self.read()
-        reader.until(b':\n\n')     # while it is there
-        self.json('DELETE', f'/workflows/{self.workflow_id}')
-        self.assertTrue(reader.has_ended())
-
-    def test_a_reader_gets_what_happens_from_now_on(self) -> None:
         self.tell('early')
         reader = self.read()
         self.assertIn('content-type: text/event-stream\r\nconnection: close', reader.head)
         self.assertNotIn('content-length', reader.head)
+        first = reader.event()
+        reader.until(b':\n\n')     # comments, while it is quiet
         self.tell('done', 'error', text='ü\n')
-        first, event = reader.event(), reader.event()
-        self.assertEqual(('', re.sub('0$', '1', first.id)), (first.type, event.id))
-        self.assertEqual('done', event.type)
+        event = reader.event()
+        while not event.type:
+            event = reader.event()
+        self.assertEqual(('', re.sub('0$', '1', first.id), 'done'), (first.type, event.id, event.type))
         self.assertEqual({'workflow_id': self.workflow_id, 'timestamp': event.data['timestamp'], 'event_type': 'done', 'severity': 'error',
                           'data': {'text': 'ü\n', 'n': 0}}, event.data)
         self.assertLess(abs(event.data['timestamp'] / 1000 - time.time()), 60)
+        self.json('DELETE', f'/workflows/{self.workflow_id}')
+        self.assertTrue(reader.has_ended())
 
-    def test_it_ends_with_the_connection_for_old_clients_too(self) -> None:
+    def test_heads_old_clients_and_unknown_workflows(self) -> None:
+        path = f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream'
         with self.server.connect() as client:
-            client.sendall(http_request(path=f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream', version='1.0'))
-            self.assertIn(b'\r\nconnection: close\r\n\r\n', client.recv(1000))
-
-    def test_a_head_is_answered_and_ends(self) -> None:
-        with self.server.connect() as client:
-            client.sendall(http_request('HEAD', f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream'))
-            answer = read_all(client)
+            client.sendall(http_request(path=path, version='1.0'))
+            self.assertIn(b'\r\nconnection: close\r\n\r\n', client.recv(1000))      # it ends with the connection
+        answer = self.server.ask(http_request('HEAD', path))
         self.assertTrue(answer.startswith(b'HTTP/1.1 200') and answer.endswith(b'connection: close\r\n\r\n'), answer)
-        self.assertEqual({}, self.server.server.streams.feeds.by_subject)
-
-    def test_an_unknown_workflow_is_404(self) -> None:
         self.assertEqual([404], statuses(self.server.ask(http_request(path=torc.API_PREFIX + '/workflows/99/events/stream'))))
 
     def test_a_level_leaves_out_what_is_below_it(self) -> None:
@@ -10071,8 +9802,7 @@ class StreamTest(WorldTest):
             self.tell(severity + '!', severity)
         self.tell('end', 'error')
         heard = {level: [word.rstrip('!') for word in reader.types('end')[1:-1]] for level, reader in readers.items()}
-        self.assertEqual({'debug': list(torc.SEVERITIES), 'info': list(torc.SEVERITIES[1:]),
-                          'warning': ['warning', 'error'], 'error': ['error'],
+        self.assertEqual({'debug': list(torc.SEVERITIES), 'info': list(torc.SEVERITIES[1:]), 'warning': ['warning', 'error'], 'error': ['error'],
                           'nonsense': list(torc.SEVERITIES[1:]), '': list(torc.SEVERITIES[1:])}, heard)
 
     def test_who_comes_back_gets_what_was_missed_once(self) -> None:
@@ -10080,45 +9810,40 @@ class StreamTest(WorldTest):
         self.tell('a', count=5)
         last_id = [reader.event() for _ in range(4)][-1].id     # the opening and three of them
         reader.close()
-        self.world.wait(lambda: not any(one.reader for one in self.server.server.connections.all), 10, 'the reader to be forgotten')
+        self.world.wait(lambda: not self.has_readers(), 10, 'the reader to be forgotten')
         self.tell('b', count=2000)      # while nobody reads
         reader = self.read(last_id=last_id)
         self.tell('end')
         events = [reader.event() for _ in range(2003)]
         self.assertEqual(['a'] * 2 + ['b'] * 2000 + ['end'], [event.type for event in events])
-        numbers = [int(event.id.partition('-')[2]) for event in events]
-        self.assertEqual(list(range(4, 2007)), numbers)
+        self.assertEqual(list(range(4, 2007)), [int(event.id.partition('-')[2]) for event in events])
         self.assertEqual(['end'], self.read(last_id=events[-2].id).types('end'))
 
     def test_a_reader_that_comes_back_too_late_or_to_another_server_is_warned(self) -> None:
-        self.set_constant('MAX_FEED_EVENTS', 100)
+        self.set_constant('MAX_FEED_EVENTS', 85)
         epoch = self.read().event().id.partition('-')[0]
         self.tell('a', count=175)
         reader = self.read(last_id=f'{epoch}-10')
-        self.assertEqual(('warning', {'dropped': 90}, f'{epoch}-100'), (lambda event: (event.type, event.data, event.id))(reader.event()))
-        self.assertEqual(f'{epoch}-101', reader.event().id)
+        self.assertEqual(('warning', {'dropped': 80}, f'{epoch}-90'), (lambda event: (event.type, event.data, event.id))(reader.event()))
+        self.assertEqual(f'{epoch}-91', reader.event().id)
         for last_id in ('0123456789ab-10', f'{epoch}-176', f'{epoch}-x', f'{epoch}--1', f'{epoch}', 'rubbish', '\xff'):
             event = self.read(last_id=last_id).event()
             self.assertEqual(('warning', None, f'{epoch}-175'), (event.type, event.data['dropped'], event.id), last_id)
 
     def test_a_slow_reader_delays_nobody_and_gets_the_number_of_missed_events(self) -> None:
         self.set_constant('MAX_FEED_EVENTS', 200)
-        slow, quick = self.read(receive_bytes=4096), self.read()
-        server = self.server.server
+        reader, quick = self.read(receive_bytes=4096), self.read()
         for _ in range(100):        # more than the system's buffers take
             self.tell('flood', count=100, text='x' * 1000)
             for _ in range(100):
                 quick.event()
-        held = [len(one.unsent) for one in server.connections.all if one.reader]
-        self.assertLess(max(held), torc.PIECE_BYTES + 5000)
         self.tell('end')
-        events = [slow.event()]
+        events = [reader.event()]
         while events[-1].type != 'end':
-            events.append(slow.event())
+            events.append(reader.event())
         dropped = sum(event.data['dropped'] for event in events if event.type == 'warning')
         self.assertGreater(dropped, 1000)
         self.assertEqual(10000, dropped + len([event for event in events if event.type == 'flood']))
-        self.assertEqual([200], statuses(self.server.ask(http_request())))
 
     def test_a_reader_that_takes_nothing_is_cut_off(self) -> None:
         self.set_constant('CLIENT_DEADLINE_S', 0.5)
@@ -10126,56 +9851,29 @@ class StreamTest(WorldTest):
         self.read(receive_bytes=4096)
         for _ in range(80):
             self.tell('flood', count=100, text='x' * 1000)
-        self.world.wait(lambda: not any(one.reader for one in self.server.server.connections.all), 10, 'the reader to be cut off')
+        self.world.wait(lambda: not self.has_readers(), 20, 'the reader to be cut off')
 
-    def test_a_quiet_stream_sends_comments(self) -> None:
-        self.set_constant('KEEP_ALIVE_S', 0.05)
-        reader = self.read()
-        self.assertEqual(['', '', ''], [reader.event().type for _ in range(3)])
-        self.assertLessEqual(self.server.server.streams.keep_alive_at, time.monotonic() + 1)
-        reader.close()
-        self.world.wait(lambda: self.server.server.streams.keep_alive_at == math.inf, 10, 'nobody to be left')
-
-    def test_a_thousand_readers(self) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        need('descriptors', hard == resource.RLIM_INFINITY or hard > 2200, 'the right to open 2,200 files')
-        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2200), hard))
-        readers = [self.read('?level=warning' if number % 2 else '') for number in range(1000)]
-        self.tell('first', 'info', 3)
-        self.tell('last', 'error')
-        for number, reader in enumerate(readers):
-            self.assertEqual([''] + ['first'] * (0 if number % 2 else 3) + ['last'], reader.types('last'))
-            reader.close()
-        self.world.wait(lambda: not any(one.reader for one in self.server.server.connections.all), 20, 'all to be forgotten')
-
-    def test_what_a_reader_sends_is_passed_over(self) -> None:
-        reader = self.read()
+    def test_there_are_few_at_once_and_what_a_reader_sends_is_passed_over(self) -> None:
+        self.set_constant('MAX_STREAMS', 3)
+        readers = [self.read() for _ in range(3)]
+        answer = self.server.ask(http_request(path=f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream'))
+        self.assertEqual(([503], True), (statuses(answer), b'3 streams of events are being read' in answer))
         for _ in range(20):
-            reader.socket.sendall(b'x' * 100000)
+            readers[0].socket.sendall(b'x' * 100000)
         self.tell('end')
-        self.assertEqual(['', 'end'], reader.types('end'))
-        self.assertEqual([0], [len(one.received) for one in self.server.server.connections.all if one.reader])
+        self.assertEqual(['', 'end'], readers[0].types('end'))
+        readers[1].close()
+        self.world.wait(lambda: sum(feed.readers for feed in self.feeds.by_subject.values()) == 2, 10, 'one to leave')
+        self.read()
 
     def test_nothing_is_kept_for_those_who_stay_away(self) -> None:
-        feeds = self.server.server.streams.feeds
         self.read().close()
-        self.world.wait(lambda: feeds.by_subject and not any(feed.readers for feed in feeds.by_subject.values()), 10, 'the reader to be forgotten')
+        self.world.wait(lambda: self.feeds.by_subject and not self.has_readers(), 10, 'the reader to be forgotten')
         self.tell('kept')
-        self.assertEqual([1], [len(feed.events) for feed in feeds.by_subject.values()])
+        self.assertEqual([1], [len(feed.events) for feed in self.feeds.by_subject.values()])
         self.set_constant('RESUME_S', 0.0)
         self.tell('late')
-        self.assertEqual({}, feeds.by_subject)
-        for number in range(50):
-            feeds.leave(feeds.join(number, None), None)
-        self.assertLessEqual(len(feeds.by_subject), torc.MAX_IDLE_FEEDS)
-
-    def test_a_feed_is_bounded_in_bytes_too(self) -> None:
-        feed = torc.Feed(1)
-        for _ in range(30):
-            feed.add(1, 'large', {'text': 'x' * 1000000})
-        self.assertLess(sum(len(text) for _, text in feed.events), torc.MAX_FEED_BYTES)
-        self.assertEqual(31, feed.end())
+        self.assertEqual({}, self.feeds.by_subject)
 
     def test_the_end_of_the_server_is_the_end_of_its_streams(self) -> None:
         reader = self.read()
@@ -10187,640 +9885,329 @@ class StreamTest(WorldTest):
 
     def test_what_is_not_committed_is_not_sent(self) -> None:
         reader = self.read()
-        node = {'workflow_id': self.workflow_id, 'hostname': 'h', 'pid': 1,
-                'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 4, 'memory_gb': 8.0,
-                'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local'}
-        store, failures = self.server.server.store, [sqlite3.OperationalError('database or disk is full')]
-
-        class FailingStore:
-            """The store, whose next transaction fails at its end."""
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(store, name)
-
-            @contextlib.contextmanager
-            def transaction(self) -> Iterator[None]:
-                """Fails once."""
-                with store.transaction():
-                    yield
-                    if failures:
-                        raise failures.pop()
-
-        self.server.server.store = self.server.server.service.store = self.server.server.responder.store = FailingStore()
+        node = dict(TurnTest.NODE, workflow_id=self.workflow_id)
+        store = self.server.server.service.store = self.server.server.responder.store = CountingStore(self.server.server.store)
+        store.failures = 1
         body = torc.format_json(node).encode()
         self.assertEqual([503], statuses(self.server.ask(http_request('POST', torc.API_PREFIX + '/compute_nodes', body))))
         self.json('POST', '/compute_nodes', dict(node, hostname='second'))
         self.assertEqual('second', [reader.event(), reader.event()][1].data['data']['hostname'])
 
+    def test_a_stream_ends_when_what_let_its_reader_in_was_taken_away(self) -> None:
+        self.set_constant('KEEP_ALIVE_S', 0.05)
+        users = self.world.write('users', f"bob:{torc.hash_password(b'long:enough', 4)}\n")
+        server = ServerThread(self.world.path('users.db'), 'T' * 43, enforces_access=True, users=torc.Users(users, 60.0))
+        self.addCleanup(server.stop)
+        owner, bob = 'Bearer ' + 'T' * 43, login('bob', 'long:enough')
 
-# ======== 10e. Bodies ========
-
-class SpoolTest(WorldTest):
-    """Long bodies, on their way."""
-    PATH = '/torc-service/v1/bulk_files'
-
-    def setUp(self) -> None:
-        super().setUp()
-        silenced(self)
-        self.token = 'abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG'
-        users = torc.Users(self.world.write('users', ''.join(f'{name}:{torc.hash_password(b"open-sesame", 4)}\n' for name in ('ann', 'bob'))), 60.0)
-        self.server = ServerThread(self.world.path('torc.db'), self.token, users=users)
-        self.addCleanup(self.server.stop)
-
-    def request(self, body: bytes = b'', who: str = '', length: int = 0) -> bytes:
-        """A request with a body, or one that says that it is long."""
-        login = PasswordServerTest.login(who, 'open-sesame') if who else f'Bearer {self.token}'
-        fields = {'content_length': str(length)} if length else {}
-        return http_request('POST', self.PATH, body, authorization=login, **fields)
-
-    def ask(self, request: bytes) -> bytes:
-        """The whole answer to a request."""
-        with self.server.connect() as client:
-            client.sendall(request)
-            return read_answers(client, 1)
-
-    def files(self, count: int, size: int) -> bytes:
-        """A body of so many files."""
-        rows = [{'workflow_id': 1, 'name': f'file {number}', 'path': 'x' * size} for number in range(count)]
-        return torc.format_json({'files': rows}).encode()
-
-    def test_a_long_body_is_on_disk_until_it_is_whole_and_gone_then(self) -> None:
-        self.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}', authorization=f'Bearer {self.token}'))
-        body = self.files(30, 100000)
-        request = self.request(body)
-        with self.server.connect() as client:
-            client.sendall(request[:-10])
-            self.world.wait(lambda: any(spool.received == len(body) - 10 for spool in list(self.server.server.bodies.spools)), 10, 'most of it')
-            (spool,), (connection,) = self.server.server.bodies.spools, self.server.server.connections.all
-            self.assertEqual((0, len(body)), (len(connection.received), spool.length))
-            self.assertFalse([name for name in os.listdir(self.world.directory) if not re.match(r'torc\.db|users', name)])     # it has no name
-            self.assertEqual(os.stat(self.world.directory).st_dev, os.fstat(spool.file.fileno()).st_dev)
-            self.assertEqual(0o600, os.fstat(spool.file.fileno()).st_mode & 0o777)
-            client.sendall(request[-10:] + http_request(authorization=f'Bearer {self.token}'))      # the next one follows at once
-            self.assertEqual([200, 200], statuses(read_answers(client, 2)))
-        self.assertEqual((set(), True), (self.server.server.bodies.spools, spool.file.closed))
-
-    def test_bodies_of_one_user_and_of_all_have_limits(self) -> None:
-        self.set_constant('MAX_SPOOLED_OF_USER', 10 * 2 ** 20)
-        self.set_constant('MAX_SPOOLED_BYTES', 15 * 2 ** 20)
-        spools = self.server.server.bodies.spools
-        with contextlib.ExitStack() as stack:
-            def begin(who: str, megabytes: int) -> Any:
-                client = stack.enter_context(self.server.connect())
-                client.sendall(self.request(who=who, length=megabytes * 2 ** 20) + b'[')
-                return client
-            first = begin('ann', 6)
-            self.world.wait(lambda: len(spools) == 1, 10, 'the first')
-            answer = read_all(begin('ann', 6))
-            self.assertEqual([429], statuses(answer))
-            self.assertIn(b'bodies of 6.0MB of ann are on their way; at most 10.0MB may be', answer)
-            self.assertIn(b'\r\nretry-after: 1\r\n', answer)
-            second = begin('bob', 7)
-            self.world.wait(lambda: len(spools) == 2, 10, 'the second')
-            answer = read_all(begin('', 5))
-            self.assertEqual([503], statuses(answer))
-            self.assertIn(b'too many long bodies are on their way', answer)
-            first.close()
-            self.world.wait(lambda: len(spools) == 1, 10, 'the first to be forgotten')
-            begin('', 5)
-            self.world.wait(lambda: len(spools) == 2, 10, 'the owner')
-            second.close()
-        self.world.wait(lambda: not spools, 10, 'all to be forgotten')
-
-    def test_many_bodies_together_are_on_disk_though_each_is_short(self) -> None:
-        self.set_constant('MAX_HELD_BYTES', 2 ** 20)
-        with contextlib.ExitStack() as stack:
-            for _ in range(5):
-                client = stack.enter_context(self.server.connect())
-                client.sendall(self.request(length=600000))
-            self.world.wait(lambda: len(self.server.server.connections.all) == 5 and all(one.head for one in list(self.server.server.connections.all)), 10, 'all five')
-            self.world.wait(lambda: len(self.server.server.bodies.spools) == 4, 10, 'the others on disk')
-
-    def test_an_upload_must_go_on_to_be_waited_for(self) -> None:
-        self.set_constant('CLIENT_DEADLINE_S', 0.3)
-        self.set_constant('SLOWEST_BYTES_PER_S', 2 ** 20)
-        with self.server.connect() as client:
-            client.sendall(self.request(length=150 * 2 ** 20) + b'[' * 100000)
-            self.assertEqual([408], statuses(read_all(client)))     # the client would not wait for 150 s
-        self.assertEqual(set(), self.server.server.bodies.spools)
-
-    def test_where_there_is_no_room_it_is_said(self) -> None:
-        self.set_constant('SPOOL_RESERVE_BYTES', 2 ** 60)
-        with self.server.connect() as client:
-            client.sendall(self.request(length=2 ** 22))
-            answer = read_all(client)
-        self.assertEqual(([503], True), (statuses(answer), b'no room for a body of 4.0MB' in answer))
-
-    @slow
-    def test_twelve_bodies_that_never_end_cost_no_memory(self) -> None:
-        need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
-        found = self.world.serve('-d', self.world.path('my.db'))
-        pid, port = self.world.server.pid, torc.parse_url(found).port
-        token = read_text(self.world.path('my.db.token')).strip()
-        before = resident_kb_of(pid)
-        request = http_request('POST', self.PATH, authorization=f'Bearer {token}', content_length=str(150 * 2 ** 20))
-        answers, piece = [], b'[],' * 2 ** 18
-        with contextlib.ExitStack() as stack:
-            clients = [stack.enter_context(socket.create_connection(('127.0.0.1', port), 20)) for _ in range(12)]
-            for client in clients:
-                client.sendall(request)
-            for _ in range(40):         # 30 MB each
-                for client in clients:
-                    with contextlib.suppress(OSError):      # refused
-                        client.sendall(piece)
-            grown_kb = resident_kb_of(pid) - before
-            for client in clients:
-                client.settimeout(0.1)
-                with contextlib.suppress(OSError):
-                    answers += statuses(client.recv(1000))
-        self.assertEqual([429] * 10, answers)
-        self.assertLess(grown_kb, 20000)
-
-
-class LongAnswerTest(WorldTest):
-    """Answers that their clients do not take."""
-    LIST = torc.API_PREFIX + '/user_data?workflow_id=1'
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.set_constant('MAX_UNSENT_OF_USER', 2 ** 20)
-        self.server = ServerThread(self.world.path('torc.db'))
-        self.addCleanup(self.server.stop)
-        self.connections = self.server.server.connections
-        bodies = [('/workflows', {'name': 'w', 'user': 'u'})]
-        bodies += [('/user_data', {'workflow_id': 1, 'name': f'd{number}', 'data': 'x' * 2 * 10 ** 6})
-                   for number in range(5)]      # what the system takes from the server is less
-        for path, body in bodies:
-            data = torc.format_json(body).encode()
-            answer = self.server.ask(http_request('POST', torc.API_PREFIX + path, data))
+        def ask(method: str, path: str, body: str = '') -> None:
+            answer = server.ask(http_request(method, torc.API_PREFIX + path, body.encode(), authorization=owner))
             self.assertEqual([200], statuses(answer))
-
-    def ask(self, stack: contextlib.ExitStack, *requests: bytes) -> socket.socket:
-        """A client that asks, and does not read."""
-        client = stack.enter_context(self.server.connect())
-        client.settimeout(30)
-        client.sendall(b''.join(requests))
-        return client
-
-    def await_arrival(self, count: int) -> None:
-        """Wait until one long answer is held, and so many wait."""
-        server = self.server.server
-        self.world.wait(lambda: len(list(server.backlog)) == count and server.is_held_up, 20, 'all to arrive')
-
-    @slow
-    def test_a_user_who_takes_none_gets_no_more_and_holds_nobody_up(self) -> None:
-        with contextlib.ExitStack() as stack:
-            clients = [self.ask(stack, http_request(path=self.LIST), http_request()) for _ in range(6)]
-            self.await_arrival(5)
-            self.assertLess(sum(self.connections.unsent_by_user().values()), 1.1e7)
-            for path in ('/ping', '/workflows/1', '/workflows/1/status'):
-                self.assertEqual([200], statuses(self.server.ask(http_request(path=torc.API_PREFIX + path))))
-            made = http_request('POST', torc.API_PREFIX + '/workflows', b'{"name":"x","user":"u"}')
-            self.assertEqual([200], statuses(self.server.ask(made)))
-            self.assertEqual(5, len(list(self.server.server.backlog)))
-            gone = clients.pop()
-            gone.close()
-            for client in clients:      # all get theirs in the end, and what they have asked for after it
-                self.assertEqual([200, 200], statuses(read_answers(client, 2)))
-            self.assertEqual({}, self.connections.unsent_by_user())
-            held = [one for one in self.connections.all if one.unsent.obj]
-            self.assertEqual([], held)      # a connection that is kept alive keeps no answer
-        self.assertEqual([200], statuses(self.server.ask(http_request(path=self.LIST))))
-
-    @slow
-    def test_a_request_with_a_long_body_waits_for_what_is_unsent_too(self) -> None:
-        self.set_constant('MAX_BODY_BYTES', 2000)
-        jobs = {'jobs': [{'workflow_id': 1, 'name': f'j{number}', 'command': 'x'} for number in range(100)]}
-        body = torc.format_json(jobs).encode()
-        with contextlib.ExitStack() as stack:
-            greedy = self.ask(stack, http_request(path=self.LIST))
-            self.world.wait(lambda: self.connections.unsent_by_user(), 20, 'the answer')
-            makes = self.ask(stack, http_request('POST', torc.API_PREFIX + '/bulk_jobs', body))
-            self.world.wait(lambda: self.server.server.long.waiting, 20, 'the body')
-            self.assertIsNone(self.server.server.long.current)
-            self.assertEqual([200], statuses(read_answers(greedy, 1)))
-            self.assertEqual([200], statuses(read_answers(makes, 1)))
-
-    def test_users_take_turns(self) -> None:
-        """By user; what is unsent to each changes in between."""
-        backlog = torc.Backlog()
-        for number, user in enumerate('aaabbc'):
-            head = torc.parse_head(b'GET /x HTTP/1.1\r\nhost: h')
-            backlog.add(number, torc.Request(head, b'', torc.Identity(user, False)))
-        total, own = torc.MAX_UNSENT_BYTES, torc.MAX_UNSENT_OF_USER
-        taken = []
-        for unsent in ({}, {}, {'c': own, 'a': 1}, {'b': own}, {'x': total // 2, 'b': 1}, {'x': total},
-                       {'b': own - 1}, {}):
-            found = backlog.take(unsent)
-            taken.append(None if found is None else found[0])
-        self.assertEqual([0, 3, 1, 5, 2, None, 4, None], taken)
-        self.assertFalse(backlog)
-
-    def test_which_answers_may_be_long(self) -> None:
-        rows = rows_of('''
-            method  path                          length   long
-            GET     /jobs                         0        yes
-            HEAD    /jobs                         0        yes
-            GET     /user_data/1                  0        yes
-            GET     /workflows/1/job_ids          0        yes
-            GET     /workflows/1/actions          0        yes
-            POST    /admin/sql                    10       yes
-            POST    /bulk_jobs                    1000000  yes
-            POST    /bulk_jobs                    1000     -
-            POST    /workflows/1/runner_sync      1000000  -
-            POST    /user_data                    1000000  yes
-            GET     /ping                         0        -
-            GET     /jobs/1                       0        -
-            GET     /workflows/1                  0        -
-            GET     /workflows/1/status           0        -
-            GET     /workflows/1/is_complete      0        -
-            GET     /nothing/there                0        -
-            ''')
-        for row in rows:
-            text = f"{row['method']} {torc.API_PREFIX}{row['path']} HTTP/1.1\r\nhost: h"
-            head = torc.parse_head(text.encode())._replace(length=int(row['length']))
-            with self.subTest(row):
-                self.assertEqual(bool(row['long']), torc.may_be_long(head))
+        ask('POST', '/workflows', '{"name":"w","user":"ann"}')
+        ask('POST', '/access_groups', '{"name":"g"}')
+        ask('POST', '/access_groups/2/members', '{"user_name":"bob"}')
+        ask('POST', '/workflows/1/access_groups/2')
+        changed = f"bob:{torc.hash_password(b'another one', 4)}\n"
+        for take in (lambda: self.world.write('users', changed) and ask('POST', '/admin/reload-auth'),
+                     lambda: ask('DELETE', '/access_groups/2/members/bob')):
+            readers = [Reader(server.port, '/workflows/1/events/stream', authorization=field) for field in (owner, bob)]
+            for reader in readers:
+                self.addCleanup(reader.close)
+                reader.until(b':\n\n')
+            take()
+            self.assertTrue(readers[1].has_ended())
+            readers[0].data = b''
+            readers[0].until(b':\n\n')     # as before
+            bob = login('bob', 'another one')
 
 
-class LongBodyTest(WorldTest):
-    """Requests whose bodies are read by a child and carried out by a thread."""
+# ======== 10d. Turns ========
+
+class CountingStore:
+    """A store that counts its transactions, and may fail at their ends."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.writes, self.reads, self.failures = store, 0, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """As the store's, but failures go first."""
+        with self.store.transaction():
+            yield
+            self.writes += 1
+            if self.failures:
+                self.failures -= 1
+                raise sqlite3.OperationalError('database or disk is full')
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """As the store's."""
+        with self.store.reading():
+            yield
+            self.reads += 1
+
+
+class TurnTest(WorldTest):
+    """Turns of the thread that has the store, one by one."""
+    CREATE = http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')
+    LIST = http_request(path='/torc-service/v1/workflows')
 
     def setUp(self) -> None:
         super().setUp()
         silenced(self)
-        self.set_constant('MAX_BODY_BYTES', 2000)
-        self.server = ServerThread(self.world.path('torc.db'))
-        self.addCleanup(self.server.stop)
-        self.workflow_id = self.json('POST', '/workflows', {'name': 'w', 'user': 'u'})['id']
+        self.store = CountingStore(torc.Store(self.world.path('torc.db')))
+        self.server = torc.Server(self.store, torc.open_listener('127.0.0.1', 0, True), tick=lambda store: False)
+        self.addCleanup(self.store.close)
+        self.addCleanup(self.server.close)
+        self.server.on_clock(time.monotonic() + 1)    # the first tick
+        self.store.writes = 0
+        self.server.start()
+        self.clients = [socket.create_connection(self.server.listener.socket.getsockname(), 10) for _ in range(10)]
+        for client in self.clients:
+            self.addCleanup(client.close)
 
-    def ask(self, method: str, path: str, body: Any = None) -> Tuple[int, Any]:
-        """Status and value of an answer."""
-        data = body if isinstance(body, bytes) else b'' if body is None else torc.format_json(body).encode()
-        answer = self.server.ask(http_request(method, torc.API_PREFIX + path, data))
-        return statuses(answer)[0], json.loads(answer.partition(b'\r\n\r\n')[2].decode())
+    def ask_all(self, *requests: bytes) -> List[int]:
+        """Statuses of answers to requests of as many clients, asked before one turn."""
+        for client, request in zip(self.clients, requests):
+            client.sendall(request)
+        self.world.wait(lambda: len(self.server.asked) == len(requests), 10, 'all requests')
+        self.server.turn()
+        return [status for client, _ in zip(self.clients, requests) for status in statuses(read_answers(client, 1))]
 
-    def json(self, method: str, path: str, body: Any = None) -> Any:
-        """The value of a good answer."""
-        status, value = self.ask(method, path, body)
-        self.assertEqual(200, status, value)
-        return value
+    def count(self) -> int:
+        """How many workflows there are."""
+        return self.store.value('SELECT count(*) FROM workflow')
 
-    def jobs(self, count: int, **more: Any) -> Dict[str, Any]:
-        """A body of so many jobs."""
-        return {'jobs': [dict({'workflow_id': self.workflow_id, 'name': f'job {number}', 'command': 'true'},
-                              **more) for number in range(count)]}
+    def test_requests_of_one_turn_share_a_transaction_and_one_that_fails_undoes_itself_alone(self) -> None:
+        self.assertEqual([200] * 10, self.ask_all(*[self.CREATE] * 10))
+        self.assertEqual((1, 0, 10), (self.store.writes, self.store.reads, self.count()))
+        half = http_request('POST', torc.API_PREFIX + '/bulk_jobs', b'{"jobs":[{"workflow_id":1,"name":"a","command":"x"},{"workflow_id":1,"name":"a","command":"x"}]}')
+        self.assertEqual([422, 200, 200], self.ask_all(half, self.CREATE, self.LIST))
+        self.assertEqual((2, 11, 0), (self.store.writes, self.count(), self.store.value('SELECT count(*) FROM job')))
+        self.assertEqual([200] * 10, self.ask_all(*[self.LIST] * 10))
+        self.assertEqual((2, 1), (self.store.writes, self.store.reads))     # readers write nothing
 
-    def hold(self) -> Any:
-        """From now on the thread of a long request waits for the event that is returned; self.is_held tells that it does."""
-        gate, self.is_held, load = threading.Event(), threading.Event(), torc.load_checked
+    def test_when_a_commit_fails_no_request_is_answered_as_done(self) -> None:
+        self.store.failures = 100
+        self.assertEqual([503] * 10, self.ask_all(*[self.CREATE] * 10))
+        self.assertEqual(0, self.count())
+        self.store.failures = 2     # together, and the first alone
+        self.assertEqual([200] * 9 + [503], sorted(self.ask_all(*[self.CREATE] * 10)))
+        self.assertEqual(9, self.count())
 
-        def held(source: Any) -> Any:
-            self.is_held.set()
-            gate.wait(20)
-            return load(source)
-        self.set_constant('load_checked', held)
-        self.addCleanup(gate.set)
-        return gate
+    def test_ad_hoc_sql_has_a_transaction_of_its_own(self) -> None:
+        sql = http_request('POST', torc.API_PREFIX + torc.ADMIN_SQL_PATH, b'{"sql":"SELECT 1"}')
+        for client, request in zip(self.clients, (self.CREATE, sql, self.CREATE)):
+            client.sendall(request)
+            self.world.wait(lambda: len(self.server.asked) > self.clients.index(client), 10, 'the request')
+        for left in (2, 1, 0):
+            self.server.turn()
+            self.assertEqual(left, len(self.server.asked))
 
-    def test_it_does_what_a_short_one_does(self) -> None:
-        more = {'env': {'A': 'gr\u00fc\u00df \U0001f600 "\\\n'}, 'labels': ['x', 'y'], 'priority': 7,
-                'cancel_on_blocking_job_failure': False, 'unknown': [1.5, None]}
-        long = self.json('POST', '/bulk_jobs', self.jobs(1200, **more))['jobs']
-        self.json('DELETE', f'/jobs?workflow_id={self.workflow_id}')
-        self.set_constant('MAX_BODY_BYTES', 10 ** 6)
-        short = self.json('POST', '/bulk_jobs', self.jobs(1200, **more))['jobs']
-        self.assertEqual((1200, more['env']), (len(long), short[0]['env']))
-        for job in long + short:
-            del job['id']
-        self.assertEqual(short, long)
-        self.assertIsNone(self.server.server.long.current)
+    def test_a_turn_takes_its_time_and_leaves_the_rest_to_the_next_one(self) -> None:
+        self.set_constant('TURN_S', -1.0)
+        for client in self.clients[:3]:
+            client.sendall(self.CREATE)
+        self.world.wait(lambda: len(self.server.asked) == 3, 10, 'all requests')
+        for done in (1, 2, 3):
+            self.server.turn()
+            self.assertEqual((done, 3 - done, done), (self.store.writes, len(self.server.asked), self.count()))
+        self.assertEqual([[200]] * 3, [statuses(read_answers(client, 1)) for client in self.clients[:3]])
 
-    def test_it_is_refused_as_a_short_one_is(self) -> None:
-        wrong = self.jobs(100)
-        wrong['jobs'][77]['priority'] = 'high'
-        for method, path, body, status, text in (
-                ('POST', '/bulk_jobs', wrong, 422, 'jobs[77].priority must be an integer'),
-                ('POST', '/bulk_jobs', b'[],' * 1000, 400, 'the body is not JSON'),
-                ('POST', '/bulk_jobs', b'[' * 5000, 400, 'the body is not JSON'),
-                ('POST', '/bulk_jobs', b'\xff' * 3000, 400, 'the body is not JSON'),
-                ('POST', '/bulk_jobs', b'{"jobs":["' + b'x' * 3000, 400, 'the body is not JSON'),
-                ('POST', '/bulk_jobs', [1] * 3000, 422, 'the body must be an object'),
-                ('GET', '/bulk_jobs', self.jobs(100), 405, 'takes POST'),
-                ('POST', '/workflows/77/apply_spec', self.jobs(100), 422, 'workflow is missing'),
-                ('POST', '/bulk_jobs', self.jobs(100, name='same'), 422, 'same')):
-            with self.subTest(text):
-                found, value = self.ask(method, path, body)
-                self.assertEqual((status, True), (found, text in value['error']['message']), value)
-        self.set_constant('MAX_BODY_VALUES', 1000)
-        self.assertEqual(413, self.ask('POST', '/bulk_jobs', self.jobs(500))[0])
-        self.assertEqual(0, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+    def test_it_sleeps_when_there_is_nothing_to_do(self) -> None:
+        self.assertIsNone(self.server.wait_s())         # who has connected may stay quiet
+        self.ask_all(self.LIST)
+        self.assertGreater(self.server.wait_s(), 4)     # the service looks at its clock 5 s after a request
 
-    def test_others_are_answered_or_wait_but_are_not_forgotten(self) -> None:
-        gate = self.hold()
-        path = torc.API_PREFIX + f'/jobs?workflow_id={self.workflow_id}'
-        with contextlib.ExitStack() as stack:
-            first, second, third, gone = (stack.enter_context(self.server.connect()) for _ in range(4))
-            first.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
-            self.assertTrue(self.is_held.wait(10))
-            second.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))    # there are such jobs then
-            third.sendall(http_request(path=path) + http_request())
-            gone.sendall(http_request(path=path))
-            server = self.server.server
-            self.world.wait(lambda: len([*server.complete, *server.backlog]) == 2 and server.long.waiting,
-                            10, 'all to arrive')
-            gone.close()
-            for _ in range(3):
-                self.assertEqual([200, 200], statuses(self.server.ask(http_request() + http_request(path='/healthz'))))
-            self.server.server.tick_at = self.server.server.streams.keep_alive_at = 0.0     # not now
-            self.assertEqual([200], statuses(self.server.ask(http_request())))
-            self.assertEqual(2, len([*server.complete, *server.backlog]))
-            gate.set()
-            self.assertEqual([200], statuses(read_answers(first, 1)))
-            answer = read_answers(third, 2)
-            self.assertEqual(([200, 200], True), (statuses(answer), b'"total_count":100' in answer))
-            self.assertEqual([422], statuses(read_answers(second, 1)))
-        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
+    def test_leases_begin_anew_when_nobody_could_speak_or_a_clock_was_set(self) -> None:
+        rows = rows_of("""
+            case                                 planned  running  wall    anew
+            nothing                              0        0        0       -
+            a long request                       0        8        8       -
+            it was stopped                       0        100      100     yes
+            the machine was suspended            0        3600     3600    yes
+            the clock was set                    0        0.1      3600    yes
+            the clock was set back               0        0.1      -3600   yes
+            the clock is pulled to the right     0        5        5.5     -
+            the hypervisor had stopped both      0        0.1      600     yes
+            a wait that was planned              100      100      100     -
+            a wait that took longer              80       100      100     yes
+            """)
+        for row in rows:
+            with self.subTest(row['case']):
+                now = torc.read_clocks()
+                self.server.clocks = torc.Clocks(now.running - float(row['running']), now.wall - float(row['wall']))
+                word = self.server.service.nodes[1]
+                word.lease_ends_at = 5.0
+                self.server.look_at_clocks(float(row['planned']))
+                self.assertEqual(None if row['anew'] else 5.0, word.lease_ends_at)
 
-    def test_a_list_is_carried_out_in_pieces_and_all_or_nothing(self) -> None:
-        self.set_constant('SLICE_BYTES', 1500)
-        pieces, create = [], torc.insert_jobs    # type: List[int], Any
-        self.set_constant('insert_jobs', lambda *given: pieces.append(len(given[2])) or create(*given))
-        self.json('POST', '/jobs', {'workflow_id': self.workflow_id, 'name': 'job 90', 'command': 'x'})
-        status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
-        self.assertEqual((422, True), (status, "'job 90'" in value['error']['message']), value)
-        self.assertEqual(1, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
-        other = self.json('POST', '/workflows', {'name': 'x', 'user': 'u'})['id']
-        mixed = self.jobs(100)
-        mixed['jobs'][-1]['workflow_id'] = other
-        status, value = self.ask('POST', '/bulk_jobs', mixed)
-        self.assertEqual((422, True), (status, 'must belong to one workflow' in value['error']['message']))
-        del pieces[:]
-        made = self.json('POST', '/bulk_jobs', dict(self.jobs(90), more=1))['jobs']
-        self.assertEqual([f'job {number}' for number in range(90)], [job['name'] for job in made])
-        self.assertEqual((90, True), (sum(pieces), 2 < len(pieces) < 20), pieces)
-        for path, key, more in (('/bulk_files', 'files', {'path': 'p'}),
-                                ('/bulk_user_data', 'user_data', {'data': {'a': [1.5, None]}})):
-            rows = [dict({'workflow_id': other, 'name': f'n{number}'}, **more) for number in range(150)]
-            found = self.json('POST', path, {key: rows})[key]
-            self.assertEqual(rows, [{name: row[name] for name in rows[0]} for row in found])
+    def test_a_server_that_is_stopped_in_the_middle_of_a_turn_gives_nobody_up(self) -> None:
+        store = self.store.store
+        with store.transaction():
+            context = torc.Service(store).context()
+            workflow_id = torc.call_operation(context, 'create_workflow', {}, {'name': 'w', 'user': 'u'})['id']
+            torc.call_operation(context, 'create_compute_node', {}, dict(self.NODE, workflow_id=workflow_id, hostname='h'))
+        lost = []   # type: List[List[int]]
+        self.server.tick = lambda service: lost.append(torc.release_lost_nodes(service.context(), lambda *runner: None))
+        self.server.on_tick(0.0)
+        real = torc.read_clocks
+        with unittest.mock.patch.object(torc, 'read_clocks', lambda: torc.Clocks(*(now + 3600 for now in real()))):
+            self.server.on_tick(0.0)        # stopped between its look at the clocks and this
+            self.ask_all(self.LIST)
+            self.server.on_tick(0.0)
+        self.assertEqual([[], [], []], lost)
 
-    def test_limits_of_values_and_of_a_record(self) -> None:
-        def send(data: Any, *names: str) -> Tuple[int, Any]:
-            rows = [{'workflow_id': self.workflow_id, 'name': name, 'data': data} for name in names]
-            return self.ask('POST', '/bulk_user_data', {'user_data': rows})
-        self.set_constant('MAX_RECORD_VALUES', 1000)
-        self.set_constant('MAX_RECORD_BYTES', 10000)
-        for data, text in (([[]] * 1000, 'user_data[1] holds more than 1,000 values'),
-                           ({str(number): [] for number in range(600)}, 'user_data[1] holds more than 1,000'),
-                           ('x' * 10000, 'user_data[1] has 9')):
-            rows = [{'workflow_id': self.workflow_id, 'name': str(number), 'data': data if number else 1}
-                    for number in range(2)]
-            status, value = self.ask('POST', '/bulk_user_data', {'user_data': rows})
-            self.assertEqual((413, True), (status, text in value['error']['message']), value)
-        self.assertEqual(0, self.json('GET', f'/user_data?workflow_id={self.workflow_id}')['total_count'])
-        self.assertEqual(200, send(',[{' * 3000, 'commas in a text', 'are no values')[0])
-        self.set_constant('MAX_PLAN_VALUES', 500)
-        status, value = self.ask('POST', '/workflows/from_spec', {'jobs': [[]] * 1000})
-        self.assertEqual((413, True), (status, 'holds more than 500 values' in value['error']['message']))
+    NODE = dict(
+        hostname=socket.gethostname(), pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0,
+        num_gpus=0, num_nodes=1, compute_node_type='local', is_active=True, lease_s=60.0)
 
-    @slow
-    def test_memory_does_not_grow_with_a_list(self) -> None:
-        need('proc', os.path.exists('/proc/self/status'), '/proc, to see the memory of a process')
-        self.world.serve('--db', 'other.db', '--no-auth')
-        url = connection_of(self.world.path('other.db'))['url']
-        with contextlib.closing(torc.HttpConnection(torc.parse_url(url))) as wire:
-            wire.ask('POST', torc.API_PREFIX + '/workflows', b'{"name":"w","user":"u"}')
+    def add_node(self) -> None:
+        """A workflow whose job a runner has claimed that nobody can see."""
+        context, store = self.server.service.context(), self.store.store
+        with store.transaction():
+            torc.call_operation(context, 'create_workflow', {}, {'name': 'w', 'user': 'u'})
+            torc.call_operation(context, 'create_job', {}, {'workflow_id': 1, 'name': 'a', 'command': 'true'})
+            torc.call_operation(context, 'initialize_jobs', {'workflow_id': 1})
+            torc.call_operation(context, 'create_compute_node', {}, dict(self.NODE, workflow_id=1))
+            torc.call_operation(context, 'runner_sync', {'workflow_id': 1}, {
+                'run_id': 1, 'compute_node_id': 1, 'want': {'strategy': 'queue', 'limit': 1}})
 
-            def peak_mb() -> int:
-                with open(f'/proc/{self.world.server.pid}/status') as file:
-                    return int(re.search('VmHWM:\\s*([0-9]+)', file.read()).group(1)) // 1024
-            before = peak_mb()
-            jobs = [{'workflow_id': 1, 'name': f'j{number}', 'command': f'{number} ' * 250}
-                    for number in range(12000)]
-            body = torc.format_json({'jobs': jobs}).encode()
-            status, answer = wire.ask('POST', torc.API_PREFIX + '/bulk_jobs', body, 60)
-        self.assertEqual((200, 12000), (status, len(json.loads(answer.decode())['jobs'])))
-        self.assertGreater(len(body), 15 * 2 ** 20)
-        self.assertLess(peak_mb() - before, 40)     # with all of the list, 140 MB
-
-    def test_an_answer_in_a_file_leaves_no_file_behind_and_has_room_for_its_head(self) -> None:
-        descriptors = set(os.listdir('/proc/self/fd'))
-        gc.disable()        # which would only come later
-        self.addCleanup(gc.enable)
-        answer = torc.LongAnswer(torc.NamelessFile(self.world.directory))
-        self.assertEqual(torc.LongAnswer.HEAD_BYTES, os.fstat(answer.file.descriptor).st_size)
-        answer.take({'items': [1]})
-        self.assertIs(answer, answer.obj)
-        del answer
-        self.assertEqual(descriptors, set(os.listdir('/proc/self/fd')))
-
-    def test_an_answer_in_a_file_is_sent_and_signed_as_bytes_are(self) -> None:
-        def make() -> torc.LongAnswer:
-            answer = torc.LongAnswer(torc.NamelessFile(self.world.directory))
-            for number in range(3):
-                answer.take({'jobs': [{'id': number}]})
-            return answer.finish()
-        data = b'{"jobs":[{"id":0},{"id":1},{"id":2}]}'
-        signer = torc.Signer(b'token', 'challenge', 'nonce', 'id')
-        self.assertEqual(signer.sign_answer(200, data), signer.sign_answer(200, make()))
-        whole, found = torc.format_answer(200, data, 'x: y\r\n'), torc.format_answer(200, make(), 'x: y\r\n')
-        self.assertEqual((len(whole), whole[:-len(data)]), (len(found), found.head))
-        parts = []
-        while found:
-            parts.append(found[:7])
-            found = found[len(parts[-1]):]
-        self.assertEqual(whole, b''.join(parts))
-        self.assertEqual([], [name for name in os.listdir(self.world.directory) if name.startswith('torc-')])
-        with self.assertRaisesRegex(torc.Unreachable, 'the answer cannot be kept: No such file'):
-            torc.NamelessFile(self.world.path('gone'))
-
-    @slow
-    def test_a_child_that_dies_is_an_error_and_the_next_body_is_read(self) -> None:
-        read, os_kill = torc.read_long_body, os.kill
-        torc.read_long_body = lambda *_: os_kill(os.getpid(), signal.SIGKILL)
-        self.addCleanup(setattr, torc, 'read_long_body', read)
-        status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
-        self.assertEqual((413, True), (status, 'too much memory' in value['error']['message']))
-        torc.read_long_body = read
-        self.set_constant('READER_BYTES', 2 ** 20)
-        self.assertEqual(413, self.ask('POST', '/bulk_jobs', self.jobs(2000, command='x' * 20000))[0])
-        self.set_constant('READER_BYTES', 2 ** 30)
-        self.assertEqual(100, len(self.json('POST', '/bulk_jobs', self.jobs(100))['jobs']))
-        with unittest.mock.patch.object(os, 'fork', side_effect=BlockingIOError('no more processes')):
-            self.assertEqual(503, self.ask('POST', '/bulk_jobs', self.jobs(100))[0])
-        self.assertEqual((set(), None), (self.server.server.bodies.spools, self.server.server.long.current))
-
-    def test_a_child_that_never_ends_is_ended(self) -> None:
-        self.set_constant('READER_S', 1)
-        with unittest.mock.patch.object(torc, 'read_long_body', lambda *_: signal.pause()):
-            status, value = self.ask('POST', '/bulk_jobs', self.jobs(100))
-        self.assertEqual((413, True), (status, 'too much memory, time' in value['error']['message']))
-        self.assertEqual(100, len(self.json('POST', '/bulk_jobs', self.jobs(100))['jobs']))
-
-    def test_a_server_that_ends_meanwhile_leaves_no_child_and_finishes_what_its_thread_is_at(self) -> None:
-        read = torc.read_long_body
-        torc.read_long_body = lambda *_: signal.pause()
-        self.addCleanup(setattr, torc, 'read_long_body', read)
-        body = http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode())
-        with self.server.connect() as client:
-            client.sendall(body)
-            self.world.wait(lambda: self.server.server.long.current and self.server.server.long.current.pid, 10, 'the child')
-            self.server.stop()      # the world sees that the child is gone
-        torc.read_long_body = read
-        self.server = ServerThread(self.world.path('torc.db'))
-        self.addCleanup(self.server.stop)
-        gate = self.hold()
-        with self.server.connect() as client:
-            client.sendall(body)
-            self.assertTrue(self.is_held.wait(10))
-            threading.Timer(0.2, gate.set).start()
-            self.server.stop()
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-        self.server = ServerThread(self.world.path('torc.db'))
-        self.addCleanup(self.server.stop)
-        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
-
-    def test_the_loop_does_not_take_what_the_thread_writes_for_anothers_work(self) -> None:
-        gate, has_written, on_commit = threading.Event(), threading.Event(), torc.Store.on_commit
-
-        def held(store: torc.Store) -> None:
-            if not has_written.is_set():
-                has_written.set()
-                gate.wait(20)
-            on_commit(store)
-        self.addCleanup(gate.set)
-        patch = unittest.mock.patch.object(torc.Store, 'on_commit', held)
-        with self.server.connect() as client, patch:
-            body = torc.format_json(self.jobs(100)).encode()
-            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', body))
-            self.assertTrue(has_written.wait(10))
-            self.assertEqual([200], statuses(self.server.ask(http_request(path=torc.PING_PATH))))
-            gate.set()
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-        self.assertEqual(100, self.json('GET', f'/jobs?workflow_id={self.workflow_id}')['total_count'])
-
-    def test_a_server_that_is_to_leave_waits_for_the_thread_without_looking_all_the_time(self) -> None:
-        gate, server = self.hold(), self.server.server
-        with self.server.connect() as client:
-            body = torc.format_json(self.jobs(100)).encode()
-            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', body))
-            self.assertTrue(self.is_held.wait(10))
-            server.stop()
-            self.world.wait(lambda: server.is_leaving, 10, 'the time to leave')
-            self.assertNotEqual(0.0, server.wait_s())
-            with self.server.connect():     # comes too late
-                self.world.wait(lambda: len(server.connections.all) == 2, 10, 'the client')
-                self.assertTrue(server.is_leaving)
-            gate.set()
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-        self.server.join(10)
-        self.assertFalse(self.server.is_alive())
-
-    def test_calls_of_signals_wait_for_the_store(self) -> None:
-        gate, calls = self.hold(), []
-        self.server.server.signal_calls[signal.SIGUSR1] = lambda: calls.append(self.server.server.long.has_store)
-        with self.server.connect() as client:
-            client.sendall(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(self.jobs(100)).encode()))
-            self.assertTrue(self.is_held.wait(10))
-            self.server.server.wake_writer.send(bytes([signal.SIGUSR1]))
-            self.world.wait(lambda: self.server.server.put_off, 10, 'the signal')
-            self.assertEqual([], calls)
-            gate.set()
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-        self.world.wait(lambda: calls == [True], 10, 'its call')
-
-
-# ======== 10f. Server ========
-
-# What brings servers down, and the tests that show that it does not bring down this one (the first two over TLS too):
-#
-#   an answer in two packets          ServerTest: a kept-alive POST is answered at once; FramingTest: an answer is one piece
-#   slow clients, half requests       ServerTest: hundreds of half requests, bytes one by one, a request that does not arrive,
-#                                     a reader that does not read; TlsServerTest: who is slow to shake hands
-#   pipelining                        ServerTest: in their order, a flood of them is bounded
-#   head bombs, no HTTP at all        ServerTest: rubbish; FramingTest: what is not plain HTTP; TlsServerTest: plain request, hello to a plain port
-#   wrong or huge Content-Length      FramingTest: what is not plain HTTP; ServerTest: a body too large
-#   chunked bodies                    FramingTest, ServerTest: rubbish
-#   many connections at once          ServerTest: many may connect; TurnTest: who never asks makes room
-#   no descriptors left               TurnTest: without descriptors
-#   client gone before the answer     ServerTest: a client that is gone
-#   what JSON can hold                ApiTest: mistakes get a clear 4xx
-#   all of it, at random              FaultTest: rubbish of all kinds
-
-
-class ServerTest(WorldTest):
-    """The loop, on real sockets."""
-    TOKEN = ''
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.server = ServerThread(self.world.path('torc.db'), self.TOKEN, tls=self.tls())
-        self.addCleanup(self.server.stop)       # before the world's own end
-        logging.getLogger('torc').setLevel(logging.CRITICAL)
-        self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
-
-    def tls(self) -> Optional[Tls]:
-        """None: plain HTTP."""
-        return None
-
-    def test_requests_follow_each_other_on_one_connection(self) -> None:
-        with self.server.connect() as client:
-            for _ in range(3):
-                client.sendall(http_request())
-                answer = read_answers(client, 1)
-                self.assertTrue(answer.startswith(b'HTTP/1.1 200 OK\r\n') and answer.endswith(b'\r\n\r\n{"status":"ok"}'), answer)
-
-    def test_pipelined_requests_are_answered_in_their_order(self) -> None:
-        body = b'{"name": "w%d", "user": "u"}'
-        data = b''.join(http_request('POST', '/torc-service/v1/workflows', body % number) for number in range(20))
-        with self.server.connect() as client:
-            client.sendall(data)
-            answer = read_answers(client, 20)
-        self.assertEqual([b'w%d' % number for number in range(20)], re.findall(rb'"name":"(w\d+)"', answer))
-
-    @slow
-    def test_a_flood_of_pipelined_requests_is_bounded(self) -> None:
-        requests, count = http_request() * 500, 10
-        with self.server.connect() as client:
-            for _ in range(count):
-                client.sendall(requests)
-            self.assertEqual([200] * 500 * count, statuses(read_answers(client, 500 * count)))
-        self.assertTrue(all(len(one.received) < 200000 for one in self.server.server.connections.all))
-
-    def test_bytes_may_come_one_by_one(self) -> None:
-        data = b'\r\n' + http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')
-        answer = self.server.ask(*[data[index:index + 1] for index in range(len(data))])
+    def ask(self, method: str, path: str, body: bytes = b'') -> Dict[str, Any]:
+        """What a request is answered with, in one turn."""
+        self.clients[0].sendall(http_request(method, torc.API_PREFIX + path, body))
+        self.world.wait(lambda: self.server.asked, 10, 'the request')
+        self.server.turn()
+        answer = read_answers(self.clients[0], 1)
         self.assertEqual([200], statuses(answer))
+        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
 
-    def test_http_1_0_and_close_end_the_connection(self) -> None:
-        for request in (http_request(version='1.0'), http_request(connection='close')):
-            with self.server.connect() as client:
-                client.sendall(request)
-                answer = read_all(client)   # until the server closes
-            self.assertIn(b'\r\nconnection: close\r\n', answer)
-            self.assertTrue(answer.endswith(b'{"status":"ok"}'))
+    def test_who_asks_is_not_told_of_a_dead_runner_as_one_at_work_and_need_not_wait_for_a_tick(self) -> None:
+        self.add_node()
+        with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: True):
+            self.assertEqual(1, self.ask('GET', '/workflows/1/status')['active_compute_nodes'])
+        with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: False):
+            full = sqlite3.OperationalError('database or disk is full')
+            with unittest.mock.patch.object(torc, 'end_node', side_effect=full):       # hinders no reader
+                self.assertEqual(1, self.ask('GET', '/workflows/1/status')['active_compute_nodes'])
+            said = self.ask('GET', '/workflows/1/status')
+        self.assertEqual((0, 1), (said['active_compute_nodes'], said['jobs_by_status']['ready']))
+
+    def test_dead_runners_are_noticed_by_what_depends_on_them_and_not_looked_for_by_runners(self) -> None:
+        node = json.dumps(dict(self.NODE, workflow_id=1)).encode()
+        sync = b'{"run_id":1,"compute_node_id":1,"want":{"strategy":"queue","limit":1}}'
+        rows = (('POST', '/compute_nodes', node, 1), ('GET', '/compute_nodes?workflow_id=1', b'', 1),
+                ('GET', '/workflows/1/status', b'', 1), ('GET', '/workflows/1/explanation', b'', 1),
+                ('GET', '/jobs?workflow_id=1', b'', 1), ('POST', '/workflows/1/runner_sync', sync, 0),
+                ('POST', '/workflows/1/claim_next_jobs?limit=1', b'', 0), ('GET', '/version', b'', 0),
+                ('POST', '/workflows/1/initialize_jobs?only_uninitialized=true', b'', 1),
+                ('POST', '/workflows/1/reset_job_status?failed_only=true', b'', 1),
+                ('POST', '/workflows/1/reset_status?force=true', b'', 1))
+        self.add_node()
+        for method, path, body, looks in rows:
+            with self.subTest(path), unittest.mock.patch.object(torc, 'node_lives', return_value=True) as lives:
+                self.ask(method, path, body)
+                self.assertEqual(looks, min(lives.call_count, 1))
+        status = http_request('GET', torc.API_PREFIX + '/workflows/1/status')
+        with unittest.mock.patch.object(torc, 'node_lives', return_value=True) as lives:
+            self.ask_all(*[status] * 10)
+        self.assertEqual(2, lives.call_count)       # once a turn, for both nodes
 
     def test_memory_is_given_back_after_a_turn_that_changed_many_rows(self) -> None:
         calls = []      # type: List[int]
         self.set_constant('give_memory_back', lambda: calls.append(1))
         self.set_constant('MANY_ROWS', 50)
-        api = '/torc-service/v1'
         jobs = [{'workflow_id': 1, 'name': f'j{number}', 'command': 'x'} for number in range(60)]
-        for path, body, expected in (('workflows', {'name': 'w', 'user': 'u'}, 0), ('bulk_jobs', {'jobs': jobs}, 1)):
-            answer = self.server.ask(http_request('POST', f'{api}/{path}', json.dumps(body).encode()))
-            self.assertEqual([200], statuses(answer))
-            self.server.ask(http_request())     # the turn has ended
+        for path, body, expected in (('/workflows', {'name': 'w', 'user': 'u'}, 0), ('/bulk_jobs', {'jobs': jobs}, 1)):
+            self.ask('POST', path, json.dumps(body).encode())
             self.assertEqual(expected, len(calls), path)
 
-    def test_head_answers_without_the_body(self) -> None:
-        answer = self.server.ask(http_request('HEAD'))
-        self.assertTrue(answer.endswith(b'content-length: 15\r\n\r\n'), answer)
+    def test_who_waits_when_it_ends_is_told_so(self) -> None:
+        self.clients[0].sendall(self.CREATE)
+        self.world.wait(lambda: self.server.asked, 10, 'the request')
+        self.server.end_asking()
+        answer = read_answers(self.clients[0], 1)
+        self.clients[1].sendall(self.CREATE)
+        self.assertEqual(([503], True, [503]), (statuses(answer), b'the server is ending' in answer, statuses(read_answers(self.clients[1], 1))))
+        self.assertEqual(0, self.count())
 
-    def test_other_methods_are_4xx(self) -> None:
+
+# ======== 10e. Connections ========
+
+# What brings servers down, and the tests that show that it does not bring down this one (many over TLS too):
+#
+#   an answer in two packets          ServerTest: a kept-alive POST is answered in one packet; FramingTest: an answer is one piece
+#   slow clients, half requests       CrowdTest; ServerTest: a request that does not arrive, a reader that does not read;
+#                                     TlsServerTest: who is slow to shake hands
+#   requests cut off                  ServerTest: at any byte
+#   pipelining                        ServerTest: in their order
+#   head bombs, no HTTP at all        FramingTest: what is not plain HTTP; ServerTest: rubbish; TlsServerTest: plain request, hello to a plain port
+#   wrong or huge Content-Length      FramingTest: what is not plain HTTP; ServerTest: a body too large
+#   chunked bodies                    FramingTest, ServerTest: rubbish
+#   many connections at once          RoomTest; CrowdTest
+#   no descriptors, no threads left   RoomTest
+#   client gone before the answer     ServerTest: a client that is gone
+#   what JSON can hold                ServerTest: nested; ApiTest: mistakes get a clear 4xx
+#   all of it, at random              FaultTest: rubbish of all kinds
+
+
+class ServerTest(WorldTest):
+    """Connections, on real sockets."""
+    CREATE = http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.server = ServerThread(self.world.path('torc.db'), tls=self.tls())
+        self.addCleanup(self.server.stop)       # before the world's own end
+        silenced(self)
+        self.connections = self.server.server.listener.connections
+
+    def tls(self) -> Optional[Tls]:
+        """None: plain HTTP."""
+        return None
+
+    def count(self) -> int:
+        """How many workflows there are."""
+        return json.loads(self.server.ask(http_request(path='/torc-service/v1/workflows')).partition(b'\r\n\r\n')[2].decode())['total_count']
+
+    def test_requests_follow_each_other_on_one_connection_in_their_order(self) -> None:
+        with self.server.connect() as client:
+            for _ in range(3):
+                client.sendall(http_request())
+                answer = read_answers(client, 1)
+                self.assertTrue(answer.startswith(b'HTTP/1.1 200 OK\r\n') and answer.endswith(b'\r\n\r\n{"status":"ok"}'), answer)
+            body = b'{"name": "w%d", "user": "u"}'
+            client.sendall(b''.join(http_request('POST', '/torc-service/v1/workflows', body % number) for number in range(20)))
+            self.assertEqual([b'w%d' % number for number in range(20)], re.findall(rb'"name":"(w\d+)"', read_answers(client, 20)))
+        for request in (http_request(version='1.0'), http_request(connection='close')):
+            with self.server.connect() as client:
+                client.sendall(request)
+                answer = read_all(client)   # until the server closes
+            self.assertEqual((True, True), (b'\r\nconnection: close\r\n' in answer, answer.endswith(b'{"status":"ok"}')))
+
+    def test_a_request_that_is_cut_off_at_any_byte_is_never_carried_out(self) -> None:
+        for size in range(len(self.CREATE)):
+            answer = self.server.ask(self.CREATE[:size])
+            self.assertEqual([], statuses(answer), size)
+        self.assertEqual(0, self.count())
+        data = b'\r\n' + self.CREATE        # bytes one by one, and left over from a sloppy client
+        self.assertEqual([200], statuses(self.server.ask(*[data[index:index + 1] for index in range(len(data))])))
+        self.assertEqual(1, self.count())
+
+    def test_heads_and_other_methods(self) -> None:
+        self.assertTrue(self.server.ask(http_request('HEAD')).endswith(b'content-length: 15\r\n\r\n'))
         for method in ('OPTIONS', 'PATCH', 'TRACE', 'BREW'):
             self.assertEqual([405], statuses(self.server.ask(http_request(method))))
         self.assertEqual([404], statuses(self.server.ask(http_request(path='/nowhere'))))
+        self.assertTrue(self.server.ask(http_request('HEAD', '/nowhere')).endswith(b'\r\n\r\n'))     # no error has a body either
+        failing = CountingStore(self.server.server.store)
+        self.server.server.responder.store = failing
+        with unittest.mock.patch.object(failing, 'reading', side_effect=sqlite3.OperationalError('disk')), self.server.connect() as client:
+            client.sendall(http_request('HEAD', '/torc-service/v1/workflows') + http_request())
+            self.assertRegex(read_all_of(client, 2), rb'(?s)\AHTTP/1.1 503 [^{]*\r\n\r\nHTTP/1.1 200 .*ok"}\Z')
 
     def test_a_client_that_expects_100_gets_it(self) -> None:
         body = b'{"name":"w","user":"u"}'
@@ -10834,24 +10221,38 @@ class ServerTest(WorldTest):
 
     def test_a_body_too_large_is_refused_before_it_comes(self) -> None:
         head = http_request('POST', '/torc-service/v1/workflows', content_length=str(torc.MAX_BODY_BYTES + 1), expect='100-continue')
-        with self.server.connect() as client:
-            client.sendall(head)
-            self.assertEqual([413], statuses(read_all(client)))
-        with self.server.connect() as client:   # and one that does not wait for leave still gets to read why
-            client.sendall(http_request('POST', '/torc-service/v1/workflows', b'x' * (torc.MAX_BODY_BYTES + 1)))
-            self.assertEqual([413], statuses(read_all(client)))
+        # and one that does not wait for leave still gets to read why
+        for data in (head, http_request('POST', '/torc-service/v1/workflows', b'x' * (torc.MAX_BODY_BYTES + 1))):
+            with self.server.connect() as client:
+                client.sendall(data)
+                self.assertEqual([413], statuses(read_all(client)))
 
     def test_rubbish_is_answered_and_cut_off(self) -> None:
+        host = b'Host: 127.0.0.1\r\n'
         for status, data in ((400, b'\x16\x03\x01\x02\x00\x01\x00'), (400, b'\0' * 100),
                              (414, b'GET /' + b'x' * 20000), (400, b'GET / HTTP/1.1\nHost: x\n\r\n\r\n'),
                              (431, b'GET / HTTP/1.1\r\n' + b'a: 1\r\n' * 20000), (431, http_request(path='/', x='y' * 70000)),
+                             (400, b'POST / HTTP/1.1\r\n' + host + b'Content-Length: 4\r\ncontent-length: 4\r\n\r\nbody'),
+                             (403, http_request(origin='http://evil.example')), (403, http_request(host='evil.example')),
                              (501, http_request('POST', '/', transfer_encoding='chunked') + b'5\r\nGET /\r\n0\r\n\r\n')):
-            with self.subTest(data=data[:30]):
-                with self.server.connect() as client:
-                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                        client.sendall(data)
-                    self.assertEqual([status], statuses(read_all(client)))
+            with self.subTest(data=data[:30]), self.server.connect() as client:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    client.sendall(data + http_request())       # what follows is not looked at
+                self.assertEqual([status], statuses(read_all(client)))
         self.assertEqual([200], statuses(self.server.ask(http_request())))
+
+    def test_json_that_is_nested_however_deep_is_no_end_of_the_server(self) -> None:
+        for depth in (500, 5000, 9000, 100000):
+            for body in (b'[' * depth, b'{"a":' * depth):
+                answer = self.server.ask(http_request('POST', '/torc-service/v1/workflows', body))
+                self.assertEqual(([400], True), (statuses(answer), b'the body is not JSON' in answer), depth)
+
+    def test_a_bug_costs_one_answer_or_one_client(self) -> None:
+        with unittest.mock.patch.object(torc, 'parse_body', side_effect=ZeroDivisionError):
+            self.assertEqual([500], statuses(self.server.ask(self.CREATE)))
+        with unittest.mock.patch.object(torc, 'find_static', side_effect=ZeroDivisionError):
+            self.assertEqual([], statuses(self.server.ask(http_request())))
+        self.assertEqual([200], statuses(self.server.ask(self.CREATE)))
 
     def test_a_kept_alive_post_is_answered_in_one_packet(self) -> None:
         def packets() -> int:
@@ -10863,78 +10264,78 @@ class ServerTest(WorldTest):
             read_answers(client, 1)       # and with it what TLS says at first
             before = packets()
             for _ in range(21):     # the second of two packets may wait 40 ms for the acknowledgement of the first
-                client.sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
+                client.sendall(self.CREATE)
                 read_answers(client, 1)
             self.assertEqual(21, packets() - before)
 
-    def test_hundreds_of_half_requests_hold_up_nobody(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for _ in range(200):
-                client = stack.enter_context(self.server.connect())
-                client.sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')[:-5])
-            self.assertEqual([200], statuses(self.server.ask(http_request())))
-            # answered while all of them still wait for the rest
-            self.world.wait(lambda: len(self.server.server.connections.all) >= 200, 10, 'all of them')
-            self.assertTrue(all(one.deadline < math.inf for one in self.server.server.connections.all if one.head))
-
     def test_a_request_that_does_not_arrive_ends_in_time_and_a_quiet_connection_stays(self) -> None:
-        self.set_constant('CLIENT_DEADLINE_S', 0.2)
-        with self.server.connect() as quiet:
+        self.set_constant('CLIENT_DEADLINE_S', 0.3)
+        with self.server.connect() as quiet, self.server.connect() as silent:
             quiet.sendall(http_request())
             read_answers(quiet, 1)
-            for part in (b'GET', http_request()[:-2], http_request('POST', '/', b'body')[:-2]):
-                with self.server.connect() as slow:
-                    slow.sendall(part)
-                    self.assertEqual([408], statuses(read_all(slow)))
+            for part in (b'GET', http_request()[:-2], http_request('POST', '/torc-service/v1/workflows', b'body')[:-2]):
+                with self.server.connect() as late:
+                    late.sendall(part)
+                    self.assertEqual([408], statuses(read_all(late)))
+            with self.server.connect() as drop, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                began = time.monotonic()
+                for byte in self.CREATE * 10:       # each byte in time, the whole not
+                    drop.sendall(bytes([byte]))
+                    if select.select([drop], [], [], 0.05)[0]:
+                        break
+                self.assertEqual(([408], True), (statuses(read_all(drop)), time.monotonic() - began < 5))
+            self.assertEqual(b'', read_all(silent))     # never asked anything
             quiet.sendall(http_request())
             self.assertEqual([200], statuses(read_answers(quiet, 1)))
 
-    def test_what_arrives_while_the_server_is_busy_is_in_time(self) -> None:
-        server, begun, over = self.server.server, threading.Event(), threading.Event()
-        answer = server.answer_complete
-
-        def be_busy() -> None:
-            begun.set()
-            over.wait(10)
-            answer()
-
-        self.set_constant('CLIENT_DEADLINE_S', 0.3)
-        with self.server.connect() as late, self.server.connect() as other:
-            late.sendall(http_request()[:-2])
-            self.world.wait(lambda: any(one.received for one in list(server.connections.all)), 10, 'half of a request')
-            server.answer_complete = be_busy
-            other.sendall(http_request())
-            self.assertTrue(begun.wait(10))
-            until = max(one.deadline for one in list(server.connections.all) if one.deadline < math.inf)
-            self.world.wait(lambda: time.monotonic() > until, 10, 'the deadline')
-            late.sendall(http_request()[-2:])
-            server.answer_complete = answer
-            over.set()
-            self.assertEqual([[200], [200]], [statuses(read_answers(one, 1)) for one in (other, late)])
+    def fill(self, count: int) -> None:
+        """A workflow with so many events of 1.5 MB."""
+        self.server.ask(self.CREATE)
+        body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1500000}}).encode()
+        for _ in range(count):
+            self.assertEqual([200], statuses(self.server.ask(http_request('POST', '/torc-service/v1/events', body))))
 
     @slow
     def test_a_reader_that_does_not_read_is_closed_and_delays_nobody(self) -> None:
-        body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1000000}}).encode()
-        self.server.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
-        for _ in range(20):
-            self.assertEqual([200], statuses(self.server.ask(http_request('POST', '/torc-service/v1/events', body))))
-        self.set_constant('CLIENT_DEADLINE_S', 0.5)
-        with contextlib.ExitStack() as stack, socket.socket() as slow:
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.connect(('127.0.0.1', self.server.port))
-            slow = stack.enter_context(contextlib.closing(self.server.wrap(slow)))
-            slow.sendall(http_request(path='/torc-service/v1/events?workflow_id=1') * 2)
-            self.assertEqual([200], statuses(self.server.ask(http_request())))
-            self.world.wait(lambda: not self.server.server.connections.all, 20, 'the slow reader to be dropped')
+        self.fill(14)
+        self.set_constant('CLIENT_DEADLINE_S', 1.0)
+        self.set_constant('MAX_UNSENT_BYTES', 10 ** 7)
+        events = http_request(path='/torc-service/v1/events?workflow_id=1')
+        with contextlib.ExitStack() as stack, socket.socket() as late:
+            late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            late.connect(('127.0.0.1', self.server.port))
+            late = stack.enter_context(contextlib.closing(self.server.wrap(late)))
+            late.sendall(events * 2)
+            self.world.wait(lambda: self.server.server.listener.unsent_bytes, 20, 'the long answer')
+            answer = self.server.ask(self.CREATE + events)      # another long one has no room, and all else is answered
+            self.assertEqual(([200, 503], True), (statuses(answer), b'too many long answers are on their way' in answer))
+            self.world.wait(lambda: not self.connections, 20, 'the slow reader to be dropped')
+        self.assertEqual([200], statuses(self.server.ask(events)))
 
     def test_a_patient_reader_gets_all_of_a_large_answer(self) -> None:
-        self.server.ask(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
-        body = torc.format_json({'workflow_id': 1, 'data': {'text': 'x' * 1500000}}).encode()
-        for _ in range(4):
-            self.server.ask(http_request('POST', '/torc-service/v1/events', body))
+        self.fill(4)
         answer = self.server.ask(http_request(path='/torc-service/v1/events?workflow_id=1') + http_request())
         self.assertEqual([200, 200], statuses(answer))
         self.assertGreater(len(answer), 6000000)
+
+    def test_one_long_body_is_received_at_a_time_and_short_ones_meanwhile(self) -> None:
+        self.set_constant('MAX_BODY_BYTES', 2000)
+        self.server.ask(self.CREATE)
+        requests = []
+        for letter in 'ab':
+            jobs = {'jobs': [{'workflow_id': 1, 'name': f'{letter}{number}', 'command': 'true'} for number in range(100)]}
+            requests.append(http_request('POST', '/torc-service/v1/bulk_jobs', torc.format_json(jobs).encode()))
+        with self.server.connect() as first, self.server.connect() as second, self.server.connect() as third:
+            first.sendall(requests[0][:-10])
+            self.world.wait(self.server.server.listener.large_body.locked, 10, 'the first')
+            second.sendall(requests[1])
+            third.sendall(self.CREATE)
+            self.assertEqual([200], statuses(read_answers(third, 1)))
+            second.settimeout(0.2)
+            self.assertRaises(socket.timeout, second.recv, 1)
+            second.settimeout(10)
+            first.sendall(requests[0][-10:])
+            self.assertEqual([[200], [200]], [statuses(read_answers(client, 1)) for client in (first, second)])
 
     def test_a_client_that_is_gone_before_the_answer_harms_nobody(self) -> None:
         for _ in range(30):
@@ -10942,81 +10343,263 @@ class ServerTest(WorldTest):
                 client.sendall(http_request() * 3)
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))     # a reset, not an end
         self.assertEqual([200], statuses(self.server.ask(http_request())))
-        self.world.wait(lambda: not self.server.server.connections.all, 10, 'the connections to be forgotten')
-
-    def test_many_may_connect_at_once(self) -> None:
-        clients = [self.server.connect() for _ in range(300)]
-        for client in clients:
-            client.sendall(http_request())
-        for client in clients:
-            self.assertEqual([200], statuses(read_answers(client, 1)))
-            client.close()
+        self.world.wait(lambda: not self.connections, 10, 'the connections to be forgotten')
 
     def test_a_span_id_comes_back_unless_it_is_odd(self) -> None:
         self.assertIn(b'\r\nx-span-id: ab-12\r\n', self.server.ask(http_request(x_span_id='ab-12')))
         self.assertNotIn(b'x-span-id', self.server.ask(http_request(x_span_id='a b\x80')))
 
 
-class AdminServerTest(WorldTest):
-    """What a server shows only to its owner."""
+def read_all_of(client: socket.socket, count: int) -> bytes:
+    """What comes until there are so many empty lines, and then the rest."""
+    data = b''
+    while data.count(b'\r\n\r\n') < count:
+        data += client.recv(65536)
+    client.settimeout(0.1)
+    with contextlib.suppress(socket.timeout):
+        data += client.recv(65536)
+    return data
+
+
+class RoomTest(WorldTest):
+    """Connections at the limits of the system."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.field = 'Bearer hidden-hidden-hidden-hidden-hidden-hidden'
-        self.server = ServerThread(self.world.path('torc.db'), self.field[7:])
+        silenced(self)
+        self.set_constant('MAX_CONNECTIONS', 6)
+        self.server = ServerThread(self.world.path('torc.db'))
         self.addCleanup(self.server.stop)
+        self.listener = self.server.server.listener
+        self.noted, note = set(), self.listener.note        # connections whose threads have begun
+        self.listener.note = lambda one, state: note(one, state) or self.noted.add(one)
+        self.stack = contextlib.ExitStack()
+        self.addCleanup(self.stack.close)
 
-    def request(self, method: str, path: str, body: Any = None, **fields: str) -> bytes:
-        """Bytes of a request of the owner."""
-        data = body if isinstance(body, bytes) else b'' if body is None else torc.format_json(body).encode()
-        return http_request(method, torc.API_PREFIX + path, data, authorization=self.field, **fields)
+    def connect(self, data: bytes = b'') -> socket.socket:
+        """A client that has sent something, and is served."""
+        known = set(self.noted)
+        client = self.stack.enter_context(self.server.connect())
+        client.sendall(data)
+        self.world.wait(lambda: self.noted - known, 10, 'the client')
+        return client
 
-    def json(self, path: str) -> Any:
-        """The value of a good answer."""
-        answer = self.server.ask(self.request('GET', path))
-        self.assertEqual([200], statuses(answer), answer)
-        return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
+    def idle(self) -> socket.socket:
+        """A client that was answered."""
+        client = self.connect(http_request())
+        self.assertEqual([200], statuses(read_answers(client, 1)))
+        self.world.wait(lambda: any(one.state == torc.IDLE for one in list(self.listener.connections.values())), 10, 'it to be idle')
+        return client
 
-    def test_where_everybody_may_ask_everybody_is_an_administrator(self) -> None:
-        server = ServerThread(self.world.path('open.db'))
-        self.addCleanup(server.stop)
-        for method, path, body in (('GET', '/admin/api-stats', b''), ('GET', '/admin/audit-log', b''),
-                                   ('POST', '/admin/sql', b'{"sql": "SELECT 1"}')):
-            answer = server.ask(http_request(method, torc.API_PREFIX + path, body))
-            self.assertEqual([200], statuses(answer), answer)
+    def test_the_one_that_is_needed_least_makes_room_and_one_at_work_never(self) -> None:
+        self.set_constant('HURRY_S', 100.0)
+        busy = self.connect(http_request('POST', '/torc-service/v1/bulk_jobs', content_length='3000000'))
+        self.world.wait(self.listener.large_body.locked, 10, 'the long body')
+        first, second, early = self.idle(), self.idle(), self.connect(b'GET')
+        late = [self.connect(b'GET'), self.connect(b'GET')]
+        for connection in list(self.listener.connections.values())[-2:]:
+            connection.since -= 200
+        for goes in [*late, first, second]:      # late ones, then the longest idle, then others
+            self.idle() if goes is not late[0] else self.connect(b'GET')
+            self.assertEqual(b'', read_all(goes))
+            self.assertLessEqual(len(self.listener.connections), 6)
+        self.assertFalse(select.select([busy, early], [], [], 0)[0])
+        self.assertLessEqual(threading.active_count(), 6 + 4)
 
-    def test_requests_are_shown_without_their_credentials(self) -> None:
-        plain, full = (Reader(self.server.port, '/admin/api-events/stream' + query,
-                              authorization=self.field) for query in ('', '?include_bodies=true'))
-        self.addCleanup(plain.close)
-        self.addCleanup(full.close)
-        self.server.ask(self.request('POST', '/workflows?x=1', b'{"name":"secret","user":"u"}', x_span_id='span1', cookie='a=hidden'))
-        self.server.ask(self.request('POST', '/workflows', {'name': 'x' * 10000}))
-        for reader, has_bodies in ((plain, False), (full, True)):
-            while True:
-                event = reader.event()
-                if event.data and event.data['method'] == 'POST':
-                    break
-            self.assertEqual(('api', 'POST', torc.API_PREFIX + '/workflows', 'x=1', 200, 'span1'), (
-                event.type, *(event.data[key] for key in ('method', 'path', 'query', 'status', 'request_id'))))
-            self.assertNotIn('hidden', str(event))
-            self.assertEqual(has_bodies, 'secret' in str(event))
-            self.assertTrue(0 <= event.data['latency_ms'] < 10000 and event.data['timestamp_ms'])
-            event = reader.event()
-            self.assertEqual((422, 8192 if has_bodies else 0), (event.data['status'], len(event.data.get('request_body', ''))))
+    def test_when_all_are_at_work_the_next_one_is_told_so(self) -> None:
+        self.set_constant('HURRY_S', 0.2)
+        gate, server = threading.Event(), self.server.server
+        self.addCleanup(gate.set)
+        tick_once(server, lambda service: gate.wait(20))
+        clients = [self.connect(ServerTest.CREATE) for _ in range(6)]
+        self.world.wait(lambda: len(server.asked) == 6, 10, 'all to ask')
+        answer = self.server.ask()
+        self.assertEqual(([503], True), (statuses(answer), b'no room for more clients' in answer))
+        gate.set()
+        self.assertEqual([[200]] * 6, [statuses(read_answers(client, 1)) for client in clients])
+        self.idle()
 
-    def test_requests_and_bytes_are_counted(self) -> None:
-        before = self.json('/admin/api-stats')['buckets'][0]
-        self.server.ask(self.request('GET', '/ping') * 3 + self.request('GET', '/nowhere') + b'rubbish\r\n\r\n')
-        answer = self.json('/admin/api-stats?window_seconds=7200&interval_seconds=3600')
-        after = answer['buckets'][0]
-        self.assertEqual((3600, 3600, 0), (answer['window_seconds'], answer['interval_seconds'], after['start_ms'] % 3600000))
-        if after['start_ms'] == before['start_ms'] // 3600000 * 3600000:    # not across a full hour
-            self.assertGreaterEqual(after['request_count'], 6)
-            self.assertEqual((2, 0), (after['status_4xx'], after['status_5xx']))
-            self.assertGreater(after['bytes_in'], 4 * len(http_request()))
-            self.assertGreater(after['bytes_out'], 6 * 200)
-        self.assertEqual(2, len(self.json('/admin/api-stats?window_seconds=2&interval_seconds=1')['buckets']))
+    def test_what_was_cut_before_its_request_was_there_is_not_carried_out(self) -> None:
+        client = self.connect(ServerTest.CREATE[:-5])
+        (connection,) = self.listener.connections.values()
+        connection.is_cut = True
+        client.sendall(ServerTest.CREATE[-5:])
+        self.assertEqual(b'', read_all(client))
+        self.assertEqual(0, json.loads(self.server.ask(http_request(path='/torc-service/v1/workflows')).partition(b'\r\n\r\n')[2].decode())['total_count'])
+
+    def test_without_threads_clients_are_told_so_and_the_server_stays(self) -> None:
+        kept = self.idle()
+        with unittest.mock.patch.object(threading.Thread, 'start', side_effect=RuntimeError("can't start new thread")):
+            for _ in range(3):
+                self.assertEqual([503], statuses(self.server.ask()))
+        kept.sendall(http_request())
+        self.assertEqual([200], statuses(read_answers(kept, 1)))
+        self.idle()
+        self.assertEqual(2, len(self.listener.connections))
+
+    def test_without_descriptors_it_neither_ends_nor_spins(self) -> None:
+        idle = self.idle()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        late = [self.stack.enter_context(socket.socket()) for _ in range(3)]
+        lowest = os.dup(0)
+        os.close(lowest)
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        for client in late:
+            client.connect(('127.0.0.1', self.server.port))
+        self.assertEqual(b'', read_all(idle))       # makes room
+        used_s = time.process_time()
+        self.assertTrue(self.listener.thread.is_alive())
+        time.sleep(0.5)
+        self.assertLess(time.process_time() - used_s, 0.25)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for client in late:
+            client.settimeout(10)
+            client.sendall(http_request())
+            self.assertEqual([200], statuses(read_answers(client, 1)))
+
+    def test_it_takes_a_share_of_what_the_user_may_have(self) -> None:
+        for processes, files, most in ((-1, -1, 6), (16, 1024, 4), (20, 1024, 5), (4096, 10, 5), (1, 1, 4)):
+            limits = {resource.RLIMIT_NPROC: processes, resource.RLIMIT_NOFILE: files}
+            with unittest.mock.patch.object(resource, 'getrlimit', lambda which: (limits[which], -1)):
+                self.assertEqual(most, torc.count_possible_connections(), (processes, files))
+
+
+class Crowd:
+    """Many clients in one thread, each of which asks now and then, and connects again when it was cut off."""
+
+    def __init__(self, port: int, count: int, pause_s: float, request: bytes) -> None:
+        self.port, self.pause_s, self.request = port, pause_s, request
+        self.selector = selectors.DefaultSelector()
+        self.due = [(time.monotonic() + pause_s * number / count, number) for number in range(count)]
+        self.clients = {}       # type: Dict[int, socket.socket]
+        self.begun = {}         # type: Dict[int, float]  # -> when the request was due that is on its way
+        self.waits, self.failures = [], 0       # type: List[float], int
+
+    def ask(self, number: int) -> None:
+        """Let a client ask, on a new connection if need be."""
+        if number not in self.clients:
+            client = self.clients[number] = socket.create_connection(('127.0.0.1', self.port), 10)
+            self.selector.register(client, selectors.EVENT_READ, number)
+        with contextlib.suppress(OSError):      # reset: hear() sees it
+            self.clients[number].sendall(self.request)
+
+    def hear(self, number: int) -> None:
+        """A client was answered, or cut off: then it asks again, once."""
+        data = b''
+        with contextlib.suppress(OSError):
+            data = self.clients[number].recv(65536)
+        if not data:
+            self.selector.unregister(self.clients[number])
+            self.clients.pop(number).close()
+            if number in self.begun:
+                self.ask(number)
+        elif number in self.begun:
+            self.failures += statuses(data) != [200]
+            self.waits.append(time.monotonic() - self.begun.pop(number))
+            heapq.heappush(self.due, (time.monotonic() + self.pause_s, number))
+
+    def carry_out(self, seconds: float) -> None:
+        """So long."""
+        heapq.heapify(self.due)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            while self.due and self.due[0][0] <= time.monotonic():
+                at, number = heapq.heappop(self.due)
+                self.begun[number] = at
+                self.ask(number)
+            for key, _ in self.selector.select(0.01):
+                self.hear(key.data)
+
+    def close(self) -> None:
+        """All leave."""
+        self.selector.close()
+        for client in self.clients.values():
+            client.close()
+
+
+@slow
+class CrowdTest(WorldTest):
+    """A server of its own under many clients."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
+        url = self.world.serve('--db', self.world.path('my.db'), '--no-auth')
+        self.port, self.pid = torc.parse_url(url).port, self.world.server.pid
+
+    def count(self, what: str) -> int:
+        """Threads or descriptors of the server."""
+        return len(os.listdir(f'/proc/{self.pid}/{what}'))
+
+    def test_six_hundred_runners_that_poll_are_served_beside_two_hundred_half_requests(self) -> None:
+        create = ServerTest.CREATE
+        crowd = Crowd(self.port, 600, 3.0, http_request(path='/torc-service/v1/workflows'))
+        with contextlib.ExitStack() as stack:
+            stack.callback(crowd.close)
+            for number in range(200):
+                client = stack.enter_context(socket.create_connection(('127.0.0.1', self.port), 10))
+                client.sendall(create[:-5 if number % 2 else 20])
+            crowd.carry_out(12.0)
+            threads, memory_kb = self.count('task'), resident_kb_of(self.pid)
+        waits = sorted(crowd.waits)
+        self.assertEqual((True, 0), (len(waits) > 1200, crowd.failures))
+        busy = max(1.0, os.getloadavg()[0] / os.cpu_count())      # where others are at work, it takes as much longer
+        self.assertLess(waits[len(waits) * 99 // 100], 0.5 * busy)
+        self.assertLessEqual(threads, torc.MAX_CONNECTIONS + 3)
+        self.assertLess(memory_kb, 60000)
+
+    def test_twenty_thousand_malformed_requests_are_4xx_and_leave_nothing(self) -> None:
+        before, chance, found = self.count('fd'), random.Random(22), collections.Counter()
+        pieces = [b'GET /', b' HTTP/1.1\r\n', b'\r\n', b'\n', b'\0', b'\xff', b'x' * 300, b'Host: 127.0.0.1\r\n', b': ', b'content-length: ',
+                  b'transfer-encoding: chunked\r\n', b'9' * 30, b'POST /torc-service/v1/jobs', b'{"name":', b'[' * 50, b'-1', b' ']
+        whole = http_request('POST', '/torc-service/v1/workflows', b'{"name":1}')
+
+        def send(count: int) -> None:
+            for _ in range(count):
+                data = b''.join(chance.choice(pieces) for _ in range(chance.randrange(1, 12)))
+                if chance.random() < 0.5:
+                    place = chance.randrange(len(whole))
+                    data = whole[:place] + chance.choice(pieces) + whole[place + chance.randrange(20):]
+                with contextlib.suppress(OSError), socket.create_connection(('127.0.0.1', self.port), 20) as client:
+                    client.sendall(data)
+                    client.shutdown(socket.SHUT_WR)
+                    found.update(statuses(read_all(client)))
+        threads = [threading.Thread(target=send, args=(2500,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual([], [status for status in found if not 400 <= status < 500 and status != 501], found)
+        self.assertGreater(sum(found.values()), 5000)
+        self.world.wait(lambda: self.count('task') <= 2 and self.count('fd') <= before, 20, 'all threads and descriptors to be given back')
+
+    def test_answers_that_were_given_survive_a_signal_and_it_ends_at_once(self) -> None:
+        request = http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')
+        given, is_over = [], threading.Event()
+
+        def ask() -> None:
+            with contextlib.suppress(OSError, AssertionError), socket.create_connection(('127.0.0.1', self.port), 10) as client:
+                while not is_over.is_set():
+                    client.sendall(request)
+                    answer = read_answers(client, 1)
+                    if statuses(answer) == [200]:
+                        given.append(int(re.search(rb'"id":(\d+)', answer).group(1)))
+        clients = [threading.Thread(target=ask) for _ in range(20)]
+        for client in clients:
+            client.start()
+        self.world.wait(lambda: len(given) > 100, 20, 'answers')
+        began = time.monotonic()
+        os.kill(self.pid, signal.SIGTERM)
+        self.world.wait(lambda: not os.path.exists(self.world.path('my.db.connection')), 10, 'the end')
+        took_s = time.monotonic() - began
+        is_over.set()
+        for client in clients:
+            client.join()
+        self.assertLess(took_s, 2.0)
+        self.world.server.finish(10)
+        with contextlib.closing(torc.Store(self.world.path('my.db'))) as store:
+            self.assertLessEqual(set(given), set(store.ids('SELECT id FROM workflow')))
 
 
 @slow
@@ -11095,235 +10678,84 @@ class TlsServerTest(ServerTest):
             self.assertEqual([status], statuses(self.server.ask(http_request(host=host, origin=f'{scheme}://{host}'))))
 
 
-class TurnTest(WorldTest):
-    """Turns of the loop, one by one."""
+# ======== 10f. Server ========
+
+class AdminServerTest(WorldTest):
+    """What a server shows only to its owner."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.store = CountingStore(torc.Store(self.world.path('torc.db')))
-        self.server = torc.Server(self.store, torc.open_listener('127.0.0.1', 0, True), tick=lambda store: False)
-        self.addCleanup(self.store.close)
-        self.addCleanup(self.server.close)
-        self.server.on_clock(time.monotonic() + 1)    # the first tick
-        self.store.writes = 0
-        self.clients = [socket.create_connection(self.server.connections.listener.getsockname(), 10) for _ in range(10)]
-        for client in self.clients:
-            self.addCleanup(client.close)
-        self.server.connections.accept()
-        logging.getLogger('torc').setLevel(logging.CRITICAL)
-        self.addCleanup(logging.getLogger('torc').setLevel, logging.NOTSET)
+        self.field = 'Bearer hidden-hidden-hidden-hidden-hidden-hidden'
+        self.server = ServerThread(self.world.path('torc.db'), self.field[7:])
+        self.addCleanup(self.server.stop)
 
-    def ask_all(self, request: bytes) -> List[int]:
-        """Statuses of answers to the same request from every client, sent before one turn."""
-        for client in self.clients:
-            client.sendall(request)
-        self.server.turn()
-        return [status for client in self.clients for status in statuses(read_answers(client, 1))]
+    def request(self, method: str, path: str, body: Any = None, **fields: str) -> bytes:
+        """Bytes of a request of the owner."""
+        data = body if isinstance(body, bytes) else b'' if body is None else torc.format_json(body).encode()
+        return http_request(method, torc.API_PREFIX + path, data, authorization=self.field, **fields)
 
-    def test_requests_of_one_turn_share_a_transaction(self) -> None:
-        self.assertEqual([200] * 10, self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')))
-        self.assertEqual((1, 0), (self.store.writes, self.store.reads))
-        self.assertEqual(10, self.store.value('SELECT count(*) FROM workflow'))
-
-    def test_leases_begin_anew_when_nobody_could_speak_or_a_clock_was_set(self) -> None:
-        rows = rows_of('''
-            case                                 running  wall    anew
-            nothing                              0        0       -
-            a long request                       8        8       -
-            it was stopped                       100      100     yes
-            the machine was suspended            3600     3600    yes
-            the clock was set                    0.1      3600    yes
-            the clock was set back               0.1      -3600   yes
-            the clock is pulled to the right     5        5.5     -
-            the hypervisor had stopped both      0.1      600     yes
-            ''')
-        for row in rows:
-            with self.subTest(row['case']):
-                now = torc.read_clocks()
-                self.server.clocks = torc.Clocks(now.running - float(row['running']), now.wall - float(row['wall']))
-                word = self.server.service.nodes[1]
-                word.lease_ends_at = 5.0
-                self.assertEqual([200] * 10, self.ask_all(http_request()))
-                self.assertEqual(None if row['anew'] else 5.0, word.lease_ends_at)
-
-    def test_a_server_that_is_stopped_in_the_middle_of_a_turn_gives_nobody_up(self) -> None:
-        store = self.store.store
-        with store.transaction():
-            context = torc.Service(store).context()
-            workflow_id = torc.call_operation(context, 'create_workflow', {}, {'name': 'w', 'user': 'u'})['id']
-            node = dict(workflow_id=workflow_id, hostname='h', pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4,
-                        memory_gb=8.0, num_gpus=0, num_nodes=1, compute_node_type='local', is_active=True, lease_s=60.0)
-            torc.call_operation(context, 'create_compute_node', {}, node)
-        lost = []   # type: List[List[int]]
-        self.server.tick = lambda service: lost.append(torc.release_lost_nodes(service.context(), lambda *runner: None))
-        self.server.on_tick(0.0)
-        real = torc.read_clocks
-        with unittest.mock.patch.object(torc, 'read_clocks', lambda: torc.Clocks(*(now + 3600 for now in real()))):
-            self.server.on_tick(0.0)        # stopped between its look at the clocks and this
-            self.assertEqual([200] * 10, self.ask_all(http_request()))
-            self.server.on_tick(0.0)
-        self.assertEqual([[], [], []], lost)
-
-    NODE = dict(
-        hostname=socket.gethostname(), pid=1, start_time='2026-01-01T00:00:00Z', num_cpus=4, memory_gb=8.0,
-        num_gpus=0, num_nodes=1, compute_node_type='local', is_active=True, lease_s=60.0)
-
-    def add_node(self) -> None:
-        """A workflow whose job a runner has claimed that nobody can see."""
-        context, store = self.server.service.context(), self.store.store
-        with store.transaction():
-            torc.call_operation(context, 'create_workflow', {}, {'name': 'w', 'user': 'u'})
-            torc.call_operation(context, 'create_job', {}, {'workflow_id': 1, 'name': 'a', 'command': 'true'})
-            torc.call_operation(context, 'initialize_jobs', {'workflow_id': 1})
-            torc.call_operation(context, 'create_compute_node', {}, dict(self.NODE, workflow_id=1))
-            torc.call_operation(context, 'runner_sync', {'workflow_id': 1}, {
-                'run_id': 1, 'compute_node_id': 1, 'want': {'strategy': 'queue', 'limit': 1}})
-
-    def ask(self, method: str, path: str, body: bytes = b'') -> Dict[str, Any]:
-        """What a request is answered with, in one turn."""
-        self.clients[0].sendall(http_request(method, torc.API_PREFIX + path, body))
-        self.server.turn()
-        answer = read_answers(self.clients[0], 1)
-        self.assertEqual([200], statuses(answer))
+    def json(self, path: str) -> Any:
+        """The value of a good answer."""
+        answer = self.server.ask(self.request('GET', path))
+        self.assertEqual([200], statuses(answer), answer)
         return json.loads(answer.partition(b'\r\n\r\n')[2].decode())
 
-    def test_who_asks_is_not_told_of_a_dead_runner_as_one_at_work_and_need_not_wait_for_a_tick(self) -> None:
-        self.add_node()
-        with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: True):
-            self.assertEqual(1, self.ask('GET', '/workflows/1/status')['active_compute_nodes'])
-        with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: False):
-            said = self.ask('GET', '/workflows/1/status')
-        self.assertEqual((0, 1), (said['active_compute_nodes'], said['jobs_by_status']['ready']))
+    def test_where_everybody_may_ask_everybody_is_an_administrator(self) -> None:
+        server = ServerThread(self.world.path('open.db'))
+        self.addCleanup(server.stop)
+        for method, path, body in (('GET', '/admin/api-stats', b''), ('GET', '/admin/audit-log', b''),
+                                   ('POST', '/admin/sql', b'{"sql": "SELECT 1"}')):
+            answer = server.ask(http_request(method, torc.API_PREFIX + path, body))
+            self.assertEqual([200], statuses(answer), answer)
 
-    def test_dead_runners_are_noticed_by_what_depends_on_them_and_not_looked_for_by_runners(self) -> None:
-        node = json.dumps(dict(self.NODE, workflow_id=1)).encode()
-        sync = b'{"run_id":1,"compute_node_id":1,"want":{"strategy":"queue","limit":1}}'
-        rows = (('POST', '/compute_nodes', node, 1), ('GET', '/compute_nodes?workflow_id=1', b'', 1),
-                ('GET', '/workflows/1/status', b'', 1), ('GET', '/workflows/1/explanation', b'', 1),
-                ('GET', '/jobs?workflow_id=1', b'', 1),
-                ('POST', '/workflows/1/runner_sync', sync, 0),
-                ('POST', '/workflows/1/claim_next_jobs?limit=1', b'', 0), ('GET', '/ping', b'', 0),
-                ('POST', '/workflows/1/initialize_jobs?only_uninitialized=true', b'', 1),
-                ('POST', '/workflows/1/reset_job_status?failed_only=true', b'', 1),
-                ('POST', '/workflows/1/reset_status?force=true', b'', 1))
-        self.add_node()
-        for method, path, body, looks in rows:
-            looking = unittest.mock.patch.object(torc, 'node_lives', return_value=True)
-            with self.subTest(path), looking as lives:
-                self.ask(method, path, body)
-                self.assertEqual(looks, min(lives.call_count, 1))
+    def test_requests_are_shown_without_their_credentials(self) -> None:
+        plain, full = (Reader(self.server.port, '/admin/api-events/stream' + query,
+                              authorization=self.field) for query in ('', '?include_bodies=true'))
+        self.addCleanup(plain.close)
+        self.addCleanup(full.close)
+        self.server.ask(self.request('POST', '/workflows?x=1', b'{"name":"secret","user":"u"}', x_span_id='span1', cookie='a=hidden'))
+        self.server.ask(self.request('POST', '/workflows', {'name': 'x' * 10000}))
+        for reader, has_bodies in ((plain, False), (full, True)):
+            while True:
+                event = reader.event()
+                if event.data and event.data['method'] == 'POST':
+                    break
+            self.assertEqual(('api', 'POST', torc.API_PREFIX + '/workflows', 'x=1', 200, 'span1'), (
+                event.type, *(event.data[key] for key in ('method', 'path', 'query', 'status', 'request_id'))))
+            self.assertNotIn('hidden', str(event))
+            self.assertEqual(has_bodies, 'secret' in str(event))
+            self.assertTrue(0 <= event.data['latency_ms'] < 10000 and event.data['timestamp_ms'])
+            event = reader.event()
+            self.assertEqual((422, 8192 if has_bodies else 0), (event.data['status'], len(event.data.get('request_body', ''))))
 
-    def test_the_requests_of_one_turn_look_for_dead_runners_once(self) -> None:
-        request = http_request('GET', torc.API_PREFIX + '/workflows/1/status')
-        self.assertEqual([404] * 10, self.ask_all(request))
-        self.assertEqual((0, 1), (self.store.writes, self.store.reads))
-        self.add_node()
-        with unittest.mock.patch.object(torc, 'node_lives', return_value=True) as lives:
-            self.assertEqual([200] * 10, self.ask_all(request))
-        self.assertEqual((1, 1), (self.store.writes, lives.call_count))
+    def test_requests_and_bytes_are_counted(self) -> None:
+        before = self.json('/admin/api-stats')['buckets'][0]
+        self.server.ask(self.request('GET', '/ping') * 3 + self.request('GET', '/nowhere') + b'rubbish\r\n\r\n')
+        answer = self.json('/admin/api-stats?window_seconds=7200&interval_seconds=3600')
+        after = answer['buckets'][0]
+        self.assertEqual((3600, 3600, 0), (answer['window_seconds'], answer['interval_seconds'], after['start_ms'] % 3600000))
+        if after['start_ms'] == before['start_ms'] // 3600000 * 3600000:    # not across a full hour
+            self.assertGreaterEqual(after['request_count'], 6)
+            self.assertEqual((2, 0), (after['status_4xx'], after['status_5xx']))
+            self.assertGreater(after['bytes_in'], 4 * len(http_request()))
+            self.assertGreater(after['bytes_out'], 6 * 200)
+        self.assertEqual(2, len(self.json('/admin/api-stats?window_seconds=2&interval_seconds=1')['buckets']))
 
-    def test_a_dead_runner_that_cannot_be_released_on_a_full_disk_hinders_no_reader(self) -> None:
-        self.add_node()
-        full = sqlite3.OperationalError('database or disk is full')
-        with unittest.mock.patch.object(torc, 'node_lives', lambda *runner: False), \
-                unittest.mock.patch.object(torc, 'end_node', side_effect=full):
-            self.assertEqual(1, self.ask('GET', '/workflows/1/status')['active_compute_nodes'])
 
-    def test_a_wait_that_was_planned_is_no_absence(self) -> None:
-        word = self.server.service.nodes[1]
-        for planned_s, kept in ((100.0, 5.0), (math.inf, 5.0), (80.0, None)):
-            word.lease_ends_at = 5.0
-            now = torc.read_clocks()
-            self.server.clocks = torc.Clocks(now.running - 100, now.wall - 100)
-            self.server.look_at_clocks(planned_s)
-            self.assertEqual(kept, word.lease_ends_at)
+@slow
+class ServedRunTest(WorldTest):
+    """A server that `run` starts, in a shell with limits."""
 
-    def test_a_turn_of_readers_writes_nothing(self) -> None:
-        self.assertEqual([200] * 10, self.ask_all(http_request()))
-        self.assertEqual((0, 1), (self.store.writes, self.store.reads))
-
-    def test_a_bad_request_leaves_the_others_alone(self) -> None:
-        self.clients[0].sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":1}'))
-        self.clients[1].sendall(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))
-        self.server.turn()
-        self.assertEqual([[422], [200]], [statuses(read_answers(client, 1)) for client in self.clients[:2]])
-        self.assertEqual(1, self.store.writes)
-
-    def test_when_a_commit_fails_no_request_is_answered_as_done(self) -> None:
-        self.store.failures = 100
-        self.assertEqual([503] * 10, self.ask_all(http_request('POST', '/torc-service/v1/workflows', b'{"name":"w","user":"u"}')))
-        self.assertEqual(0, self.store.value('SELECT count(*) FROM workflow'))
-
-    def test_requests_that_cannot_be_done_together_are_tried_alone(self) -> None:
-        self.store.failures = 2
-        self.assertEqual([200] * 9 + [503], sorted(self.ask_all(http_request('POST',
-                '/torc-service/v1/workflows', b'{"name":"w","user":"u"}'))))
-        self.assertEqual(9, self.store.value('SELECT count(*) FROM workflow'))
-
-    def test_the_loop_sleeps_when_there_is_nothing_to_do(self) -> None:
-        self.ask_all(http_request())                    # who has asked may stay quiet for ever
-        self.server.on_clock(time.monotonic() + torc.CLIENT_DEADLINE_S + 1)
-        self.assertIsNone(self.server.wait_s())
-        self.ask_all(http_request())
-        self.assertGreater(self.server.wait_s(), 4)     # the service looks at its clock 5 s after a request
-        self.clients[0].sendall(b'GET')
-        self.server.turn()
-        self.assertLess(self.server.connections.sweep_at, time.monotonic() + torc.CLIENT_DEADLINE_S)
-
-    def test_who_never_asks_makes_room_and_is_not_waited_for_for_ever(self) -> None:
-        for client in self.clients[:4]:
-            client.sendall(http_request())
-        self.server.turn()
-        limit, torc.MAX_UNAUTHENTICATED = torc.MAX_UNAUTHENTICATED, 6
-        self.addCleanup(setattr, torc, 'MAX_UNAUTHENTICATED', limit)
-        with socket.create_connection(self.server.connections.listener.getsockname(), 10) as late:
-            self.world.wait(lambda: self.server.turn() or len(self.server.connections.unauthenticated) == 6, 10, 'the late one')
-            self.assertEqual(b'', self.clients[4].recv(10))     # the oldest of those that never asked
-            list(self.server.connections.unauthenticated)[0].peer = '10.0.0.1'    # of all that came from elsewhere
-            self.server.connections.close_oldest()
-            self.assertEqual(b'', self.clients[6].recv(10))
-            self.assertEqual('10.0.0.1', list(self.server.connections.unauthenticated)[0].peer)
-            late.sendall(http_request())
-            self.server.turn()
-            self.assertEqual([200], statuses(read_answers(late, 1)))
-        self.server.on_clock(time.monotonic() + torc.CLIENT_DEADLINE_S + 1)
-        self.assertEqual([b''] * 4, [client.recv(10) for client in self.clients[5:6] + self.clients[7:]])
-        self.assertEqual([200] * 4, [statuses(read_answers(client, 1))[0] for client in self.clients[:4]])
-
-    def test_a_server_starts_beside_an_inherited_descriptor_above_the_limit(self) -> None:
-        self.check_limit('exec 200</dev/null; ulimit -n 64')
-
-    def test_a_workflow_runs_in_a_gigabyte_of_address_space(self) -> None:
-        self.check_limit('ulimit -v 1000000')
-
-    def check_limit(self, limit: str) -> None:
-        """A workflow runs to its end in a shell that was limited so."""
+    def test_a_workflow_runs_to_its_end_in_a_shell_that_was_limited(self) -> None:
         self.world.write('w.yaml', 'name: w\njobs: [{name: a, command: "true"}]\n')
-        command = limit + '; exec "$0" "$1" -s run w.yaml'
-        process = subprocess.Popen(['bash', '-c', command, sys.executable, torc.__file__],
-                                   cwd=self.world.directory, env=self.world.environment,
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        out = process.communicate(timeout=60)[0].decode()
-        self.assertEqual(0, process.returncode, out)
-
-    def test_without_descriptors_it_neither_ends_nor_spins(self) -> None:
-        self.ask_all(http_request())
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        late = [socket.socket() for _ in range(3)]
-        for client in late:
-            self.addCleanup(client.close)
-        lowest = os.dup(0)
-        os.close(lowest)
-        self.addCleanup(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-        for client in late:
-            client.connect(self.server.connections.listener.getsockname())
-        self.server.turn()
-        self.assertEqual(b'', late[0].recv(10))         # refused, not left to wait
-        self.assertGreater(self.server.wait_s(), 0)     # the other two stay pending
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        late[1].sendall(http_request())
-        self.world.wait(lambda: self.server.turn() or len(self.server.connections.all) == 12, 10, 'the others to be let in')
+        # an inherited descriptor above the limit; a gigabyte of address space
+        for limit in ('exec 200</dev/null; ulimit -n 64', 'ulimit -v 1000000'):
+            command = limit + '; exec "$0" "$1" -s run w.yaml'
+            process = subprocess.Popen(['bash', '-c', command, sys.executable, torc.__file__],
+                                       cwd=self.world.directory, env=self.world.environment,
+                                       stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            out = process.communicate(timeout=60)[0].decode()
+            self.assertEqual(0, process.returncode, out)
 
 
 # ======== 10g. Serving ========
@@ -12508,24 +11940,6 @@ class RelayTest(WorldTest):
             self.world.wait(lambda: b' 401 ' in self.relay.answered, 10, 'the refusal')
         self.assertEqual(['w'], self.names())
 
-    @slow
-    def test_an_altered_event_is_not_shown(self) -> None:
-        with self.connect() as client:
-            workflow_id = client.create_workflow({'name': 'w', 'user': 'u'})['id']
-        self.swap('answer', b'"archive_workflow"', b'"delete_workflow_"')
-        self.set_constant('STREAM_PAUSE_S', 0.0)
-        told = []
-        stream = threading.Thread(target=lambda: told.extend(self.connect().stream(
-            'stream_workflow_events', time.monotonic() + 2, workflow_id=workflow_id)))
-        stream.start()
-        self.world.wait(lambda: b'/events/stream' in self.relay.asked and self.relay.answered.count(b'event-stream'), 10, 'the stream')
-        with self.connect(f'http://127.0.0.1:{self.server.port}') as client:
-            client.archive_workflow(workflow_id, {'is_archived': True})
-            self.world.wait(lambda: b'"archive_workflow"' in self.relay.answered, 10, 'the event')
-            client.archive_workflow(workflow_id, {'is_archived': False})
-        stream.join()
-        self.assertEqual([], [event for event in told if event.type != 'warning'])
-
     def test_nobody_can_pass_for_an_older_server(self) -> None:
         self.relay.alter_answer = lambda data: data.replace(b'"signed_proof"', b'"signed_prooq"')
         self.assertRaisesRegex(torc.Unreachable, 'is not the server of the token', self.connect)
@@ -13363,7 +12777,7 @@ class ClientStreamTest(WorldTest):
         found = []
         reader = threading.Thread(target=lambda: found.append(next(events)), daemon=True)      # it is let in while it waits for the first
         reader.start()
-        self.world.wait(lambda: any(one.reader for one in self.server.server.connections.all), 10, 'the reader to be let in')
+        self.world.wait(lambda: any(feed.readers for feed in list(self.server.server.feeds.by_subject.values())), 10, 'the reader to be let in')
         self.tell('opened')
         reader.join(10)
         self.assertEqual('opened', found[0].type)
@@ -13376,10 +12790,9 @@ class ClientStreamTest(WorldTest):
             self.tell('a', count=3)
             self.assertEqual([('a', number) for number in range(3)],
                              [(event.type, event.data['data']['n']) for event in itertools.islice(events, 3)])
-            server = self.server.server
-            server.tick = lambda store: [server.connections.close(one) for one in list(server.connections.all) if one.reader] and False
-            server.tick_at = 0.0
-            self.server.ask(http_request())
+            for connection in list(self.server.server.listener.connections.values()):
+                if connection.state == torc.BUSY:
+                    connection.cut()
             self.tell('b', count=3)
             self.assertEqual([('b', number) for number in range(3)],
                              [(event.type, event.data['data']['n']) for event in itertools.islice(events, 3)])
@@ -33170,27 +32583,24 @@ def meddle_on_the_way(world: World, count: int, seed: int) -> str:
 
 
 def log_in_beside(world: World, count: int, seed: int) -> str:
-    """A user logs in, each time anew, while 70 clients guess passwords: of that user, of a few, of many that there are not."""
+    """A user logs in, each time anew, while 290 clients guess passwords of others: of one, of a few."""
     world.write('users', ''.join(f'{name}:{torc.hash_password(b"open-sesame")}\n' for name in ('ann', 'bob')))
     port = torc.parse_url(world.serve('--auth-file', 'users', '--credential-cache-ttl-secs', '0', '-d', world.path('users.db'))).port
-    login = base64.b64encode(b'ann:open-sesame').decode()
 
     def try_right() -> bool:
         with socket.create_connection(('127.0.0.1', port), 60) as client:
-            client.sendall(http_request(authorization=f'Basic {login}'))
+            client.sendall(http_request(authorization=login('ann', 'open-sesame')))
             return statuses(read_answers(client, 1)) == [200]
     told = []
-    for names in (['ann'], ['bob', 'carl', 'dora'],
-                  [f'user{random.Random(f"{seed} {number}").randrange(10 ** 6)}' for number in range(70)]):
-        waits = sorted(guess_beside(port, names, 70, try_right, count))
+    for names in (['bob'], [f'user{random.Random(f"{seed} {number}").randrange(10 ** 6)}' for number in range(5)]):
+        waits = sorted(guess_beside(port, names, 290, try_right, count))
         assert len(waits) == count, f'{len(waits)} of {count} with guesses for {names[:3]}'
         told.append(f'{len(set(names))} names: {len(waits)} of {count}, median {waits[count // 2]:.2f} s, worst {waits[-1]:.2f} s')
     return '; '.join(told)
 
 
 LONG_BODIES = (     # what they are, where they go, what is answered; a call makes each
-    ('60 MB of []', '/bulk_jobs', 413, lambda: b'{"jobs":[' + b'[],' * (20 * 10 ** 6) + b'[]]}'),
-    ('27 MB of []', '/bulk_jobs', 422, lambda: b'{"jobs":[' + b'[],' * (9 * 10 ** 6) + b'[]]}'),
+    ('27 MB of {}', '/bulk_jobs', 422, lambda: b'{"jobs":[' + b'{},' * (9 * 10 ** 6) + b'{}]}'),
     ('100 MB of text', '/bulk_user_data', 200, lambda: b'{"user_data":[{"workflow_id":1,"name":"x","data":"' + b'x' * 10 ** 8 + b'"}]}'),
     ('100 MB of jobs', '/bulk_jobs', 200, lambda: torc.format_json({'jobs': [
         {'workflow_id': 1, 'name': f'job_{number}', 'command': 'echo ' + 'x' * 940} for number in range(100000)]}).encode()),
@@ -33227,7 +32637,7 @@ def ping_beside(port: int, token: str, work: Callable[[], Any], pause_s: float =
 
 
 def send_long_bodies(world: World, kinds: Sequence[Any], uploads: int) -> str:
-    """Bodies that are long, and uploads that never end: others are answered at once, and memory stays what it was."""
+    """Bodies that are long, and uploads that never end: others are answered at once, and one body is held at a time."""
     port = torc.parse_url(world.serve('-d', world.path('long.db'))).port
     token = read_text(world.path('long.db.token')).strip()
     with contextlib.closing(world.connect(database=world.path('long.db'))) as client:
@@ -33242,13 +32652,17 @@ def send_long_bodies(world: World, kinds: Sequence[Any], uploads: int) -> str:
         def upload() -> None:
             request = http_request('POST', torc.API_PREFIX + '/bulk_jobs', authorization=f'Bearer {token}',
                                    content_length=str(150 * 2 ** 20))
+            for client in clients:
+                client.settimeout(1.0)
             for piece in [request] + [b'[],' * 2 ** 18] * 60:
-                for client in clients:
-                    with contextlib.suppress(OSError):      # refused
+                for client in list(clients):
+                    try:
                         client.sendall(piece)
+                    except OSError:     # it waits for the others
+                        clients.remove(client)
         waits = ping_beside(port, token, upload)
         grown_kb = resident_kb_of(world.server.pid) - before
-    assert grown_kb < 20000, f'the server has grown by {grown_kb} kB'
+    assert grown_kb < 120000, f'the server has grown by {grown_kb} kB'     # of one: 45 MB, and room to grow
     assert waits[int(len(waits) * 0.99)] < max(0.25, (time.monotonic() - began) / 4), waits[-5:]
     told.append(f'{uploads} uploads of 150 MB that stop: memory {grown_kb / 1024:+.1f} MB, pings p99 {waits[int(len(waits) * 0.99)] * 1e3:.0f} ms')
     for what, path, status, make in kinds:
@@ -34677,8 +34091,8 @@ class FaultTest(WorldTest):
 
     def test_long_bodies_hold_up_nobody(self):
         need('proc', os.path.isdir('/proc/self'), 'looks into /proc')
-        kinds = (('9 MB of []', '/bulk_jobs', 422, lambda: b'{"jobs":[' + b'[],' * (3 * 10 ** 6) + b'[]]}'),)
-        self.assertIn('9 MB of []: 422', send_long_bodies(self.world, kinds, 4))
+        kinds = (('9 MB of {}', '/bulk_jobs', 422, lambda: b'{"jobs":[' + b'{},' * (3 * 10 ** 6) + b'{}]}'),)
+        self.assertIn('9 MB of {}: 422', send_long_bodies(self.world, kinds, 4))
 
     def test_a_killed_server_that_is_started_again_has_lost_nothing(self):
         kill_lasting_server(self.world, 100, 1, 1)
@@ -34816,7 +34230,7 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              (f'a full disk, {rounds} times four', lambda world: fill_disk(world, rounds, seed)),
              *((f'away: {way.title}', lambda world, way=way: be_away(way, rounds, seed)) for way in AWAY),
              (f'{requests // 20:,} requests through a relay that meddles', lambda world: meddle_on_the_way(world, requests // 20, seed)),
-             (f'{many // 10} logins beside 70 clients that guess, thrice', lambda world: log_in_beside(world, many // 10, seed)),
+             (f'{many // 10} logins beside 290 clients that guess, twice', lambda world: log_in_beside(world, many // 10, seed)),
              ('long bodies and 12 uploads that never end', lambda world: send_long_bodies(world, LONG_BODIES, 12)),
              (f'a server that dies at {"some" if is_quick else "all"} points of the loop, for longer than runners wait',
               lambda world: lose_server(world, points_of_loop(8 if is_quick else 0, seed))),
@@ -34857,7 +34271,7 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
 # listed here, with the reason; a list that names something which is gone is a failure too.
 
 RULER = re.compile(r'# =+ +(?:(\w+)\. )?(\S.*?)(?:: (.*?))? +=+\s*$')
-SECRET_SECTIONS = {'API', 'Routes', 'State files', 'Framing', 'Access', 'Connections', 'Streams', 'Bodies', 'Server',
+SECRET_SECTIONS = {'API', 'Routes', 'State files', 'Framing', 'Access', 'Connections', 'Streams', 'Turns', 'Server',
                    'Serving', 'HTTP client', 'Client'}
 SQL_SECTIONS = {'Schema', 'Store', 'Ad-hoc SQL', 'Monitor', 'Journal', 'Plots'}     # the last three own, or read, small files
 TOP_LEVEL = {'torc.py', 'test_torc.py', 'examples', 'README.md', 'LICENSE'}
@@ -34865,12 +34279,11 @@ APPENDICES = {'PAGE'}       # a constant that may stand below its users, so that
 
 # Functions that may say `except Exception`: borders between a bug and the rest of a long-lived process.
 BORDERS = {
-    'answer_request': 'a bug in one request becomes a 500, the other requests of the turn go on',
-    'Connections.contain': 'a bug costs one connection, not the server',
-    'LongRequests.carry_out': 'what a thread meets is raised in the loop',
-    'run_reader': 'the last line of a forked process: nothing of its parent may run below it',
+    'answer_call': 'a bug in one request becomes a 500, the other requests of the turn go on',
+    'Handler.ask': 'the same before it is asked',
+    'Listener.accept_all': 'a bug costs one client, not the server',
     'Server.work': 'a bug costs one look at the clock',
-    'Users.work': 'a bug costs one look at a password, not all later ones',
+    'Users.carry_out': 'a bug costs one look at a password',
     'fork_detached': 'the last line of a forked process: nothing of its parent may run below it',
     'run_detached_server': 'the last line of a forked process: nothing of its parent may run below it',
     'main': 'a bug becomes a traceback and exit 70',
@@ -34890,6 +34303,7 @@ CONSTANTS = (ast.Constant,) if sys.version_info >= (3, 8) else (ast.Str, ast.Byt
 PAUSES = {
     'LinkTest.test_at_the_end_there_is_time_for_both_places_of_a_journal_though_one_does_not_answer': 'stands for a file system '
     'that does not answer',
+    'RoomTest.test_without_descriptors_it_neither_ends_nor_spins': 'could spin so long',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
     'GuardianTest.fork_runner': 'a runner at rest, in a process of its own',
     'kill_runners': 'dies at a moment that chance decides', 'run_nasty_jobs': 'is stopped at a moment that chance decides',
@@ -35134,7 +34548,7 @@ class CodeLaws(unittest.TestCase):
             if self.torc.section(node.lineno) in SECRET_SECTIONS and names & secret and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
                 found.append(self.torc.place(node))
         # not compared with what somebody offers, but with the file as it is now
-        self.assertEqual(['Users.is_valid'], [place.split()[-1] for place in found])
+        self.assertEqual(['Users.carry_out'], [place.split()[-1] for place in found])
         calls = [node for node in self.torc.walk(ast.Attribute) if node.attr == 'compare_digest']
         self.assertGreaterEqual(len(calls), 3)
 
@@ -35422,7 +34836,7 @@ class ReadmeLaws(unittest.TestCase):
         head = torc.parse_head(http_request('GET', '/x', **{name.lower(): value})[:-4])
         torc.check_sender(head, {'127.0.0.1', 'localhost'})
         access = torc.Authenticator(torc.AccessPolicy('T' * 43), 'id')
-        self.assertTrue(access.identify(head, None, 0.0).is_owner)
+        self.assertTrue(access.identify(head).is_owner)
 
     def type(self, words: str, world: World) -> str:
         """What a command leaves on a terminal of 80x24: progress is wiped out by what follows."""

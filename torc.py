@@ -46,10 +46,10 @@ Sections (grep '^# ==' torc.py):
     9a. Routes
     10. State files
     10a. Framing
-    10b. Connections
-    10c. Access
-    10d. Streams
-    10e. Bodies
+    10b. Access
+    10c. Streams
+    10d. Turns
+    10e. Connections
     10f. Server
     10g. Serving
     11. HTTP client
@@ -135,7 +135,6 @@ import re
 import resource
 import secrets
 import select
-import selectors
 import shlex
 import shutil
 import signal
@@ -172,10 +171,11 @@ class LateModule:
         return value
 
 
-csv, ctypes, decimal, difflib, getpass, html, py_compile, tarfile, zlib = map(LateModule, (
-    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'tarfile', 'zlib'))
+csv, ctypes, decimal, difflib, getpass, html, py_compile, socketserver, tarfile, zlib = map(LateModule, (
+    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'socketserver', 'tarfile',
+    'zlib'))
 futures = LateModule('concurrent.futures')
-http_client = LateModule('http.client')
+http_client, http_server = LateModule('http.client'), LateModule('http.server')
 # Without it TOML files are refused, with the reason.
 tomllib = LateModule('tomllib') if sys.version_info >= (3, 11) else None
 
@@ -10570,24 +10570,28 @@ class Traffic:
     KEYS = ('request_count', 'bytes_in', 'bytes_out', 'status_2xx', 'status_4xx', 'status_5xx',
             'status_other')
 
-    SLOTS = {b'2': 4, b'4': 5, b'5': 6}     # first digit of a status -> index in a row; others: 7
+    SLOTS = {2: 4, 4: 5, 5: 6}      # first digit of a status -> index in a row; others: 7
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
+        self.lock = threading.Lock()
         self.row = [0] * (1 + len(self.KEYS))                               # [second, *KEYS] of this second
         self.rows = collections.deque([self.row], maxlen=self.MOST_S)       # type: collections.deque
 
-    def begin_turn(self) -> None:
-        """See whether another second has begun."""
-        second = int(self.now())
-        if second != self.row[0]:
-            self.row = [second] + [0] * len(self.KEYS)
-            self.rows.append(self.row)
+    def add(self, status: int, bytes_in: int, bytes_out: int) -> None:
+        """A request was answered."""
+        with self.lock:
+            second = int(self.now())
+            if second != self.row[0]:
+                self.row = [second] + [0] * len(self.KEYS)
+                self.rows.append(self.row)
+            for slot, count in ((1, 1), (2, bytes_in), (3, bytes_out), (self.SLOTS.get(status // 100, 7), 1)):
+                self.row[slot] += count
 
-    def add_answer(self, head: bytes) -> None:
-        """A request was answered with what begins so."""
-        self.row[1] += 1
-        self.row[self.SLOTS.get(head[9:10], 7)] += 1
+    def read(self) -> List[List[int]]:
+        """The rows as they are now."""
+        with self.lock:
+            return [list(row) for row in self.rows]
 
 
 def get_api_stats(context: Context, window_seconds: int = 3600, interval_seconds: int = 60) -> Values:
@@ -10598,7 +10602,7 @@ def get_api_stats(context: Context, window_seconds: int = 3600, interval_seconds
     now = context.now()
     buckets = {start: [0] * len(Traffic.KEYS)
                for start in range(int(now) // interval * interval, int(now) - window, -interval)}
-    for second, *counts in context.service.traffic.rows if context.service.traffic is not None else ():
+    for second, *counts in context.service.traffic.read() if context.service.traffic is not None else ():
         bucket = buckets.get(second // interval * interval)
         if bucket is not None:
             bucket[:] = map(operator.add, bucket, counts)
@@ -11692,9 +11696,9 @@ def check_model(path: str, model: str, value: Any, is_partial: bool = False) -> 
 
 # ======== 9a. Routes: operations, and the way from a request to a verb ========
 #
-# RESOURCES says what a list may be asked for, ROUTES which verb answers. An endpoint is a row. Two functions
-# lead in: answer_request for HTTP (bytes in, status and value out), and call_operation for callers in the
-# same process. Both give the same values.
+# RESOURCES says what a list may be asked for, ROUTES which verb answers. An endpoint is a row. Two ways lead
+# in: parse_call and answer_call for HTTP (bytes in, status and value out; only the second one needs the
+# store), and call_operation for callers in the same process. Both give the same values.
 #
 # Where access is enforced, call_route() asks before every verb whether the caller has access to the workflow
 # that the request is about. An operation about none is refused, unless OPEN_OPERATIONS lists it: what is
@@ -12031,8 +12035,14 @@ def name_parameters(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
     return parameters
 
 
-def call_route(context: Context, route: Route, parameters: Dict[str, Any], body: Any) -> Any:
-    """Check what was sent, and let the verb answer."""
+class Call(Row):
+    """A request that was understood."""
+    route: Route
+    arguments: Dict[str, Any]   # of its verb, checked
+
+
+def prepare_call(route: Route, parameters: Dict[str, Any], body: Any) -> Call:
+    """Check what was sent for an operation, as far as that needs no database."""
     for name, field in parse_model(route.query).items():
         if field.is_required and name not in parameters:
             raise BadInput(f'{name} is missing in the query of {route.name}', http=400, field=name)
@@ -12040,11 +12050,17 @@ def call_route(context: Context, route: Route, parameters: Dict[str, Any], body:
     if route.body:
         is_optional = route.name == 'claim_action' and body is None
         arguments['body'] = body if is_optional else check_body(route.body, body)
-    if is_limited(context) and route.name not in OPEN_OPERATIONS:
-        check_route_access(context, route, arguments)
     if 'status' in arguments and '{status}' in route.path and arguments['status'] not in STATUS_CODES:
         raise BadInput(f"unknown status {printable(arguments['status'])!r}; one of {', '.join(STATUS_CODES)}",
                        field='status')
+    return Call(route, arguments)
+
+
+def call_route(context: Context, call: Call) -> Any:
+    """Let the verb answer, if the caller may ask it."""
+    route, arguments = call
+    if is_limited(context) and route.name not in OPEN_OPERATIONS:
+        check_route_access(context, route, arguments)
     if 'workflow_id' in arguments and route.name not in OPEN_OPERATIONS:
         context.state = workflow_state(context, arguments['workflow_id'])
     return route.verb(context, *([route.resource] if route.resource else ()), **arguments)
@@ -12077,24 +12093,8 @@ def named_workflows(body: Any) -> Set[int]:
     return {row['workflow_id'] for row in rows if type(row.get('workflow_id')) is int}
 
 
-class CheckedBody(Row):
-    """What check_body() gave for a body, in another process."""
-    value: Any
-
-
-class Pieces(Row):
-    """A checked body that is one list, in pieces: the verb gets one after the other, in one savepoint.
-
-    So neither the list nor its answer is in memory as a whole.
-    """
-    values: Iterable[Any]
-    sink: Any = None                # whose take() gets the answer to each
-
-
 def check_body(model: str, body: Any) -> Any:
     """What a route's verb gets of a body."""
-    if isinstance(body, CheckedBody):
-        return body.value
     if model[0] == '[':
         return check_value('the body', model, body)
     if model != '-':
@@ -12129,57 +12129,59 @@ def parse_values(route: Route, parameters: Dict[str, Any]) -> Dict[str, Any]:
 def call_operation(context: Context, name: str, parameters: Dict[str, Any], body: Any = None) -> Any:
     """Answer an operation for a caller in this process, in their transaction, which survives a failure."""
     route = OPERATIONS[name]
-    return carry_out(context, route, parse_values(route, name_parameters(route, parameters)), body)
+    values = parse_values(route, name_parameters(route, parameters))
+    return carry_out(context, prepare_call(route, values, body))
 
 
-def carry_out(context: Context, route: Route, parameters: Dict[str, Any], body: Any) -> Any:
+def carry_out(context: Context, call: Call) -> Any:
     """Answer in a savepoint: of a verb that fails only what it has asked for in on_failure stays."""
     try:
         with context.savepoint():
-            if not isinstance(body, Pieces):
-                return call_route(context, route, parameters, body)
-            for value in body.values:
-                body.sink.take(call_route(context, route, parameters, CheckedBody(value)))
-            return body
+            return call_route(context, call)
     except TorcError:
         if context.on_failure is not None:
             context.on_failure()
         raise
 
 
-def answer_request(service: Service, method: str, path: str, query: str,
-                   body: Union[bytes, CheckedBody, Pieces], caller: str = '',
-                   is_owner: bool = True) -> Tuple[int, Any]:
-    """Answer a request in a savepoint of its own, in the caller's transaction: (HTTP status, value).
+def parse_call(method: str, path: str, query: str, body: Union[bytes, bytearray]) -> Call:
+    """What a request asks for. A TorcError if it cannot be asked."""
+    route, found = find_route(method, path)
+    texts = urllib.parse.parse_qs(query, keep_blank_values=True, errors='surrogateescape')
+    # Those that the route does not know are ignored, as in Torc.
+    found.update((name, texts[name]) for name in parse_model(route.query) if name in texts)
+    return prepare_call(route, parse_values(route, found), parse_body(body) if route.body else None)
+
+
+def answer_call(service: Service, call: Call, caller: str = '', is_owner: bool = True) -> Tuple[int, Any]:
+    """Answer a call in a savepoint of its own, in the caller's transaction: (HTTP status, value).
 
     `is_owner`: the caller has shown the server's token. They may be an administrator without it.
     """
     try:
         context = service.context(caller, is_owner)
         context.is_admin = is_owner or is_system_admin(context, caller)
-        route, found = find_route(method, path)
-        texts = urllib.parse.parse_qs(query, keep_blank_values=True, errors='surrogateescape')
-        # Those that the route does not know are ignored, as in Torc.
-        found.update((name, texts[name]) for name in parse_model(route.query) if name in texts)
-        parameters = parse_values(route, found)
-        is_checked = isinstance(body, (CheckedBody, Pieces))
-        value = None if not route.body else body if is_checked else parse_body(body)
-        answer = carry_out(context, route, parameters, value)
+        answer = carry_out(context, call)
         return 202 if isinstance(answer, Accepted) else 200, answer
-    except TorcError as error:
-        return error.http, format_error(error)
     except sqlite3.IntegrityError:
         return 422, format_error(Refused('the request refers to something that does not exist, '
                                          'or to what exists already'))
     except sqlite3.Error as error:
         return 503, format_error(explain_database_error(error, service.store.path))
-    except Exception:  # border: one request; a bug must not take the server and the other requests with it
-        log.error('%s %s failed; please report this bug\n%s', method, printable(path), traceback.format_exc())
-        return 500, {'error': {'error': 'InternalServerError',
-                               'message': "a bug in torc.py; the server's log has the traceback"}}
+    except Exception as error:  # border: one request; a bug must not take the others with it
+        return answer_failure(error, call.route.name)
 
 
-def parse_body(body: bytes) -> Any:
+def answer_failure(error: Exception, what: str) -> Tuple[int, Any]:
+    """Status and value for a request that has ended with an error."""
+    if isinstance(error, TorcError):
+        return error.http, format_error(error)
+    log.error('%s failed; please report this bug\n%s', what, traceback.format_exc())
+    return 500, {'error': {'error': 'InternalServerError',
+                           'message': "a bug in torc.py; the server's log has the traceback"}}
+
+
+def parse_body(body: Union[bytes, bytearray]) -> Any:
     """A request's body as a value; nothing at all is null."""
     if not body.strip():
         return None
@@ -12880,11 +12882,15 @@ def remove_memory_directory(store: Store) -> None:
 #
 # Functions from bytes to a RequestHead and from an answer to bytes, the signatures of our own clients, TLS
 # contexts, and the table of what is answered without a verb. Nothing here knows a socket, a store or a user.
+#
+# Heads are parsed here: http.server takes the end of a connection for that of a head, so that a request that
+# was cut off would be carried out, and it lets bare line feeds, folded lines and doubled lengths pass.
 
 PING_PATH = API_PREFIX + '/ping'
 MAX_REQUEST_LINE_BYTES = 16 * 1024  # Apache takes 8 KiB; a query may name many ids
 MAX_HEAD_BYTES = 64 * 1024
 MAX_FIELDS = 100                    # as in Apache (LimitRequestFields)
+RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
 REQUEST_LINE = Expression(r'([A-Z]{1,20}) (/[!-~]*) HTTP/1\.([01])\Z')
 # Neither blanks before the colon nor lines that go on in the next: both are refused (RFC 9112, 5.1 and 5.2).
 FIELD_LINES = Expression(r"(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*\Z")
@@ -12906,46 +12912,29 @@ class RequestHead(Row):
     keeps_alive: bool           # the client wants to ask more
 
 
-class Login(Row):
-    """A user and the password that they have sent."""
-    digest: bytes       # of both, by which those who wait for the same check are found
-    user: str
-    password: bytes
-
-
 class Identity(Row):
     """Who sends a request, and what secures it."""
     user: str
     is_owner: bool              # has shown the server's token
-    signer: Any = None          # the Signer that it was signed with, and that its answer is signed with
+    nonce: str = ''             # that it was signed with; its answer is signed with it, too
     digest: str = ''            # SHA-256 that its body must have, as that was signed; '': any
-    proof: Optional[Dict[str, str]] = None  # what answers the client's challenge
-    refusal: str = ''           # why it is to be refused after a pause
-    login: Optional[Login] = None   # what is to be checked first
-
-
-class Request(Row):
-    """A complete request."""
-    head: RequestHead
-    body: bytes                 # b'' if it is spooled
-    identity: Identity
-    spool: Any = None           # the Spool that holds its body
+    proof: Optional[Dict[str, Any]] = None  # what answers the client's challenge
 
 
 class StaticAnswer:
     """What is answered to GET at a path, without a verb and without the store."""
 
-    def __init__(self, media_type: str, is_open: bool, body: Callable[[Request], bytes]) -> None:
+    def __init__(self, media_type: str, is_open: bool, body: Callable[[Identity], bytes]) -> None:
         self.media_type = media_type
         self.is_open = is_open      # to everybody: it needs neither token nor password
         self.body = body
 
 
 STATIC_ANSWERS = {
-    '/healthz': StaticAnswer('application/json', True, lambda request: format_json(
-        dict({'status': 'ok'}, **request.identity.proof or {})).encode()),
-    '/health':  StaticAnswer('application/json', True, lambda request: b'{"status":"ok"}'),
-    PING_PATH:  StaticAnswer('application/json', False, lambda request: b'{"status":"ok"}'),
+    '/healthz': StaticAnswer('application/json', True, lambda identity: format_json(
+        dict({'status': 'ok'}, **identity.proof or {})).encode()),
+    '/health':  StaticAnswer('application/json', True, lambda identity: b'{"status":"ok"}'),
+    PING_PATH:  StaticAnswer('application/json', False, lambda identity: b'{"status":"ok"}'),
 }
 OPEN_PATHS = frozenset(path for path, static in STATIC_ANSWERS.items() if static.is_open)
 
@@ -13007,180 +12996,93 @@ def check_head_size(data: bytearray, end: int) -> None:
         raise BadInput(f'the header fields are longer than {MAX_HEAD_BYTES} bytes', http=431)
 
 
-# -------- signatures --------
-#
-# Our own clients never send the token: whoever listens at an old address of the server could forward
-# everything, its proof of identity too, and would be shown the token next. Each end of a connection chooses a
-# nonce instead, the key of the connection is made of both, the server's id and the token, and with it every
-# request is signed, its body included, and every answer. Requests are counted, so that one that was seen on
-# the way is worth nothing a second time, and a signature is worth nothing on another connection. Header
-# fields other than these are not signed.
-#
-#     GET /healthz?challenge=NONCE    -> {"nonce": NONCE, "server_id": ID, "signed_proof": MAC, ...}
-#     authorization: Torc-HMAC SHA256_OF_BODY MAC(request, count, method, path?query, SHA256_OF_BODY)
-#     torc-signature: MAC(answer, count, status, sha256 of its body)
-#     : MAC(piece, count, number, sha256 of it)      a comment after each piece of a stream of events
-
-SIGNATURE_SCHEME = 'Torc-HMAC'
-SIGNATURE = Expression(r'Torc-HMAC ([0-9a-f]{64}) ([0-9a-f]{64})\Z')
-CHALLENGE = Expression(r'challenge=([0-9A-Za-z_-]{1,100})\Z')
-
-
-class Signer:
-    """What signs the requests and answers of one connection, at both its ends."""
-
-    def __init__(self, token: bytes, challenge: str, nonce: str, server_id: str) -> None:
-        """`challenge` is the client's nonce, `nonce` the server's."""
-        session = f'{challenge} {nonce} {server_id}'
-        self.nonce = nonce
-        proof = hmac.new(token, f'torc.py server {session}'.encode('utf-8', 'replace'), 'sha256')
-        self.proof = proof.hexdigest()
-        key = hmac.new(token, f'torc.py session {session}'.encode('utf-8', 'replace'), 'sha256').digest()
-        # HMAC by its definition (RFC 2104), half done: copied for each signature, it takes a third of hmac's
-        # time.
-        self._inner, self._outer = (hashlib.sha256(bytes(byte ^ pad for byte in key.ljust(64, b'\0')))
-                                    for pad in (0x36, 0x5c))
-        self.requests = 0       # sent, or accepted
-        self.pieces = 0         # of the stream that answers the last one
-
-    def sign(self, *values: Any) -> str:
-        """The signature of some values, none of which holds a line end but the last."""
-        inner, outer = self._inner.copy(), self._outer.copy()
-        inner.update('\n'.join(map(str, values)).encode('latin-1', 'replace'))
-        outer.update(inner.digest())
-        return outer.hexdigest()
-
-    def sign_request(self, method: str, target: str, body: bytes) -> str:
-        """Value of the field Authorization for the next request."""
-        self.requests += 1
-        digest = hashlib.sha256(body).hexdigest()
-        return f'{SIGNATURE_SCHEME} {digest} {self.sign("request", self.requests, digest, method, target)}'
-
-    def check_request(self, authorization: str, method: str, target: str) -> str:
-        """See that the next request is signed; the digest that its body must have, or '' if it is not."""
-        match = SIGNATURE.match(authorization)
-        digest, signature = match.groups() if match else ('', '')
-        wanted = self.sign('request', self.requests + 1, digest, method, target)
-        if not hmac.compare_digest(signature, wanted):
-            return ''
-        self.requests += 1
-        self.pieces = 0
-        return digest
-
-    def sign_answer(self, status: int, body: Any) -> str:
-        """The signature of the answer to the last request."""
-        digest = body.digest if isinstance(body, LongAnswer) else hashlib.sha256(body)
-        return self.sign('answer', self.requests, status, digest.hexdigest())
-
-    def sign_piece(self, data: bytes) -> str:
-        """The signature of the next piece of a stream."""
-        self.pieces += 1
-        return self.sign('piece', self.requests, self.pieces, hashlib.sha256(data).hexdigest())
-
-
-@contextlib.contextmanager
-def keeping(what: str) -> Iterator[None]:
-    """Answer 503 if a body or an answer cannot be written to disk."""
-    try:
-        yield
-    except OSError as error:
-        raise Unreachable(f'{what}: {error.strerror}') from None
-
-
-class NamelessFile:
-    """A temporary file as long as something refers to it."""
-
-    def __init__(self, directory: str) -> None:
-        # Its descriptor is closed in __del__: a file object would warn of that (ResourceWarning).
-        with keeping('the answer cannot be kept'), \
-                tempfile.TemporaryFile(dir=directory, prefix='torc-') as file:
-            os.pwrite(file.fileno(), bytes(LongAnswer.HEAD_BYTES), 0)   # room for what is known last
-            self.descriptor = os.dup(file.fileno())
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):   # none could be made
-            os.close(self.descriptor)
-
-
-class LongAnswer:
-    """An answer that is written to a file without a name, piece by piece, and sent from there.
-
-    It is sliced as a memoryview is: its beginning is bytes, what follows it another LongAnswer.
-    """
-    HEAD_BYTES = 2 ** 16    # are left free for its head, which is known last
-
-    def __init__(self, file: NamelessFile, start: int = HEAD_BYTES, end: int = HEAD_BYTES) -> None:
-        self.file = file
-        self.start, self.end = start, end
-        self.digest = hashlib.sha256()
-        self.key = ''               # of the list in it
-
-    @property
-    def obj(self) -> 'LongAnswer':
-        """What holds the memory, as in a memoryview; here it is disk. No attribute: that would be a cycle."""
-        return self
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-    def __getitem__(self, part: slice) -> Any:
-        if part.stop is None:
-            return LongAnswer(self.file, self.start + part.start, self.end)
-        return os.pread(self.file.descriptor, min(part.stop, len(self)), self.start)
-
-    def write(self, data: bytes) -> None:
-        """Add to the body."""
-        with keeping('the answer cannot be kept'):
-            while data:
-                count = os.pwrite(self.file.descriptor, data, self.end)
-                self.digest.update(data[:count])
-                self.end, data = self.end + count, data[count:]
-
-    def take(self, answer: Dict[str, List[Any]]) -> None:
-        """Add what is in the one list of an answer."""
-        (key, items), = answer.items()
-        begin = f'{format_json(key)}:['
-        self.write(('{' + begin if not self.key else ',').encode() + format_json(items)[1:-1].encode())
-        self.key = key
-
-    def finish(self) -> 'LongAnswer':
-        """End the body."""
-        self.write(b']}')
-        return self
-
-    def begin_with(self, head: bytes) -> 'LongAnswer':
-        """Put the head before the body."""
-        self.start -= len(head)
-        # File systems that copy on write may have no room for it after all.
-        with keeping('the answer cannot be kept'):
-            os.pwrite(self.file.descriptor, head, self.start)
-        return self
-
-    @property
-    def head(self) -> bytes:
-        """The head alone."""
-        return self[:self.HEAD_BYTES - self.start]
-
-
-def format_answer(status: int, body: Any, fields: str = '', media_type: str = 'application/json') -> Any:
+def format_answer(status: int, body: bytes, fields: str = '', media_type: str = 'application/json') -> bytes:
     """One whole answer. `fields` are further header lines, each with its line end."""
     if body:
         fields += f'content-type: {media_type}\r\n'
     reason = reason_phrase(status)
     head = f'HTTP/1.1 {status} {reason}\r\n{ANSWER_FIELDS}{fields}content-length: {len(body)}\r\n\r\n'
-    data = head.encode('latin-1')
-    return body.begin_with(data) if isinstance(body, LongAnswer) else data + body
+    return head.encode('latin-1') + body
 
 
-def format_signature(signer: Optional[Signer], status: int, body: Any) -> str:
-    """The header line that signs an answer; '' if the request was not signed."""
-    return '' if signer is None else f'torc-signature: {signer.sign_answer(status, body)}\r\n'
+# -------- signatures --------
+#
+# Our own clients never send the token: whoever listens at an old address of the server would have it. A
+# server first proves that it knows the token, and tells its clock, which nobody can set. Every request is
+# signed, its body included, and every answer, the head of a stream of events as one with an empty body. A
+# request that was seen on the way is worth nothing a second time: its nonce is remembered for as long as its
+# time is accepted. Header fields other than these are not signed.
+#
+#     GET /healthz?challenge=NONCE    -> {"server_id": ID, "clock": C, "signed_proof": MAC(server, ...), ...}
+#     authorization: Torc-HMAC CLOCK NONCE SHA256_OF_BODY MAC(request, id, clock, nonce, sha256, verb, target)
+#     torc-signature: MAC(answer, nonce, status, sha256 of its body)
+
+SIGNATURE_SCHEME = 'Torc-HMAC'
+SIGNATURE = Expression(r'Torc-HMAC ([0-9]{1,12}) ([0-9a-f]{32}) ([0-9a-f]{64}) ([0-9a-f]{64})\Z')
+CHALLENGE = Expression(r'challenge=([0-9A-Za-z_-]{1,100})\Z')
+SIGNATURE_LASTS_S = 300.0           # longer, and no less, a request may not be on its way
 
 
-def format_refusal(signer: Optional[Signer], error: TorcError, fields: str = '') -> bytes:
-    """The answer to a request that no verb could answer."""
-    body = format_json(format_error(error)).encode()
-    return format_answer(error.http, body, fields + format_signature(signer, error.http, body))
+def sign(token: bytes, *words: Any) -> str:
+    """The signature of some words, none of which holds a line end but the last."""
+    return hmac.new(token, '\n'.join(map(str, words)).encode('latin-1', 'replace'), 'sha256').hexdigest()
+
+
+def sign_proof(token: bytes, challenge: str, server_id: str, clock: Any) -> str:
+    """What shows to who has sent a challenge that a server knows the token."""
+    return sign(token, 'server', challenge, server_id, clock)
+
+
+def sign_answer(token: bytes, nonce: str, status: int, body: bytes) -> str:
+    """The signature of the answer to a request with this nonce."""
+    return sign(token, 'answer', nonce, status, hashlib.sha256(body).hexdigest())
+
+
+class Signer:
+    """What signs a client's requests to a server that has proved who it is, and knows their answers."""
+
+    def __init__(self, token: bytes, server_id: str, clock: float) -> None:
+        """`clock` is what the server's showed a moment ago."""
+        self.token = token
+        self.server_id = server_id
+        self.ahead_s = clock - uptime_s()
+        self.nonce = ''             # of the last request
+
+    def sign_request(self, method: str, target: str, body: bytes) -> str:
+        """Value of the field Authorization for the next request."""
+        clock, self.nonce = int(uptime_s() + self.ahead_s), secrets.token_hex(16)
+        digest = hashlib.sha256(body).hexdigest()
+        mac = sign(self.token, 'request', self.server_id, clock, self.nonce, digest, method, target)
+        return f'{SIGNATURE_SCHEME} {clock} {self.nonce} {digest} {mac}'
+
+    def sign_answer(self, status: int, body: bytes) -> str:
+        """The signature of the answer to the last request."""
+        return sign_answer(self.token, self.nonce, status, body)
+
+
+class SignedRequests:
+    """Knows requests that were signed with a token, each once."""
+
+    def __init__(self, token: bytes, server_id: str) -> None:
+        self.token = token
+        self.server_id = server_id
+        self.lock = threading.Lock()
+        self.nonces = collections.OrderedDict()     # type: Dict[str, float]  # -> when it came, by uptime_s()
+
+    def check(self, authorization: str, method: str, target: str) -> Tuple[str, str]:
+        """Nonce of a request, and the digest that its body must have. Denied unless it is signed, and new."""
+        match, now = SIGNATURE.match(authorization), uptime_s()
+        clock, nonce, digest, mac = match.groups() if match else ('0', '', '', '')
+        wanted = sign(self.token, 'request', self.server_id, clock, nonce, digest, method, target)
+        if not hmac.compare_digest(mac, wanted) or abs(now - int(clock)) > SIGNATURE_LASTS_S:
+            raise Denied('the request was altered on its way, or is meant for another server', http=401)
+        with self.lock:
+            while self.nonces and next(iter(self.nonces.values())) < now - 2 * SIGNATURE_LASTS_S:
+                self.nonces.popitem(last=False)
+            if nonce in self.nonces:
+                raise Denied('the request was sent before', http=401)
+            self.nonces[nonce] = now
+        return nonce, digest
 
 
 # -------- TLS --------
@@ -13237,387 +13139,26 @@ def read_fingerprint(path: str) -> str:
     return hashlib.sha256(load_ssl().PEM_cert_to_DER_cert(found.group())).hexdigest() if found else ''
 
 
-# ======== 10b. Connections: accepted, read, written and closed, each in its time ========
+# ======== 10b. Access: hosts, tokens, passwords, and who is refused ========
 #
-# Invariants:
-#
-#   * A connection is in one of CONNECTION_STATES. What has arrived is reported to the owner of Connections,
-#     who moves it from READING on; this section only takes it from accepting to READING, and from CLOSING to
-#     its end.
-#   * It is not read while an answer waits to be sent, so that no client, however slow or greedy, holds more
-#     memory than one request and one answer. Pipelined requests wait.
-#   * Whatever begins has a deadline, a connection itself too, until its first request was let in; from then
-#     on a quiet one has none, for it is how a runner stays. Those not yet let in are few: the oldest make
-#     room for the next.
-#   * Over TLS the same happens one layer higher. What OpenSSL holds is read at once, for the selector cannot
-#     see it; and what it waits for (to read while we send, to send while we read) is what the selector waits
-#     for.
-#   * An error of a connection closes that connection, and nothing else.
+# Who may ask is decided on the head alone, before the body is read and before any route is looked at: host
+# and origin, then token or password. Only OPEN_PATHS need neither. A password takes long to check, on
+# purpose. That is done in the thread of its connection, one after the other (crypt(3) has one buffer; scrypt
+# takes 32 MB), while others are served. Who shows a wrong one waits a second more. So that guesses neither
+# fill the threads nor delay other users, few of each user are checked at a time.
 
-BUSY_S = 0.1                        # a server that did not listen for longer allows clients as much more
-CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
-DRAIN_S = 2.0                       # to read on after a refusal: a close would destroy it (RFC 9112, 9.6)
-RECEIVE_BYTES = 65536               # at once; more costs a mmap() for each small request
-SEND_BYTES = 2 ** 18                # at once: to encrypt a long answer in one go would hold up the others
-MAX_UNAUTHENTICATED = 4096          # connections none of whose requests was let in yet
-BACKLOG = 1024                      # the kernel may allow less (listen(2), net.core.somaxconn)
-
-
-class ConnectionState:
-    """One state of a connection."""
-
-    def __init__(self, name: str, on_data: str, at_deadline: str, meaning: str) -> None:
-        self.name = name
-        self.on_data = on_data          # when the client sends: keep, discard or leave it, or negotiate TLS
-        self.at_deadline = at_deadline  # close; or refuse, if something of a request has come
-        self.meaning = meaning
-
-
-CONNECTION_STATES = (
-    #               name         on data      at deadline
-    ConnectionState('hello',     'negotiate', 'close',  "its first byte is awaited, which is TLS's or not"),
-    ConnectionState('handshake', 'negotiate', 'close',  'keys of TLS are exchanged'),
-    ConnectionState('reading',   'keep',      'refuse', 'a request is awaited or on its way'),
-    ConnectionState('checking',  'leave',     'refuse', 'its password is being checked'),
-    ConnectionState('refusing',  'leave',     'refuse', 'its token or password was wrong: the answer waits'),
-    ConnectionState('waiting',   'leave',     'close',  'its request is complete and waits for its answer'),
-    ConnectionState('streaming', 'discard',   'close',  'its answer is a stream of events'),
-    ConnectionState('closing',   'leave',     'close',  'its last answer is being sent'),
-    ConnectionState('draining',  'discard',   'close',  'everything is sent; the client is to close it, too'),
-)
-HELLO, HANDSHAKE, READING, CHECKING, REFUSING, WAITING, STREAMING, CLOSING, DRAINING = CONNECTION_STATES
-
-
-class Connection:
-    """One client: its socket, what was read and not yet used, and what is still to be sent."""
-
-    def __init__(self, client: socket.socket, state: ConnectionState, peer: str) -> None:
-        self.socket = client
-        self.state = state
-        self.peer = peer            # see peer_of()
-        self.is_tls = False         # the socket is TLS's
-        self.mask = selectors.EVENT_READ    # what the selector waits for; 0: nothing
-        self.received = bytearray()
-        self.unsent = memoryview(b'')   # type: Any  # or the rest of a LongAnswer
-        self.deadline = math.inf    # when it is closed or refused (monotonic); inf while nothing is under way
-        self.signer = None          # type: Any  # the Signer of the requests that follow a challenge
-        self.identity = None        # type: Optional[Identity]  # who sends this request; None: not known
-        self.head = None            # type: Optional[RequestHead]  # of the request whose body is coming
-        self.spool = None           # type: Any  # ... the Spool of a body that is too long for memory
-        self.asked_at = 0.0         # when the last request was complete (monotonic)
-        self.check = None           # type: Any  # the LoginCheck that it waits for, or that found it wrong
-        self.refusal = None         # type: Optional[TorcError]  # to be sent at the deadline
-        self.reader = None          # type: Any  # the StreamReader of its stream of events
+HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
+LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
+WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401
+MAX_CHECKS_OF_USER = 4              # passwords shown for one name that are checked or were wrong just now ...
+MAX_CHECKS = 64                     # ... and in all; beyond that: 429
+DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
+MAX_KNOWN_PASSWORDS = 1000          # that were right, and need no other check for a while
 
 
 def is_loopback(address: str) -> bool:
     """Whether an address is reached from this machine only: all of 127.0.0.0/8 is (RFC 1122, 3.2.1.3)."""
     return address == '::1' or address.startswith('127.')
-
-
-def peer_of(address: str) -> str:
-    """Whom an address stands for: a host reaches itself under many, and has a whole network of IPv6 ones."""
-    address = address[7:] if address.startswith('::ffff:') else address
-    if is_loopback(address):
-        return '127.0.0.1'
-    return address if ':' not in address else socket.inet_ntop(socket.AF_INET6, socket.inet_pton(
-        socket.AF_INET6, address.partition('%')[0])[:8] + bytes(8)) + '/64'
-
-
-class Connections:
-    """The connections to a listening socket. What comes of each is reported to the functions on_..."""
-
-    def __init__(self, selector: selectors.BaseSelector, listener: socket.socket, tls: Any,
-                 traffic: Traffic) -> None:
-        self.selector = selector
-        self.listener = listener
-        self.tls = tls                  # an ssl.SSLContext, or None
-        self.traffic = traffic          # bytes are counted there
-        self.all = set()                # type: Set[Connection]
-        self.unauthenticated = {}       # type: Dict[Connection, None]  # no request let in yet; oldest first
-        self.timed = set()              # type: Set[Connection]  # those that have a deadline, or had one
-        self.sweep_at = math.inf        # when the first of them is due
-        self.accept_at = math.inf       # when to listen again, after descriptors ran out
-        self.reserve = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]    # closed to refuse a client then
-        self.wants_read = () if tls is None else (load_ssl().SSLWantReadError,)     # raised to wait
-        self.wants_write = () if tls is None else (load_ssl().SSLWantWriteError,)
-        self.on_received = lambda connection: None      # type: Callable[[Connection], Any]  # more is there
-        self.on_sent = lambda connection: None          # type: Callable[[Connection], Any]  # maybe not all
-        # gets one that is to be refused, and why
-        self.on_error = lambda connection, error: None  # type: Callable[[Connection, TorcError], Any]
-        self.on_closed = lambda connection: None        # type: Callable[[Connection], Any]
-        selector.register(listener, selectors.EVENT_READ, self.accept)
-
-    def accept(self, mask: int = 0) -> None:
-        """Accept the pending connections."""
-        for _ in range(BACKLOG):
-            try:
-                client, address = self.listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                return self.on_exhaustion(error)
-            client.setblocking(False)
-            # Without it a second small segment waits for the acknowledgement of the first, up to 40 ms.
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(client, READING if self.tls is None else HELLO, peer_of(address[0]))
-            self.all.add(connection)
-            self.selector.register(client, selectors.EVENT_READ, functools.partial(self.on_ready, connection))
-            self.unauthenticated[connection] = None
-            self.set_deadline(connection, CLIENT_DEADLINE_S)
-            if len(self.unauthenticated) > MAX_UNAUTHENTICATED:
-                self.close_oldest()
-
-    def close_oldest(self) -> None:
-        """Make room: the oldest of the peer that has most connections without a request that was let in."""
-        counts = collections.Counter(connection.peer for connection in self.unauthenticated)
-        most = max(counts.values(), default=0)
-        for connection in self.unauthenticated:
-            if counts[connection.peer] == most:
-                return self.close(connection)
-
-    def on_exhaustion(self, error: OSError) -> None:
-        """No descriptors left: refuse one client with the one in reserve, then let the others wait."""
-        log.error('cannot accept a connection: %s', error.strerror)
-        self.close_oldest()
-        try:
-            while self.reserve:
-                os.close(self.reserve.pop())
-            self.listener.accept()[0].close()
-            self.reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError:
-            pass    # it has gone, or there is no descriptor even so
-        self.selector.unregister(self.listener)     # it stays readable: the loop would spin
-        self.accept_at = time.monotonic() + 0.1
-
-    def on_ready(self, connection: Connection, mask: int) -> None:
-        """A client sent something, went away, or can take more of its answer."""
-        self.contain(connection, self.on_writable if connection.unsent else self.on_readable)
-
-    def contain(self, connection: Connection, step: Callable[..., Any], *arguments: Any) -> None:
-        """Do something with a connection. An error closes only this one."""
-        try:
-            step(connection, *arguments)
-        except BlockingIOError:
-            pass    # woken for nothing, which select(2) allows
-        except self.wants_read:
-            self.watch(connection, selectors.EVENT_READ)
-        except self.wants_write:
-            self.watch(connection, selectors.EVENT_WRITE)
-        except OSError:
-            self.close(connection)
-        except Exception:   # border: a bug costs one connection, not the server
-            log.exception('a bug in torc.py: one client was cut off')
-            self.close(connection)
-
-    # ---- reading ----
-
-    def on_readable(self, connection: Connection) -> None:
-        """Read what a client sent."""
-        on_data = connection.state.on_data
-        if on_data == 'leave':
-            return
-        if on_data == 'negotiate':
-            return self.on_hello(connection) if connection.state is HELLO else self.on_handshake(connection)
-        data = connection.socket.recv(RECEIVE_BYTES)
-        if connection.is_tls:
-            self.watch(connection, selectors.EVENT_READ)
-            while connection.socket.pending():      # the selector does not see it
-                data += connection.socket.recv(RECEIVE_BYTES)
-        self.traffic.row[2] += len(data)
-        if not data:
-            self.close(connection)
-        elif on_data == 'keep':
-            connection.received += data
-            self.on_received(connection)
-
-    def on_hello(self, connection: Connection) -> None:
-        """A client's first byte shows whether it speaks TLS; a plain request gets a plain answer."""
-        first = connection.socket.recv(1, socket.MSG_PEEK)
-        connection.state = READING
-        if not first:
-            self.close(connection)
-        elif first.isalpha():
-            error = BadInput('this port speaks TLS: write https:// in the address', http=400)
-            self.on_error(connection, error)
-        else:
-            connection.socket = self.tls.wrap_socket(
-                connection.socket, server_side=True, do_handshake_on_connect=False)
-            connection.is_tls, connection.state = True, HANDSHAKE
-            self.on_handshake(connection)
-
-    def on_handshake(self, connection: Connection) -> None:
-        """Go on with a TLS handshake; when it is done, the first request may be here already."""
-        connection.socket.do_handshake()
-        connection.state = READING
-        self.watch(connection, selectors.EVENT_READ)
-        self.on_readable(connection)
-
-    # ---- writing ----
-
-    def deliver(self, connection: Connection, answer: bytes) -> None:
-        """Send an answer, and go on with what the client has sent meanwhile."""
-        self.send(connection, answer)
-        self.on_sent(connection)
-
-    def send(self, connection: Connection, data: Any) -> None:
-        """Send now what the client takes now, and the rest when it takes more."""
-        if isinstance(data, LongAnswer):
-            connection.unsent = data
-            return self.flush(connection)
-        # A view: to cut off what was sent from bytes would copy the rest each time.
-        connection.unsent = memoryview(bytes(connection.unsent) + data if connection.unsent else data)
-        self.flush(connection)
-
-    def unsent_by_user(self) -> Dict[str, int]:
-        """Bytes of memory that answers to each user take which are not sent as a whole."""
-        found = collections.Counter()   # type: Dict[str, int]
-        for connection in self.all:
-            if connection.unsent and connection.identity is not None:
-                found[connection.identity.user] += len(connection.unsent.obj)
-        return found
-
-    def flush(self, connection: Connection) -> None:
-        """Send more of what is unsent. A connection whose client takes nothing for a while is closed."""
-        mask = selectors.EVENT_WRITE
-        try:
-            count = connection.socket.send(connection.unsent[:SEND_BYTES])
-            connection.unsent = connection.unsent[count:]
-            self.traffic.row[3] += count
-        except (BlockingIOError,) + self.wants_write:
-            pass    # nothing fits now
-        except self.wants_read:
-            mask = selectors.EVENT_READ
-        if connection.unsent:
-            self.set_deadline(connection, CLIENT_DEADLINE_S)
-            self.watch(connection, mask)
-        else:
-            connection.unsent = memoryview(b'')     # an empty slice would keep the whole answer
-            connection.deadline = math.inf
-            if connection in self.unauthenticated:
-                self.set_deadline(connection, CLIENT_DEADLINE_S)
-            self.watch(connection, selectors.EVENT_READ)
-
-    def on_writable(self, connection: Connection) -> None:
-        """A client takes more."""
-        self.flush(connection)
-        self.on_sent(connection)
-
-    def watch(self, connection: Connection, mask: int) -> None:
-        """Wait for the client to send, to receive, or (0) neither: never both, which bounds what we hold."""
-        if connection.mask == mask:
-            return
-        if connection.mask and mask:
-            self.selector.modify(connection.socket, mask, functools.partial(self.on_ready, connection))
-        elif mask:
-            self.selector.register(connection.socket, mask, functools.partial(self.on_ready, connection))
-        else:
-            self.selector.unregister(connection.socket)
-        connection.mask = mask
-
-    # ---- deadlines and ends ----
-
-    def set_deadline(self, connection: Connection, wait_s: float) -> None:
-        """Allow the client so long for what is under way."""
-        connection.deadline = time.monotonic() + wait_s
-        self.timed.add(connection)
-        self.sweep_at = min(self.sweep_at, connection.deadline)
-
-    def pause(self, connection: Connection, state: ConnectionState, wait_s: float) -> None:
-        """Neither read nor write for so long, unless resume() comes first."""
-        connection.state = state
-        self.set_deadline(connection, wait_s)
-        self.watch(connection, 0)
-
-    def resume(self, connection: Connection) -> None:
-        """Read again after a pause."""
-        connection.state, connection.deadline = READING, math.inf
-        self.watch(connection, selectors.EVENT_READ)
-
-    def extend_deadlines(self, more_s: float) -> None:
-        """Allow all clients more time: nobody listened to them."""
-        for connection in self.timed:
-            connection.deadline += more_s
-        self.sweep_at += more_s
-
-    def on_clock(self, now: float) -> None:
-        """Act on the deadlines that have passed, and listen again when it is time."""
-        if self.sweep_at <= now:
-            for connection in [connection for connection in self.timed if connection.deadline <= now]:
-                self.on_deadline(connection)
-            self.timed = {connection for connection in self.timed if connection.deadline < math.inf}
-            self.sweep_at = min((connection.deadline for connection in self.timed), default=math.inf)
-        if self.accept_at <= now:
-            self.accept_at = math.inf
-            self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
-
-    def on_deadline(self, connection: Connection) -> None:
-        """A client took too long."""
-        is_idle = not connection.received and connection.head is None
-        if connection.unsent or is_idle or connection.state.at_deadline == 'close':
-            return self.close(connection)
-        connection.deadline = math.inf
-        late = BadInput('the request did not arrive within its time', http=408)
-        self.contain(connection, self.on_error, connection.refusal or late)
-
-    def finish(self, connection: Connection) -> None:
-        """Everything is sent: close our side, and wait for the client's."""
-        connection.state = DRAINING
-        self.set_deadline(connection, DRAIN_S)
-        self.end_tls(connection)
-        connection.socket.shutdown(socket.SHUT_WR)
-
-    def end_tls(self, connection: Connection) -> None:
-        """Say in TLS that nothing more comes, which is no cut then (close_notify, RFC 8446, 6.1)."""
-        if connection.is_tls:
-            connection.is_tls = False
-            with contextlib.suppress(OSError, ValueError):      # it has not said so itself; or it is gone
-                connection.socket.unwrap()
-
-    def close(self, connection: Connection) -> None:
-        """Close a connection, whatever it is at."""
-        if connection not in self.all:
-            return
-        self.all.discard(connection)
-        self.timed.discard(connection)
-        self.unauthenticated.pop(connection, None)
-        self.watch(connection, 0)
-        self.end_tls(connection)
-        connection.socket.close()
-        self.on_closed(connection)
-
-    def stop_accepting(self) -> None:
-        """No more connections."""
-        if self.accept_at == math.inf:
-            self.selector.unregister(self.listener)
-
-    def close_all(self) -> None:
-        """Close everything but the selector."""
-        for connection in list(self.all):
-            self.close(connection)
-        for descriptor in self.reserve:
-            os.close(descriptor)
-        self.listener.close()
-
-
-# ======== 10c. Access: hosts, tokens, passwords, and who is refused ========
-#
-# Who may ask is decided on the head alone, before the body is read and before any route is looked at: host
-# and origin, then token or password. Only OPEN_PATHS need neither. A password takes long to check, on
-# purpose: that is done in one thread beside the loop (Users), while the connection is paused, neither read
-# nor written. So is one that has shown a wrong password or token, for a second: who guesses is to wait.
-
-HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
-LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
-MAX_WAITING_CHECKS = 256            # passwords that wait for their check, of about 0.1 s; others get 429
-WRONGS_KEPT_S = 60.0                # wrong passwords count so long against their user and address
-WRONG_PASSWORD_S = 1.0              # from a wrong password or token to its 401, whatever was wrong with it
-WRONGS_PER_WAIT = 8                 # for so many of an address lately, the next wait as much longer again
-MAX_WRONG_WAITS = 20                # ... but not longer than so many times
-REFUSALS_REPORTED_S = 60.0          # between log lines about refused requests
-MAX_REFUSED_PEERS = 1000            # addresses that have lines of their own there
-DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
-MAX_KNOWN_PASSWORDS = 1000          # that were right, and need no other check for a while
 
 
 # -------- who may ask --------
@@ -13842,113 +13383,35 @@ def read_users(path: str) -> Dict[str, str]:
                        'makes one') from None
 
 
-class LoginCheck:
-    """A password that waits for its check, is being checked, or was found wrong a moment ago."""
+class PasswordCheck:
+    """A password that is checked, or was found wrong a moment ago: all who show the same wait for it."""
 
-    def __init__(self, login: Login, peer: str) -> None:
-        self.digest, self.user, self.password = login
-        self.peer = peer            # who has shown it first, as peer_of() has it
-        self.stored = ''            # the hash that it is compared with; for an unknown user somebody's
-        self.is_right = False       # the verdict of the thread
-        self.is_wrong = False       # ... as the loop has it, which has looked at the file again
-        self.begun_at = time.monotonic()
-        self.ends_at = math.inf     # if it is wrong, the answer is sent then (monotonic)
-        self.clients = set()        # type: Set[Connection]  # that wait for it
-
-
-class CheckQueue:
-    """Passwords that wait for their check. One thread takes them.
-
-    Every other time the oldest is next, else the one whose user has shown the fewest wrong passwords lately
-    from that address, then the one whose address has: who guesses waits for others who do, and hardly anybody
-    for them. If there are too many, who would come last must go. Who has logged in before from an address
-    comes first.
-    """
-
-    def __init__(self) -> None:
-        self.condition = threading.Condition()
-        self.waiting = []           # type: List[LoginCheck]  # in the order in which they came
-        self.wrong = collections.Counter()  # type: collections.Counter[Any]  # of (user, peer) and of peer
-        self.right = collections.OrderedDict()  # type: Dict[Tuple[str, str], None]  # (user, peer)
-        self.forget_at = math.inf   # when `wrong` is forgotten (monotonic)
-        self.taken = 0
-        self.is_closed = False
-
-    def rank(self, check: LoginCheck) -> Tuple[int, int]:
-        """The higher, the later."""
-        pair = check.user, check.peer
-        return -1 if pair in self.right else self.wrong[pair], self.wrong[check.peer]
-
-    def add(self, check: LoginCheck) -> Optional[LoginCheck]:
-        """One more; the one that must go for it, which it may be itself."""
-        with self.condition:
-            self.waiting.append(check)
-            self.condition.notify()
-            if len(self.waiting) <= MAX_WAITING_CHECKS:
-                return None
-            last = max(range(len(self.waiting)), key=lambda index: (self.rank(self.waiting[index]), index))
-            return self.waiting.pop(last)
-
-    def take(self) -> Optional[LoginCheck]:
-        """The next one, as soon as there is one; None after close()."""
-        with self.condition:
-            self.condition.wait_for(lambda: self.waiting or self.is_closed)
-            if self.is_closed:
-                return None
-            self.taken += 1
-            best = min(range(len(self.waiting)), key=lambda index: self.rank(self.waiting[index]))
-            return self.waiting.pop(0 if self.taken % 2 else best)
-
-    def judge(self, check: LoginCheck, is_right: bool, now: float) -> None:
-        """Remember what came of a check."""
-        with self.condition:
-            if now >= self.forget_at:
-                self.wrong.clear()
-                self.forget_at = math.inf
-            pair = check.user, check.peer
-            if is_right:
-                self.right[pair] = None
-                self.right.move_to_end(pair)
-                if len(self.right) > MAX_KNOWN_PASSWORDS:
-                    self.right.popitem(last=False)
-            else:
-                self.wrong.update((pair, check.peer))
-                self.forget_at = min(self.forget_at, now + WRONGS_KEPT_S)
-
-    def wrong_wait_s(self, peer: str) -> float:
-        """How long a wrong password waits for its answer: guesses are not to fill the queue."""
-        return WRONG_PASSWORD_S * min(MAX_WRONG_WAITS, 1 + self.wrong[peer] // WRONGS_PER_WAIT)
-
-    def close(self) -> None:
-        """Let the thread end."""
-        with self.condition:
-            self.is_closed = True
-            self.condition.notify()
+    def __init__(self, user: str) -> None:
+        self.user = user
+        self.is_right = False
+        self.is_over = threading.Event()
 
 
 class Users:
-    """The users of a password file, and one thread that checks their passwords.
-
-    A right password is known for a while after its last use, so that clients who ask often wait for one check
-    only, and a flood of wrong ones does not keep them out. Everything but work() runs in the server's thread.
-    """
+    """The users of a password file. A right password is known for a while after its last use."""
 
     def __init__(self, path: str, known_s: float) -> None:
         self.path = path
         self.known_s = known_s                      # 0: every request is checked
         self.hashes = read_users(path)              # by user
         self.key = secrets.token_bytes(32)          # of the digests, which are worth nothing elsewhere
+        self.lock = threading.Lock()                # of what follows
         self.known = collections.OrderedDict()      # type: Any  # digest -> when to forget it
-        self.wake = lambda: None                    # type: Callable[[], Any]  # called after each check
-        self.verdicts = collections.deque()         # type: collections.deque[LoginCheck]
-        self.queue = CheckQueue()
-        self._thread = None                         # type: Optional[threading.Thread]
+        self.checks = {}                            # type: Dict[bytes, PasswordCheck]  # by digest
+        self.hashing = threading.Lock()             # held while a password is hashed
 
     def reload(self) -> int:
         """Read the file again; how many users there are. If it cannot be used, everything stays."""
-        self.hashes = read_users(self.path)
-        self.known.clear()
-        return len(self.hashes)
+        hashes = read_users(self.path)
+        with self.lock:
+            self.hashes = hashes
+            self.known.clear()
+        return len(hashes)
 
     def digest(self, user: str, password: bytes) -> bytes:
         """What stands for a user with a password."""
@@ -13970,37 +13433,48 @@ class Users:
             while len(self.known) > MAX_KNOWN_PASSWORDS or next(iter(self.known.values())) <= now:
                 self.known.popitem(last=False)
 
-    def begin(self, check: LoginCheck) -> Optional[LoginCheck]:
-        """Have a password checked, for a verdict later. The check that is dropped for it, if there is one."""
-        check.stored = self.hashes.get(check.user, '')
-        if not check.stored:    # like one of the users, always the same one: nobody learns who exists
-            number = int.from_bytes(self.digest(check.user, b''), 'big')
-            check.stored = sorted(self.hashes.values())[number % len(self.hashes)]
-        if self._thread is None:
-            self._thread = threading.Thread(target=self.work, name='passwords', daemon=True)
-            self._thread.start()
-        return self.queue.add(check)
-
-    def work(self) -> None:
-        """The thread: one check after the other, until None comes."""
-        for check in iter(self.queue.take, None):
+    def check(self, user: str, password: bytes) -> None:
+        """Denied unless a user has this password."""
+        digest = self.digest(user, password)
+        with self.lock:
+            if self.knows(digest, time.monotonic()):
+                return
+            check = self.checks.get(digest)
+            is_first = check is None
+            if is_first:
+                of_user = sum(other.user == user for other in self.checks.values())
+                if of_user >= MAX_CHECKS_OF_USER or len(self.checks) >= MAX_CHECKS:
+                    raise Denied('too many passwords are being checked: try again in a moment', http=429)
+                check = self.checks[digest] = PasswordCheck(user)
+        if is_first:
             try:
-                check.is_right = matches_password(check.stored, check.password)
-            except Exception:   # border: a check that fails is a wrong password, and the next one is made
-                log.exception('a password could not be checked')
-            check.password = b''
-            self.verdicts.append(check)
-            self.wake()
+                self.carry_out(check, digest, password)
+            finally:
+                with self.lock:
+                    del self.checks[digest]
+                check.is_over.set()
+        check.is_over.wait()
+        if not check.is_right:
+            raise Denied('user or password is wrong', http=401)
 
-    def is_valid(self, check: LoginCheck) -> bool:
-        """Whether a verdict lets its user in: the password is right, and the file still says so."""
-        return check.is_right and self.hashes.get(check.user) == check.stored
-
-    def close(self) -> None:
-        """End the thread, after what it is at."""
-        if self._thread is not None:
-            self.queue.close()
-            self._thread.join(5.0)
+    def carry_out(self, check: PasswordCheck, digest: bytes, password: bytes) -> None:
+        """Check a password; a wrong one for a second."""
+        stored = known = self.hashes.get(check.user, '')
+        if not known:       # like one of the users, always the same one: nobody learns who exists
+            number = int.from_bytes(self.digest(check.user, b''), 'big')
+            stored = sorted(self.hashes.values())[number % len(self.hashes)]
+        try:
+            with self.hashing:
+                matches = matches_password(stored, password)
+        except Exception:   # border: a check that fails is a wrong password
+            log.exception('a password could not be checked')
+            matches = False
+        with self.lock:     # the file may have been read again meanwhile
+            check.is_right = matches and bool(known) and self.hashes.get(check.user) == stored
+            if check.is_right:
+                self.learn(digest, time.monotonic())
+        if not check.is_right:
+            time.sleep(WRONG_PASSWORD_S)
 
 
 class AccessPolicy(Row):
@@ -14019,44 +13493,38 @@ class Authenticator:
         self.users = policy.users
         self.lets_anonymous = policy.lets_anonymous
         self.server_id = server_id
-        self.nobody = Identity(ANONYMOUS, False)
+        self.signed = SignedRequests(self.token, server_id)
         # who asks with the token, or where there is none
         self.owner = Identity(user_name() if self.token else ANONYMOUS, True)
 
-    def identify(self, head: RequestHead, signer: Optional[Signer], now: float) -> Identity:
-        """Who sends a request on a connection with this signer, if any. Denied for one that shows nothing."""
+    def identify(self, head: RequestHead) -> Identity:
+        """Who sends a request. Denied if that is nobody who may; takes a while where it shows a password."""
         authorization = head.fields.get('authorization', '')
-        if head.path in OPEN_PATHS and self.token:
-            challenge = CHALLENGE.match(head.query)
-            if challenge:   # a client wants a proof that we know the token, and to sign from then on
-                signer = Signer(self.token, challenge.group(1), secrets.token_hex(16), self.server_id)
-                return self.owner._replace(signer=signer, proof={
-                    'nonce': signer.nonce, 'server_id': self.server_id, 'signed_proof': signer.proof})
-        if signer is not None and authorization.startswith(SIGNATURE_SCHEME):
-            digest = signer.check_request(authorization, head.method, f'{head.path}?{head.query}')
-            if digest:
-                return self.owner._replace(signer=signer, digest=digest)
-            # Late, like a wrong password: who guesses signatures is to wait, too.
-            return self.owner._replace(refusal='the request was altered on its way, or sent before')
-        is_open = head.path in OPEN_PATHS or not self.token and self.users is None
-        if is_open or self.token and hmac.compare_digest(self.token, offered_token(authorization)):
+        if head.path in OPEN_PATHS or not self.token and self.users is None:
+            return self.prove(head)
+        if self.token and authorization.startswith(SIGNATURE_SCHEME + ' '):
+            nonce, digest = self.signed.check(authorization, head.method, f'{head.path}?{head.query}')
+            return self.owner._replace(nonce=nonce, digest=digest)
+        if self.token and hmac.compare_digest(self.token, offered_token(authorization)):
             return self.owner
         if self.users is None:
-            return self.refuse(authorization, NO_TOKEN)
+            raise Denied(NO_TOKEN, http=401)
         if self.lets_anonymous and not authorization:   # a wrong password is no way to be anonymous
-            return self.nobody
+            return Identity(ANONYMOUS, False)
         user, password = offered_password(authorization)
         if not user:
-            return self.refuse(authorization, LOG_IN)
-        digest = self.users.digest(user, password)
-        is_known = self.users.knows(digest, now)
-        return Identity(user, False, login=None if is_known else Login(digest, user, password))
+            raise Denied(LOG_IN, http=401)
+        self.users.check(user, password)
+        return Identity(user, False)
 
-    def refuse(self, authorization: str, message: str) -> Identity:
-        """Who has shown nothing is refused at once, who has shown something wrong after a pause."""
-        if not authorization:
-            raise Denied(message, http=401)
-        return self.nobody._replace(refusal=message)
+    def prove(self, head: RequestHead) -> Identity:
+        """Everybody may ask; who wants a proof that we know the token, to sign from then on, gets one."""
+        challenge = CHALLENGE.match(head.query) if self.token and head.path in OPEN_PATHS else None
+        if not challenge:
+            return self.owner
+        clock = int(uptime_s())
+        mac = sign_proof(self.token, challenge.group(1), self.server_id, clock)
+        return self.owner._replace(proof={'server_id': self.server_id, 'clock': clock, 'signed_proof': mac})
 
     def stored_hash(self, identity: Identity) -> bytes:
         """What the password file holds for who asks; nothing if the token lets them in, or nothing has to."""
@@ -14064,160 +13532,40 @@ class Authenticator:
         return b'' if is_open else self.users.hashes.get(identity.user, '').encode()
 
 
-class Logins:
-    """Connections whose password is being checked, or was wrong. All that show the same wait for one check.
-
-    `resume` gets a connection whose password was right, `refuse` one that is to be refused at once, and why.
-    """
-
-    def __init__(self, users: Optional[Users], connections: Connections, resume: Callable[[Connection], Any],
-                 refuse: Callable[[Connection, TorcError], Any]) -> None:
-        self.users = users
-        self.connections = connections
-        self.resume = resume
-        self.refuse = refuse
-        self.checks = {}            # type: Dict[bytes, LoginCheck]  # by digest
-
-    def begin(self, connection: Connection, login: Login) -> None:
-        """Have a password checked, and leave the connection alone meanwhile."""
-        check = self.checks.get(login.digest)
-        is_new = check is None
-        if is_new:
-            check = self.checks[login.digest] = LoginCheck(login, connection.peer)
-        check.clients.add(connection)
-        connection.check = check
-        self.connections.pause(connection, CHECKING, 2 * CLIENT_DEADLINE_S)
-        if is_new:
-            dropped = self.users.begin(check)
-            if dropped is not None:
-                del self.checks[dropped.digest]
-                for waiting in list(dropped.clients):
-                    error = Denied('too many passwords are being checked: try again in a moment', http=429)
-                    self.connections.contain(waiting, self.refuse, error)
-        elif check.is_wrong:
-            self.on_wrong(connection)
-
-    def on_verdicts(self) -> None:
-        """Act on the checks that the thread has made: let in who was right, see that refusals come late."""
-        while self.users is not None and self.users.verdicts:
-            check, now = self.users.verdicts.popleft(), time.monotonic()
-            check.is_wrong = not self.users.is_valid(check)
-            self.users.queue.judge(check, not check.is_wrong, now)
-            if not check.is_wrong:
-                self.users.learn(check.digest, now)
-            check.ends_at = check.begun_at + self.users.queue.wrong_wait_s(check.peer)
-            for connection in list(check.clients):
-                self.connections.contain(connection, self.on_wrong if check.is_wrong else self.on_right)
-            if not check.clients:
-                del self.checks[check.digest]
-
-    def on_right(self, connection: Connection) -> None:
-        """A connection is whose it says."""
-        connection.check.clients.discard(connection)
-        connection.check = None
-        self.connections.resume(connection)
-        self.resume(connection)
-
-    def on_wrong(self, connection: Connection) -> None:
-        """A password was wrong: refuse it when its time has come."""
-        self.refuse_late(connection, 'user or password is wrong', connection.check.ends_at - time.monotonic())
-
-    def refuse_late(self, connection: Connection, message: str, wait_s: float = WRONG_PASSWORD_S) -> None:
-        """Have a request refused later whose token or password is wrong: who guesses is to wait."""
-        connection.refusal = Denied(message, http=401)
-        self.connections.pause(connection, REFUSING, max(0.0, wait_s))
-
-    def leave(self, connection: Connection) -> None:
-        """A connection no longer waits for what comes of its password."""
-        check, connection.check = connection.check, None
-        if check is not None:
-            check.clients.discard(connection)
-            if check.is_wrong and not check.clients:
-                del self.checks[check.digest]
-
-
-REFUSALS = {    # status -> what was wrong with requests that were refused so, for the log
-    400: 'malformed', 401: 'without the right token or password', 403: 'of another site, or without access',
-    408: 'not whole within their time', 413: 'too long', 414: 'too long', 429: 'too many at once',
-    431: 'with too long a head', 503: 'too many at once',
-}
-
-
-class RefusalLog:
-    """Counts refused requests by address and status, for a line each a minute: nobody can fill the log."""
-
-    def __init__(self) -> None:
-        self.counts = collections.Counter()     # type: Dict[Tuple[str, int], int]  # by (peer, status)
-        self.reported_at = -math.inf            # monotonic
-        self.due_at = math.inf
-
-    def add(self, peer: str, status: int) -> None:
-        """One more."""
-        is_known = (peer, status) in self.counts or len(self.counts) < MAX_REFUSED_PEERS
-        self.counts[peer if is_known else 'other addresses', status] += 1
-        self.due_at = self.reported_at + REFUSALS_REPORTED_S
-
-    def report(self, now: float) -> None:
-        """Write the lines."""
-        for (peer, status), count in sorted(self.counts.items()):
-            reason = REFUSALS.get(status, reason_phrase(status))
-            log.warning('refused requests of %s: %d %s (%d)', peer, count, reason, status)
-        self.counts.clear()
-        self.reported_at, self.due_at = now, math.inf
-
-
-# ======== 10d. Streams: events, numbered, for those who read them ========
+# ======== 10c. Streams: events, numbered, for those who read them ========
 #
-# A stream of events is an answer that goes on. Its events stay in a Feed, once for all its readers; a reader
-# has a position in it and one piece at most on the way. A reader too slow for the feed gets the number of
-# events that it has missed; one that takes nothing is closed like any other client. Nothing is sent before
-# the commit, and nothing is kept without readers.
+# A stream of events is an answer that goes on. Its events stay in a Feed, once for all its readers; each has
+# a thread, and a position in it. A reader too slow for the feed gets the number of events that it has missed;
+# one that takes nothing is closed like any other client. Nothing is sent before the commit, and nothing is
+# kept of what nobody has read for a while.
 
 KEEP_ALIVE_S = 15.0                 # between comments on streams, as WHATWG HTML advises (9.2.7)
-MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come back; then the older half goes
-MAX_FEED_BYTES = 4 * 1024 ** 2      # ... and of them together
+MAX_STREAMS = 32                    # at once: each has a thread
+MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come back
+MAX_SHOWN_REQUESTS = 1024           # the same of requests, with their bodies
 PIECE_BYTES = 65536                 # sent to a reader at once, about
 RESUME_S = 600.0                    # a feed without readers is kept so long, for those who come back
-MAX_IDLE_FEEDS = 20                 # ... unless there are more of them
 MAX_SHOWN_BODY_BYTES = 2 ** 20      # larger bodies are left out of the stream of requests
 SHOWN_BODY_BYTES = 8192             # ... and of others the beginning is shown
-
-
-class StreamStart(Row):
-    """The beginning of an answer that goes on as a stream."""
-    head: bytes
-    wanted: Optional[Subscription]      # None: the head is all
-    request: Request                    # that it answers
 
 
 class Feed:
     """The latest events on one subject, for all its readers. Ids are EPOCH-NUMBER; each feed has an epoch."""
 
-    def __init__(self, subject: Any) -> None:
-        self.subject = subject
+    def __init__(self, most: int = MAX_FEED_EVENTS) -> None:
         self.epoch = secrets.token_hex(6)
-        self.first = 1              # number of events[0]
-        self.events = []            # type: List[Tuple[int, bytes]]  # (index in SEVERITIES, bytes sent)
-        self.size = 0               # of all their bytes
-        self.pieces = {}            # type: Dict[Tuple[int, int], Tuple[int, bytes]]  # from piece()
-        self.readers = set()        # type: Set[Connection]
+        self.last = 0               # number of the last event
+        self.events = collections.deque(maxlen=most)    # type: Any  # (index in SEVERITIES, bytes sent)
+        self.more = threading.Condition()       # held for all that follows; told of more events
+        self.readers = 0
         self.left_at = math.inf     # when the last reader went away (monotonic)
-
-    def end(self) -> int:
-        """Number of the next event."""
-        return self.first + len(self.events)
 
     def add(self, severity: int, event_type: str, data: Any) -> None:
         """Keep one more event."""
-        self.pieces.clear()
-        text = self.format(self.end(), event_type, data)
-        self.events.append((severity, text))
-        self.size += len(text)
-        if len(self.events) >= MAX_FEED_EVENTS or self.size > MAX_FEED_BYTES:
-            older = (len(self.events) + 1) // 2
-            self.size -= sum(len(text) for _, text in self.events[:older])
-            self.first += older
-            del self.events[:older]
+        with self.more:
+            self.last += 1
+            self.events.append((severity, self.format(self.last, event_type, data)))
+            self.more.notify_all()
 
     def format(self, number: int, event_type: str, data: Any) -> bytes:
         """An event as it is sent. JSON has no line ends, so that one line of data will do."""
@@ -14225,74 +13573,74 @@ class Feed:
         return text.encode('utf-8', 'replace')
 
     def find(self, last_id: str) -> Tuple[int, bytes]:
-        """Number of a reader's first event, and what it gets before: its id, or that something was missed."""
+        """Number of the last event that a reader has, and what it gets first: an id, or what was missed."""
         epoch, _, number = last_id.partition('-')
-        if epoch == self.epoch and re.match(r'[0-9]{1,15}\Z', number) and int(number) < self.end():
-            return int(number) + 1, b''
-        if last_id:
-            message = 'events were missed: the server was restarted, or too much time has passed'
-            return self.end(), self.format(self.end() - 1, 'warning', {'dropped': None, 'message': message})
-        # no event, but an id to resume from
-        return self.end(), f'id: {self.epoch}-{self.end() - 1}\n\n'.encode()
+        with self.more:
+            if epoch == self.epoch and re.match(r'[0-9]{1,15}\Z', number) and int(number) <= self.last:
+                return int(number), b''
+            if last_id:
+                message = 'events were missed: the server was restarted, or too much time has passed'
+                return self.last, self.format(self.last, 'warning', {'dropped': None, 'message': message})
+            # no event, but an id to resume from
+            return self.last, f'id: {self.epoch}-{self.last}\n\n'.encode()
 
-    def piece(self, number: int, least: int) -> Tuple[int, bytes]:
-        """The number of a reader's next event -> that of the one after, and what to send before that."""
-        if (number, least) in self.pieces:      # most readers are at the same position
-            return self.pieces[number, least]
-        parts, size, stop = [], 0, max(number, self.first)
-        if number < stop:
-            parts.append(self.format(stop - 1, 'warning', {'dropped': stop - number}))
-        while stop < self.end() and size < PIECE_BYTES:
-            severity, text = self.events[stop - self.first]
-            stop += 1
-            if severity >= least:
-                parts.append(text)
-                size += len(text)
-        if len(self.pieces) > 16:
-            self.pieces.clear()
-        self.pieces[number, least] = stop, b''.join(parts)
-        return self.pieces[number, least]
+    def take(self, number: int, least: int, wait_s: float) -> Tuple[int, bytes]:
+        """What comes after an event, and the number of its last one; b'' if nothing does within a while."""
+        with self.more:
+            if number == self.last:
+                self.more.wait(wait_s)
+            first = self.last - len(self.events) + 1
+            parts, size, number = [], 0, number + 1
+            if number < first:
+                parts.append(self.format(first - 1, 'warning', {'dropped': first - number}))
+                number = first
+            for severity, text in itertools.islice(self.events, number - first, None):
+                if size >= PIECE_BYTES:
+                    break
+                if severity >= least:
+                    parts.append(text)
+                    size += len(text)
+                number += 1
+            return number - 1, b''.join(parts)
 
 
 class Feeds:
-    """The feeds that are read, or were a moment ago, by subject: ids of workflows, and API_SUBJECTS."""
+    """The feeds that are read, or were a while ago, by subject: ids of workflows, and API_SUBJECTS."""
 
     def __init__(self) -> None:
-        self.by_subject = {}        # type: Dict[Any, Feed]
-        self.idle = {}              # type: Dict[Any, Feed]  # those without readers, the longest idle first
-        self.changed = set()        # type: Set[Feed]  # those with events that readers have not been sent
+        self.lock = threading.Lock()
+        self.by_subject = {}        # type: Dict[Any, Feed]  # changed under the lock
 
-    def join(self, subject: Any, reader: 'Connection') -> Feed:
-        """A feed, for one more reader."""
-        feed = self.by_subject.get(subject)
-        if feed is None:
-            feed = self.by_subject[subject] = Feed(subject)
-        self.idle.pop(subject, None)
-        feed.readers.add(reader)
-        return feed
+    @contextlib.contextmanager
+    def reading(self, subject: Any) -> Iterator[Feed]:
+        """A feed, for one more reader. Unreachable if there are too many."""
+        with self.lock:
+            if sum(feed.readers for feed in self.by_subject.values()) >= MAX_STREAMS:
+                raise Unreachable(f'{MAX_STREAMS} streams of events are being read: try again later')
+            if subject not in self.by_subject:
+                most = MAX_SHOWN_REQUESTS if subject in API_SUBJECTS else MAX_FEED_EVENTS
+                self.by_subject[subject] = Feed(most)
+            feed = self.by_subject[subject]
+            feed.readers += 1
+        try:
+            yield feed
+        finally:
+            with self.lock:
+                feed.readers -= 1
+                feed.left_at = time.monotonic()
 
-    def leave(self, feed: Feed, reader: 'Connection') -> None:
-        """A reader went away."""
-        feed.readers.discard(reader)
-        if not feed.readers:
-            feed.left_at = time.monotonic()
-            self.idle[feed.subject] = feed
-        if len(self.idle) > MAX_IDLE_FEEDS:
-            self.forget(next(iter(self.idle)))
-
-    def forget(self, subject: Any) -> None:
-        """Drop a feed: no reader has come back."""
-        del self.idle[subject], self.by_subject[subject]
+    def forget(self) -> None:
+        """Drop the feeds to which nobody has come back for long."""
+        with self.lock:
+            for subject, feed in list(self.by_subject.items()):
+                if not feed.readers and time.monotonic() - feed.left_at > RESUME_S:
+                    del self.by_subject[subject]
 
     def add(self, subject: Any, severity: int, event_type: str, data: Any) -> None:
         """Add an event to a feed, if there is one on the subject."""
         feed = self.by_subject.get(subject)
-        if feed is None:
-            return
-        if not feed.readers and time.monotonic() - feed.left_at > RESUME_S:
-            return self.forget(subject)
-        feed.add(severity, event_type, data)
-        self.changed.add(feed)
+        if feed is not None:
+            feed.add(severity, event_type, data)
 
     def add_updates(self, updates: Sequence[Union[Update, int]]) -> None:
         """What a transaction announced."""
@@ -14306,6 +13654,23 @@ class Feeds:
         for workflow_id, count in lost.items():
             self.add(workflow_id, len(SEVERITIES), 'warning', {'dropped': count})
 
+    def add_request(self, head: RequestHead, event: Dict[str, Any], bodies: Sequence[bytes]) -> None:
+        """An event for those who watch requests. Header fields are never shown: they prove who asks."""
+        if not any(subject in self.by_subject for subject in API_SUBJECTS):
+            return
+        event = dict(event, method=head.method, path=head.path, query=head.query or None,
+                     request_id=head.fields.get('x-span-id'))
+        shown = dict(zip(('request_body', 'response_body'), map(show_body, bodies)))
+        for subject, more in zip(API_SUBJECTS, ({}, shown)):
+            values = {key: value for key, value in dict(event, **more).items() if value is not None}
+            self.add(subject, 0, 'api', values)
+
+    def wake(self) -> None:
+        """Let all readers look again."""
+        for feed in list(self.by_subject.values()):
+            with feed.more:
+                feed.more.notify_all()
+
 
 def show_body(body: bytes) -> Optional[str]:
     """The beginning of a body, for the stream of requests; None if there is none, or it is large."""
@@ -14313,634 +13678,30 @@ def show_body(body: bytes) -> Optional[str]:
     return body[:SHOWN_BODY_BYTES].decode('utf-8', 'replace') if is_shown else None
 
 
-class StreamReader:
-    """A reader of a feed: its position there, and its request, which is judged again now and then."""
-
-    def __init__(self, feed: Feed, start: StreamStart, stored: bytes) -> None:
-        self.feed = feed
-        self.request = start.request
-        self.least = start.wanted.least     # severity that it wants
-        self.stored = stored                # hash of its user's password when it began
-        self.next_event, self.first = feed.find(start.request.head.fields.get('last-event-id', ''))
-
-    def take(self) -> bytes:
-        """What it has not had yet: a piece; b'' if there is nothing now."""
-        while self.next_event < self.feed.end():
-            self.next_event, data = self.feed.piece(self.next_event, self.least)
-            if data:
-                return self.sign(data)
-        return b''
-
-    def sign(self, data: bytes) -> bytes:
-        """A piece, with its signature behind it if its reader signs."""
-        signer = self.request.identity.signer
-        return data if signer is None or not data else data + f': {signer.sign_piece(data)}\n\n'.encode()
-
-
-class Streams:
-    """Sends events to the connections that read them. Nothing here waits: what does not fit is sent later."""
-
-    def __init__(self, connections: Connections, stored_hash: Callable[[Identity], bytes],
-                 may_subscribe: Callable[[Request], bool]) -> None:
-        self.connections = connections
-        self.stored_hash = stored_hash          # of a caller's password, now
-        self.may_subscribe = may_subscribe      # whether a request for a stream is still answered with one
-        self.feeds = Feeds()
-        self.keep_alive_at = math.inf           # when readers get their next comment
-
-    def open(self, connection: Connection, start: StreamStart) -> None:
-        """Begin to answer with a stream."""
-        if start.wanted is None:
-            connection.state = CLOSING
-            return self.connections.deliver(connection, start.head)
-        connection.received.clear()
-        connection.state = STREAMING
-        feed = self.feeds.join(start.wanted.subject, connection)
-        stored = self.stored_hash(start.request.identity)
-        reader = connection.reader = StreamReader(feed, start, stored)
-        self.keep_alive_at = min(self.keep_alive_at, time.monotonic() + KEEP_ALIVE_S)
-        self.connections.deliver(connection, start.head + reader.sign(reader.first))
-
-    def pump(self, connection: Connection) -> None:
-        """Send a reader what it has not had yet, as soon as it has taken what it was sent before."""
-        while not connection.unsent and connection.reader is not None:
-            data = connection.reader.take()
-            if not data:
-                return
-            self.connections.send(connection, data)
-
-    def pump_changed(self) -> None:
-        """Send the readers of all feeds what was added to them."""
-        while self.feeds.changed:
-            for connection in list(self.feeds.changed.pop().readers):
-                self.connections.contain(connection, self.pump)
-
-    def keep_alive(self, now: float) -> None:
-        """Send all readers a comment, which shows who is gone. Close those that may not read any more."""
-        readers = [connection for feed in self.feeds.by_subject.values() for connection in feed.readers]
-        self.keep_alive_at = now + KEEP_ALIVE_S if readers else math.inf
-        for connection in readers:
-            request, stored = connection.reader.request, connection.reader.stored
-            is_same = hmac.compare_digest(self.stored_hash(request.identity), stored)
-            # Its workflow, its access or its password may be gone by now.
-            if not is_same or not self.may_subscribe(request):
-                self.connections.close(connection)
-            elif not connection.unsent:
-                self.connections.contain(connection, self.connections.send, connection.reader.sign(b':\n\n'))
-
-    def leave(self, connection: Connection) -> None:
-        """A connection was closed."""
-        if connection.reader is not None:
-            self.feeds.leave(connection.reader.feed, connection)
-            connection.reader = None
-
-    def add_request(self, request: Request, answer: bytes, latency_s: float, now: float) -> None:
-        """An event for those who watch requests. Header fields are never shown: they prove who asks."""
-        for subject in API_SUBJECTS:
-            if subject in self.feeds.by_subject:
-                head = request.head
-                event = {'timestamp_ms': int(now * 1000), 'method': head.method, 'path': head.path,
-                         'query': head.query or None, 'status': int(answer[9:12]),
-                         'latency_ms': round(latency_s * 1000, 3), 'request_id': head.fields.get('x-span-id'),
-                         'user': request.identity.user}
-                if subject == API_SUBJECTS[True]:
-                    event.update(request_body=show_body(request.body),
-                                 response_body=show_body(answer.partition(b'\r\n\r\n')[2]))
-                event = {key: value for key, value in event.items() if value is not None}
-                self.feeds.add(subject, 0, 'api', event)
-
-
-# ======== 10e. Bodies: on their way, and those that would hold up all others ========
+# ======== 10d. Turns: requests that share a transaction ========
 #
-# A body of more than MAX_BODY_BYTES would hold up all others for many seconds: while it is read and checked,
-# and while its verb is carried out. It lies on disk until it is whole. A forked child reads and checks it,
-# and writes what the verb is to get in slices; a thread takes these and has the store until the verb is done.
-# Meanwhile the loop does not touch the store (has_store): it answers what needs none (STATIC_ANSWERS), and
-# lets all other requests wait. There is one such request at a time.
-#
-# Long answers are held in memory until their clients have taken them. So whoever asks for one waits while too
-# much is unsent (Backlog); what is asked for by runners, and what has a short answer, never does.
+# What one turn of the store's thread does with the requests that have arrived: all of them in one
+# transaction, each in a savepoint of its own, one commit, and only then the answers. What a client has read
+# is on disk, and under load the commits batch themselves. An administrator's SQL has a transaction of its
+# own: whatever it does, it does not touch what others asked for.
 
-SLOWEST_BYTES_PER_S = 2 ** 20       # a long body gets more time, at this rate, as it arrives
-MAX_HELD_BYTES = 64 * 2 ** 20       # of bodies on their way, in memory; others, and long ones, are on disk
-MAX_SPOOLED_BYTES = 2 ** 30         # ... there
-MAX_SPOOLED_OF_USER = 400 * 2 ** 20     # ... of one user
-SPOOL_RESERVE_BYTES = 64 * 2 ** 20  # that they leave free there
-MAX_BODY_VALUES = 20 * 10 ** 6      # of JSON in a long body, about: each takes some 60 bytes in the child
-MAX_PLAN_VALUES = 4 * 10 ** 6       # ... in that of a workflow, which our own process has to hold
-MAX_RECORD_VALUES = 10 ** 6         # ... in one record
-MAX_RECORD_BYTES = 16 * 2 ** 20     # of its JSON
-READER_BYTES = 5 * 2 ** 29          # of memory that the process may take which reads one
-READER_CPU_S = 120                  # ... and of processor time
-READER_S = 600                      # ... and by the clock: others wait for it, and a disk may hang
-SLICE_VALUES = 500                  # of a long list are handed over at once
-SLICE_BYTES = 2 ** 20               # ... or fewer, if their JSON is longer
-READER_DONE = b'.'                  # ... with this on its pipe, if it could
-MAX_UNSENT_BYTES = 256 * 2 ** 20    # of answers, beyond which nobody gets another long one
-MAX_UNSENT_OF_USER = 32 * 2 ** 20   # ... beyond which their user gets no other
-LIST_BODY_BYTES = 65536             # of a request that makes many things: its answer lists them
-STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # on the wakeup descriptor; 0: stop()
+TURN_S = 0.1                        # that a turn takes in requests, about; the next one has the rest
+FAILURES_REPORTED_S = 60.0          # between log lines about requests that could not be stored
 
 
-class Spool:
-    """The body of a request on its way to us, in a file without a name."""
+class Asked:
+    """A request whose thread waits for its answer."""
 
-    def __init__(self, directory: str, user: str, length: int) -> None:
-        self.user = user
-        self.length = length
-        self.received = 0
-        self.digest = hashlib.sha256()
-        self.begun_at = time.monotonic()
-        self.file = tempfile.TemporaryFile(dir=directory, prefix='torc-')   # private, like all of this module
+    def __init__(self, call: Call, identity: Identity) -> None:
+        self.call = call
+        self.identity = identity
+        self.answer = (0, None)     # type: Tuple[int, Any]  # status and value
+        self.is_answered = threading.Event()
 
-    def take(self, received: bytearray) -> None:
-        """Move what belongs to the body out of what was received."""
-        size = min(len(received), self.length - self.received)
-        data = bytes(received[:size])
-        del received[:size]
-        with keeping('the body cannot be kept'):
-            self.file.write(data)
-            if self.received + size == self.length:
-                self.file.flush()
-        self.digest.update(data)
-        self.received += size
-
-    def read(self) -> bytes:
-        """All of it."""
-        self.file.seek(0)
-        return self.file.read()
-
-
-def spool_directory(store: Store, length: int) -> str:
-    """Where there is room for a body: beside the database or in $TMPDIR, on a disk if possible."""
-    found = []      # type: List[str]
-    for directory in (os.path.dirname(store.file_path), tempfile.gettempdir()):
-        with contextlib.suppress(OSError):      # it is gone
-            if free_bytes(directory) >= length + SPOOL_RESERVE_BYTES:
-                found.append(directory)
-    if not found:
-        raise Unreachable(f'the disk of the server has no room for a body of {format_memory(length)}')
-    return next((directory for directory in found if filesystem_type(directory) != 'tmpfs'), found[0])
-
-
-class Bodies:
-    """Takes the bodies of requests as they arrive, in memory or, beyond its limits, on disk."""
-
-    def __init__(self, connections: Connections, find_directory: Callable[[int], str],
-                 waiting_bytes: Callable[[], int]) -> None:
-        self.connections = connections
-        self.find_directory = find_directory    # which has room for so many bytes; Unreachable if none has
-        self.waiting_bytes = waiting_bytes      # of complete requests, in memory
-        self.spools = set()                     # type: Set[Spool]
-
-    def expect(self, connection: Connection) -> None:
-        """See that the body is not too long. If it is still to come, ask for it, and give it its time."""
-        head = connection.head
-        limit = 0 if head.path in OPEN_PATHS else body_limit(head.path)     # who fills the disk is known
-        if head.length > limit:
-            raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
-        if head.length > min(RECEIVE_BYTES, MAX_BODY_BYTES):
-            self.make_room(connection, head.length)
-        if len(connection.received) < head.length:
-            if 'expect' in head.fields:
-                self.connections.send(connection, b'HTTP/1.1 100 Continue\r\n\r\n')
-            self.connections.set_deadline(connection, CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S)
-
-    def make_room(self, connection: Connection, length: int) -> None:
-        """Find room for a body, in memory or on disk."""
-        # this one too
-        held = sum(other.head.length for other in self.connections.all if other.head and not other.spool)
-        if length <= MAX_BODY_BYTES and held + self.waiting_bytes() <= MAX_HELD_BYTES:
-            return
-        user = connection.identity.user
-        mine = sum(spool.length for spool in self.spools if spool.user == user)
-        if mine + length > MAX_SPOOLED_OF_USER:
-            raise Denied(f'bodies of {format_memory(mine)} of {printable(user)} are on their way; at most '
-                         f'{format_memory(MAX_SPOOLED_OF_USER)} may be: send this one when they have arrived',
-                         http=429)
-        directory = self.find_directory(length)
-        if sum(spool.length for spool in self.spools) + length > MAX_SPOOLED_BYTES:
-            raise Unreachable('too many long bodies are on their way: try again in a moment')
-        with keeping(f'the body cannot be kept in {directory}'):
-            connection.spool = Spool(directory, user, length)
-        self.spools.add(connection.spool)
-
-    def take(self, connection: Connection) -> Optional[Request]:
-        """Cut the body from what was received: the whole request, or None while it is not complete."""
-        head, spool, identity = connection.head, connection.spool, connection.identity
-        if spool is not None:
-            spool.take(connection.received)
-            allowed_s = CLIENT_DEADLINE_S + spool.received / SLOWEST_BYTES_PER_S
-            self.connections.set_deadline(connection, spool.begun_at + allowed_s - time.monotonic())
-        if spool.received < spool.length if spool else len(connection.received) < head.length:
-            return None
-        body = b''
-        if spool is None and head.length:
-            with memoryview(connection.received) as view:
-                body = bytes(view[:head.length])
-            del connection.received[:head.length]
-        if identity.digest:
-            digest = hashlib.sha256(body) if spool is None else spool.digest
-            if not hmac.compare_digest(digest.hexdigest(), identity.digest):
-                connection.identity = identity._replace(signer=None)
-                raise Denied('the body is not the one that was signed', http=401)
-        connection.head = connection.spool = None
-        return Request(head, body, identity, spool)
-
-    def forget(self, spool: Optional[Spool]) -> None:
-        """A body is no longer needed."""
-        if spool is not None:
-            self.spools.discard(spool)
-            spool.file.close()
-
-    def leave(self, connection: Connection) -> None:
-        """A connection sends no more of its body."""
-        self.forget(connection.spool)
-        connection.spool = None
-
-
-# -------- answers that may be long --------
-
-# Operations that read, and that may answer with much more than a record, beside list_...
-LONG_ANSWERS = frozenset((
-    'explain_workflow', 'explain_waiting', 'get_running_jobs', 'get_slurm_job_correlations', 'get_demand',
-    'get_dependency_graph', 'get_user_data', 'get_event', 'get_ro_crate_entity', 'get_workflow_actions',
-    'get_pending_actions', 'get_api_stats', 'survey_allocations'))
-
-
-def may_be_long(head: RequestHead) -> bool:
-    """Whether a request is to wait while many answers are unsent. Those of runners are short."""
-    is_reading = head.method in ('GET', 'HEAD') or ADMIN_SQL_PATH in head.path
-    if not is_reading and head.length < LIST_BODY_BYTES:
-        return False
-    try:
-        route, _ = find_route('GET' if head.method == 'HEAD' else head.method, head.path)
-    except TorcError:
-        return False
-    is_long = not is_reading or route.method != 'GET' or route.name.startswith('list_') \
-        or route.name in LONG_ANSWERS
-    return is_long and route.name != 'runner_sync' and find_static(head) is None
-
-
-class Backlog:
-    """Requests that wait for those before them and for what is unsent: users take turns.
-
-    Half of what may be unsent is left to users to whom nothing is.
-    """
-
-    def __init__(self) -> None:
-        self.by_user = collections.OrderedDict()    # type: Any  # user -> deque of (connection, request)
-
-    def __bool__(self) -> bool:
-        return bool(self.by_user)
-
-    def __iter__(self) -> Iterator[Tuple[Connection, Request]]:
-        return itertools.chain.from_iterable(self.by_user.values())
-
-    def add(self, connection: Connection, request: Request) -> None:
-        """One more, behind those of the same user."""
-        waiting = self.by_user.setdefault(request.identity.user, collections.deque())
-        waiting.append((connection, request))
-
-    def take(self, unsent: Dict[str, int]) -> Optional[Tuple[Connection, Request]]:
-        """The next request that may be answered, given what is unsent to each user."""
-        total = sum(unsent.values())
-        for user, waiting in self.by_user.items():
-            held = unsent.get(user, 0)
-            if total < MAX_UNSENT_BYTES // (2 if held else 1) and held < MAX_UNSENT_OF_USER:
-                found = waiting.popleft()
-                self.by_user.move_to_end(user)
-                if not waiting:
-                    del self.by_user[user]
-                return found
-        return None
-
-
-# -------- the child that reads one --------
-
-# No Conflict: to who carries the request out that means that the database is another server's.
-ERRORS_OF_BODIES = {kind.__name__: kind for kind in (TorcError, BadInput, Refused, NotFound, Denied)}
-
-
-def read_long_body(head: RequestHead, source: Any, target: Any) -> None:
-    """In the child: parse and check a body, and write what came of it in lines of JSON.
-
-    First what it is, then pairs of key and value, lists in slices; or the error.
-    """
-    try:
-        route, _ = find_route(head.method, head.path)
-        source.seek(0)
-        data = source.read()
-        is_list = route.path.startswith('/bulk_')
-        most = MAX_BODY_VALUES if is_list else MAX_PLAN_VALUES
-        count = data.count(b',') + data.count(b'[') + data.count(b'{')     # fewer if they stand in texts
-        if count > most and count_values(parse_body(data)) > most:
-            raise BadInput(f'the body holds more than {most:,} values', http=413)
-        body = check_body(route.body, parse_body(data)) if route.body else None
-        del data
-        if is_list:
-            (key, rows), = body.items()
-            check_bulk([row['workflow_id'] for row in rows], [row['name'] for row in rows], key)
-        write_line(target, format_json({'pieces': is_list}))
-        for key, item in body.items() if isinstance(body, dict) else [('', body)]:
-            is_sliced = isinstance(item, list) and isinstance(body, dict)
-            write_line(target, format_json([key, [] if is_sliced else item]))
-            for text in slices(key, item) if is_sliced else ():
-                write_line(target, f'[{format_json(key)}, [{text}]]')
-    except TorcError as error:
-        target.seek(0)
-        target.truncate()
-        write_line(target, format_json({'kind': type(error).__name__, 'message': error.message,
-                                        'http': error.http, 'details': error.details}))
-
-
-def write_line(target: Any, text: str) -> None:
-    """Write a line of JSON."""
-    target.write(text.encode('utf-8', 'surrogatepass') + b'\n')
-
-
-def slices(key: str, items: Sequence[Any]) -> Iterator[str]:
-    """JSON of some items of a list at a time, without brackets. BadInput for a record that is too large."""
-    texts, size = [], 0     # type: List[str], int
-    for index, item in enumerate(items):
-        text = format_json(item)
-        count = text.count(',') + text.count('[') + text.count('{')
-        if count > MAX_RECORD_VALUES and count_values(item) > MAX_RECORD_VALUES:
-            raise BadInput(f'{key}[{index}] holds more than {MAX_RECORD_VALUES:,} values', http=413)
-        if len(text) > MAX_RECORD_BYTES:
-            raise BadInput(f'{key}[{index}] has {format_memory(len(text))}; at most '
-                           f'{format_memory(MAX_RECORD_BYTES)} are possible', http=413)
-        if texts and (size + len(text) > SLICE_BYTES or len(texts) == SLICE_VALUES):
-            yield ','.join(texts)
-            texts, size = [], 0
-        texts.append(text)
-        size += len(text)
-    if texts:
-        yield ','.join(texts)
-
-
-def count_values(value: Any) -> int:
-    """How many values of JSON there are in one, about, with itself."""
-    count, left = 0, [value]
-    while left:
-        item = left.pop()
-        count += 1
-        if isinstance(item, dict):
-            count += len(item)
-            left += item.values()
-        elif isinstance(item, (list, tuple)):
-            left += item
-    return count
-
-
-def load_checked(source: Any) -> Union[CheckedBody, Pieces]:
-    """What read_long_body() has written -> the body, or its error."""
-    source.seek(0)
-    first = json.loads(source.readline().decode('utf-8', 'surrogatepass'))
-    if 'kind' in first:
-        kind = ERRORS_OF_BODIES.get(first['kind'], BadInput)
-        raise kind(first['message'], http=first['http'], **first['details'])
-    pairs = (json.loads(line.decode('utf-8', 'surrogatepass')) for line in source)
-    if first['pieces']:
-        return Pieces({key: items} for key, items in pairs if items)
-    body = {}   # type: Dict[str, Any]
-    for key, item in pairs:
-        if key == '':
-            return CheckedBody(item)
-        if isinstance(body.get(key), list):
-            body[key].extend(item)
-        else:
-            body[key] = item
-    return CheckedBody(body)
-
-
-def run_reader(head: RequestHead, source: Any, target: Any, pipe: int) -> None:
-    """The child: close everything that is the server's, and read a body. Never returns."""
-    try:
-        signal.set_wakeup_fd(-1)
-        for number in (*STOP_NUMBERS[1:], signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, [])
-        signal.alarm(READER_S)
-        keep = (0, 1, 2, source.fileno(), target.fileno(), pipe)
-        # A client's end must not stay open here; no lock is this process's.
-        for name in os.listdir('/dev/fd'):
-            if int(name) not in keep:
-                with contextlib.suppress(OSError):      # the one that listed the directory
-                    os.close(int(name))
-        gc.disable()    # a collection would write to all pages that are shared with the server, and copy them
-        os.nice(5)      # the server's loop comes first
-        with contextlib.suppress(OSError), open('/proc/self/oom_score_adj', 'w') as file:
-            file.write('1000')      # if memory runs out, this process is to go, and not the server (proc(5))
-        most = None     # unknown without /proc/PID/statm (proc(5)), whose first number is the address space
-        with contextlib.suppress(OSError), open('/proc/self/statm') as file:
-            most = int(file.read().split()[0]) * resource.getpagesize() + READER_BYTES
-        if most is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        resource.setrlimit(resource.RLIMIT_CPU, (READER_CPU_S, READER_CPU_S))
-        read_long_body(head, source, target)
-        target.flush()
-        os.write(pipe, READER_DONE)
-    except (MemoryError, OSError):      # its limits, or a full disk: the server says so
-        pass
-    except BaseException:   # border: a bug; the caller's own handlers and clean-up must not run here
-        traceback.print_exc()
-    finally:
-        os._exit(0)
-
-
-def format_long(value: Any) -> bytes:
-    """A long answer as JSON. Lists are used up in slices: one at once would hold up the loop."""
-    if not isinstance(value, dict) or not any(isinstance(item, list) for item in value.values()):
-        return format_json(value).encode()
-    parts = []
-    for key, item in value.items():
-        texts = [format_json(part)[1:-1].encode() for part in use_up(item)] if isinstance(item, list) else []
-        text = b'[' + b','.join(texts) + b']' if isinstance(item, list) else format_json(item).encode()
-        parts.append(format_json(key).encode() + b':' + text)
-    return b'{' + b','.join(parts) + b'}'
-
-
-def use_up(items: List[Any]) -> Iterator[List[Any]]:
-    """Slices of a list, from its beginning, each gone when the next is taken."""
-    while items:
-        yield items[:SLICE_VALUES]
-        del items[:SLICE_VALUES]
-
-
-class LongRequest:
-    """The one request with a long body that is being carried out."""
-
-    def __init__(self, connection: 'Connection', request: Request) -> None:
-        self.connection = connection
-        self.request = request
-        self.directory = ''         # with room for temporary files
-        self.result = None          # type: Any  # file of what the child has made of the body
-        self.pid = 0                # of the child; 0: none
-        self.pipe = -1              # whose end is the child's
-        self.thread = None          # type: Optional[threading.Thread]  # which has the store
-        self.answer = b''           # type: Union[bytes, StreamStart]
-        self.failure = None         # type: Optional[BaseException]  # of the thread
-        self.is_over = False
-
-    def start_reading(self, directory: str) -> int:
-        """Fork the child; a descriptor that can be read when it has ended."""
-        self.directory = directory
-        self.result = tempfile.TemporaryFile(dir=directory, prefix='torc-')
-        self.pipe, end = os.pipe()
-        signals = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_NUMBERS[1:])
-        try:
-            self.pid = os.fork()
-            if self.pid == 0:
-                run_reader(self.request.head, self.request.spool.file, self.result, end)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-            os.close(end)
-        return self.pipe
-
-    def end_reading(self) -> bool:
-        """Reap the child; whether it has done its work."""
-        is_done = os.read(self.pipe, 1) == READER_DONE
-        pid, pipe, self.pid, self.pipe = self.pid, self.pipe, 0, -1
-        os.close(pipe)
-        with contextlib.suppress(ChildProcessError):    # who started us ignores SIGCHLD: it reaps itself
-            os.waitpid(pid, 0)
-        return is_done
-
-    def stop(self) -> None:
-        """See that nothing goes on."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            self.end_reading()
-        if self.pipe >= 0:      # there was no child
-            os.close(self.pipe)
-        if self.thread is not None:
-            self.thread.join()
-        if self.result is not None:
-            self.result.close()
-
-
-class LongRequests:
-    """Carries out the requests with long bodies, one at a time: see the section's preface.
-
-    `answer` carries one out, in the thread; `finish` gets its connection, the request and the answer, in the
-    loop.
-    """
-
-    def __init__(self, selector: selectors.BaseSelector, bodies: Bodies, wake: Callable[[], Any],
-                 answer: Callable[[Request], Any], finish: Callable[[Connection, Request, Any], Any]) -> None:
-        self.selector = selector
-        self.bodies = bodies
-        self.wake = wake                        # called in the thread, at its end, for on_wake() in the loop
+    def give(self, answer: Tuple[int, Any]) -> None:
+        """Let its thread go on."""
         self.answer = answer
-        self.finish = finish
-        self.current = None                     # type: Optional[LongRequest]
-        self.waiting = Backlog()
-        self.has_store = True                   # the loop, and no thread
-
-    def add(self, connection: Connection, request: Request) -> None:
-        """One more; it begins when those before it are over."""
-        self.waiting.add(connection, request)
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin with the next one, if none is under way, and not too much is unsent."""
-        if self.current is not None or not self.waiting:
-            return
-        found = self.waiting.take(self.bodies.connections.unsent_by_user())
-        if found is None:
-            return
-        self.current = LongRequest(*found)
-        request = self.current.request
-        try:
-            pipe = self.current.start_reading(self.bodies.find_directory(request.head.length))
-            self.selector.register(pipe, selectors.EVENT_READ, self.on_read)
-        except (OSError, Unreachable) as error:     # no process, descriptor or room
-            self.bodies.forget(request.spool)
-            failure = Unreachable(f'the body cannot be read now: {error}')
-            self.end(format_refusal(request.identity.signer, failure, 'retry-after: 5\r\n'))
-
-    def on_read(self, mask: int) -> None:
-        """The child has ended: let a thread carry the request out."""
-        long = self.current
-        self.selector.unregister(long.pipe)
-        is_done = long.end_reading()
-        self.bodies.forget(long.request.spool)
-        if not is_done:
-            error = BadInput('the body takes too much memory, time or disk space to be read: '
-                             'send it in parts', http=413)
-            return self.end(format_refusal(long.request.identity.signer, error))
-        self.has_store = False
-        long.thread = threading.Thread(target=self.carry_out, args=(long,), daemon=True)
-        long.thread.start()
-
-    def carry_out(self, long: LongRequest) -> None:
-        """The thread."""
-        gc.disable()        # it would look at millions of values again and again, and hold up the loop
-        try:
-            body = load_checked(long.result)
-            if isinstance(body, Pieces):
-                body = body._replace(sink=LongAnswer(NamelessFile(long.directory)))
-            long.answer = self.answer(long.request._replace(body=body))
-            plan = body.value if isinstance(body, CheckedBody) else {}
-            for item in plan.values() if isinstance(plan, dict) else ():
-                collections.deque(use_up(item) if isinstance(item, list) else (), maxlen=0)
-        except TorcError as error:
-            if isinstance(error, Conflict):     # the database is another's now: that ends the server
-                long.failure = error
-            long.answer = format_refusal(long.request.identity.signer, error)
-        except BaseException as error:      # border: it is the loop's, which ends as if it had met it itself
-            long.failure = error
-        finally:
-            gc.enable()
-            long.is_over = True
-            self.wake()
-
-    def on_wake(self) -> None:
-        """See whether the thread is done."""
-        if self.current is not None and self.current.is_over:
-            self.end(self.current.answer)
-
-    def end(self, answer: Union[bytes, StreamStart]) -> None:
-        """Send the answer, and go on with the next one."""
-        long, self.current = self.current, None
-        long.stop()
-        self.has_store = True
-        if long.failure is not None:
-            raise long.failure
-        self.finish(long.connection, long.request, answer)
-        self.begin()
-
-    def stop(self) -> None:
-        """See that nothing goes on."""
-        if self.current is not None:
-            self.current.stop()
-
-
-# ======== 10f. Server: one selector loop ========
-#
-# One process, one thread, one database. Each turn of the loop reads what has arrived, runs every complete
-# request inside one transaction, commits once, and only then sends the answers: what a client has read is on
-# disk, and under load the commits batch themselves. Invariants:
-#
-#   * A connection has at most one request in a turn.
-#   * While a thread has the store, for a long request, the loop does not touch it (LongRequests.has_store).
-#   * An administrator's SQL has a transaction of its own: whatever it does, it does not touch what others
-#     asked for.
-
-TURN_BYTES = 16 * 2 ** 20           # of bodies that are answered in one turn, or of long answers, about
-TURN_S = 0.1                        # that long answers take in one turn, about
-TICK_S = 5.0                        # between checks for lost nodes
-ABSENCE_S = 2 * TICK_S              # in a turn so much longer than planned no runner could reach us
-EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
-EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
-LARGE_BYTES = 2 ** 20               # of a request or an answer, after which memory is given back
-MANY_ROWS = 5000                    # changed in a turn, after which it is given back, too
-SPAN_ID = Expression(r'[0-9A-Za-z_.:-]{1,100}\Z')
-WAKE = b'\xff'                      # on the wakeup descriptor: a thread has done its work
-REFUSAL_FIELDS = {                  # status -> header lines of a refusal
-    401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n', 503: 'retry-after: 5\r\n'}
-BUG_BODY = b'{"error":{"error":"InternalServerError","message":"a bug in torc.py"}}'
+        self.is_answered.set()
 
 
 def tend(service: Service) -> bool:
@@ -14965,12 +13726,16 @@ class Responder:
         self.failures = 0                   # requests that could not be stored, not yet reported
         self.failures_reported_at = -math.inf
 
-    def answer_all(self, requests: List[Request]) -> List[Union[bytes, StreamStart]]:
-        """Answers to requests that share one transaction. If they cannot, each is tried alone."""
-        is_reading = all(request.head.method in ('GET', 'HEAD') for request in requests)
+    def answer_all(self, requests: Sequence[Asked]) -> List[Tuple[int, Any]]:
+        """Answers to requests, or the first of them, in one transaction. If it fails, each is tried alone."""
+        is_reading = all(asked.call.route.method == 'GET' for asked in requests)
+        answers, end = [], time.monotonic() + TURN_S     # type: List[Tuple[int, Any]], float
         try:
             with self.store.reading() if is_reading else self.service.transaction():
-                answers = [self.answer(request) for request in requests]
+                for asked in requests:
+                    answers.append(self.answer(asked))
+                    if time.monotonic() > end:
+                        break
             if not is_reading and self.failures_reported_at > -math.inf:
                 log.warning('requests are carried out again')
                 self.failures, self.failures_reported_at = 0, -math.inf
@@ -14981,64 +13746,520 @@ class Responder:
             reason = error
         if len(requests) == 1:
             failure = Unreachable(f'the database could not be written ({reason}); nothing was changed')
-            return [format_refusal(requests[0].identity.signer, failure, 'retry-after: 1\r\n')]
-        return [answer for request in requests for answer in self.answer_all([request])]
+            return [(503, format_error(failure))]
+        return [answer for asked in requests for answer in self.answer_all([asked])]
+
+    def answer(self, asked: Asked) -> Tuple[int, Any]:
+        """Run one request inside the turn's transaction."""
+        status, value = answer_call(self.service, asked.call, asked.identity.user, asked.identity.is_owner)
+        if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
+            raise Unreachable(value['error']['message'])
+        return status, value
 
     def report_failure(self, count: int, reason: Exception) -> None:
         """Log that requests cannot be stored: at once, then once a minute, as clients ask again."""
         self.failures += count
-        if time.monotonic() >= self.failures_reported_at + REFUSALS_REPORTED_S:
+        if time.monotonic() >= self.failures_reported_at + FAILURES_REPORTED_S:
             log.error('%d requests could not be carried out: %s', self.failures, reason)
             self.failures, self.failures_reported_at = 0, time.monotonic()
 
-    def answer(self, request: Request) -> Union[bytes, StreamStart]:
-        """Run one request inside the turn's transaction."""
-        static = find_static(request.head)
-        if static is not None:
-            return self.format(request, 200, static.body(request), static.media_type)
-        status, value = self.call_verb(request)
-        if status == 503:   # the disk is full, say: SQLite may have ended the transaction under us
-            raise Unreachable(value['error']['message'])
-        if isinstance(value, Subscription):     # its end is that of the connection, which HTTP/1.0 knows, too
-            text = (f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}{format_signature(request.identity.signer, 200, b"")}'
-                    'content-type: text/event-stream\r\nconnection: close\r\n\r\n')
-            return StreamStart(text.encode(), None if request.head.method == 'HEAD' else value, request)
-        if isinstance(value, Pieces):
-            return self.format(request, status, value.sink.finish())
+
+# ======== 10e. Connections: accepted, and each with a thread that reads, asks and answers ========
+#
+# http.server and socketserver accept and start the threads. Invariants:
+#
+#   * A request is carried out only when all of it is there: one that is cut off in its head or its body, at
+#     whatever byte, or whose connection made room for another, is not. Nothing is read while it is at work,
+#     so that a client holds no more memory than one request and one answer.
+#   * Whatever begins has a deadline: a handshake, a head, a body, an answer that the client is to take. A
+#     quiet connection whose requests were let in has none, for it is how a runner stays.
+#   * There are no more threads than fit this system. Beyond that the connection goes that is needed least,
+#     and never one at work: its client comes back with its next request. If there is none, the new one does.
+#   * An error of a connection ends that connection, and nothing else.
+
+CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
+SLOWEST_BYTES_PER_S = 2 ** 20       # of a body, which gets more time at this rate ...
+SLOWEST_READER_BYTES_PER_S = 2 ** 15    # ... and of the client that takes an answer
+DRAIN_S = 2.0                       # to read on after a refusal: a close would destroy it (RFC 9112, 9.6)
+SEND_BYTES = 2 ** 18                # at once
+BACKLOG = 1024                      # the kernel may allow less (listen(2), net.core.somaxconn)
+MAX_CONNECTIONS = 256
+STACK_BYTES = 4 * 2 ** 20           # of a thread: below 2 MiB nested JSON crashes Python 3.13
+HURRY_S = 2.0                       # a request that is longer on its way makes room before others do
+LARGE_BODY_WAIT_S = 600.0           # for the long body of another client
+MAX_UNSENT_BYTES = 256 * 2 ** 20    # of long answers on their way, beyond which nobody gets another one
+LARGE_BYTES = 2 ** 20               # of a request or an answer, after which memory is given back
+SPAN_ID = Expression(r'[0-9A-Za-z_.:-]{1,100}\Z')
+REFUSAL_FIELDS = {                  # status -> header lines of a refusal
+    401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n', 503: 'retry-after: 5\r\n'}
+BUG_BODY = b'{"error":{"error":"InternalServerError","message":"a bug in torc.py"}}'
+
+# What a connection is at, in the order in which they make room.
+LEAVING = 0     # everything is sent; the client is to close, too
+ARRIVING = 1    # a request is awaited, or on its way: makes room when that has lasted longer than HURRY_S
+IDLE = 2        # a request was answered, and the next one has not begun
+BUSY = 3        # its sender is judged, or it waits for its answer, or takes it: never makes room
+
+
+class Connection:
+    """What is known of a client beside its thread."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self.socket = client
+        self.state = ARRIVING
+        self.since = time.monotonic()
+        self.is_cut = False
+
+    def may_go(self, now: float) -> bool:
+        """Whether it may make room."""
+        is_needed = self.state == BUSY or self.state == ARRIVING and now - self.since < HURRY_S
+        return not (is_needed or self.is_cut)
+
+    def cut(self) -> None:
+        """End it: its thread wakes up, and ends."""
+        self.is_cut = True
+        with contextlib.suppress(OSError):      # the client has gone
+            # that of TLS would take the connection away under its thread
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+
+def count_possible_connections() -> int:
+    """As many threads and descriptors as leave enough to the user's other programs, and to this one."""
+    found = [MAX_CONNECTIONS]
+    for limit, share in ((resource.RLIMIT_NPROC, 4), (resource.RLIMIT_NOFILE, 2)):
+        soft = resource.getrlimit(limit)[0]
+        found += [soft // share] if soft != resource.RLIM_INFINITY else []
+    return max(4, min(found))
+
+
+class Listener:
+    """Accepts clients and gives each a thread. A mix-in of http.server's, see open_http_server()."""
+    daemon_threads = True
+
+    def __init__(self, server: Any, listener: socket.socket) -> None:
+        super().__init__(listener.getsockname()[:2], make_handler_class(), bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server = server            # the Server whose clients these are
+        self.most = count_possible_connections()
+        self.lock = threading.Lock()    # of what follows
+        self.left = threading.Condition(self.lock)      # told when a connection has ended
+        self.connections = {}           # type: Dict[socket.socket, Connection]  # by the socket as accepted
+        self.unsent_bytes = 0           # of long answers
+        self.large_body = threading.Lock()      # held by the one whose body is long
+        self.is_closed = False
+        self.thread = threading.Thread(target=self.accept_all, name='accept', daemon=True)
+
+    def accept_all(self) -> None:
+        """The thread that accepts."""
+        while not self.is_closed:
+            try:
+                self.handle_request()
+            except Exception:   # border: a bug costs one client, not the server
+                log.exception('a bug in torc.py: a client could not be let in')
+                time.sleep(0.1)
+
+    def get_request(self) -> Tuple[socket.socket, Any]:
+        """Accept a client. OSError after a pause, if there is no descriptor."""
         try:
-            is_long = request.head.length > MAX_BODY_BYTES
-            body = b'' if value is None else format_long(value) if is_long else format_json(value).encode()
-        except ValueError:      # infinite, or half of a surrogate pair: no verb should let it in
-            log.exception('%s %s: a bug in torc.py: its answer cannot be sent', *request.head[:2])
-            status, body = 500, BUG_BODY
-        return self.format(request, status, body)
+            return super().get_request()
+        except OSError as error:
+            if not self.is_closed:
+                self.server.warn('accept', f'cannot accept a connection: {error.strerror}')
+                self.cut_one()
+                time.sleep(0.1)     # it stays pending: we would spin
+            raise
 
-    @staticmethod
-    def format(request: Request, status: int, body: Any, media_type: str = 'application/json') -> Any:
-        """An answer as it is sent."""
-        head = request.head
-        log.debug('%s %s %d', head.method, head.path, status)
-        fields = '' if head.keeps_alive else 'connection: close\r\n'
-        if head.keeps_alive and 'connection' in head.fields:
-            fields = 'connection: keep-alive\r\n'      # HTTP/1.0 needs it
-        if SPAN_ID.match(head.fields.get('x-span-id', '')):
-            fields += f'x-span-id: {head.fields["x-span-id"]}\r\n'
-        fields += format_signature(request.identity.signer, status, body)
-        answer = format_answer(status, body, fields, media_type)
-        return answer[:len(answer) - len(body)] if head.method == 'HEAD' else answer
+    def process_request(self, client: socket.socket, address: Any) -> None:
+        """Start the thread of a client, or turn it away."""
+        is_let_in = self.make_room()
+        if is_let_in:
+            with self.lock:
+                self.connections[client] = Connection(client)
+            try:
+                return super().process_request(client, address)
+            except RuntimeError as error:       # no thread can be started
+                self.server.warn('accept', f'cannot serve a connection: {error}')
+                self.forget(client)
+        if self.server.tls is None:
+            error = Unreachable('the server has no room for more clients')
+            fields = 'connection: close\r\n' + REFUSAL_FIELDS[503]
+            with contextlib.suppress(OSError):      # gone
+                client.settimeout(0)
+                client.send(format_answer(503, format_json(format_error(error)).encode(), fields))
+        self.shutdown_request(client)
 
-    def call_verb(self, request: Request) -> Tuple[int, Any]:
-        """Status and value for one request."""
-        head = request.head
+    def process_request_thread(self, client: socket.socket, address: Any) -> None:
+        """The thread of a client."""
+        try:
+            super().process_request_thread(client, address)
+        finally:
+            self.forget(client)
+
+    def handle_error(self, client: socket.socket, address: Any) -> None:
+        """A bug, or an error that nothing has expected, has ended a thread."""
+        log.exception('a bug in torc.py: one client was cut off')
+
+    def forget(self, client: socket.socket) -> None:
+        """A connection has ended."""
+        with self.left:
+            self.connections.pop(client, None)
+            self.left.notify_all()
+            is_last = not self.connections
+        if is_last:
+            self.server.on_last_left()
+
+    def make_room(self) -> bool:
+        """See that there is room for one more thread."""
+        deadline = time.monotonic() + HURRY_S + 0.5
+        while len(self.connections) >= self.most:
+            if time.monotonic() > deadline:
+                return False
+            self.cut_one()
+            with self.left:
+                self.left.wait_for(lambda: len(self.connections) < self.most, 0.1)
+        return True
+
+    def cut_one(self) -> None:
+        """Cut the connection that is needed least, unless all are."""
+        now = time.monotonic()
+        with self.lock:
+            others = [one for one in self.connections.values() if one.may_go(now)]
+            if others:
+                min(others, key=lambda one: (one.state, one.since)).cut()
+
+    def note(self, connection: Connection, state: int) -> None:
+        """Say what a connection is at now. ConnectionAbortedError if it had to make room meanwhile."""
+        with self.lock:
+            if connection.is_cut:
+                raise ConnectionAbortedError('it made room for others')
+            connection.state, connection.since = state, time.monotonic()
+
+    @contextlib.contextmanager
+    def receiving(self, head: RequestHead) -> Iterator[None]:
+        """While the block runs, a request with a long body is at work, and no other one."""
+        if head.length <= MAX_BODY_BYTES:
+            yield
+            return
+        if not self.large_body.acquire(timeout=LARGE_BODY_WAIT_S):
+            raise Unreachable('other long bodies are on their way: try again in a moment')
+        try:
+            yield
+        finally:
+            self.large_body.release()
+            give_memory_back()
+
+    @contextlib.contextmanager
+    def sending(self, size: int) -> Iterator[None]:
+        """While the block runs, an answer is on its way."""
+        if size <= LARGE_BYTES:
+            yield
+            return
+        with self.lock:
+            self.unsent_bytes += size
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.unsent_bytes -= size
+            give_memory_back()
+
+    def stop_accepting(self) -> None:
+        """Let nobody in any more."""
+        self.is_closed = True
+        with contextlib.suppress(OSError):      # it was not listening
+            self.socket.shutdown(socket.SHUT_RDWR)
+        if self.thread.is_alive():
+            self.thread.join(1.0)
+
+    def close(self, wait_s: float) -> None:
+        """End all connections: those at work in their time, the others at once."""
+        self.stop_accepting()
+        deadline = time.monotonic() + wait_s
+        with self.left:
+            while self.connections and time.monotonic() < deadline + 1.0:
+                for one in self.connections.values():
+                    if one.state != BUSY or time.monotonic() > deadline:
+                        one.cut()
+                self.left.wait(0.05)
+        self.server_close()
+
+
+class Handler:
+    """One client, in its thread. A mix-in of http.server's, see make_handler_class()."""
+
+    def setup(self) -> None:
+        """Before anything is read."""
+        self.torc = self.server.server      # the Server
+        self.client = self.server.connections[self.request]
+        self.connection = self.request      # or what speaks TLS on it
+        self.received = bytearray()         # and not yet used
+        self.bytes_in = 0                   # since the last answer
+        self.is_let_in = False              # a request of it was
+        self.is_over = False                # the client has closed, or is not to be waited for
+        self.head = None                    # type: Optional[RequestHead]  # of the request at hand
+        self.identity = None                # type: Optional[Identity]
+        self.close_connection = False
+
+    def handle(self) -> None:
+        """All requests of the client."""
+        try:
+            # Without it a second small segment waits for the acknowledgement of the first, up to 40 ms.
+            self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self.torc.tls is None or self.open_tls():
+                super().handle()
+        except OSError as error:    # it has gone, or takes too long, or breaks TLS
+            log.debug('%s: %s', self.client_address[0], error)
+            self.is_over = True
+
+    def open_tls(self) -> bool:
+        """Shake hands. The first byte shows whether it speaks TLS: a plain request gets a plain answer."""
+        self.connection.settimeout(CLIENT_DEADLINE_S)
+        first = self.connection.recv(1, socket.MSG_PEEK)
+        if first.isalpha():
+            self.refuse(BadInput('this port speaks TLS: write https:// in the address', http=400))
+        if not first or first.isalpha():
+            return False
+        self.connection = self.client.socket = self.torc.tls.wrap_socket(
+            self.connection, server_side=True, do_handshake_on_connect=False)
+        self.connection.do_handshake()
+        return True
+
+    def handle_one_request(self) -> None:
+        """The next request, and its answer."""
+        self.head, self.identity, self.close_connection = None, None, True
+        try:
+            if self.read_head():
+                self.server.note(self.client, BUSY)
+                self.identity = self.torc.access.identify(self.head)
+                with self.server.receiving(self.head):
+                    self.answer(self.read_body())
+        except TorcError as error:
+            self.refuse(error)
+
+    # ---- reading ----
+
+    def receive(self, deadline: float) -> bool:
+        """More of what the client sends; False if it has ended, or has not begun in time."""
+        left_s = deadline - time.monotonic()
+        try:
+            self.connection.settimeout(None if left_s == math.inf else max(0.001, left_s))
+            data = self.connection.recv(RECEIVE_BYTES)
+        except socket.timeout:
+            self.is_over = True
+            if self.head is None and not self.received:
+                return False
+            raise BadInput('the request did not arrive within its time', http=408) from None
+        self.received += data
+        self.bytes_in += len(data)
+        self.is_over = not data
+        return bool(data)
+
+    def read_head(self) -> bool:
+        """The head of the next request; False if none comes."""
+        deadline = math.inf if self.is_let_in else time.monotonic() + CLIENT_DEADLINE_S
+        self.server.note(self.client, IDLE if self.is_let_in else ARRIVING)
+        while True:
+            self.head = take_head(self.received, self.torc.names, self.torc.scheme)
+            if self.head is not None:
+                return True
+            if self.received and deadline == math.inf:
+                deadline = time.monotonic() + CLIENT_DEADLINE_S
+                self.server.note(self.client, ARRIVING)
+            if not self.receive(deadline):
+                return False
+
+    def read_body(self) -> bytearray:
+        """The body, all of it: ConnectionError if it ends before."""
+        head = self.head
+        limit = 0 if head.path in OPEN_PATHS else body_limit(head.path)
+        if head.length > limit:
+            raise BadInput(f'the body has {head.length} bytes; {limit} are allowed here', http=413)
+        if len(self.received) < head.length:
+            if 'expect' in head.fields:
+                self.send(b'HTTP/1.1 100 Continue\r\n\r\n')
+            deadline = time.monotonic() + CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S
+            if head.length <= MAX_BODY_BYTES:
+                self.server.note(self.client, ARRIVING)
+            while len(self.received) < head.length:
+                if not self.receive(deadline):
+                    raise ConnectionResetError(errno.ECONNRESET, 'the request was cut off')
+            self.server.note(self.client, BUSY)
+        body, self.received = self.received, bytearray()
+        if len(body) > head.length:     # the next request has come, too
+            self.received = body[head.length:]
+            del body[head.length:]
+        digest = self.identity.digest
+        if digest and not hmac.compare_digest(hashlib.sha256(body).hexdigest(), digest):
+            self.identity = self.identity._replace(nonce='')
+            raise Denied('the body is not the one that was signed', http=401)
+        return body
+
+    # ---- answering ----
+
+    def answer(self, body: bytearray) -> None:
+        """Have a complete request carried out, and send the answer."""
+        head, began = self.head, time.monotonic()
+        self.is_let_in = self.is_let_in or head.path not in OPEN_PATHS
+        static = find_static(head)
+        if static is not None:
+            status, data, media_type = 200, static.body(self.identity), static.media_type
+        else:
+            status, value = self.ask(body)
+            if isinstance(value, Subscription):
+                return self.stream(value)
+            status, data = self.format_value(status, value)
+            media_type = 'application/json'
+            del value       # it takes more memory than its text
+        self.close_connection = not head.keeps_alive
+        self.send_answer(status, data, media_type)
+        if self.torc.feeds.by_subject:
+            latency_ms = round((time.monotonic() - began) * 1000, 3)
+            event = {'timestamp_ms': int(self.torc.store.now() * 1000), 'status': status,
+                     'latency_ms': latency_ms, 'user': self.identity.user}
+            self.torc.feeds.add_request(head, event, (body, data))
+
+    def ask(self, body: bytearray) -> Tuple[int, Any]:
+        """Status and value for a request."""
+        head = self.head
         method = 'GET' if head.method == 'HEAD' else head.method
-        return answer_request(
-            self.service, method, head.path, head.query, request.body, request.identity.user,
-            request.identity.is_owner)
+        try:
+            call = parse_call(method, head.path, head.query, body)
+        except Exception as error:  # border: one request
+            return answer_failure(error, f'{method} {printable(head.path)}')
+        del body[MAX_SHOWN_BODY_BYTES + 1:]     # a long one is not needed any more
+        if method == 'GET' and self.server.unsent_bytes > MAX_UNSENT_BYTES:
+            raise Unreachable('too many long answers are on their way: try again in a moment')
+        return self.torc.ask(call, self.identity)
 
-    def may_subscribe(self, request: Request) -> bool:
-        """Whether a request for a stream would be answered with one now."""
-        with self.store.reading():
-            return isinstance(self.call_verb(request)[1], Subscription)
+    def format_value(self, status: int, value: Any) -> Tuple[int, bytes]:
+        """Status and body for what a verb has answered."""
+        try:
+            return status, b'' if value is None else format_json(value).encode()
+        except ValueError:      # infinite, or half of a surrogate pair: no verb should let it in
+            log.exception('%s %s: a bug in torc.py: its answer cannot be sent', *self.head[:2])
+            return 500, BUG_BODY
+
+    def send_answer(self, status: int, body: bytes, media_type: str = 'application/json') -> None:
+        """Send a whole answer."""
+        head = self.head
+        fields = 'connection: close\r\n' if self.close_connection else ''
+        if not fields and 'connection' in head.fields:
+            fields = 'connection: keep-alive\r\n'      # HTTP/1.0 needs it
+        if head is not None and SPAN_ID.match(head.fields.get('x-span-id', '')):
+            fields += f'x-span-id: {head.fields["x-span-id"]}\r\n'
+        fields += REFUSAL_FIELDS.get(status, '') + self.sign(status, body)
+        answer = format_answer(status, body, fields, media_type)
+        if head is not None:
+            log.debug('%s %s %d', head.method, head.path, status)
+            if head.method == 'HEAD':
+                answer = answer[:len(answer) - len(body)]
+        self.torc.traffic.add(status, self.bytes_in, len(answer))
+        self.bytes_in = 0
+        with self.server.sending(len(answer)):
+            self.send(answer)
+
+    def sign(self, status: int, body: bytes) -> str:
+        """The header line that signs an answer; '' if the request was not signed."""
+        if self.identity is None or not self.identity.nonce:
+            return ''
+        return f'torc-signature: {sign_answer(self.torc.access.token, self.identity.nonce, status, body)}\r\n'
+
+    def send(self, data: bytes) -> None:
+        """Send something, at the client's pace. socket.timeout if it takes too long to take it."""
+        view = memoryview(data)
+        deadline = time.monotonic() + CLIENT_DEADLINE_S + len(data) / SLOWEST_READER_BYTES_PER_S
+        while view:
+            self.connection.settimeout(max(0.001, min(CLIENT_DEADLINE_S, deadline - time.monotonic())))
+            view = view[self.connection.send(view[:SEND_BYTES]):]
+
+    def refuse(self, error: TorcError) -> None:
+        """Answer a request that is not carried out, and end the connection."""
+        address = self.client_address[0]
+        self.torc.warn(address, f'refused a request of {address}: {error.message} ({error.http})')
+        self.close_connection = True
+        self.send_answer(error.http, format_json(format_error(error)).encode())
+
+    def stream(self, wanted: Subscription) -> None:
+        """Answer with events, until the client or the server ends, or may not read them any more."""
+        head = (f'HTTP/1.1 200 OK\r\n{ANSWER_FIELDS}{self.sign(200, b"")}'      # the end is the connection's
+                'content-type: text/event-stream\r\nconnection: close\r\n\r\n').encode()
+        if self.head.method == 'HEAD':
+            return self.send(head)
+        access, identity = self.torc.access, self.identity
+        stored, due_at = access.stored_hash(identity), time.monotonic() + KEEP_ALIVE_S
+        with self.torc.feeds.reading(wanted.subject) as feed:
+            number, first = feed.find(self.head.fields.get('last-event-id', ''))
+            self.send(head + first)
+            while not self.has_left():
+                was_over = self.torc.is_over
+                number, data = feed.take(number, wanted.least, 0.0 if was_over else min(1.0, KEEP_ALIVE_S))
+                if data:
+                    self.send(data)
+                elif was_over:
+                    return
+                if time.monotonic() >= due_at:
+                    due_at = time.monotonic() + KEEP_ALIVE_S
+                    # Its workflow, its access or its password may be gone by now.
+                    is_same = hmac.compare_digest(access.stored_hash(identity), stored)
+                    if not is_same or not isinstance(self.ask(bytearray())[1], Subscription):
+                        return
+                    self.send(b':\n\n')
+
+    def has_left(self) -> bool:
+        """Whether the reader of a stream has closed. What it sends is passed over."""
+        self.connection.settimeout(0)
+        try:
+            flags = 0 if self.torc.tls is None else socket.MSG_PEEK
+            data = socket.socket.recv(self.connection, RECEIVE_BYTES, flags)
+        except BlockingIOError:
+            return False
+        return not data
+
+    def finish(self) -> None:
+        """Close our side, and wait for the client's, which may still be sending."""
+        with contextlib.suppress(OSError, ValueError):      # it has gone
+            self.connection.settimeout(0)
+            if self.connection is not self.request:
+                with contextlib.suppress(OSError, ValueError):      # the client has not said so itself
+                    self.connection.unwrap()    # close_notify: this is all, and no cut (RFC 8446, 6.1)
+            socket.socket.shutdown(self.connection, socket.SHUT_WR)
+            deadline = time.monotonic() + DRAIN_S
+            if not self.is_over:
+                self.server.note(self.client, LEAVING)
+            while not self.is_over and time.monotonic() < deadline:
+                self.connection.settimeout(max(0.001, deadline - time.monotonic()))
+                self.is_over = not socket.socket.recv(self.connection, RECEIVE_BYTES)
+        self.connection.close()
+
+
+@functools.lru_cache(maxsize=None)
+def make_handler_class() -> Any:
+    """Handler, on the base of http.server's: made when there is a server, for the sake of its imports."""
+    return type('HttpHandler', (Handler, http_server.BaseHTTPRequestHandler), {})
+
+
+def open_http_server(server: Any, listener: socket.socket) -> Any:
+    """The Listener of a Server."""
+    bases = (Listener, socketserver.ThreadingMixIn, http_server.HTTPServer)
+    return type('HttpServer', bases, {})(server, listener)
+
+
+# ======== 10f. Server: the thread that has the store, and what brings requests to it ========
+#
+# One process, one database, and one thread that touches it: the one that calls serve_forever(). All others
+# have each a client (Handler): they read, judge and parse, hand over a Call (ask()), and send the answer.
+
+TICK_S = 5.0                        # between checks for lost nodes
+ABSENCE_S = 2 * TICK_S              # in a turn so much longer than planned no runner could reach us
+STOP_S = 1.0                        # at the end, for clients that take their last answers
+EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its first client
+EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
+MANY_ROWS = 5000                    # changed in a turn, after which memory is given back
+WARNING_LASTS_S = 60.0              # between log lines on one subject, such as requests of one address
+MAX_WARNED = 1000                   # subjects in this time
+WAKE = b'\xff'                      # on the wakeup descriptor: a request was asked
+STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # ... these end the server; 0: stop()
 
 
 class Server:
@@ -15051,16 +14272,16 @@ class Server:
         self.service = Service(store)
         self.id = secrets.token_hex(16)
         self.names = {name.lower() for name in policy.names}
+        self.tls = tls                          # an ssl.SSLContext, or None
         self.scheme = 'http' if tls is None else 'https'
         self.is_embedded = is_embedded
         self.tick = tick                        # called now and then in a transaction; true: again soon
-        self.complete = []                      # type: List[Tuple[Connection, Request]]  # for the next turn
-        self.backlog = Backlog()                # the same, whose answers may be long
-        self.is_held_up = False                 # ... and are not to be made until more is sent
-        self.is_asked = False                   # a request of this turn is about the runners at work
-        self.put_off = []                       # type: List[Callable[[], Any]]  # signal_calls to be made
+        self.lock = threading.Lock()            # of `asked`, `is_over` and `warned`
+        self.asked = collections.deque()        # type: Any  # of Asked: what is to be answered
+        self.at_work = []                       # type: List[Asked]  # those of this turn
+        self.is_over = False                    # nothing is answered any more
+        self.warned = {}                        # type: Dict[str, float]  # subject -> until when it is known
         self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # by further signals
-        self.has_grown = False                  # by a large request or answer, or many rows
         self.changed_rows = 0                   # of the store, when that was last looked at
         self.is_leaving = False
         self.ended_by = 0                       # the signal; 0: none has come
@@ -15068,25 +14289,16 @@ class Server:
         self.leave_at = time.monotonic() + EMBEDDED_FIRST_S if is_embedded else math.inf
         self.tick_at = time.monotonic()
         self.clocks = read_clocks()             # when this turn began
-        self.listened_at = time.monotonic()
-        self.wake_reader, self.wake_writer = socket.socketpair()
-        self.selector = selectors.DefaultSelector()
-        for sock in (listener, self.wake_reader, self.wake_writer):
-            sock.setblocking(False)
-        self.selector.register(self.wake_reader, selectors.EVENT_READ, self.on_wake)
         self.traffic = Traffic(store.now)
-        self.refusals = RefusalLog()
         self.responder = Responder(self.service)
         self.access = Authenticator(policy, self.id)
-        self.connections = Connections(self.selector, listener, tls, self.traffic)
-        self.connections.on_received, self.connections.on_sent = self.read_request, self.on_sent
-        self.connections.on_error, self.connections.on_closed = self.refuse, self.on_closed
-        self.logins = Logins(policy.users, self.connections, self.on_known, self.refuse)
-        self.bodies = Bodies(self.connections, functools.partial(spool_directory, store),
-                             lambda: sum(len(request.body) for _, request in [*self.complete, *self.backlog]))
-        self.long = LongRequests(self.selector, self.bodies, self.wake,
-                                 lambda request: self.responder.answer_all([request])[0], self.give)
-        self.streams = Streams(self.connections, self.access.stored_hash, self.responder.may_subscribe)
+        self.feeds = Feeds()
+        self.listener = open_http_server(self, listener)
+        self.wake_reader, self.wake_writer = socket.socketpair()
+        for sock in (self.wake_reader, self.wake_writer):
+            sock.setblocking(False)
+        self.poll = select.poll()       # select() knows no descriptors from 1024 on
+        self.poll.register(self.wake_reader, select.POLLIN)
         self.inform_service(policy.users)
 
     def inform_service(self, users: Optional[Users]) -> None:
@@ -15094,24 +14306,28 @@ class Server:
         # Leases end by this moment only: if we are stopped in the middle of a turn, that is seen before any
         # ends.
         self.service.clock = lambda: self.clocks.running
-        self.service.traffic, self.service.watched = self.traffic, self.streams.feeds.by_subject
+        self.service.traffic, self.service.watched = self.traffic, self.feeds.by_subject
         self.service.knows_users = users is not None
         if users is not None:
             self.service.is_user = lambda name: name in users.hashes
             self.service.reload_users = users.reload
-            users.wake = self.wake
+
+    def start(self) -> None:
+        """Begin to let clients in: they wait for the turns."""
+        threading.stack_size(STACK_BYTES)
+        self.listener.thread.start()
 
     def serve_forever(self) -> None:
         """Answer until stop(), a signal under signals(), or, embedded, until the last client has left."""
-        while not self.is_leaving or not self.long.has_store:
-            self.turn()
-        self.connections.stop_accepting()
-        deadline = time.monotonic() + DRAIN_S
-        while time.monotonic() < deadline and any(
-                one.unsent and one.state is not STREAMING for one in self.connections.all):
-            for key, mask in self.selector.select(0.1):
-                if mask & selectors.EVENT_WRITE:
-                    key.data(mask)
+        self.start()
+        try:
+            while not self.is_leaving:
+                self.turn()
+            self.listener.stop_accepting()
+            self.answer_asked()     # what was asked meanwhile
+        finally:
+            self.end_asking()
+            self.listener.close(STOP_S)
 
     def stop(self) -> None:
         """End serve_forever() soon. May be called from any thread."""
@@ -15126,54 +14342,118 @@ class Server:
         finally:
             signal.set_wakeup_fd(before)
 
+    def end_asking(self) -> None:
+        """Answer nobody any more: who waits is told so, and may ask the next server."""
+        with self.lock:
+            self.is_over = True
+            left = [asked for asked in [*self.at_work, *self.asked] if not asked.is_answered.is_set()]
+            self.asked.clear()
+        for asked in left:
+            asked.give((503, format_error(Unreachable('the server is ending'))))
+        self.feeds.wake()
+
     def close(self) -> None:
         """Close all sockets. The store is the caller's."""
-        self.refusals.report(time.monotonic())
-        if self.access.users is not None:
-            self.access.users.close()
-        self.long.stop()
-        self.connections.close_all()
-        for spool in list(self.bodies.spools):
-            self.bodies.forget(spool)
-        self.selector.close()
+        self.end_asking()
+        self.listener.close(0.0)
         for sock in (self.wake_reader, self.wake_writer):
             sock.close()
 
-    # ---- the loop ----
+    # ---- from the threads of connections ----
+
+    def ask(self, call: Call, identity: Identity) -> Tuple[int, Any]:
+        """Have a call carried out in the next turn: status and value."""
+        asked = Asked(call, identity)
+        with self.lock:
+            if self.is_over:
+                raise Unreachable('the server is ending')
+            self.asked.append(asked)
+        self.wake()
+        asked.is_answered.wait()
+        return asked.answer
+
+    def wake(self) -> None:
+        """Let the thread of the store look what there is."""
+        with contextlib.suppress(OSError):      # full: it wakes anyway; closed: the server has ended
+            self.wake_writer.send(WAKE)
+
+    def on_last_left(self) -> None:
+        """The last connection is gone."""
+        if self.is_embedded:
+            self.leave_at = time.monotonic() + EMBEDDED_GRACE_S
+            self.wake()
+
+    def warn(self, subject: str, message: str) -> None:
+        """Log what may happen very often, on each subject once a minute: nobody can fill the log."""
+        now = time.monotonic()
+        with self.lock:
+            if len(self.warned) >= MAX_WARNED or self.warned.get(subject, -math.inf) > now:
+                return log.debug('%s', message)
+            self.warned = {other: until for other, until in self.warned.items() if until > now}
+            self.warned[subject] = now + WARNING_LASTS_S
+        log.warning('%s', message)
+
+    # ---- turns ----
 
     def turn(self) -> None:
-        """Wait for something, read it, answer what is complete."""
+        """Wait for something, and answer what was asked."""
         wait_s = self.wait_s()
-        self.make_up_time()
-        ready = self.selector.select(wait_s)
-        self.listened_at = time.monotonic()
+        for descriptor, _ in self.poll.poll(None if wait_s is None else math.ceil(1000 * wait_s)):
+            if descriptor == self.wake_reader.fileno():
+                self.on_wake()
+            else:
+                self.on_input(descriptor)
         self.look_at_clocks(math.inf if wait_s is None else wait_s)
-        self.traffic.begin_turn()
-        for key, mask in ready:
-            key.data(mask)
-        if self.is_asked and self.long.has_store:   # who asks need not wait for a tick to see who was killed
-            self.is_asked = False
-            self.work(notice_dead_runners)
-        self.long.begin()
-        if self.complete or self.backlog:
-            self.answer_complete()
-        self.make_up_time()
+        if self.asked:
+            self.answer_asked()
         self.on_clock(time.monotonic())
-        if self.long.has_store and (self.service.updates or self.streams.feeds.changed):
-            self.streams.feeds.add_updates(self.service.take_updates())     # committed since the last time
-            self.streams.pump_changed()
-        if self.long.has_store:
-            changed, self.changed_rows = self.changed_rows, self.store.connection.total_changes
-            self.has_grown = self.has_grown or self.changed_rows - changed > MANY_ROWS
-        if self.has_grown and not any(connection.unsent for connection in self.connections.all):
-            self.has_grown = False
+        self.feeds.add_updates(self.service.take_updates())     # committed since the last time
+        changed, self.changed_rows = self.changed_rows, self.store.connection.total_changes
+        if self.changed_rows - changed > MANY_ROWS:
             give_memory_back()
 
-    def make_up_time(self) -> None:
-        """What clients have sent while this server was busy with others is not late."""
-        busy_s, self.listened_at = time.monotonic() - self.listened_at, time.monotonic()
-        if busy_s > BUSY_S:
-            self.connections.extend_deadlines(busy_s)
+    def wait_s(self) -> Optional[float]:
+        """How long nothing needs to be done; None: for ever."""
+        if self.asked:
+            return 0.0
+        longest_s = math.inf if self.store.lease is None else Lease.PERIOD_S / 2
+        wait_s = min(longest_s, min(due_at for due_at, _ in self.timers()) - time.monotonic())
+        return None if wait_s == math.inf else max(0.0, wait_s)
+
+    def timers(self) -> Iterator[Tuple[float, Callable[[float], Any]]]:
+        """What is to be done at some time, and when (monotonic)."""
+        if not self.is_leaving and not self.listener.connections:
+            yield self.leave_at, self.on_idle
+        yield self.tick_at, self.on_tick
+        if self.store.copies is not None:
+            yield self.store.copies.next_at(), self.store.copies.act
+
+    def on_clock(self, now: float) -> None:
+        """Do what is due."""
+        self.store.check_lease()
+        for due_at, act in self.timers():
+            if due_at <= now:
+                act(now)
+
+    def on_wake(self) -> None:
+        """A signal came, something was asked, or stop() was called."""
+        for number in set(self.wake_reader.recv(4096)):
+            if number in self.signal_calls:
+                self.signal_calls[number]()
+            elif number in STOP_NUMBERS:    # others are those of a program that runs us inside
+                log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
+                self.is_leaving, self.ended_by = True, number
+
+    def end_with_input(self, descriptor: int) -> None:
+        """Stop when a descriptor comes to its end: who started us holds the other side, and has gone."""
+        self.poll.register(descriptor, select.POLLIN)
+
+    def on_input(self, descriptor: int) -> None:
+        """Something was written to us, which says nothing, or the writer has gone."""
+        if not os.read(descriptor, RECEIVE_BYTES):
+            log.info('ending: the input has ended')
+            self.poll.unregister(descriptor)
+            self.is_leaving = True
 
     def look_at_clocks(self, planned_s: float) -> None:
         """Renew all leases if no runner could reach us: this process or machine was stopped or busy.
@@ -15193,40 +14473,41 @@ class Server:
         for word in self.service.nodes.values():
             word.lease_ends_at = None
 
-    def timers(self) -> Iterator[Tuple[float, Callable[[float], Any]]]:
-        """What is to be done at some time, and when (monotonic), as far as it may be done now."""
-        yield min(self.connections.accept_at, self.connections.sweep_at), self.connections.on_clock
-        yield self.refusals.due_at, self.refusals.report
-        if not self.is_leaving and not self.connections.all:    # if it is leaving, a thread is waited for
-            yield self.leave_at, self.on_idle
-        if self.long.has_store:
-            yield self.tick_at, self.on_tick
-            yield self.streams.keep_alive_at, self.streams.keep_alive
-            if self.store.copies is not None:
-                yield self.store.copies.next_at(), self.store.copies.act
+    def answer_asked(self) -> None:
+        """Answer what was asked, and let the threads that wait for it go on."""
+        self.store.check_in_place()
+        self.tick_at = min(self.tick_at, time.monotonic() + TICK_S)
+        batch = self.at_work = self.take_batch()
+        if any(is_about_runners(asked.call.route.path) for asked in batch):
+            self.work(notice_dead_runners)      # who asks need not wait for a tick to see who was killed
+        answers = self.responder.answer_all(batch) if batch else []
+        self.at_work = []
+        for asked, answer in zip(batch, answers):
+            asked.give(answer)
+        with self.lock:
+            self.asked.extendleft(reversed(batch[len(answers):]))
 
-    def wait_s(self) -> Optional[float]:
-        """How long nothing needs to be done; None: for ever."""
-        if (self.complete or self.backlog and not self.is_held_up) and self.long.has_store:
-            return 0.0
-        longest_s = math.inf if self.store.lease is None else Lease.PERIOD_S / 2
-        wait_s = min(longest_s, min(due_at for due_at, _ in self.timers()) - time.monotonic())
-        return None if wait_s == math.inf else max(0.0, wait_s)
-
-    def on_clock(self, now: float) -> None:
-        """Do what is due."""
-        self.store.check_lease()
-        for due_at, act in self.timers():
-            if due_at <= now:
-                act(now)
+    def take_batch(self) -> List[Asked]:
+        """The requests of this turn: all that are there, but for ad-hoc SQL, which is alone."""
+        batch = []      # type: List[Asked]
+        while self.asked and not any(asked.call.route.path == ADMIN_SQL_PATH for asked in batch):
+            if batch and self.asked[0].call.route.path == ADMIN_SQL_PATH:
+                break
+            batch.append(self.asked.popleft())
+        return batch
 
     def on_idle(self, now: float) -> None:
         """No client has come for long enough, or come back."""
-        self.connections.accept()       # the last look: who has connected meanwhile is let in
-        self.is_leaving = self.is_leaving or not self.connections.all
+        pending = select.poll()
+        pending.register(self.listener.socket, select.POLLIN)
+        if pending.poll(0):     # it is about to be let in
+            self.leave_at = now + EMBEDDED_GRACE_S
+        else:
+            self.is_leaving = True
 
     def on_tick(self, now: float) -> None:
         """Run the periodic work of the service."""
+        self.feeds.forget()
         goes_on = self.work(self.run_tick)
         self.tick_at = now + TICK_S if goes_on else math.inf    # the next request sets it again
 
@@ -15245,193 +14526,6 @@ class Server:
         except Exception:  # border: one time; the server goes on, and tries again
             log.exception('the look for lost nodes failed')
         return True
-
-    def on_wake(self, mask: int) -> None:
-        """A signal came, a thread has done its work, or stop() was called."""
-        for number in set(self.wake_reader.recv(4096)):
-            if number in self.signal_calls:
-                self.put_off.append(self.signal_calls[number])
-            elif number in STOP_NUMBERS:    # others are those of a program that runs us inside
-                log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
-                self.is_leaving, self.ended_by = True, number
-        self.logins.on_verdicts()
-        self.long.on_wake()
-        while self.long.has_store and self.put_off:
-            self.put_off.pop(0)()
-
-    def wake(self) -> None:
-        """Called in the threads that check passwords and write snapshots, when they have done so."""
-        with contextlib.suppress(OSError):      # full: the loop wakes anyway; closed: the server has ended
-            self.wake_writer.send(WAKE)
-
-    def end_with_input(self, descriptor: int) -> None:
-        """Stop when a descriptor comes to its end: who started us holds the other side, and has gone."""
-        try:
-            on_input = functools.partial(self.on_input, descriptor)
-            self.selector.register(descriptor, selectors.EVENT_READ, on_input)
-        except OSError:     # a file, or /dev/null, cannot be waited for (epoll_ctl(2), EPERM): it ends now
-            self.is_leaving = True
-
-    def on_input(self, descriptor: int, mask: int) -> None:
-        """Something was written to us, which says nothing, or the writer has gone."""
-        if not os.read(descriptor, RECEIVE_BYTES):
-            log.info('ending: the input has ended')
-            self.selector.unregister(descriptor)
-            self.is_leaving = True
-
-    # ---- from bytes to a request, and to its answer ----
-
-    def read_request(self, connection: Connection) -> None:
-        """See whether a client's request is complete, and whether it may be asked at all."""
-        request = None
-        try:
-            if connection.head is not None or self.read_head(connection):
-                request = self.bodies.take(connection)
-        except TorcError as error:
-            return self.refuse(connection, error)
-        if request is not None:
-            self.queue(connection, request)
-        elif connection.deadline == math.inf and connection.received:
-            self.connections.set_deadline(connection, CLIENT_DEADLINE_S)
-
-    def read_head(self, connection: Connection) -> bool:
-        """Begin with the next request. False if its head is not complete, or its sender is not known yet."""
-        connection.identity = None
-        head = connection.head = take_head(connection.received, self.names, self.scheme)
-        if head is None:
-            return False
-        identity = connection.identity = self.access.identify(head, connection.signer, time.monotonic())
-        if identity.proof is not None:
-            connection.signer = identity.signer
-        if identity.refusal:
-            self.logins.refuse_late(connection, identity.refusal)
-            return False
-        if identity.login is not None:
-            self.logins.begin(connection, identity.login)
-            return False
-        self.bodies.expect(connection)
-        return True
-
-    def on_known(self, connection: Connection) -> None:
-        """The password of a request was right: go on with it."""
-        try:
-            self.bodies.expect(connection)
-        except TorcError as error:
-            return self.refuse(connection, error)
-        self.read_request(connection)
-
-    def queue(self, connection: Connection, request: Request) -> None:
-        """A request is complete: it waits for its turn, and nothing more is read."""
-        self.is_asked = self.is_asked or is_about_runners(request.head.path)
-        connection.state = WAITING
-        connection.deadline = math.inf
-        connection.asked_at = time.monotonic()
-        if request.head.path not in OPEN_PATHS:
-            self.connections.unauthenticated.pop(connection, None)
-        if request.head.length > MAX_BODY_BYTES:
-            self.connections.watch(connection, 0)
-            self.long.add(connection, request)
-        elif may_be_long(request.head):
-            self.connections.watch(connection, 0)
-            self.is_held_up = False
-            self.backlog.add(connection, request)
-        else:
-            self.complete.append((connection, request))
-
-    def answer_complete(self) -> None:
-        """Run this turn's requests, and when all that they did is on disk, send the answers."""
-        if not self.long.has_store:
-            return self.answer_static()
-        self.store.check_in_place()
-        batch, size = [], 0     # type: List[Tuple[Connection, Request]], int
-        while self.complete and size < TURN_BYTES:
-            batch.append(self.complete.pop(0))
-            size += batch[-1][1].head.length
-        self.tick_at = min(self.tick_at, time.monotonic() + TICK_S)
-        if batch:
-            self.answer_batch(batch)
-        self.answer_backlog()
-
-    def answer_batch(self, batch: Sequence[Tuple[Connection, Request]]) -> None:
-        """Answer requests in one transaction."""
-        requests = [request if request.spool is None else
-                    request._replace(body=request.spool.read(), spool=self.bodies.forget(request.spool))
-                    for _, request in batch]
-        for (connection, _), request, answer in zip(batch, requests, self.responder.answer_all(requests)):
-            self.give(connection, request, answer)
-
-    def answer_backlog(self) -> None:
-        """Answer requests whose answers may be long, one by one, until it is the others' turn."""
-        unsent = self.connections.unsent_by_user() if self.backlog else {}
-        size, end = 0, time.monotonic() + TURN_S
-        self.is_held_up = False
-        while self.backlog and size < TURN_BYTES and time.monotonic() < end:
-            found = self.backlog.take(unsent)
-            self.is_held_up = found is None
-            if found is None:
-                return
-            connection, user = found[0], found[1].identity.user
-            if connection in self.connections.all or found[1].head.method not in ('GET', 'HEAD'):
-                self.answer_batch([found])
-            if connection.unsent:
-                unsent[user] = unsent.get(user, 0) + len(connection.unsent.obj)
-            size += len(connection.unsent)
-
-    def answer_static(self) -> None:
-        """Answer what needs no store, which a thread has; the others wait."""
-        waiting, self.complete = self.complete, []
-        for connection, request in waiting:
-            if find_static(request.head) is not None:
-                self.give(connection, request, self.responder.answer(request))
-            else:
-                self.connections.watch(connection, 0)
-                self.complete.append((connection, request))
-
-    def give(self, connection: Connection, request: Request, answer: Union[bytes, StreamStart]) -> None:
-        """Send the answer to a request, if its client is still there."""
-        is_stream = isinstance(answer, StreamStart)
-        connection.state = READING if request.head.keeps_alive else CLOSING
-        self.has_grown = self.has_grown or max(request.head.length, len(answer)) > LARGE_BYTES
-        data = answer.head if is_stream or isinstance(answer, LongAnswer) else answer
-        self.traffic.add_answer(data)
-        if data[9:12] == b'403':        # after `HTTP/1.1 `; refusals before a verb are counted in refuse()
-            self.refusals.add(connection.peer, 403)
-        if self.streams.feeds.by_subject:
-            self.streams.add_request(request, data, time.monotonic() - connection.asked_at, self.store.now())
-        step = self.streams.open if is_stream else self.connections.deliver
-        self.connections.contain(connection, step, answer)
-
-    def refuse(self, connection: Connection, error: TorcError) -> None:
-        """Answer a request that is not even read, and close the connection."""
-        log.debug('refused with %d: %s', error.http, error.message)
-        self.bodies.leave(connection)
-        self.logins.leave(connection)
-        self.refusals.add(connection.peer, error.http)
-        fields = 'connection: close\r\n' + REFUSAL_FIELDS.get(error.http, '')
-        signer = connection.identity.signer if connection.identity is not None else None
-        answer = format_refusal(signer, error, fields)
-        self.traffic.add_answer(answer)
-        connection.state = CLOSING
-        self.connections.deliver(connection, answer)
-
-    def on_sent(self, connection: Connection) -> None:
-        """An answer may be sent as a whole: close, or look for the next request."""
-        if connection.reader is not None:
-            self.streams.pump(connection)
-        elif connection.unsent:
-            return
-        elif connection.state is CLOSING:
-            self.connections.finish(connection)
-        elif connection.received or connection.head:
-            self.read_request(connection)
-
-    def on_closed(self, connection: Connection) -> None:
-        """A connection is gone, with all that belongs to it."""
-        self.streams.leave(connection)
-        self.bodies.leave(connection)
-        self.logins.leave(connection)
-        if self.is_embedded and not self.connections.all:
-            self.leave_at = time.monotonic() + EMBEDDED_GRACE_S
 
 
 # ======== 10g. Serving: a database until a signal, log files, servers in the background ========
@@ -16211,7 +15305,7 @@ class HttpConnection:
 
     def read_events(self, response: Any, reader: TimedReader, until: float) -> Iterator[StreamEvent]:
         """The events of a stream as they come. Returns when the time is over; its end is an OSError."""
-        data = held = b''      # what came of an event; events that came since the last signature
+        data = b''      # what came of an event
         while True:
             reader.deadline = min(until, time.monotonic() + STREAM_DEADLINE_S)
             try:
@@ -16224,17 +15318,8 @@ class HttpConnection:
             if not piece:
                 raise ConnectionResetError(errno.ECONNRESET, 'the server closed the connection')
             *blocks, data = (data + piece).replace(b'\r\n', b'\n').split(b'\n\n')
-            for block in blocks:
-                if self.signer is None:
-                    yield parse_event(block)
-                elif not block.startswith(b': '):
-                    held += block + b'\n\n'
-                elif hmac.compare_digest(block[2:], self.signer.sign_piece(held).encode()):
-                    yield from map(parse_event, held.split(b'\n\n')[:-1])
-                    held = b''
-                else:
-                    raise ConnectionError('events were altered on their way')
-            if len(data) + len(held) > MAX_EVENT_BYTES:
+            yield from map(parse_event, blocks)
+            if len(data) > MAX_EVENT_BYTES:
                 raise ConnectionError('an event without end')
 
 
@@ -16680,10 +15765,12 @@ class Connector:
         if not self.token_file:
             return connection
         token = read_token(self.token_file)
-        signer = Signer(token.encode(), challenge, said.get('nonce', ''), said.get('server_id', ''))
-        if hmac.compare_digest(said.get('signed_proof', ''), signer.proof) \
-                and server.get('server_id') in (None, said['server_id']):
-            connection.signer, connection.most_bytes = signer, math.inf
+        server_id, clock = said.get('server_id', ''), said.get('clock', '')
+        wanted = sign_proof(token.encode(), challenge, server_id, clock)
+        if hmac.compare_digest(said.get('signed_proof', ''), wanted) \
+                and server.get('server_id') in (None, server_id):
+            connection.signer = Signer(token.encode(), server_id, float(clock))
+            connection.most_bytes = math.inf
         else:
             connection.close()
             raise Unreachable(f'what answers at {connection.address.url} is not the server of the token '
