@@ -3662,13 +3662,11 @@ REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*
 class Expansion:
     """A template block and its instances, of which one is the current one. A mistake is reported once."""
 
-    __slots__ = ('block', 'instances', 'shared', 'row', 'names', 'pieces', 'kept', 'reported')
+    __slots__ = ('block', 'instances', 'row', 'names', 'pieces', 'kept', 'reported')
 
-    def __init__(self, block: Block, instances: Instances = NO_PARAMETERS,
-                 shared: Iterable[str] = ()) -> None:
+    def __init__(self, block: Block, instances: Instances = NO_PARAMETERS) -> None:
         self.block = block
         self.instances = instances
-        self.shared = shared        # names of the workflow's parameters, to be used only if the block says so
         self.row = instances.rows[0]            # values of the current instance
         self.pieces, self.kept, self.reported = {}, {}, set()
         name = block.get('name', '')
@@ -3742,7 +3740,7 @@ class Expansion:
         """A {name} that is no parameter here: an error if declared; awk, bash and JSON use braces too."""
         if self.block.context.is_partial:       # it may be one whose values are wrong
             return
-        if name in self.shared:
+        if 'use_parameters' in FIELDS_OF[self.block.where] and name in self.block.owner.get('parameters', ()):
             self.block.error(f"{key} holds {token}, but '{name}' is not used here: add it to use_parameters, "
                              'or declare it under parameters', key)
         elif IDENTIFIER.match(name):
@@ -3845,8 +3843,7 @@ class Planner:
         self.sorted_names = {}      # noun -> names, to find those with one beginning
         self.templates = []         # blocks of jobs
         self.starts = []            # index of each template's first job
-        self.shared = set(workflow.get('parameters', {}))       # that a template may use, if it says so
-        self.declared = set(self.shared)                        # names of all parameters
+        self.declared = set(workflow.get('parameters', {}))     # names of all parameters
 
     def expand(self, where: str) -> List[Expansion]:
         """Expand the names of all blocks of a kind, and number them."""
@@ -3862,7 +3859,7 @@ class Planner:
                                     f'{limit:,}. Use fewer values, or raise the limit with --max-instances',
                                     LISTS[where])
                 break
-            expansions.append(Expansion(block, instances, self.shared))
+            expansions.append(Expansion(block, instances))
         self.index(where, [(expansion.block, expansion.names) for expansion in expansions])
         return expansions
 
