@@ -2304,7 +2304,7 @@ BAD_SPECS = (
      ["job 'a': cancel_on_blocking_job_failure must be true or false, not 'yes'"]),
     ('jobs: [{name: a, command: c}, {name: a, command: d}]',
      ["job 'a': the name 'a' is taken, in line 2: give each its own"]),
-    ('files: [{name: f, path: p}, {name: f, path: q}]',
+    ('{files: [{name: f, path: p}, {name: f, path: p}, {name: g, path: g}], jobs: [{name: a, command: c, output_files: [f]}, {name: b, command: c, output_files: [g]}]}',
      ["file 'f': the name 'f' is taken, in line 2: give each its own"]),
     ('jobs: [{name: "", command: c}]',                                                           ['job \'\': name must not be empty']),
     ('jobs: [{name: "a\\u0007", command: c}]',

@@ -3866,7 +3866,9 @@ class Planner:
     def index(self, where: str, entries: List[Tuple[Block, List[str]]]) -> None:
         """Number the names of a kind. Reports those that cannot be names, and duplicates."""
         owners = {}     # name -> block that has it
+        numbers, places = self.names.setdefault(where, {}), itertools.count()
         for block, names in entries:
+            numbers.update(zip(names, places))
             bad = next(filter(name_error, filter(None, names)), None)
             if bad and len(names) > 1:      # a single one has been reported by read_name
                 block.error(f"the name '{shorten(bad)}' {name_error(bad)}", 'name')
@@ -3882,7 +3884,6 @@ class Planner:
                 shown = f', in line {line}' if line else ''
                 block.error(f"the name '{shorten(twice)}' is taken{shown}: give each its own", 'name')
             owners.update(own)
-        self.names[where] = dict(zip(owners, itertools.count()))
 
     def index_declared(self, where: str) -> List[Block]:
         """Index the blocks of a kind that has no parameters."""
