@@ -6489,8 +6489,8 @@ class GroupTest(ServiceTest):
         self.assertEqual(('bob', 'admin', self.group_id), (member['user_name'], member['role'], member['group_id']))
         self.assertEqual('member', self.call('add_user_to_group', {'user_name': 'cy'}, **of)['role'])
         self.assertEqual((['bob', 'cy'], ['chemists']), (self.names('list_group_members', **of), self.names('list_user_groups', user_name='bob')))
-        self.assertRefused("there is an access group 'chemists' already", 'create_access_group', {'name': 'chemists'})
-        for text, body in (('bob is in access group 2 already', {'user_name': 'bob'}), ('one of member, admin', {'user_name': 'x', 'role': 'king'}),
+        self.assertRefused("the access group exists already: 'chemists'", 'create_access_group', {'name': 'chemists'})
+        for text, body in (('the user group membership exists already', {'user_name': 'bob'}), ('one of member, admin', {'user_name': 'x', 'role': 'king'}),
                            ('is not a valid group member', {'user_name': 'anonymous'}), ('is not a valid group member', {}),
                            ('does not match 2 in the path', {'user_name': 'x', 'group_id': 1})):
             self.assertRefused(text, 'add_user_to_group', body, **of)
@@ -7294,7 +7294,7 @@ class ApiTest(ServiceTest):
         ('POST /workflows/from_spec', planned(job={0: 'a\x1b'}), 422, 'control character'), ('POST /workflows/from_spec', planned(job={1: 7}), 422, 'not a plan'),
         ('POST /workflows/from_spec', planned(job={3: {'A': None}}), 422, 'must be text'), ('POST /workflows/from_spec', planned(job={4: 7}), 422, 'not a plan'),
         ('POST /workflows/from_spec', planned(job={9: [3]}), 422, 'not a plan'), ('POST /workflows/from_spec', planned(jobs=[[1]]), 422, 'not a plan'),
-        ('POST /workflows/from_spec', planned(dependency_sets=[[-1]]), 422, 'no number -1'),
+        ('POST /workflows/from_spec', planned(dependency_sets=[[-1]]), 422, 'must be between 0 and'),
         ('POST /workflows/from_spec', planned(kinds=[[{}, 0, None, None]]), 422, 'not a plan'),
         ('POST /workflows/from_spec', planned(kinds=[[None, 0, None, ['a,b']]]), 422, 'without commas'),
         ('POST /workflows/from_spec', planned(files=[{'name': 'f'}]), 422, 'not a plan'),
@@ -7430,8 +7430,8 @@ class ApiTest(ServiceTest):
         second = self.good('POST', '/ro_crate_entities', dict(crate, entity_id='q', file_id=None))['id']
         self.good('POST', '/slurm_stats', dict(stats, attempt_id=2))
         for method, path, body, status, text in (
-                ('POST', '/failure_handlers', handler, 409, "there is such a failure handler already: 'h'"),
-                ('POST', '/slurm_stats', stats, 409, 'there is such a slurm stats already'),
+                ('POST', '/failure_handlers', handler, 409, "the failure handler exists already: 'h'"),
+                ('POST', '/slurm_stats', stats, 409, 'the slurm stats exists already'),
                 ('POST', '/slurm_stats', dict(stats, workflow_id=other), 422, 'has no job'),
                 ('POST', '/ro_crate_entities', dict(crate, file_id=None), 422, 'already exists for this workflow/entity_id link'),
                 ('POST', '/ro_crate_entities', dict(crate, entity_id='r'), 422, 'already exists for this workflow/file link'),

@@ -6639,13 +6639,6 @@ def explaining_plan() -> Iterator[None]:
 
 # -------- plans --------
 
-def index_below(index: int, count: int) -> int:
-    """The index, if it is below the count. IndexError otherwise: below 0 Python would count from the end."""
-    if not 0 <= index < count:
-        raise IndexError(f'there is no number {index}')
-    return index
-
-
 JOB_RELATIONS = (   # field of a planned job, field of JobModel, table, column, table of the related objects
     ('input_files',      'input_file_ids',       'job_input_file',       'file_id',      'file'),
     ('output_files',     'output_file_ids',      'job_output_file',      'file_id',      'file'),
@@ -6808,7 +6801,7 @@ class PlanMerge:
         new_ids = itertools.count(context.next_id('job'))
         ids = [self.known[name][0] if name in self.known else next(new_ids) for name in names]
         self.ids['job'] = ids
-        groups = [tuple(sorted({ids[index_below(member, len(ids))] for member in members}))
+        groups = [tuple(sorted({ids[member] for member in members}))
                   for members in self.body['dependency_sets']]
         digests = [members_digest(group) for group in groups]
         sets = dict(context.rows('SELECT digest, id FROM dep_set WHERE workflow_id = ?', (workflow_id,)))
@@ -6904,7 +6897,7 @@ class PlanMerge:
         if action['action_type'] == 'schedule_nodes':
             scheduler = config.pop('scheduler', None)
             config['scheduler_id'] = 0 if scheduler is None else self.ids['slurm_scheduler'][scheduler]
-        job_ids = [jobs[index_below(index, len(jobs))] for index in action.get('job_indexes') or ()]
+        job_ids = [jobs[index] for index in action.get('job_indexes') or ()]
         return dict(action, action_config=config, job_ids=job_ids, is_declared=True)
 
 
@@ -10204,21 +10197,19 @@ def create_row(context: Context, resource: str, body: Values) -> Values:
     """Add a row that no special rule holds for."""
     workflow_state(context, body['workflow_id'])
     check_references(context, body['workflow_id'], body)
-    try:
-        return read_row(context, resource, context.insert(resource, body))
-    except sqlite3.IntegrityError as error:
-        raise explain_integrity_error(error, resource, body) from None
+    return read_row(context, resource, context.insert(resource, body))
 
 
-def explain_integrity_error(error: sqlite3.Error, resource: str, body: Values) -> TorcError:
-    """A row that stands in another's way, or points at nothing."""
-    noun = resource.replace('_', ' ')
-    if 'UNIQUE' in str(error) and resource == 'ro_crate_entity':
+def explain_integrity_error(error: sqlite3.Error, body: Any) -> TorcError:
+    """A row that stands in another's way, whose table SQLite names, or that points at nothing."""
+    taken = re.match(r'UNIQUE constraint failed: (\w+)', str(error))
+    if not taken:
+        return Refused('the request refers to something that does not exist')
+    if taken.group(1) == 'ro_crate_entity':
         what = 'entity_id' if 'entity_id' in str(error) else 'file'
         return Refused(f'an RO-Crate entity already exists for this workflow/{what} link')  # 422, as in Torc
-    if 'UNIQUE' in str(error):
-        return Conflict(f"there is such a {noun} already" + (f": {body['name']!r}" if 'name' in body else ''))
-    return Refused(f'the {noun} refers to something that does not exist')
+    name = f": {body['name']!r}" if isinstance(body, dict) and body.get('name') else ''
+    return Conflict(f"the {taken.group(1).replace('_', ' ')} exists already{name}")
 
 
 def create_rows(context: Context, resource: str, body: Values) -> Values:
@@ -10290,10 +10281,7 @@ def update_row(context: Context, resource: str, row_id: int, body: Values) -> Va
         raise Refused(f"{', '.join(fixed)} of {resource.replace('_', ' ')} {row_id} cannot be changed")
     if resource == 'file':
         values['st_mtime'] = body.get('st_mtime')   # as in Torc, whose clients leave out what is null
-    try:
-        context.update(resource, row_id, values)
-    except sqlite3.IntegrityError as error:
-        raise explain_integrity_error(error, resource, values) from None
+    context.update(resource, row_id, values)
     return read_row(context, resource, row_id)
 
 
@@ -10400,12 +10388,9 @@ def check_fills_by_hand(context: Context, group_id: int) -> None:
                      'TORC_ADMIN_USERS only')
 
 
-def add_link(context: Context, table: str, link: Values, what: str, **more: Any) -> Values:
-    """Add the row that gives a user or a workflow (its other key) to a group; Conflict if it is there."""
-    try:
-        context.insert(table, dict(link, created_at=context.time, **more))
-    except sqlite3.IntegrityError:
-        raise Conflict(f'{what} already') from None
+def add_link(context: Context, table: str, link: Values, **more: Any) -> Values:
+    """Add the row that gives a user or a workflow (its other key) to a group."""
+    context.insert(table, dict(link, created_at=context.time, **more))
     return select_link(context, table, link)[0]
 
 
@@ -10445,10 +10430,7 @@ def create_access_group(context: Context, body: Values) -> Values:
     """Make a group, without members."""
     check_group_admin(context)
     values = {'name': body['name'], 'description': body.get('description'), 'created_at': context.time}
-    try:
-        return get_row(context, 'access_group', context.insert('access_group', values))
-    except sqlite3.IntegrityError:
-        raise Conflict(f"there is an access group {printable(body['name'])!r} already") from None
+    return get_row(context, 'access_group', context.insert('access_group', values))
 
 
 def list_access_groups(context: Context, **page: int) -> Values:
@@ -10489,7 +10471,7 @@ def add_user_to_group(context: Context, group_id: int, body: Values) -> Values:
         raise Refused(f"group_id {body['group_id']} in the body does not match {group_id} in the path",
                       field='group_id')
     return add_link(context, 'user_group_membership', {'group_id': group_id, 'user_name': user},
-                    f'{printable(user)} is in access group {group_id}', role=body.get('role') or 'member')
+                    role=body.get('role') or 'member')
 
 
 def remove_user_from_group(context: Context, group_id: int, user_name: str) -> Values:
@@ -10514,8 +10496,7 @@ def list_workflow_groups(context: Context, workflow_id: int, **page: int) -> Val
 def add_workflow_to_group(context: Context, workflow_id: int, group_id: int) -> Values:
     """Let the members of a group use a workflow."""
     check_may_link(context, workflow_id, group_id)
-    return add_link(context, 'workflow_access_group', {'group_id': group_id, 'workflow_id': workflow_id},
-                    f'access group {group_id} has access to workflow {workflow_id}')
+    return add_link(context, 'workflow_access_group', {'group_id': group_id, 'workflow_id': workflow_id})
 
 
 def remove_workflow_from_group(context: Context, workflow_id: int, group_id: int) -> Values:
@@ -11416,9 +11397,9 @@ MODELS = {
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
         'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
-        'failure_handlers:[?FailureHandlerModel]! kinds:[(any,int,any,any)]! dependency_sets:[[int]]! '
+        'failure_handlers:[?FailureHandlerModel]! kinds:[(any,int,any,any)]! dependency_sets:[[ordinal]]! '
         'jobs:planned_jobs! actions:[@PlannedAction]! file_times:{float?}',
-    'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[int] '
+    'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[ordinal] '
         'persistent:bool',
     'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:object '
         'files:{float?}',
@@ -12136,6 +12117,8 @@ def carry_out(context: Context, call: Call) -> Any:
     try:
         with context.savepoint():
             return call_route(context, call)
+    except sqlite3.IntegrityError as error:
+        raise explain_integrity_error(error, call.arguments.get('body')) from None
     except TorcError:
         if context.on_failure is not None:
             context.on_failure()
@@ -12161,9 +12144,6 @@ def answer_call(service: Service, call: Call, caller: str = '', is_owner: bool =
         context.is_admin = is_owner or is_system_admin(context, caller)
         answer = carry_out(context, call)
         return 202 if isinstance(answer, Accepted) else 200, answer
-    except sqlite3.IntegrityError:
-        return 422, format_error(Refused('the request refers to something that does not exist, '
-                                         'or to what exists already'))
     except sqlite3.Error as error:
         return 503, format_error(explain_database_error(error, service.store.path))
     except Exception as error:  # border: one request; a bug must not take the others with it
