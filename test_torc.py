@@ -1955,6 +1955,7 @@ MISTAKES = (
     ('w.kdl',   'name 1 2\n',                   1, 8, 'takes one value'),
     ('w.kdl',   'name (u8)5\n',                 1, 6, 'a type such as (u8) has no meaning here'),
     ('w.kdl',   'user_data "a" { data "{x"; }', 1, 22, 'must hold JSON'),
+    ('w.kdl',   'user_data "a" { data 1 2; }',  1, 24, 'takes one value'),
     ('w.kdl',   'job "a" {\n',                  1, 10, "'}' is missing"),
     ('w.kdl',   'job "a" { labels; }',          1, 11, "'labels' needs a value"),
     ('w.kdl',   'name "a\\d"',                  1, 8, 'unknown escape \\d'),

@@ -3127,7 +3127,9 @@ class KdlSpec(TextReader):
 
     def read_data(self, node: KdlNode) -> Any:
         """User data: JSON in a text, as Torc writes it, or a plain number or word, or a block."""
-        value = self.read_map(node)
+        if node.props or node.children is not None:
+            return self.read_map(node)
+        value = self.read_value(node)
         if not isinstance(value, str):
             return value
         try:
