@@ -11535,7 +11535,7 @@ class EmbeddedTest(WorldTest):
 
     def start_server(self, database: str = '') -> Dict[str, Any]:
         """Start one; what its connection file says."""
-        self.assertTrue(torc.start_embedded_server(database or self.database))
+        torc.start_embedded_server(database or self.database)
         return connection_of(database or self.database)
 
     def hold(self, found: Dict[str, Any]) -> socket.socket:
@@ -11617,15 +11617,28 @@ class EmbeddedTest(WorldTest):
         known = ('/dev/null', 'socket:', 'anon_inode:', self.database)
         self.assertEqual([], [place for place in places.values() if not place.startswith(known)])
 
-    def test_its_files_are_private_and_hold_the_token_in_one_place(self) -> None:
-        self.start_server()
-        self.assertEqual(0o700, os.stat(os.path.dirname(self.database)).st_mode & 0o777)
-        token = torc.read_token(self.database + '.token')
-        for name in os.listdir(os.path.dirname(self.database)):
-            path = os.path.join(os.path.dirname(self.database), name)
-            self.assertEqual(0o644 if name == '.gitignore' else 0o600, os.stat(path).st_mode & 0o777, name)
-            with open(path, 'rb') as file:
+    def test_a_second_one_is_not_needed_and_one_that_ended_is_replaced(self) -> None:
+        found, directory = self.start_server(), os.path.dirname(self.database)
+        token = torc.read_token(found['token_file'])
+        self.assertEqual(0o700, os.stat(directory).st_mode & 0o777)
+        for name in os.listdir(directory):
+            with open(os.path.join(directory, name), 'rb') as file:
+                self.assertEqual(0o644 if name == '.gitignore' else 0o600, os.fstat(file.fileno()).st_mode & 0o777, name)
                 self.assertEqual(name.endswith('.token'), token.encode() in file.read(), name)
+        self.assertRaisesRegex(torc.Conflict, 'in use by another torc.py', torc.start_embedded_server, self.database)
+        self.assertEqual(found['pid'], connection_of(self.database)['pid'])
+        self.assertNotIn('Traceback', read_text(self.database + '.log'))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+            self.hold(found)
+            os.kill(found['pid'], number)
+            self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to leave')
+            self.assertIsNone(connection_of(self.database))
+            left = {'.gitignore', 'torc.db', 'torc.db.log', 'torc.db.token'}
+            if number == signal.SIGKILL:
+                left |= {'torc.db-wal', 'torc.db.connection'}
+            self.assertEqual(left, set(os.listdir(directory)))
+            found = self.start_server()
+            self.assertEqual(token, torc.read_token(found['token_file']))
 
     def test_it_leaves_when_its_last_client_has_left(self) -> None:
         found, other = self.start_server(), self.start_server(self.world.path('other', 'torc.db'))
@@ -11637,30 +11650,6 @@ class EmbeddedTest(WorldTest):
         second.close()
         self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to leave')
         self.assertEqual({'.gitignore', 'torc.db', 'torc.db.log', 'torc.db.token'}, set(os.listdir(os.path.dirname(self.database))))
-
-    def test_a_signal_ends_it_cleanly(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            found = self.start_server()
-            self.hold(found)
-            os.kill(found['pid'], number)
-            self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to leave')
-            self.assertEqual({'.gitignore', 'torc.db', 'torc.db.log', 'torc.db.token'}, set(os.listdir(os.path.dirname(self.database))))
-
-    def test_one_that_was_killed_is_replaced(self) -> None:
-        found = self.start_server()
-        token = torc.read_token(found['token_file'])
-        os.kill(found['pid'], signal.SIGKILL)
-        self.world.wait(lambda: torc.process_lives(found) is False, 5, 'it to die')
-        self.assertTrue(os.path.exists(self.database + '.connection'))
-        self.assertIsNone(connection_of(self.database))
-        self.assertNotEqual(found['pid'], self.start_server()['pid'])
-        self.assertEqual(token, torc.read_token(found['token_file']))
-
-    def test_a_second_one_is_not_needed(self) -> None:
-        found = self.start_server()
-        self.assertFalse(torc.start_embedded_server(self.database))
-        self.assertEqual(found['pid'], connection_of(self.database)['pid'])
-        self.assertNotIn('Traceback', read_text(self.database + '.log'))
 
     def test_why_it_did_not_start_is_shown(self) -> None:
         os.mkdir(os.path.dirname(self.database), 0o700)

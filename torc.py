@@ -14843,8 +14843,8 @@ class JsonLines(logging.Formatter):
 # -------- detached servers --------
 
 def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = None,
-                          is_lost: bool = False) -> bool:
-    """Fork a server for a database. True when it answers; False if another process has the database.
+                          is_lost: bool = False) -> None:
+    """Fork a server for a database; it answers. Conflict if another process has the database.
 
     `is_lost`: that of another host does not answer. In an allocation it answers other hosts, too: requests
     are signed with its token, which is never sent.
@@ -14852,11 +14852,7 @@ def start_embedded_server(database: str, snapshot_interval_s: Optional[float] = 
     database, host = os.path.abspath(database), '0.0.0.0' if in_slurm_job() else '127.0.0.1'
     options = ServerOptions(database, host, 0, is_embedded=True, snapshot_interval_s=snapshot_interval_s,
                             watches_lease=is_lost or in_slurm_job())
-    try:
-        start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 2)
-    except Conflict:
-        return False
-    return True
+    start_detached_server(options, LogFile, database + '.log', MAX_EMBEDDED_LOG_BYTES, 2)
 
 
 def start_detached_server(options: ServerOptions, *log_to: Any) -> str:
@@ -15679,12 +15675,10 @@ class Connector:
         if not self.needs_server:
             wait_s = Lease.watch_s() if is_lost else 0.0
             self._service = Service(hold_database(self.database, wait_s=wait_s))
-        elif start_embedded_server(self.database, self.snapshot_interval_s, is_lost):
+        else:
+            start_embedded_server(self.database, self.snapshot_interval_s, is_lost)
             self.servers_started += 1
             self.open()
-        else:
-            raise Conflict(f'the database {self.database} is in use by another torc.py; stop it, '
-                           'or give another place with --db')
         forget_server(self.database)
 
     def open_server(self, url: str, server: Dict[str, Any]) -> HttpConnection:
