@@ -33262,19 +33262,19 @@ torc.NodeContext.setting = lambda self, name: (
 MORTAL = """
 import signal
 number, where = os.environ['DIES_AT'].split()
-left, call_route, on_commit = [int(number)], torc.call_route, torc.Store.on_commit
+left, call_route, check_in_place = [int(number)], torc.call_route, torc.Store.check_in_place
 def die(place):
     if left[0] == 0 and where == place:
         os.kill(os.getpid(), signal.SIGKILL)
-def call_mortal(context, route, parameters, body):
-    if route.name in ('create_compute_node', 'runner_sync', 'update_compute_node'):
+def call_mortal(context, call):
+    if call.route.name in ('create_compute_node', 'runner_sync', 'update_compute_node'):
         left[0] -= 1
         die('asked')
-    return call_route(context, route, parameters, body)
-def on_mortal_commit(store):
-    on_commit(store)
-    die('done')
-torc.call_route, torc.Store.on_commit = call_mortal, on_mortal_commit
+    return call_route(context, call)
+def check_mortal(store):
+    check_in_place(store)
+    die('done')     # before a transaction nothing was asked yet
+torc.call_route, torc.Store.check_in_place = call_mortal, check_mortal
 """
 
 
