@@ -14,7 +14,8 @@ What needs a Slurm cluster runs on those of `.ci/slurm_testbed.sh start DIRECTOR
 needs hosts that ssh reaches on those of `.ci/ssh_testbed.sh start DIRECTORY` that TORC_TEST_SSH names.
 
 The last line is 'N passed, N failed, N skipped'. Standard library only, like torc.py itself. Real processes, real
-SQLite, real sockets on port 0; waits are conditions with a deadline, never sleeps.
+SQLite, real sockets on port 0; waits are conditions with a deadline, never sleeps. The rules of workflows are told in
+lines of words, as ScenarioTest explains: a new rule, or the mending of one, is a line more.
 
 Sections have torc.py's numbers (grep '^# ==' test_torc.py):
     0. Harness
@@ -5803,12 +5804,9 @@ class NodeTest(ScenarioTest):
         nodes.append(self.call('create_compute_node', dict(silent, hostname='n3.cluster'))['id'])
         self.assertEqual([True, False, None, None], [self.call('get_compute_node', id=node_id).get('is_active') for node_id in nodes])
         self.assertEqual(1, self.call('get_workflow_status', id=workflow_id)['active_compute_nodes'])
-        for query, found in (({'is_active': True}, nodes[:1]), ({'is_active': False}, nodes[1:2]),
-                             ({'hostname': 'CLUST'}, nodes), ({'hostname': 'n2'}, nodes[2:3]),
-                             ({'hostname': 'cluster', 'is_active': True}, nodes[:1]), ({'hostname': '%'}, [])):
-            with self.subTest(query):
-                answer = self.call('list_compute_nodes', workflow_id=workflow_id, **query)
-                self.assertEqual((found, len(found)), ([item['id'] for item in answer['items']], answer['total_count']))
+        for is_active, found in ((True, nodes[:1]), (False, nodes[1:2])):
+            answer = self.call('list_compute_nodes', workflow_id=workflow_id, is_active=is_active)
+            self.assertEqual(found, [item['id'] for item in answer['items']])
         self.assertTrue(self.call('update_compute_node', {'is_active': True}, id=nodes[2])['is_active'], 'it has not ended: it begins')
         self.assertRefused('has ended, and its jobs are released', 'update_compute_node', {'is_active': True}, id=nodes[1])
 
