@@ -20064,22 +20064,13 @@ class RunnerTest(RunnerCase):
 
     def test_a_log_whose_older_part_cannot_be_put_away_goes_on(self):
         os.makedirs(self.world.path('out', 'x.log.1', 'in the way'))
+        log = torc.RunLog(torc.OutputDirectory(self.world.path('out')), 'x.log', 'info')
         with unittest.mock.patch('torc.MAX_LOG_BYTES', 500):
-            log = torc.RunLog(torc.OutputDirectory(self.world.path('out')), 'x.log', 'info')
-            for number in range(20):
-                log.write(f'line {number}')
-                log.flush()
-            numbers = re.findall('INFO line ([0-9]+)\n', self.world.read('out/x.log'))
-            self.assertEqual(list(map(str, range(20))), numbers)
-            for number in range(20, 100):
+            for number in range(40):
                 log.write(f'line {number}')
                 log.flush()
             log.close()
-        lines = self.world.read('out/x.log').splitlines()
-        self.assertLess(len('\n'.join(lines)), 1400)
-        self.assertRegex(lines[0], 'INFO line 0$')
-        self.assertRegex(lines[1], 'WARNING what was logged before was removed, for it could not be put away')
-        self.assertRegex(lines[-1], 'INFO line 99$')
+        self.assertEqual(list(map(str, range(40))), re.findall('INFO line ([0-9]+)\n', self.world.read('out/x.log')))
 
     def test_a_job_sees_its_variables_and_never_a_token(self):
         self.create({'command': 'env', 'env': {'MINE': 'job', 'TORC_JOB_ID': 'mine'}}, env={'SHARED': 'all', 'MINE': 'workflow'})

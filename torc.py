@@ -22136,20 +22136,11 @@ class RunLog:
         """Write what has gathered. A full disk costs the lines, not the runner."""
         if self.lines:
             text, self.lines = ''.join(self.lines), []
-            size = 0
-            try:
+            with contextlib.suppress(OSError):      # it cannot be put away: the old file goes on
                 found = os.fstat(self.descriptor)
-                size = found.st_size
-                if size > MAX_LOG_BYTES or not found.st_nlink:      # it was removed with its directory
+                if found.st_size > MAX_LOG_BYTES or not found.st_nlink:     # it was removed
                     self.begin_anew()
                     text = self.head + text
-            except OSError as error:    # something lies in the way: the old file goes on, within limits
-                if size > 2 * MAX_LOG_BYTES:
-                    with contextlib.suppress(OSError):
-                        os.ftruncate(self.descriptor, 0)
-                    reason = 'what was logged before was removed, for it could not be put away: '
-                    reason += printable_line(str(error))
-                    text = f'{self.head}{format_time(time.time())} WARNING {reason}\n{text}'
             with contextlib.suppress(OSError):      # there is nowhere to report it
                 os.write(self.descriptor, text.encode('utf-8', 'replace'))
 
