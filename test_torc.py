@@ -10690,6 +10690,107 @@ class TlsServerTest(ServerTest):
 
 # ======== 10f. Server ========
 
+class WaitTest(WorldTest):
+    """Runners without work, whose turn the server keeps until there is some."""
+    WANT = {'strategy': 'queue', 'limit': 1, 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0}
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.server = ServerThread(self.world.path('torc.db'))
+        self.addCleanup(self.server.stop)
+        silenced(self)
+        self.waiters = self.server.server.waiters
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        """The value of an answer."""
+        with contextlib.closing(http.client.HTTPConnection('127.0.0.1', self.server.port, timeout=30)) as connection:
+            connection.request(method, torc.API_PREFIX + path, None if body is None else json.dumps(body))
+            return json.loads(connection.getresponse().read().decode() or 'null')
+
+    def start(self) -> int:
+        """A workflow in which job b waits for job a, which the first of two runners has; its id."""
+        workflow_id = self.call('POST', '/workflows', {'name': 'w', 'user': 'u'})['id']
+        for name in 'ab':
+            needs = [self.first] if name == 'b' else []
+            job = self.call('POST', '/jobs', {'workflow_id': workflow_id, 'name': name, 'command': 'true', 'depends_on_job_ids': needs})
+            self.first = self.first if needs else job['id']
+        self.call('POST', f'/workflows/{workflow_id}/initialize_jobs')
+        self.nodes = [self.call('POST', '/compute_nodes', {
+            'workflow_id': workflow_id, 'hostname': 'far', 'pid': number, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1,
+            'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True, 'lease_s': 600.0})['id']
+            for number in (1, 2)]
+        self.assertEqual(['a'], [job['name'] for job in self.sync(workflow_id, 0)['jobs']])
+        return workflow_id
+
+    def sync(self, workflow_id: int, node: int, **more: Any) -> Any:
+        """A turn of a runner."""
+        body = dict({'compute_node_id': self.nodes[node], 'run_id': 1, 'want': self.WANT, 'lease_s': 600.0}, **more)
+        return self.call('POST', f'/workflows/{workflow_id}/runner_sync', body)
+
+    def end(self, status: str = 'completed', **more: Any) -> Dict[str, Any]:
+        """The end of job a."""
+        return dict({'job_id': self.first, 'attempt_id': 1, 'return_code': int(status != 'completed'), 'status': status,
+                     'exec_time_minutes': 0.1, 'completion_time': '2026-01-01T00:10:00Z'}, **more)
+
+    @contextlib.contextmanager
+    def waiting(self, workflow_id: int, wait_s: float = 25.0) -> Iterator[List[Any]]:
+        """While the block runs, the second runner waits; a list that holds its answer, and how long it took, afterwards."""
+        found, began = [], time.monotonic()     # type: List[Any], float
+        thread = threading.Thread(target=lambda: found.extend([self.sync(workflow_id, 1, wait_s=wait_s), time.monotonic() - began]))
+        thread.start()
+        self.world.wait(lambda: self.waiters.counts[workflow_id], 10, 'a runner that waits')
+        yield found
+        thread.join(30)
+
+    def test_what_a_runner_can_do_or_must_know_ends_its_wait(self) -> None:
+        def complete(workflow_id: int, status: str) -> Any:
+            return self.sync(workflow_id, 0, want=None, completions=[self.end(status)])
+        events = (
+            (lambda workflow_id: complete(workflow_id, 'completed'), lambda answer: answer['jobs'][0]['name'] == 'b'),
+            (lambda workflow_id: complete(workflow_id, 'failed'), lambda answer: answer['is_complete'] and not answer['jobs']),
+            (lambda workflow_id: self.call('PUT', f'/workflows/{workflow_id}/cancel'), lambda answer: answer['is_canceled']),
+            (lambda workflow_id: self.call('DELETE', f'/workflows/{workflow_id}'), lambda answer: 'no workflow' in str(answer)),
+            (lambda workflow_id: self.sync(workflow_id, 0, want=None, returned=[[self.first, 1]]),
+             lambda answer: answer['jobs'][0]['name'] == 'a'))
+        for number, (happen, is_expected) in enumerate(events):
+            workflow_id = self.start()
+            with self.subTest(number), self.waiting(workflow_id) as found:
+                happen(workflow_id)
+            answer, took_s = found
+            self.assertTrue(is_expected(answer), answer)
+            self.assertNotIn('waited', answer)
+            self.assertLess(took_s, 20)
+
+    def test_a_wait_that_is_over_says_so_and_brings_nothing(self) -> None:
+        workflow_id = self.start()
+        with self.waiting(workflow_id, 0.5) as found:
+            self.call('PUT', f'/workflows/{workflow_id}', {'description': 'a change that is no news'})
+        answer, took_s = found
+        self.assertEqual(([], True), (answer['jobs'], answer['waited']))
+        self.assertGreaterEqual(took_s, 0.5)
+
+    def test_waits_hold_at_most_half_of_the_connections(self) -> None:
+        self.assertEqual(self.server.server.listener.most // 2, self.waiters.most)
+        self.waiters.most, workflow_id = 1, self.start()
+        with self.waiting(workflow_id, 5.0):
+            self.assertNotIn('waited', self.sync(workflow_id, 1, wait_s=25.0))
+
+    def test_a_runner_that_has_left_gets_no_job(self) -> None:
+        workflow_id = self.start()
+        body = json.dumps({'compute_node_id': self.nodes[1], 'run_id': 1, 'want': self.WANT, 'wait_s': 25.0, 'turn': 5}).encode()
+        with self.server.connect() as client:
+            client.sendall(http_request('POST', f'{torc.API_PREFIX}/workflows/{workflow_id}/runner_sync', body))
+            self.world.wait(lambda: self.waiters.counts[workflow_id], 10, 'a runner that waits')
+        self.world.wait(lambda: not self.waiters.counts[workflow_id], 10, 'the end of its wait')
+        self.sync(workflow_id, 0, want=None, completions=[self.end()])
+        self.assertEqual('ready', self.call('GET', f'/jobs/{self.first + 1}')['status'])
+
+    def test_the_end_of_the_server_ends_all_waits(self) -> None:
+        with self.waiting(self.start()) as found:
+            self.server.stop()
+        self.assertLess(found[1], 20)
+
+
 class AdminServerTest(WorldTest):
     """What a server shows only to its owner."""
 
@@ -16501,12 +16602,12 @@ class RunnerRulesTest(unittest.TestCase):
         self.assertIsNone(appetite.want(299.0))
 
     def test_waits_double_without_progress_and_are_short_without_children(self):
-        pace = torc.Pace(torc.RunnerOptions(poll_interval_s=5, claim_backoff_max_s=300))
-        self.assertEqual([5, 5, 10, 20, 40, 80, 160, 300, 300], [pace.next_wait_s(True, has_children=True) for _ in range(9)])
-        self.assertIsNone(pace.next_wait_s(False, has_children=True), 'a report between two polls changes nothing')
+        pace, nothing = torc.Pace(torc.RunnerOptions(poll_interval_s=5, claim_backoff_max_s=300)), {'jobs': [], 'is_complete': False}
+        self.assertEqual([5, 5, 10, 20, 40, 80, 160, 300, 300], [pace.next_wait_s(True, True, nothing) for _ in range(9)])
+        self.assertIsNone(pace.next_wait_s(False, True, nothing), 'a report between two polls changes nothing')
         pace.on_end()
-        self.assertEqual([5, 5, 10], [pace.next_wait_s(True, has_children=True) for _ in range(3)])
-        self.assertEqual(30, torc.Pace(torc.RunnerOptions(poll_interval_s=60)).next_wait_s(True, has_children=False))
+        self.assertEqual([5, 5, 10], [pace.next_wait_s(True, True, nothing) for _ in range(3)])
+        self.assertEqual(30, torc.Pace(torc.RunnerOptions(poll_interval_s=60)).next_wait_s(True, False, nothing))
 
     def test_the_least_time_and_the_longest_runtime_follow_from_the_settings(self):
         early = {'execution_config': {'srun_termination_signal': 'TERM@90'}}
@@ -28668,6 +28769,43 @@ class FlowTest(WorldTest):
         for name in names:
             pid = int(self.world.read(name))
             self.world.wait(lambda: not torc.read_process_start_ticks(pid), 10, f'the end of {name}')
+
+
+class IdleTest(FlowTest):
+    """Runners of two nodes: what one waits for is what the other's jobs bring."""
+    # Jobs of the second stage: each waits, but not for ever, until the other one runs, too.
+    STAGES = """
+        name: w
+        jobs:
+          - {name: first, command: "touch begun; until [ -e go ]; do sleep 0.05; done"}
+          - {name: left, command: "touch left; for i in $(seq 80); do [ -e right ] && exit; sleep 0.1; done; exit 1", depends_on: [first]}
+          - {name: right, command: "touch right; for i in $(seq 80); do [ -e left ] && exit; sleep 0.1; done; exit 1", depends_on: [first]}
+        """
+
+    def start_two(self) -> List[Background]:
+        """Two runners that poll each minute, the second of which waits."""
+        self.world.serve()
+        self.assertExit(0, self.world.main('create', self.world.write('w.yaml', textwrap.dedent(self.STAGES))))
+        self.assertExit(0, self.world.main('workflows', 'init', 1))
+        busy = self.world.start('run', 1, '-p', 60, '--num-cpus', 1, '-o', 'out1')
+        self.world.wait(lambda: os.path.exists(self.world.path('begun')), 20, 'the first job', [busy])
+        idle = self.world.start('run', 1, '-p', 60, '--num-cpus', 1, '-o', 'out2')
+        self.world.wait(lambda: 'No jobs claimed' in idle.err, 20, 'an idle runner', [idle])
+        return [busy, idle]
+
+    def test_the_next_stage_begins_at_once_on_an_idle_node(self) -> None:
+        runners = self.start_two()
+        self.world.write('go', '')
+        for runner in runners:
+            self.assertExit(0, runner.finish(20))       # neither polls, nor waits, for so long
+        self.assertEqual({'completed'}, set(self.statuses().values()))
+
+    def test_a_signal_ends_a_runner_that_waits(self) -> None:
+        busy, idle = self.start_two()
+        idle.send(signal.SIGINT)
+        self.assertEqual(128 + signal.SIGINT, idle.finish(10).code)
+        self.world.write('go', '')
+        busy.kill()
 
 
 class OutcomeTest(FlowTest):

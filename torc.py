@@ -9740,6 +9740,31 @@ def describe_progress(context: Context, state: WorkflowState, node_id: int, is_d
             'jobs_by_status': {STATUS_NAMES[code]: count for code, count in counts.items() if count}}
 
 
+def has_news(context: Context, workflow_id: int) -> bool:
+    """Whether a runner that waits for something to do should ask again."""
+    row = context.one('SELECT is_canceled FROM workflow WHERE id = ?', (workflow_id,))
+    if row is None or row[0]:
+        return True
+    of = f'SELECT 1 FROM job WHERE workflow_id = {int(workflow_id)} AND status'
+    if context.one(f'{of} = {READY} LIMIT 1') or not context.one(f'{of} IN {sql_list(ACTIVE)} LIMIT 1'):
+        return True
+    where, values = due_condition(context, workflow_id, JOB_TRIGGERS, "AND action_type = 'run_commands'")
+    return context.one(f'SELECT 1 FROM workflow_action {where}', values) is not None
+
+
+# What a runner's turn that is asked again says once more, and what an answer has if it brings something.
+KEPT_OF_TURN = ('compute_node_id', 'identity', 'pid', 'run_id', 'turn', 'lease_s', 'want', 'actions',
+                'submits', 'explain')
+BROUGHT = ('jobs', 'actions', 'allocations', 'surplus', 'accepted', 'errors', 'revoked', 'revoked_actions',
+           'notices', 'is_complete')
+
+
+def brings_nothing(answer: Values) -> bool:
+    """Whether a runner can but wait after this answer of runner_sync(), and something may still come."""
+    may_come = answer['claimable'] or answer['pending_actions']
+    return bool(may_come) and not any(answer.get(name) for name in BROUGHT)
+
+
 def is_last_node(context: Context, workflow_id: int, node_id: int) -> bool:
     """Whether no other node is active or expected: what this one cannot run, none will."""
     active = 'SELECT 1 FROM compute_node WHERE workflow_id = ? AND is_active = 1 AND id <> ? LIMIT 1'
@@ -11424,7 +11449,7 @@ MODELS = {
         'completion_time:time! peak_memory_bytes:int avg_memory_bytes:int peak_cpu_percent:float '
         'avg_cpu_percent:float retry:bool max_retries:int interrupted:bool file_times:{float} reason:str',
     'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str! actions:[@RunnerAction]',
-    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float pid:int identity:str '
+    'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float wait_s:float pid:int identity:str '
         'completions:[@RunnerEnd] started:[(int,int,time)] returned:[(int,int)] want:@RunnerWant '
         'contents:[(int,float,int,str)] actions:[str] action_results:[@RunnerAction] '
         'accounting:[@RunnerAccount] explain:bool survey:bool held:[(int,int)] held_actions:[int] turn:int '
@@ -14110,7 +14135,20 @@ class Handler:
         del body[MAX_SHOWN_BODY_BYTES + 1:]     # a long one is not needed any more
         if method == 'GET' and self.server.unsent_bytes > MAX_UNSENT_BYTES:
             raise Unreachable('too many long answers are on their way: try again in a moment')
+        if call.route.verb is runner_sync and call.arguments['body'].get('wait_s'):
+            return self.torc.ask_patiently(call, self.identity, self.is_left)
         return self.torc.ask(call, self.identity)
+
+    def is_left(self) -> bool:
+        """Whether a client that waits for its answer has closed, or sends something: it will not wait."""
+        try:
+            self.connection.settimeout(0)
+            socket.socket.recv(self.connection, 1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:     # it has gone
+            return True
+        return True
 
     def format_value(self, status: int, value: Any) -> Tuple[int, bytes]:
         """Status and body for what a verb has answered."""
@@ -14229,6 +14267,8 @@ def open_http_server(server: Any, listener: socket.socket) -> Any:
 #
 # One process, one database, and one thread that touches it: the one that calls serve_forever(). All others
 # have each a client (Handler): they read, judge and parse, hand over a Call (ask()), and send the answer.
+# The turn of a runner without work waits in its thread (ask_patiently()), not in that of the store, until its
+# workflow has something for runners.
 
 TICK_S = 5.0                        # between checks for lost nodes
 ABSENCE_S = 2 * TICK_S              # in a turn so much longer than planned no runner could reach us
@@ -14238,8 +14278,64 @@ EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
 MANY_ROWS = 5000                    # changed in a turn, after which memory is given back
 WARNING_LASTS_S = 60.0              # between log lines on one subject, such as requests of one address
 MAX_WARNED = 1000                   # subjects in this time
+MOST_KEPT_S = 60.0                  # that a runner's turn is kept; it asks for less
+WAITER_LOOK_S = 1.0                 # between looks whether a runner that waits has left
+FIRST_WAITER_PAUSE_S = 0.1          # before one that was woken in vain is woken again; doubles
+MOST_WAITER_PAUSE_S = 2.0
 WAKE = b'\xff'                      # on the wakeup descriptor: a request was asked
 STOP_NUMBERS = (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)    # ... these end the server; 0: stop()
+
+
+class Waiters:
+    """Runners that wait until their workflow has something for them, each in the thread of its connection."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.more = threading.Condition()       # held for what follows; told of news
+        self.counts = collections.Counter()     # type: Dict[int, int]  # workflow -> who waits for it
+        self.news = collections.Counter()       # type: Dict[int, int]  # ... and how often it had something
+        self.is_over = False
+
+    @contextlib.contextmanager
+    def place(self, workflow_id: int) -> Iterator[bool]:
+        """While the block runs, one more may wait for a workflow; False if too many wait."""
+        with self.more:
+            has_place = sum(self.counts.values()) < self.most
+            self.counts[workflow_id] += has_place
+        try:
+            yield has_place
+        finally:
+            with self.more:
+                self.counts[workflow_id] -= has_place
+                if not self.counts[workflow_id]:
+                    del self.counts[workflow_id], self.news[workflow_id]
+
+    def announce(self, workflow_id: int) -> None:
+        """Wake those who wait for a workflow."""
+        with self.more:
+            self.news[workflow_id] += 1
+            self.more.notify_all()
+
+    def end(self) -> None:
+        """Nobody is to wait any more."""
+        with self.more:
+            self.is_over = True
+            self.more.notify_all()
+
+    def wait(self, workflow_id: int, seen: int, times: Tuple[float, float],
+             has_left: Callable[[], bool]) -> bool:
+        """Until a workflow has news after the `seen` ones. `times`: not before the first, and not after the
+        second of them (monotonic); False if there were none by then, or the runner has left."""
+        not_before, deadline = times
+        while not has_left():
+            with self.more:
+                now, has_news = time.monotonic(), self.news[workflow_id] != seen
+                if self.is_over or now >= deadline:
+                    return False
+                if has_news and now >= not_before:
+                    return True
+                self.more.wait(min(WAITER_LOOK_S, (not_before if has_news else deadline) - now))
+        return False
 
 
 class Server:
@@ -14274,6 +14370,8 @@ class Server:
         self.access = Authenticator(policy, self.id)
         self.feeds = Feeds()
         self.listener = open_http_server(self, listener)
+        self.waiters = Waiters(self.listener.most // 2)
+        self.seen_rows = 0                      # changed in the store when waiters were last thought of
         self.wake_reader, self.wake_writer = socket.socketpair()
         for sock in (self.wake_reader, self.wake_writer):
             sock.setblocking(False)
@@ -14331,6 +14429,7 @@ class Server:
         for asked in left:
             asked.give((503, format_error(Unreachable('the server is ending'))))
         self.feeds.wake()
+        self.waiters.end()
 
     def close(self) -> None:
         """Close all sockets. The store is the caller's."""
@@ -14351,6 +14450,26 @@ class Server:
         self.wake()
         asked.is_answered.wait()
         return asked.answer
+
+    def ask_patiently(self, call: Call, identity: Identity,
+                      has_left: Callable[[], bool]) -> Tuple[int, Any]:
+        """A runner's turn: an answer that brings nothing is kept for `wait_s`, and asked for again whenever
+        the workflow has something. `waited` says that it was kept to the end."""
+        workflow_id, body = call.arguments['workflow_id'], call.arguments['body']
+        deadline, pause_s = time.monotonic() + min(body['wait_s'], MOST_KEPT_S), FIRST_WAITER_PAUSE_S
+        not_before = 0.0
+        with self.waiters.place(workflow_id) as has_place:
+            while True:
+                seen = self.waiters.news[workflow_id]
+                status, answer = self.ask(call, identity)
+                if not has_place or status != 200 or not brings_nothing(answer):
+                    return status, answer
+                if not self.waiters.wait(workflow_id, seen, (not_before, deadline), has_left):
+                    return status, dict(answer, waited=True)
+                not_before = time.monotonic() + pause_s     # what there is may be for others only
+                pause_s = min(2 * pause_s, MOST_WAITER_PAUSE_S)
+                again = {name: body[name] for name in KEPT_OF_TURN if name in body}
+                call = call._replace(arguments=dict(call.arguments, body=again))
 
     def wake(self) -> None:
         """Let the thread of the store look what there is."""
@@ -14387,10 +14506,18 @@ class Server:
         if self.asked:
             self.answer_asked()
         self.on_clock(time.monotonic())
+        self.wake_waiters()
         self.feeds.add_updates(self.service.take_updates())     # committed since the last time
         changed, self.changed_rows = self.changed_rows, self.store.connection.total_changes
         if self.changed_rows - changed > MANY_ROWS:
             give_memory_back()
+
+    def wake_waiters(self) -> None:
+        """Wake the runners for which the turn may have brought something."""
+        before, self.seen_rows = self.seen_rows, self.store.connection.total_changes
+        for workflow_id in list(self.waiters.counts) if self.seen_rows != before else ():
+            if self.work(lambda service: has_news(service.context(), workflow_id)):
+                self.waiters.announce(workflow_id)
 
     def wait_s(self) -> Optional[float]:
         """How long nothing needs to be done; None: for ever."""
@@ -15774,6 +15901,11 @@ class PendingCall:
     def fileno(self) -> int:
         """Descriptor that gets readable with the answer; -1 if the answer is here."""
         return -1 if self.connection is None or self.connection.is_closed else self.connection.socket.fileno()
+
+    def abandon(self) -> None:
+        """Do without the answer."""
+        if self.connection is not None:
+            self.connection.close()
 
     def finish(self, deadline_s: float = CALL_DEADLINE_S) -> Any:
         """The answer. Raises what call() raises."""
@@ -22217,6 +22349,8 @@ def add_member(bundle: Any, name: str, file: Any) -> int:
 # * LINK_STATES says what the link knows of the server. Only the link decides what follows from a request
 #   without an answer: children go on and are reaped, and nothing is started once the lease is over.
 # * Who starts something asks for the lease: when it is over, as after a suspension, others may have our jobs.
+# * A request of a runner that has nothing to do may wait at the server (`wait_s`) until there is something.
+#   What comes up here meanwhile ends that: the connection is closed, and the next request lists what is held.
 #
 # When the server has been silent for the window (compute_node_wait_for_healthy_database_minutes, anew in each
 # outage) the link is offline: the page's offline drain. There is no lease then, so that nothing is claimed or
@@ -22294,6 +22428,9 @@ class Pace:
         self.has_progressed = True          # since the last poll
         self.worked_at = time.monotonic()   # last claim or local end: idleness counts from here
         self.ended_at = -math.inf           # last local end
+        self.has_wanted = False             # the last request has asked for jobs
+        self.is_idle = False                # ... and got none, and nothing runs here
+        self.waits_s = 0.0                  # so long the server may keep the request that is out
 
     def on_claim(self) -> None:
         """Jobs were claimed."""
@@ -22309,9 +22446,21 @@ class Pace:
         self.worked_at = time.monotonic()
         self.ended_at = self.ended_at if self.ended_at == -math.inf else self.worked_at
 
-    def next_wait_s(self, is_poll: bool, has_children: bool) -> Optional[float]:
+    def plan_wait(self, wants: bool, most_s: float) -> None:
+        """Before a request: once one that wanted jobs got none, the server may keep the next for a while."""
+        self.waits_s = max(0.0, most_s) if self.is_idle and wants else 0.0
+        self.has_wanted = wants
+
+    def answer_s(self) -> float:
+        """How long the answer to the request that is out may take."""
+        return self.waits_s + ANSWER_DEADLINE_S
+
+    def next_wait_s(self, is_poll: bool, has_children: bool, answer: Dict[str, Any]) -> Optional[float]:
         """Until the next poll, after an answer: the regimes of the page "Job Runners". None: as planned."""
-        base_s = self.options.poll_interval_s
+        base_s, was_idle = self.options.poll_interval_s, self.is_idle
+        self.is_idle = self.has_wanted and not (answer['jobs'] or answer['is_complete'] or has_children)
+        if answer.get('waited') or self.is_idle and not was_idle:
+            return 0.0      # the next one can wait there; otherwise the server has kept none
         if self.has_progressed:
             wait_s = self.backoff_s = base_s
         elif not is_poll:
@@ -22340,11 +22489,28 @@ class LinkOutlets:
         self.exempt_children = lambda: None     # type: Callable[[], Any]  # a server was started through us
         self.has_answer = lambda pending: True  # type: Callable[[PendingCall], bool]
         self.want = lambda: None                # type: Callable[[], Optional[Dict[str, Any]]]
+        self.patience_s = lambda: 0.0           # type: Callable[[], float]  # without work and children
         self.held_actions = lambda: []          # type: Callable[[], List[int]]
         self.submits = lambda: None             # type: Callable[[], Optional[Dict[str, Any]]]
         self.held_submissions = lambda: []      # type: Callable[[], List[int]]
         self.on_released = lambda: None         # type: Callable[[], Any]  # what we had claimed is others'
         self.on_answer = lambda answer: None    # type: Callable[[Dict[str, Any]], Any]
+
+
+def describe_node(context: NodeContext, node: NodeSize) -> Dict[str, Any]:
+    """What a runner says of itself and its node when it registers."""
+    body = {'workflow_id': context.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
+            'start_time': format_time(time.time()), 'num_cpus': node.num_cpus,
+            'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
+            'compute_node_type': 'local', 'is_active': True}
+    end_time = context.end_time()
+    if end_time is not None:
+        body['end_time'] = format_time(end_time)
+    if context.options.labels:
+        body['labels'] = list(context.options.labels)
+    if context.allocation is not None:
+        body.update(compute_node_type='slurm', scheduler=context.allocation.scheduler())
+    return body
 
 
 class ServerLink:
@@ -22473,19 +22639,8 @@ class ServerLink:
     def register(self) -> None:
         """Become one of the workflow's compute nodes."""
         context, options, node = self.context, self.context.options, self.node
-        body = {'workflow_id': context.workflow_id, 'hostname': socket.gethostname(), 'pid': os.getpid(),
-                'start_time': format_time(time.time()), 'num_cpus': node.num_cpus,
-                'num_nodes': self.num_nodes,
-                'memory_gb': node.memory_bytes / 1024 ** 3, 'num_gpus': len(node.devices),
-                'compute_node_type': 'local', 'is_active': True, 'lease_s': self.pace.lease_s(),
-                'identity': self.identity}
-        end_time = context.end_time()
-        if end_time is not None:
-            body['end_time'] = format_time(end_time)
-        if options.labels:
-            body['labels'] = list(options.labels)
-        if context.allocation is not None:
-            body.update(compute_node_type='slurm', scheduler=context.allocation.scheduler())
+        body = dict(describe_node(context, node), num_nodes=self.num_nodes, lease_s=self.pace.lease_s(),
+                    identity=self.identity)
         lease_ends_at = read_clocks().running + body['lease_s']
         created = self.client.call('create_compute_node', body, ANSWER_DEADLINE_S)
         context.node_id, self.times_opened = created['id'], self.client.times_opened
@@ -22541,7 +22696,8 @@ class ServerLink:
         """When a request is to be sent, or its answer is overdue. The loop watches for the answer itself."""
         window_ends_at = self.window_ends_at if self.state == 'silent' else math.inf
         if self.pending is not None:
-            return min(self.sent_at + ANSWER_DEADLINE_S, window_ends_at)
+            sooner_at = min(self.poll_at, self.report_at) if self.pace.waits_s else math.inf
+            return min(self.sent_at + self.pace.answer_s(), window_ends_at, sooner_at)
         is_last = self.is_quiet and not self.has_asked
         return 0.0 if self.must_ask or is_last else min(self.poll_at, self.report_at, window_ends_at)
 
@@ -22552,11 +22708,16 @@ class ServerLink:
         # A last time, which may take seconds: by then a journal is being written.
         if was_offline and self.is_quiet and not self.has_asked and now < self.end:
             self.poll_now()
-        if self.must_ask or self.pending is None and now >= min(self.poll_at, self.report_at):
+        is_due = now >= min(self.poll_at, self.report_at)
+        if self.pace.waits_s and is_due and not self.call.has_answer(self.pending):
+            # Something has come up while the server keeps our request: ask anew, and say what we hold.
+            self.pending.abandon()
+            self.pending, self.pace.waits_s, self.is_doubtful = None, 0.0, True
+        if self.must_ask or self.pending is None and is_due:
             self.begin()
         if self.pending is not None:
             has_answer = self.call.has_answer(self.pending)
-            if has_answer or now >= self.sent_at + ANSWER_DEADLINE_S:
+            if has_answer or now >= self.sent_at + self.pace.answer_s():
                 self.finish(READ_DEADLINE_S if has_answer else 0.0)
 
     def begin(self) -> None:
@@ -22573,6 +22734,8 @@ class ServerLink:
         want = self.call.want() if self.has_lease else None
         self.report_at = math.inf
         self.asks_survey = want is not None and not self.has_survey
+        is_busy = self.has_updates or self.is_doubtful
+        self.pace.plan_wait(want is not None, 0.0 if is_busy else self.call.patience_s())
         body = self.updates()
         self.turn += 1
         lease_s = self.pace.lease_s()
@@ -22587,6 +22750,8 @@ class ServerLink:
             body['held'] = [attempt.key for attempt in self.attempts.of()]
             body['held_actions'] = self.call.held_actions()
             body['held_submissions'] = self.call.held_submissions()
+        if self.pace.waits_s:
+            body['wait_s'], self.poll_at = self.pace.waits_s, math.inf
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
                                              workflow_id=context.workflow_id)
@@ -22629,6 +22794,7 @@ class ServerLink:
     def finish(self, deadline_s: float) -> None:
         """Fetch the answer, and take it in. Errors that no later request would cure pass."""
         pending, self.pending = self.pending, None
+        self.pace.waits_s = 0.0
         try:
             answer = pending.finish(deadline_s)
         except Unreachable as error:
@@ -22645,7 +22811,7 @@ class ServerLink:
             del getattr(self, name)[:len(items)]    # what came up meanwhile stays
         self.set_online()
         self.on_answer(answer)
-        wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children())
+        wait_s = self.pace.next_wait_s(self.is_poll, self.call.has_children(), answer)
         if wait_s is not None:
             self.poll_at = time.monotonic() + wait_s
         if was_offline:     # this request wanted nothing
@@ -25446,6 +25612,8 @@ class Shutdown:
             self.context.say(f'leaving: {words}', 'warning' if reason == 'output' else 'info')
         has_begun, self.reason = self.reason in SIGNAL_REASONS, reason
         self.dispatcher.close()
+        if self.link.pace.waits_s:
+            self.link.poll_now()
         self.launcher.give_up_unkillable()
         if reason not in SIGNAL_REASONS:
             if self.digests.is_busy:
@@ -25521,6 +25689,16 @@ class ExitRules:
         if not shutdown.reason and shutdown.link.answer['is_canceled']:
             context.log.write('Workflow canceled', workflow_id=context.workflow_id)
             shutdown.leave('cancel', context.config['sigterm_lead_seconds'])
+
+    def patience_s(self) -> float:
+        """How long the server may keep a request: without children, until the runner is to leave."""
+        context, shutdown = self.context, self.shutdown
+        if shutdown.launcher.children:
+            return 0.0
+        limit_s = context.setting('compute_node_wait_for_new_jobs_seconds') or math.inf
+        now = time.monotonic()
+        return min(IDLE_WAIT_S, shutdown.link.pace.worked_at + limit_s - now,
+                   shutdown.end - shutdown.dispatcher.policy.least_s - now)
 
     def look_while_idle(self) -> None:
         """Without children: leave when nothing came for long enough, or nothing can come any more."""
@@ -25763,7 +25941,7 @@ class Runner:
         call.has_children = lambda: bool(self.launcher.children)
         call.exempt_children = self.launcher.exempt_children
         call.has_answer = self.wakeup.has_answer
-        call.want = self.dispatcher.want
+        call.want, call.patience_s = self.dispatcher.want, self.exit_rules.patience_s
         call.held_actions = self.actions.ids
         call.submits, call.held_submissions = self.submissions.wanted, self.submissions.ids
         call.on_released = self.dispatcher.drop_claims
@@ -35788,8 +35966,8 @@ LABEL_OF_RUNNER = Argument('--label', 'LABEL,...', 'take only jobs that have lab
                            parse_labels, '*')
 RUN_OPTIONS = (
     OUTPUT_DIR,
-    Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server',
-             at_least(0.01, parse_seconds), default=DEFAULT_POLL_INTERVAL_S),
+    Argument('-p --poll-interval', 'SECONDS', 'interval between requests to the server, which tells an idle '
+             'runner at once of new work', at_least(0.01, parse_seconds), default=DEFAULT_POLL_INTERVAL_S),
     Argument('--num-cpus', 'N', 'CPUs to use (default: by affinity and CPU quota)', at_least(1)),
     Argument('--memory-gb', 'N', 'memory to use, in GiB, or such as 512m (default: what is available)',
              at_least(0, parse_gigabytes)),
