@@ -33378,7 +33378,7 @@ def hang_up(world: World, rounds: int, seed: int, how: str) -> str:
 # whatever is recorded, each attempt began once, and each job ended once.
 
 OUTAGE = """
-torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S, torc.RECONNECT_S = 0.2, 0.8, 0.2, 0.2
+torc.RETRY_MAX_S, torc.ANSWER_DEADLINE_S, torc.MAX_RETRY_PAUSE_S, torc.RECONNECT_S = 0.2, 3.0, 0.2, 0.2
 torc.TICK_S, torc.ABSENCE_S = 0.1, 1.0
 setting = torc.NodeContext.setting
 torc.NodeContext.setting = lambda self, name: (
