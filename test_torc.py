@@ -9020,6 +9020,12 @@ class RegistrationTest(WorldTest):
         torc.unregister_server(path, {'server_id': 'b.db'})
         self.assertIsNone(torc.read_registration())
 
+    def test_who_has_used_a_server_does_not_go_on_with_another_that_is_registered_later(self) -> None:
+        self.register('a.db', start_ticks=1)
+        client = torc.Client.find()
+        self.register('b.db')
+        self.assertRaisesRegex(torc.Unreachable, 'the server of .*a.db at .* has ended, or was killed\n', client.open)
+
     def test_only_who_has_the_very_database_forgets_its_server(self) -> None:
         for name, host, is_network, is_kept in (('b.db', None, False, True), ('a.db', 'login2', False, True),
                                                 ('a.db', 'login2', True, False), ('a.db', None, False, False)):

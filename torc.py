@@ -15760,6 +15760,8 @@ class Connector:
     def candidates(self) -> Iterator[Tuple[str, Dict[str, Any]]]:
         """Servers that may answer: (address that was named, or "", what is known of it), the best first."""
         found = read_server_file(self.connection_file)
+        if self.server_file and found is not None and found.get('database') != self.database:
+            found = None        # it ended, and another one is registered now
         if not self.named_url:
             self.server = found or self.server if self.is_lasting else found
             if found is not None and not is_server_over(found):
