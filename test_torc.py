@@ -13737,9 +13737,6 @@ class LauncherTest(WorldTest):
             self.assertEqual(126, self.end_of(self.start('echo one\n' + self.LONG)).return_code)
         self.assertEqual('', self.world.read('out'))
 
-    def test_who_owns_the_directory_of_temporary_files_cannot_replace_a_long_command(self):
-        self.assertIn('0 of 20 ', replace_commands(self.launcher, self.world, 20))
-
     def test_no_room_for_a_long_command_is_the_nodes_fault(self):
         for directory in (self.world.path('not there'), self.world.write('a file', '')):
             with unittest.mock.patch.object(tempfile, 'tempdir', directory), self.assertRaises(OSError) as caught:
@@ -14009,51 +14006,6 @@ while True:
         self.assertGreater(end.cpu_s, 0)
 
 
-def replace_commands(launcher: Any, world: World, trials: int) -> str:
-    """Long commands, while another user, who owns the temporary directory, replaces all files in it."""
-    need('root', os.getuid() == 0, 'becomes another user')
-    os.chmod(world.root, 0o755)
-    os.chmod(world.directory, 0o755)
-    directory = world.path('temporary')
-    os.mkdir(directory)
-    os.chown(directory, 65534, 65534)
-    os.chmod(directory, 0o777)
-    thief = os.fork()
-    if thief == 0:
-        try:
-            os.setgid(65534)
-            os.setuid(65534)
-            os.chdir(directory)
-            while os.getppid() != 1:
-                for name in os.listdir('.'):
-                    with contextlib.suppress(OSError):
-                        os.unlink(name)
-                        with open(name, 'x') as file:
-                            file.write('echo stolen')
-        finally:
-            os._exit(0)
-    launcher.exempt_children()
-    stolen = 0
-    try:
-        for number in range(trials):    # every second one without O_TMPFILE: the file has a name for a moment
-            nameless = {'_O_TMPFILE_WORKS': number % 2 == 0}
-            patched = unittest.mock.patch.multiple(tempfile, tempdir=directory, **nameless)
-            outputs = [torc.create_file(world.path(f'out{number}'))] * 2
-            with contextlib.ExitStack() as stack:
-                stack.callback(os.close, outputs[0])
-                stack.enter_context(patched)
-                stack.enter_context(world.inside())
-                stack.enter_context(contextlib.suppress(BlockingIOError))   # the thief was first
-                process = torc.Shell(launcher).start(LauncherTest.LONG + 'echo ran', {}, outputs, f'{number}-1')
-                world.wait(lambda: process in launcher.poll(), 20, 'the end of the command')
-                stolen += (process.end.return_code, world.read(f'out{number}')) != (0, 'ran\n')
-    finally:
-        os.kill(thief, signal.SIGKILL)
-        os.waitpid(thief, 0)
-    os.chmod(world.root, 0o700)
-    return f'{stolen} of {trials} long commands were replaced'
-
-
 def guardians_of(runner: int) -> List[int]:
     """Children of a runner that run its own program: no jobs."""
     def program(pid: int) -> str:
@@ -14062,20 +14014,6 @@ def guardians_of(runner: int) -> List[int]:
         return ''
     with contextlib.closing(torc.ProcChildren(runner)) as children:
         return [pid for pid in children.read() if program(pid) == program(runner)]
-
-
-def steal_commands(world: World, trials: int) -> str:
-    """The same with a launcher of its own; none may be replaced."""
-    if os.getuid():
-        return 'not tried: it needs root'
-    with world.inside():
-        launcher = torc.Launcher()
-    try:
-        said = replace_commands(launcher, world, trials)
-    finally:
-        launcher.close()
-    assert said.startswith('0 of '), said
-    return said
 
 
 class GuardianTest(WorldTest):
@@ -34356,8 +34294,6 @@ def run_faults(is_quick: bool, seed: Optional[int], parts: Sequence[str] = ()) -
              (f'a full disk under the output, {rounds} times', lambda world: fill_output(world, rounds, seed)),
              ('floods of output, 7 kinds of jobs', lambda world: flood_output(world, max(1, rounds // 10), seed)),
              *((f'{rounds} runs and {how}', lambda world, how=how: hang_up(world, rounds, seed, how)) for how in HANG_UPS),
-             (f'{4 * rounds} long commands beside a thief',
-              lambda world: steal_commands(world, 4 * rounds)),
              (f'database files spoilt, {rounds} times', lambda world: spoil_files(world, rounds, seed)),
              (f'a server stopped beyond its lease, {rounds} times',
               lambda world: freeze_holder(world, rounds, seed)),
