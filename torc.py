@@ -6808,9 +6808,9 @@ class PlanMerge:
         digests = [members_digest(group) for group in groups]
         sets = dict(context.rows('SELECT digest, id FROM dep_set WHERE workflow_id = ?', (workflow_id,)))
         fresh = {digest: group for digest, group in zip(digests, groups) if digest not in sets}
-        for digest, group in fresh.items():
-            values = {'workflow_id': workflow_id, 'digest': digest, 'pending': len(group)}
-            sets[digest] = context.insert('dep_set', values)
+        sets.update(zip(fresh, context.insert_many('dep_set', [
+            {'workflow_id': workflow_id, 'digest': digest, 'pending': len(group)}
+            for digest, group in fresh.items()])))
         self.store_jobs([sets[digest] for digest in digests])
         context.insert_rows('dep_member', ('dep_set_id', 'job_id'), (
             (sets[digest], job_id) for digest, group in fresh.items() for job_id in group))
