@@ -4676,7 +4676,7 @@ class ApplySpecTest(ServiceTest):
     def test_groups_of_the_file_are_linked_by_who_may(self):
         self.call('create_access_group', {'name': 'g'})
         workflow_id = self.make()
-        self.service.knows_users = self.service.enforces_access = True
+        self.service.enforces_access = True
         for caller, spec, wanted in (('u', self.spec(access_groups=['g']), 200), ('eve', self.SPEC, 403)):
             with self.service.transaction():
                 path = f'{torc.API_PREFIX}/workflows/{workflow_id}/apply_spec'
@@ -6470,7 +6470,7 @@ class GroupTest(ServiceTest):
 
     def as_user(self, user: str) -> None:
         """From now on a user asks, where access is enforced."""
-        self.caller, self.is_admin, self.service.knows_users, self.service.enforces_access = user, False, True, True
+        self.caller, self.is_admin, self.service.enforces_access = user, False, True
 
     def names(self, op: str, **parameters: Any) -> List[str]:
         """Names of the groups or members in a list."""
@@ -6557,8 +6557,8 @@ class GroupTest(ServiceTest):
         for knows_users, caller, user, is_allowed in (
                 (False, 'anonymous', 'ann', True), (False, 'bob', 'ann', True), (True, 'bob', 'ann', False), (True, 'bob', 'bob', True),
                 (True, 'anonymous', 'ann', False), (True, 'anonymous', 'account', True)):
-            self.caller, self.is_admin, self.service.knows_users = caller, False, knows_users
-            self.service.is_user = lambda name: name in ('ann', 'bob')
+            self.caller, self.is_admin = caller, False
+            self.service.users = unittest.mock.Mock(hashes={'ann': '', 'bob': ''}) if knows_users else None
             with self.subTest(knows_users=knows_users, caller=caller, user=user):
                 if is_allowed:
                     self.assertEqual(user, self.call('create_workflow', {'name': 'x', 'user': user})['user'])
@@ -6572,7 +6572,7 @@ class GroupTest(ServiceTest):
     def test_without_enforcement_groups_are_managed_by_the_owner_or_where_nobody_has_a_name_by_all(self):
         self.caller, self.is_admin = 'anonymous', False
         self.call('add_user_to_group', {'user_name': 'ann', 'role': 'admin'}, group_id=self.group_id)
-        self.service.knows_users, self.caller = True, 'bob'
+        self.service.users, self.caller = unittest.mock.Mock(hashes={}), 'bob'
         self.assertEqual('w', self.call('get_workflow', id=self.workflow_id)['name'])
         for name, body, parameters in (('create_access_group', {'name': 'x'}, {}),
                                        ('add_user_to_group', {'user_name': 'bob'}, {'group_id': self.group_id}),
@@ -7411,10 +7411,11 @@ class ApiTest(ServiceTest):
         self.assertEqual((None, int(self.clock * 1000), event), (event['data'], event['timestamp'], self.good('PUT', f"/events/{event['id']}", event)))
         answer = self.good('DELETE', '/user_data', query=f'workflow_id={workflow_id}')
         self.assertEqual((1, 'Deleted 1 user data records of workflow 1'), (answer['deleted_count'], answer['message']))
-        self.service.reload_users = lambda: 3
+        self.service.users = unittest.mock.Mock(reload=lambda: 3)
         self.assertEqual({'message': 'Auth credentials reloaded successfully', 'user_count': 3}, self.good('POST', '/admin/reload-auth'))
-        for reload_users, kind in ((None, 'NoAuthFile'), (unittest.mock.Mock(side_effect=torc.BadInput('no user in it')), 'ReloadFailed')):
-            self.service.reload_users = reload_users
+        broken = unittest.mock.Mock(**{'reload.side_effect': torc.BadInput('no user in it')})
+        for users, kind in ((None, 'NoAuthFile'), (broken, 'ReloadFailed')):
+            self.service.users = users
             status, value = self.ask('POST', '/admin/reload-auth')
             self.assertEqual((422, kind), (status, value['error']['error']))
 
@@ -7646,7 +7647,7 @@ class LiveTest(ServiceTest):
             ids[noun] = self.call('create_access_group', {'name': f'{noun} {name}', 'description': 'd'})['id']
             self.call('add_user_to_group', {'user_name': 'mia'}, group_id=ids[noun])
         self.call('add_workflow_to_group', id=ids['workflow'], group_id=ids['group'])
-        self.service.reload_users = lambda: 1
+        self.service.users = unittest.mock.Mock(hashes={}, reload=lambda: 1)
         self.call('admin_sql', {'sql': 'UPDATE workflow SET name = name WHERE id = 1', 'write': True})
         ids['tasked_workflow'] = self.call('create_workflow', {'name': name + ' with a task', 'user': 'u'})['id']
         ids['task'] = self.call('initialize_jobs', id=ids['tasked_workflow'], **{'async': True})['id']
@@ -8088,7 +8089,7 @@ class MatrixTest(LiveTest):
             self.call('remove_user_from_group', group_id=self.others[group], user_name='mia')
         with self.service.transaction():
             torc.set_administrators(self.context, ['root'])
-        self.service.knows_users = self.service.enforces_access = True
+        self.service.enforces_access = True
 
     def request_as(self, caller: str, route: Any, ids: Any = None) -> Tuple[int, Any]:
         """Ask for a route as somebody, with ids of this workflow or others; nothing of it stays."""

@@ -5723,12 +5723,10 @@ class Service:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.knows_users = False            # callers have names: groups are managed by those who may
+        # A server's Users: callers have names then, and groups are managed by those who may.
+        self.users = None                   # type: Any
         # others than administrators see their own and their groups' workflows only
         self.enforces_access = False
-        self.is_user = lambda name: False   # type: Callable[[str], bool]  # whether somebody logs in under it
-        # Read the password file again; how many users it has.
-        self.reload_users = None            # type: Optional[Callable[[], int]]
         self.allows_sql = self.allows_sql_writes = True     # ad-hoc SQL, and such that changes something
         self.clock = time.monotonic         # of leases, which nobody can set; a server gives it its own
         self.nodes = collections.defaultdict(NodeWord)  # type: Dict[int, NodeWord]  # by id
@@ -5743,7 +5741,7 @@ class Service:
     @property
     def identifies_callers(self) -> bool:
         """Whether it matters who asks."""
-        return self.knows_users or self.enforces_access
+        return self.users is not None or self.enforces_access
 
     def context(self, caller: str = '', is_admin: bool = True) -> 'Context':
         """What a verb gets; whoever opens the file is an administrator."""
@@ -6076,8 +6074,9 @@ def speaks_for(context: Context, user: str) -> bool:
 
     Unauthenticated callers may use any name that no user has: Torc's clients send that of their account.
     """
+    users = context.service.users
     if context.is_restricted and context.caller == ANONYMOUS:
-        return not context.service.is_user(user)
+        return users is None or user not in users.hashes
     return not context.is_restricted or context.caller == user
 
 
@@ -10562,11 +10561,11 @@ def failing_as(kind: str) -> Iterator[None]:
 def reload_auth(context: Context) -> Values:
     """Read the password file again, and forget what was known of passwords."""
     check_admin(context)
-    if context.service.reload_users is None:
+    if context.service.users is None:
         raise Refused('this server has no password file: it was started without --auth-file',
                       kind='NoAuthFile')
     with failing_as('ReloadFailed'):
-        count = context.service.reload_users()
+        count = context.service.users.reload()
     return {'message': 'Auth credentials reloaded successfully', 'user_count': count}
 
 
@@ -14385,10 +14384,7 @@ class Server:
         # ends.
         self.service.clock = lambda: self.clocks.running
         self.service.traffic, self.service.watched = self.traffic, self.feeds.by_subject
-        self.service.knows_users = users is not None
-        if users is not None:
-            self.service.is_user = lambda name: name in users.hashes
-            self.service.reload_users = users.reload
+        self.service.users = users
 
     def start(self) -> None:
         """Begin to let clients in: they wait for the turns."""
