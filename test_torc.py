@@ -5097,7 +5097,7 @@ class ClaimTest(ServiceTest):
         def chain(count: int) -> List[str]:
             return ['j0:', *(f'j{i}: j{i - 1}' for i in range(1, count))]
         for shape, few, many, limit, end in ((free, 100, 6000, 1, {}), (free, 2000, 6000, 5, {}),
-                                             (chain, 100, 3000, 0, {'status': 'failed', 'code': 1, 'retry': True})):
+                                             (chain, 100, 3000, 1, {'status': 'failed', 'code': 1, 'retry': True})):
             with self.subTest(shape=shape.__name__, limit=limit):
                 expected = steps(shape(few), limit, **end)
                 self.assertLess(steps(shape(many), limit, **end), 1.1 * expected)
