@@ -12476,7 +12476,6 @@ class Lease:
         self.clock = clock
         self.mine = dict(describe_process(), id=secrets.token_hex(8), database=os.path.realpath(database))
         self.looked_at = -math.inf      # by clock
-        self.lock = threading.Lock()    # one thread looks: the loop's, or that of a long request
 
     @classmethod
     def watch_s(cls) -> float:
@@ -12582,17 +12581,16 @@ class Lease:
 
     def renew(self, is_sure: bool = False) -> None:
         """Once a period, or now: say that we live, and see that it is ours. Conflict if it may be lost."""
-        with self.lock:
-            # Each look costs the file server a request; one that took longer than a period says nothing.
-            while is_sure or self.clock() - self.looked_at >= self.PERIOD_S:
-                is_sure = False
-                try:
-                    self.look()
-                except (OSError, Denied) as error:
-                    if self.clock() - self.looked_at <= 2 * self.PERIOD_S:  # a file system that comes back
-                        return
-                    raise Conflict(f'the lease {self.path} could not be renewed, '
-                                   f'others may take it: {error}') from None
+        # Each look costs the file server a request; one that took longer than a period says nothing.
+        while is_sure or self.clock() - self.looked_at >= self.PERIOD_S:
+            is_sure = False
+            try:
+                self.look()
+            except (OSError, Denied) as error:
+                if self.clock() - self.looked_at <= 2 * self.PERIOD_S:  # a file system that comes back
+                    return
+                raise Conflict(f'the lease {self.path} could not be renewed, '
+                               f'others may take it: {error}') from None
 
     def look(self) -> None:
         """Say that we live, and see that it is ours."""
