@@ -11843,13 +11843,6 @@ class WireTest(unittest.TestCase):
                 self.ask(answer)
         with self.assertRaisesRegex(ConnectionError, 'an answer came without its length'):
             self.ask(b'HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n{')
-        most = b'HTTP/1.1 200 OK\r\ncontent-length: 67108864\r\n\r\n' + b'0' * 67108864
-        self.assertEqual(67108864, len(self.ask(most)[1]))
-        chunk = b'%x\r\n%s\r\n' % (2 ** 20, b'0' * 2 ** 20)
-        for answer in (b'HTTP/1.1 200 OK\r\ncontent-length: 67108865\r\n\r\n{',
-                       [b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n'] + [chunk] * 65):
-            with self.assertRaisesRegex(ConnectionError, 'its answer is too long: 64.*, and at most 64.0MB are read from what has shown neither'):
-                self.ask(answer)
 
     def test_addresses(self) -> None:
         for url, parts in (('http://h:8080/torc-service/v1', (False, 'h', 8080, '/torc-service/v1')),
@@ -12739,10 +12732,13 @@ class ClientTest(WorldTest):
     def test_whoever_took_the_port_cannot_fill_the_memory(self) -> None:
         token_file = self.world.path('torc.db.token')
         torc.keep_token(token_file)
-        impostor = Impostor(b'HTTP/1.1 200 OK\r\ncontent-length: 999999999\r\n\r\n{')
-        self.addCleanup(impostor.stop)
-        with self.assertRaisesRegex(torc.Unreachable, 'its answer is too long'):
-            torc.Client(url=impostor.url, token_file=token_file).reconnect(wait_s=0)
+        chunk = b'%x\r\n%s\r\n' % (40000, b'0' * 40000)
+        for answer in (b'HTTP/1.1 200 OK\r\ncontent-length: 999999999\r\n\r\n{',
+                       [b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n', *[chunk] * 4]):
+            impostor = Impostor(answer)
+            self.addCleanup(impostor.stop)
+            with self.assertRaisesRegex(torc.Unreachable, 'its answer is too long'):
+                torc.Client(url=impostor.url, token_file=token_file).reconnect(wait_s=0)
 
     def test_a_password_is_shown_to_the_server_that_was_named_and_to_no_other(self) -> None:
         os.environ.update(TORC_PASSWORD='open-sesame', TORC_COOKIE_HEADER='gate=1', USER='ann')

@@ -15085,7 +15085,6 @@ ANSWER_PIECE_BYTES = 65536          # of an answer, read at once
 MAX_EVENT_BYTES = 16 * 1024 ** 2
 MAX_PROOF_BYTES = 65536             # of the first answer of a server: what sends more is another program
 PAGE_ITEMS = 20000                  # of a list that is fetched page by page
-MAX_UNPROVEN_BYTES = 64 * 1024 ** 2     # of an answer that neither a signature nor a certificate vouches for
 CERTIFICATE_CURES = {       # OpenSSL's verify codes (x509_vfy.h)
     9: 'is not valid yet: is the clock right?',
     10: 'has expired: the server wants a new one',
@@ -15270,16 +15269,14 @@ class HttpConnection:
         self.fields = f'host: {name}:{address.port}\r\nuser-agent: torc.py/{__version__}\r\n'
         self.is_closed = False
         self.is_waiting = False     # a request is out whose answer has not been read
-        tls = tls or TlsSettings()
-        is_proven = address.is_tls and not tls.is_insecure
-        self.most_bytes = math.inf if is_proven else MAX_UNPROVEN_BYTES     # of an answer
+        self.most_bytes = math.inf  # of an answer
         self.signer = None         # type: Optional[Signer]  # signs requests, and checks answers
         self.socket = socket.create_connection((address.host, address.port), limit_s)
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.socket.settimeout(CONNECT_DEADLINE_S)
             if address.is_tls:
-                self.socket = tls.wrap(self.socket, address.host)
+                self.socket = (tls or TlsSettings()).wrap(self.socket, address.host)
         except BaseException:
             self.close()
             raise
@@ -15369,11 +15366,9 @@ class HttpConnection:
         return b''.join(parts)
 
     def check_length(self, length: int) -> None:
-        """ConnectionError if an answer is longer than is read from who has not proved anything."""
+        """ConnectionError if an answer is longer than is read at present."""
         if length > self.most_bytes:
-            raise ConnectionError(f'its answer is too long: {format_memory(length)}, and at most '
-                                  f'{format_memory(self.most_bytes)} are read from what has shown neither '
-                                  'token nor certificate; ask for less at a time')
+            raise ConnectionError(f'its answer is too long: {format_memory(length)}')
 
     def check_signature(self, response: Any, body: bytes) -> None:
         """ConnectionError unless an answer is our server's, to our last request, if requests are signed."""
@@ -15846,7 +15841,7 @@ class Connector:
 
         `server` is what its connection file says; {} if there is none.
         """
-        challenge, usual_bytes = secrets.token_hex(16), connection.most_bytes
+        challenge = secrets.token_hex(16)
         connection.most_bytes = MAX_PROOF_BYTES
         try:
             target = f'/healthz?challenge={challenge}'
@@ -15855,7 +15850,7 @@ class Connector:
                 parse_answer(status, body)
             said = {key: item.encode('ascii', 'replace').decode() if isinstance(item, str) else ascii(item)
                     for key, item in json.loads(body.decode()).items()}
-            connection.most_bytes = usual_bytes
+            connection.most_bytes = math.inf
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             connection.close()
             raise absent(f'no answer from {connection.address.url}: {explain(error)}') from None
@@ -15867,7 +15862,6 @@ class Connector:
         if hmac.compare_digest(said.get('signed_proof', ''), wanted) \
                 and server.get('server_id') in (None, server_id):
             connection.signer = Signer(token.encode(), server_id, float(clock))
-            connection.most_bytes = math.inf
         else:
             connection.close()
             raise Unreachable(f'what answers at {connection.address.url} is not the server of the token '
