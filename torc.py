@@ -5696,7 +5696,7 @@ def prepare_schema(connection: sqlite3.Connection, path: str) -> None:
 #
 # Updates. Verbs report what happened with announce() and record_event(); it is sent after the commit.
 
-MAX_UPDATES = 4000      # of one transaction, fewer than a feed keeps; of more only the number is kept
+MAX_NAMED = 4000        # of jobs that are canceled together, fewer than a feed keeps; others are counted
 
 
 class Update(Row):
@@ -5735,7 +5735,7 @@ class Service:
         self.job_counts = {}                # type: Dict[int, Tuple[float, Dict[int, int]]]
         # Ids of the workflows whose updates are wanted; anything with `in`.
         self.watched = frozenset()          # type: Any
-        self.updates = []                   # type: List[Union[Update, int]]  # int: of it, one too many
+        self.updates = []                   # type: List[Update]
         self.traffic = None                 # type: Any  # what the server counts, if there is one
 
     @property
@@ -5765,7 +5765,7 @@ class Service:
             if not keeps:
                 del self.updates[count:]
 
-    def take_updates(self) -> List[Union[Update, int]]:
+    def take_updates(self) -> List[Update]:
         """What was announced and has been committed."""
         updates, self.updates = self.updates, []
         return updates
@@ -5973,11 +5973,9 @@ def list_answer(items: List[Any], offset: int, total: int) -> Values:
 def announce(context: Context, workflow_id: int, event_type: str, data: Values,
              severity: str = 'info') -> None:
     """Report an update of a workflow: it is sent after the commit, if the workflow is watched."""
-    service = context.service
-    if workflow_id in service.watched:
+    if workflow_id in context.service.watched:
         update = Update(workflow_id, event_type, severity, int(context.now() * 1000), data)
-        is_kept = len(service.updates) < MAX_UPDATES or event_type == 'workflow_completed'  # it is waited for
-        service.updates.append(update if is_kept else workflow_id)
+        context.service.updates.append(update)
 
 
 def announce_start(context: Context, job: JobState, run_id: int) -> None:
@@ -6001,10 +5999,10 @@ def announce_end(context: Context, workflow_id: int, job_id: int, job_name: str,
 def announce_canceled(context: Context, workflow_id: int, job_ids: Ids) -> None:
     """Report that jobs were canceled, however many they are."""
     if workflow_id in context.service.watched:
-        room = max(0, MAX_UPDATES - len(context.service.updates))       # further names are not looked up
-        for job_id, name in rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', job_ids[:room]):
+        for job_id, name in rows_by_ids(context, 'SELECT id, name FROM job WHERE id IN', job_ids[:MAX_NAMED]):
             announce_end(context, workflow_id, job_id, name, 'canceled', return_code=None)
-        context.service.updates += [workflow_id] * len(job_ids[room:])
+        if len(job_ids) > MAX_NAMED:
+            announce(context, workflow_id, 'warning', {'dropped': len(job_ids) - MAX_NAMED}, 'warning')
 
 
 def add_event(context: Context, workflow_id: int, data: Any) -> None:
@@ -13644,17 +13642,14 @@ class Feeds:
         if feed is not None:
             feed.add(severity, event_type, data)
 
-    def add_updates(self, updates: Sequence[Union[Update, int]]) -> None:
+    def add_updates(self, updates: Sequence[Update]) -> None:
         """What a transaction announced."""
         for item in updates:
-            if not isinstance(item, int):
-                value = {'workflow_id': item.workflow_id, 'timestamp': item.timestamp,
-                         'event_type': item.event_type,
-                         'severity': item.severity, 'data': item.data}
-                self.add(item.workflow_id, SEVERITIES.index(item.severity), item.event_type, value)
-        lost = collections.Counter(item for item in updates if isinstance(item, int))
-        for workflow_id, count in lost.items():
-            self.add(workflow_id, len(SEVERITIES), 'warning', {'dropped': count})
+            value = {'workflow_id': item.workflow_id, 'timestamp': item.timestamp,
+                     'event_type': item.event_type, 'severity': item.severity, 'data': item.data}
+            # How many were left out is said in the same words as by a feed.
+            self.add(item.workflow_id, SEVERITIES.index(item.severity), item.event_type,
+                     item.data if item.event_type == 'warning' else value)
 
     def add_request(self, head: RequestHead, event: Dict[str, Any], bodies: Sequence[bytes]) -> None:
         """An event for those who watch requests. Header fields are never shown: they prove who asks."""
