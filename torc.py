@@ -13150,7 +13150,7 @@ def read_fingerprint(path: str) -> str:
 HOST_TEXT = Expression(r'(\[[0-9A-Fa-f:.]+\]|[^:\[\]]+)(?::[0-9]{1,5})?\Z')
 LOOPBACK_NAMES = ('127.0.0.1', '::1', 'localhost')
 WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401
-MAX_CHECKS_OF_USER = 4              # passwords shown for one name that are checked or were wrong just now ...
+MAX_CHECKS_OF_USER = 2              # passwords shown for a name that are checked or were wrong just now ...
 MAX_CHECKS = 64                     # ... and in all; beyond that: 429
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
 MAX_KNOWN_PASSWORDS = 1000          # that were right, and need no other check for a while
