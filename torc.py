@@ -3871,8 +3871,8 @@ class Planner:
         numbers, places = self.names.setdefault(where, {}), itertools.count()
         for block, names in entries:
             numbers.update(zip(names, places))
-            bad = next(filter(name_error, filter(None, names)), None)
-            if bad and len(names) > 1:      # a single one has been reported by read_name
+            bad = next(filter(name_error, filter(None, names)), None) if len(names) > 1 else None
+            if bad:         # a single one has been reported by read_name
                 block.error(f"the name '{shorten(bad)}' {name_error(bad)}", 'name')
             own = dict.fromkeys(names, block)
             twice = next((name for name in own if name and name in owners), None)
@@ -3995,24 +3995,25 @@ class Planner:
     def plan_template(self, expansion: Expansion) -> Iterator[PlannedJob]:
         """The jobs of a template. Mostly they differ in name and command only."""
         block = expansion.block
-        others = block.keys() - {'name', 'command'}
-        has_tokens = '${' in block.get('command', '')
+        varies = any(map(expansion.varies, block.keys() - {'name', 'command'}))
+        template, rest = block.get('command', ''), ()
+        has_tokens = '${' in template
         for name in expansion.walk():
             tokens = {}     # (noun, 'input' or 'output') -> indexes that commands name
             command = self.command(expansion, 'command', tokens) if has_tokens else \
-                expansion.text(block.get('command', ''), 'command')
+                expansion.text(template, 'command')
             if not command.strip() and block.get('command') and expansion.is_new('command'):
                 block.error(f'command must not be empty{NOTHING_TO_DO}', 'command')
-            rest = self.plan_rest(expansion, tokens) if tokens else expansion.once(others, self.plan_rest)
+            if varies or tokens or not rest:
+                rest = self.plan_rest(expansion, tokens)
             if has_tokens:
                 command = self.put_paths(expansion, command, *rest[-4:-2])
             yield PlannedJob(name, command, *rest)
 
     def plan_rest(self, expansion: Expansion,
-                  tokens: Optional[Dict[Tuple[str, str], List[Optional[int]]]] = None) -> Tuple[Any, ...]:
+                  tokens: Dict[Tuple[str, str], List[Optional[int]]]) -> Tuple[Any, ...]:
         """A job after its name and command, whose `tokens` name files and user data."""
-        block, tokens = expansion.block, dict(tokens or {})
-        script = None
+        block, script = expansion.block, None
         if 'invocation_script' in block:
             script = self.command(expansion, 'invocation_script', tokens)
         related = [self.relate(expansion, noun, given, regexes, tokens.get((noun, way), ()))
