@@ -22789,7 +22789,7 @@ class ServerLink:
         except Refused as error:
             if not error.details.get('gone'):
                 raise
-            self.is_released, self.poll_at = True, 0.0
+            self.is_released, self.poll_at, self.sent_at = True, 0.0, -math.inf     # not in vain: ask anew
             return
         self.is_doubtful, self.retry_s, was_offline = False, RETRY_FIRST_S, self.state == 'offline'
         self.lease_ends_at = self.promised_until
