@@ -36807,7 +36807,7 @@ What does not
 What is removed
     Jobs that the file has no longer, with their results; files, user data and so on that nothing needs any
     more. What commands such as `jobs create` have added stays; what they have changed becomes what the file
-    says. A job with another name is another job. What jobs have written into user data stays.
+    says. A job or file with another name is another one. What jobs have written into user data stays.
     On disk nothing, and it says which output files of removed jobs stay. --delete-outputs deletes those that
     are plain files below the workflow's directory, as their jobs left them, and not named by the file.
 Commands without a file
