@@ -7276,6 +7276,7 @@ class ApiTest(ServiceTest):
         ('GET /jobs', None, 400, 'workflow_id is missing'), ('POST /jobs', b'{', 400, 'not JSON'),
         ('POST /jobs', b'[' * 100000, 400, 'not JSON: nested too deeply'), ('POST /jobs', b'{"priority": NaN}', 400, 'NaN is not allowed'),
         ('POST /events', b'{"workflow_id": 1, "data": 1e999}', 422, 'must be between'),
+        ('POST /events', b'{"data": ' + b'1' * 200000, 400, 'digits'),       # which would take a core for long
         ('POST /jobs', b'{"name": "a", "name": "b"}', 400, "duplicate key 'name'"), ('POST /jobs', [1], 422, 'must be an object'),
         ('POST /jobs', dict(JOB, name='a\x85b'), 422, 'control character'), ('POST /jobs', dict(JOB, name='x' * 2000), 422, '2,000 characters'),
         ('POST /jobs', dict(JOB, command='a\0b'), 422, 'cannot be stored'), ('POST /jobs', dict(JOB, env={'A': 1}), 422, 'env.A must be text'),
