@@ -9893,6 +9893,12 @@ class StreamTest(WorldTest):
         self.assertEqual(b'', reader.socket.recv(10))
         self.assertFalse(self.server.is_alive())
 
+    def test_a_server_that_ends_answers_no_second_time_in_the_midst_of_a_stream(self) -> None:
+        self.set_constant('KEEP_ALIVE_S', 0.05)
+        reader = self.read()
+        self.server.server.ask = unittest.mock.Mock(side_effect=torc.Unreachable('the server is ending'))
+        self.assertNotIn(b'HTTP/1.1', read_all(reader.socket))
+
     def test_what_is_not_committed_is_not_sent(self) -> None:
         reader = self.read()
         node = dict(TurnTest.NODE, workflow_id=self.workflow_id)
