@@ -2948,7 +2948,7 @@ def execution_settings(workflow: Dict[str, Any]) -> Dict[str, Any]:
 
 def parse_step_signal(text: str) -> Optional[Tuple[str, int]]:
     """'TERM@120' -> ('TERM', 120): what a step is sent so many seconds before its limit. None for nothing."""
-    match = STEP_SIGNAL.match(text.strip())
+    match = STEP_SIGNAL.match(text.strip().upper())
     return match and (match.group(1), int(match.group(2) or DEFAULT_SIGNAL_LEAD_S))
 
 
