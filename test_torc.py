@@ -11297,7 +11297,7 @@ class MemoryDatabaseTest(WorldTest):
         self.add_events(2)
         with contextlib.closing(self.world.connect(database=self.database)) as client:
             shutil.rmtree(os.path.dirname(self.live()))     # as systemd does when a user logs out (logind.conf(5), RemoveIPC)
-            self.assertRaises(torc.Unreachable, client.call, 'ping', deadline_s=0.2)
+            self.assertRaises(torc.TorcError, client.call, 'archive_workflow', {'is_archived': True}, workflow_id=1)
         self.assertExit(4, self.world.server.finish(20), 'was removed or replaced')
         self.assertEqual(2, self.count())
 
