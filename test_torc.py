@@ -9288,33 +9288,6 @@ class AccessTest(unittest.TestCase):
                 self.assertEqual(status, self.verdict(token='', **fields))
 
 
-    def test_who_asks_is_judged_by_the_head_alone(self) -> None:
-        users = unittest.mock.Mock()
-        rows = (    # users, lets anonymous, target, authorization -> name or None, is owner, has a proof
-            (None,  False, '/x',                     f'Bearer {self.TOKEN}', ('tester', True, False)),
-            (None,  False, '/x',                     '',                     None),
-            (None,  False, '/x',                     'Bearer wrong',         None),
-            (None,  False, '/healthz',               '',                     ('tester', True, False)),
-            (None,  False, '/healthz?challenge=abc', '',                     ('tester', True, True)),
-            (users, False, '/x',                     f'Bearer {self.TOKEN}', ('tester', True, False)),
-            (users, False, '/x',                     '',                     None),
-            (users, True,  '/x',                     '',                     (torc.ANONYMOUS, False, False)),
-            (users, True,  '/x',                     'Bearer wrong',         None),
-            (users, False, '/x',                     login('ann', 'sesame'), ('ann', False, False)),
-        )
-        with unittest.mock.patch.object(torc, 'user_name', lambda: 'tester'):
-            for known, anonymous, target, authorization, expected in rows:
-                with self.subTest(target=target, authorization=authorization, users=bool(known), anonymous=anonymous):
-                    access = torc.Authenticator(torc.AccessPolicy(self.TOKEN, users=known, lets_anonymous=anonymous), 'id')
-                    head = torc.parse_head(http_request(path=target, authorization=authorization)[:-4])
-                    if expected is None:
-                        self.assertRaises(torc.Denied, access.identify, head)
-                    else:
-                        found = access.identify(head)
-                        self.assertEqual(expected, (found.user, found.is_owner, found.proof is not None))
-        users.check.assert_called_once_with('ann', b'sesame')
-
-
 class TokenServerTest(WorldTest):
     """A server with a token."""
 
@@ -10268,6 +10241,8 @@ class ServerTest(WorldTest):
             self.assertEqual([500], statuses(self.server.ask(self.CREATE)))
         with unittest.mock.patch.object(torc, 'find_static', side_effect=ZeroDivisionError):
             self.assertEqual([], statuses(self.server.ask(http_request())))
+        with unittest.mock.patch.object(torc, 'answer_call', return_value=(200, math.inf)):
+            self.assertEqual([500], statuses(self.server.ask(self.CREATE)))
         self.assertEqual([200], statuses(self.server.ask(self.CREATE)))
 
     def test_a_kept_alive_post_is_answered_in_one_packet(self) -> None:

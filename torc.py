@@ -13800,7 +13800,6 @@ LARGE_BYTES = 2 ** 20               # of a request or an answer, after which mem
 SPAN_ID = Expression(r'[0-9A-Za-z_.:-]{1,100}\Z')
 REFUSAL_FIELDS = {                  # status -> header lines of a refusal
     401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n', 503: 'retry-after: 5\r\n'}
-BUG_BODY = b'{"error":{"error":"InternalServerError","message":"a bug in torc.py"}}'
 
 # What a connection is at, in the order in which they make room.
 LEAVING = 0     # everything is sent; the client is to close, too
@@ -14159,9 +14158,9 @@ class Handler:
         """Status and body for what a verb has answered."""
         try:
             return status, b'' if value is None else format_json(value).encode()
-        except ValueError:      # infinite, or half of a surrogate pair: no verb should let it in
-            log.exception('%s %s: a bug in torc.py: its answer cannot be sent', *self.head[:2])
-            return 500, BUG_BODY
+        except ValueError as error:     # infinite, or half of a surrogate pair: no verb should let it in
+            status, value = answer_failure(error, f'the answer to {self.head.method} {self.head.path}')
+            return status, format_json(value).encode()
 
     def send_answer(self, status: int, body: bytes, media_type: str = 'application/json') -> None:
         """Send a whole answer."""
