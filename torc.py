@@ -6863,7 +6863,8 @@ class PlanMerge:
         # Initialize adds to dep_set_id what files and user data imply.
         columns = ('id', 'workflow_id', 'name', 'dep_set_id', 'is_declared', *PLANNED_CELLS)
         changes = ', '.join(f'{name} = excluded.{name}' for name in columns[3:])
-        self.context.insert_rows('job', columns, rows, f'ON CONFLICT (id) DO UPDATE SET {changes}')
+        more = f'ON CONFLICT (id) DO UPDATE SET {changes}' if self.known else ''    # which takes its time
+        self.context.insert_rows('job', columns, rows, more)
         self.note('job', 'added', [row[2] for row in rows if row[2] not in self.known])
         self.changed_jobs.update(row[0] for row in rows if row[2] in self.known)
 
