@@ -16508,6 +16508,25 @@ class RunnerRulesTest(unittest.TestCase):
         self.assertEqual([5, 5, 10], [pace.next_wait_s(True, True, nothing) for _ in range(3)])
         self.assertEqual(30, torc.Pace(torc.RunnerOptions(poll_interval_s=60)).next_wait_s(True, False, nothing))
 
+    def test_who_has_nothing_to_do_asks_at_once_until_the_server_could_keep_a_request(self):
+        rows = rows_of("""
+        tells  doubtful  has_job   kept  waits  because
+        no     no        yes       no    5      something runs here
+        yes    no        no        no    0      an end was told, and nothing came in return
+        yes    no        no        no    0      another end came up while that was on its way
+        no     no        no        yes   0      it was kept, and the next one can be
+        no     no        no        no    5      the server does not keep it now
+        no     yes       no        no    5      a connection lasts for one request
+        no     yes       no        no    5      ... each time
+        yes    no        no        no    0      an action has ended
+        """)
+        pace = torc.Pace(torc.RunnerOptions(poll_interval_s=5))
+        for row in rows:
+            with self.subTest(row):
+                pace.plan_wait(True, row['tells'] == 'yes', 0.0 if row['doubtful'] == 'yes' else 25.0)
+                answer = {'jobs': [], 'is_complete': False, 'waited': row['kept'] == 'yes'}
+                self.assertEqual(float(row['waits']), pace.next_wait_s(True, row['has_job'] == 'yes', answer))
+
     def test_the_least_time_and_the_longest_runtime_follow_from_the_settings(self):
         early = {'execution_config': {'srun_termination_signal': 'TERM@90'}}
         for workflow, arguments, least_s, longest_s in (

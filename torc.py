@@ -22433,6 +22433,7 @@ class Pace:
         self.ended_at = -math.inf           # last local end
         self.has_wanted = False             # the last request has asked for jobs
         self.is_idle = False                # ... and got none, and nothing runs here
+        self.has_told = False               # the last request reported something: none that may be kept
         self.waits_s = 0.0                  # so long the server may keep the request that is out
 
     def on_claim(self) -> None:
@@ -22449,10 +22450,10 @@ class Pace:
         self.worked_at = time.monotonic()
         self.ended_at = self.ended_at if self.ended_at == -math.inf else self.worked_at
 
-    def plan_wait(self, wants: bool, most_s: float) -> None:
+    def plan_wait(self, wants: bool, tells: bool, most_s: float) -> None:
         """Before a request: once one that wanted jobs got none, the server may keep the next for a while."""
-        self.waits_s = max(0.0, most_s) if self.is_idle and wants else 0.0
-        self.has_wanted = wants
+        self.waits_s = max(0.0, most_s) if self.is_idle and wants and not tells else 0.0
+        self.has_wanted, self.has_told = wants, tells
 
     def answer_s(self) -> float:
         """How long the answer to the request that is out may take."""
@@ -22462,7 +22463,7 @@ class Pace:
         """Until the next poll, after an answer: the regimes of the page "Job Runners". None: as planned."""
         base_s, was_idle = self.options.poll_interval_s, self.is_idle
         self.is_idle = self.has_wanted and not (answer['jobs'] or answer['is_complete'] or has_children)
-        if answer.get('waited') or self.is_idle and not was_idle:
+        if answer.get('waited') or self.is_idle and (self.has_told or not was_idle):
             return 0.0      # the next one can wait there; otherwise the server has kept none
         if self.has_progressed:
             wait_s = self.backoff_s = base_s
@@ -22737,8 +22738,8 @@ class ServerLink:
         want = self.call.want() if self.has_lease else None
         self.report_at = math.inf
         self.asks_survey = want is not None and not self.has_survey
-        is_busy = self.has_updates or self.is_doubtful
-        self.pace.plan_wait(want is not None, 0.0 if is_busy else self.call.patience_s())
+        patience_s = 0.0 if self.is_doubtful else self.call.patience_s()
+        self.pace.plan_wait(want is not None, self.has_updates, patience_s)
         body = self.updates()
         self.turn += 1
         lease_s = self.pace.lease_s()
