@@ -16872,6 +16872,36 @@ class LinkTest(PartTest):
         link.act(link.due())
         self.assertEqual([['a'], ['b']], [request['started'] for request in self.client.requests])
 
+    def test_reports_that_end_waits_leave_a_time_to_ask_for_work_again(self):
+        with FakeClock().set() as clock:
+            link, out = self.link(*[{}] * 20), []     # type: Any, List[Any]
+            link.call.want, link.call.patience_s = lambda: {'limit': 1}, lambda: torc.IDLE_WAIT_S
+            link.call.has_answer = lambda pending: not (out and link.pace.waits_s)
+            for _ in range(6):      # of a runner that reads large files, or submits allocations
+                while not link.pace.waits_s:
+                    self.assertLessEqual(link.due(), clock.now + torc.IDLE_WAIT_S, 'nothing is asked any more')
+                    clock.now = max(clock.now, link.due())
+                    out.append(1)
+                    link.act(clock.now)
+                clock.now += 1
+                link.contents.append([1, 2, 3])
+                link.report_soon(0)
+                link.act(clock.now)
+        self.assertEqual([1] * 6, [len(request['contents']) for request in self.client.requests if request['contents']])
+
+    def test_a_request_that_was_to_wait_and_cannot_be_sent_is_sent_again(self):
+        with FakeClock().set() as clock:
+            link, begin = self.link(), self.client.begin
+            link.call.want, link.call.patience_s = lambda: {'limit': 1}, lambda: torc.IDLE_WAIT_S
+            link.call.has_answer = lambda pending: pending.fileno() < 0
+            link.act(clock.now)
+            with unittest.mock.patch.object(self.client, 'begin', side_effect=NO_ANSWER):
+                link.act(clock.now)
+            self.assertEqual(('silent', 1), (link.state, len(self.client.requests)))
+            clock.now = link.due()
+            link.act(clock.now)
+        self.assertEqual(('online', 2), (link.state, len(self.client.requests)))
+
     def test_the_start_of_what_has_ended_meanwhile_is_not_sent(self):
         link = self.link()
         ended, running = self.attempt('reported', 1), self.attempt('running', 2)

@@ -22713,10 +22713,10 @@ class ServerLink:
         if was_offline and self.is_quiet and not self.has_asked and now < self.end:
             self.poll_now()
         is_due = now >= min(self.poll_at, self.report_at)
-        if self.pace.waits_s and is_due and not self.call.has_answer(self.pending):
+        if self.pending and self.pace.waits_s and is_due and not self.call.has_answer(self.pending):
             # Something has come up while the server keeps our request: ask anew, and say what we hold.
             self.pending.abandon()
-            self.pending, self.pace.waits_s, self.is_doubtful = None, 0.0, True
+            self.pending, self.pace.waits_s, self.poll_at, self.is_doubtful = None, 0.0, now, True
         if self.must_ask or self.pending is None and is_due:
             self.begin()
         if self.pending is not None:
@@ -22755,7 +22755,7 @@ class ServerLink:
             body['held_actions'] = self.call.held_actions()
             body['held_submissions'] = self.call.held_submissions()
         if self.pace.waits_s:
-            body['wait_s'], self.poll_at = self.pace.waits_s, math.inf
+            body['wait_s'], self.poll_at, self.is_poll = self.pace.waits_s, math.inf, True
         try:
             self.pending = self.client.begin('runner_sync', body, RECONNECT_S,
                                              workflow_id=context.workflow_id)
