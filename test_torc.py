@@ -8768,6 +8768,16 @@ class LeaseTest(WorldTest):
                 for path in glob.glob(glob.escape(self.database) + '.lease*'):
                     os.unlink(path)
 
+    def test_of_two_that_find_none_at_the_same_moment_one_has_it(self) -> None:
+        for how in ({}, {'takes_over': True}, {'wait_s': 60}):
+            first, second = self.lease(), self.lease()
+            create = second.create
+            second.create = lambda path: (first.read() or first.take(), create(path))[1]
+            with self.subTest(how=how):
+                self.assertRaisesRegex(torc.Conflict, r'is served by process \d+ on host', second.take, **how)
+                self.assertEqual((True, False), (self.has_it(first), self.has_it(second)))
+            first.release()
+
     def test_silence_is_what_was_looked_at_and_not_a_file_server_that_was_away(self) -> None:
         holder, heir = self.held(), self.lease()
 
@@ -10409,6 +10419,36 @@ class RoomTest(WorldTest):
         gate.set()
         self.assertEqual([[200]] * 6, [statuses(read_answers(client, 1)) for client in clients])
         self.idle()
+
+    def test_who_waits_for_room_does_not_hold_up_the_end(self) -> None:
+        self.set_constant('HURRY_S', 100.0)
+        gate, server = threading.Event(), self.server.server
+        self.addCleanup(gate.set)
+        tick_once(server, lambda service: gate.wait(20))
+        for _ in range(6):
+            self.connect(ServerTest.CREATE)
+        self.world.wait(lambda: len(server.asked) == 6, 10, 'all to ask')
+        accepted, make_room = threading.Event(), self.listener.make_room
+        self.listener.make_room = lambda: (accepted.set(), make_room())[1]
+        with self.server.connect() as late:
+            self.assertTrue(accepted.wait(10))
+            self.listener.stop_accepting()
+            self.assertFalse(self.listener.thread.is_alive())
+            self.assertNotIn(200, statuses(read_all(late)))
+
+    def test_who_is_let_in_as_it_leaves_is_told_so(self) -> None:
+        def let_in() -> bool:
+            accepted.set()
+            return bool(self.world.wait(lambda: self.listener.is_closed, 10, 'the end')) or True
+        accepted, answered, server = threading.Event(), threading.Event(), self.server.server
+        self.addCleanup(answered.set)
+        self.listener.make_room, server.answer_asked = let_in, lambda: answered.wait(10)
+        with self.server.connect() as client:
+            client.sendall(http_request(path='/healthz'))
+            self.assertTrue(accepted.wait(10))
+            server.leave_at = 0.0
+            server.wake()
+            self.assertEqual([503], statuses(read_answers(client, 1)))
 
     def test_what_was_cut_before_its_request_was_there_is_not_carried_out(self) -> None:
         client = self.connect(ServerTest.CREATE[:-5])
@@ -12702,6 +12742,15 @@ class ClientTest(WorldTest):
             impostor.stop()
             self.assertIn(b'GET /healthz?challenge=', impostor.heard)
             self.assertNotIn(token.encode(), impostor.heard)
+
+    def test_a_server_without_room_is_not_taken_for_another_one(self) -> None:
+        token_file = self.world.path('torc.db.token')
+        torc.keep_token(token_file)
+        impostor = Impostor(torc.format_answer(503, torc.format_json(torc.format_error(torc.Unreachable('no room'))).encode()))
+        self.addCleanup(impostor.stop)
+        with self.assertRaisesRegex(torc.Unreachable, 'no room for more clients') as caught:
+            torc.Client(url=impostor.url, token_file=token_file).reconnect(wait_s=0)
+        self.assertTrue(caught.exception.passes)    # a runner that starts waits for it
 
     def test_whoever_took_the_port_cannot_fill_the_memory(self) -> None:
         token_file = self.world.path('torc.db.token')

@@ -12497,8 +12497,10 @@ class Lease:
         first, silent_s, is_logged = self.read(), 0.0, False
         while True:
             found, seen_at = self.read(), self.clock()
-            if not found and self.create(self.path):
-                return
+            if not found:
+                if self.create(self.path):
+                    return
+                continue    # another process was faster
             lives = {self.lives(link) for link in found}
             is_gone = lives == {False} or silent_s >= 3 * self.PERIOD_S
             if found != first or True in lives or not (is_gone or takes_over or silent_s < wait_s):
@@ -13471,10 +13473,11 @@ class Users:
 
     def carry_out(self, check: PasswordCheck, digest: bytes, password: bytes) -> None:
         """Check a password; a wrong one for a second."""
-        stored = known = self.hashes.get(check.user, '')
+        hashes = self.hashes    # another thread may read the file again
+        stored = known = hashes.get(check.user, '')
         if not known:       # like one of the users, always the same one: nobody learns who exists
             number = int.from_bytes(self.digest(check.user, b''), 'big')
-            stored = sorted(self.hashes.values())[number % len(self.hashes)]
+            stored = sorted(hashes.values())[number % len(hashes)]
         try:
             with self.hashing:
                 matches = matches_password(stored, password)
@@ -13921,7 +13924,7 @@ class Listener:
         """See that there is room for one more thread."""
         deadline = time.monotonic() + HURRY_S + 0.5
         while len(self.connections) >= self.most:
-            if time.monotonic() > deadline:
+            if self.is_closed or time.monotonic() > deadline:
                 return False
             self.cut_one()
             with self.left:
@@ -14113,6 +14116,8 @@ class Handler:
         self.is_let_in = self.is_let_in or head.path not in OPEN_PATHS
         static = find_static(head)
         if static is not None:
+            if self.torc.is_leaving:    # a client that was answered here would take us for staying
+                raise Unreachable('the server is ending')
             status, data, media_type = 200, static.body(self.identity), static.media_type
         else:
             status, value = self.ask(body)
@@ -14617,7 +14622,8 @@ class Server:
         if pending.poll(0):     # it is about to be let in
             self.leave_at = now + EMBEDDED_GRACE_S
         else:
-            self.is_leaving = True
+            self.is_leaving = True      # who is let in from now on is told so (Handler.answer())
+            self.is_leaving = not self.listener.connections
 
     def on_tick(self, now: float) -> None:
         """Run the periodic work of the service."""
@@ -15861,6 +15867,8 @@ class Connector:
             status, body = connection.ask('GET', target, deadline_s=self.look_s)
             if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
                 parse_answer(status, body)
+            if status == 503:
+                raise ConnectionError('it has no room for more clients, or is ending')
             said = {key: item.encode('ascii', 'replace').decode() if isinstance(item, str) else ascii(item)
                     for key, item in json.loads(body.decode()).items()}
             connection.most_bytes = math.inf
