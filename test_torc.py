@@ -12147,9 +12147,10 @@ class FindServerTest(WorldTest):
         """A command in another directory than that of the server's database."""
         return self.world.cli(*words, cwd=self.world.path('elsewhere'), **how)
 
-    def names(self, *words: str) -> List[str]:
+    def names(self, *words: str, **env: str) -> List[str]:
         """Workflows that a command sees."""
-        return [item['name'] for item in self.assertExit(0, self.cli('-f', 'json', *words, 'workflows', 'list')).json()['items']]
+        outcome = self.assertExit(0, self.cli('-f', 'json', *words, 'workflows', 'list', env=env))
+        return [item['name'] for item in outcome.json()['items']]
 
     def test_a_server_is_found_from_anywhere_until_it_ends(self) -> None:
         url = self.world.serve('-d', 'my.db')
@@ -12161,6 +12162,7 @@ class FindServerTest(WorldTest):
         self.world.server.send(signal.SIGTERM)
         self.world.server.finish(10)
         self.assertExit(4, self.cli('workflows', 'list'), 'there is no server and no database')
+        self.assertFalse(os.path.exists(self.world.path('elsewhere', 'torc_output', 'torc.db')), 'a reader makes none')
         outcome = self.assertExit(0, self.cli('run', '../w.yaml', '-o', 'more'))
         self.assertNotIn('is stored in', outcome.err)
 
@@ -12199,15 +12201,23 @@ class FindServerTest(WorldTest):
         self.assertIn('of 1', self.assertExit(0, self.cli('logs', 1, '-o', directory)).out)
 
     def test_of_several_servers_the_last_one_is_used_and_any_can_be_named(self) -> None:
-        first, url = self.world.serve('-d', 'a.db'), self.world.serve('-d', 'b.db')
-        self.assertIn(f"commands find it now, and {self.world.path('a.db')} with --db\n", self.world.server.out)
-        self.assertExit(0, self.cli('--db', '../a.db', 'workflows', 'new', '-n', 'of a'))
+        usual, other, b = torc.default_database(), self.world.serve('-d', 'a.db'), self.world.path('b.db')
+        first, url = self.world.serve(), self.world.serve('-d', 'b.db')
+        self.assertIn(f'commands find it now, and {usual} with --db\n', self.world.server.out)
+        for database, name in (('../a.db', 'of a'), (usual, 'usual')):
+            self.assertExit(0, self.cli('--db', database, 'workflows', 'new', '-n', name))
         self.assertExit(0, self.cli('workflows', 'new', '-n', 'of b'))
+        token = self.world.path('a.db.token')
+        for words, env, name in (
+                (('--db', '../a.db'), {}, 'of a'), (('--db', '../b.db'), {}, 'of b'), (('--url', url), {}, 'of b'), ((), {}, 'of b'),
+                (('--url', other), {'TORC_TOKEN_FILE': token}, 'of a'), ((), {'TORC_API_URL': other, 'TORC_TOKEN_FILE': token}, 'of a'),
+                (('--url', first), {}, 'usual'),       # its token is found by its address
+                (('--db', b), {'TORC_API_URL': first}, 'of b')):
+            with self.subTest(words=words, env=env):
+                self.assertEqual([name], self.names(*words, **env))
         self.assertExit(0, self.cli('-s', 'workflows', 'new', '-n', 'of none'))
-        self.assertEqual([['of a'], ['of b'], ['of b'], ['of none']], [self.names(*words) for words in (
-            ('--db', '../a.db'), ('--url', url), ('--db', '../b.db'), ('-s',))])
-        outcome = self.cli('--url', first, '-f', 'json', 'workflows', 'list', env={'TORC_TOKEN_FILE': self.world.path('a.db.token')})
-        self.assertEqual(['of a'], [row['name'] for row in self.assertExit(0, outcome).json()['items']])
+        self.assertEqual([['of none'], ['of none'], ['usual']], [
+            self.names('-s'), self.names(), self.names(TORC_API_URL=first)])
 
     def kill(self, database: str = 'my.db', *flags: Any) -> None:
         """A database elsewhere with a workflow, whose server is killed."""
@@ -12618,30 +12628,6 @@ class ClientTest(WorldTest):
         for index in range(7):
             client.create_event({'workflow_id': number, 'data': {'index': index}})
         self.assertEqual(list(range(7)), [item['data']['index'] for item in client.pages('list_events', workflow_id=number, limit=3)])
-
-    def test_a_reader_makes_no_database(self) -> None:
-        self.assertRaisesRegex(torc.NotFound, 'no server and no database', torc.Client.find().check_exists)
-        self.assertFalse(os.path.exists('torc_output'))
-
-    @slow
-    def test_the_order_in_which_servers_are_found(self) -> None:
-        lasting = self.start_lasting(torc.default_database())
-        self.assertEqual(lasting['url'], self.connect().url)
-        self.assertEqual(lasting['token_file'], self.connect().token_file)
-        other = self.start_lasting(self.world.path('other.db'))
-        self.assertEqual(other['url'], self.connect().url)
-        embedded = self.connect(database=torc.EMBEDDED_DATABASE, needs_server=True)
-        self.assertTrue(connection_of(embedded.database)['is_embedded'])
-        self.assertEqual(embedded.url, self.connect().url)
-        self.assertEqual(embedded.url, self.connect(database=torc.EMBEDDED_DATABASE).url)
-        self.assertEqual(other['url'], self.connect(database='other.db').url)
-        os.environ['TORC_API_URL'], os.environ['TORC_TOKEN_FILE'] = other['url'], other['token_file']
-        self.assertEqual(other['url'], self.connect().url)
-        self.assertEqual('ok', self.connect().ping()['status'])
-        self.assertEqual(embedded.url, self.connect(database=torc.EMBEDDED_DATABASE).url)
-        del os.environ['TORC_TOKEN_FILE']
-        for found in (lasting, other):
-            self.assertEqual('ok', self.connect(url=found['url']).ping()['status'])    # its token file is found by its address
 
     def start_lasting(self, database: str) -> Dict[str, Any]:
         """A server that stays; what its connection file says."""
