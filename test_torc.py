@@ -27354,7 +27354,7 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
     def test_what_can_fail_fails_before_anything_changes(self):
         before = self.state()
         self.world.write('a file', '')
-        for argv, words in ((['--partition', 'none'], 'has no partition'), (['-o', 'a file'], 'a file: File exists; name another one'),
+        for argv, words in ((['--partition', 'none'], 'has no partition'), (['-o', 'a file'], 'a file: Not a directory; name another one'),
                             (['--memory-multiplier', '1000', '--retry-unknown'], None),
                             (['--profile', 'nowhere'], "no profile 'nowhere'")):
             if words:

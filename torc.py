@@ -1066,7 +1066,7 @@ def make_directory(path: str, mode: int = 0o755) -> None:
             write_atomically(os.path.join(path, '.gitignore'), b'*\n', 0o644, True)
     except FileExistsError:
         if not os.path.isdir(path):     # else somebody was faster
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
 
 def make_private_directory(path: str) -> None:
