@@ -10572,6 +10572,29 @@ class CrowdTest(WorldTest):
         self.assertLessEqual(threads, torc.MAX_CONNECTIONS + 3)
         self.assertLess(memory_kb, 60000)
 
+    def test_a_hundred_runners_that_wait_cost_next_to_nothing(self) -> None:
+        with torc.Client.connect(f'http://127.0.0.1:{self.port}') as client, contextlib.ExitStack() as stack:
+            workflow_id = client.create_workflow({'name': 'w', 'user': 'u'})['id']
+            client.create_job({'workflow_id': workflow_id, 'name': 'a', 'command': 'true'})
+            client.initialize_jobs(workflow_id)
+            node = client.create_compute_node({
+                'workflow_id': workflow_id, 'hostname': 'far', 'pid': 1, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1, 'memory_gb': 1.0,
+                'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True, 'lease_s': 600.0})['id']
+            body = {'compute_node_id': node, 'run_id': 1, 'want': WaitTest.WANT, 'lease_s': 600.0}
+            self.assertEqual(1, len(client.runner_sync(workflow_id, body)['jobs']))
+            request = http_request('POST', f'{torc.API_PREFIX}/workflows/{workflow_id}/runner_sync', json.dumps(dict(body, wait_s=50.0)).encode())
+            waiting = [stack.enter_context(socket.create_connection(('127.0.0.1', self.port), 10)) for _ in range(100)]
+            for runner in waiting:
+                runner.sendall(request)
+            self.world.wait(lambda: self.count('task') >= 100, 10, 'the threads of all')
+            client.ping()
+            time.sleep(1.0)     # until all wait
+            before_s = cpu_of(self.pid)
+            time.sleep(5.0)
+            used_s = cpu_of(self.pid) - before_s
+            self.assertFalse(select.select(waiting, [], [], 0)[0])
+        self.assertLess(used_s, 2.5 * cpu_unit_s(), '1 % of a core')
+
     def test_twenty_thousand_malformed_requests_are_4xx_and_leave_nothing(self) -> None:
         before, chance, found = self.count('fd'), random.Random(22), collections.Counter()
         pieces = [b'GET /', b' HTTP/1.1\r\n', b'\r\n', b'\n', b'\0', b'\xff', b'x' * 300, b'Host: 127.0.0.1\r\n', b': ', b'content-length: ',
@@ -34372,6 +34395,7 @@ PAUSES = {
     'LinkTest.test_at_the_end_there_is_time_for_both_places_of_a_journal_though_one_does_not_answer': 'stands for a file system '
     'that does not answer',
     'RoomTest.test_without_descriptors_it_neither_ends_nor_spins': 'could spin so long',
+    'CrowdTest.test_a_hundred_runners_that_wait_cost_next_to_nothing': 'is measured so long',
     'World.wait': 'between two looks', 'World.leave': 'between two looks', 'wait_for_line': 'between two looks',
     'GuardianTest.fork_runner': 'a runner at rest, in a process of its own',
     'kill_runners': 'dies at a moment that chance decides', 'run_nasty_jobs': 'is stopped at a moment that chance decides',
