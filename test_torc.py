@@ -27752,6 +27752,16 @@ class WatchTest(CommandTest):
                             (['--profile', 'kestral'], "there is no profile 'kestral', did you mean 'kestrel'?")):
             self.assertExit(2, self.world.main('watch', 1, '--once', *words), text)
 
+    def test_what_a_killed_watch_has_counted_holds_for_its_database(self):
+        self.make(self.PLAIN)
+        self.assertExit(1, self.world.main('watch', 1, '--once'))
+        path = self.world.path('torc_output', 'watch_wf1.lock')
+        with open(path) as file:
+            kept = dict(json.load(file), recovered_runs=[0])
+        for database_id, count in ((kept['database_id'], 1), ('another', 0)):
+            self.world.write(path, json.dumps(dict(kept, database_id=database_id)))
+            self.assertEqual(count, self.world.main('-f', 'json', 'watch', 1, '--once').json()['recoveries'])
+
     def test_where_files_cannot_be_locked_it_watches_and_says_so(self):
         self.make(self.PLAIN)
         with unittest.mock.patch.object(torc.fcntl, 'flock', side_effect=OSError(errno.ENOSYS, 'Function not implemented')):

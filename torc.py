@@ -34953,7 +34953,9 @@ class Supervision:
                  lock: WatchLock) -> None:
         self.session, self.workflow, self.args, self.log, self.lock = session, workflow, args, log, lock
         self.number = workflow['id']    # type: int
-        self.record = WatchRecord(lock.read(), time.time())
+        kept, self.database_id = lock.read(), session.client.database_id
+        is_same = kept.get('database_id') == self.database_id   # numbers mean something else in another one
+        self.record = WatchRecord(kept if is_same else {}, time.time())
         self.watcher = Watcher(watch_rules(args))
         self.reason = ''        # last reported
         self.journals = {}      # type: Dict[str, Any]  # path -> look_at_journal(), of those taken in
@@ -35091,7 +35093,7 @@ class Supervision:
     def keep(self) -> None:
         """Keep what was counted for who goes on."""
         with contextlib.suppress(OSError):      # on a full disk it counts anew if it is killed
-            self.lock.write(vars(self.record))
+            self.lock.write(dict(vars(self.record), database_id=self.database_id))
 
     def finish(self, step: WatchStep) -> None:
         """Report how it ended."""
