@@ -8607,16 +8607,6 @@ class StateFilesTest(WorldTest):
                     for left in glob.glob(glob.escape(database) + '*'):
                         os.unlink(left)
 
-    def test_a_token_is_made_once_and_is_private(self) -> None:
-        path = self.database + '.token'
-        mask = os.umask(0)
-        self.addCleanup(os.umask, mask)
-        token = torc.keep_token(path)
-        self.assertRegex(token, r'\A[0-9A-Za-z_-]{43}\Z')
-        self.assertEqual(0o600, os.stat(path).st_mode & 0o777)
-        self.assertEqual(token, torc.keep_token(path))
-        self.assertNotEqual(token, torc.keep_token(path, is_new=True))
-
     def test_a_token_is_read_from_a_private_file_only(self) -> None:
         path, other = self.database + '.token', self.world.path('other')
         torc.keep_token(other)
@@ -10930,11 +10920,14 @@ class ServeTest(WorldTest):
         self.assertIsNone(connection_of(self.world.path('my.db')))
         self.world.serve('--db', 'my.db', '--port', port)
 
-    def test_the_token_stays_unless_a_new_one_is_wanted(self) -> None:
-        tokens = []
+    def test_the_token_is_private_and_stays_unless_a_new_one_is_wanted(self) -> None:
+        tokens, path = [], self.world.path('my.db.token')
+        self.addCleanup(os.umask, os.umask(0))
         for flags in ((), (), ('--new-token',)):
             self.world.serve('--db', 'my.db', *flags)
-            tokens.append(torc.read_token(self.world.path('my.db.token')))
+            tokens.append(torc.read_token(path))
+            self.assertRegex(tokens[-1], r'\A[0-9A-Za-z_-]{43}\Z')
+            self.assertEqual(0o600, os.stat(path).st_mode & 0o777)
             self.world.server.send(signal.SIGTERM)
             self.world.server.finish(10)
         self.assertEqual(tokens[0], tokens[1])
@@ -11852,20 +11845,16 @@ class WireTest(unittest.TestCase):
             with self.subTest(answer=answer):
                 self.assertEqual((404, b'body'), self.ask(answer))
 
-    def test_what_is_no_answer_is_an_error(self) -> None:
-        for answer in (b'', b'SSH-2.0-OpenSSH_9.2\r\n\r\n',
-                       b'HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nshort', b'HTTP/1.1 200 OK\r\n\r\n',
-                       b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n',
-                       b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n', b'HTTP/1.1 200 OK\r\ncontent-le'):
-            with self.subTest(answer=answer), self.assertRaises((OSError, ValueError)):
+    def test_what_is_no_answer_is_an_error_and_one_without_end_is_not_taken_in(self) -> None:
+        ok, no_http = b'HTTP/1.1 200 OK\r\n', 'does not speak HTTP'
+        for answer, text in (
+                (b'', ''), (b'SSH-2.0-OpenSSH_9.2\r\n\r\n', no_http), (ok[:-2], ''), (ok + b'content-le', ''),
+                (ok + b'content-length: 10\r\n\r\nshort', ''), (ok + b'\r\n', ''),
+                (ok + b'content-length: x\r\n\r\n{', 'an answer came without its length'),
+                (ok + b'transfer-encoding: chunked\r\n\r\nzz\r\n', ''), (ok + b'transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n', ''),
+                (ok + b'x: ' + b'y' * 300000, no_http), (b'SSH-2.0-x\r\n' * 30000, no_http)):
+            with self.subTest(answer=answer[:80]), self.assertRaisesRegex((OSError, ValueError), text):
                 self.ask(answer)
-
-    def test_an_answer_without_end_is_not_taken_in(self) -> None:
-        for answer in (b'HTTP/1.1 200 OK\r\nx: ' + b'y' * 300000, b'SSH-2.0-x\r\n' * 30000):
-            with self.assertRaisesRegex(ConnectionError, 'does not speak HTTP'):
-                self.ask(answer)
-        with self.assertRaisesRegex(ConnectionError, 'an answer came without its length'):
-            self.ask(b'HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n{')
 
     def test_addresses(self) -> None:
         for url, parts in (('http://h:8080/torc-service/v1', (False, 'h', 8080, '/torc-service/v1')),
@@ -12548,7 +12537,7 @@ class ClientTest(WorldTest):
                 self.assertEqual(count, client.get_workflow_status(id=1)['active_compute_nodes'])
         self.assertTrue(client.is_direct)
 
-    def test_direct_and_http_give_the_same(self) -> None:
+    def test_direct_and_http_give_the_same_for_right_and_wrong_parameters(self) -> None:
         client = self.connect()
         number = client.create_workflow({'name': 'w', 'user': 'u', 'env': {'A': 'ü\n'}})['id']
         client.create_job({'workflow_id': number, 'name': 'j', 'command': 'true'})
@@ -12557,8 +12546,13 @@ class ClientTest(WorldTest):
         client.initialize_jobs(id=number)
         calls = [(route.name, {name: 1 for name in re.findall(r'{(\w+)}', route.path)}) for route in torc.ROUTES if route.method == 'GET' and route.name != 'get_api_stats']     # a server's own
         calls = [(name, dict(params, **({'workflow_id': number} if 'workflow_id' in torc.parse_model(torc.OPERATIONS[name].query) else {}))) for name, params in calls]
+        calls += [('get_workflow', {'id': 'x'}), ('get_workflow', {'id': {}}), ('list_jobs', {'workflow_id': number, 'limit': 'few'}),
+                  ('list_jobs', {'workflow_id': str(number), 'limit': '5'}), ('list_files', {'workflow_id': number, 'is_output': 'maybe'}),
+                  ('list_files', {'workflow_id': number, 'name': 5}), ('get_job', {'id': 2 ** 70}), ('list_jobs', {'workflow_id': True}),
+                  ('get_pending_actions', {'id': number, 'trigger_type': 'on_jobs_ready'})]
         direct = [self.outcome(client, name, params) for name, params in calls]
         self.assertTrue(client.is_direct)
+        self.assertIn("workflow_id must be an integer, not 'x'", str(direct))
         client.need_server()
         self.assertFalse(client.is_direct)
         for (name, params), wanted in zip(calls, direct):
@@ -12566,7 +12560,7 @@ class ClientTest(WorldTest):
                 found = self.outcome(client, name, params)
                 self.assertEqual(wanted, found)
                 self.assertEqual(json.dumps(wanted), json.dumps(found))     # tuples, keys and booleans as well
-        self.assertGreater(sum('NotFound' not in value for value in direct), 20)
+        self.assertGreater(sum('NotFound' not in value for value in direct), 29)
 
     @staticmethod
     def outcome(client: Any, name: str, params: Dict[str, Any]) -> Any:
@@ -12599,18 +12593,6 @@ class ClientTest(WorldTest):
                                'get_workflow takes at most 1 values without a name: workflow_id',
                                client.get_workflow, number, 5)
         self.assertRaisesRegex(torc.BadInput, 'ping takes at most 0 values without a name', client.ping, 1)
-
-    def test_wrong_parameters_are_refused_alike_at_both_doors(self) -> None:
-        client = self.connect()
-        number = client.create_workflow({'name': 'w', 'user': 'u'})['id']
-        calls = [('get_workflow', {'id': 'x'}), ('get_workflow', {'id': {}}), ('list_jobs', {'workflow_id': number, 'limit': 'few'}),
-                 ('list_jobs', {'workflow_id': str(number), 'limit': '5'}), ('list_files', {'workflow_id': number, 'is_output': 'maybe'}),
-                 ('list_files', {'workflow_id': number, 'name': 5}), ('get_job', {'id': 2 ** 70}), ('list_jobs', {'workflow_id': True}),
-                 ('get_pending_actions', {'id': number, 'trigger_type': 'on_jobs_ready'})]
-        direct = [self.outcome(client, name, params) for name, params in calls]
-        client.need_server()
-        self.assertEqual(direct, [self.outcome(client, name, params) for name, params in calls])
-        self.assertEqual("workflow_id must be an integer, not 'x'", direct[0][1])
 
     def test_the_end_of_a_with_statement_gives_the_database_back(self) -> None:
         with self.connect(database='w.db') as client:
