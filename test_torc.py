@@ -27359,7 +27359,9 @@ class RecoverAllocationsTest(SubmitCase, RecoverCase):
     def test_what_can_fail_fails_before_anything_changes(self):
         before = self.state()
         self.world.write('a file', '')
+        self.world.write('taken/job_stdio', '')
         for argv, words in ((['--partition', 'none'], 'has no partition'), (['-o', 'a file'], 'a file: Not a directory; name another one'),
+                            (['-o', 'taken'], 'taken: job_stdio is not a directory; name another one'),
                             (['--memory-multiplier', '1000', '--retry-unknown'], None),
                             (['--profile', 'nowhere'], "no profile 'nowhere'")):
             if words:

@@ -1077,10 +1077,13 @@ def make_private_directory(path: str) -> None:
 def make_subdirectory(directory: str, name: str, mode: int = 0o755) -> str:
     """Make a directory in another, unless it is there; its path. The group may write to both or to none."""
     path = os.path.join(directory, name)
-    with contextlib.suppress(FileExistsError):
+    try:
         os.mkdir(path, mode)
         if os.stat(directory).st_mode & 0o020:
             os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) | 0o070)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, f'{name} is not a directory', path) from None
     return path
 
 
