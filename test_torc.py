@@ -10441,11 +10441,13 @@ class RoomTest(WorldTest):
         self.assertEqual(0, json.loads(self.server.ask(http_request(path='/torc-service/v1/workflows')).partition(b'\r\n\r\n')[2].decode())['total_count'])
 
     def test_without_threads_clients_are_told_so_and_the_server_stays(self) -> None:
-        kept = self.idle()
+        self.set_constant('HURRY_S', 100.0)
+        quiet, kept = self.idle(), self.connect(http_request()[:-2])
         with unittest.mock.patch.object(threading.Thread, 'start', side_effect=RuntimeError("can't start new thread")):
             for _ in range(3):
                 self.assertEqual([503], statuses(self.server.ask()))
-        kept.sendall(http_request())
+        self.assertEqual(b'', read_all(quiet))      # makes room
+        kept.sendall(b'\r\n')
         self.assertEqual([200], statuses(read_answers(kept, 1)))
         self.idle()
         self.assertEqual(2, len(self.listener.connections))

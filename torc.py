@@ -13895,6 +13895,7 @@ class Listener:
             except RuntimeError as error:       # no thread can be started
                 self.server.warn('accept', f'cannot serve a connection: {error}')
                 self.forget(client)
+                self.cut_one()      # for the next one: a quiet client comes back, too
         if self.server.tls is None:
             error = Unreachable('the server has no room for more clients')
             fields = 'connection: close\r\n' + REFUSAL_FIELDS[503]
