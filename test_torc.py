@@ -12336,13 +12336,14 @@ class FindServerTest(WorldTest):
             server = self.world.wait(lambda: connection_of(here), 20, 'the server', [runner])
             self.world.wait(lambda: '1 running' in self.cli('status', 1).out, 20, 'the job', [runner])
             for words in (('cancel', 1, '--no-prompts'), ('exec', '-c', 'true', '-o', 'x')):    # through a server of its own
-                shutil.rmtree(self.world.path('copy'), ignore_errors=True)
-                shutil.copytree(self.world.path('elsewhere'), self.world.path('copy'))
-                self.assertExit(0, self.world.cli(*words, cwd=self.world.path('copy')))
+                copy = self.world.path(f'copy for {words[0]} {len(flags)}')     # a server of an earlier one may still be leaving
+                shutil.copytree(self.world.path('elsewhere'), copy)
+                self.assertExit(0, self.world.cli(*words, cwd=copy))
             self.assertEqual(['hello'], self.names())
             self.assertEqual(server, connection_of(here))
             self.assertExit(0, self.cli('cancel', 1, '--no-prompts'))
             self.assertExit(1, runner.finish())
+            self.world.wait(lambda: torc.process_lives(server) is False, 10, 'its server to leave')
             shutil.rmtree(self.world.path('elsewhere', 'torc_output'))
 
     def test_a_workflow_goes_on_with_the_files_of_a_copied_or_moved_directory(self) -> None:
