@@ -14462,8 +14462,10 @@ class Server:
         with self.lock:
             if self.is_over:
                 raise Unreachable('the server is ending')
+            was_empty = not self.asked
             self.asked.append(asked)
-        self.wake()
+        if was_empty:       # else the turn at hand looks again; a signal needs room on the wakeup socket
+            self.wake()
         asked.is_answered.wait()
         return asked.answer
 
