@@ -5385,6 +5385,7 @@ class Store(Statements):
         self.snapshots = None               # type: Any  # the same, if the database is in memory
         self.lease = None                   # type: Any  # the Lease on it, where locks cannot be trusted
         self.loss = ''                      # why nothing more can be stored
+        self._files = None                  # type: Any  # what has the names of our files, as it is to stay
         prepare_files(path)
         before = file_identity(path)        # before it is opened: it may be replaced until it is locked
         super().__init__(open_database(path, has_locks), now, {})
@@ -5392,7 +5393,7 @@ class Store(Statements):
             # In exclusive mode the lock of the first transaction is kept (sqlite.org/pragma.html).
             self.execute('BEGIN IMMEDIATE')
             self.execute('COMMIT')
-            self._files = self.look()       # its main file and, if any, its log, as they are to stay
+            self.adopt_files()
             if self._files[0] != before:
                 raise Conflict(f'the database {path} was replaced while it was opened: try again')
             prepare_schema(self.connection, path)
@@ -5405,7 +5406,8 @@ class Store(Statements):
     def close(self) -> None:
         """Give the database back, with everything in its main file."""
         is_on_disk = self.lease is not None and self.snapshots is None
-        if is_on_disk and is_refused(functools.partial(self.check_lease, True)):
+        is_lost = self._files is not None and self.look()[0] not in (self._files[0], (0, 0))
+        if is_lost or is_on_disk and is_refused(functools.partial(self.check_lease, True)):
             # Closed, SQLite would delete the log of who has the database now, by its name.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.connection))
         else:
@@ -5430,6 +5432,10 @@ class Store(Statements):
     def look(self) -> Tuple[Tuple[int, int], ...]:
         """Which files have the names of ours now."""
         return tuple(map(file_identity, (self.path, self.path + '-wal')))
+
+    def adopt_files(self) -> None:
+        """What has the names of our files now was put there by us."""
+        self._files = self.look()
 
     def check_in_place(self) -> None:
         """Conflict if the database is not ours any more, or where nobody finds it: writes would be lost."""
@@ -5463,8 +5469,9 @@ class Store(Statements):
         if self.snapshots is None:      # if it is in memory, it writes its last snapshot
             self.loss += f'. {self.rescue()}'
             log_file = self.path + '-wal'
-            with contextlib.suppress(OSError):      # SQLite would write it into any file of the right name
-                os.replace(log_file, log_file + '.old')
+            if file_identity(log_file) == self._files[1]:   # SQLite would write it into any file of our name
+                with contextlib.suppress(OSError):
+                    os.replace(log_file, log_file + '.old')
 
     def rescue(self) -> str:
         """Save what we have: what became of it, with the cure."""
@@ -12711,6 +12718,7 @@ def open_on_disk(database: str, takes_over: bool = False, has_locks: bool = True
         # A migration may have written: after a kill its log would be applied to the new file.
         store.value('PRAGMA wal_checkpoint(TRUNCATE)')
         replace_with_copy(found, database)
+        store.adopt_files()
         os.unlink(database + '.memory')
     log.warning('%s was in memory when its server was killed: its changes were written back', database)
     shutil.rmtree(os.path.dirname(live), ignore_errors=True)
@@ -31124,7 +31132,7 @@ def find_stdio(output_dir: str, workflow_id: int, job_id: int, attempt: Tuple[in
     for mode in STDIO_MODES:
         for place, name in enumerate(stdio_names(workflow_id, job_id, *attempt, mode)):
             path = os.path.join(output_dir, 'job_stdio', name or '')
-            if found[place] is None and os.path.isfile(path):
+            if name and found[place] is None and os.path.lexists(path):
                 found[place] = path
     return found[0], found[1]
 
