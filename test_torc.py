@@ -1611,7 +1611,7 @@ class FilesTest(WorldTest):
         torc.make_private_directory(self.world.path('private', 'own'))
         modes = [stat.S_IMODE(os.stat(self.world.path(name)).st_mode) for name in ('private', 'private/own')]
         self.assertEqual([0o755, 0o700], modes)
-        self.assertRaises(FileExistsError, torc.make_directory, self.world.write('file', ''))
+        self.assertRaises(NotADirectoryError, torc.make_directory, self.world.write('file', ''))
 
     def test_what_may_not_be_looked_at_is_not_gone(self):
         path, place = self.world.path('d/inner/file'), self.world.path('d/inner')
