@@ -30453,7 +30453,7 @@ class SlurmTravelTest(SlurmTest, FlowTest):
         script = form.search(read_text(os.path.join(HERE, 'README.md'))).group()
         pause = re.search(r'\(while sleep ([0-9]+) && kill', script)
         self.assertGreater(float(pause.group(1)), torc.HOLDER_PATIENCE_S + torc.Lease.watch_s())    # or it never ends
-        for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:05:00'), ('sleep 300', 'sleep 3'),
+        for old, new in (('account=proj', 'account=wfacct'), ('2-00:00:00', '00:05:00'), ('sleep 300', 'sleep 8'),
                          ('python3 /path/torc.py', self.torc), ('torc-server', 'torc-' + self.world.mark)):
             self.assertIn(old, script)
             script = script.replace(old, new)
