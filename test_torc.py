@@ -8539,7 +8539,8 @@ class ServerThread(threading.Thread):
     def stop(self) -> None:
         """End it, if it has not ended."""
         if self.is_alive():
-            self.server.stop()
+            with contextlib.suppress(OSError):      # it ends by itself just now, and has closed what wakes it
+                self.server.stop()
             self.join(10)
 
     def connect(self) -> socket.socket:
