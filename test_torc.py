@@ -9365,7 +9365,7 @@ class PasswordServerTest(WorldTest):
             gate = self.hold_checks()
             with contextlib.ExitStack() as stack:
                 clients = [self.begin(stack, 'ann', password) for _ in range(100)]
-                self.world.wait(lambda: sum(one.state == torc.BUSY for one in list(self.server.server.listener.connections.values())) == 100, 10, 'all of them')
+                self.world.wait(lambda: sum(one.is_at_work for one in list(self.server.server.listener.connections.values())) == 100, 10, 'all of them')
                 gate.set()
                 self.assertEqual([[status]] * 100, [statuses(read_answers(client, 1)) for client in clients])
             self.assertEqual([password.encode()], self.checks)
@@ -9656,13 +9656,11 @@ class StreamTest(WorldTest):
             self.tell('flood', count=100, text='x' * 1000)
         self.world.wait(lambda: not self.has_readers(), 20, 'the reader to be cut off')
 
-    def test_there_are_few_at_once_and_what_a_reader_sends_is_passed_over(self) -> None:
+    def test_there_are_few_at_once(self) -> None:
         self.set_constant('MAX_STREAMS', 3)
         readers = [self.read() for _ in range(3)]
         answer = self.server.ask(http_request(path=f'{torc.API_PREFIX}/workflows/{self.workflow_id}/events/stream'))
         self.assertEqual(([503], True), (statuses(answer), b'3 streams of events are being read' in answer))
-        for _ in range(20):
-            readers[0].socket.sendall(b'x' * 100000)
         self.tell('end')
         self.assertEqual(['', 'end'], readers[0].types('end'))
         readers[1].close()
@@ -10117,7 +10115,7 @@ class ServerTest(WorldTest):
             late.connect(('127.0.0.1', self.server.port))
             late = stack.enter_context(contextlib.closing(self.server.wrap(late)))
             late.sendall(events * 2)
-            self.world.wait(lambda: self.server.server.listener.unsent_bytes, 20, 'the long answer')
+            self.world.wait(lambda: self.server.server.listener.count_unsent_bytes(), 20, 'the long answer')
             answer = self.server.ask(self.CREATE + events)      # another long one has no room, and all else is answered
             self.assertEqual(([200, 503], True), (statuses(answer), b'too many long answers are on their way' in answer))
             self.world.wait(lambda: not self.connections, 20, 'the slow reader to be dropped')
@@ -10156,9 +10154,8 @@ class ServerTest(WorldTest):
         self.assertEqual([200], statuses(self.server.ask(http_request())))
         self.world.wait(lambda: not self.connections, 10, 'the connections to be forgotten')
 
-    def test_a_span_id_comes_back_unless_it_is_odd(self) -> None:
+    def test_a_span_id_comes_back(self) -> None:
         self.assertIn(b'\r\nx-span-id: ab-12\r\n', self.server.ask(http_request(x_span_id='ab-12')))
-        self.assertNotIn(b'x-span-id', self.server.ask(http_request(x_span_id='a b\x80')))
 
 
 def read_all_of(client: socket.socket, count: int) -> bytes:
@@ -10183,7 +10180,7 @@ class RoomTest(WorldTest):
         self.addCleanup(self.server.stop)
         self.listener = self.server.server.listener
         self.noted, note = set(), self.listener.note        # connections whose threads have begun
-        self.listener.note = lambda one, state: note(one, state) or self.noted.add(one)
+        self.listener.note = lambda one, needed_s: note(one, needed_s) or self.noted.add(one)
         self.stack = contextlib.ExitStack()
         self.addCleanup(self.stack.close)
 
@@ -10199,7 +10196,7 @@ class RoomTest(WorldTest):
         """A client that was answered."""
         client = self.connect(http_request())
         self.assertEqual([200], statuses(read_answers(client, 1)))
-        self.world.wait(lambda: any(one.state == torc.IDLE for one in list(self.listener.connections.values())), 10, 'it to be idle')
+        self.world.wait(lambda: any(one.needed_until < time.monotonic() for one in list(self.listener.connections.values())), 10, 'it to be idle')
         return client
 
     def test_the_one_that_is_needed_least_makes_room_and_one_at_work_never(self) -> None:
@@ -10209,7 +10206,7 @@ class RoomTest(WorldTest):
         first, second, early = self.idle(), self.idle(), self.connect(b'GET')
         late = [self.connect(b'GET'), self.connect(b'GET')]
         for connection in list(self.listener.connections.values())[-2:]:
-            connection.since -= 200
+            connection.needed_until -= 200
         for goes in [*late, first, second]:      # late ones, then the longest idle, then others
             self.idle() if goes is not late[0] else self.connect(b'GET')
             self.assertEqual(b'', read_all(goes))
@@ -12682,7 +12679,7 @@ class ClientStreamTest(WorldTest):
             self.assertEqual([('a', number) for number in range(3)],
                              [(event.type, event.data['data']['n']) for event in itertools.islice(events, 3)])
             for connection in list(self.server.server.listener.connections.values()):
-                if connection.state == torc.BUSY:
+                if connection.is_at_work:
                     connection.cut()
             self.tell('b', count=3)
             self.assertEqual([('b', number) for number in range(3)],
@@ -34189,7 +34186,6 @@ APPENDICES = {'PAGE'}       # a constant that may stand below its users, so that
 BORDERS = {
     'answer_call': 'a bug in one request becomes a 500, the other requests of the turn go on',
     'Handler.ask': 'the same before it is asked',
-    'Listener.accept_all': 'a bug costs one client, not the server',
     'Server.work': 'a bug costs one look at the clock',
     'Users.carry_out': 'a bug costs one look at a password',
     'fork_detached': 'the last line of a forked process: nothing of its parent may run below it',

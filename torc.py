@@ -13796,8 +13796,9 @@ class Responder:
 #     so that a client holds no more memory than one request and one answer.
 #   * Whatever begins has a deadline: a handshake, a head, a body, an answer that the client is to take. A
 #     quiet connection whose requests were let in has none, for it is how a runner stays.
-#   * There are no more threads than fit this system. Beyond that the connection goes that is needed least,
-#     and never one at work: its client comes back with its next request. If there is none, the new one does.
+#   * There are no more threads than fit this system. Beyond that the connection goes that was needed least
+#     lately, and never one at work: its client comes back with its next request. If there is none, the new
+#     one goes.
 #   * An error of a connection ends that connection, and nothing else.
 
 CLIENT_DEADLINE_S = 30.0            # for a request once begun, and for a client that does not take its answer
@@ -13808,34 +13809,26 @@ SEND_BYTES = 2 ** 18                # at once
 BACKLOG = 1024                      # the kernel may allow less (listen(2), net.core.somaxconn)
 MAX_CONNECTIONS = 256
 STACK_BYTES = 4 * 2 ** 20           # of a thread: below 2 MiB nested JSON crashes Python 3.13
-HURRY_S = 2.0                       # a request that is longer on its way makes room before others do
-LARGE_BODY_WAIT_S = 600.0           # for the long body of another client
-MAX_UNSENT_BYTES = 256 * 2 ** 20    # of long answers on their way, beyond which nobody gets another one
-LARGE_BYTES = 2 ** 20               # of a request or an answer, after which memory is given back
-SPAN_ID = Expression(r'[0-9A-Za-z_.:-]{1,100}\Z')
+HURRY_S = 2.0                       # a request that is longer on its way may make room
+MAX_UNSENT_BYTES = 256 * 2 ** 20    # of answers on their way, beyond which nobody gets another long one
+LARGE_BYTES = 2 ** 20               # of an answer, after which memory is given back
 REFUSAL_FIELDS = {                  # status -> header lines of a refusal
     401: 'www-authenticate: Basic realm="torc.py"\r\n', 429: 'retry-after: 1\r\n', 503: 'retry-after: 5\r\n'}
-
-# What a connection is at, in the order in which they make room.
-LEAVING = 0     # everything is sent; the client is to close, too
-ARRIVING = 1    # a request is awaited, or on its way: makes room when that has lasted longer than HURRY_S
-IDLE = 2        # a request was answered, and the next one has not begun
-BUSY = 3        # its sender is judged, or it waits for its answer, or takes it: never makes room
 
 
 class Connection:
     """What is known of a client beside its thread."""
 
     def __init__(self, client: socket.socket) -> None:
-        self.socket = client
-        self.state = ARRIVING
-        self.since = time.monotonic()
+        self.socket = client        # or what speaks TLS on it
+        self.needed_until = time.monotonic() + HURRY_S      # it makes no room before; inf: it is at work
         self.is_cut = False
+        self.unsent_bytes = 0       # of its answer
 
-    def may_go(self, now: float) -> bool:
-        """Whether it may make room."""
-        is_needed = self.state == BUSY or self.state == ARRIVING and now - self.since < HURRY_S
-        return not (is_needed or self.is_cut)
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its sender is judged, or it waits for its answer, or takes it."""
+        return self.needed_until == math.inf
 
     def cut(self) -> None:
         """End it: its thread wakes up, and ends."""
@@ -13858,16 +13851,14 @@ class Listener:
     """Accepts clients and gives each a thread. A mix-in of http.server's, see open_http_server()."""
     daemon_threads = True
 
-    def __init__(self, server: Any, listener: socket.socket) -> None:
-        super().__init__(listener.getsockname()[:2], make_handler_class(), bind_and_activate=False)
+    def __init__(self, server: Any, listener: socket.socket, handler: Any) -> None:
+        super().__init__(listener.getsockname()[:2], handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.server = server            # the Server whose clients these are
         self.most = count_possible_connections()
-        self.lock = threading.Lock()    # of what follows
-        self.left = threading.Condition(self.lock)      # told when a connection has ended
+        self.left = threading.Condition()       # held for what follows; told when a connection has ended
         self.connections = {}           # type: Dict[socket.socket, Connection]  # by the socket as accepted
-        self.unsent_bytes = 0           # of long answers
         self.large_body = threading.Lock()      # held by the one whose body is long
         self.is_closed = False
         self.thread = threading.Thread(target=self.accept_all, name='accept', daemon=True)
@@ -13875,11 +13866,7 @@ class Listener:
     def accept_all(self) -> None:
         """The thread that accepts."""
         while not self.is_closed:
-            try:
-                self.handle_request()
-            except Exception:   # border: a bug costs one client, not the server
-                log.exception('a bug in torc.py: a client could not be let in')
-                time.sleep(0.1)
+            self.handle_request()
 
     def get_request(self) -> Tuple[socket.socket, Any]:
         """Accept a client. OSError after a pause, if there is no descriptor."""
@@ -13894,15 +13881,13 @@ class Listener:
 
     def process_request(self, client: socket.socket, address: Any) -> None:
         """Start the thread of a client, or turn it away."""
-        is_let_in = self.make_room()
-        if is_let_in:
-            with self.lock:
+        if self.make_room():
+            with self.left:
                 self.connections[client] = Connection(client)
             try:
                 return super().process_request(client, address)
             except RuntimeError as error:       # no thread can be started
                 self.server.warn('accept', f'cannot serve a connection: {error}')
-                self.forget(client)
                 self.cut_one()      # for the next one: a quiet client comes back, too
         if self.server.tls is None:
             error = Unreachable('the server has no room for more clients')
@@ -13912,25 +13897,19 @@ class Listener:
                 client.send(format_answer(503, format_json(format_error(error)).encode(), fields))
         self.shutdown_request(client)
 
-    def process_request_thread(self, client: socket.socket, address: Any) -> None:
-        """The thread of a client."""
-        try:
-            super().process_request_thread(client, address)
-        finally:
-            self.forget(client)
-
-    def handle_error(self, client: socket.socket, address: Any) -> None:
-        """A bug, or an error that nothing has expected, has ended a thread."""
-        log.exception('a bug in torc.py: one client was cut off')
-
-    def forget(self, client: socket.socket) -> None:
-        """A connection has ended."""
+    def shutdown_request(self, client: socket.socket) -> None:
+        """A connection has ended, or was not let in."""
+        super().shutdown_request(client)
         with self.left:
             self.connections.pop(client, None)
             self.left.notify_all()
             is_last = not self.connections
         if is_last:
             self.server.on_last_left()
+
+    def handle_error(self, client: socket.socket, address: Any) -> None:
+        """A bug, or an error that nothing has expected, has ended a thread."""
+        log.exception('a bug in torc.py: one client was cut off')
 
     def make_room(self) -> bool:
         """See that there is room for one more thread."""
@@ -13945,47 +13924,23 @@ class Listener:
 
     def cut_one(self) -> None:
         """Cut the connection that is needed least, unless all are."""
-        now = time.monotonic()
-        with self.lock:
-            others = [one for one in self.connections.values() if one.may_go(now)]
-            if others:
-                min(others, key=lambda one: (one.state, one.since)).cut()
+        with self.left:
+            others = [one for one in self.connections.values() if not one.is_cut]
+            least = min(others, key=lambda one: one.needed_until, default=None)
+            if least is not None and least.needed_until <= time.monotonic():
+                least.cut()
 
-    def note(self, connection: Connection, state: int) -> None:
-        """Say what a connection is at now. ConnectionAbortedError if it had to make room meanwhile."""
-        with self.lock:
+    def note(self, connection: Connection, needed_s: float) -> None:
+        """For how long a connection is needed. ConnectionAbortedError if it had to make room meanwhile."""
+        with self.left:
             if connection.is_cut:
                 raise ConnectionAbortedError('it made room for others')
-            connection.state, connection.since = state, time.monotonic()
+            connection.needed_until = time.monotonic() + needed_s
 
-    @contextlib.contextmanager
-    def receiving(self, head: RequestHead) -> Iterator[None]:
-        """While the block runs, a request with a long body is at work, and no other one."""
-        if head.length <= MAX_BODY_BYTES:
-            yield
-            return
-        if not self.large_body.acquire(timeout=LARGE_BODY_WAIT_S):
-            raise Unreachable('other long bodies are on their way: try again in a moment')
-        try:
-            yield
-        finally:
-            self.large_body.release()
-            give_memory_back()
-
-    @contextlib.contextmanager
-    def sending(self, size: int) -> Iterator[None]:
-        """While the block runs, an answer is on its way."""
-        if size <= LARGE_BYTES:
-            yield
-            return
-        with self.lock:
-            self.unsent_bytes += size
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.unsent_bytes -= size
-            give_memory_back()
+    def count_unsent_bytes(self) -> int:
+        """Of all answers on their way."""
+        with self.left:
+            return sum(one.unsent_bytes for one in self.connections.values())
 
     def stop_accepting(self) -> None:
         """Let nobody in any more."""
@@ -14002,14 +13957,14 @@ class Listener:
         with self.left:
             while self.connections and time.monotonic() < deadline + 1.0:
                 for one in self.connections.values():
-                    if one.state != BUSY or time.monotonic() > deadline:
+                    if not one.is_at_work or time.monotonic() > deadline:
                         one.cut()
                 self.left.wait(0.05)
         self.server_close()
 
 
 class Handler:
-    """One client, in its thread. A mix-in of http.server's, see make_handler_class()."""
+    """One client, in its thread. A mix-in of http.server's, see open_http_server()."""
 
     def setup(self) -> None:
         """Before anything is read."""
@@ -14022,7 +13977,6 @@ class Handler:
         self.is_over = False                # the client has closed, or is not to be waited for
         self.head = None                    # type: Optional[RequestHead]  # of the request at hand
         self.identity = None                # type: Optional[Identity]
-        self.close_connection = False
 
     def handle(self) -> None:
         """All requests of the client."""
@@ -14055,10 +14009,13 @@ class Handler:
         self.head, self.identity, self.close_connection = None, None, True
         try:
             if self.read_head():
-                self.server.note(self.client, BUSY)
+                self.server.note(self.client, math.inf)
                 self.identity = self.torc.access.identify(self.head)
-                with self.server.receiving(self.head):
-                    self.answer(self.read_body())
+                if self.head.length <= MAX_BODY_BYTES:
+                    self.answer(self.read_body(HURRY_S))
+                else:
+                    with self.server.large_body:    # one at a time, and nobody is in a hurry
+                        self.answer(self.read_body(math.inf))
         except TorcError as error:
             self.refuse(error)
 
@@ -14082,19 +14039,20 @@ class Handler:
 
     def read_head(self) -> bool:
         """The head of the next request; False if none comes."""
-        deadline = math.inf if self.is_let_in else time.monotonic() + CLIENT_DEADLINE_S
-        self.server.note(self.client, IDLE if self.is_let_in else ARRIVING)
+        if self.is_let_in and not self.received:
+            self.server.note(self.client, 0.0)
+            if not self.receive(math.inf):
+                return False
+        self.server.note(self.client, HURRY_S)
+        deadline = time.monotonic() + CLIENT_DEADLINE_S
         while True:
             self.head = take_head(self.received, self.torc.names, self.torc.scheme)
             if self.head is not None:
                 return True
-            if self.received and deadline == math.inf:
-                deadline = time.monotonic() + CLIENT_DEADLINE_S
-                self.server.note(self.client, ARRIVING)
             if not self.receive(deadline):
                 return False
 
-    def read_body(self) -> bytearray:
+    def read_body(self, needed_s: float) -> bytearray:
         """The body, all of it: ConnectionError if it ends before."""
         head = self.head
         limit = 0 if head.path in OPEN_PATHS else body_limit(head.path)
@@ -14104,16 +14062,13 @@ class Handler:
             if 'expect' in head.fields:
                 self.send(b'HTTP/1.1 100 Continue\r\n\r\n')
             deadline = time.monotonic() + CLIENT_DEADLINE_S + head.length / SLOWEST_BYTES_PER_S
-            if head.length <= MAX_BODY_BYTES:
-                self.server.note(self.client, ARRIVING)
+            self.server.note(self.client, needed_s)
             while len(self.received) < head.length:
                 if not self.receive(deadline):
                     raise ConnectionResetError(errno.ECONNRESET, 'the request was cut off')
-            self.server.note(self.client, BUSY)
-        body, self.received = self.received, bytearray()
-        if len(body) > head.length:     # the next request has come, too
-            self.received = body[head.length:]
-            del body[head.length:]
+            self.server.note(self.client, math.inf)
+        body, self.received = self.received, self.received[head.length:]    # the next request has come, too
+        del body[head.length:]
         digest = self.identity.digest
         if digest and not hmac.compare_digest(hashlib.sha256(body).hexdigest(), digest):
             self.identity = self.identity._replace(nonce='')
@@ -14155,14 +14110,14 @@ class Handler:
         except Exception as error:  # border: one request
             return answer_failure(error, f'{method} {printable(head.path)}')
         del body[MAX_SHOWN_BODY_BYTES + 1:]     # a long one is not needed any more
-        if method == 'GET' and self.server.unsent_bytes > MAX_UNSENT_BYTES:
+        if method == 'GET' and self.server.count_unsent_bytes() > MAX_UNSENT_BYTES:
             raise Unreachable('too many long answers are on their way: try again in a moment')
         if call.route.verb is runner_sync and call.arguments['body'].get('wait_s'):
-            return self.torc.ask_patiently(call, self.identity, self.is_left)
+            return self.torc.ask_patiently(call, self.identity, self.has_left)
         return self.torc.ask(call, self.identity)
 
-    def is_left(self) -> bool:
-        """Whether a client that waits for its answer has closed, or sends something: it will not wait."""
+    def has_left(self) -> bool:
+        """Whether a client that waits has closed, or sends something: it will not wait."""
         try:
             self.connection.settimeout(0)
             socket.socket.recv(self.connection, 1, socket.MSG_PEEK)
@@ -14183,12 +14138,10 @@ class Handler:
     def send_answer(self, status: int, body: bytes, media_type: str = 'application/json') -> None:
         """Send a whole answer."""
         head = self.head
-        fields = 'connection: close\r\n' if self.close_connection else ''
-        if not fields and 'connection' in head.fields:
-            fields = 'connection: keep-alive\r\n'      # HTTP/1.0 needs it
-        if head is not None and SPAN_ID.match(head.fields.get('x-span-id', '')):
-            fields += f'x-span-id: {head.fields["x-span-id"]}\r\n'
+        fields = f'connection: {"close" if self.close_connection else "keep-alive"}\r\n'
         fields += REFUSAL_FIELDS.get(status, '') + self.sign(status, body)
+        if head is not None and 'x-span-id' in head.fields:
+            fields += f'x-span-id: {head.fields["x-span-id"]}\r\n'
         answer = format_answer(status, body, fields, media_type)
         if head is not None:
             log.debug('%s %s %d', head.method, head.path, status)
@@ -14196,8 +14149,9 @@ class Handler:
                 answer = answer[:len(answer) - len(body)]
         self.torc.traffic.add(status, self.bytes_in, len(answer))
         self.bytes_in = 0
-        with self.server.sending(len(answer)):
-            self.send(answer)
+        self.send(answer)
+        if len(answer) > LARGE_BYTES:
+            give_memory_back()
 
     def sign(self, status: int, body: bytes) -> str:
         """The header line that signs an answer; '' if the request was not signed."""
@@ -14209,9 +14163,11 @@ class Handler:
         """Send something, at the client's pace. socket.timeout if it takes too long to take it."""
         view = memoryview(data)
         deadline = time.monotonic() + CLIENT_DEADLINE_S + len(data) / SLOWEST_READER_BYTES_PER_S
+        self.client.unsent_bytes = len(data)
         while view:
             self.connection.settimeout(max(0.001, min(CLIENT_DEADLINE_S, deadline - time.monotonic())))
             view = view[self.connection.send(view[:SEND_BYTES]):]
+        self.client.unsent_bytes = 0
 
     def refuse(self, error: TorcError) -> None:
         """Answer a request that is not carried out, and end the connection."""
@@ -14251,16 +14207,6 @@ class Handler:
         except Unreachable:     # the server ends
             return False
 
-    def has_left(self) -> bool:
-        """Whether the reader of a stream has closed. What it sends is passed over."""
-        self.connection.settimeout(0)
-        try:
-            flags = 0 if self.torc.tls is None else socket.MSG_PEEK
-            data = socket.socket.recv(self.connection, RECEIVE_BYTES, flags)
-        except BlockingIOError:
-            return False
-        return not data
-
     def finish(self) -> None:
         """Close our side, and wait for the client's, which may still be sending."""
         with contextlib.suppress(OSError, ValueError):      # it has gone
@@ -14269,25 +14215,19 @@ class Handler:
                 with contextlib.suppress(OSError, ValueError):      # the client has not said so itself
                     self.connection.unwrap()    # close_notify: this is all, and no cut (RFC 8446, 6.1)
             socket.socket.shutdown(self.connection, socket.SHUT_WR)
+            self.server.note(self.client, 0.0)
             deadline = time.monotonic() + DRAIN_S
-            if not self.is_over:
-                self.server.note(self.client, LEAVING)
             while not self.is_over and time.monotonic() < deadline:
                 self.connection.settimeout(max(0.001, deadline - time.monotonic()))
                 self.is_over = not socket.socket.recv(self.connection, RECEIVE_BYTES)
         self.connection.close()
 
 
-@functools.lru_cache(maxsize=None)
-def make_handler_class() -> Any:
-    """Handler, on the base of http.server's: made when there is a server, for the sake of its imports."""
-    return type('HttpHandler', (Handler, http_server.BaseHTTPRequestHandler), {})
-
-
 def open_http_server(server: Any, listener: socket.socket) -> Any:
-    """The Listener of a Server."""
+    """The Listener of a Server. Its classes are made here, as few commands need http.server's."""
     bases = (Listener, socketserver.ThreadingMixIn, http_server.HTTPServer)
-    return type('HttpServer', bases, {})(server, listener)
+    handler = type('HttpHandler', (Handler, http_server.BaseHTTPRequestHandler), {})
+    return type('HttpServer', bases, {})(server, listener, handler)
 
 
 # ======== 10f. Server: the thread that has the store, and what brings requests to it ========
@@ -14304,7 +14244,6 @@ EMBEDDED_FIRST_S = 10.0             # an embedded server waits so long for its f
 EMBEDDED_GRACE_S = 0.3              # ... and so long after its last
 MANY_ROWS = 5000                    # changed in a turn, after which memory is given back
 WARNING_LASTS_S = 60.0              # between log lines on one subject, such as requests of one address
-MAX_WARNED = 1000                   # subjects in this time
 MOST_KEPT_S = 60.0                  # that a runner's turn is kept; it asks for less
 WAITER_LOOK_S = 1.0                 # between looks whether a runner that waits has left
 FIRST_WAITER_PAUSE_S = 0.1          # before one that was woken in vain is woken again; doubles
@@ -14333,9 +14272,7 @@ class Waiters:
             yield has_place
         finally:
             with self.more:
-                self.counts[workflow_id] -= has_place
-                if not self.counts[workflow_id]:
-                    del self.counts[workflow_id], self.news[workflow_id]
+                self.counts -= collections.Counter({workflow_id: int(has_place)})   # and drop those at 0
 
     def announce(self, workflow_id: int) -> None:
         """Wake those who wait for a workflow."""
@@ -14349,19 +14286,16 @@ class Waiters:
             self.is_over = True
             self.more.notify_all()
 
-    def wait(self, workflow_id: int, seen: int, times: Tuple[float, float],
+    def wait(self, workflow_id: int, seen: int, pause_s: float, deadline: float,
              has_left: Callable[[], bool]) -> bool:
-        """Until a workflow has news after the `seen` ones. `times`: not before the first, and not after the
-        second of them (monotonic); False if there were none by then, or the runner has left."""
-        not_before, deadline = times
-        while not has_left():
-            with self.more:
-                now, has_news = time.monotonic(), self.news[workflow_id] != seen
-                if self.is_over or now >= deadline:
-                    return False
-                if has_news and now >= not_before:
+        """Until a workflow has news after the `seen` ones, but for a pause at least. False if there were none
+        by the deadline (monotonic), or the runner has left."""
+        with self.more:
+            self.more.wait_for(lambda: self.is_over, min(pause_s, deadline - time.monotonic()))
+            while not (self.is_over or time.monotonic() >= deadline or has_left()):
+                if self.news[workflow_id] != seen:
                     return True
-                self.more.wait(min(WAITER_LOOK_S, (not_before if has_news else deadline) - now))
+                self.more.wait(max(0.0, min(WAITER_LOOK_S, deadline - time.monotonic())))
         return False
 
 
@@ -14385,7 +14319,6 @@ class Server:
         self.is_over = False                    # nothing is answered any more
         self.warned = {}                        # type: Dict[str, float]  # subject -> until when it is known
         self.signal_calls = {}                  # type: Dict[int, Callable[[], Any]]  # by further signals
-        self.changed_rows = 0                   # of the store, when that was last looked at
         self.is_leaving = False
         self.ended_by = 0                       # the signal; 0: none has come
         # unless there are connections then
@@ -14398,21 +14331,14 @@ class Server:
         self.feeds = Feeds()
         self.listener = open_http_server(self, listener)
         self.waiters = Waiters(self.listener.most // 2)
-        self.seen_rows = 0                      # changed in the store when waiters were last thought of
+        self.seen_rows = 0                      # changed in the store, when that was last looked at
         self.wake_reader, self.wake_writer = socket.socketpair()
-        for sock in (self.wake_reader, self.wake_writer):
-            sock.setblocking(False)
-        self.poll = select.poll()       # select() knows no descriptors from 1024 on
-        self.poll.register(self.wake_reader, select.POLLIN)
-        self.inform_service(policy.users)
-
-    def inform_service(self, users: Optional[Users]) -> None:
-        """Give the service what only a server knows."""
+        self.wake_writer.setblocking(False)
         # Leases end by this moment only: if we are stopped in the middle of a turn, that is seen before any
         # ends.
         self.service.clock = lambda: self.clocks.running
         self.service.traffic, self.service.watched = self.traffic, self.feeds.by_subject
-        self.service.users = users
+        self.service.users = policy.users
 
     def start(self) -> None:
         """Begin to let clients in: they wait for the turns."""
@@ -14433,7 +14359,7 @@ class Server:
 
     def stop(self) -> None:
         """End serve_forever() soon. May be called from any thread."""
-        self.wake_writer.send(b'\0')
+        self.wake(b'\0')
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
@@ -14482,25 +14408,24 @@ class Server:
         """A runner's turn: an answer that brings nothing is kept for `wait_s`, and asked for again whenever
         the workflow has something. `waited` says that it was kept to the end."""
         workflow_id, body = call.arguments['workflow_id'], call.arguments['body']
-        deadline, pause_s = time.monotonic() + min(body['wait_s'], MOST_KEPT_S), FIRST_WAITER_PAUSE_S
-        not_before = 0.0
+        deadline, pause_s = time.monotonic() + min(body['wait_s'], MOST_KEPT_S), 0.0
         with self.waiters.place(workflow_id) as has_place:
             while True:
                 seen = self.waiters.news[workflow_id]
                 status, answer = self.ask(call, identity)
                 if not has_place or status != 200 or not brings_nothing(answer):
                     return status, answer
-                if not self.waiters.wait(workflow_id, seen, (not_before, deadline), has_left):
+                if not self.waiters.wait(workflow_id, seen, pause_s, deadline, has_left):
                     return status, dict(answer, waited=True)
-                not_before = time.monotonic() + pause_s     # what there is may be for others only
-                pause_s = min(2 * pause_s, MOST_WAITER_PAUSE_S)
+                # what there is may be for others only
+                pause_s = min(max(2 * pause_s, FIRST_WAITER_PAUSE_S), MOST_WAITER_PAUSE_S)
                 again = {name: body[name] for name in KEPT_OF_TURN if name in body}
                 call = call._replace(arguments=dict(call.arguments, body=again))
 
-    def wake(self) -> None:
+    def wake(self, word: bytes = WAKE) -> None:
         """Let the thread of the store look what there is."""
         with contextlib.suppress(OSError):      # full: it wakes anyway; closed: the server has ended
-            self.wake_writer.send(WAKE)
+            self.wake_writer.send(word)
 
     def on_last_left(self) -> None:
         """The last connection is gone."""
@@ -14512,9 +14437,8 @@ class Server:
         """Log what may happen very often, on each subject once a minute: nobody can fill the log."""
         now = time.monotonic()
         with self.lock:
-            if len(self.warned) >= MAX_WARNED or self.warned.get(subject, -math.inf) > now:
+            if self.warned.get(subject, -math.inf) > now:
                 return log.debug('%s', message)
-            self.warned = {other: until for other, until in self.warned.items() if until > now}
             self.warned[subject] = now + WARNING_LASTS_S
         log.warning('%s', message)
 
@@ -14523,25 +14447,24 @@ class Server:
     def turn(self) -> None:
         """Wait for something, and answer what was asked."""
         wait_s = self.wait_s()
-        for descriptor, _ in self.poll.poll(None if wait_s is None else math.ceil(1000 * wait_s)):
-            if descriptor == self.wake_reader.fileno():
-                self.on_wake()
-            else:
-                self.on_input(descriptor)
+        self.wake_reader.settimeout(wait_s)
+        with contextlib.suppress(BlockingIOError, socket.timeout):
+            self.on_wake(self.wake_reader.recv(4096))
         self.look_at_clocks(math.inf if wait_s is None else wait_s)
         if self.asked:
             self.answer_asked()
         self.on_clock(time.monotonic())
-        self.wake_waiters()
         self.feeds.add_updates(self.service.take_updates())     # committed since the last time
-        changed, self.changed_rows = self.changed_rows, self.store.connection.total_changes
-        if self.changed_rows - changed > MANY_ROWS:
+        changed = self.store.connection.total_changes - self.seen_rows
+        self.seen_rows += changed
+        if changed:
+            self.wake_waiters()
+        if changed > MANY_ROWS:
             give_memory_back()
 
     def wake_waiters(self) -> None:
         """Wake the runners for which the turn may have brought something."""
-        before, self.seen_rows = self.seen_rows, self.store.connection.total_changes
-        for workflow_id in list(self.waiters.counts) if self.seen_rows != before else ():
+        for workflow_id in list(self.waiters.counts):
             if self.work(lambda service: has_news(service.context(), workflow_id)):
                 self.waiters.announce(workflow_id)
 
@@ -14568,25 +14491,14 @@ class Server:
             if due_at <= now:
                 act(now)
 
-    def on_wake(self) -> None:
-        """A signal came, something was asked, or stop() was called."""
-        for number in set(self.wake_reader.recv(4096)):
+    def on_wake(self, numbers: bytes) -> None:
+        """Signals came, something was asked, or stop() was called."""
+        for number in set(numbers):
             if number in self.signal_calls:
                 self.signal_calls[number]()
             elif number in STOP_NUMBERS:    # others are those of a program that runs us inside
                 log.info('ending: %s', signal.Signals(number).name if number else 'asked to')
                 self.is_leaving, self.ended_by = True, number
-
-    def end_with_input(self, descriptor: int) -> None:
-        """Stop when a descriptor comes to its end: who started us holds the other side, and has gone."""
-        self.poll.register(descriptor, select.POLLIN)
-
-    def on_input(self, descriptor: int) -> None:
-        """Something was written to us, which says nothing, or the writer has gone."""
-        if not os.read(descriptor, RECEIVE_BYTES):
-            log.info('ending: the input has ended')
-            self.poll.unregister(descriptor)
-            self.is_leaving = True
 
     def look_at_clocks(self, planned_s: float) -> None:
         """Renew all leases if no runner could reach us: this process or machine was stopped or busy.
@@ -14631,13 +14543,8 @@ class Server:
 
     def on_idle(self, now: float) -> None:
         """No client has come for long enough, or come back."""
-        pending = select.poll()
-        pending.register(self.listener.socket, select.POLLIN)
-        if pending.poll(0):     # it is about to be let in
-            self.leave_at = now + EMBEDDED_GRACE_S
-        else:
-            self.is_leaving = True      # who is let in from now on is told so (Handler.answer())
-            self.is_leaving = not self.listener.connections
+        self.is_leaving = True      # who is let in from now on is told so (Handler.answer())
+        self.is_leaving = not self.listener.connections
 
     def on_tick(self, now: float) -> None:
         """Run the periodic work of the service."""
@@ -14769,10 +14676,18 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
                  'everybody who reaches this machine and has a token or password')
         announce(f'torc: serving {urls[0]}\nTORC_SERVER_PORT={port}\n{where}')
         if options.ends_with_input:
-            server.end_with_input(0)
+            threading.Thread(target=stop_with_input, args=(server,), daemon=True).start()
         give_memory_back()      # a third of it is left over from compiling this file
         server.serve_forever()
         log.info('no longer serving %s', options.database)
+
+
+def stop_with_input(server: Server) -> None:
+    """Stop a server when stdin comes to its end: who started us holds the other side, and has gone."""
+    while os.read(0, RECEIVE_BYTES):
+        pass
+    log.info('the input has ended')
+    server.stop()
 
 
 def in_slurm_job() -> bool:
