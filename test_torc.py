@@ -5027,16 +5027,13 @@ class ClaimTest(ServiceTest):
         self.assertEqual('gpu:2 big:1 j0:0 j1:2', self.placed(workflow_id, node_id, nodes=free, sizes=sizes))
         self.assertEqual('pair:1+3', self.placed(workflow_id, node_id, nodes=free, sizes=sizes))
 
-    def test_claims_as_torc_makes_them_are_placed_on_nodes_of_one_size(self):
-        workflow_id = self.create('\n'.join(f'j{i}:' for i in range(6)))
-        free = {'num_cpus': 2, 'memory_gb': 1.0, 'num_gpus': 0}
-        self.assertEqual('j0:0 j1:0 j2:1 j3:1', self.placed(workflow_id, self.node(workflow_id), num_nodes=2, **free))
-        self.assertEqual('j4: j5:', self.placed(workflow_id, self.node(workflow_id), strategy='queue'))
+        other_id = self.create('j0:\nj1:')
+        self.assertEqual('j0: j1:', self.placed(other_id, self.node(other_id), strategy='queue'))
 
     def test_a_claim_that_does_not_say_what_its_nodes_have_is_refused(self):
         workflow_id = self.create('j:')
         node_id = self.node(workflow_id)
-        for want, message in (({'nodes': []}, 'needs num_cpus, memory_gb, num_gpus'),
+        for want, message in (({}, 'nodes has 0 entries'), ({'nodes': []}, 'nodes has 0 entries'),
                               ({'nodes': [[1, 1]]}, 'nodes'), ({'nodes': [[1, 1, 'x']]}, 'nodes'),
                               ({'nodes': [[1, 1 << 30, 0]], 'sizes': []}, 'nodes has 1 entries, and sizes 0')):
             with self.subTest(want), self.assertRaisesRegex(torc.TorcError, message):
@@ -10545,7 +10542,7 @@ class TlsServerTest(ServerTest):
 
 class WaitTest(WorldTest):
     """Runners without work, whose turn the server keeps until there is some."""
-    WANT = {'strategy': 'queue', 'limit': 1, 'num_cpus': 1, 'memory_gb': 1.0, 'num_gpus': 0}
+    WANT = {'strategy': 'queue', 'limit': 1}
 
     def setUp(self) -> None:
         super().setUp()
@@ -31438,8 +31435,7 @@ class Clerk(threading.Thread):
             body = {'compute_node_id': self.node_id, 'run_id': 1, 'completions': ends, 'held': [],
                     'started': [[job['id'], job['attempt_id'], '2026-11-21T12:00:00.000Z'] for job in held]}
             if not self.is_leaving.is_set():
-                body['want'] = {'strategy': 'resources', 'limit': self.chance.randint(1, 6), 'num_cpus': 64,
-                                'memory_gb': 64.0, 'num_gpus': 0, 'num_nodes': 1}
+                body['want'] = {'strategy': 'resources', 'limit': self.chance.randint(1, 6), 'nodes': [[64, 1 << 36, 0]]}
             answer = self.insist('runner_sync', body, workflow_id=self.workflow_id)
             assert not answer['errors'] and len(answer['accepted']) == len(held), answer
             for job in held:
@@ -35716,7 +35712,7 @@ class Caller:
         moment = '2026-11-21T12:00:00.000Z'
         ends = [{'job_id': job_id, 'attempt_id': 1, 'return_code': 0, 'status': 'completed',
                  'exec_time_minutes': 0.01, 'completion_time': moment} for job_id in self.jobs]
-        want = {'strategy': 'resources', 'limit': 1, 'num_cpus': 2, 'memory_gb': 8.0, 'num_gpus': 0, 'num_nodes': 1}
+        want = {'strategy': 'resources', 'limit': 1, 'nodes': [[2, 8 << 30, 0]]}
         self.send('POST', f'/workflows/{self.load.workflow_id}/runner_sync', {
             'compute_node_id': self.load.node_id, 'run_id': 1, 'completions': ends,
             'started': [[job_id, 1, moment] for job_id in self.jobs], 'want': want})

@@ -150,8 +150,8 @@ import traceback
 import unicodedata
 import urllib.parse
 import warnings
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, List, Optional, Sequence
-from typing import Set, Tuple, Union
+from typing import Any, Callable, ContextManager, Dict, FrozenSet, Iterable, Iterator, List, Optional
+from typing import Sequence, Set, Tuple, Union
 
 if __name__ == '__main__':
     # What follows makes many objects and hardly any cycles, and so does a large workflow.
@@ -7885,7 +7885,7 @@ class Kind(Row):
     num_cpus: int
     num_nodes: int
     scheduler_id: Optional[int]
-    labels: Optional[str]           # JSON list
+    labels: FrozenSet[str]
 
 ALL_KINDS_QUERY = (
     'SELECT kind.id, kind.priority, needs.num_gpus, needs.runtime_s, needs.memory_bytes, needs.num_cpus, '
@@ -7896,16 +7896,10 @@ KIND_QUERY = (f'{ALL_KINDS_QUERY} AND EXISTS '
               f'(SELECT 1 FROM job WHERE job.kind_id = kind.id AND job.status = {READY})')
 
 
-def ready_kinds(context: Context, workflow_id: int, want: Values) -> List[Kind]:
-    """Job classes with ready jobs that a node may take with the labels and the time that it has.
-
-    It must have all of a job's labels, and labelled nodes take labelled jobs only.
-    """
-    check_labels(want.get('labels'))
-    mine, limit_s = set(want.get('labels') or ()), parse_time_limit(want)
-    kinds = [Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))]
-    return [kind for kind in kinds if matches_labels(mine, kind.labels)
-            and (limit_s is None or kind.runtime_s <= limit_s)]
+def select_kinds(context: Context, workflow_id: int, query: str) -> List[Kind]:
+    """The job classes that one of these queries finds."""
+    return [Kind(*row[:-1], frozenset(json.loads(row[-1] or '[]')))
+            for row in context.rows(query, (workflow_id,))]
 
 
 def parse_time_limit(want: Values) -> Optional[int]:
@@ -7917,9 +7911,9 @@ def parse_time_limit(want: Values) -> Optional[int]:
         raise Refused(f'time_limit: {error}', field='time_limit', value=text) from None
 
 
-def matches_labels(mine: Set[str], labels: Optional[str]) -> bool:
-    """Whether a node with some labels may take jobs with these (JSON, None: without)."""
-    return mine.issuperset(json.loads(labels)) if labels else not mine
+def matches_labels(mine: Iterable[str], labels: FrozenSet[str]) -> bool:
+    """Whether a node may take a job: it has all of its labels, and labelled ones take labelled jobs only."""
+    return labels.issubset(mine) if labels else not mine
 
 
 def take_ready(context: Context, kind_id: int, count: int, after: int = 0) -> List[int]:
@@ -7932,45 +7926,45 @@ def take_ready(context: Context, kind_id: int, count: int, after: int = 0) -> Li
 Placement = Dict[int, Tuple[int, ...]]      # job id -> indexes of its nodes, among those of who claims
 
 
-def claim_by_resources(context: Context, workflow_id: int, want: Values) -> Placement:
+def pick_jobs(context: Context, workflow_id: int, want: Values) -> Placement:
     """Ready jobs that fit what is free on the caller's nodes and the remaining time.
 
     First those bound to the caller's scheduler, then unbound ones, then (unless strict) any. `depth` further
-    rounds of all that the nodes have may be taken ahead.
+    rounds of all that the nodes have may be taken ahead. By the strategy `queue` only priority, labels and
+    time count: the caller knows where they go.
     """
-    free, sizes = free_nodes(want), node_sizes(want)
-    kinds = kinds_by_turn(ready_kinds(context, workflow_id, want), want)
+    sizes = node_sizes(want)
+    groups = kinds_by_turn(ready_kinds(context, workflow_id, want), want)
     chosen = {}  # type: Placement
     last = {}    # type: Dict[int, int]
     for number in range(max(1, want.get('depth') or 1)):
-        pool = NodePool(sizes, sizes if number else free)
-        found = pack_round(context, kinds, pool, want['limit'] - len(chosen), last)
+        pool = NodePool(sizes, sizes if number else [Capacity(*node) for node in want['nodes']]) \
+            if sizes else None
+        found = pack_round(context, groups, pool, want['limit'] - len(chosen), last)
         if not found:
             break
         chosen.update(found)
     return chosen
 
 
-def free_nodes(want: Values) -> List[Capacity]:
-    """What is free of each of the caller's nodes: `nodes`, or, as in Torc, `num_nodes` of one size."""
-    if want.get('nodes'):
-        return [Capacity(*node) for node in want['nodes']]
-    missing = [name for name in ('num_cpus', 'memory_gb', 'num_gpus') if want.get(name) is None]
-    if missing:
-        raise BadInput(f"a claim by resources needs {', '.join(missing)}")
-    memory_bytes = int(want['memory_gb'] * 1024 ** 3)
-    node = Capacity(int(want['num_cpus']), memory_bytes, int(want['num_gpus']))
-    return [node] * max(1, int(want.get('num_nodes') or 1))
+def ready_kinds(context: Context, workflow_id: int, want: Values) -> List[Kind]:
+    """Job classes with ready jobs that a node may take with the labels and the time that it has."""
+    check_labels(want.get('labels'))
+    mine, limit_s = set(want.get('labels') or ()), parse_time_limit(want)
+    return [kind for kind in select_kinds(context, workflow_id, KIND_QUERY)
+            if matches_labels(mine, kind.labels) and (limit_s is None or kind.runtime_s <= limit_s)]
 
 
 def node_sizes(want: Values) -> List[Capacity]:
-    """All that the caller's nodes have: `sizes`, or what is free."""
-    free = free_nodes(want)
-    if want.get('sizes') is None:
-        return free
-    if len(want['sizes']) != len(free):
-        raise BadInput(f"nodes has {len(free)} entries, and sizes {len(want['sizes'])}", field='want.sizes')
-    return [Capacity(*node) for node in want['sizes']]
+    """All that the caller's nodes have: `sizes`, or, if it does not say so, what is free (`nodes`)."""
+    if want['strategy'] == 'queue':
+        return []
+    free = want.get('nodes') or ()
+    sizes = free if want.get('sizes') is None else want['sizes']
+    if not free or len(sizes) != len(free):
+        raise BadInput(f'a claim by resources names its nodes: nodes has {len(free)} entries, and sizes '
+                       f'{len(sizes)}', field='want.nodes')
+    return [Capacity(*node) for node in sizes]
 
 
 def claim_turn(kind: Kind, scheduler_id: Optional[int]) -> int:
@@ -7979,43 +7973,34 @@ def claim_turn(kind: Kind, scheduler_id: Optional[int]) -> int:
 
 
 def kinds_by_turn(kinds: Sequence[Kind], want: Values) -> List[List[Kind]]:
-    """The kinds in the order in which a caller may take them; those that need the same together."""
-    mine = want.get('scheduler_config_id')
+    """The kinds in the order in which a caller may take them; those that are alike to it together."""
+    mine, by_queue = want.get('scheduler_config_id'), want['strategy'] == 'queue'
 
     def order(kind: Kind) -> Tuple:
-        return (claim_turn(kind, mine), -kind.priority, -kind.num_gpus, -kind.runtime_s, -kind.memory_bytes,
-                -kind.num_cpus, kind.num_nodes)
+        return (-kind.priority,) if by_queue else (
+            claim_turn(kind, mine), -kind.priority, -kind.num_gpus, -kind.runtime_s, -kind.memory_bytes,
+            -kind.num_cpus, kind.num_nodes)
     allowed = [kind for kind in kinds if claim_turn(kind, mine) < 2 or not want.get('strict')]
     return [list(group) for _, group in itertools.groupby(sorted(allowed, key=order), key=order)]
 
 
-def pack_round(context: Context, kinds: Sequence[Sequence[Kind]], pool: NodePool, limit: int,
+def pack_round(context: Context, groups: Sequence[Sequence[Kind]], pool: Optional[NodePool], limit: int,
                last: Dict[int, int]) -> Placement:
     """Take from each kind what fits, at most `limit`. `last` remembers the last job taken of each kind."""
     chosen = {}  # type: Placement
-    for group in kinds:
-        room = min(limit - len(chosen), pool.room(group[0]))
+    for group in groups:
+        left = limit - len(chosen)
+        room = min(left, pool.room(group[0])) if pool else left
         if room > 0:
             ready = sorted((job_id, kind.id) for kind in group
-                           for job_id in take_ready(context, kind.id, room, last.get(kind.id, 0)))
-            for (job_id, kind_id), nodes in zip(ready, pool.place(group[0], min(room, len(ready)))):
+                           for job_id in take_ready(context, kind.id, room, last.get(kind.id, 0)))[:room]
+            places = pool.place(group[0], len(ready)) if pool else [()] * len(ready)
+            for (job_id, kind_id), nodes in zip(ready, places):
                 last[kind_id], chosen[job_id] = job_id, nodes
     return chosen
 
 
-def claim_by_queue(context: Context, workflow_id: int, want: Values) -> Placement:
-    """The next ready jobs by priority and id, whatever they need but time; the caller knows where."""
-    chosen = []     # type: List[int]
-    kinds = sorted(ready_kinds(context, workflow_id, want), key=lambda kind: -kind.priority)
-    for _, group in itertools.groupby(kinds, key=lambda kind: kind.priority):
-        room = want['limit'] - len(chosen)
-        if room <= 0:
-            break
-        chosen += sorted(job_id for kind in group for job_id in take_ready(context, kind.id, room))[:room]
-    return dict.fromkeys(chosen, ())
-
-
-CLAIM_STRATEGIES = {'resources': claim_by_resources, 'queue': claim_by_queue}
+CLAIM_STRATEGIES = ('resources', 'queue')
 
 
 def claim(context: Context, state: WorkflowState, want: Values, node_id: Optional[int]) -> Placement:
@@ -8023,7 +8008,7 @@ def claim(context: Context, state: WorkflowState, want: Values, node_id: Optiona
     check_references(context, state.id, want)
     if state.is_canceled or want['limit'] <= 0:
         return {}
-    chosen = CLAIM_STRATEGIES[want['strategy']](context, state.id, want)
+    chosen = pick_jobs(context, state.id, want)
     hashes = hash_inputs(context, list(chosen))
     context.run_many(f'UPDATE job SET status = {PENDING}, compute_node_id = ?, input_hash = ? WHERE id = ?',
                      ((node_id, hashes[job_id], job_id) for job_id in chosen))
@@ -8035,7 +8020,7 @@ INCOMPATIBLE_SHOWN = 5
 
 class Offer(Row):
     """What a runner offers to jobs: one at work, or that of an allocation which is to come."""
-    labels: Tuple[str, ...]
+    labels: FrozenSet[str]
     size: Optional[Capacity]    # of the largest of its nodes; None: it asks for jobs of any size (-j)
     num_nodes: int = 1
     limit_s: Optional[int] = None       # it takes jobs up to this runtime, the grace included; None: any
@@ -8083,11 +8068,9 @@ class Lack(Row):
 def find_lacks(kind: Kind, offer: Offer, by: str = 'option') -> List[Lack]:
     """What jobs of a kind need and an offer will never have. `by`: the column of DIMENSIONS with the cure."""
     lacks = []
-    labels = set(json.loads(kind.labels)) if kind.labels else set()
-    if labels and not labels.issubset(offer.labels):
-        lacks.append(Lack('labels', f"a runner with --label {','.join(sorted(labels))}"))
-    elif offer.labels and not labels:
-        lacks.append(Lack('labels', 'a runner without --label'))
+    if not matches_labels(offer.labels, kind.labels):
+        wanted = f"--label {','.join(sorted(kind.labels))}"
+        lacks.append(Lack('labels', f'a runner with {wanted}' if kind.labels else 'a runner without --label'))
     if None not in (offer.scheduler_id, kind.scheduler_id) and offer.scheduler_id != kind.scheduler_id:
         lacks.append(Lack('scheduler', f'an allocation of scheduler {kind.scheduler_id}'))
     for dimension in DIMENSIONS if offer.size is not None else DIMENSIONS[-1:]:
@@ -8107,18 +8090,18 @@ def format_lack(lack: Lack, place: str = 'this runner') -> str:
 
 def offer_of(want: Values) -> Offer:
     """What a claim offers: the largest of its nodes, whatever is free of it if the sizes are stated."""
-    sizes = node_sizes(want) if want['strategy'] == 'resources' else []
+    sizes = node_sizes(want)
     only = want.get('scheduler_config_id') or 0
-    return Offer(tuple(want.get('labels') or ()), Capacity(*map(max, zip(*sizes))) if sizes else None,
+    return Offer(frozenset(want.get('labels') or ()), Capacity(*map(max, zip(*sizes))) if sizes else None,
                  max(1, len(sizes)), parse_time_limit(want), only if want.get('strict') else None)
 
 
-def compare_kinds(context: Context, workflow_id: int, query: str,
-                  want: Values) -> List[Tuple[Kind, List[Lack]]]:
-    """Each of the job classes that a query finds, and what it needs and a claim will never offer."""
-    offer = offer_of(want)
-    kinds = (Kind(*row) for row in context.rows(query, (workflow_id,)))
-    return [(kind, find_lacks(kind, offer)) for kind in kinds]
+def group_lacks(kinds: Iterable[Kind], want: Values) -> Dict[str, List[int]]:
+    """Ids of job classes by what they need and a claimer will never offer, in words; '': nothing."""
+    offer, groups = offer_of(want), collections.defaultdict(list)   # type: Any, Dict[str, List[int]]
+    for kind in kinds:
+        groups['; '.join(map(format_lack, find_lacks(kind, offer)))].append(kind.id)
+    return groups
 
 
 def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str:
@@ -8127,33 +8110,30 @@ def explain_no_jobs(context: Context, state: WorkflowState, want: Values) -> str
         return WAIT_REASONS['canceled']
     if want['limit'] <= 0:
         return WAIT_REASONS['limit']
-    compared = compare_kinds(context, state.id, KIND_QUERY, want)
-    if not compared:
+    groups = group_lacks(select_kinds(context, state.id, KIND_QUERY), want)
+    if not groups:
         waiting = [f'{count} {name}' for name, count in count_by_status(context, state.id).items() if count]
         return WAIT_REASONS['not_ready'].format(', '.join(waiting) or 'there are none')
-    if not all(lacks for _, lacks in compared):
-        return WAIT_REASONS['no_room']
-    return '; '.join(name_lacks(context, compared, f'status = {READY}'))
+    return WAIT_REASONS['no_room'] if '' in groups else '; '.join(
+        name_lacks(context, groups, f'status = {READY}'))
 
 
 def find_notices(context: Context, workflow_id: int, want: Values) -> List[str]:
     """What a claimer will never have for jobs of the workflow, ready or not; nothing of jobs that are not
     expected to fit: those of other labels if it has any, and those bound to another scheduler than its own.
     """
-    mine = want.get('scheduler_config_id')
-    compared = [(kind, lacks) for kind, lacks in compare_kinds(context, workflow_id, ALL_KINDS_QUERY, want)
-                if lacks and not (mine and claim_turn(kind, mine) == 2)
-                and not (want.get('labels') and any(lack.name == 'labels' for lack in lacks))]
-    return name_lacks(context, compared, f'workflow_id = {workflow_id} AND status IN {sql_list(NOT_DONE)}')
+    mine, labels = want.get('scheduler_config_id'), want.get('labels')
+    groups = group_lacks([kind for kind in select_kinds(context, workflow_id, ALL_KINDS_QUERY)
+                          if not (mine and claim_turn(kind, mine) == 2)
+                          and (not labels or matches_labels(labels, kind.labels))], want)
+    groups.pop('', None)
+    return name_lacks(context, groups, f'workflow_id = {workflow_id} AND status IN {sql_list(NOT_DONE)}')
 
 
-def name_lacks(context: Context, compared: Sequence[Tuple[Kind, List[Lack]]], condition: str) -> List[str]:
+def name_lacks(context: Context, groups: Dict[str, List[int]], condition: str) -> List[str]:
     """For each reason why jobs will never fit a claimer: one of them (an SQL condition), and the reason."""
-    lacking = collections.defaultdict(list)  # type: Dict[str, List[int]]
-    for kind, lacks in compared:
-        lacking['; '.join(format_lack(lack) for lack in lacks)].append(kind.id)
     found = []
-    for reason, kind_ids in list(lacking.items())[:INCOMPATIBLE_SHOWN]:
+    for reason, kind_ids in list(groups.items())[:INCOMPATIBLE_SHOWN]:
         some = sql_list(kind_ids[:500])
         name = context.value(f'SELECT name FROM job WHERE {condition} AND kind_id IN {some} LIMIT 1')
         found += [WAIT_REASONS['cannot_run'].format(name, reason)] if name is not None else []
@@ -8164,7 +8144,9 @@ def claim_jobs_based_on_resources(context: Context, workflow_id: int, limit: int
                                   strict_scheduler_match: bool = False) -> Values:
     """Claim jobs that fit a node's free resources."""
     check_owned(context, 'compute_node', workflow_id, [body['id']] if body.get('id') else [])
-    want = dict(body, strategy='resources', limit=limit, strict=strict_scheduler_match)
+    nodes = max(1, body['num_nodes']) * [
+        (body['num_cpus'], int(body['memory_gb'] * 1024 ** 3), body['num_gpus'])]
+    want = dict(body, strategy='resources', limit=limit, strict=strict_scheduler_match, nodes=nodes)
     chosen = claim(context, context.state, want, body.get('id') or None)
     answer = {'jobs': claimed_models(context, list(chosen))}  # type: Values
     if not chosen:
@@ -9603,8 +9585,8 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
 def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
     """Whether a job is left that a node may take by its labels, now or later."""
     mine = set(json.loads(context.value('SELECT labels FROM compute_node WHERE id = ?', (node_id,)) or '[]'))
-    classes = context.rows('SELECT id, labels FROM job_kind WHERE workflow_id = ?', (workflow_id,))
-    wanted = [class_id for class_id, labels in classes if matches_labels(mine, labels)]
+    wanted = [kind.id for kind in select_kinds(context, workflow_id, ALL_KINDS_QUERY)
+              if matches_labels(mine, kind.labels)]
     undone = f'SELECT 1 FROM job WHERE workflow_id = {int(workflow_id)} AND status IN {sql_list(NOT_DONE)}'
     return any(context.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
 
@@ -9956,7 +9938,7 @@ def place_of_runner(context: Context, workflow: Values, runner: Values) -> Place
         number = max(1, runner['num_nodes'])
         size = Capacity(runner['num_cpus'] // number, int(runner['memory_gb'] * 1024 ** 3 / number),
                         runner['num_gpus'] // number)
-        offer = Offer(tuple(runner['labels']), size, number, limit_s)
+        offer = Offer(frozenset(runner['labels']), size, number, limit_s)
     least_s = 0 if left_s is None else least_time(workflow, runner['total_seconds'], offer.size is None,
                                                   bool(runner['slurm_job_id']))
     return Place(offer, 'late' if (left_s or 0) < least_s else 'busy' if runner['num_jobs'] else 'next_turn',
@@ -9977,7 +9959,7 @@ def place_of_allocation(workflow: Values, row: Values, what: str) -> Place:
     name = f"{what} {row[f'{what}_id']}"
     if row['scheduler_name']:
         name += f" (scheduler {row['scheduler_name']})"
-    offer = Offer((), size, row['num_nodes'] or MAX_INTEGER, longest_runtime(workflow, walltime_s))
+    offer = Offer(frozenset(), size, row['num_nodes'] or MAX_INTEGER, longest_runtime(workflow, walltime_s))
     least_s = least_time(workflow, walltime_s, bool(row['max_parallel_jobs']), True)
     return Place(offer, 'late' if walltime_s <= least_s else what, name, 'field', least_s)
 
@@ -9989,14 +9971,16 @@ def explain_ready(context: Context, workflow_id: int, places: Sequence[Place]) -
         'FROM job_kind WHERE workflow_id = ? AND number > 0 ORDER BY number DESC LIMIT ?',
         (workflow_id, MOST_COMPARISONS // max(1, len(places)) + WAITING_EXPLAINED)))
     groups = {}     # type: Dict[Tuple[str, str], Values]
-    for kind in (Kind(*row) for row in context.rows(ALL_KINDS_QUERY, (workflow_id,)) if row[0] in counts):
+    for kind in select_kinds(context, workflow_id, ALL_KINDS_QUERY):
+        if kind.id not in counts:
+            continue
         code, reason, lacks = explain_kind(kind, places)
         if (code, reason) not in groups:
             groups[code, reason] = {
                 'code': code, 'reason': reason, 'lacks': [lack._asdict() for lack in lacks], 'count': 0,
                 'num_cpus': kind.num_cpus, 'memory_bytes': kind.memory_bytes, 'num_gpus': kind.num_gpus,
                 'num_nodes': kind.num_nodes, 'runtime_seconds': kind.runtime_s, 'priority': kind.priority,
-                'labels': json.loads(kind.labels) if kind.labels else [],
+                'labels': sorted(kind.labels),
                 'scheduler_config_id': kind.scheduler_id, 'job_id': take_ready(context, kind.id, 1)[0]}
         groups[code, reason]['count'] += counts[kind.id]
     order = ('lacks', 'no_runner', *reversed(NEAREST_REASONS))
@@ -11344,7 +11328,7 @@ def list_unplanned_jobs(context: Context, workflow_id: int) -> Values:
                             f'{sql_list(action_id for action_id, _ in to_come)}'))
     soon = [place for place in places if place.reason in ('next_turn', 'allocation', 'action')]
     found = []  # type: List[int]
-    for kind in (Kind(*row) for row in context.rows(KIND_QUERY, (workflow_id,))):
+    for kind in select_kinds(context, workflow_id, KIND_QUERY):
         is_planned = any(not find_lacks(kind, place.offer, place.by) for place in soon)
         code = '' if is_planned else explain_kind(kind, places)[0]
         if kind.labels or kind.scheduler_id in schedulers or code not in UNPLANNED_REASONS:
@@ -11393,7 +11377,7 @@ def move_files(context: Context, old: str, new: str) -> None:
 # client may know a key of ours as another name of one of its own.
 
 ENUMS = {'JobStatus': tuple(STATUS_CODES), 'ExecutionMode': EXECUTION_MODES, 'StdioMode': STDIO_MODES,
-         'MonitorGranularity': GRANULARITIES, 'Strategy': tuple(CLAIM_STRATEGIES),
+         'MonitorGranularity': GRANULARITIES, 'Strategy': CLAIM_STRATEGIES,
          'GroupRole': GROUP_ROLES}
 
 # Model -> its fields as name:type, ! where required. Types: those of SCALARS, [list], (list,of,just,these),
@@ -11473,9 +11457,8 @@ MODELS = {
         'contents:[(int,float,int,str)] actions:[str] action_results:[@RunnerAction] '
         'accounting:[@RunnerAccount] explain:bool survey:bool held:[(int,int)] held_actions:[int] turn:int '
         'submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
-    'RunnerWant': 'strategy:@Strategy! limit:int! num_cpus:int memory_gb:gigabytes num_gpus:int '
-        'num_nodes:nodes depth:int nodes:[(int,int,int)] sizes:[(int,int,int)] time_limit:str '
-        'scheduler_config_id:int labels:[str] strict:bool',
+    'RunnerWant': 'strategy:@Strategy! limit:int! depth:int nodes:[(int,int,int)] sizes:[(int,int,int)] '
+        'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
         'status:str! workflow_id:int! reason:str',
     'SetFileTimesRequest': 'files:{float?}! contents:[(int,float,int,str)]',
