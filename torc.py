@@ -8233,15 +8233,8 @@ def complete_job(context: Context, job_id: int, status: str, run_id: int,
     return get_job(context, job_id)
 
 
-def check_final(status: str) -> None:
-    """Refuse a status that is no end of an attempt."""
-    if not STATUSES[STATUS_CODES[status]].is_final:
-        raise Refused(f'a job cannot complete as {status!r}')
-
-
 def check_result(context: Context, result: Values, **asked: Any) -> None:
     """Refuse a result that is not of the job, workflow, status and run of its request."""
-    check_final(asked['status'])
     for key, value in asked.items():
         if result[key] != value:
             raise Refused(f'{key} of the result is {result[key]}, and {value} in the request', field=key)
@@ -8282,14 +8275,15 @@ def record_ends(context: Context, state: WorkflowState, ends: Sequence[Values],
     outcomes = []   # type: List[Outcome]
     for end in ends:
         try:
-            check_final(end['status'])
             times = times_by_id(end.get('file_times') or {})
-            outcomes.append(record_end(context, state, end))
+            outcome = record_end(context, state, end)
         except TorcError as error:
-            outcomes.append(Outcome(end['job_id'], end.get('attempt_id') or 1, error=error))
-        else:
-            if not outcomes[-1].is_known:
-                record_outputs(context, state, end['job_id'], times, outcomes[-1].status)
+            outcome = Outcome(end['job_id'], end.get('attempt_id') or 1, error=error)
+        outcomes.append(outcome)
+        if outcome.error is None and not outcome.is_known and times:
+            store_file_times(context, state.id, times)
+            if outcome.status == 'completed':
+                note_job_outputs(context, state, job_state(context, outcome.job_id))
     note_contents(context, state.id, contents)
     record_accounts(context, state, accounts)
     backfill_results(context, state.run_id, [outcome.job_id for outcome in outcomes if not outcome.error]
@@ -8311,6 +8305,8 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> Outcome:
         raise NotFound(f'workflow {state.id} has no job {job.id}')
     check_run(state, end['run_id'])
     attempt_id, status = end.get('attempt_id') or job.attempt_id, STATUS_CODES[end['status']]
+    if not STATUSES[status].is_final:
+        raise Refused(f"a job cannot complete as {end['status']!r}")
     if (job.status, job.attempt_id) == (PENDING_FAILED, attempt_id) and status != PENDING_FAILED:
         return decide_failure(context, state, job, end)
     ends = known_ends(context, state, job, end['run_id'], attempt_id)
@@ -8325,7 +8321,7 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> Outcome:
     reason = (end.get('reason') or '')[:MAX_REASON_CHARACTERS]
     if job.has_results:
         context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job.id,))
-    is_interrupted = bool(end.get('interrupted')) and status == TERMINATED and not was_canceled
+    is_interrupted = bool(end.get('interrupted')) and status in (TERMINATED, CANCELED) and not was_canceled
     context.insert('result', dict(
         end, workflow_id=state.id, is_current=True, reason=reason or None, is_interrupted=is_interrupted,
         compute_node_id=end.get('compute_node_id') or job.compute_node_id or 0,
@@ -8334,19 +8330,26 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> Outcome:
         return Outcome(job.id, attempt_id, 'canceled')
     record_failure(context, state.id, job, end, reason)
     if state.id in context.service.watched:
-        if job.status == PENDING:       # its start was not reported before
+        if job.status == PENDING and status != CANCELED:    # its start was not reported before
             announce_start(context, job, state.run_id)
         more = dict({'message': reason} if reason else {}, return_code=end['return_code'])
         announce_end(context, state.id, job.id, job.name, end['status'], **more)
-    if is_interrupted or wants_retry(end) and has_retries(context, state, job, end.get('max_retries')):
+    is_retried = bool(end.get('retry')) and status in (FAILED, TERMINATED) and has_retries(
+        context, state, job, end.get('max_retries'))
+    if is_interrupted or is_retried:
         begin_next_attempt(context, state, job)
         return Outcome(job.id, attempt_id, 'ready')
+    finish_job(context, state, job, status)
+    return Outcome(job.id, attempt_id, end['status'])
+
+
+def finish_job(context: Context, state: WorkflowState, job: JobState, status: int) -> None:
+    """A job's last attempt has ended so: what waits for it goes on, or is canceled."""
     context.run('UPDATE job SET status = ?, start_time = NULL WHERE id = ?', (status, job.id))
     if status == COMPLETED:
         record_unwritten_data(context, state, job)
     if STATUSES[status].is_finished:
         settle(context, state.id, [(job.id, status)], job.is_awaited)
-    return Outcome(job.id, attempt_id, end['status'])
 
 
 def record_failure(context: Context, workflow_id: int, job: JobState, end: Values,
@@ -8396,11 +8399,8 @@ def decide_failure(context: Context, state: WorkflowState, job: JobState, end: V
                        (status, job.id, state.run_id, job.attempt_id)):
         raise Refused(f'job {job.id} has no result in run {state.run_id} to decide about; retry it, or '
                       'reset it')
-    context.run('UPDATE job SET status = ? WHERE id = ?', (status, job.id))
     announce_end(context, state.id, job.id, job.name, end['status'], return_code=end['return_code'])
-    if status == COMPLETED:
-        record_unwritten_data(context, state, job)
-    settle(context, state.id, [(job.id, status)])
+    finish_job(context, state, job, status)
     return Outcome(job.id, job.attempt_id, end['status'])
 
 
@@ -8414,11 +8414,6 @@ def begin_next_attempt(context: Context, state: WorkflowState, job: JobState) ->
         'event_type': 'job_retried', 'job_id': job.id, 'job_name': job.name, 'run_id': state.run_id,
         'previous_attempt': job.attempt_id, 'new_attempt': job.attempt_id + 1,
         'message': f'Job {job.name} begins attempt {job.attempt_id + 1}'})
-
-
-def wants_retry(end: Values) -> bool:
-    """Whether the end of an attempt is to be followed by another one."""
-    return bool(end.get('retry')) and STATUS_CODES[end['status']] in (FAILED, TERMINATED)
 
 
 def has_retries(context: Context, state: WorkflowState, job: JobState, max_retries: Optional[int]) -> bool:
@@ -8604,52 +8599,24 @@ def jobs_of(context: Context, node_id: int, status: int) -> List[int]:
     return context.ids('SELECT id FROM job WHERE compute_node_id = ? AND status = ?', (node_id, status))
 
 
-def interrupt_jobs(context: Context, job_ids: Ids, reason: str) -> None:
-    """These jobs, which a node has had in hand, have not failed: they are ready again, and spend no retry.
+def assume_ends(context: Context, state: WorkflowState, job_ids: Ids, reason: str,
+                is_interrupted: bool = False) -> None:
+    """These jobs have lost their runner: how they ended is not known, and they count as failed.
 
-    What was only claimed may have been started, and the report been lost: what runs from now on is another
-    attempt in any case.
+    If they were only interrupted they are ready again, and spend no retry. What was only claimed may have
+    been started, and the report been lost: what runs from now on is another attempt in any case.
     """
-    for job_id in job_ids:
-        job = job_state(context, job_id)
-        state = workflow_state(context, job.workflow_id)
-        context.run('UPDATE result SET is_current = 0 WHERE job_id = ? AND is_current = 1', (job_id,))
-        context.insert('result', {
-            'workflow_id': state.id, 'job_id': job_id, 'run_id': state.run_id, 'attempt_id': job.attempt_id,
-            'compute_node_id': job.compute_node_id, 'return_code': ORPHAN_RETURN_CODE,
-            'exec_time_minutes': 0.0, 'completion_time': context.time, 'status': 'canceled',
-            'is_current': True, 'is_interrupted': True, 'reason': reason})
-        begin_next_attempt(context, state, job)
-
-
-def interrupt_claims(context: Context, node_id: int, why: str) -> None:
-    """Make ready what a node had claimed and not reported as started."""
-    host = context.value('SELECT hostname FROM compute_node WHERE id = ?', (node_id,))
-    reason = f'compute node {node_id} ({host}), which had claimed it, went away' + (f': {why}' if why else '')
-    interrupt_jobs(context, jobs_of(context, node_id, PENDING), reason)
-
-
-def assume_failed(context: Context, state: WorkflowState, job_ids: Ids, reason: str) -> None:
-    """These running jobs have lost their runner: how they ended is not known."""
     ends = []
     for job_id, start_time in rows_by_ids(context, 'SELECT id, start_time FROM job WHERE id IN', job_ids):
         spent_s = context.now() - parse_time(start_time) if start_time else 0.0
         ends.append({
-            'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE, 'status': 'failed',
+            'job_id': job_id, 'run_id': state.run_id, 'return_code': ORPHAN_RETURN_CODE,
+            'status': 'canceled' if is_interrupted else 'failed', 'interrupted': is_interrupted,
             'exec_time_minutes': max(0.0, spent_s) / 60, 'completion_time': context.time, 'reason': reason})
     record_ends(context, state, ends)
 
 
-# -------- what else is known of attempts --------
-
-def record_outputs(context: Context, state: WorkflowState, job_id: int, times: FileTimes,
-                   status: str) -> None:
-    """The times of the files that an attempt has left."""
-    if times:
-        store_file_times(context, state.id, times)
-        if status == 'completed':
-            note_job_outputs(context, state, job_state(context, job_id))
-
+# -------- what accounting says of attempts --------
 
 ACCOUNT_COLUMNS = ('max_rss_bytes', 'max_vm_size_bytes', 'max_disk_read_bytes', 'max_disk_write_bytes',
                    'ave_cpu_seconds', 'node_list', 'slurm_job_id')
@@ -8711,7 +8678,6 @@ def merge_accounts(exec_s: float, max_rss_bytes: int, cpu_s: float, known: Cells
 # Every answer is bounded, however many jobs there are.
 
 FAILURES_EXPLAINED = 5      # groups of failures, and as many canceled jobs and prerequisites
-MOST_EXPLAINED = 50         # ... whatever is asked for: each may take CAUSE_STEPS queries
 CAUSE_STEPS = 1000          # from a canceled job up to the failure that was the cause
 ENDED_WORDS = {FAILED: 'failed', TERMINATED: 'was terminated', CANCELED: 'was canceled'}
 BROKEN = (FAILED, TERMINATED, PENDING_FAILED)
@@ -8772,12 +8738,11 @@ def cancellation_reason(context: Context, job: JobState) -> str:
     return f"never ran: its prerequisite {', because '.join(steps)}" + (f': {reason}' if reason else '')
 
 
-def explain_workflow(context: Context, workflow_id: int, limit: int = FAILURES_EXPLAINED) -> Values:
+def explain_workflow(context: Context, workflow_id: int) -> Values:
     """Why jobs failed, those with the same reason together and the most frequent first; why jobs were
-    canceled; what blocked ones wait for; and what is to be known of good ones. Each list ends at the limit,
-    at most MOST_EXPLAINED.
+    canceled; what blocked ones wait for; and what is to be known of good ones.
     """
-    limit = min(page_size(0, limit), MOST_EXPLAINED)
+    limit = FAILURES_EXPLAINED
     groups = context.rows(
         'SELECT min(job.id), count(*), result.return_code FROM job '
         'LEFT JOIN result ON result.job_id = job.id AND result.is_current = 1 '
@@ -8865,10 +8830,10 @@ def spawn_jobs(context: Context, job_id: int, body: Values) -> Values:
     elif caller.status != RUNNING:
         raise Refused(f'job {job_id} is {STATUS_NAMES[caller.status]}; only a running job can spawn others')
     lineage = body.get('lineage') or caller.name
-    counter = count_generations(context, caller.workflow_id, lineage)
     known = {name: (spawned, generation) for name, spawned, generation in context.rows(
         'SELECT job.name, job.id, spawn.generation FROM spawn CROSS JOIN job ON job.id = spawn.job_id '
         'WHERE spawn.workflow_id = ? AND lineage = ?', (caller.workflow_id, lineage))}
+    counter = max((generation for _, generation in known.values()), default=0)
     old = [name for name in names if name in known]
     if names and len(old) == len(names):
         return {'spawned_job_ids': [known[name][0] for name in names],
@@ -8879,15 +8844,6 @@ def spawn_jobs(context: Context, job_id: int, body: Values) -> Values:
     counter += bool(spawned)
     record_generation(context, caller.workflow_id, lineage, counter, len(spawned), body.get('state'))
     return {'spawned_job_ids': spawned, 'iteration': counter}
-
-
-def count_generations(context: Context, workflow_id: int, lineage: str) -> int:
-    """Number of the newest generation of a lineage, by its records."""
-    prefix = LINEAGE_RECORD.format(lineage) + 'g'       # up to ':', which follows '9': a range of the index
-    names = context.ids('SELECT name FROM user_data WHERE workflow_id = ? AND name >= ? AND name < ?',
-                        (workflow_id, prefix, prefix + ':'))
-    return max((int(name[len(prefix):]) for name in names if re.match(r'[0-9]{6,18}\Z', name[len(prefix):])),
-               default=0)
 
 
 def record_generation(context: Context, workflow_id: int, lineage: str, counter: int, count: int,
@@ -9341,7 +9297,7 @@ def create_compute_node(context: Context, body: Values) -> Values:
         condition = ' AND '.join(f'{key} = ?' for key in same)
         for node_id in context.ids(f'SELECT id FROM compute_node WHERE is_active = 1 AND {condition}',
                                    [body[key] for key in same]):
-            end_node(context, node_id)
+            release_node(context, node_id)
         if keeps_crate(context, workflow_id):
             put_software(context, workflow_id, 'torc')
     values = dict(body, labels=sorted(set(body.get('labels') or ())) or None,
@@ -9361,9 +9317,8 @@ def join_allocation(context: Context, workflow_id: int, scheduler: Values) -> Va
     for node_id in nodes_in_job(context, workflow_id, slurm_job_id):
         other = known_scheduler(get_row(context, 'compute_node', node_id))
         if (other.get('restart_count') or 0) < restart_count:
-            interrupt_jobs(context, jobs_of(context, node_id, RUNNING),
-                           f'Slurm put job {slurm_job_id}, in which it ran, into the queue again')
-            end_node(context, node_id)
+            release_node(context, node_id, f'Slurm put job {slurm_job_id}, in which it ran, into the queue '
+                         'again', is_interrupted=True)
     record = context.one('SELECT id, scheduler_config_id FROM scheduled_compute_node WHERE workflow_id = ?1 '
                          "AND scheduler_type = 'slurm' AND (scheduler_id = ?2 OR id = ?3) "
                          'ORDER BY id <> ifnull(?3, 0)',
@@ -9426,12 +9381,6 @@ def announce_node(context: Context, event_type: str, node_id: int) -> Values:
     return node
 
 
-def end_node(context: Context, node_id: int, why: str = '') -> None:
-    """An active node has ended without saying so: report it, and release what it held. See release_node."""
-    announce_node(context, 'compute_node_stopped', node_id)
-    release_node(context, node_id, why)
-
-
 def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
     """Change a node, but its labels. One that ends returns its claims that did not start, and stays ended."""
     before = get_row(context, 'compute_node', node_id)
@@ -9445,20 +9394,16 @@ def update_compute_node(context: Context, node_id: int, body: Values) -> Values:
     context.update('compute_node', node_id, values)
     if before.get('is_active') and body.get('is_active') is False:
         # it knows what it did not start
-        return_claims(context, context.ids('SELECT id FROM job WHERE compute_node_id = ?', (node_id,)))
+        return_claims(context, jobs_of(context, node_id, PENDING))
+        announce_node(context, 'compute_node_stopped', node_id)
         release_node(context, node_id)
         leave_allocation(context, before)
-    node = get_row(context, 'compute_node', node_id)
-    if before.get('is_active') and not node.get('is_active'):
-        announce_node(context, 'compute_node_stopped', node_id)
-    return node
+    return get_row(context, 'compute_node', node_id)
 
 
 def delete_compute_node(context: Context, node_id: int) -> Values:
     """Remove a node; what it held is released first. Its results stay."""
     node = get_row(context, 'compute_node', node_id)
-    if node.get('is_active'):
-        announce_node(context, 'compute_node_stopped', node_id)
     release_node(context, node_id)
     context.run('DELETE FROM compute_node WHERE id = ?', (node_id,))
     if node.get('is_active'):
@@ -9474,24 +9419,35 @@ def delete_compute_nodes(context: Context, workflow_id: int) -> Values:
     return {'count': len(nodes)}
 
 
-def release_node(context: Context, node_id: int, why: str = '') -> None:
-    """Release what a lost node held: claims are ready, running jobs failed, unreported actions due.
+def release_node(context: Context, node_id: int, why: str = '', is_interrupted: bool = False) -> None:
+    """A node has ended: report it, unless it has said so, and release what it held.
 
-    `why` it is lost, with the evidence, goes to the reasons of their results.
+    Claims are ready, running jobs have failed, or are ready, too, if they were only interrupted; actions and
+    submissions are others'. `why` it is lost, with the evidence, goes to the reasons of their results.
     """
-    workflow_id, host = context.one('SELECT workflow_id, hostname FROM compute_node WHERE id = ?', (node_id,))
+    node = get_row(context, 'compute_node', node_id)
+    if node.get('is_active'):
+        announce_node(context, 'compute_node_stopped', node_id)
+    state = workflow_state(context, node['workflow_id'])
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.nodes.pop(node_id, None)
     give_back_actions(context, node_id)
-    context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, name_submitter(node_id)))
-    interrupt_claims(context, node_id, why)
-    state, why = workflow_state(context, workflow_id), f': {why}' if why else ''
-    running = jobs_of(context, node_id, RUNNING)
-    for job_id in running:
-        record_event(context, workflow_id, {
-            'category': 'job', 'event_type': 'job_orphaned', 'job_id': job_id, 'compute_node_id': node_id,
-            'message': f'Job {job_id} was running on node {node_id}, which went away{why}'}, 'warning')
-    assume_failed(context, state, running, f'compute node {node_id} ({host}), which ran it, went away{why}')
+    context.run(FREE_SUBMISSIONS + 'submitter = ?', (state.id, name_submitter(node_id)))
+    release_claims(context, state, node, why)
+    reason = why if is_interrupted else explain_loss(node, 'ran', why)
+    assume_ends(context, state, jobs_of(context, node_id, RUNNING), reason, is_interrupted)
+
+
+def release_claims(context: Context, state: WorkflowState, node: Values, why: str) -> None:
+    """Make ready what a node had claimed and not reported as started."""
+    claims = jobs_of(context, node['id'], PENDING)
+    assume_ends(context, state, claims, explain_loss(node, 'had claimed', why), is_interrupted=True)
+
+
+def explain_loss(node: Values, did: str, why: str) -> str:
+    """Why a job has lost its runner, for its result."""
+    gone = f"compute node {node['id']} ({node['hostname']}), which {did} it, went away"
+    return f'{gone}: {why}' if why else gone
 
 
 SILENCE = 'nothing was heard of it for {:g} s, its lease'
@@ -9521,9 +9477,11 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
         try:
             with context.savepoint():
                 if is_alive is None and jobs_of(context, node_id, RUNNING):
-                    interrupt_claims(context, node_id, SILENCE.format(lease_s))
+                    node = get_row(context, 'compute_node', node_id)
+                    state = workflow_state(context, node['workflow_id'])
+                    release_claims(context, state, node, SILENCE.format(lease_s))
                     continue
-                end_node(context, node_id, why if is_alive is False else SILENCE.format(lease_s))
+                release_node(context, node_id, why if is_alive is False else SILENCE.format(lease_s))
             lost.append(node_id)
         except TorcError as error:      # the other nodes' jobs must not wait for it
             log.error('compute node %d cannot be released: %s', node_id, error.message)
@@ -9621,9 +9579,9 @@ def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int,
                            f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
     return_claims(context, [key[0] for key in claimed if key not in held_attempts])
     running = set(jobs_of(context, node_id, RUNNING)).difference(key[0] for key in held_attempts)
-    interrupt_jobs(context, sorted(running),
-                   f'compute node {node_id}, which ran it, knows it to be over, and this database, an older '
-                   'copy of itself, does not know how it ended')
+    assume_ends(context, context.state, sorted(running),
+                f'compute node {node_id}, which ran it, knows it to be over, and this database, an older '
+                'copy of itself, does not know how it ended', is_interrupted=True)
     give_back_actions(context, node_id, held_actions)
 
 
@@ -10956,7 +10914,7 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
             take_in_actions(context, node_id, runner.get('actions') or ())
         released += [node_id] if is_active else []
     for node_id in released:
-        end_node(context, node_id)
+        release_node(context, node_id)
         leave_allocation(context, get_row(context, 'compute_node', node_id))
     return {'accepted': accepted, 'known': len(body['completions']) - len(accepted) - len(rejected),
             'rejected': [{'job_id': outcome.job_id, 'attempt_id': outcome.attempt_id,
@@ -11217,7 +11175,7 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
                                        f'left alone until its lease is over, in {left_s:.0f} s')
         unheld = context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id', (workflow_id,))
         reason = 'no active compute node runs it'
-        assume_failed(context, state, [job_id for job_id, _ in unheld], reason)
+        assume_ends(context, state, [job_id for job_id, _ in unheld], reason)
         for job in unheld:
             note_lost_job(found, 'running_jobs_failed', job, {'reason': reason})
     if is_dry_run:
@@ -11269,9 +11227,7 @@ def take_node(context: Context, node_id: int, seen: Values, found: Values) -> No
     """An active node is gone: its jobs have failed, or are ready again if it was only interrupted."""
     jobs = context.rows('SELECT id, name, status FROM job WHERE compute_node_id = ? '
                         f'AND status IN ({PENDING}, {RUNNING}) ORDER BY id', (node_id,))
-    if seen.get('is_interrupted'):
-        interrupt_jobs(context, jobs_of(context, node_id, RUNNING), seen['reason'])
-    end_node(context, node_id, seen['reason'])
+    release_node(context, node_id, seen['reason'], bool(seen.get('is_interrupted')))
     found['compute_nodes_deactivated'] += 1
     failed = 'slurm_jobs_failed' if 'slurm_job_id' in seen else 'running_jobs_failed'
     for *job, status in jobs:
@@ -11784,7 +11740,7 @@ ROUTES = (
     route_to('POST', 'archive', archive_workflow, body='ArchiveWorkflowRequest'),
     route_to('PUT', 'cancel', cancel_workflow),
     route_to('GET', 'status', get_workflow_status),
-    route_to('GET', 'explanation', explain_workflow, query='limit:int'),
+    route_to('GET', 'explanation', explain_workflow),
     route_to('GET', 'waiting', explain_waiting, query='ended:[int]'),
     route_to('GET', 'diagnosis', diagnose_workflow),
     route_to('GET', '/workflow_statuses', list_workflow_statuses, query='ids:[int]!'),
