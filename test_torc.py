@@ -6367,7 +6367,7 @@ class SubmissionRecordTest(ServiceTest):
             self.take(workflow_id)
         answer = self.sync(workflow_id, node_id, actions=['on_workflow_start'], submits=self.SETTINGS)
         self.assertEqual(([], {}), (answer['allocations'], self.records(workflow_id)))
-        self.assertEqual((False, f'there is no Slurm scheduler {self.scheduler_id}'), self.action(workflow_id))
+        self.assertEqual((False, f'workflow {workflow_id} has no slurm scheduler {self.scheduler_id}'), self.action(workflow_id))
 
     def test_the_largest_of_the_jobs_that_are_left_decides_what_is_asked_for(self):
         workflow_id = self.prepare()

@@ -9040,8 +9040,9 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
 # for a while. Whoever takes over what a submitter has left must look whether Slurm has the job.
 
 IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND submission IS NOT NULL"
-FREE_SUBMISSIONS = ('UPDATE scheduled_compute_node SET submitter = NULL, submitter_until = NULL '
-                    f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND ')
+# No submitter has it (any more); a node as one is named by name_submitter().
+IS_LEFT = ("(submitter_until < ? OR submitter_until IS NULL AND NOT EXISTS (SELECT 1 FROM compute_node "
+           "WHERE is_active = 1 AND 'compute node ' || id = submitter))")
 
 
 def take_submissions(context: Context, workflow_id: int, body: Values) -> Values:
@@ -9051,61 +9052,42 @@ def take_submissions(context: Context, workflow_id: int, body: Values) -> Values
     if state.is_canceled:
         raise Refused(f'workflow {workflow_id} was canceled: nothing is submitted for it')
     submitter, settings = body['submitter'], body['settings']
-    context.run(FREE_SUBMISSIONS + '(submitter_until < ? OR submitter = ?)',
-                (workflow_id, context.now(), submitter))
-    for ended in body.get('ended') or ():
-        context.run(FREE_SUBMISSIONS + 'submitter = ?', (workflow_id, ended))
     made, idle = [], []     # type: List[int], List[int]
     for row in body.get('actions') or ():
         action = get_action(context, workflow_id, row['action_id'])
         if action['action_type'] != 'schedule_nodes':
             raise Refused(f"action {action['id']} does not schedule nodes")
-        scheduler_id = action['action_config'].get('scheduler_id') or 0
-        check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
         new = execute_schedule(context, action, settings, row.get('count'), None)
         if new == []:
             idle.append(action['id'])
         made += new or []
-    if body.get('scheduler_config_id') is not None:
-        check_owned(context, 'slurm_scheduler', workflow_id, [body['scheduler_config_id']])
-        count = body.get('count') or default_count(context, workflow_id, body['scheduler_config_id'])
-        made += insert_allocations(context, workflow_id, body['scheduler_config_id'], settings, count, None)
-    taken = hold_submissions(context, workflow_id, submitter, context.now() + body['lease_s'], made)
+    scheduler_id = body.get('scheduler_config_id')
+    if scheduler_id is not None:
+        count = body.get('count') or default_count(context, workflow_id, scheduler_id)
+        made += insert_allocations(context, workflow_id, scheduler_id, settings, count, None)
+    taken = hold_submissions(context, workflow_id, submitter, context.now() + body['lease_s'], made,
+                             (submitter, *(body.get('ended') or ())))
     others = context.rows('SELECT DISTINCT submitter FROM scheduled_compute_node WHERE workflow_id = ? '
                           f'AND {IS_UNSUBMITTED} AND submitter <> ?', (workflow_id, submitter))
     return {'allocations': taken, 'submitters': [row[0] for row in others], 'idle_actions': idle}
 
 
 def take_due_schedules(context: Context, workflow_id: int, node_id: int, triggers: Sequence[str],
-                       settings: Values) -> List[Values]:
-    """The allocations that a runner is to submit: of due actions, but failed ones, and what others left."""
-    if not context.one('SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,)):
-        return []
+                       settings: Values) -> List[int]:
+    """The new allocations of due actions that a runner carries out; failed ones are left to people."""
     due = context.select('workflow_action', *due_condition(
         context, workflow_id, triggers,
         "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
     made = []   # type: List[int]
     for action in due:
-        config = action['action_config']
-        scheduler_id = config.get('scheduler_id')
-        if config.get('scheduler_type', 'slurm') != 'slurm':
-            continue
-        reason = explain_excess(config.get('num_allocations') or 1)
-        if not context.one('SELECT 1 FROM slurm_scheduler WHERE id = ?', (scheduler_id,)):
-            reason = f'there is no Slurm scheduler {scheduler_id}'
-        if reason:
-            context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (reason, action['id']))
-        else:
-            made += execute_schedule(context, action, settings, None, node_id) or []
-    context.run(FREE_SUBMISSIONS + 'submitter_until < ?', (workflow_id, context.now()))
-    return hold_submissions(context, workflow_id, name_submitter(node_id), None, made)
-
-
-def explain_excess(count: int) -> str:
-    """Why so many allocations are not submitted together; '' if they may be."""
-    if count <= MAX_ALLOCATIONS:
-        return ''
-    return f'{count} allocations are more than Slurm takes: at most {MAX_ALLOCATIONS} at once (MaxJobCount)'
+        if action['action_config'].get('scheduler_type', 'slurm') == 'slurm':
+            try:
+                with context.savepoint():
+                    made += execute_schedule(context, action, settings, None, node_id) or []
+            except Refused as error:
+                context.run('UPDATE workflow_action SET failure = ? WHERE id = ?',
+                            (error.message, action['id']))
+    return made
 
 
 def name_submitter(node_id: int) -> str:
@@ -9130,15 +9112,17 @@ def execute_schedule(context: Context, action: Values, settings: Values, count: 
         'message': f'{count} allocations to submit' if count else 'no job is left for its allocations'})
     # those of an earlier execution do not belong to this one
     context.run('UPDATE scheduled_compute_node SET made_for = NULL WHERE made_for = ?', (action['id'],))
-    return insert_allocations(context, action['workflow_id'], config['scheduler_id'], {**settings, **own},
-                              count, action['id'])
+    return insert_allocations(context, action['workflow_id'], config.get('scheduler_id') or 0,
+                              {**settings, **own}, count, action['id'])
 
 
 def insert_allocations(context: Context, workflow_id: int, scheduler_id: int, settings: Values, count: int,
                        action_id: Optional[int]) -> List[int]:
     """Rows of allocations that are to be submitted together; their ids."""
-    if explain_excess(count):
-        raise Refused(explain_excess(count))
+    check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
+    if count > MAX_ALLOCATIONS:
+        raise Refused(f'{count} allocations are more than Slurm takes: at most {MAX_ALLOCATIONS} at once '
+                      '(MaxJobCount)')
     values = {'workflow_id': workflow_id, 'scheduler_id': 0, 'scheduler_config_id': scheduler_id,
               'scheduler_type': 'slurm', 'status': 'pending', 'made_for': action_id,
               'submission': dict(settings, num_allocations=count)}
@@ -9166,33 +9150,32 @@ def count_links(workflow: Values, num_jobs: int, walltime: str, runtime_s: int) 
     return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // jobs_each)))
 
 
-def chain_jobs(context: Context, workflow_id: int, scheduler: Values) -> List[int]:
-    """The Slurm jobs of a chain that are known: by their names alone they cannot be told apart."""
-    if not scheduler['serialize_allocations']:
-        return []
-    return context.ids('SELECT scheduler_id FROM scheduled_compute_node WHERE workflow_id = ? '
-                       'AND scheduler_config_id = ? AND scheduler_id > 0', (workflow_id, scheduler['id']))
-
-
 def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
-                     made: Ids) -> List[Values]:
-    """Let a submitter hold the intents that nobody holds; with all that their scripts are made from."""
+                     made: Ids, gone: Sequence[str] = (), lost: Ids = ()) -> List[Values]:
+    """Let a submitter hold the intents that are `made` for it or were left; with all that their scripts need.
+
+    `gone` have left theirs for certain, and `lost` are those that it holds and does not know of.
+    """
     context.run(f'DELETE FROM scheduled_compute_node WHERE workflow_id = ? AND {IS_UNSUBMITTED} '
                 'AND scheduler_config_id NOT IN (SELECT id FROM slurm_scheduler)', (workflow_id,))
     rows = context.rows('SELECT id, scheduler_config_id, submission FROM scheduled_compute_node '
-                        f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND submitter IS NULL ORDER BY id',
-                        (workflow_id,))
+                        f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND ({IS_LEFT} OR id IN '
+                        f"{sql_list(lost)} OR submitter IN ({', '.join('?' * len(gone))})) ORDER BY id",
+                        (workflow_id, context.now(), *gone))
     context.run_many('UPDATE scheduled_compute_node SET submitter = ?, submitter_until = ? WHERE id = ?',
                      ((submitter, until, row[0]) for row in rows))
-    database_id = context.value('SELECT id FROM identity')
-    schedulers = {scheduler_id: (get_row(context, 'slurm_scheduler', scheduler_id),
-                                 allocation_needs(context, workflow_id, scheduler_id))
-                  for scheduler_id in {row[1] for row in rows}}
-    chains = {scheduler_id: chain_jobs(context, workflow_id, scheduler)
-              for scheduler_id, (scheduler, _) in schedulers.items()}
-    return [{'id': row_id, 'scheduler': schedulers[scheduler_id][0], 'needs': schedulers[scheduler_id][1],
-             'settings': json.loads(settings), 'database_id': database_id, 'is_new': row_id in made,
-             'known_jobs': chains[scheduler_id]}
+    common = {}     # type: Dict[int, Values]
+    for scheduler_id in {row[1] for row in rows}:
+        scheduler = get_row(context, 'slurm_scheduler', scheduler_id)
+        common[scheduler_id] = {
+            'scheduler': scheduler, 'needs': allocation_needs(context, workflow_id, scheduler_id),
+            'database_id': context.value('SELECT id FROM identity'),
+            # The Slurm jobs of a chain that are known: by their names alone they cannot be told apart.
+            'known_jobs': context.ids('SELECT scheduler_id FROM scheduled_compute_node WHERE workflow_id = ? '
+                                      'AND scheduler_config_id = ? AND scheduler_id > 0',
+                                      (workflow_id, scheduler_id)) if scheduler['serialize_allocations']
+            else []}
+    return [dict(common[scheduler_id], id=row_id, settings=json.loads(settings), is_new=row_id in made)
             for row_id, scheduler_id, settings in rows]
 
 
@@ -9253,18 +9236,18 @@ def note_refusal(context: Context, workflow_id: int, action_id: int, messages: L
 
 def sync_submissions(context: Context, workflow_id: int, node_id: int, body: Values) -> Values:
     """A runner's part of it, in its turn: what it has submitted, and what it is to submit."""
-    if not (body.get('submitted') or body.get('submits')):
+    if not (body.get('submitted') or body.get('submits') and context.one(
+            'SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))):
         return {}
-    submitter = name_submitter(node_id)
+    submitter, lost = name_submitter(node_id), []   # type: str, List[int]
     answer = report_submissions(context, workflow_id,
                                 {'submitted': body.get('submitted') or (), 'submitter': submitter})
-    if body.get('held_submissions') is not None:    # what an answer that was lost had brought
-        lost = set(context.ids('SELECT id FROM scheduled_compute_node WHERE submitter = ?', (submitter,)))
-        run_by_ids(context, 'UPDATE scheduled_compute_node SET submitter = NULL WHERE id IN',
-                   sorted(lost.difference(body['held_submissions'])))
     if body.get('submits') and not context.state.is_canceled:
-        answer['allocations'] = take_due_schedules(context, workflow_id, node_id, body.get('actions') or (),
-                                                   body['submits'])
+        if body.get('held_submissions') is not None:    # an answer that was lost had brought the others
+            lost = context.ids('SELECT id FROM scheduled_compute_node WHERE submitter = ? '
+                               f"AND id NOT IN {sql_list(body['held_submissions'])}", (submitter,))
+        made = take_due_schedules(context, workflow_id, node_id, body.get('actions') or (), body['submits'])
+        answer['allocations'] = hold_submissions(context, workflow_id, submitter, None, made, lost=lost)
     return answer
 
 
@@ -9432,7 +9415,6 @@ def release_node(context: Context, node_id: int, why: str = '', is_interrupted: 
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.nodes.pop(node_id, None)
     give_back_actions(context, node_id)
-    context.run(FREE_SUBMISSIONS + 'submitter = ?', (state.id, name_submitter(node_id)))
     release_claims(context, state, node, why)
     reason = why if is_interrupted else explain_loss(node, 'ran', why)
     assume_ends(context, state, jobs_of(context, node_id, RUNNING), reason, is_interrupted)
@@ -9498,8 +9480,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     state = context.state
     check_run(state, body['run_id'])
     node_id = body['compute_node_id']
-    renew_lease(context, workflow_id, node_id, body)
-    refuse_obsolete(context, node_id, body.get('turn'))
+    hear_node(context, workflow_id, node_id, body)
     answer = {'run_id': state.run_id, 'accepted': [], 'errors': [], 'revoked': [],
               'revoked_actions': []}     # type: Values
     for outcome in record_ends(
@@ -9524,8 +9505,6 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
         answer['revoked_actions'] = find_revoked_actions(context, workflow_id, node_id,
                                                          body.get('held_actions') or ())
     want = body.get('want')
-    if want:
-        context.service.nodes[node_id].want = want
     chosen = claim(context, state, want, node_id) if want else {}
     answer.update(describe_claims(context, state.run_id, chosen))
     is_asked_why = want and not chosen and body.get('explain')
@@ -9549,8 +9528,11 @@ def has_jobs_for_node(context: Context, workflow_id: int, node_id: int) -> bool:
     return any(context.one(f'{undone} AND kind_id IN {sql_list(piece)} LIMIT 1') for piece in chunks(wanted))
 
 
-def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) -> None:
-    """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere."""
+def hear_node(context: Context, workflow_id: int, node_id: int, body: Values) -> None:
+    """Renew the lease of a node. Refused if it was released: its jobs may already run elsewhere.
+
+    So is a request that is older than the last one answered: a server that was stopped finds both.
+    """
     row = context.one('SELECT is_active, lease_s, pid, identity FROM compute_node '
                       'WHERE id = ? AND workflow_id = ?', (node_id, workflow_id))
     lease_s, identity = body.get('lease_s'), body.get('identity')
@@ -9561,12 +9543,16 @@ def renew_lease(context: Context, workflow_id: int, node_id: int, body: Values) 
     if not row[0]:
         raise Refused(f'compute node {node_id} was released, because its lease ended; register a new one',
                       gone=True)
+    word = context.service.nodes[node_id]
     if lease_s is not None:
-        word = context.service.nodes[node_id]
         word.heard_at = context.service.clock()
         word.lease_ends_at = word.heard_at + lease_s
         if row[1] != lease_s:
             context.run('UPDATE compute_node SET lease_s = ? WHERE id = ?', (lease_s, node_id))
+    turn = body.get('turn') or word.turn
+    if turn < word.turn:
+        raise Conflict('a later request of this runner was answered already: this one is obsolete')
+    word.turn, word.want = turn, body.get('want') or word.want
 
 
 def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int, ...]],
@@ -9607,15 +9593,6 @@ def retake_action(context: Context, workflow_id: int, action_id: int, node_id: i
         take_action(context, action_id, node_id)
     return context.one('SELECT 1 FROM workflow_action WHERE id = ? AND workflow_id = ?',
                        (action_id, workflow_id)) is not None
-
-
-def refuse_obsolete(context: Context, node_id: int, turn: Optional[int]) -> None:
-    """Refuse a request that is older than the last one answered: a server that was stopped finds both."""
-    if turn is not None:
-        word = context.service.nodes[node_id]
-        if turn < word.turn:
-            raise Conflict('a later request of this runner was answered already: this one is obsolete')
-        word.turn = turn
 
 
 def record_start(context: Context, state: WorkflowState, node_id: int, start: Cells) -> None:
