@@ -13931,9 +13931,17 @@ class Handler:
                     self.answer(self.read_body(HURRY_S))
                 else:
                     with self.server.large_body:    # one at a time, and nobody is in a hurry
-                        self.answer(self.read_body(math.inf))
+                        self.answer_large(self.read_body(math.inf))
         except TorcError as error:
             self.refuse(error)
+
+    def answer_large(self, body: Union[bytes, bytearray]) -> None:
+        """Answer a request of millions of values."""
+        gc.disable()        # it would look at them again and again, and none is in a cycle
+        try:
+            self.answer(body)
+        finally:
+            gc.enable()
 
     # ---- reading ----
 
