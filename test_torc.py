@@ -3884,6 +3884,11 @@ class ActionTest(ScenarioTest):
           a / b: a
           claim n1 a; end a; add on_jobs_complete a; add on_worker_start; ask n1 -> actions=on_jobs_complete,on_worker_start
 
+        ... and waits for what is to come
+          a / b: a
+          add on_jobs_ready b -> due=
+          claim n1 a; end a -> due=on_jobs_ready
+
         an action of a node that died is due again, until its end was reported
           a | on_workflow_start
           ask n1 -> actions=on_workflow_start
@@ -4011,10 +4016,6 @@ class RearmTest(ServiceTest):
                 **({'job_ids': self.jobs[gate[0]]} if gate else {})}
         return self.call('create_workflow_action', dict(body, **more), workflow_id=self.workflow_id)['id']
 
-    def carry_out(self) -> None:
-        for action_id in self.names:
-            self.call('claim_action', {'compute_node_id': self.node_id}, workflow_id=self.workflow_id, action_id=action_id)
-
     def found(self) -> Dict[Tuple[str, bool, bool], str]:
         """What the actions are like, as the table says it."""
         takers = set(self.store.ids('SELECT action_id FROM action_execution'))
@@ -4034,8 +4035,8 @@ class RearmTest(ServiceTest):
 
     def test_every_kind_of_action_is_armed_again_as_the_table_says_and_what_was_never_carried_out_stays_due_or_waiting(self):
         for is_carried_out in (False, True):
-            if is_carried_out:
-                self.carry_out()
+            for action_id in self.names if is_carried_out else ():
+                self.call('claim_action', {'compute_node_id': self.node_id}, workflow_id=self.workflow_id, action_id=action_id)
             for words, cells in self.expected.items():
                 with self.subTest(words, is_carried_out=is_carried_out), self.undone():
                     self.operate(words)
@@ -4043,51 +4044,6 @@ class RearmTest(ServiceTest):
                     if not is_carried_out:
                         wanted = {key: '-' + cell[1:] for key, cell in wanted.items()}
                     self.assertEqual(wanted, self.found())
-
-    def recover(self) -> None:
-        """What `recover` asks of the server, when all runners have left."""
-        for node in self.call('list_compute_nodes', workflow_id=self.workflow_id)['items']:
-            self.call('update_compute_node', {'is_active': False}, id=node['id'])
-        self.call('recover_jobs', {'run_id': 1, 'reset': self.jobs['bad'], 'requirements': []}, workflow_id=self.workflow_id)
-
-    def regenerate(self) -> None:
-        """What `slurm regenerate` asks of it."""
-        taken = [action['id'] for action in self.call('get_workflow_actions', id=self.workflow_id)
-                 if action['action_type'] == 'schedule_nodes' and not action['executed'] and not action['is_recovery']]
-        stages = [{'num_allocations': 1}, {'num_allocations': 1, 'job_ids': self.jobs['last']}]
-        planned = {'scheduler': {'name': 's_regen', 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'}, 'job_ids': self.jobs['all'],
-                   'stages': stages, 'is_bound': True}
-        run_id = self.call('get_workflow', id=self.workflow_id)['run_id']
-        newest = self.call('get_demand', workflow_id=self.workflow_id)['newest_allocation_id']
-        self.call('store_allocations', {'run_id': run_id, 'newest_scheduler_id': self.scheduler_id, 'newest_allocation_id': newest,
-                                        'schedulers': [planned], 'taken': taken}, workflow_id=self.workflow_id)
-
-    def test_recover_arms_like_a_partial_initialize_and_regenerate_takes_what_would_allocate_twice(self):
-        self.carry_out()
-        cells = self.expected['reset jobs, reinitialize']
-        self.recover()
-        wanted = {key: cells[key[0]] for key in self.names.values() if not key[2]}
-        self.assertEqual(wanted, self.found())
-        self.regenerate()
-        for number in (1, 2):   # the recovery actions: for what is ready, and for what waits
-            self.names[max(self.names) + 1] = f'recovery {number}', False, True
-        wanted = {key: cell.replace('-', 'x') if key[0].startswith('schedule') else cell for key, cell in wanted.items()}
-        self.assertEqual(wanted, {key: cell for key, cell in self.found().items() if not key[2]})
-        self.assertEqual({'recovery 1': '-1', 'recovery 2': '-0'}, {key[0]: cell for key, cell in self.found().items() if key[2]})
-        self.operate('initialize')
-        self.assertEqual({key: self.expected['initialize'][key[0]] for key in wanted}, self.found())
-
-    def test_a_recovery_action_is_due_when_the_blocked_jobs_that_it_is_for_are_ready(self):
-        self.recover()
-        self.regenerate()
-        at_once, waits = sorted(action['id'] for action in self.call('get_workflow_actions', id=self.workflow_id) if action['is_recovery'])
-        due = lambda: {action['id'] for action in self.call('get_pending_actions', id=self.workflow_id)} & {at_once, waits}
-        self.assertEqual({at_once}, due())
-        node_id = self.node(self.workflow_id)
-        jobs = self.claim(self.workflow_id, node_id)
-        self.assertEqual(['bad'], list(jobs))
-        self.sync(self.workflow_id, node_id, completions=[self.end(jobs['bad'])])
-        self.assertEqual(('ready', {at_once, waits}), (self.statuses(self.workflow_id)['last'], due()))
 
     def test_allocations_come_again_for_jobs_whose_recovery_is_over(self):
         mine = self.add('schedule_nodes on_workflow_start')
