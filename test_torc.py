@@ -3969,95 +3969,81 @@ class ActionTest(ScenarioTest):
         self.assertEqual([ready, 99], self.answer['revoked_actions'])
 
 
-class RearmTest(ServiceTest):
+class RearmTest(ScenarioTest):
     """What becomes of actions when work begins again. Jobs: `done` and `other` have completed; `bad` failed, which canceled `last`."""
-    # Of commands and allocations alike. x: carried out, -: not; then the trigger count. Every initialize deletes recovery actions.
+    RAN = 'claim n1 done other; end done; end other; claim n1 bad; end bad failed; sync n1'
+    # Of commands and allocations alike, after steps. x: carried out, -: not; then the trigger count. Every initialize deletes recovery actions.
     CELLS = """
-        action                  before  initialize  reinitialize  reset  reset jobs  reset jobs, reinitialize  reset other, reinitialize
-        on_workflow_start       x1      -1          x1            x1     x1          x1                        x1
-        on_worker_start         x1      -1          -1            x1     x1          -1                        -1
-        on_worker_complete      x1      -1          -1            x1     x1          -1                        -1
-        on_workflow_complete    x1      -0          x1            x1     x0          -0                        -0
-        on_jobs_ready done      x1      -1          x1            x1     x1          x1                        x1
-        on_jobs_ready bad       x1      -0          x1            x1     x1          -1                        x1
-        on_jobs_ready last      x1      -0          x1            x1     x0          -0                        x1
-        on_jobs_ready other     x1      -1          x1            x1     x1          x1                        -1
-        on_jobs_ready all       x4      -2          x4            x4     x3          -3                        -4
-        on_jobs_complete done   x1      -0          x1            x1     x1          x1                        x1
-        on_jobs_complete bad    x1      -0          x1            x1     x0          -0                        x1
-        on_jobs_complete last   x1      -0          x1            x1     x0          -0                        x1
-        on_jobs_complete other  x1      -0          x1            x1     x1          x1                        -0
-        on_jobs_complete all    x4      -0          x4            x4     x2          -2                        -3"""
+        action                  wait 1  init  reinit  reset  reset; reset failed  reset; reset failed; reinit  set other uninitialized; reinit
+        on_workflow_start       x1      -1    x1      x1     x1                   x1                           x1
+        on_worker_start         x1      -1    -1      x1     x1                   -1                           -1
+        on_worker_complete      x1      -1    -1      x1     x1                   -1                           -1
+        on_workflow_complete    x1      -0    x1      x1     x0                   -0                           -0
+        on_jobs_ready done      x1      -1    x1      x1     x1                   x1                           x1
+        on_jobs_ready bad       x1      -0    x1      x1     x1                   -1                           x1
+        on_jobs_ready last      x1      -0    x1      x1     x0                   -0                           x1
+        on_jobs_ready other     x1      -1    x1      x1     x1                   x1                           -1
+        on_jobs_ready all       x4      -2    x4      x4     x3                   -3                           -4
+        on_jobs_complete done   x1      -0    x1      x1     x1                   x1                           x1
+        on_jobs_complete bad    x1      -0    x1      x1     x0                   -0                           x1
+        on_jobs_complete last   x1      -0    x1      x1     x0                   -0                           x1
+        on_jobs_complete other  x1      -0    x1      x1     x1                   x1                           -0
+        on_jobs_complete all    x4      -0    x4      x4     x2                   -2                           -3
+        """
 
     def setUp(self) -> None:
         super().setUp()
-        header, *rows = (re.split('  +', line.strip()) for line in self.CELLS.strip().splitlines())
-        self.expected = {column: {f'{kind} {row[0]}': row[place] for row in rows for kind in torc.ACTION_TYPES}
-                         for place, column in enumerate(header) if place}
-        self.workflow_id = self.create('done:\nbad: done\nlast: bad\nother:')
+        self.begin('done / bad: done / last: bad / other')
         self.scheduler_id = self.scheduler('s')
-        self.jobs = {job['name']: [job['id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
-        self.jobs['all'] = sum(self.jobs.values(), [])
-        self.names = {self.add(name, persistent=persistent, is_recovery=is_recovery): (name, persistent, is_recovery)
-                      for name in self.expected['before'] for persistent, is_recovery in itertools.product((False, True), repeat=2)}
-        self.drive(self.workflow_id, {'bad': 'failed'})
-        self.node_id = self.node(self.workflow_id)
-        self.sync(self.workflow_id, self.node_id)       # it is complete
 
     def scheduler(self, name: str) -> int:
         return self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': name, 'account': 'x', 'nodes': 1,
                                                     'walltime': '01:00:00'})['id']
 
-    def add(self, name: str, **more: Any) -> int:
+    def add(self, name: str, kind: str = 'schedule_nodes', **more: Any) -> int:
         """An action by its name in the table."""
-        kind, trigger, *gate = name.split()
+        trigger, *gates = name.replace('all', 'done bad last other').split()
         config = {'commands': ['x']} if kind == 'run_commands' else {'scheduler_id': self.scheduler_id}
         body = {'workflow_id': self.workflow_id, 'trigger_type': trigger, 'action_type': kind, 'action_config': config,
-                **({'job_ids': self.jobs[gate[0]]} if gate else {})}
+                'job_ids': list(map(self.job_id, gates)) or None}
         return self.call('create_workflow_action', dict(body, **more), workflow_id=self.workflow_id)['id']
 
-    def found(self) -> Dict[Tuple[str, bool, bool], str]:
+    def found(self) -> Dict[int, str]:
         """What the actions are like, as the table says it."""
         takers = set(self.store.ids('SELECT action_id FROM action_execution'))
-        return {self.names[action['id']]: 'x-'[not (action['executed'] or action['id'] in takers)]
-                + str(action['trigger_count']) for action in self.call('get_workflow_actions', id=self.workflow_id)}
-
-    def operate(self, words: str) -> None:
-        if 'reset jobs' in words:
-            self.call('reset_workflow_status', id=self.workflow_id)
-            self.call('reset_job_status', id=self.workflow_id, failed_only=True)
-        elif 'reset other' in words:
-            self.call('manage_status_change', id=self.jobs['other'][0], status='uninitialized', run_id=1)
-        elif 'reset' in words:
-            self.call('reset_workflow_status', id=self.workflow_id)
-        if 'initialize' in words:
-            self.call('initialize_jobs', id=self.workflow_id, only_uninitialized='reinitialize' in words)
+        return {action['id']: 'x-'[not (action['executed'] or action['id'] in takers)] + str(action['trigger_count'])
+                for action in self.call('get_workflow_actions', id=self.workflow_id)}
 
     def test_every_kind_of_action_is_armed_again_as_the_table_says_and_what_was_never_carried_out_stays_due_or_waiting(self):
+        table = rows_of(self.CELLS)
+        kinds = list(itertools.product(torc.ACTION_TYPES, (False, True), (False, True)))
+        actions = {self.add(row['action'], kind, persistent=persistent, is_recovery=is_recovery): (row, is_recovery)
+                   for row in table for kind, persistent, is_recovery in kinds}
+        self.act(self.RAN)
         for is_carried_out in (False, True):
-            for action_id in self.names if is_carried_out else ():
-                self.call('claim_action', {'compute_node_id': self.node_id}, workflow_id=self.workflow_id, action_id=action_id)
-            for words, cells in self.expected.items():
-                with self.subTest(words, is_carried_out=is_carried_out), self.undone():
-                    self.operate(words)
-                    wanted = {key: cells[key[0]] for key in self.names.values() if not (key[2] and 'initialize' in words)}
-                    if not is_carried_out:
-                        wanted = {key: '-' + cell[1:] for key, cell in wanted.items()}
+            for action_id in actions if is_carried_out else ():
+                self.call('claim_action', {'compute_node_id': self.node_id('n1')}, workflow_id=self.workflow_id, action_id=action_id)
+            for steps in list(table[0])[1:]:
+                with self.subTest(steps, is_carried_out=is_carried_out), self.undone():
+                    self.act(steps)
+                    wanted = {action_id: row[steps] if is_carried_out else '-' + row[steps][1:]
+                              for action_id, (row, is_recovery) in actions.items() if not (is_recovery and 'init' in steps)}
                     self.assertEqual(wanted, self.found())
 
     def test_allocations_come_again_for_jobs_whose_recovery_is_over(self):
-        mine = self.add('schedule_nodes on_workflow_start')
+        self.act(self.RAN)
+        mine = self.add('on_workflow_start')
         body = {'submitter': 'me', 'lease_s': 60.0, 'settings': {}, 'actions': [{'action_id': mine}]}
-        for job_id in self.jobs['all']:
-            self.call('update_job', {'scheduler_id': self.scheduler('s_regen')}, id=job_id)
-        self.operate('reset jobs, reinitialize')
+        for name in self.statuses(self.workflow_id):
+            self.call('update_job', {'scheduler_id': self.scheduler('s_regen')}, id=self.job_id(name))
+        self.act('reset; reset failed; reinit')
         allocation, = self.call('take_submissions', body, workflow_id=self.workflow_id)['allocations']
         self.call('update_scheduled_compute_node', {'status': 'complete'}, id=allocation['id'])
         self.drive(self.workflow_id, {'bad': 'failed'})
-        self.operate('initialize')      # a scheduler that has an action of its own needs no other's
+        self.act('init')        # a scheduler that has an action of its own needs no other's
         for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']:
             self.scheduler_id = job['scheduler_id']
-            self.add('schedule_nodes on_workflow_start')
+            self.add('on_workflow_start')
         self.assertEqual([mine], self.call('take_submissions', body, workflow_id=self.workflow_id)['idle_actions'])
 
 
