@@ -4200,26 +4200,30 @@ class ResetTest(ScenarioTest):
     def see_run(self) -> List[str]:
         return [str(self.run_id())]
 
-    def test_changed_files_inputs_and_missing_outputs_are_found(self):
+    def test_required_changed_and_missing_files_and_data_are_found(self):
         workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
         inp, mid, out = (self.call('create_file', {'workflow_id': workflow_id, 'name': n, 'path': n,
                                                    'st_mtime': 5.0})['id'] for n in ('in', 'mid', 'out'))
-        data = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd', 'data': 1})['id']
+        data = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd'})['id']
         for name, reads, makes, asks in (('one', [inp], [mid], []), ('two', [mid], [out], []), ('three', [], [], [data])):
             self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'input_file_ids': reads,
                                      'output_file_ids': makes, 'input_user_data_ids': asks})
         self.call('initialize_jobs', id=workflow_id)
+        self.assertEqual({'user_data': [data]}, self.call('list_missing_user_data', id=workflow_id))
+        self.call('update_user_data', {'data': 1}, id=data)
+        self.assertEqual({'user_data': []}, self.call('list_missing_user_data', id=workflow_id))
+        self.assertEqual({'files': [inp]}, self.call('list_required_existing_files', id=workflow_id))
         self.drive(workflow_id, {})
+        self.assertEqual({'files': [inp, mid, out]}, self.call('list_required_existing_files', id=workflow_id))
 
         def changed(**times: Optional[float]) -> Dict[str, str]:
             body = {'files': {str(file_id): times.get(name, 5.0) for name, file_id in (('inp', inp),
                     ('mid', mid), ('out', out))}, 'dry_run': True}
             return {row['job_name']: row['reason'] for row in self.call('check_changes', body, id=workflow_id)['changed']}
-        self.assertEqual({}, changed())
-        self.assertEqual({}, changed(inp=5.005))
-        self.assertEqual({'one': 'its input in changed'}, changed(inp=6.0))
-        self.assertEqual({'two': 'its output out is missing'}, changed(out=None))
-        self.assertEqual({'one': 'its output mid is missing', 'two': 'its input mid changed'}, changed(mid=None))
+        for times, wanted in (
+                ({}, {}), ({'inp': 5.005}, {}), ({'inp': 6.0}, {'one': 'its input in changed'}), ({'out': None}, {'two': 'its output out is missing'}),
+                ({'mid': None}, {'one': 'its output mid is missing', 'two': 'its input mid changed'})):
+            self.assertEqual(wanted, changed(**times))
         self.call('update_user_data', {'data': 2}, id=data)
         self.assertEqual({'three': 'its command, environment, files or input data changed'}, changed())
         self.assertEqual({'reinitialized_jobs': ['three']}, self.call('process_changed_job_inputs', id=workflow_id, dry_run=True))
@@ -4274,19 +4278,6 @@ class ResetTest(ScenarioTest):
         self.call('reset_job_status', id=workflow_id, failed_only=True)
         self.assertEqual([5, 5, 5, 5], found(only_uninitialized=True, clear_ephemeral_user_data=False))
         self.assertEqual([5, None, 5, 5], found(only_uninitialized=True))
-
-    def test_required_files_and_user_data_are_told(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        used, made = (self.call('create_file', {'workflow_id': workflow_id, 'name': n, 'path': n})['id'] for n in ('used', 'made'))
-        data = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd'})['id']
-        self.call('create_job', {'workflow_id': workflow_id, 'name': 'a', 'command': 'x',
-                                 'input_file_ids': [used], 'output_file_ids': [made],
-                                 'input_user_data_ids': [data]})
-        self.call('initialize_jobs', id=workflow_id)
-        self.assertEqual({'files': [used]}, self.call('list_required_existing_files', id=workflow_id))
-        self.assertEqual({'user_data': [data]}, self.call('list_missing_user_data', id=workflow_id))
-        self.drive(workflow_id, {})
-        self.assertEqual({'files': [used, made]}, self.call('list_required_existing_files', id=workflow_id))
 
 
 CHANGED = 'its command, environment, files or input data changed'
