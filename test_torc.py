@@ -8398,14 +8398,12 @@ class LeaseTest(WorldTest):
         lease.mine.update(changes)
         return lease
 
-    def held(self, *others: Any) -> Any:
-        """A lease of another host that is held, or of these, each of which was killed as it took it over."""
-        os.path.lexists(self.database + '.lease') and os.unlink(self.database + '.lease')
-        holder, *heirs = others or [self.lease(host='elsewhere')]
+    def held(self, **changes: Any) -> Any:
+        """A lease of another host, or one described by changes, that is held."""
+        for path in glob.glob(glob.escape(self.database) + '.*'):
+            os.unlink(path)
+        holder = self.lease(**(changes or {'host': 'elsewhere'}))
         holder.take()
-        for heir in heirs:
-            path = f'{self.database}.lease.{holder.read()[-1]["id"]}'
-            heir.create(path)
         return holder
 
     def touch(self, lease: Any, at: int) -> None:
@@ -8431,47 +8429,41 @@ class LeaseTest(WorldTest):
         self.assertEqual((False, True), (self.has_it(first), self.has_it(second)))
 
     def test_it_is_taken_over_when_its_holder_is_gone_and_from_nobody_else(self) -> None:
-        dead, alive, away, new = {'start_ticks': 1}, {}, {'host': 'elsewhere'}, {'id': ''}
-        for holders, how, sign_at, waited_s in (
-                ([dead], {}, None, 0), ([dead, dead], {}, None, 0), ([dead, away], {}, None, None),
-                ([alive], {'takes_over': True}, None, None), ([alive], {'wait_s': 60}, None, None),
-                ([dead, alive], {'wait_s': 60}, None, None),
-                ([away], {}, None, None), ([away], {'wait_s': 20}, None, None), ([away], {'wait_s': 60}, None, 30),
-                ([away], {'wait_s': 60}, 25, None), ([away], {'takes_over': True}, None, 10),
-                ([away, dead], {'wait_s': 60}, None, 30), ([away, dead], {'wait_s': 60}, 5, None),
-                ([away, dead, away], {'wait_s': 60}, None, 30)):
-            with self.subTest(holders=holders, how=how, sign_at=sign_at):
-                self.now = 1000.0
-                holder, heir = self.held(*(self.lease(**changes) for changes in holders)), self.lease()
-                self.on_second = {sign_at: lambda: self.touch(holder, 7)}
+        def hang() -> None:     # silence is what was looked at, and not a file server that was away
+            self.now += 60
+            self.on_second = {62: sign}     # when it is back, both go on
+
+        def sign() -> None:
+            self.touch(holder, 7)
+
+        def displace() -> None:     # by one that was as fast
+            torc.write_atomically(holder.path, torc.format_json(self.lease().mine).encode())
+        dead, alive, away = {'start_ticks': 1}, {'pid': os.getpid()}, {'host': 'elsewhere'}
+        for holds, how, on_second, waited_s in (
+                (dead, {}, {}, 1), (dead, {}, {1: displace}, None), (alive, {'takes_over': True}, {}, None), (alive, {'wait_s': 60}, {}, None),
+                (away, {}, {}, None), (away, {'wait_s': 20}, {}, None), (away, {'wait_s': 60}, {}, 40), (away, {'wait_s': 60}, {25: sign}, None),
+                (away, {'wait_s': 60}, {1: hang}, None), (away, {'wait_s': 60}, {35: displace}, None), (away, {'takes_over': True}, {}, 10)):
+            with self.subTest(holds=holds, how=how, on_second=list(on_second)):
+                self.now, self.on_second = 1000.0, {}
+                holder, heir = self.held(**holds), self.lease()
+                self.on_second = on_second
                 if waited_s is None:
-                    self.assertRaisesRegex(torc.Conflict, r'is served by process \d+ on host', heir.take, **how)
+                    self.assertRaisesRegex(torc.Conflict, r'process \d+ on host', heir.take, **how)
                 else:
                     heir.take(**how)
                     self.assertAlmostEqual(waited_s, self.now - 1000, delta=1.5)
-                    self.assertEqual(['torc.db.lease'], sorted(name for name in os.listdir(self.world.directory) if name != 'logs'))
+                    self.assertEqual(['torc.db.lease'], [name for name in os.listdir(self.world.directory) if name != 'logs'])
                 self.assertEqual(waited_s is not None, self.has_it(heir))
-                for path in glob.glob(glob.escape(self.database) + '.lease*'):
-                    os.unlink(path)
 
     def test_of_two_that_find_none_at_the_same_moment_one_has_it(self) -> None:
         for how in ({}, {'takes_over': True}, {'wait_s': 60}):
             first, second = self.lease(), self.lease()
             create = second.create
-            second.create = lambda path: (first.read() or first.take(), create(path))[1]
+            second.create = lambda: (first.read() or first.take(), create())[1]
             with self.subTest(how=how):
                 self.assertRaisesRegex(torc.Conflict, r'is served by process \d+ on host', second.take, **how)
                 self.assertEqual((True, False), (self.has_it(first), self.has_it(second)))
             first.release()
-
-    def test_silence_is_what_was_looked_at_and_not_a_file_server_that_was_away(self) -> None:
-        holder, heir = self.held(), self.lease()
-
-        def hang() -> None:
-            self.now += 60
-            self.on_second = {62: lambda: self.touch(holder, 7)}     # when it is back, both go on
-        self.on_second = {1: hang}
-        self.assertRaisesRegex(torc.Conflict, 'is served by', heir.take, wait_s=60)
 
     @contextlib.contextmanager
     def before_call(self, number: int, act: Callable[[], Any]) -> Iterator[List[Any]]:
@@ -8484,7 +8476,7 @@ class LeaseTest(WorldTest):
                 act()
             return real(*values)
         with contextlib.ExitStack() as stack:
-            for name in ('open', 'rename', 'unlink', 'replace', 'utime'):
+            for name in ('open', 'unlink', 'replace', 'utime'):
                 stack.enter_context(unittest.mock.patch.object(torc.os, name, functools.partial(call, getattr(os, name))))
             yield has_acted
 
@@ -8496,21 +8488,22 @@ class LeaseTest(WorldTest):
 
         def kill() -> None:
             raise SystemExit
-        watch = {'wait_s': 60}
-        cases = {'another heir': ('heir.take', lambda: attempt(other, other.take, **watch)),
-                 'its holder': ('heir.take', lambda: attempt(holder, holder.renew, is_sure=True)),
-                 'its heir, who has watched it': ('holder.renew', lambda: attempt(heir, heir.succeed, found=found, pause_s=0.0)),
-                 'its holder, at its end, and two more': ('heir.take', lambda: [
+        away, dead, watch = {'host': 'elsewhere'}, {'start_ticks': 1}, {'wait_s': 60}
+        cases = {'another heir': (away, 'heir.take', lambda: attempt(other, other.take, **watch)),
+                 'another heir of a dead one': (dead, 'heir.take', lambda: attempt(other, other.take)),
+                 'its holder': (away, 'heir.take', lambda: attempt(holder, holder.renew, is_sure=True)),
+                 'its heir, who has watched it': (away, 'holder.renew', lambda: attempt(heir, heir.succeed, found=found, is_dead=False)),
+                 'its holder, at its end, and two more': (away, 'heir.take', lambda: [
                      holder.release(), attempt(other, other.take), attempt(third, third.take)]),
-                 'a killer': ('heir.take', kill)}
-        for who, (outer, inner) in cases.items():
+                 'a killer': (away, 'heir.take', kill)}
+        for who, (holds, outer, inner) in cases.items():
             for number in itertools.count(1):
-                for path in glob.glob(glob.escape(self.database) + '*'):
-                    os.unlink(path)
+                holder, other, third = self.held(**holds), self.lease(), self.lease()
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.database)
                 file = os.open(self.world.write('torc.db', 'pages'), os.O_RDONLY)      # so that its inode is not used again
                 self.addCleanup(os.close, file)
-                holder, other, third = self.held(), self.lease(), self.lease()
-                heir = self.lease(**({'start_ticks': 1} if inner is kill else {}))
+                heir = self.lease(**(dead if inner is kill else {}))
                 believed_at, found = [], holder.read()      # type: List[float], Any
                 with self.before_call(number, inner) as has_acted, contextlib.suppress(SystemExit):
                     if outer == 'heir.take':
@@ -8522,7 +8515,7 @@ class LeaseTest(WorldTest):
                 with self.subTest(who, number=number):
                     able = [lease for lease in (holder, heir, other, third) if self.has_it(lease)]
                     self.assertLess(len(able), 2)
-                    self.assertTrue(len(believed_at) < 2 or max(believed_at) - min(believed_at) > holder.PERIOD_S, believed_at)
+                    self.assertTrue(len(believed_at) < 2 or max(believed_at) - min(believed_at) >= holder.PERIOD_S, believed_at)
                     if inner is kill or not able:       # nothing is left that keeps others away
                         able = [self.lease()]
                         able[0].take(True)
@@ -8564,22 +8557,14 @@ class LeaseTest(WorldTest):
         self.assertRaises(torc.Conflict, torc.Lease(copy, lambda: self.now).take)
         self.assertRaises(torc.Conflict, self.lease().take)
 
-    def test_a_database_on_a_network_file_system_has_one_and_needs_no_locks(self) -> None:
+    def test_a_database_on_a_network_file_system_has_one_and_a_commit_that_took_longer_is_not_acknowledged(self) -> None:
         with unittest.mock.patch.object(torc, 'LOCAL_FILESYSTEMS', frozenset()):
             store = torc.hold_database(self.database)
             with store.transaction():
                 store.run('UPDATE identity SET id = ?', ('x' * 32,))
             self.assertEqual(('wal', 'exclusive'), tuple(store.value(f'PRAGMA {name}') for name in ('journal_mode', 'locking_mode')))
             self.assertFalse(os.path.exists(self.database + '-shm'))
-            torc.Store(self.database).close()       # nothing is locked
             self.assertRaisesRegex(torc.Conflict, 'is served by process', torc.hold_database, self.database)
-            store.close()
-            store.lease.release()
-        self.assertFalse(os.path.exists(self.database + '.lease'))
-
-    def test_a_commit_that_took_longer_than_the_lease_is_not_acknowledged(self) -> None:
-        with unittest.mock.patch.object(torc, 'LOCAL_FILESYSTEMS', frozenset()):
-            store = torc.hold_database(self.database)
         store.lease.clock = lambda: self.now
 
         def stop(words: str) -> Any:

@@ -12395,13 +12395,13 @@ def forget_server(database: str) -> None:
 class Lease:
     """The claim of this process to serve a database, for file systems whose locks may hold on one host only.
 
-    A file `<database>.lease`, made with O_EXCL. Its holder touches it once a period, looks before and after
-    it commits anything a period after its last look, and ends when it is lost. A lease is taken over at once
-    from a dead process of this host, and from another host's when it was not touched for three periods,
-    counted by our own looks. Its one successor is who first makes the file named by it and its id, which then
-    takes its place; one that was killed before it did so is succeeded in the same way. The successor puts
-    copies in the place of the database's files: should a former holder wake up in the middle of a commit, it
-    writes to files that have no name any more.
+    A file `<database>.lease`. Its holder touches it once a period, looks before and after it commits anything
+    a period after its last look, and ends when it is lost. A lease is taken over from a dead process of this
+    host, and from another host's when it was not touched for three periods, counted by our own looks. Who
+    takes it over puts a lease of its own in its place, and has it if that is still there when a former holder
+    has looked, and others who were as fast have done the same. Then it puts copies in the place of the files
+    of the database: should a former holder wake up in the middle of a commit, it writes to files that have
+    no name any more.
     """
     PERIOD_S = 10.0
     PAUSE_S = 0.2       # between two looks at one that may be taken over
@@ -12415,8 +12415,8 @@ class Lease:
 
     @classmethod
     def watch_s(cls) -> float:
-        """How long a lease is watched until it is certain that nobody renews it."""
-        return 3 * cls.PERIOD_S + 1
+        """How long it takes at most to take over a lease that nobody renews."""
+        return 4 * cls.PERIOD_S + 1
 
     def take(self, takes_over: bool = False, wait_s: float = 0.0) -> None:
         """Become the holder. Conflict if there is another: one of another host is watched for wait_s."""
@@ -12424,16 +12424,15 @@ class Lease:
         while True:
             found, seen_at = self.read(), self.clock()
             if not found:
-                if self.create(self.path):
+                if self.create():
                     return
                 continue    # another process was faster
-            lives = {self.lives(link) for link in found}
-            is_gone = lives == {False} or silent_s >= 3 * self.PERIOD_S
-            if found != first or True in lives or not (is_gone or takes_over or silent_s < wait_s):
+            lives = self.lives(found)
+            is_gone = lives is False or silent_s >= 3 * self.PERIOD_S
+            if found != first or lives or not (is_gone or takes_over or silent_s < wait_s):
                 raise Conflict(self.describe(found))
             if is_gone or takes_over:
-                # who lives all the same has looked at the end of a period
-                return self.succeed(found, 0.0 if is_gone else self.PERIOD_S)
+                return self.succeed(found, lives is False)
             if not is_logged:
                 is_logged = True
                 log.warning('%s. Waiting for %g s to see whether it is renewed', self.describe(found), wait_s)
@@ -12441,68 +12440,58 @@ class Lease:
             # A look that took long, since the file server was away, has not seen silence for so long.
             silent_s += min(self.clock() - seen_at, 1.0)
 
-    def read(self) -> List[Dict[str, Any]]:
-        """The lease as it stands, then who was about to succeed whom; [] if nobody has it."""
-        links, path = [], self.path     # type: List[Dict[str, Any]], str
-        with contextlib.suppress(FileNotFoundError):
-            while True:
-                text, status = read_private(path), os.stat(path)
-                content = {'id': str(status.st_ino)}    # of one that was made this moment
-                with contextlib.suppress(ValueError, TypeError):
-                    content.update(parse_json(text))
-                links.append(dict(content, touched=status.st_mtime_ns))
-                path = f"{self.path}.{content['id']}"
-        return links
+    def read(self) -> Dict[str, Any]:
+        """The lease as it stands, with the time when it was touched; {} if nobody has it."""
+        try:
+            text, touched = read_private(self.path), os.stat(self.path).st_mtime_ns
+        except FileNotFoundError:
+            return {}
+        found = {}      # of one that was made this moment
+        with contextlib.suppress(ValueError, TypeError):
+            found = dict(parse_json(text))
+        return dict(found, touched=touched)
 
-    def lives(self, link: Dict[str, Any]) -> Optional[bool]:
+    def lives(self, found: Dict[str, Any]) -> Optional[bool]:
         """Whether a holder lives; None if that cannot be known here."""
-        is_copied = was_here(link) and is_of_a_copy(self.database, link)
-        return False if is_copied else process_lives(link)
+        is_copied = was_here(found) and is_of_a_copy(self.database, found)
+        return False if is_copied else process_lives(found)
 
-    def describe(self, found: Sequence[Dict[str, Any]]) -> str:
+    def describe(self, found: Dict[str, Any]) -> str:
         """Who has it, and the cure."""
-        holder = found[-1] if found else {}
-        return (f'the database is served by process {holder.get("pid")} on host {holder.get("host")} '
+        return (f'the database is served by process {found.get("pid")} on host {found.get("host")} '
                 f'({self.path}): stop that one; if it is gone for certain, `torc.py serve --takeover` '
                 'takes its place')
 
-    def create(self, path: str) -> bool:
-        """Write our lease to a new file. False if another process was faster."""
+    def create(self) -> bool:
+        """Write our lease where there is none. False if another process was faster."""
         try:
-            descriptor = os.open(path, NEW_FILE, 0o600)
+            descriptor = os.open(self.path, NEW_FILE, 0o600)
         except FileExistsError:
             return False
         try:
             with os.fdopen(descriptor, 'wb') as file:
                 file.write(format_json(self.mine).encode())
         except OSError:     # a full disk
-            os.unlink(path)
+            os.unlink(self.path)
             raise
         self.looked_at = self.clock()
         return True
 
-    def succeed(self, found: List[Dict[str, Any]], pause_s: float) -> None:
+    def succeed(self, found: Dict[str, Any], is_dead: bool) -> None:
         """Take the place of a lease that nobody renews any more. Conflict if it was renewed, or is taken."""
-        claims = [f"{self.path}.{link['id']}" for link in found]
-        if not self.create(claims[-1]):
+        seen_at = self.clock()
+        if self.read() != found:
             raise Conflict(self.describe(self.read() or found))
-        # A holder touches its lease before it looks for a successor: one of us sees the other.
-        is_unchanged = self.read()[:-1] == found
-        try:
-            if is_unchanged:
-                os.rename(claims[-1], self.path)
-        except FileNotFoundError:       # who took us for dead
-            is_unchanged = False
-        for path in claims[:-1] if is_unchanged else claims[-1:]:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-        if not is_unchanged:
-            raise Conflict(self.describe(found))
-        time.sleep(pause_s)
+        write_atomically(self.path, format_json(self.mine).encode())
+        # Whoever has seen the same writes its own within PAUSE_S: the last one stays. One that was held up
+        # for longer may have displaced a holder, who looks once a period; so does one that lives all the
+        # same.
+        is_quick = self.clock() - seen_at < self.PAUSE_S
+        time.sleep(5 * self.PAUSE_S if is_dead and is_quick else self.PERIOD_S)
+        self.look()
         for path in (self.database + '-wal', self.database):
             with contextlib.suppress(FileNotFoundError):
                 self.renew_file(path)
-        self.renew(True)
 
     def renew_file(self, path: str) -> None:
         """Put a copy in the place of a file: who has opened it before has one without a name. OSError."""
@@ -12538,14 +12527,13 @@ class Lease:
         found = self.read()
         if not found:
             raise Conflict(f'the lease {self.path} was removed, so that others may have the database')
-        if found[-1]['id'] != self.mine['id']:
+        if found.get('id') != self.mine['id']:
             raise Conflict('another server has taken the database over: ' + self.describe(found))
         self.looked_at = now
 
     def release(self) -> None:
         """Give it back, if it is ours."""
-        found = self.read()
-        if found and found[-1]['id'] == self.mine['id']:
+        if self.read().get('id') == self.mine['id']:
             os.unlink(self.path)
 
 
