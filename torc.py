@@ -10591,17 +10591,11 @@ def backup_database(context: Context, body: Values) -> Values:
     if copies is None:
         raise Refused('this database is not served: copy it with `torc.py serve --backup FILE`')
     if body.get('id') is None:
-        return format_backup(copies.ask_backup(body['path']))
-    found = next((backup for backup in copies.backups if backup.id == body['id']), None)
+        return dict(copies.ask_backup(body['path']))
+    found = next((backup for backup in copies.backups if backup['id'] == body['id']), None)
     if found is None:
         raise NotFound(f"there is no backup {body['id']}")
-    return format_backup(found)
-
-
-def format_backup(backup: Any) -> Values:
-    """A backup as it is told."""
-    return dict({'error': backup.error} if backup.error else {}, id=backup.id, path=backup.path,
-                is_done=backup.is_done)
+    return dict(found)
 
 
 # -------- streams --------
@@ -12201,10 +12195,18 @@ def open_private(path: str, flags: int) -> int:
     if is_private and stat.S_ISREG(found.st_mode) and found.st_nlink < 2:   # 0: replaced since it was opened
         return descriptor
     os.close(descriptor)
-    if found.st_uid != os.geteuid():
-        raise Denied(f'{path} is not a private file of yours: {private_cure(path)}')
-    raise Denied(f'{path} is not a private file of yours: it must belong to you, be readable by nobody else, '
-                 'and have one name; remove it')
+    raise Denied(f'{path} is not a private file of yours: {private_cure(path)}')
+
+
+def private_cure(path: str) -> str:
+    """What to do about a state file that we cannot use."""
+    try:
+        found = os.lstat(path)
+    except OSError:     # it is not there, or may not be looked at
+        return 'give another place with --db'
+    if found.st_uid == os.geteuid():
+        return 'it must belong to you, be readable by nobody else, and have one name; remove it'
+    return f'it {describe_owner(found)}: {OTHER_PLACE}'
 
 
 def read_private(path: str) -> str:
@@ -12216,17 +12218,6 @@ def read_private(path: str) -> str:
         raise FileNotFoundError(path) from None
     except OSError as error:
         raise Denied(f'cannot read {path}: {error.strerror}; {private_cure(path)}') from None
-
-
-def private_cure(path: str) -> str:
-    """What to do about a state file that we cannot use."""
-    try:
-        found = os.lstat(path)
-    except OSError:     # it is not there, or may not be looked at
-        return 'give another place with --db'
-    if found.st_uid == os.geteuid():
-        return 'it must be a private file of yours: remove it'
-    return f'it {describe_owner(found)}: {OTHER_PLACE}'
 
 
 def read_token(path: str) -> str:
@@ -12313,18 +12304,23 @@ def is_of_a_copy(database: str, state: Dict[str, Any]) -> bool:
     return bool(inode) and state.get('inode') not in (None, 0, inode)   # a device is numbered by each host
 
 
-def read_server_file(path: str) -> Optional[Dict[str, Any]]:
-    """What a connection file says of a server, running or not. None if there is none, or it was copied."""
+def read_state(path: str, *names: str) -> Optional[Dict[str, Any]]:
+    """What a state file says, that has texts of these names. None without one, or if it came with a copy."""
     try:
         found = parse_json(read_private(path))
     except FileNotFoundError:
         return None
     except ValueError:
         found = None
-    if not isinstance(found, dict) or not isinstance(found.get('url'), str):
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in names):
         raise Denied(f'{path} is damaged: remove it')
     database, ending = os.path.splitext(path)
-    return None if ending == '.connection' and is_of_a_copy(database, found) else found
+    return None if ending in ('.connection', '.memory') and is_of_a_copy(database, found) else found
+
+
+def read_server_file(path: str) -> Optional[Dict[str, Any]]:
+    """What a connection file says of a server, running or not. None if there is none, or it was copied."""
+    return read_state(path, 'url')
 
 
 def is_server_over(server: Dict[str, Any]) -> bool:
@@ -12338,7 +12334,7 @@ def is_server_over(server: Dict[str, Any]) -> bool:
 # commands in directories without a database of their own find it wherever its database is stored. A clean end
 # removes it. One that is left means that commands would have used a server that was killed: to use another
 # database instead would change what nobody meant, so that it is an error until the server is started again,
-# its database is used by name or removed, or the file is removed.
+# its database or the file is removed.
 
 def registration_path() -> str:
     """File of the lasting server of this account."""
@@ -12364,32 +12360,11 @@ def other_database(database: str) -> str:
     return ''
 
 
-def register_server(server: Dict[str, Any]) -> str:
-    """Let commands find a lasting server, in place of the last one. Path of its file. OSError or Denied."""
-    path = registration_path()
-    make_private_directory(os.path.dirname(path))
-    write_atomically(path, format_json(server).encode())
-    return path
-
-
 def unregister_server(path: str, server: Dict[str, Any]) -> None:
     """Remove a connection file, if it is still this server's."""
     with contextlib.suppress(OSError, Denied):      # it was removed already
         if (read_server_file(path) or {}).get('server_id') == server['server_id']:
             os.unlink(path)
-
-
-def forget_server(database: str) -> None:
-    """Remove the registration of a killed server. Callers have the database, so that no server has."""
-    with contextlib.suppress(OSError, Denied):      # it stays, where the home is read-only
-        found = read_registration()
-        if found is None or found.get('travels') \
-                or os.path.realpath(found['database']) != os.path.realpath(database) \
-                or found.get('host') != socket.gethostname() and not is_network_path(database):
-            return
-        os.unlink(registration_path())
-        log.warning('the server of %s was killed earlier and is no longer registered: '
-                    'from other directories, commands find this database with --db', database)
 
 
 class Lease:
@@ -12553,9 +12528,8 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
     with contextlib.ExitStack() as stack:       # for failures
         if lease is not None:
             stack.callback(lease.release)
-        takes_older = takes_over or from_snapshot
-        opened = open_in_memory if in_memory else open_on_disk
-        store = opened(database, takes_older, has_locks=lease is None)
+        store = open_on_disk(database, takes_over or from_snapshot, has_locks=lease is None)
+        store = move_to_memory(store) if in_memory else store
         store.lease = lease
         stack.callback(store.close)
         with store.transaction():
@@ -12570,51 +12544,43 @@ def hold_database(database: str, takes_over: bool = False, wait_s: float = 0.0,
 # of $TMPDIR) and `--db` a snapshot of it, replaced now and then and at every end. `torc.db.memory` beside the
 # snapshot says which process has the live file, and where. It is written before the first change and removed
 # after the last snapshot: while it is there, the snapshot may be behind. The live file outlives a killed
-# server; the next process that opens the database on that host continues with it or writes it back. Exclusive
-# is who has the lock of the snapshot and then finds no such file, or that of a dead process.
+# server; the next process that opens the database on that host writes it back. Exclusive is who has the lock
+# of the snapshot and then finds no such file, or that of a dead process.
 #
 # Snapshots and backups are written between transactions, about a second for 100 MB; requests wait.
 
-def read_memory_file(database: str, takes_over: bool) -> str:
+def find_live_file(database: str, takes_over: bool) -> str:
     """Path of the live file that a killed server of a database has left, or ''. Callers have its lock.
 
     Conflict if that server lives, Refused if the live file is in another host's memory.
     """
     path = database + '.memory'
-    try:
-        found = parse_json(read_private(path))
-        live = str(found['path'])
-        is_copied = is_of_a_copy(database, {'database': str(found['database'])})
-    except FileNotFoundError:
-        return ''
-    except (ValueError, KeyError, TypeError):
-        raise Denied(f'{path} is damaged: remove it') from None
-    if is_copied:
-        os.unlink(path)
+    found = read_state(path, 'path', 'database')
+    if found is None:
         return ''
     lives, saved_at = process_lives(found), format_time(os.stat(database).st_mtime)
     if lives:
         raise Conflict(f'the database {database} is in use by another torc.py (process {found["pid"]}, '
                        'in memory); stop it, or give another place with --db')
     # We have the lock: a server of another container of this host is dead, too.
-    is_lost = lives is None and not was_here(found) or is_missing(live)
+    is_lost = lives is None and not was_here(found) or is_missing(found['path'])
     if lives is None and is_lost and not takes_over:
         raise Refused(f'the newest state of {database} is in the memory of host {found["host"]}: use it '
                       f'there first; or, if that host was restarted, continue with the snapshot of {saved_at}'
                       f', by `torc.py serve --from-snapshot` or: rm {shlex.quote(path)}')
-    if is_lost:
-        log.warning('%s was in memory, which was lost with its server: changes after %s are lost',
-                    database, saved_at)
-        os.unlink(path)
-        return ''
-    return live
+    if not is_lost:
+        return found['path']
+    log.warning('%s was in memory, which was lost with its server: changes after %s are lost',
+                database, saved_at)
+    os.unlink(path)
+    return ''
 
 
 def open_on_disk(database: str, takes_over: bool = False, has_locks: bool = True) -> Store:
     """Open a database in its file. What a killed server has left in memory is written back before."""
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(Store(database, has_locks=has_locks)))
-        live = read_memory_file(database, takes_over)
+        live = find_live_file(database, takes_over)
         if not live:
             stack.pop_all()
             return store
@@ -12629,49 +12595,45 @@ def open_on_disk(database: str, takes_over: bool = False, has_locks: bool = True
     return Store(database, has_locks=has_locks)     # the file that was opened first was replaced
 
 
-def open_in_memory(database: str, takes_over: bool = False, has_locks: bool = True) -> Store:
-    """Put a database in memory and open it there, or continue with the live file of a killed server."""
-    with contextlib.ExitStack() as failures, \
-            contextlib.closing(Store(database, has_locks=has_locks)) as saved:
-        live = read_memory_file(database, takes_over)
-        if not live:
-            live = os.path.join(make_memory_directory(os.path.getsize(database)), 'torc.db')
-            saved.copy_to(live)
+def move_to_memory(saved: Store) -> Store:
+    """Go on with a database in memory, where nobody has it yet; its file is closed."""
+    with contextlib.ExitStack() as failures, contextlib.closing(saved):
+        directory = make_memory_directory(os.path.getsize(saved.path))
+        failures.callback(shutil.rmtree, directory, ignore_errors=True)
+        live = os.path.join(directory, 'torc.db')
+        saved.copy_to(live)
         store = failures.enter_context(contextlib.closing(Store(live)))
-        store.file_path = os.path.abspath(database)
-        content = dict(describe_process(), path=live, database=os.path.realpath(database))
-        write_atomically(database + '.memory', format_json(content).encode())
+        store.file_path = saved.file_path
+        content = dict(describe_process(), path=live, database=os.path.realpath(saved.path))
+        write_atomically(saved.path + '.memory', format_json(content).encode())
         failures.pop_all()
         return store
-
-
-def free_bytes(directory: str) -> int:
-    """Room in the file system of a directory, for those who are not root. OSError."""
-    found = os.statvfs(directory)
-    return found.f_bavail * found.f_frsize
 
 
 def make_memory_directory(size_bytes: int) -> str:
     """A private directory where a database of this size has room to double: in memory, else in $TMPDIR."""
     for parent in ('/dev/shm', tempfile.gettempdir()):
         with contextlib.suppress(OSError):      # it is not there, or not writable
-            if free_bytes(parent) >= 2 * size_bytes + MEMORY_RESERVE_BYTES:
+            found = os.statvfs(parent)
+            if found.f_bavail * found.f_frsize >= 2 * size_bytes + MEMORY_RESERVE_BYTES:
                 return tempfile.mkdtemp(prefix='torc-', dir=parent)
     raise BadInput(f'neither /dev/shm nor {tempfile.gettempdir()} has room for a database of '
                    f'{format_memory(size_bytes)}')
 
 
 def replace_with_copy(store: Store, path: str) -> None:
-    """Put a whole copy of a database in the place of a file. OSError, sqlite3.Error, or Conflict."""
+    """Put a whole copy of a database in the place of a file. OSError or a TorcError."""
     temporary = path + '.new'
     try:
         store.copy_to(temporary)
         store.check_lease(True)     # if another process has the database, its files are not ours
         os.replace(temporary, path)
         sync_directory(os.path.dirname(path))
-    except (OSError, sqlite3.Error, Conflict):
+    except (OSError, sqlite3.Error, Conflict) as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, sqlite3.Error):
+            raise explain_database_error(error, path) from None
         raise
 
 
@@ -12685,18 +12647,8 @@ def sync_directory(path: str) -> None:
             os.close(descriptor)
 
 
-class Backup:
-    """A copy of a database that somebody has asked for."""
-
-    def __init__(self, number: int, path: str) -> None:
-        self.id = number
-        self.path = path        # from the root
-        self.is_done = False
-        self.error = ''         # why there is none
-
-
 def write_backup(store: Store, path: str) -> None:
-    """Copy a database to a new file or over an earlier copy. OSError, sqlite3.Error, or a TorcError."""
+    """Copy a database to a new file or over an earlier copy. OSError or a TorcError."""
     refuse_backup_target(store, path)
     replace_with_copy(store, path)
 
@@ -12705,8 +12657,7 @@ def refuse_backup_target(store: Store, path: str) -> None:
     """Refused or Conflict if a backup would replace something else than an earlier one."""
     refuse_special_file(path)
     own = [name + end for name in (store.path, store.file_path) for end in STATE_ENDS]
-    if os.path.realpath(path) in map(os.path.realpath, own) or os.path.exists(path) and any(
-            os.path.exists(name) and os.path.samefile(name, path) for name in own):
+    if os.path.realpath(path) in map(os.path.realpath, own):
         raise Refused(f'{path} belongs to the database itself: give another file')
     others = [path + end for end in ('-wal', '-journal', '.memory', '.lease') if os.path.exists(path + end)]
     if others:
@@ -12729,7 +12680,7 @@ class CopyWriter:
     def __init__(self, store: Store, interval_s: float = math.inf,
                  announce: Callable[[str], Any] = str) -> None:
         self.store = store
-        self.backups = collections.deque(maxlen=self.BACKUPS_KEPT)      # type: Any
+        self.backups = collections.deque(maxlen=self.BACKUPS_KEPT)      # type: Any  # as they are told
         self.ids = itertools.count(1)
         self.interval_s = interval_s        # between snapshots; inf: it is not in memory
         self.announce = announce            # gets a line for each snapshot
@@ -12737,15 +12688,12 @@ class CopyWriter:
         self.saved = -1                     # Store.changes that the file holds
         self.error = ''                     # why the last snapshot failed
 
-    def ask_backup(self, path: str) -> Backup:
-        """Copy the database to a file as soon as possible."""
+    def ask_backup(self, path: str) -> Values:
+        """Copy the database to a file as soon as possible. What is told of that; it changes."""
         if not os.path.isabs(path):
             raise BadInput(f'{printable(path)} is not a path from the root')
-        backup = Backup(next(self.ids), path)
-        if len([other for other in self.backups if not other.is_done]) >= self.BACKUPS_KEPT // 2:
-            raise Conflict('too many backups are waiting')
-        self.backups.append(backup)
-        return backup
+        self.backups.append({'id': next(self.ids), 'path': path, 'is_done': False})
+        return self.backups[-1]
 
     def ask(self) -> None:
         """Write a snapshot as soon as possible."""
@@ -12753,58 +12701,49 @@ class CopyWriter:
 
     def next_at(self) -> float:
         """When to act; inf while there is nothing to do."""
-        return self.due_at if all(backup.is_done for backup in self.backups) else -math.inf
+        return self.due_at if all(backup['is_done'] for backup in self.backups) else -math.inf
 
     def act(self, now: float) -> None:
         """Do what is due."""
-        backup = next((backup for backup in self.backups if not backup.is_done), None)
-        if backup is not None:
-            self.write_backup(backup)
+        for backup in self.backups:
+            if not backup['is_done']:
+                error = self.write(write_backup, backup['path'])
+                backup.update({'error': error} if error else {}, is_done=True)
         if self.due_at <= now:
             is_wanted = self.due_at == -math.inf or self.saved != self.store.changes
-            if is_wanted and self.write():
+            if is_wanted and self.write_snapshot():
                 self.announce(f'TORC_SNAPSHOT_DONE={self.store.file_path}\n')
             self.due_at = time.monotonic() + self.interval_s
 
-    def write_backup(self, backup: Backup) -> None:
-        """Write a copy that was asked for."""
+    def write(self, act: Callable[[Store, str], Any], path: str) -> str:
+        """Put a copy in the place of a file; why there is none, or ''."""
         try:
-            write_backup(self.store, backup.path)
-            log.info('the database was copied to %s', backup.path)
-        except (OSError, sqlite3.Error, TorcError) as error:
-            backup.error = str(error)
-            log.error('the database could not be copied to %s: %s', backup.path, error)
-        backup.is_done = True
+            act(self.store, path)
+            log.info('the database was copied to %s', path)
+            return ''
+        except (OSError, TorcError) as error:
+            log.error('the database could not be copied to %s: %s', path, error)
+            return str(error)
 
-    def write(self) -> bool:
+    def write_snapshot(self) -> bool:
         """Put a copy of the live file in the place of the last one, unless that is not ours by now."""
-        try:
-            replace_with_copy(self.store, self.store.file_path)
-            self.saved, self.error = self.store.changes, ''
-            log.info('the snapshot %s was written', self.store.file_path)
-        except (OSError, sqlite3.Error, Conflict) as error:
-            self.error = str(error)
-            log.error('the snapshot %s could not be written: %s', self.store.file_path, error)
+        self.error = self.write(replace_with_copy, self.store.file_path)
+        if not self.error:
+            self.saved = self.store.changes
         return not self.error
 
     def close(self) -> None:
         """Write the last snapshot. If that fails the live file stays, for the next process."""
         try:
-            if self.saved == self.store.changes or self.write():
+            if self.saved == self.store.changes or self.write_snapshot():
                 self.store.check_lease(True)
                 os.unlink(self.store.file_path + '.memory')
+                shutil.rmtree(os.path.dirname(self.store.path), ignore_errors=True)     # though it is open
                 return
         except (OSError, sqlite3.Error, Conflict) as error:
             self.error = str(error)
         log.error('the newest state of %s stays in %s (%s): unless another server has the database, the next '
                   'command that uses it writes it back', self.store.file_path, self.store.path, self.error)
-
-
-def remove_memory_directory(store: Store) -> None:
-    """Remove the live file, unless it is still needed."""
-    is_saved = store.snapshots is None or not store.snapshots.error
-    if is_saved and not os.path.exists(store.file_path + '.memory'):
-        shutil.rmtree(os.path.dirname(store.path), ignore_errors=True)
 
 
 # ======== 10a. Framing: bytes <-> requests and answers, and what secures them on the way ========
@@ -14636,8 +14575,6 @@ def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
     store = await_database(options)
     if store.lease is not None:
         stack.callback(store.lease.release)
-    if in_memory:
-        stack.callback(remove_memory_directory, store)
     stack.callback(store.close)
     if in_memory:       # its file may be older than its last change
         store.copies = store.snapshots = CopyWriter(store, options.snapshot_interval_s, announce)
@@ -14731,7 +14668,9 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         if not options.is_embedded:
             other = other_database(database)
             where = f'torc: commands find it now, and {other} with --db\n' if other else ''
-            paths.append(register_server(content))
+            make_private_directory(state_directory())
+            write_atomically(registration_path(), format_json(content).encode())
+            paths.append(registration_path())
     except (OSError, Denied) as error:
         reason = f'{state_directory()}: {getattr(error, "strerror", None) or error}'
         where = f'torc: not registered ({reason}): commands find it with --db {shlex.quote(database)}\n'
@@ -15540,13 +15479,10 @@ class Connector:
 
     def copy_to(self, path: str) -> None:
         """Copy the database of a direct client to a file."""
-        store = self._service.store
         try:
-            write_backup(store, path)
+            write_backup(self._service.store, path)
         except OSError as error:
             raise BadInput(f'cannot write {path}: {error.strerror}; give another file') from None
-        except sqlite3.Error as error:
-            raise explain_database_error(error, store.path) from None
 
     def need_server(self) -> None:
         """From now on through a server: a direct client hands its database to an embedded one."""
@@ -15657,7 +15593,6 @@ class Connector:
             start_embedded_server(self.database, self.snapshot_interval_s, is_lost)
             self.servers_started += 1
             self.open()
-        forget_server(self.database)
 
     def open_server(self, url: str, server: Dict[str, Any]) -> HttpConnection:
         """Connect to a server at an address that was named, or else where its connection file says it is.
