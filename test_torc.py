@@ -7459,7 +7459,7 @@ class LiveTest(ServiceTest):
 
     def setUp(self) -> None:
         super().setUp()
-        self.store.copies = unittest.mock.Mock(ask_backup=lambda path: argparse.Namespace(id=1, path=path, error='', is_done=False))
+        self.store.copies = unittest.mock.Mock(ask_backup=lambda path: {'id': 1, 'path': path, 'is_done': False})
         self.service.users = unittest.mock.Mock(hashes={}, reload=lambda: 1)
         self.ids = self.live('here')
         self.others = self.live('there')
