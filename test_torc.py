@@ -6796,89 +6796,86 @@ class ReplayTest(ScenarioTest):
                     self.assertEqual(after, (found['executed'], found.get('failure'), len(events)))
 
 
-class RecoverJobsTest(ServiceTest):
+class RecoverJobsTest(ScenarioTest):
     """Corrections, resets, a new run and its event: all in one transaction, for who has seen the current run."""
+    ENDED = 'claim n1 a b e; end a failed; end b terminated; end e; claim n1 d; end d; leave n1'
+    SCENARIOS = '''
+        failed jobs and what they held up run again in a new run
+          a / b / c: a / d!: b / e
+          ENDED; recover a -> a=ready b=terminated c=blocked d=completed e=completed run=2 to_run=a,c changed_then= event=2,tester,a
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb:\nc: a\nd!: b\ne:')
-        self.ids = {job['name']: job['id'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
-        self.needs_id = self.call('list_resource_requirements', workflow_id=self.workflow_id)['items'][0]['id']
-        self.drive(self.workflow_id, {'a': 'failed', 'b': 'terminated'})
-        self.store.run('UPDATE compute_node SET is_active = 0')
+        requirements are split for the jobs that lacked something, and changed in place for all that have them
+          a / b / c: a / d!: b / e
+          ENDED; recover a b a=memory:2g b=runtime:PT2H,num_cpus:3 -> needs_a=default_run2,2g,P0DT1M,1 needs_b=default_run2_2,1m,PT2H,3
+          -> needs_c=default,1m,P0DT1M,1 needs_e=default,1m,P0DT1M,1
+          claim n2 a b; end a failed; end b failed; leave n2; recover a b=memory:3g -> needs_b=default_run2_2,3g,PT2H,3 b=failed run=3
+          claim n3 a d; end a failed; end d; leave n3; recover a a+b=memory:1g -> refused='does not have resource requirements'
 
-    def recover(self, reset: str, requirements: Sequence[Tuple[str, Dict[str, Any]]] = (), run_id: int = 1, **more: Any) -> Any:
-        """The request of a recover, jobs by name; after a dry run that says the same and changes nothing."""
-        rows = [dict(fields, from_id=self.needs_id, job_ids=[self.ids[name] for name in names.split()]) for names, fields in requirements]
-        body = {'run_id': run_id, 'reset': [self.ids[name] for name in reset.split()], 'requirements': rows, 'event': {'mode': 'local'}}
-        before = self.dump()
-        planned = self.call('recover_jobs', body, workflow_id=self.workflow_id, dry_run=True)
-        self.assertUnchanged(before)
-        answer = self.call('recover_jobs', body, workflow_id=self.workflow_id)
-        self.assertEqual(planned, answer)
-        self.assertWhole()
-        return answer
+        nothing is recovered under the hands of runners and allocations, nor twice, nor what did not fail
+          a / b / c: a / d!: b / e
+          ENDED; recover e -> refused='job e is completed'
+          recover a a=memory:much -> refused=memory
+          node n2; recover a -> refused='runners are at work'
+          leave n2; record 7; recover a -> refused='1 allocations of workflow'
+          over; recover a -> a=ready
+          recover a run=1 -> refused='the current one is 2: somebody else has recovered it'
 
-    def requirements(self) -> Dict[str, Tuple[str, str, str]]:
-        """What each job asks for."""
-        rows = {row['id']: (row['name'], row['memory'], row['runtime'])
-                for row in self.call('list_resource_requirements', workflow_id=self.workflow_id)['items']}
-        return {job['name']: rows[job['resource_requirements_id']] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']}
+        what changed since runs again, and undecided failures stay so
+          a / b / c: a / d!: b / e
+          claim n1 a b e; end a failed; end b pending_failed; end e; leave n1; alter e; recover a -> a=ready b=pending_failed c=blocked d=blocked e=ready
+          -> changed_then=e
+        '''
 
-    def test_failed_jobs_and_what_they_held_up_run_again_in_a_new_run(self):
-        answer = self.recover('a')
-        self.assertEqual((2, 1, [self.ids['a'], self.ids['c']]), (answer['run_id'], answer['reset_count'], answer['to_run']))
-        self.assertEqual({'a': 'ready', 'b': 'terminated', 'c': 'blocked', 'd': 'completed', 'e': 'completed'}, self.statuses(self.workflow_id))
-        self.assertEqual(2, self.call('get_workflow', id=self.workflow_id)['run_id'])
-        (event,) = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items']
-        self.assertEqual(('recover', 2, 'tester', [self.ids['a']], 'local'),
-                         tuple(event['data'][key] for key in ('action', 'run_id', 'user', 'reset_job_ids', 'mode')))
+    def test_recoveries(self):
+        self.assertScenarios(self.SCENARIOS, ENDED=self.ENDED)
 
-    def test_requirements_are_split_for_the_jobs_that_lacked_something_and_changed_in_place_for_all(self):
-        before = self.requirements()['e']
-        answer = self.recover('a b', [('a', {'memory': '2g'}), ('b', {'runtime': 'PT2H', 'num_cpus': 3})])
-        found = self.requirements()
-        self.assertEqual([('default_run2', '2g', before[2]), ('default_run2_2', before[1], 'PT2H'), before, before, before],
-                         list(found.values()))
-        self.assertEqual([self.needs_id] * 2, [row['from_id'] for row in answer['requirements']])
-        self.drive(self.workflow_id, {'a': 'failed'})
-        self.store.run('UPDATE compute_node SET is_active = 0')
-        self.needs_id = self.call('get_job', job_id=self.ids['b'])['resource_requirements_id']
-        answer = self.recover('a', [('b', {'memory': '3g'})], run_id=2)       # all that have them
-        self.assertEqual(self.needs_id, answer['requirements'][0]['id'])
-        self.assertEqual(('default_run2_2', '3g', 'PT2H'), self.requirements()['b'])
+    def do_alter(self, job: str) -> None:
+        """The command of a job that has ended changes."""
+        self.store.run("UPDATE job SET command = 'echo other' WHERE id = ?", (self.job_id(job),))
 
-    def test_what_cannot_be_done_is_refused_whole(self):
-        (other,) = [job['id'] for job in self.call('list_jobs', workflow_id=self.create('x:'))['items']]
-        before, a = self.dump(), self.ids['a']
-        for run_id, reset, requirements, words in (
-                (7, [], [], 'somebody else has recovered it'), (1, [self.ids['e']], [], 'job e is completed'), (1, [other], [], 'has no job'),
-                (1, [a], [{'from_id': self.needs_id, 'job_ids': [a], 'memory': 'much'}], 'memory'),
-                (1, [a], [{'from_id': self.needs_id, 'job_ids': [other], 'memory': '1g'}], 'does not have resource requirements'),
-                (1, [a], [{'from_id': 999, 'job_ids': [a], 'memory': '1g'}], 'has no resource requirements 999')):
-            with self.subTest(words):
-                body = {'run_id': run_id, 'reset': reset, 'requirements': requirements}
-                self.assertRefused(words, 'recover_jobs', body, workflow_id=self.workflow_id)
-                self.assertUnchanged(before)
-
-    def test_nothing_is_recovered_under_the_hands_of_runners_and_allocations_nor_twice(self):
-        body = {'run_id': 1, 'reset': [self.ids['a']], 'requirements': []}
-        node_id = self.node(self.workflow_id)
-        self.assertRefused('runners are at work', 'recover_jobs', body, workflow_id=self.workflow_id)
-        self.call('update_compute_node', {'is_active': False}, id=node_id)
-        self.call('create_scheduled_compute_node', {'workflow_id': self.workflow_id, 'scheduler_id': 7, 'scheduler_config_id': 1,
-                                                    'scheduler_type': 'slurm', 'status': 'pending'})
-        self.assertRefused('1 allocations of workflow', 'recover_jobs', body, workflow_id=self.workflow_id)
+    def do_over(self) -> None:
         self.store.run("UPDATE scheduled_compute_node SET status = 'complete'")
-        self.recover('a')
-        self.assertRefused('the current one is 2', 'recover_jobs', body, workflow_id=self.workflow_id)
 
-    def test_what_changed_since_runs_again_and_undecided_failures_stay_so(self):
-        self.store.run('UPDATE job SET status = 10 WHERE id = ?', (self.ids['b'],))
-        self.store.run("UPDATE job SET command = 'echo other' WHERE id = ?", (self.ids['e'],))
-        answer = self.recover('a')
-        self.assertEqual(['e'], [row['job_name'] for row in answer['changed']])
-        self.assertEqual({'a': 'ready', 'b': 'pending_failed', 'c': 'blocked', 'd': 'completed', 'e': 'ready'}, self.statuses(self.workflow_id))
+    def do_recover(self, *names: str, run: str = '', **corrections: str) -> None:
+        """Jobs are reset, with job=field:value,... of some. A dry run before says the same, and changes nothing."""
+        rows = []
+        for jobs, fields in corrections.items():
+            job_ids = [self.job_id(name) for name in jobs.split('+')]
+            row = dict(field.split(':') for field in fields.split(','))     # type: Dict[str, Any]
+            row.update({'num_cpus': int(row['num_cpus'])} if 'num_cpus' in row else {})
+            rows.append(dict(row, job_ids=job_ids, from_id=self.call('get_job', id=job_ids[0])['resource_requirements_id']))
+        body = {'run_id': int(run or self.run_id()), 'reset': [self.job_id(name) for name in names], 'requirements': rows, 'event': {'mode': 'local'}}
+        before, planned = self.dump(), None
+        with contextlib.suppress(torc.TorcError):
+            planned = self.call('recover_jobs', body, workflow_id=self.workflow_id, dry_run=True)
+        self.assertUnchanged(before)
+        self.recovered = self.call('recover_jobs', body, workflow_id=self.workflow_id)
+        self.assertEqual(planned, self.recovered)
+        self.assertEqual([row['from_id'] for row in rows], [row['from_id'] for row in self.recovered['requirements']])
+
+    def see_run(self) -> List[str]:
+        return [str(self.run_id())]
+
+    def see_to_run(self) -> List[str]:
+        names = {self.job_id(name): name for name in self.statuses(self.workflow_id)}
+        return [names[job_id] for job_id in self.recovered['to_run']]
+
+    def see_changed_then(self) -> List[str]:
+        """What ran again because it had changed."""
+        return [row['job_name'] for row in self.recovered['changed']]
+
+    def see_event(self) -> List[str]:
+        """Run, user and jobs of the last recovery."""
+        event = self.call('list_events', workflow_id=self.workflow_id, category='recovery')['items'][-1]['data']
+        self.assertEqual(('recover', 'local'), (event['action'], event['mode']))
+        names = {self.job_id(name): name for name in self.statuses(self.workflow_id)}
+        return [str(event['run_id']), event['user'], *(names[job_id] for job_id in event['reset_job_ids'])]
+
+    def see(self, key: str, with_attempt: bool = False) -> str:
+        if not key.startswith('needs_'):
+            return super().see(key, with_attempt)
+        needs = self.call('get_resource_requirements', id=self.call('get_job', id=self.job_id(key[6:]))['resource_requirements_id'])
+        return ','.join(str(needs[name]) for name in ('name', 'memory', 'runtime', 'num_cpus'))
 
 
 class ClassifyJobsTest(ScenarioTest):
