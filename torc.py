@@ -9738,6 +9738,8 @@ ALLOCATION_COLUMNS = (
     'scheduler.gres, scheduler.ntasks_per_node, scheduler.extra, '
     '(SELECT slurm_defaults FROM workflow WHERE id = scheduler.workflow_id)')
 ALLOCATION_KEYS = ('scheduler_name', 'partition', 'num_nodes', 'walltime', 'mem', 'gres')
+RUNNER_KEYS = ('hostname', 'compute_node_type', 'num_cpus', 'memory_gb', 'num_gpus', 'num_nodes',
+               'scheduler_config_id')
 
 
 class Place(Row):
@@ -9769,25 +9771,20 @@ def explain_waiting(context: Context, workflow_id: int, ended: Sequence[int] = (
 
 def describe_runners(context: Context, workflow_id: int) -> List[Values]:
     """The active compute nodes: what they have, how long they last, and how many jobs they have in hand."""
-    jobs = dict(context.rows('SELECT compute_node_id, count(*) FROM job WHERE workflow_id = ? '
-                             f'AND status IN {sql_list(ACTIVE)} GROUP BY compute_node_id', (workflow_id,)))
-    slurm_jobs = dict(context.rows('SELECT id, slurm_job FROM compute_node WHERE workflow_id = ? '
-                                   'AND is_active = 1', (workflow_id,)))
+    active = 'WHERE workflow_id = ? AND is_active = 1 ORDER BY id'
+    counts = context.rows(
+        'SELECT slurm_job, (SELECT count(*) FROM job WHERE compute_node_id = compute_node.id '
+        f'AND status IN {sql_list(ACTIVE)}) FROM compute_node {active}', (workflow_id,))
     service, runners = context.service, []
-    for node in context.select('compute_node', 'WHERE workflow_id = ? AND is_active = 1 ORDER BY id',
-                               (workflow_id,)):
+    for node, (slurm_job_id, number) in zip(context.select('compute_node', active, (workflow_id,)), counts):
         end_time, heard_at = node.get('end_time'), service.nodes[node['id']].heard_at
-        left_s = None if end_time is None else max(0, int(parse_time(end_time) - context.now()))
+        spans = [None if end_time is None else max(0, int(parse_time(end_time) - since))
+                 for since in (context.now(), parse_time(node['start_time']))]
         runners.append({
-            'compute_node_id': node['id'], 'hostname': node['hostname'],
-            'compute_node_type': node['compute_node_type'], 'num_cpus': node['num_cpus'],
-            'memory_gb': node['memory_gb'], 'num_gpus': node['num_gpus'], 'num_nodes': node['num_nodes'],
-            'labels': node.get('labels') or [], 'slurm_job_id': slurm_jobs[node['id']],
-            'scheduler_config_id': node.get('scheduler_config_id'), 'num_jobs': jobs.get(node['id'], 0),
-            'silent_s': max(0.0, service.clock() - (
-                service.listens_since if heard_at is None else heard_at)),
-            'remaining_seconds': left_s, 'total_seconds': None if end_time is None else
-            max(0, int(parse_time(end_time) - parse_time(node['start_time'])))})
+            **{key: node.get(key) for key in RUNNER_KEYS}, 'compute_node_id': node['id'],
+            'labels': node.get('labels') or [], 'slurm_job_id': slurm_job_id, 'num_jobs': number,
+            'remaining_seconds': spans[0], 'total_seconds': spans[1], 'silent_s': max(
+                0.0, service.clock() - (service.listens_since if heard_at is None else heard_at))})
     return runners
 
 
@@ -9853,14 +9850,8 @@ def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
     places += [place_of_allocation(workflow, row, 'allocation') for row in allocations
                if not row['num_runners']]
     places += [place_of_allocation(workflow, row, 'action') for row in due_allocations(context, workflow_id)]
-    longest = {}    # type: Dict[Any, Place]
-    for place in places:
-        key = place.offer._replace(limit_s=None), place.reason
-        limits = [math.inf if each.offer.limit_s is None else each.offer.limit_s
-                  for each in (place, longest.get(key, place))]
-        if key not in longest or limits[0] > limits[1]:
-            longest[key] = place
-    return list(longest.values())
+    places.sort(key=lambda place: math.inf if place.offer.limit_s is None else place.offer.limit_s)
+    return list({(place.offer._replace(limit_s=None), place.reason): place for place in places}.values())
 
 
 def place_of_runner(context: Context, workflow: Values, runner: Values) -> Place:
@@ -9944,12 +9935,9 @@ def explain_actions(context: Context, workflow_id: int) -> List[Values]:
     for action in action_rows(context, f'WHERE workflow_id = ? AND ({IS_FREE} OR failure IS NOT NULL) '
                               'ORDER BY id LIMIT ?', (workflow_id, WAITING_EXPLAINED)):
         config = action['action_config'] if isinstance(action['action_config'], dict) else {}
-        found.append({
-            'action_id': action['id'], 'trigger_type': action['trigger_type'],
-            'action_type': action['action_type'], 'trigger_count': action['trigger_count'],
-            'required_triggers': action['required_triggers'], 'executed': action['executed'],
-            'scheduler_name': names.get(config.get('scheduler_id')),
-            'num_allocations': config.get('num_allocations'), 'reason': explain_action(context, action)})
+        found.append(dict(
+            action, action_id=action['id'], scheduler_name=names.get(config.get('scheduler_id')),
+            num_allocations=config.get('num_allocations'), reason=explain_action(context, action)))
     return found
 
 
@@ -10079,6 +10067,8 @@ def list_rows(context: Context, resource: str, offset: int = 0, limit: int = MAX
         filters['status'] = STATUS_CODES[filters['status']]
     check_sort_field(sort_by, [column.name for column in context.columns(view)
                                if column.name not in PRIVATE_COLUMNS])
+    if resource == 'result':    # each job's current one, unless all of all runs and attempts are asked for
+        filters.setdefault('all_runs', False)
     conditions = [f"({known.get(name, name + ' = ?')})" for name in filters]
     values = list(filters.values())
     if is_limited(context):
@@ -10117,11 +10107,6 @@ def list_jobs(context: Context, resource: str, include_relationships: bool = Fal
     if include_relationships:
         add_relations(context, answer['items'])
     return answer
-
-
-def list_results(context: Context, resource: str, all_runs: bool = False, **query: Any) -> Values:
-    """Results: each job's current one, or all of all runs and attempts."""
-    return list_rows(context, resource, all_runs=all_runs, **query)
 
 
 ITEM_RELATIONS = (     # of files or user data: who makes, and who uses them
@@ -10353,25 +10338,13 @@ def check_fills_by_hand(context: Context, group_id: int) -> None:
                      'TORC_ADMIN_USERS only')
 
 
-def add_link(context: Context, table: str, link: Values, **more: Any) -> Values:
-    """Add the row that gives a user or a workflow (its other key) to a group."""
-    context.insert(table, dict(link, created_at=context.time, **more))
-    return select_link(context, table, link)[0]
-
-
-def select_link(context: Context, table: str, link: Values) -> List[Values]:
-    """The row with these keys, if there is one."""
-    where = 'WHERE ' + ' AND '.join(f'{column} = ?' for column in link)
-    return context.select(table, where, list(link.values()))
-
-
 def remove_link(context: Context, table: str, link: Values, what: str) -> Values:
-    """Remove such a row; NotFound if it is not there."""
-    found = select_link(context, table, link)
+    """Remove the row that gives a user or a workflow to a group, by its keys; NotFound if there is none."""
+    where, keys = 'WHERE ' + ' AND '.join(f'{column} = ?' for column in link), list(link.values())
+    found = context.select(table, where, keys)
     if not found:
         raise NotFound(what)
-    context.run(f"DELETE FROM {table} WHERE {' AND '.join(f'{column} = ?' for column in link)}",
-                list(link.values()))
+    context.run(f'DELETE FROM {table} {where}', keys)
     return found[0]
 
 
@@ -10435,8 +10408,9 @@ def add_user_to_group(context: Context, group_id: int, body: Values) -> Values:
     if (body.get('group_id') or group_id) != group_id:
         raise Refused(f"group_id {body['group_id']} in the body does not match {group_id} in the path",
                       field='group_id')
-    return add_link(context, 'user_group_membership', {'group_id': group_id, 'user_name': user},
-                    role=body.get('role') or 'member')
+    values = {'group_id': group_id, 'user_name': user, 'role': body.get('role') or 'member',
+              'created_at': context.time}
+    return get_row(context, 'user_group_membership', context.insert('user_group_membership', values))
 
 
 def remove_user_from_group(context: Context, group_id: int, user_name: str) -> Values:
@@ -10461,7 +10435,9 @@ def list_workflow_groups(context: Context, workflow_id: int, **page: int) -> Val
 def add_workflow_to_group(context: Context, workflow_id: int, group_id: int) -> Values:
     """Let the members of a group use a workflow."""
     check_may_link(context, workflow_id, group_id)
-    return add_link(context, 'workflow_access_group', {'group_id': group_id, 'workflow_id': workflow_id})
+    link = {'workflow_id': workflow_id, 'group_id': group_id, 'created_at': context.time}
+    context.insert('workflow_access_group', link)
+    return link
 
 
 def remove_workflow_from_group(context: Context, workflow_id: int, group_id: int) -> Values:
@@ -10513,24 +10489,21 @@ class Traffic:
     MOST_S = 3600
     KEYS = ('request_count', 'bytes_in', 'bytes_out', 'status_2xx', 'status_4xx', 'status_5xx',
             'status_other')
-
     SLOTS = {2: 4, 4: 5, 5: 6}      # first digit of a status -> index in a row; others: 7
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self.lock = threading.Lock()
-        self.row = [0] * (1 + len(self.KEYS))                               # [second, *KEYS] of this second
-        self.rows = collections.deque([self.row], maxlen=self.MOST_S)       # type: collections.deque
+        self.rows = collections.deque(maxlen=self.MOST_S)   # type: collections.deque   # [second, *KEYS]
 
     def add(self, status: int, bytes_in: int, bytes_out: int) -> None:
         """A request was answered."""
         with self.lock:
             second = int(self.now())
-            if second != self.row[0]:
-                self.row = [second] + [0] * len(self.KEYS)
-                self.rows.append(self.row)
+            if not self.rows or second != self.rows[-1][0]:
+                self.rows.append([second] + [0] * len(self.KEYS))
             for slot, count in ((1, 1), (2, bytes_in), (3, bytes_out), (self.SLOTS.get(status // 100, 7), 1)):
-                self.row[slot] += count
+                self.rows[-1][slot] += count
 
     def read(self) -> List[List[int]]:
         """The rows as they are now."""
@@ -11787,7 +11760,7 @@ ROUTES = (
 
     *usual_routes('result', 'results',
                   'job_id:int run_id:int return_code:int status:str compute_node_id:int all_runs:bool',
-                  create={'verb': create_result}, list={'verb': list_results}),
+                  create={'verb': create_result}),
 
     *usual_routes('event', 'events', 'category:str after_timestamp:int',
                   create={'verb': create_event}, update={'verb': update_event, 'body': '-'}),
