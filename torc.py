@@ -10639,8 +10639,24 @@ def reading_only(connection: sqlite3.Connection) -> Iterator[None]:
         connection.execute('PRAGMA query_only = OFF')
 
 
+def unused_name(name: str, taken: Iterable[str]) -> str:
+    """A name that is none of these: this one, or with a number from 2 on."""
+    numbered = (f'{name}_{number}' for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
+
+
+def describe_cell(value: Any) -> Any:
+    """A cell as JSON can say it."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def execute_statement(context: Context, sql: str, limit: int) -> Values:
-    """The answer to a checked statement: at most `limit` rows. Refused for all that goes wrong."""
+    """The answer to a checked statement, as AdminSqlResponse; a column's name that comes again gets _2.
+
+    At most `limit` rows. Refused for all that goes wrong.
+    """
     with contextlib.closing(context.connection.cursor()) as cursor:
         try:
             rows = list(itertools.islice(cursor.execute(sql), limit))
@@ -10648,7 +10664,11 @@ def execute_statement(context: Context, sql: str, limit: int) -> Values:
             reason = printable(str(error))[:200]
             reason += f' after {ADMIN_SQL_S:g} s: it would hold up everybody' * (reason == 'interrupted')
             raise Refused(f'SQLite refuses the statement: {reason}') from None
-        return describe_answer([row[0] for row in cursor.description or ()], rows)
+        names = []  # type: List[str]
+        for column in cursor.description or ():
+            names.append(unused_name(column[0], names))
+    items = [dict(zip(names, map(describe_cell, row))) for row in rows]
+    return {'columns': names, 'items': items, 'committed': False}
 
 
 def admin_sql(context: Context, body: Values) -> Values:
@@ -10660,7 +10680,7 @@ def admin_sql(context: Context, body: Values) -> Values:
     with failing_as('InvalidStatement'):
         check_statement(body['sql'], writes, bool(body.get('allow_full_table')))
     wanted = body.get('limit')
-    limit = MAX_LIST_ITEMS if wanted is None else max(1, min(wanted, MAX_LIST_ITEMS))
+    limit = max(1, min(MAX_LIST_ITEMS if wanted is None else wanted, MAX_LIST_ITEMS))
     if not writes:
         with failing_as('QueryFailed'), reading_only(context.connection):
             return execute_statement(context, body['sql'], limit)
@@ -10690,25 +10710,6 @@ def write_sql(context: Context, sql: str, limit: int, is_dry: bool) -> Values:
             recount_sets(context, workflow_id)
             release_idle_sets(context, workflow_id)
     return dict(answer, rows_affected=changed, committed=not is_dry)
-
-
-def describe_answer(columns: List[str], rows: List[Tuple]) -> Values:
-    """Rows of a statement as AdminSqlResponse: a name that comes again gets _2, blobs are hexadecimal."""
-    names = []  # type: List[str]
-    for column in columns:
-        name, number = column, 2
-        while name in names:
-            name, number = f'{column}_{number}', number + 1
-        names.append(name)
-    items = [dict(zip(names, map(describe_cell, row))) for row in rows]
-    return {'columns': names, 'items': items, 'committed': False}
-
-
-def describe_cell(value: Any) -> Any:
-    """A cell as JSON can say it."""
-    if isinstance(value, bytes):
-        return value.hex()
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def add_audit(context: Context, body: Values, rows_affected: Optional[int], error: Optional[str]) -> None:
@@ -10851,37 +10852,33 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
         record_event(context, workflow_id, {
             'category': 'recovery', 'event_type': 'journals_replayed', 'run_id': body['run_id'],
             'message': f'{len(accepted)} completions were taken in from journals of runners'})
-    released = []   # type: List[int]
-    for runner in body.get('left') or ():
-        node_id, is_active = find_left(context, runner)
-        if node_id and body['run_id'] == context.state.run_id:
-            take_in_actions(context, node_id, runner.get('actions') or ())
-        released += [node_id] if is_active else []
-    for node_id in released:
-        release_node(context, node_id)
-        leave_allocation(context, get_row(context, 'compute_node', node_id))
+    released = [runner['compute_node_id'] for runner in body.get('left') or ()
+                if take_leave(context, runner, body['run_id'])]
     return {'accepted': accepted, 'known': len(body['completions']) - len(accepted) - len(rejected),
             'rejected': [{'job_id': outcome.job_id, 'attempt_id': outcome.attempt_id,
                           'message': outcome.error.message} for outcome in rejected], 'released': released}
 
 
-def find_left(context: Context, runner: Values) -> Tuple[int, bool]:
-    """The compute node of a runner that has left, if it is that very process, and whether it is active."""
-    found = context.one('SELECT id, is_active FROM compute_node WHERE id = ? AND workflow_id = ? '
-                        'AND hostname = ? AND pid = ? AND identity = ?',
-                        (runner['compute_node_id'], context.state.id, runner['hostname'], runner['pid'],
-                         runner['identity']))
-    return (found[0], bool(found[1])) if found else (0, False)
+def take_leave(context: Context, runner: Values, run_id: int) -> bool:
+    """Take in that a runner has left, if its compute node is that very process; whether that was active.
 
-
-def take_in_actions(context: Context, node_id: int, results: Sequence[Values]) -> None:
-    """A runner that has left had carried out actions: these are not due again. What others began stays."""
-    for result in results:
+    Actions that it had carried out are not due again. What others began stays.
+    """
+    is_active = context.value(
+        'SELECT is_active FROM compute_node WHERE id = ? AND workflow_id = ? AND hostname = ? AND pid = ? '
+        'AND identity = ?', (runner['compute_node_id'], context.state.id, runner['hostname'], runner['pid'],
+                             runner['identity']))
+    node_id, is_of_run = runner['compute_node_id'], run_id == context.state.run_id
+    for result in runner.get('actions') or () if is_active is not None and is_of_run else ():
         if context.one('SELECT 1 FROM workflow_action WHERE id = ? AND workflow_id = ? AND persistent = 0 '
                        'AND NOT EXISTS (SELECT 1 FROM action_execution WHERE action_id = workflow_action.id '
                        'AND (compute_node_id <> ? OR is_reported = 1))',
                        (result['action_id'], context.state.id, node_id)):
             record_action_end(context, context.state.id, node_id, result)
+    if is_active:
+        release_node(context, node_id)
+        leave_allocation(context, get_row(context, 'compute_node', node_id))
+    return bool(is_active)
 
 
 def check_journaled(context: Context, entry: Values, run_id: int, database_id: str) -> None:
@@ -10994,18 +10991,12 @@ def correct_requirements(context: Context, workflow_id: int, row: Values, suffix
         return dict(fields, from_id=from_id, id=from_id, job_ids=job_ids)
     current = get_row(context, 'resource_requirements', from_id)
     values = {key: current[key] for key in ('num_cpus', 'num_gpus', 'num_nodes', 'memory', 'runtime')}
-    name = unused_name(context, workflow_id, f"{current['name']}_{suffix}")
+    taken = context.ids('SELECT name FROM resource_requirements WHERE workflow_id = ?', (workflow_id,))
+    name = unused_name(f"{current['name']}_{suffix}", set(taken))
     new_id = create_requirements(context, 'resource_requirements', dict(
         values, **fields, workflow_id=workflow_id, name=name))['id']
     reclass_jobs(context, workflow_id, job_ids, resource_requirements_id=new_id)
     return dict(fields, from_id=from_id, id=new_id, job_ids=job_ids)
-
-
-def unused_name(context: Context, workflow_id: int, name: str) -> str:
-    """A name for resource requirements that none have: this one, or with a number."""
-    taken = set(context.ids('SELECT name FROM resource_requirements WHERE workflow_id = ?', (workflow_id,)))
-    numbered = (f'{name}_{number}' for number in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
 
 
 def classify_jobs(context: Context, workflow_id: int, body: Values) -> Values:
@@ -11097,8 +11088,7 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
     """
     state, service = workflow_state(context, workflow_id), context.service
     nodes = dict(service.nodes)
-    found = {'slurm_jobs_failed': 0, 'pending_allocations_cleaned': 0, 'running_jobs_failed': 0,
-             'compute_nodes_deactivated': 0, 'failed_job_details': [], 'jobs_requeued': 0,
+    found = {'pending_allocations_cleaned': 0, 'compute_nodes_deactivated': 0, 'failed_job_details': [],
              'requeued_job_details': [], 'allocations': [], 'doubts': []}   # type: Values
     is_dry_run = bool(body.get('is_dry_run'))
     with context.savepoint(keeps=not is_dry_run):
@@ -11120,11 +11110,13 @@ def sync_allocations(context: Context, workflow_id: int, body: Values) -> Values
         unheld = context.rows(f'SELECT id, name FROM job WHERE {UNHELD} ORDER BY id', (workflow_id,))
         reason = 'no active compute node runs it'
         assume_ends(context, state, [job_id for job_id, _ in unheld], reason)
-        for job in unheld:
-            note_lost_job(found, 'running_jobs_failed', job, {'reason': reason})
+        found['failed_job_details'] += [lost_job(job, {'reason': reason}) for job in unheld]
     if is_dry_run:
         service.nodes.update(nodes)
-    return found
+    failed = found['failed_job_details']
+    in_slurm = sum(row['slurm_job_id'] is not None for row in failed)
+    return dict(found, slurm_jobs_failed=in_slurm, running_jobs_failed=len(failed) - in_slurm,
+                jobs_requeued=len(found['requeued_job_details']))
 
 
 def sync_allocation(context: Context, state: WorkflowState, seen: Values, found: Values) -> None:
@@ -11173,18 +11165,15 @@ def take_node(context: Context, node_id: int, seen: Values, found: Values) -> No
                         f'AND status IN ({PENDING}, {RUNNING}) ORDER BY id', (node_id,))
     release_node(context, node_id, seen['reason'], bool(seen.get('is_interrupted')))
     found['compute_nodes_deactivated'] += 1
-    failed = 'slurm_jobs_failed' if 'slurm_job_id' in seen else 'running_jobs_failed'
     for *job, status in jobs:
         is_failed = status == RUNNING and not seen.get('is_interrupted')
-        note_lost_job(found, failed if is_failed else 'jobs_requeued', job, seen)
+        found['failed_job_details' if is_failed else 'requeued_job_details'].append(lost_job(job, seen))
 
 
-def note_lost_job(found: Values, count: str, job: Cells, seen: Values) -> None:
-    """Count a job that was lost, and tell which."""
-    details = found['requeued_job_details' if count == 'jobs_requeued' else 'failed_job_details']
-    details.append({'job_id': job[0], 'job_name': job[1], 'reason': seen['reason'],
-                    'slurm_job_id': seen.get('slurm_job_id')})
-    found[count] += 1
+def lost_job(job: Cells, seen: Values) -> Values:
+    """A job that was lost, and by what."""
+    return {'job_id': job[0], 'job_name': job[1], 'reason': seen['reason'],
+            'slurm_job_id': seen.get('slurm_job_id')}
 
 
 # -------- what a watch decides by --------
@@ -11329,9 +11318,9 @@ MODELS = {
         'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
         'failure_handlers:[?FailureHandlerModel]! kinds:[(any,int,any,any)]! dependency_sets:[[ordinal]]! '
         'jobs:planned_jobs! actions:[@PlannedAction]! file_times:{float?}',
-    'PlannedAction': 'trigger_type:str! action_type:str! action_config:object! job_indexes:[ordinal] '
+    'PlannedAction': 'trigger_type:str! action_type:str! action_config:{any}! job_indexes:[ordinal] '
         'persistent:bool',
-    'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:object '
+    'RecoverJobsRequest': 'run_id:int! reset:[int]! requirements:[@CorrectedRequirements]! event:{any} '
         'files:{float?}',
     'ReplayRequest': 'run_id:int! completions:[@JournaledCompletion]! left:[@RunnerLeft]',
     'ResourceMonitorConfig': 'compute_node:@ComputeNodeMonitorConfig enabled:bool flush_interval_seconds:int '
@@ -11343,7 +11332,7 @@ MODELS = {
         'compute_node_id:int! exec_time_minutes:minutes! id:int job_id:int! job_name:str '
         'peak_cpu_percent:float peak_memory_bytes:int return_code:int! run_id:int! status:@JobStatus! '
         'workflow_id:int! reason:str',
-    'RoCrateEntityModel': 'entity_id:str! entity_type:str! file_id:int id:int metadata:object! '
+    'RoCrateEntityModel': 'entity_id:str! entity_type:str! file_id:int id:int metadata:{any}! '
         'workflow_id:int!',
     'RunnerAccount': 'job_id:int! attempt_id:int! slurm_job_id:str max_rss_bytes:int max_vm_size_bytes:int '
         'max_disk_read_bytes:int max_disk_write_bytes:int ave_cpu_seconds:float node_list:str',
@@ -11356,7 +11345,7 @@ MODELS = {
         'completions:[@RunnerEnd] started:[(int,int,time)] returned:[(int,int)] want:@RunnerWant '
         'contents:[(int,float,int,str)] actions:[str] action_results:[@RunnerAction] '
         'accounting:[@RunnerAccount] explain:bool survey:bool held:[(int,int)] held_actions:[int] turn:int '
-        'submits:object submitted:[@SubmissionEnd] held_submissions:[int]',
+        'submits:{any} submitted:[@SubmissionEnd] held_submissions:[int]',
     'RunnerWant': 'strategy:@Strategy! limit:int! depth:int nodes:[(int,int,int)] sizes:[(int,int,int)] '
         'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
@@ -11380,7 +11369,7 @@ MODELS = {
     'ScheduledAction': 'action_id:int! count:ordinal',
     'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
     'SubmissionReport': 'submitter:str! submitted:[@SubmissionEnd]!',
-    'SubmissionRequest': 'submitter:str! lease_s:float! settings:object! actions:[@ScheduledAction] '
+    'SubmissionRequest': 'submitter:str! lease_s:float! settings:{any}! actions:[@ScheduledAction] '
         'scheduler_config_id:int count:ordinal ended:[str]',
     'SeenAllocation': 'slurm_job_id:int! reason:str! is_queued:bool is_interrupted:bool ended_s:float',
     'DeadNode': 'compute_node_id:int! reason:str!',
@@ -11395,9 +11384,9 @@ MODELS = {
         'compute_node_ignore_workflow_completion:bool compute_node_min_time_for_new_jobs_seconds:int '
         'compute_node_wait_for_healthy_database_minutes:int compute_node_wait_for_new_jobs_seconds:int '
         'description:str dynamic_jobs:@DynamicJobsConfig enable_ro_crate:bool env:{str} '
-        'execution_config:@ExecutionConfig id:int is_archived:bool is_canceled:bool metadata:object '
+        'execution_config:@ExecutionConfig id:int is_archived:bool is_canceled:bool metadata:{any} '
         'name:name! project:str resource_monitor_config:@ResourceMonitorConfig run_id:int '
-        'slurm_defaults:object spec_path:str submission_directory:str timestamp:str use_pending_failed:bool '
+        'slurm_defaults:{any} spec_path:str submission_directory:str timestamp:str use_pending_failed:bool '
         'user:str!',
 }
 
@@ -11510,13 +11499,6 @@ def check_any(path: str, value: Any, depth: int = 0) -> None:
         SCALARS['float'](path, value)
 
 
-def check_object(path: str, value: Any) -> None:
-    """Refuse anything but a JSON object."""
-    if not isinstance(value, dict):
-        raise wrong_type(path, 'an object', value)
-    check_any(path, value)
-
-
 def check_planned_jobs(path: str, value: Any) -> None:
     """Refuse text of a plan's jobs that cannot be stored; what else is wrong with them storing them tells."""
     if not isinstance(value, (list, tuple)):
@@ -11549,7 +11531,6 @@ SCALARS = {     # type of MODELS -> what refuses other values
     'bool':      check_bool,
     'str':       check_str,
     'any':       check_any,
-    'object':    check_object,
     'name':      check_name,
     'time':      check_time,
     'rules':     check_rules,
@@ -11871,16 +11852,6 @@ def route_parts(route: Route) -> Tuple[str, ...]:
     return tuple(route.path.strip('/').split('/'))
 
 
-@functools.lru_cache(maxsize=None)
-def routes_by_shape() -> Dict[Tuple[int, str], List[Route]]:
-    """(number of parts, first part) -> routes, those with fewer parameters first."""
-    shapes = collections.defaultdict(list)  # type: Dict[Tuple[int, str], List[Route]]
-    for route in sorted(ROUTES, key=lambda route: route.path.count('{')):
-        parts = route_parts(route)
-        shapes[len(parts), parts[0]].append(route)
-    return dict(shapes)
-
-
 def find_route(method: str, path: str) -> Tuple[Route, Dict[str, str]]:
     """The route of a request and its path parameters. 404 for an unknown path, 405 for another method."""
     parts = path[len(API_PREFIX):].strip('/').split('/') if path.startswith(API_PREFIX + '/') else ['']
@@ -11898,12 +11869,13 @@ def find_route(method: str, path: str) -> Tuple[Route, Dict[str, str]]:
 
 @functools.lru_cache(maxsize=1000)
 def match_route(method: str, parts: Tuple[str, ...]) -> Optional[Route]:
-    """The route for the parts of a path, in which a number may stand for any other; None if there is none."""
-    for route in routes_by_shape().get((len(parts), parts[0]), ()):
-        pairs = zip(route_parts(route), parts)
-        if route.method == method and all(want == part or want[0] == '{' for want, part in pairs):
-            return route
-    return None
+    """The route for the parts of a path, in which a number may stand for any other; None if there is none.
+
+    Of several the one with the fewest parameters.
+    """
+    found = [route for route in ROUTES if route.method == method and len(route_parts(route)) == len(parts)
+             and all(want == part or want[0] == '{' for want, part in zip(route_parts(route), parts))]
+    return min(found, key=lambda route: route.path.count('{'), default=None)
 
 
 def parse_parameter(name: str, kind: str, text: str) -> Any:
