@@ -9850,8 +9850,11 @@ def find_places(context: Context, workflow_id: int, runners: Sequence[Values],
     places += [place_of_allocation(workflow, row, 'allocation') for row in allocations
                if not row['num_runners']]
     places += [place_of_allocation(workflow, row, 'action') for row in due_allocations(context, workflow_id)]
-    places.sort(key=lambda place: math.inf if place.offer.limit_s is None else place.offer.limit_s)
-    return list({(place.offer._replace(limit_s=None), place.reason): place for place in places}.values())
+    longest = {}    # type: Dict[Any, Place]
+    places.sort(key=lambda place: -math.inf if place.offer.limit_s is None else -place.offer.limit_s)
+    for place in places:
+        longest.setdefault((place.offer._replace(limit_s=None), place.reason), place)
+    return list(longest.values())
 
 
 def place_of_runner(context: Context, workflow: Values, runner: Values) -> Place:
