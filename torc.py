@@ -14392,7 +14392,6 @@ class ServerOptions(Row):
     takes_over: bool = False        # the lease of a server that is gone for certain
     from_snapshot: bool = False     # go on without what was lost in memory
     is_embedded: bool = False
-    is_volatile: bool = False       # the database ends with the server
     travels: bool = False           # it lives in an allocation, and goes on in the next one
     watches_lease: bool = True      # of another host, and takes it over when it is not renewed
     allows_sql: bool = True         # of administrators
@@ -14439,7 +14438,7 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
         if options.database == IN_MEMORY:
             directory = make_memory_directory(0)
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
-            options = options._replace(database=os.path.join(directory, 'torc.db'), is_volatile=True)
+            options = options._replace(database=os.path.join(directory, 'torc.db'))
         store = hold_served_database(stack, options, announce)
         listener = open_listener(options.host, options.port, options.needs_token)
         stack.callback(listener.close)
@@ -14607,7 +14606,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         describe_process(), url=urls[0], candidates=urls, server_id=server_id, database=database,
         inode=0 if options.snapshot_interval_s is not None else file_identity(database)[1],     # 0: changes
         token_file=database + '.token' if options.has_token else None, is_embedded=options.is_embedded,
-        in_memory=options.snapshot_interval_s is not None, is_volatile=options.is_volatile,
+        in_memory=options.snapshot_interval_s is not None, listens=options.host,
         fingerprint=read_fingerprint(options.tls_certificate) if options.tls_certificate else None)
     if options.travels:
         content.update(travels=True, allocation=os.environ['SLURM_JOB_ID'])
@@ -14829,15 +14828,8 @@ CONNECT_DEADLINE_S = 3.0            # for one address to accept
 CALL_DEADLINE_S = 600.0             # for one answer, by default; large workflows take their time
 STREAM_DEADLINE_S = 45.0            # for more of a stream, which gets a comment every KEEP_ALIVE_S
 ANSWER_PIECE_BYTES = 65536          # of an answer, read at once
-MAX_EVENT_BYTES = 16 * 1024 ** 2
 MAX_PROOF_BYTES = 65536             # of the first answer of a server: what sends more is another program
 PAGE_ITEMS = 20000                  # of a list that is fetched page by page
-CERTIFICATE_CURES = {       # OpenSSL's verify codes (x509_vfy.h)
-    9: 'is not valid yet: is the clock right?',
-    10: 'has expired: the server wants a new one',
-    62: 'is for another name: write the one that stands in it',
-    64: 'is for another address: write a name or address that stands in it',
-}
 ERROR_KINDS = {kind.__name__: kind for kind in (BadInput, Refused, NotFound, Conflict, Denied, Unreachable)}
 ERROR_KINDS_BY_STATUS = {400: BadInput, 401: Denied, 403: Denied, 404: NotFound, 409: Conflict, 413: BadInput}
 
@@ -14964,48 +14956,12 @@ class TlsSettings(Row):
         return secured
 
 
-class TimedReader(io.RawIOBase):
-    """What a socket receives until some time, as a file: http.client knows limits for single pieces only."""
-
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        super().__init__()
-        self.socket = sock
-        self.deadline = deadline        # by time.monotonic()
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        """What http.client asks a socket for."""
-        return io.BufferedReader(self, ANSWER_PIECE_BYTES)
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Receive some bytes; how many. socket.timeout if the time is over."""
-        left_s = self.deadline - time.monotonic()
-        if left_s <= 0:
-            raise socket.timeout('no answer within its time')
-        self.socket.settimeout(left_s)
-        return self.socket.recv_into(buffer)
-
-
-@contextlib.contextmanager
-def expecting_http() -> Iterator[None]:
-    """What http.client finds wrong with an answer is an OSError."""
-    try:
-        yield
-    except (http_client.IncompleteRead, http_client.RemoteDisconnected):
-        raise ConnectionResetError(errno.ECONNRESET, 'the server closed the connection') from None
-    except http_client.HTTPException:
-        raise ConnectionError('what answers there does not speak HTTP') from None
-
-
 class HttpConnection:
     """One HTTP connection, kept alive: a request goes out, its answer comes back. Errors are OSErrors.
 
     Answers are read by http.client. Its own connections are not used: a request that went out may have been
-    done, so that callers decide whether it goes out again; and an answer has one deadline for all of it.
-    Proxies named in the environment are not used: they seldom lead to a login node's ports.
+    done, so that callers decide whether it goes out again. Proxies named in the environment are not used:
+    they seldom lead to a login node's ports.
     """
 
     def __init__(self, address: Address, tls: Optional[TlsSettings] = None,
@@ -15016,8 +14972,7 @@ class HttpConnection:
         self.fields = f'host: {name}:{address.port}\r\nuser-agent: torc.py/{__version__}\r\n'
         self.is_closed = False
         self.is_waiting = False     # a request is out whose answer has not been read
-        self.most_bytes = math.inf  # of an answer
-        self.signer = None         # type: Optional[Signer]  # signs requests, and checks answers
+        self.signer = None          # type: Optional[Signer]  # signs requests, and checks answers
         self.socket = socket.create_connection((address.host, address.port), limit_s)
         try:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -15045,22 +15000,14 @@ class HttpConnection:
         """Whether the next request may go out: the server has not closed it, and no answer is pending."""
         if self.is_closed or self.is_waiting:
             return False
-        return not select_readable(self.socket) or self.address.is_tls and self.is_only_tls()
-
-    def is_only_tls(self) -> bool:
-        """Whether what can be read is TLS's own, such as session tickets, and not the end, nor data."""
         self.socket.settimeout(0)
         try:
-            self.socket.recv(1)
-        except OSError as error:
-            return isinstance(error, load_ssl().SSLWantReadError)
+            self.socket.recv(1)     # between two requests that is the end, or unexpected data
+        except BlockingIOError:
+            return True
+        except OSError as error:    # what there was to read was TLS's own, such as session tickets
+            return self.address.is_tls and isinstance(error, load_ssl().SSLWantReadError)
         return False
-
-    def ask(self, method: str, target: str, body: Optional[bytes] = None,
-            deadline_s: float = CALL_DEADLINE_S) -> Tuple[int, bytes]:
-        """One request and its answer: (status, body)."""
-        self.send(method, target, body, deadline_s)
-        return self.read_answer(deadline_s)
 
     def send(self, method: str, target: str, body: Optional[bytes], deadline_s: float) -> None:
         """Let a request go out; read_answer() is to follow. After an error the connection is closed."""
@@ -15082,40 +15029,42 @@ class HttpConnection:
             self.close()
             raise
 
-    def read_answer(self, deadline_s: float) -> Tuple[int, bytes]:
-        """Status and body of the answer to the request that is out. After an error it is closed."""
+    @contextlib.contextmanager
+    def receiving(self, deadline_s: float) -> Iterator[Any]:
+        """The answer to the request that is out, as http.client reads it: its head has come.
+
+        `deadline_s` is for each piece of it. After an error the connection is closed: what comes later would
+        be taken for the answer to the next request.
+        """
         try:
-            reader = TimedReader(self.socket, time.monotonic() + deadline_s)
-            with contextlib.closing(http_client.HTTPResponse(reader)) as response, expecting_http():
+            self.socket.settimeout(max(0.001, deadline_s))      # 0 would mean something else
+            with contextlib.closing(http_client.HTTPResponse(self.socket)) as response:
                 response.begin()
-                body = self.read_body(response)
-            self.check_signature(response, body)
-        except BaseException:
-            self.close()    # what comes later would be taken for the answer to the next request
+                yield response
+        except BaseException as error:
+            self.close()
+            if isinstance(error, (http_client.IncompleteRead, http_client.RemoteDisconnected)):
+                raise ConnectionResetError(errno.ECONNRESET, 'the server closed the connection') from None
+            if isinstance(error, http_client.HTTPException):
+                raise ConnectionError('what answers there does not speak HTTP') from None
             raise
+
+    def read_answer(self, deadline_s: float, most_bytes: Optional[int] = None) -> Tuple[int, bytes]:
+        """Status and body of the answer to the request that is out. `most_bytes`: read no more of it."""
+        with self.receiving(deadline_s) as response:
+            body = self.read_body(response, most_bytes)
         self.is_waiting = False
         if response.will_close:
             self.close()
         return response.status, body
 
-    def read_body(self, response: Any) -> bytes:
-        """The whole body of an answer, which says where it ends: by its length, or in chunks."""
-        if response.length is not None:
-            self.check_length(response.length)
-            return response.read()
-        if not response.chunked:
+    def read_body(self, response: Any, most_bytes: Optional[int] = None) -> bytes:
+        """The body of an answer, which says where it ends: by its length, or in chunks."""
+        if response.length is None and not response.chunked:
             raise ConnectionError('an answer came without its length')
-        parts, length = [], 0
-        while not response.isclosed():
-            parts.append(response.read(ANSWER_PIECE_BYTES))
-            length += len(parts[-1])
-            self.check_length(length)
-        return b''.join(parts)
-
-    def check_length(self, length: int) -> None:
-        """ConnectionError if an answer is longer than is read at present."""
-        if length > self.most_bytes:
-            raise ConnectionError(f'its answer is too long: {format_memory(length)}')
+        body = response.read(most_bytes)
+        self.check_signature(response, body)
+        return body
 
     def check_signature(self, response: Any, body: bytes) -> None:
         """ConnectionError unless an answer is our server's, to our last request, if requests are signed."""
@@ -15127,46 +15076,28 @@ class HttpConnection:
                                   'another program answers at this address, or alters what passes')
 
     def stream(self, target: str, last_id: str, until: float) -> Iterator[StreamEvent]:
-        """Ask for a stream of events, until some time (monotonic) or its end. No request can follow."""
+        """Ask for events, until some time (monotonic) or their end, an OSError. No request can follow."""
         if last_id:
             self.fields += f'last-event-id: {last_id}\r\n'
         self.send('GET', target, None, STREAM_DEADLINE_S)
-        reader = TimedReader(self.socket, time.monotonic() + STREAM_DEADLINE_S)
-        with contextlib.closing(http_client.HTTPResponse(reader)) as response:
-            with expecting_http():
-                response.begin()
-                is_stream = 'text/event-stream' in response.getheader('content-type', '')
-                body = b'' if is_stream else self.read_body(response)
-            self.check_signature(response, body)
-            if not is_stream:
+        with self.receiving(STREAM_DEADLINE_S) as response:
+            if 'text/event-stream' not in response.getheader('content-type', ''):
+                body = self.read_body(response)
                 parse_answer(response.status if response.status >= 300 else 502, body)
-            yield from self.read_events(response, reader, until)
-
-    def read_events(self, response: Any, reader: TimedReader, until: float) -> Iterator[StreamEvent]:
-        """The events of a stream as they come. Returns when the time is over; its end is an OSError."""
-        data = b''      # what came of an event
-        while True:
-            reader.deadline = min(until, time.monotonic() + STREAM_DEADLINE_S)
-            try:
-                with expecting_http():
+            self.check_signature(response, b'')
+            data = b''      # what came of an event
+            while time.monotonic() < until:
+                self.socket.settimeout(min(STREAM_DEADLINE_S, max(0.001, until - time.monotonic())))
+                try:
                     piece = response.read1(ANSWER_PIECE_BYTES)
-            except socket.timeout:
-                if time.monotonic() < until:
-                    raise
-                return
-            if not piece:
-                raise ConnectionResetError(errno.ECONNRESET, 'the server closed the connection')
-            *blocks, data = (data + piece).replace(b'\r\n', b'\n').split(b'\n\n')
-            yield from map(parse_event, blocks)
-            if len(data) > MAX_EVENT_BYTES:
-                raise ConnectionError('an event without end')
-
-
-def select_readable(sock: socket.socket) -> bool:
-    """Whether something can be read at once; between two requests that is the end, or unexpected data."""
-    poll = select.poll()    # select() knows no descriptors from 1024 on
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
+                except socket.timeout:
+                    if time.monotonic() < until:
+                        raise
+                    return
+                if not piece:
+                    raise ConnectionResetError(errno.ECONNRESET, 'the server closed the connection')
+                *blocks, data = (data + piece).replace(b'\r\n', b'\n').split(b'\n\n')
+                yield from map(parse_event, blocks)
 
 
 def explain(error: Exception) -> str:
@@ -15176,12 +15107,9 @@ def explain(error: Exception) -> str:
     reason = getattr(error, 'reason', '')
     # the second before Python 3.7
     if reason == 'CERTIFICATE_VERIFY_FAILED' or type(error).__name__ == 'CertificateError':
-        code = getattr(error, 'verify_code', 0)
-        cure = CERTIFICATE_CURES.get(code, 'is not accepted here: '
-                                     'give that of its authority with --tls-ca-cert FILE')
-        if code:
-            return f'its certificate {cure}'
-        return f'{error}: its certificate {cure}, or is for another name, or has expired'
+        found = getattr(error, 'verify_message', '') or error
+        return (f'its certificate is not accepted here: {found}; if it is right, give that of its authority '
+                'with --tls-ca-cert FILE')
     if reason in ('WRONG_VERSION_NUMBER', 'UNKNOWN_PROTOCOL', 'HTTP_REQUEST', 'RECORD_LAYER_FAILURE'):
         return 'it does not speak TLS: write http:// in the address'
     return getattr(error, 'strerror', None) or str(error) or type(error).__name__
@@ -15215,35 +15143,12 @@ LEAVE_PAUSE_S = 0.02
 STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the last one
 
 
-def read_living_server(path: str) -> Optional[Dict[str, Any]]:
-    """The same. None also if the server is known to have ended."""
-    found = read_server_file(path)
-    return None if found is None or is_server_over(found) else found
-
-
-def find_database() -> Tuple[str, Optional[Dict[str, Any]]]:
-    """The database that commands use, and what is registered of its lasting server; None if it has none."""
-    own = os.path.abspath(EMBEDDED_DATABASE)
-    server = read_registration() if is_missing(own) else None
-    if server is None:
-        return own, None
-    if not is_server_over(server) or not (server.get('is_volatile') or is_missing(server['database'])):
-        return server['database'], server
-    log.warning('the server of %s was killed, and its database is %s: it is no longer registered',
-                server['database'], 'gone' if is_missing(server['database']) else 'in memory')
-    with contextlib.suppress(OSError):      # a read-only home
-        os.unlink(registration_path())
-    return own, None
-
-
 def restart_command(server: Dict[str, Any]) -> str:
     """How a server is started again that those find who have found it before, such as runners elsewhere."""
-    words, address = ['torc.py', 'serve', '-d', server['database']], parse_url(server['url'])
-    if address.host != 'localhost' and not is_loopback(address.host):
-        words += ['--host', '0.0.0.0' if len(server.get('candidates') or ()) > 1 else address.host]
-    if address.port != DEFAULT_PORT:
-        words += ['--port', str(address.port)]
-    return ' '.join(map(shlex.quote, words + ['--in-memory'] * bool(server.get('in_memory'))))
+    address = parse_url(server['url'])
+    words = ['torc.py', 'serve', '-d', server['database'], '--host', server.get('listens') or address.host,
+             '--port', str(address.port)] + ['--in-memory'] * bool(server.get('in_memory'))
+    return ' '.join(map(shlex.quote, words))
 
 
 def explain_absence(server: Dict[str, Any], reason: str) -> str:
@@ -15260,20 +15165,19 @@ def explain_absence(server: Dict[str, Any], reason: str) -> str:
 
 
 def find_server_file(url: str, token_file: str = '') -> Dict[str, Any]:
-    """What a connection file says of the server that answers at a URL; {} if none names it.
+    """What a connection file says of the server that answers at a URL, or has moved on from there; or {}.
 
-    Of these: that beside the token's file, the usual ones, and that of the registered server.
+    Of these: that beside the token's file, the usual ones, and that of the registered server. A job has been
+    told an address at its start; the file beside that of the token knows the next one of one that travels.
     """
-    beside = [token_file[:-len('.token')]] if token_file.endswith('.token') else []
-    databases = beside + [default_database(), os.path.abspath(EMBEDDED_DATABASE)]
-    address = parse_url(url)
-    for path in [database + '.connection' for database in databases] + [registration_path()]:
-        try:
-            server = read_living_server(path)
-        except (Denied, OSError):
-            continue    # not ours to tls
-        if server is not None and serves_address(server, address):
-            return server
+    beside = token_file[:-len('.token')] + '.connection' if token_file.endswith('.token') else ''
+    usual = [path + '.connection' for path in (default_database(), os.path.abspath(EMBEDDED_DATABASE))]
+    for path in [beside] * bool(beside) + usual + [registration_path()]:
+        with contextlib.suppress(Denied, OSError):      # not ours to tell
+            server = read_server_file(path) or {}
+            has_moved = path == beside and server.get('travels') and server.get('token_file') == token_file
+            if has_moved or server and not is_server_over(server) and serves_address(server, parse_url(url)):
+                return server
     return {}
 
 
@@ -15283,17 +15187,10 @@ def serves_address(server: Dict[str, Any], address: Address) -> bool:
     Whoever answers there must still prove that it knows the token before it gets ours.
     """
     known = [parse_url(url) for url in server.get('candidates') or [server['url']]]
-    hosts = [other.host for other in known if (other.is_tls, other.port) == (address.is_tls, address.port)]
-    return address.host in hosts or bool(hosts and process_lives(server) and is_own_name(address.host))
-
-
-def is_own_name(host: str) -> bool:
-    """Whether a name or address is this host's."""
-    try:
-        found = {row[4][0] for row in socket.getaddrinfo(host, None)}
-    except (OSError, UnicodeError):
-        return False
-    return any(map(is_loopback, found)) or not found.isdisjoint(own_addresses())
+    hosts = {other.host for other in known if (other.is_tls, other.port) == (address.is_tls, address.port)}
+    if hosts and process_lives(server):
+        hosts.update(LOOPBACK_NAMES, own_addresses(), [socket.gethostname().lower()])
+    return address.host in hosts
 
 
 class Connector:
@@ -15305,21 +15202,17 @@ class Connector:
         self.named_url = url                    # the only server that will do; ''
         self.credentials = credentials or Credentials()     # for that one
         self.database = database                # or the database whose server, or whose file, will do
+        self.database_id = ''                   # ... and no other that is found later; '': any
         self.token_file = token_file            # path of the token's file, or ''
         self.tls = tls or TlsSettings()
         self.needs_server = needs_server        # fork an embedded server rather than open the database
         self.will_need_server = False           # ... later: take no database that a server comes back to
         self.snapshot_interval_s = None         # type: Optional[float]  # ... which has it in memory then
-        self.in_memory = False                  # the embedded server in use has its database in memory
-        self.server_file = ''                   # registration of the lasting server; '': none
-        self.server = None                      # type: Optional[Dict[str, Any]]  # what was last said of it
+        self.is_registered = False              # the database was found by the registration of its server
+        self.server = {}                        # type: Dict[str, Any]  # the one in use, or to be waited for
         self.servers_started = 0                # embedded ones, by this client
         self.times_opened = 0                   # connections, or the database
-        self.database_id = ''                   # the only one that will do, once somebody has set it
-        self.times_checked = 0                  # ... is what was found at this value of times_opened
-        self.was_open = False                   # before: what it used is not to be made anew
         self.look_s = FIND_DEADLINE_S           # so long each step of a look for the server may take
-        self.is_lasting = False                 # a lasting server has the database: wait for it, fork none
         self.has_changed = False                # something was asked for that is more than reading
         self._connection = None                 # type: Optional[HttpConnection]
         self._service = None                    # type: Optional[Service]  # on a store of its own
@@ -15349,40 +15242,40 @@ class Connector:
         """The client that connect() makes, before it connects."""
         is_insecure = os.environ.get('TORC_TLS_INSECURE', '').lower() in ('1', 'true')
         tls = tls or TlsSettings()
-        ca_file = tls.ca_file or os.environ.get('TORC_TLS_CA_CERT', '')
-        tls = TlsSettings(ca_file, tls.is_insecure or is_insecure)
+        tls = tls._replace(ca_file=tls.ca_file or os.environ.get('TORC_TLS_CA_CERT', ''),
+                           is_insecure=tls.is_insecure or is_insecure)
         token_file = token_file or os.environ.get('TORC_TOKEN_FILE', '')
         url = url or ('' if database else os.environ.get('TORC_API_URL', ''))
         credentials = check_credentials(url, credentials or Credentials())
         if url:
-            known = find_server_file(url, token_file)
-            token_file = '' if credentials.password else token_file or known.get('token_file') or ''
-            tls = tls._replace(fingerprint=known.get('fingerprint') or '')
+            token_file = '' if credentials.password else token_file
             return cls(parse_url(url).url, token_file=token_file, tls=tls, credentials=credentials)
-        database, server = (os.path.abspath(database), None) if database else find_database()
-        client = cls(database=database, needs_server=needs_server, tls=tls)
-        client.server, client.is_lasting = server, server is not None
-        client.server_file = registration_path() if client.is_lasting else ''
+        own = os.path.abspath(database or EMBEDDED_DATABASE)
+        server = read_registration() if not database and is_missing(own) else None
+        client = cls(database=server['database'] if server else own, needs_server=needs_server, tls=tls)
+        client.server, client.is_registered = server or {}, server is not None
         return client
 
     def check_exists(self) -> None:
         """NotFound if a database would be made."""
-        if not self.named_url and not self.server_file and is_missing(self.database):
+        if not self.named_url and not self.is_registered and is_missing(self.database):
             raise NotFound(f'there is no server and no database {self.database}: '
                            '`torc.py run FILE` or `torc.py create FILE` makes one')
 
     @property
-    def connection_file(self) -> str:
-        """The file that says where the server is; '' if that is not known."""
-        if not self.named_url:
-            return self.server_file or self.database + '.connection'
-        stem, ending = os.path.splitext(self.token_file)
-        return stem + '.connection' if ending == '.token' else ''
+    def is_lasting(self) -> bool:
+        """Whether its server is there to stay: it is waited for, and no other is started in its place."""
+        return bool(self.server) and not self.server.get('is_embedded')
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the embedded server in use has its database in memory."""
+        return bool(self.database and self.server.get('in_memory')) and not self.is_lasting
 
     @property
     def travels(self) -> bool:
         """Whether its server lives in allocations: one that does not answer goes on in the next one."""
-        return bool(self.server and self.server.get('travels'))
+        return bool(self.server.get('travels'))
 
     @property
     def is_direct(self) -> bool:
@@ -15452,16 +15345,15 @@ class Connector:
         """
         self.close()
         # Who cannot wait long, as a runner with children, is not held up by a host that is down, either.
-        hurry_s = FIND_DEADLINE_S if wait_s is None else max(wait_s, CONNECT_DEADLINE_S)
-        self.look_s = min(FIND_DEADLINE_S, hurry_s)
+        longest_s = FIND_DEADLINE_S if wait_s is None else max(wait_s, CONNECT_DEADLINE_S)
+        self.look_s = min(FIND_DEADLINE_S, longest_s)
         if wait_s is None:
-            is_known = self.was_open or not (self.named_url or self.server_file)
+            is_known = self.times_opened or not (self.named_url or self.is_registered)
             wait_s = FIND_DEADLINE_S if is_known else NAMED_DEADLINE_S
         deadline, pause_s = time.monotonic() + wait_s, 0.005    # a server of our own starts in milliseconds
         while True:
             try:
                 self.open()
-                self.was_open = True
                 self.times_opened += 1
                 return
             except (Unreachable, Conflict):
@@ -15472,62 +15364,54 @@ class Connector:
 
     def open(self) -> None:
         """One try to find what reconnect() wants: a server that was named or is known, else the database."""
-        failure = None      # type: Optional[Unreachable]
-        for url, server in self.candidates():
+        found, failure = self.read_server(), None       # type: Dict[str, Any], Optional[Unreachable]
+        if self.named_url or found and not is_server_over(found):
             try:
-                self._connection = self.open_server(url, server)
+                self._connection, self.server = self.open_server(found), found
                 return
             except Unreachable as error:
-                failure = failure or error
+                failure = error
         if self.named_url:
-            raise failure
-        self.check_free(failure)
-        try:
-            # Of another host: it may have died with its node, and its lease is watched.
-            self.take_database(is_lost=failure is not None and not was_here(self.server))
-        except Conflict:
-            if failure is None:
-                raise
-            raise failure from None     # it holds the database
-
-    def candidates(self) -> Iterator[Tuple[str, Dict[str, Any]]]:
-        """Servers that may answer: (address that was named, or "", what is known of it), the best first."""
-        found = read_server_file(self.connection_file)
-        if self.server_file and found is not None and found.get('database') != self.database:
-            found = None        # it ended, and another one is registered now
-        if not self.named_url:
-            self.server = found or self.server if self.is_lasting else found
-            if found is not None and not is_server_over(found):
-                yield '', found
-            return
-        known = find_server_file(self.named_url, self.token_file)
-        if not self.credentials.password:
-            self.token_file = self.token_file or known.get('token_file') or ''
-        yield self.named_url, known if known.get('token_file') == self.token_file else {}
-        # A job has been told an address at its start; the file beside that of the token knows the next one.
-        if found is not None and found.get('travels') and found.get('token_file') == self.token_file:
             self.server = found
-            if not is_server_over(found):
-                yield '', found
+            raise failure
+        self.check_free(found or self.server, failure)
+        # Of another host: it may have died with its node, and its lease is watched.
+        is_lost = failure is not None and not was_here(found)
+        try:
+            self.take_database(is_lost)
+        except Conflict as error:
+            raise failure or error from None    # it holds the database
 
-    def check_free(self, failure: Optional[Unreachable]) -> None:
+    def read_server(self) -> Dict[str, Any]:
+        """What a connection file says of the server now, running or not; {} if there is none."""
+        if not self.named_url:
+            found = read_server_file(registration_path() if self.is_registered
+                                     else self.database + '.connection') or {}
+            is_other = self.is_registered and found.get('database') != self.database    # registered since
+            return {} if is_other else found
+        found = find_server_file(self.named_url, self.token_file)
+        self.tls = self.tls._replace(fingerprint=found.get('fingerprint') or self.tls.fingerprint)
+        if not self.credentials.password:
+            self.token_file = self.token_file or found.get('token_file') or ''
+        return found if found.get('token_file') == self.token_file else {}
+
+    def check_free(self, server: Dict[str, Any], failure: Optional[Unreachable]) -> None:
         """Unreachable if the database is not to be taken: its server comes back, or cannot be judged here.
 
         `failure` is why the server that its connection file names does not answer; None if that is over, or
         there is none. Who asks only once for a database by its name takes it between two allocations.
         """
-        server, lives = self.server, None if self.server is None else process_lives(self.server)
-        if self.is_lasting or self.travels and (self.needs_server or self.will_need_server):
-            self.is_lasting = True
+        travels = server.get('travels')
+        if self.is_lasting or travels and (self.needs_server or self.will_need_server):
+            self.server = self.server if self.is_lasting else server
             reason = f'cannot be reached ({failure.message})' if failure else 'has ended, or was killed'
             raise absent(explain_absence(server, reason))
-        if failure is not None and (lives or not (
-                was_here(server) or server.get('is_embedded') or self.travels)):
+        if failure is not None and (process_lives(server) or not (
+                was_here(server) or server.get('is_embedded') or travels)):
             raise failure
-        if self.was_open and not self.in_memory and not any(
+        if self.times_opened and not self.in_memory and not any(
                 os.path.exists(self.database + end) for end in ('', RESCUED_END)):  # a start names the cure
-            what = '' if os.path.isdir(os.path.dirname(self.database)) else 'the directory of '
-            raise Unreachable(f'{what}the database {self.database} is gone')    # make no new one
+            raise Unreachable(f'the database {self.database} is gone')      # make no new one
 
     def take_database(self, is_lost: bool) -> None:
         """Open the embedded database, or start a server for it. Conflict if another process has it.
@@ -15536,82 +15420,73 @@ class Connector:
         """
         if not self.needs_server:
             wait_s = Lease.watch_s() if is_lost else 0.0
-            self._service = Service(hold_database(self.database, wait_s=wait_s))
+            self._service, self.server = Service(hold_database(self.database, wait_s=wait_s)), {}
         else:
             start_embedded_server(self.database, self.snapshot_interval_s, is_lost)
             self.servers_started += 1
             self.open()
 
-    def open_server(self, url: str, server: Dict[str, Any]) -> HttpConnection:
-        """Connect to a server at an address that was named, or else where its connection file says it is.
+    def open_server(self, server: Dict[str, Any]) -> HttpConnection:
+        """Connect to the first address at which a server answers, and proves that it is the one.
 
-        One of whom a connection file is known, or a token, must prove that it is the one.
+        `server` is what is known of it; {} if it is only named.
         """
-        urls = [url] if url else server.get('candidates') or [server['url']]
-        if not url and not was_here(server):
-            urls = [other for other in urls if not is_loopback(parse_url(other).host)]
-            if not urls:
-                raise Unreachable(f"the server of {self.database} runs on host {server['host']} and answers "
-                                  'there only; start it with --host to reach it from here')
-        if server:
-            self.tls = self.tls._replace(fingerprint=server.get('fingerprint') or '')
-        if not self.named_url:
+        urls = server.get('candidates') or [server['url']] if server else []
+        if not was_here(server):
+            urls = [url for url in urls if not is_loopback(parse_url(url).host)]
+        if self.named_url:
+            urls = [self.named_url] + urls * bool(server.get('travels'))
+        else:
             self.token_file = server.get('token_file') or ''
-        connection = self.open_connection(urls)
-        if url:
-            connection.show(self.credentials)
-        if not url or self.token_file:
-            connection = self.ask_proof(connection, server)
-        if not self.named_url:
-            self.is_lasting = not server.get('is_embedded')
-            self.in_memory = bool(server.get('in_memory')) and not self.is_lasting
-        return connection
-
-    def open_connection(self, urls: Sequence[str]) -> HttpConnection:
-        """Connect to the first address that accepts."""
-        reasons, kind = [], Unreachable     # type: List[str], Callable[[str], Unreachable]
-        limit_s = min(CONNECT_DEADLINE_S, self.look_s / max(1, len(urls)))
+            self.tls = self.tls._replace(fingerprint=server.get('fingerprint') or '')
+        if not urls:
+            raise Unreachable(f"the server of {self.database} runs on host {server['host']} and answers "
+                              'there only; start it with --host to reach it from here')
+        limit_s = min(CONNECT_DEADLINE_S, self.look_s / len(urls))
+        reasons, cure, passes = [], '; is the server running?', False
         for url in urls:
             try:
-                return HttpConnection(parse_url(url), self.tls, limit_s)
+                connection = HttpConnection(parse_url(url), self.tls, limit_s)
             except (OSError, ValueError) as error:  # a wrong certificate is a ValueError before Python 3.7
                 reasons.append(f'{url} does not answer: {explain(error)}')
-                kind = absent if isinstance(error, (ConnectionError, socket.timeout)) else kind
-        raise kind('; '.join(reasons) + '; is the server running?')
+                passes = passes or isinstance(error, (ConnectionError, socket.timeout))
+                continue
+            try:
+                if url == self.named_url:
+                    connection.show(self.credentials)
+                if url != self.named_url or self.token_file:
+                    self.ask_proof(connection, server)
+                return connection
+            except Unreachable as error:
+                connection.close()
+                reasons.append(error.message)
+                cure, passes = '', passes or error.passes
+        failure = Unreachable('; '.join(reasons) + cure)
+        failure.passes = passes
+        raise failure
 
-    def ask_proof(self, connection: HttpConnection, server: Dict[str, Any]) -> HttpConnection:
-        """Have the server prove that it knows the token, and sign from now on; or just see that it answers.
-
-        `server` is what its connection file says; {} if there is none.
-        """
-        challenge = secrets.token_hex(16)
-        connection.most_bytes = MAX_PROOF_BYTES
+    def ask_proof(self, connection: HttpConnection, server: Dict[str, Any]) -> None:
+        """Have a server prove that it knows the token, and sign from now on; or just see that it answers."""
+        challenge, url = secrets.token_hex(16), connection.address.url
         try:
-            target = f'/healthz?challenge={challenge}'
-            status, body = connection.ask('GET', target, deadline_s=self.look_s)
+            connection.send('GET', f'/healthz?challenge={challenge}', None, self.look_s)
+            status, body = connection.read_answer(self.look_s, MAX_PROOF_BYTES)
             if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
                 parse_answer(status, body)
             if status == 503:
                 raise ConnectionError('it has no room for more clients, or is ending')
-            said = {key: item.encode('ascii', 'replace').decode() if isinstance(item, str) else ascii(item)
-                    for key, item in json.loads(body.decode()).items()}
-            connection.most_bytes = math.inf
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            connection.close()
-            raise absent(f'no answer from {connection.address.url}: {explain(error)}') from None
-        if not self.token_file:
-            return connection
-        token = read_token(self.token_file)
-        server_id, clock = said.get('server_id', ''), said.get('clock', '')
-        wanted = sign_proof(token.encode(), challenge, server_id, clock)
-        if hmac.compare_digest(said.get('signed_proof', ''), wanted) \
-                and server.get('server_id') in (None, server_id):
-            connection.signer = Signer(token.encode(), server_id, float(clock))
-        else:
-            connection.close()
-            raise Unreachable(f'what answers at {connection.address.url} is not the server of the token '
-                              f'in {self.token_file}')
-        return connection
+            said = dict(json.loads(body.decode()))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise absent(f'no answer from {url}: {explain(error)}') from None
+        if self.token_file:
+            token = read_token(self.token_file).encode()
+            server_id, clock, proof = (str(said.get(name)) for name in ('server_id', 'clock', 'signed_proof'))
+            wanted = sign_proof(token, challenge, server_id, clock)
+            if not hmac.compare_digest(proof.encode('utf-8', 'replace'), wanted.encode()) \
+                    or server.get('server_id') not in (None, server_id):
+                raise Unreachable(f'what answers at {url} is not the server of the token '
+                                  f'in {self.token_file}')
+            connection.signer = Signer(token, server_id, float(clock))
 
 
 def format_target(route: Route, prefix: str, params: Dict[str, Any]) -> str:
@@ -15705,6 +15580,17 @@ class Client(Connector, Operations):
     call. It is for one thread at a time, and not for both sides of a fork: make another one there.
     """
 
+    def reconnect(self, wait_s: Optional[float] = None) -> None:
+        """Find server or database again. Unreachable if it is another one: its ids mean something else."""
+        super().reconnect(wait_s)
+        if self.database_id:
+            found = self.begin('get_database', None, self.look_s).finish(self.look_s)['id']
+            if found != self.database_id:
+                self.close()
+                raise Unreachable(f'{self.location} has not the database any more that this began with, but '
+                                  f'another one (id {printable(str(found))[:32]} in place of '
+                                  f'{self.database_id})', is_other=True)
+
     def call(self, op: str, body: Any = None, deadline_s: Optional[float] = None, **params: Any) -> Any:
         """Carry out an operation: body as the model says, path and query parameters by name.
 
@@ -15717,10 +15603,6 @@ class Client(Connector, Operations):
         except Unreachable:
             if OPERATIONS[op].method != 'GET' or self._connection is None or not self._connection.is_closed:
                 raise
-        except Denied as error:
-            if error.http != 401 or not self.named_url or self.token_file or self.credentials.password:
-                raise
-            self.close()    # it listens before it has written its files: they lead to the token by now
         return self.begin(op, body, deadline_s, **params).finish(deadline_s)
 
     def begin(self, op: str, body: Any = None, deadline_s: float = CALL_DEADLINE_S,
@@ -15734,8 +15616,6 @@ class Client(Connector, Operations):
         params = name_parameters(route, {name: value for name, value in params.items() if value is not None})
         self.has_changed = self.has_changed or route.method != 'GET'
         self.ensure_connected(min(FIND_DEADLINE_S, deadline_s))
-        if self.database_id and self.times_checked != self.times_opened and op != 'get_database':
-            self.check_database(deadline_s)
         if self._service is not None:
             return PendingCall(self.call_direct(self._service, route, body, params))
         try:
@@ -15764,16 +15644,6 @@ class Client(Connector, Operations):
         if not is_known:
             raise Unreachable(f'what answers at {self.url} is no server of torc.py or Torc: '
                               'check the address (--url, TORC_API_URL)')
-
-    def check_database(self, deadline_s: float) -> None:
-        """Unreachable if what answers now has another database: its ids mean something else."""
-        found = self.call('get_database', None, deadline_s)['id']
-        if found != self.database_id:
-            self.close()
-            raise Unreachable(f'{self.location} has not the database any more that this began with, but '
-                              f'another one (id {printable(str(found))[:32]} in place of {self.database_id})',
-                              is_other=True)
-        self.times_checked = self.times_opened
 
     @staticmethod
     def call_direct(service: Service, route: Route, body: Any, params: Dict[str, Any]) -> Any:
@@ -15866,7 +15736,7 @@ class Client(Connector, Operations):
         by itself gives the database back, and the next runner that asks for it starts another.
         """
         path = self.database + '.connection'
-        found = read_living_server(path) or {}
+        found = read_server_file(path) or {}
         if found.get('is_embedded') and was_here(found) and process_lives(found):
             with contextlib.suppress(OSError):
                 os.kill(found['pid'], signal.SIGTERM)
@@ -29459,7 +29329,7 @@ class Session:
     def report_choice(self) -> None:
         """Say which database is used where nobody has named it, and another one might be meant."""
         client = self._client
-        if client.server_file:
+        if client.is_registered:
             self.inform(f'Using {client.location}')
         elif not client.named_url and not self.database:
             other = other_database(client.database)
