@@ -12737,13 +12737,11 @@ class Identity(Row):
     proof: Optional[Dict[str, Any]] = None  # what answers the client's challenge
 
 
-class StaticAnswer:
+class StaticAnswer(Row):
     """What is answered to GET at a path, without a verb and without the store."""
-
-    def __init__(self, media_type: str, is_open: bool, body: Callable[[Identity], bytes]) -> None:
-        self.media_type = media_type
-        self.is_open = is_open      # to everybody: it needs neither token nor password
-        self.body = body
+    media_type: str
+    is_open: bool       # to everybody: it needs neither token nor password
+    body: Callable[[Identity], bytes]
 
 
 STATIC_ANSWERS = {
@@ -12969,7 +12967,6 @@ WRONG_PASSWORD_S = 1.0              # from a wrong password to its 401
 MAX_CHECKS_OF_USER = 2              # passwords shown for a name that are checked or were wrong just now ...
 MAX_CHECKS = 64                     # ... and in all; beyond that: 429
 DEFAULT_KNOWN_S = 60.0              # a right password needs no other check for so long after its last use
-MAX_KNOWN_PASSWORDS = 1000          # that were right, and need no other check for a while
 
 
 def is_loopback(address: str) -> bool:
@@ -13047,8 +13044,8 @@ def offered_password(authorization: str) -> Tuple[str, bytes]:
 # are base64 without padding.
 
 BCRYPT_LINE = Expression(r'\$2[aby]\$(?:0[4-9]|[12][0-9]|3[01])\$[./A-Za-z0-9]{53}\Z')
-SCRYPT_LINE = Expression(r'\$scrypt\$ln=([0-9]{1,2}),r=([0-9]{1,2}),p=([0-9]{1,6})'
-                         r'\$([A-Za-z0-9+/]+)\$([A-Za-z0-9+/]+)\Z')
+SCRYPT_LINE = Expression(r'\$scrypt\$ln=([1-9][0-9]?),r=([1-9][0-9]?),p=([1-9][0-9]{0,5})'
+                         + 2 * r'\$((?:[A-Za-z0-9+/]{4})*[A-Za-z0-9+/]{2,4})' + r'\Z')
 # of b'U*U', from the tests of crypt_blowfish
 BCRYPT_PROOF = b'$2y$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW'
 BCRYPT_ALPHABET = './ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789'
@@ -13076,7 +13073,8 @@ def hash_password(password: bytes, cost: int = DEFAULT_PASSWORD_COST) -> str:
     if hasattr(hashlib, 'scrypt'):      # not with an OpenSSL before 1.1
         salt, ln, p = secrets.token_bytes(16), min(cost, 14) + 3, 2 ** max(0, cost - 14)
         digest = run_scrypt(password, salt, ln, 8, p)
-        return f'$scrypt$ln={ln},r=8,p={p}${format_base64(salt)}${format_base64(digest)}'
+        texts = (base64.b64encode(data).decode().rstrip('=') for data in (salt, digest))
+        return f'$scrypt$ln={ln},r=8,p={p}$' + '$'.join(texts)
     crypt = find_bcrypt()
     if crypt is None or len(password) > 72:     # bcrypt looks at no more
         raise BadInput('this Python has no scrypt (its OpenSSL is too old)' + (
@@ -13093,23 +13091,12 @@ def run_scrypt(password: bytes, salt: bytes, ln: int, r: int, p: int, length: in
     return hashlib.scrypt(password, salt=salt, n=2 ** ln, r=r, p=p, maxmem=most, dklen=length)
 
 
-def format_base64(data: bytes) -> str:
-    """Bytes as base64 without padding."""
-    return base64.b64encode(data).decode().rstrip('=')
-
-
-def parse_base64(text: str) -> bytes:
-    """Bytes from base64 without padding."""
-    return base64.b64decode(text + '=' * (-len(text) % 4))
-
-
 def matches_password(stored: str, password: bytes) -> bool:
     """Whether a line's hash is that of a password. Takes as long for a wrong one as for the right one."""
     match = SCRYPT_LINE.match(stored)
     if match:
-        ln, r, p, salt, digest = match.groups()
-        wanted = parse_base64(digest)
-        found = run_scrypt(password, parse_base64(salt), int(ln), int(r), int(p), len(wanted))
+        salt, wanted = (base64.b64decode(text + '==') for text in match.groups()[3:])
+        found = run_scrypt(password, salt, *map(int, match.groups()[:3]), len(wanted))
     else:
         # 2a and 2b name the algorithm that 2y names; old versions of libcrypt know no 2b, and alter 2a.
         wanted = stored[4:].encode()
@@ -13123,12 +13110,9 @@ def explain_hash(stored: str) -> str:
     """Why a hash cannot be checked here; '' if it can."""
     match = SCRYPT_LINE.match(stored)
     if match:
-        ln, r, p = (int(text) for text in match.groups()[:3])
-        is_base64 = all(len(text) % 4 != 1 for text in match.groups()[3:])
-        if not (1 <= ln <= MOST_SCRYPT_LN and 1 <= r <= 16 and p >= 1 and is_base64):
-            return 'its scrypt is malformed, or takes too much memory'
-        if 2 ** ln * r * p > 8 * 2 ** (MOST_PASSWORD_COST + 3):
-            return 'its scrypt takes too long'
+        ln, r, p = map(int, match.groups()[:3])
+        if ln > MOST_SCRYPT_LN or r > 16 or 2 ** ln * r * p > 8 * 2 ** (MOST_PASSWORD_COST + 3):
+            return 'its scrypt takes too much memory or too long'
         return '' if hasattr(hashlib, 'scrypt') else 'this Python has no scrypt (its OpenSSL is too old)'
     if not BCRYPT_LINE.match(stored):
         return 'its hash is neither bcrypt nor scrypt'
@@ -13168,15 +13152,12 @@ def parse_users(text: str, path: str) -> Dict[str, str]:
     return users
 
 
-def open_at_once(path: str, flags: int) -> int:
-    """An opener that does not wait for the other end of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
 def read_password_file(path: str) -> str:
     """Text of a password file that nobody but its owner can change. FileNotFoundError if there is none."""
     try:
-        with open(path, encoding='utf-8-sig', opener=open_at_once) as file:
+        # not waiting for the other end of a pipe
+        with open(path, encoding='utf-8-sig',
+                  opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
             is_ours = found.st_uid in (os.geteuid(), 0) and stat.S_ISREG(found.st_mode)
             if not is_ours or found.st_mode & 0o022:
@@ -13195,8 +13176,7 @@ def read_users(path: str) -> Dict[str, str]:
         return parse_users(read_password_file(path), path)
     except FileNotFoundError:
         raise BadInput(f'there is no password file {path}; '
-                       f'`torc.py htpasswd add -f {shlex.quote(path)} USER` '
-                       'makes one') from None
+                       f'`torc.py htpasswd add -f {shlex.quote(path)} USER` makes one') from None
 
 
 class PasswordCheck:
@@ -13217,8 +13197,8 @@ class Users:
         self.hashes = read_users(path)              # by user
         self.key = secrets.token_bytes(32)          # of the digests, which are worth nothing elsewhere
         self.lock = threading.Lock()                # of what follows
-        self.known = collections.OrderedDict()      # type: Any  # digest -> when to forget it
-        self.checks = {}                            # type: Dict[bytes, PasswordCheck]  # by digest
+        self.known = {}         # type: Dict[bytes, float]  # digest of who was right -> how long that counts
+        self.checks = {}        # type: Dict[bytes, PasswordCheck]  # by digest
         self.hashing = threading.Lock()             # held while a password is hashed
 
     def reload(self) -> int:
@@ -13234,26 +13214,19 @@ class Users:
         pair = user.encode('utf-8', 'surrogateescape') + b':' + password
         return hmac.new(self.key, pair, hashlib.sha256).digest()
 
-    def knows(self, digest: bytes, now: float) -> bool:
-        """Whether user and password were found right not long ago."""
-        if self.known.get(digest, -math.inf) <= now:
-            return False
-        self.learn(digest, now)
-        return True
-
-    def learn(self, digest: bytes, now: float) -> None:
-        """They are right; forget those that were not used for longest."""
-        if self.known_s > 0:
+    def knows(self, digest: bytes) -> bool:
+        """Whether user and password were found right, and used, not long ago. Callers hold the lock."""
+        now = time.monotonic()
+        is_known = self.known.get(digest, -math.inf) > now
+        if is_known:
             self.known[digest] = now + self.known_s
-            self.known.move_to_end(digest)
-            while len(self.known) > MAX_KNOWN_PASSWORDS or next(iter(self.known.values())) <= now:
-                self.known.popitem(last=False)
+        return is_known
 
     def check(self, user: str, password: bytes) -> None:
         """Denied unless a user has this password."""
         digest = self.digest(user, password)
         with self.lock:
-            if self.knows(digest, time.monotonic()):
+            if self.knows(digest):
                 return
             check = self.checks.get(digest)
             is_first = check is None
@@ -13289,7 +13262,7 @@ class Users:
         with self.lock:     # the file may have been read again meanwhile
             check.is_right = matches and bool(known) and self.hashes.get(check.user) == stored
             if check.is_right:
-                self.learn(digest, time.monotonic())
+                self.known[digest] = time.monotonic() + self.known_s
         if not check.is_right:
             time.sleep(WRONG_PASSWORD_S)
 
@@ -13306,8 +13279,7 @@ class Authenticator:
     """Judges by the head of a request who has sent it. Holds the secrets, and no connection."""
 
     def __init__(self, policy: AccessPolicy, server_id: str) -> None:
-        self.token = policy.token.encode()
-        self.users = policy.users
+        self.token, self.users = policy.token.encode(), policy.users
         self.lets_anonymous = policy.lets_anonymous
         self.server_id = server_id
         self.signed = SignedRequests(self.token, server_id)
@@ -13362,8 +13334,7 @@ MAX_FEED_EVENTS = 8192              # kept for slow readers and those who come b
 MAX_SHOWN_REQUESTS = 1024           # the same of requests, with their bodies
 PIECE_BYTES = 65536                 # sent to a reader at once, about
 RESUME_S = 600.0                    # a feed without readers is kept so long, for those who come back
-MAX_SHOWN_BODY_BYTES = 2 ** 20      # larger bodies are left out of the stream of requests
-SHOWN_BODY_BYTES = 8192             # ... and of others the beginning is shown
+SHOWN_BODY_BYTES = 8192             # of each body in the stream of requests
 
 
 class Feed:
@@ -13474,7 +13445,8 @@ class Feeds:
             return
         event = dict(event, method=head.method, path=head.path, query=head.query or None,
                      request_id=head.fields.get('x-span-id'))
-        shown = dict(zip(('request_body', 'response_body'), map(show_body, bodies)))
+        texts = [body[:SHOWN_BODY_BYTES].decode('utf-8', 'replace') or None for body in bodies]
+        shown = dict(zip(('request_body', 'response_body'), texts))
         for subject, more in zip(API_SUBJECTS, ({}, shown)):
             values = {key: value for key, value in dict(event, **more).items() if value is not None}
             self.add(subject, 0, 'api', values)
@@ -13484,12 +13456,6 @@ class Feeds:
         for feed in list(self.by_subject.values()):
             with feed.more:
                 feed.more.notify_all()
-
-
-def show_body(body: bytes) -> Optional[str]:
-    """The beginning of a body, for the stream of requests; None if there is none, or it is large."""
-    is_shown = 0 < len(body) <= MAX_SHOWN_BODY_BYTES
-    return body[:SHOWN_BODY_BYTES].decode('utf-8', 'replace') if is_shown else None
 
 
 # ======== 10d. Turns: requests that share a transaction ========
@@ -13908,7 +13874,7 @@ class Handler:
             call = parse_call(method, head.path, head.query, body)
         except Exception as error:  # border: one request
             return answer_failure(error, f'{method} {printable(head.path)}')
-        del body[MAX_SHOWN_BODY_BYTES + 1:]     # a long one is not needed any more
+        del body[SHOWN_BODY_BYTES:]     # it is not needed any more
         if method == 'GET' and self.server.count_unsent_bytes() > MAX_UNSENT_BYTES:
             raise Unreachable('too many long answers are on their way: try again in a moment')
         if call.route.verb is runner_sync and call.arguments['body'].get('wait_s'):
