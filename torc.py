@@ -3228,7 +3228,6 @@ MISSING = object()      # cell of a table whose row does not have the key
 NUMBER_FORMAT = Expression(r'(?:.?[<>=^])?[-+ ]?#?0?[0-9]{0,3}[,_]?(?:\.[0-9]{1,2})?[bdeEfFgGosxX%]?\Z')
 
 
-@functools.lru_cache(maxsize=4096, typed=True)    # a value stands in many instances
 def format_value(value: Any, spec: str = '') -> str:
     """A parameter's value as text. Floats: shortest digits, no exponent, no '.0'; or Python's formats.
 
@@ -3250,11 +3249,6 @@ def format_value(value: Any, spec: str = '') -> str:
         text = format(decimal.Decimal(repr(value)), 'f')
         return text.rstrip('0').rstrip('.') if '.' in text else text
     return str(value)
-
-
-def escape_value(value: Any, spec: str) -> str:
-    """The same, to stand for itself in a regular expression."""
-    return re.escape(format_value(value, spec))
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -3677,19 +3671,19 @@ REGEX_START = Expression(r'(?:\^((?:(?:[^\\.^$*+?{}\[\]|()]|\\[^A-Za-z0-9])(?![*
 class Expansion:
     """A template block and its instances, of which one is the current one. A mistake is reported once."""
 
-    __slots__ = ('block', 'instances', 'row', 'names', 'pieces', 'kept', 'reported')
+    __slots__ = ('block', 'instances', 'number', 'names', 'filled', 'kept', 'reported')
 
     def __init__(self, block: Block, instances: Instances = NO_PARAMETERS) -> None:
         self.block = block
         self.instances = instances
-        self.row = instances.rows[0]            # values of the current instance
-        self.pieces, self.kept, self.reported = {}, {}, set()
-        name = block.get('name', '')
-        self.names = [self.text(name, 'name') for self.row in instances.rows]
+        self.number = 0             # of the current instance
+        self.filled = {}            # (template, field) or (parameter, format) -> a text for each instance
+        self.kept, self.reported = {}, set()
+        self.names = self.texts(block.get('name', ''), 'name')
 
     def walk(self) -> Iterator[str]:
         """The name of each instance in turn, which is then the current one."""
-        for self.row, name in zip(self.instances.rows, self.names):
+        for self.number, name in enumerate(self.names):
             yield name
 
     def varies(self, field: str) -> bool:
@@ -3715,41 +3709,46 @@ class Expansion:
         """A text of the current instance. Values that go into a regular expression are escaped."""
         if '{' not in template:
             return template
-        if (template, key) not in self.pieces:
-            self.pieces[template, key] = self.split(template, key)
-        pieces, after = self.pieces[template, key]
-        show = escape_value if is_regex else format_value
-        try:
-            texts = [before + show(self.row[place], spec) for before, place, spec in pieces]
-        except ValueError:
-            texts = [before + self.value(place, spec, key) for before, place, spec in pieces]
-        return ''.join(texts) + after
+        texts = self.filled.get((template, key))
+        if texts is None:
+            texts = self.filled[template, key] = self.texts(template, key, is_regex)
+        return texts[self.number]
 
-    def split(self, template: str, key: str) -> Tuple[List[Tuple[str, int, str]], str]:
-        """A template as pieces (text, place in a row of the value that follows it, format), and the rest."""
-        pieces, position = [], 0
+    def texts(self, template: str, key: str, is_regex: bool = False) -> List[str]:
+        """A text of every instance: for all at once it takes a fifth of the time."""
+        texts, position = [''] * len(self.instances.rows), 0
+        if '{' not in template:
+            return [template] * len(texts)
         for match in PARAMETER.finditer(template):
             name, spec = match.groups()
-            if name in self.instances.names:
-                place = self.instances.names.index(name)
-                pieces.append((template[position:match.start()], place, spec or ''))
-                position = match.end()
-            else:
+            if name not in self.instances.names:
                 self.report_leftover(match.group(), name, key)
-        return pieces, template[position:]
+                continue
+            values = self.values(name, spec or '', key)
+            values, before = map(re.escape, values) if is_regex else values, template[position:match.start()]
+            texts = [f'{text}{before}{value}' for text, value in zip(texts, values)]
+            position = match.end()
+        after = template[position:]
+        return [text + after for text in texts] if after else texts
 
-    def value(self, place: int, spec: str, key: str) -> str:
-        """The text of a value of the current instance, or '?' and a message."""
-        try:
-            return format_value(self.row[place], spec)
-        except ValueError as error:
-            reason = str(error)
-        if self.row[place] is MISSING:
-            reason = f'row {self.instances.rows.index(self.row) + 1} of the table has no such key'
-        self.block.context.is_partial = True
-        if self.is_new(key, place, spec):
-            self.block.error(f"parameter '{self.instances.names[place]}' in {key}: {reason}", key)
-        return '?'
+    def values(self, name: str, spec: str, key: str) -> List[str]:
+        """The texts of a parameter in every instance; '?' where it has none, and a message."""
+        if (name, spec) in self.filled:
+            return self.filled[name, spec]
+        place, texts, reason = self.instances.names.index(name), [], ''
+        for number, row in enumerate(self.instances.rows, 1):
+            try:
+                texts.append(format_value(row[place], spec))
+            except ValueError as error:
+                is_missing = row[place] is MISSING
+                reason = reason or (f'row {number} of the table has no such key' if is_missing else str(error))
+                texts.append('?')
+        if reason:
+            self.block.context.is_partial = True
+            self.block.error(f"parameter '{name}' in {key}: {reason}", key)
+        else:
+            self.filled[name, spec] = texts
+        return texts
 
     def report_leftover(self, token: str, name: str, key: str) -> None:
         """A {name} that is no parameter here: an error if declared; awk, bash and JSON use braces too."""
