@@ -4148,13 +4148,17 @@ def check_cycles(planner: Planner) -> None:
     producers = find_producers(jobs)
     if not sets and not producers:
         return
-    def waits_for(node: Any) -> Iterable[Any]:
+
+    def waits_for(node: Any) -> Sequence[Any]:
         if isinstance(node, int):
             named = jobs[node].dependencies
             return ([] if named is None else [('set', named)]) + input_keys(jobs[node])
         return sets[node[1]] if node[0] == 'set' else producers.get(node, ())
 
-    for cycle in find_cycles(range(len(jobs)), waits_for, 10):
+    # In every circle one waits for itself or a later one; the jobs of a set are sorted.
+    starts = [index for index in range(len(jobs))
+              if any(index <= last for key in waits_for(index) for last in waits_for(key)[-1:])]
+    for cycle in find_cycles(starts, waits_for, 10):
         members = [node for node in cycle if isinstance(node, int)]
         names = [shorten(jobs[index].name) for index in members]
         shown = names if len(names) <= 20 else names[:19] + ['...']
