@@ -1275,12 +1275,10 @@ def check_length(text: str) -> None:
                          'as text')
 
 
-def parse_whole(text: str, digits: str = '', base: int = 10) -> int:
-    """A whole number; `digits` is its text without sign, prefix and separators, where it has such."""
+def parse_whole(text: str, base: int = 10) -> int:
+    """A whole number; base 0: that of its prefix, such as 0x."""
     check_length(text)
-    value = int(digits or text, base)
-    if digits and text[0] == '-':
-        value = -value
+    value = int(text, base)
     return value if str(value) == text else keep_source(Int(value), text)
 
 
@@ -1436,7 +1434,7 @@ YAML_ESCAPES = {    # YAML 1.2.2, 5.7
 
 YAML_INTEGER = Expression(r'[-+]?[0-9]+\Z')
 YAML_FLOAT = Expression(r'[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z')
-YAML_BASED = Expression(r'0(?:x([0-9A-Fa-f]+)|o([0-7]+))\Z')
+YAML_BASED = Expression(r'0(?:x[0-9A-Fa-f]+|o[0-7]+)\Z')
 NUMBER_STARTS = frozenset('-+.0123456789')
 YAML_WORDS = {      # core schema: YAML 1.2.2, 10.3.2
     '': None, '~': None, 'null': None, 'Null': None, 'NULL': None,
@@ -1461,10 +1459,7 @@ def parse_plain(text: str) -> Any:
         return parse_whole(text)
     if YAML_FLOAT.match(text):
         return parse_fraction(text)
-    based = YAML_BASED.match(text)
-    if based:
-        return parse_whole(text, based.group(1) or based.group(2), 16 if based.group(1) else 8)
-    return text
+    return parse_whole(text, 0) if YAML_BASED.match(text) else text
 
 
 def fold_break(match: 're.Match') -> str:
@@ -2006,7 +2001,7 @@ JSON5_NAME = Expression(r'(?:[^\W\d]|[$_])(?:\w|[$\u200c\u200d])*')
 JSON5_DOUBLE = Expression(r'"([^"\\\n\r]*(?:\\(?:\r\n|.)[^"\\\n\r]*)*)"', re.DOTALL)
 JSON5_SINGLE = Expression(r"'([^'\\\n\r]*(?:\\(?:\r\n|.)[^'\\\n\r]*)*)'", re.DOTALL)
 JSON5_NUMBER = Expression(
-    r'[-+]?(?:0[xX]([0-9A-Fa-f]+)|((?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?'
+    r'[-+]?(?:(0[xX][0-9A-Fa-f]+)|((?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?'
     r'|\.[0-9]+(?:[eE][-+]?[0-9]+)?)|(Infinity|NaN))(?![\w$.])')
 JSON5_ESCAPE = Expression(
     r'\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|(\r\n|[^xu0-9]|0(?![0-9]))|(.))', re.DOTALL)
@@ -2054,11 +2049,11 @@ class Json5Reader(TextReader):
 
     def read_number(self, match: 're.Match') -> Union[int, float]:
         """A number from its match."""
-        text, (digits, decimal_text, word) = match.group(), match.groups()
+        text, (based, decimal_text, word) = match.group(), match.groups()
         if word:
             return float(text)
-        if digits:
-            return self.number(match.start(), parse_whole, text, digits, 16)
+        if based:
+            return self.number(match.start(), parse_whole, text, 0)
         return self.number(match.start(), parse_whole if decimal_text.isdigit() else parse_finite, text)
 
     def read_string(self, at: int) -> Tuple[str, int]:
@@ -2188,7 +2183,7 @@ def plain_dates(value: Any) -> Any:
 #
 # KDL 2.0 without type annotations, which mean nothing here, and the forms of KDL 1 that do not clash with it
 # (true, r"raw", line breaks inside "...", '\/'): Torc's own files and its exporter mix the two. Numbers are
-# decimal, comments do not nest, and /- drops whole nodes.
+# finite, decimal and without '_', comments do not nest, and /- drops whole nodes.
 
 KDL_BLANK = '[ \t\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]'
 KDL_BREAK = '(?:\r\n|[\r\n\x0b\x0c\x85\u2028\u2029])'
@@ -2199,24 +2194,21 @@ KDL_SPACE = Expression(
 # A backslash and what follows it are taken in one step, so that a text of many is read in linear time.
 KDL_TOKEN = Expression(
     rf'(?P<end>;|{KDL_BREAK}|{KDL_COMMENT})|(?P<mark>/-|[{{}}=])|(?P<last>\Z)'
-    rf'|#(?P<keyword>true|false|null|-?inf|nan)(?!{KDL_WORD})'
+    rf'|#(?P<keyword>true|false|null)(?!{KDL_WORD})'
     r'|"""(?P<long>[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*)"""|"(?!"")(?P<short>[^"\\]*(?:\\.[^"\\]*)*)"'
     r'|(?:r(?=[#"])|(?=#))(?P<hash>#*)(?:"""(?P<raw_long>.*?)"""|"(?!"")(?P<raw>.*?)")(?P=hash)'
     rf'|(?P<word>{KDL_WORD}+)', re.DOTALL)
 KDL_LINE_END = Expression(KDL_BREAK)
 KDL_FORBIDDEN = Expression(
     '[\x00-\x08\x0e-\x1f\x7f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]')
-KDL_NUMBER = Expression(r'[-+]?[0-9][0-9_]*((?:\.[0-9][0-9_]*)?(?:[eE][-+]?[0-9][0-9_]*)?)\Z')
-KDL_NUMBER_START = Expression(r'[-+]?\.?[0-9]')
-KDL_KEYWORDS = {
-    'true': True, 'false': False, 'null': None, 'inf': math.inf, '-inf': -math.inf, 'nan': math.nan}
+KDL_NUMBER = Expression(r'[-+]?[0-9]+((?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)\Z')
+KDL_NUMBER_START = Expression(r'[-+]?\.?[0-9]|-?inf\Z|nan\Z')
 KDL_ESCAPE = Expression(rf'\\(?:u\{{([0-9A-Fa-f]{{1,6}})\}}|((?:{KDL_BLANK}|{KDL_BREAK})+)|(.?))', re.DOTALL)
 KDL_ESCAPES = {'n': '\n', 'r': '\r', 't': '\t', '\\': '\\', '"': '"', 'b': '\b', 'f': '\f', 's': ' ',
                '/': '/'}
 KDL_FAULTS = {      # where no token begins: first character -> what is wrong
-    '(': 'a type such as {} has no meaning here: remove it',
     '"': 'text in quotes is not closed',
-    '#': 'after # comes true, false, null, inf, -inf, nan or a raw text in quotes, with as many # after it',
+    '#': 'after # comes true, false, null or a raw text in quotes, with as many # after it',
     '/': 'the comment is not closed',
     '\\': 'a \\ outside of quotes may only stand at the end of a line',
 }
@@ -2231,13 +2223,13 @@ class KdlToken(Row):
 
 
 class KdlNode(Row):
-    """One node. `offsets` are by argument number or property name."""
+    """One node; a property is a node that says the same."""
     name: str
     args: List[Any]
-    props: Dict[str, Any]
+    props: List[Any]                    # of KdlNode
     children: Optional[List[Any]]       # of KdlNode; None where no { } stands
-    offset: int
-    offsets: Dict[Union[int, str], int]
+    at: int
+    places: List[int]                   # of the arguments
 
 
 class KdlReader(TextReader):
@@ -2255,14 +2247,11 @@ class KdlReader(TextReader):
         end = 0
         while True:
             at = KDL_SPACE.match(self.text, end).end()
-            match = KDL_TOKEN.match(self.text, at) or self.fail_token(at)
+            match = KDL_TOKEN.match(self.text, at)
+            if not match:
+                self.fail(at, KDL_FAULTS.get(self.text[at], f'unexpected {self.text[at]!r}'))
             yield KdlToken(*self.read_token(match), at, at == end)
             end = match.end()
-
-    def fail_token(self, at: int) -> None:
-        """No token begins here."""
-        fault = KDL_FAULTS.get(self.text[at], f'unexpected {self.text[at]!r}')
-        self.fail(at, fault.format(printable(self.text[at:at + 40].partition(')')[0]) + ')'))
 
     def read_token(self, match: 're.Match') -> Tuple[str, Any]:
         """Kind and value of a token."""
@@ -2275,7 +2264,7 @@ class KdlReader(TextReader):
         if kind in ('end', 'last'):
             return kind, text
         if kind == 'keyword':
-            return 'value', KDL_KEYWORDS[text]
+            return 'value', JSON_WORDS[text]
         if kind in ('long', 'raw_long'):
             text = self.dedent(start, text)
         if kind in ('long', 'short') and '\\' in text:
@@ -2283,21 +2272,15 @@ class KdlReader(TextReader):
         return 'text', text
 
     def read_word(self, at: int, word: str) -> Tuple[str, Any]:
-        """A bare word: text, or a decimal number with optional underscores, or a keyword of KDL 1."""
+        """A bare word: text, a number, or a keyword of KDL 1."""
         if word in JSON_WORDS:
             return 'value', JSON_WORDS[word]
-        if word in KDL_KEYWORDS:
-            self.fail(at, f'write #{word}, or "{word}" for text')
         if not KDL_NUMBER_START.match(word):
             return 'text', word
         match = KDL_NUMBER.match(word)
         if not match:
             self.fail(at, f'{printable(word[:40])!r} begins like a number and is none: put it in quotes')
-        plain = word.replace('_', '')
-        if not match.group(1):
-            return 'value', self.number(at, parse_whole, word, plain.lstrip('+-'))
-        value = self.number(at, parse_fraction, plain)
-        return 'value', value if plain == word else keep_source(Float(value), word)
+        return 'value', self.number(at, parse_fraction if match.group(1) else parse_whole, word)
 
     def dedent(self, start: int, text: str) -> str:
         """The lines between three quotes, without the indentation of the closing ones."""
@@ -2360,7 +2343,7 @@ class KdlReader(TextReader):
         name = self.take()
         if name.kind != 'text':
             self.fail(name.at, f'expected the name of a node, found {self.text[name.at:name.at + 1]!r}')
-        node = KdlNode(name.value, [], {}, None, name.at, {})
+        node = KdlNode(name.value, [], [], None, name.at, [])
         while self.next.kind not in ('end', '}', 'last'):
             token = self.take()
             if token.kind == '/-':
@@ -2380,19 +2363,17 @@ class KdlReader(TextReader):
 
     def read_entry(self, node: KdlNode, token: KdlToken) -> None:
         """One argument or property of a node, which begins with a token."""
-        name, value = len(node.args), token.value   # type: Union[int, str], Any
-        if self.next.kind == '=':
-            self.take()
-            given = self.take()
-            if token.kind != 'text' or given.kind not in ('text', 'value'):
-                self.fail(token.at, 'a property is name=value, and its name is text')
-            name, value = token.value, given.value
-        node.offsets[name] = token.at
-        if isinstance(name, int):
-            node.args.append(value)
-        else:
-            node.props.pop(name, None)      # of two with one name KDL keeps the last
-            node.props[name] = value
+        if self.next.kind != '=':
+            node.args.append(token.value)
+            node.places.append(token.at)
+            return
+        self.take()
+        given = self.take()
+        if token.kind != 'text' or given.kind not in ('text', 'value'):
+            self.fail(token.at, 'a property is name=value, and its name is text')
+        # Of two with one name KDL keeps the last.
+        node.props[:] = [other for other in node.props if other.name != token.value]
+        node.props.append(KdlNode(token.value, [given.value], [], None, token.at, [token.at]))
 
 
 def read_kdl_nodes(text: str) -> List[KdlNode]:
@@ -3036,14 +3017,6 @@ def propose_field(where: str, word: str, near: str) -> str:
     return near or (f", it is a field of {' and '.join(homes)}" if homes else '')
 
 
-def node_parts(node: KdlNode) -> List[KdlNode]:
-    """What stands in a node beside its arguments: properties, as nodes that say the same, and its block."""
-    places = node.offsets
-    properties = [KdlNode(name, [value], {}, None, places[name], {0: places[name]})
-                  for name, value in node.props.items()]
-    return properties + (node.children or [])
-
-
 class KdlSpec(TextReader):
     """Turns the nodes of one text into the value that the same workflow has in YAML."""
 
@@ -3063,20 +3036,20 @@ class KdlSpec(TextReader):
 
     def read_block(self, kind: str, node: KdlNode) -> Dict[str, Any]:
         """A block of one kind: its name, properties and children."""
-        block = self.container({}, node.offset)
+        block = self.container({}, node.at)
         is_named = 'name' in FIELDS_OF[kind]
         if len(node.args) > is_named:
             wanted = 'only its name' if is_named else 'no value'
-            self.fail(node.offsets[int(is_named)], f'{node.name!r} takes {wanted} before the {{ }} block')
+            self.fail(node.places[int(is_named)], f'{node.name!r} takes {wanted} before the {{ }} block')
         if node.args:
-            self.add(block, 'name', node.args[0], node.offsets[0])
-        for part in node_parts(node):
+            self.add(block, 'name', node.args[0], node.places[0])
+        for part in node.props + (node.children or []):
             self.add_node(block, kind, part)
         return block
 
     def add_node(self, block: Dict[str, Any], kind: str, node: KdlNode) -> None:
         """Put what a node says into the block that it stands in."""
-        at = node.offset
+        at = node.at
         field, shape, inner = self.find_meaning(kind, node.name, at)
         if shape in ('list', 'blocks'):     # several nodes may add to it
             items = block[field] if field in block else self.add(block, field, self.container([], at), at)
@@ -3105,13 +3078,13 @@ class KdlSpec(TextReader):
     def refuse_parts(self, node: KdlNode) -> None:
         """A list or a value holds nothing else."""
         if node.props or node.children is not None:
-            self.fail(node.offset, f'{node.name!r} takes values only, no properties and no {{ }} block')
+            self.fail(node.at, f'{node.name!r} takes values only, no properties and no {{ }} block')
 
     def read_value(self, node: KdlNode) -> Any:
         """The only argument of a node."""
         self.refuse_parts(node)
         if len(node.args) != 1:
-            at = node.offsets.get(1, node.offset)
+            at = [node.at, *node.places][2 if len(node.args) > 1 else 0]
             self.fail(at, f'{node.name!r} takes one value, here are {len(node.args)}')
         return node.args[0]
 
@@ -3119,23 +3092,23 @@ class KdlSpec(TextReader):
         """The values, with all arguments of a node at their end."""
         self.refuse_parts(node)
         if not node.args:
-            self.fail(node.offset, f'{node.name!r} needs a value')
-        for number, value in enumerate(node.args):
-            self.add(values, None, value, node.offsets[number])
+            self.fail(node.at, f'{node.name!r} needs a value')
+        for value, at in zip(node.args, node.places):
+            self.add(values, None, value, at)
         return values
 
     def read_map(self, node: KdlNode) -> Any:
         """Free names: each child is a key; its value is one argument, a list of several, or a block."""
         if node.children is None and not node.props:
             many = len(node.args) > 1
-            return self.add_values(self.container([], node.offset), node) if many else self.read_value(node)
+            return self.add_values(self.container([], node.at), node) if many else self.read_value(node)
         if node.args:
-            self.fail(node.offsets[0], f'{node.name!r} takes either values or a {{ }} block')
-        mapping = self.container({}, node.offset)
-        for part in node_parts(node):
+            self.fail(node.places[0], f'{node.name!r} takes either values or a {{ }} block')
+        mapping = self.container({}, node.at)
+        for part in node.props + (node.children or []):
             if part.name in mapping:
-                self.fail(part.offset, f'{printable(part.name)!r} stands twice: remove one')
-            self.add(mapping, part.name, self.read_map(part), part.offset)
+                self.fail(part.at, f'{printable(part.name)!r} stands twice: remove one')
+            self.add(mapping, part.name, self.read_map(part), part.at)
         return mapping
 
     def read_data(self, node: KdlNode) -> Any:
@@ -3149,7 +3122,7 @@ class KdlSpec(TextReader):
             return read_strict_json(value)
         except ValueError as error:
             reason = getattr(error, 'msg', error)
-            return self.fail(node.offsets[0],
+            return self.fail(node.places[0],
                              f'{node.name!r} must hold JSON ({reason}): write text as "\\"text\\""')
 
 
@@ -3157,7 +3130,7 @@ def load_kdl(text: str) -> Tuple[Any, str, Positions]:
     """The value of a workflow in KDL, in the shape that it has in YAML."""
     text = normal_text(text)
     spec = KdlSpec(text)
-    workflow = spec.read_block('workflow', KdlNode('workflow', [], {}, read_kdl_nodes(text), 0, {}))
+    workflow = spec.read_block('workflow', KdlNode('workflow', [], [], read_kdl_nodes(text), 0, []))
     if 'jobs' not in workflow:      # in KDL an empty list has no form of its own
         spec.add(workflow, 'jobs', spec.container([], 0), 0)
     return workflow, text, spec.positions
@@ -3740,8 +3713,8 @@ class Expansion:
             try:
                 texts.append(format_value(row[place], spec))
             except ValueError as error:
-                is_missing = row[place] is MISSING
-                reason = reason or (f'row {number} of the table has no such key' if is_missing else str(error))
+                missing = f'row {number} of the table has no such key' if row[place] is MISSING else ''
+                reason = reason or missing or str(error)
                 texts.append('?')
         if reason:
             self.block.context.is_partial = True
