@@ -120,7 +120,6 @@ import gc
 import glob
 import hashlib
 import hmac
-import http
 import importlib
 import io
 import itertools
@@ -171,8 +170,8 @@ class LateModule:
         return value
 
 
-csv, ctypes, decimal, difflib, getpass, html, py_compile, socketserver, tarfile, zlib = map(LateModule, (
-    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'socketserver', 'tarfile',
+csv, ctypes, decimal, difflib, getpass, html, py_compile, socketserver, ssl, tarfile, zlib = map(LateModule, (
+    'csv', 'ctypes', 'decimal', 'difflib', 'getpass', 'html', 'py_compile', 'socketserver', 'ssl', 'tarfile',
     'zlib'))
 futures = LateModule('concurrent.futures')
 http_client, http_server = LateModule('http.client'), LateModule('http.server')
@@ -580,7 +579,10 @@ LOCAL_FILESYSTEMS = frozenset('ext2 ext3 ext4 xfs btrfs zfs f2fs overlay tmpfs r
 
 
 def parse_memory(text: str, default_unit: str = '') -> int:
-    """'512m', '8GB', '1.5 GiB' -> bytes, 1024-based. A bare number is in the default unit, else in bytes."""
+    """'512m', '8GB', '1.5 GiB' -> bytes, 1024-based. A bare number is in the default unit, else in bytes.
+
+    Slurm's default unit is 'm', and its 0 means all of a node.
+    """
     match = MEMORY_TEXT.match(text)
     number, unit = match.groups() if match else ('', '?')
     size = MEMORY_UNITS.get(unit.lower() or default_unit)
@@ -625,19 +627,9 @@ def format_whole_memory(value_bytes: int) -> str:
     return exact[-1]
 
 
-def parse_gigabytes(text: str) -> float:
-    """A plain number of gigabytes, or memory with its unit."""
-    return parse_memory(text, 'g') / MEMORY_SIZES['g']
-
-
-def parse_requested_memory(text: str) -> int:
-    """Slurm's memory text, such as 240G or 4096 (megabytes) -> bytes; 0 means all of a node."""
-    return parse_memory(text, 'm')
-
-
 def normalize_slurm_memory(text: str) -> str:
     """'8Gi', '1.5G' -> Slurm's form: '8G', '1536M'. Slurm's forms stay: 4096 is megabytes."""
-    value_bytes = parse_requested_memory(text)
+    value_bytes = parse_memory(text, 'm')
     return text if TORC_MEMORY.match(text) else format_whole_memory(value_bytes).upper()
 
 
@@ -730,11 +722,6 @@ def parse_seconds(text: str) -> float:
     return parse_duration(text, 1)
 
 
-def parse_minutes(text: str) -> float:
-    """A plain number of minutes, or a duration with its units, in minutes."""
-    return parse_duration(text, 60) / 60
-
-
 def parse_whole_seconds(text: str) -> int:
     """Seconds without a fraction."""
     value_s = parse_seconds(text)
@@ -743,41 +730,27 @@ def parse_whole_seconds(text: str) -> int:
     return int(value_s)
 
 
-@functools.lru_cache(maxsize=16)    # many times are of the same second
-def parse_second(fields: Tuple[str, ...], zone: str) -> float:
-    """Year to second, and a zone -> seconds since the epoch. ValueError, OverflowError."""
-    # time.strptime takes ten times as long.
-    value = datetime.datetime(*map(int, fields), tzinfo=datetime.timezone.utc)
-    zone = '+0000' if zone in 'Zz' else zone.replace(':', '')
-    offset_s = (int(zone[1:3]) * 60 + int(zone[3:5])) * 60 * (-1 if zone[0] == '-' else 1)
-    return value.timestamp() - offset_s
-
-
 def parse_time(text: str) -> float:
     """RFC 3339 time -> seconds since the epoch. Without a zone it is local time."""
     match = TIME_TEXT.match(text.strip())
     if not match:
         raise ValueError(f'{text!r} is not a time: write it as 2026-11-21T18:30:00Z or with an offset such '
                          'as +01:00')
-    fields, fraction, zone = match.groups()[:6], match.group(7), match.group(8)
-    try:
-        seconds = time.mktime(datetime.datetime(*map(int, fields)).timetuple()[:8] + (-1,)) \
-            if zone is None else parse_second(fields, zone)
+    *fields, fraction, zone = match.groups()
+    try:        # time.strptime takes ten times as long
+        value, offset_s = datetime.datetime(*map(int, fields)), 0
+        if zone:
+            value = value.replace(tzinfo=datetime.timezone.utc)
+            offset_s = 0 if zone in 'Zz' else int(zone[:3]) * 3600 + int(zone[0] + zone[-2:]) * 60
+        return value.timestamp() - offset_s + float(fraction or 0)
     except (ValueError, OverflowError):
         raise ValueError(f'{text!r} is not a time that exists') from None
-    return seconds + float(fraction or 0)
-
-
-@functools.lru_cache(maxsize=16)    # many times are of the same second
-def format_second(value_s: int) -> str:
-    """Seconds since the epoch -> '2026-11-21T09:28:54'."""
-    return time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(value_s))
 
 
 def format_time(value_s: float) -> str:
     """Seconds since the epoch -> '2026-11-21T09:28:54.436Z'; the nearest with a year of four digits."""
     whole, milliseconds = divmod(int(round(min(max(value_s, -30610224000), 253402300799) * 1000)), 1000)
-    return f'{format_second(whole)}.{milliseconds:03d}Z'
+    return time.strftime(f'%Y-%m-%dT%H:%M:%S.{milliseconds:03d}Z', time.gmtime(whole))
 
 
 def format_elapsed(value_s: float) -> str:
@@ -928,25 +901,12 @@ def printable_json(text: str) -> str:
     return UNPRINTABLE.sub(lambda match: '\\u%04x' % ord(match.group()), text)
 
 
-def reason_phrase(status: int) -> str:
-    """What an HTTP status is called; '' for one that has no name."""
-    try:
-        return http.HTTPStatus(status).phrase
-    except ValueError:
-        return ''
-
-
 def user_name() -> str:
     """Who runs this program: TORC_USERNAME, USER, or the account's name."""
-    return os.environ.get('TORC_USERNAME') or os.environ.get('USER') or account_name()
-
-
-def account_name() -> str:
-    """Name of the account, or its number where the account has no name (containers)."""
     try:
-        return getpass.getuser()
-    except (KeyError, OSError, ImportError):  # the kinds that getpass raises from 3.6 to 3.13
-        return str(os.getuid())
+        return os.environ.get('TORC_USERNAME') or os.environ.get('USER') or getpass.getuser()
+    except (KeyError, OSError, ImportError):    # the kinds that getpass raises from 3.6 to 3.13
+        return str(os.getuid())     # an account without a name (containers)
 
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -1069,11 +1029,6 @@ def make_directory(path: str, mode: int = 0o755) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
 
 
-def make_private_directory(path: str) -> None:
-    """Make a directory, with its parents, that only the owner may enter; an existing one is left as it is."""
-    make_directory(path, 0o700)
-
-
 def make_subdirectory(directory: str, name: str, mode: int = 0o755) -> str:
     """Make a directory in another, unless it is there; its path. The group may write to both or to none."""
     path = os.path.join(directory, name)
@@ -1112,11 +1067,6 @@ def is_disk_full(path: str) -> bool:
     free = found.f_bavail if os.geteuid() else found.f_bfree
     needed_bytes = min(FULL_BYTES, found.f_blocks * found.f_frsize // 8)
     return free * found.f_frsize < needed_bytes or bool(found.f_files and not found.f_ffree)
-
-
-def load_ssl() -> Any:
-    """The module ssl, imported only for https: it takes 12 ms on Python 3.6, a quarter of all imports."""
-    return importlib.import_module('ssl')
 
 
 def uptime_s() -> float:
@@ -4185,7 +4135,7 @@ def incompatibility(workflow: Block, requirements: Block, scheduler: Block) -> s
         less = '' if runtime_s > walltime_s else ', less the time of srun_termination_signal'
         return f'runtime {runtime} is longer than walltime {walltime} of {name}{less}'
     memory, available = requirements.value('memory'), scheduler.get('mem')
-    if available and 0 < parse_requested_memory(available) < parse_memory(memory):
+    if available and 0 < parse_memory(available, 'm') < parse_memory(memory):
         return f'memory {memory} is more than mem {available} of {name}'
     gpus, gres = requirements.value('num_gpus'), (scheduler.get('gres') or '').strip()
     if gres and gpus > count_gpus(gres):
@@ -9855,7 +9805,7 @@ def place_of_allocation(workflow: Values, row: Values, what: str) -> Place:
     """What an allocation, or that of an action, will offer by its scheduler, which may leave things open."""
     mem, walltime, num_gpus = row['mem'], row['walltime'], row['num_gpus']
     try:
-        memory_bytes = parse_requested_memory(mem or '0') or MAX_INTEGER    # 0: all that a node has
+        memory_bytes = parse_memory(mem or '0', 'm') or MAX_INTEGER    # 0: all that a node has
         walltime_s = parse_walltime(walltime) if walltime else math.inf
     except ValueError:      # the API takes any text
         memory_bytes, walltime_s = MAX_INTEGER, math.inf
@@ -12104,7 +12054,7 @@ def prepare_database_directory(database: str) -> None:
     """Make the directory of a database, or check that nobody else can replace the files in it."""
     directory = os.path.dirname(os.path.abspath(database))
     try:
-        make_private_directory(directory)
+        make_directory(directory, 0o700)
         refuse_public_directory(directory, '--db')
     except OSError as error:
         raise BadInput(f'cannot make the directory {directory}: {error.strerror}; '
@@ -12790,7 +12740,7 @@ def format_answer(status: int, body: bytes, fields: str = '', media_type: str = 
     """One whole answer. `fields` are further header lines, each with its line end."""
     if body:
         fields += f'content-type: {media_type}\r\n'
-    reason = reason_phrase(status)
+    reason = http_client.responses.get(status, '')
     head = f'HTTP/1.1 {status} {reason}\r\n{ANSWER_FIELDS}{fields}content-length: {len(body)}\r\n\r\n'
     return head.encode('latin-1') + body
 
@@ -12882,7 +12832,6 @@ def open_tls(certificate: str, key: str) -> Any:
 
     TLS 1.2 or newer, with the ciphers that Python thinks safe. BadInput for files that do not fit.
     """
-    ssl = load_ssl()
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     if hasattr(context, 'minimum_version'):
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -12926,7 +12875,7 @@ def read_fingerprint(path: str) -> str:
     """SHA-256 of the first certificate in a PEM file that open_tls() has read."""
     with open(path, encoding='latin-1') as file:
         found = re.search(r'-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----', file.read(), re.DOTALL)
-    return hashlib.sha256(load_ssl().PEM_cert_to_DER_cert(found.group())).hexdigest() if found else ''
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(found.group())).hexdigest() if found else ''
 
 
 # ======== 10b. Access: hosts, tokens, passwords, and who is refused ========
@@ -14557,7 +14506,7 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         if not options.is_embedded:
             other = other_database(database)
             where = f'torc: commands find it now, and {other} with --db\n' if other else ''
-            make_private_directory(state_directory())
+            make_directory(state_directory(), 0o700)
             write_atomically(registration_path(), format_json(content).encode())
             paths.append(registration_path())
     except (OSError, Denied) as error:
@@ -14810,7 +14759,7 @@ def parse_answer(status: int, body: bytes) -> Any:
         return value
     found = value.get('error') if isinstance(value, dict) else None
     found = found if isinstance(found, dict) else {'message': found} if isinstance(found, str) else {}
-    reason = reason_phrase(status)
+    reason = http_client.responses.get(status, '')
     message = str(found.get('message') or f'the server answered {status} {reason}'.strip())
     message = message.replace(SOFT_HYPHEN, '')
     if status >= 500 or status == 429:      # it passes: those who wait for a server ask again
@@ -14879,7 +14828,6 @@ class TlsSettings(Row):
 
     def wrap(self, plain: socket.socket, host: str) -> Any:
         """Make a connected socket speak TLS. OSError, or ValueError, for a server that is not accepted."""
-        ssl = load_ssl()
         try:
             context = ssl.create_default_context(cafile=self.ca_file or None)
         except OSError as error:
@@ -14948,7 +14896,7 @@ class HttpConnection:
         except BlockingIOError:
             return True
         except OSError as error:    # what there was to read was TLS's own, such as session tickets
-            return self.address.is_tls and isinstance(error, load_ssl().SSLWantReadError)
+            return self.address.is_tls and isinstance(error, ssl.SSLWantReadError)
         return False
 
     def send(self, method: str, target: str, body: Optional[bytes], deadline_s: float) -> None:
@@ -14961,7 +14909,7 @@ class HttpConnection:
             fields += f'content-type: application/json\r\ncontent-length: {len(body)}\r\n'
         self.is_waiting = True
         gone = (BrokenPipeError, ConnectionResetError)      # type: Tuple[Any, ...]
-        gone += (load_ssl().SSLEOFError,) if self.address.is_tls else ()
+        gone += (ssl.SSLEOFError,) if self.address.is_tls else ()
         try:
             self.socket.settimeout(deadline_s)
             with contextlib.suppress(*gone):    # a refusal may be there to read
@@ -18288,7 +18236,7 @@ def ask_queue(now: float, wanted: Iterable[Any]) -> Queue:
         cached = now, reply, list(map(str, wanted))
         # Without a place for it, the next command asks again.
         with contextlib.suppress(OSError, Denied):
-            make_private_directory(os.path.dirname(path))
+            make_directory(os.path.dirname(path), 0o700)
             write_atomically(path, json.dumps([now, *reply, cached[2]]).encode())
     asked_at, reply, known = cached
     if reply.code != 0:
@@ -19595,7 +19543,7 @@ def resource_options(scheduler: Dict[str, Any], needs: AllocationNeeds, site: Si
     rooms = [math.ceil(needs.num_jobs / (nodes * max(1, num_allocations)))]
     if site.num_cpus:
         rooms.append(site.num_cpus // needs.num_cpus)
-    memory_bytes = parse_requested_memory(scheduler['mem']) if scheduler.get('mem') else site.memory_bytes
+    memory_bytes = parse_memory(scheduler['mem'], 'm') if scheduler.get('mem') else site.memory_bytes
     job_bytes = needs.memory_bytes + STEP_MEMORY_BYTES
     if memory_bytes:
         rooms.append((memory_bytes - RUNNER_MEMORY_BYTES) // job_bytes)
@@ -20788,7 +20736,7 @@ def new_journal_path(path: str) -> str:
 
     A log of SQLite's that a removed one has left counts as its journal: it would be applied to the new one.
     """
-    make_private_directory(os.path.dirname(path))
+    make_directory(os.path.dirname(path), 0o700)
     stem, suffix = os.path.splitext(path)
     names = itertools.chain([path], (f'{stem}_{number}{suffix}' for number in itertools.count(2)))
     for name in names:
@@ -20804,7 +20752,7 @@ class Journal:
 
     def __init__(self, path: str) -> None:
         """Open it; what is missing is made, for its user alone."""
-        make_private_directory(os.path.dirname(path))
+        make_directory(os.path.dirname(path), 0o700)
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path, NEW_FILE, 0o600))
         self.path = path
@@ -23698,7 +23646,7 @@ class StepFiles:
         supervisor = os.path.join(self.path, SUPERVISOR_NAME)
         if not os.path.exists(supervisor):
             make_subdirectory(self.output.path, STEPS_DIRECTORY, 0o700)
-            make_private_directory(self.path)
+            make_directory(self.path, 0o700)
             write_atomically(supervisor, STEP_SUPERVISOR.encode())
 
     def make(self, step_name: str, command: bytes) -> Tuple[int, List[str]]:
@@ -27116,7 +27064,7 @@ Order = HostAnswer = Dict[str, Any]
 def worker_stem(order: Order) -> str:
     """The path of a worker's files on this host, without their endings."""
     directory = os.path.join(state_directory(), 'workers')
-    make_private_directory(directory)
+    make_directory(directory, 0o700)
     name = f"{order['database']['id'][:12]}_wf{order['workflow_id']}_{socket.gethostname()}"
     return os.path.join(directory, name)
 
@@ -27597,7 +27545,7 @@ def start_tunnels(client: Client, orders: Dict[str, Order], ssh: Ssh) -> Dict[st
     """Fork the process that holds the tunnels of some workers; the first answer of each of these."""
     reader, writer = os.pipe()
     path = os.path.join(state_directory(), 'tunnels.log')
-    make_private_directory(state_directory())
+    make_directory(state_directory(), 0o700)
     fork_detached(Tunnels(client, orders, ssh, writer).run, writer, LogFile, path, MAX_EMBEDDED_LOG_BYTES, 2)
     os.close(writer)
     with os.fdopen(reader, encoding='utf-8') as pipe:
@@ -35323,7 +35271,7 @@ def served_database(session: Session, args: Arguments) -> str:
 def prepare_log(directory: str) -> str:
     """Path of the log in a directory, which is made if need be."""
     try:
-        make_private_directory(directory)
+        make_directory(directory, 0o700)
     except OSError as error:
         raise BadInput(f'cannot make the directory {directory}: {error.strerror}; '
                        'give another place with --log-dir') from None
@@ -35520,7 +35468,7 @@ RUN_OPTIONS = (
              'runner at once of new work', at_least(0.01, parse_seconds), default=DEFAULT_POLL_INTERVAL_S),
     Argument('--num-cpus', 'N', 'CPUs to use (default: by affinity and CPU quota)', at_least(1)),
     Argument('--memory-gb', 'N', 'memory to use, in GiB, or such as 512m (default: what is available)',
-             at_least(0, parse_gigabytes)),
+             at_least(0, lambda text: parse_memory(text, 'g') / MEMORY_SIZES['g'])),
     Argument('--num-gpus', 'N', 'GPUs to use (default: by CUDA_VISIBLE_DEVICES, else all)', at_least(0)),
     Argument('-j --max-parallel-jobs', 'N', 'run at most N jobs at a time, whatever they need', at_least(1)),
     Argument('--max-output-bytes', 'SIZE', "keep so much of a job's stdout, and of its stderr, such as 100m",
@@ -36076,7 +36024,7 @@ COMMANDS = (
     Command('events monitor', cmd_monitor_events, 'print events as they happen', (
         ASKED_WF,
         Argument('-d --duration', 'MINUTES', 'stop after this time (default: when interrupted)',
-                 at_least(0, parse_minutes)),
+                 at_least(0, lambda text: parse_duration(text, 60) / 60)),
         Argument('--level', 'LEVEL', ', '.join(SEVERITIES) + ': this and worse', one_of(*SEVERITIES),
                  default='info'),
         Argument('--filename', 'FILE', 'also append them to this file, one a line')),
