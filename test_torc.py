@@ -3361,13 +3361,16 @@ class ScenarioTest(ServiceTest):
         self.assertUnchanged(before)
 
     def see(self, key: str, with_attempt: bool = False) -> str:
-        """What a word of the right side stands for: a list that see_KEY() tells, or the status of a job."""
+        """What a word of the right side stands for: a list that see_KEY() tells, KEY of the last answer, or a job's status."""
         if hasattr(self, 'see_' + key):
             return ','.join(getattr(self, 'see_' + key)())
         if key.startswith('why_'):
             reason = self.call('explain_job', id=self.job_id(key[4:])).get('reason') or ''
             names = {str(node_id): name for name, node_id in self.nodes.items()}
             return re.sub(r'(?<=compute node )\d+', lambda match: names[match.group()], reason)
+        if isinstance(self.answer, dict) and key in self.answer:
+            value = self.answer[key]
+            return ','.join(map(str, value)) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else str(value)
         job = self.call('get_job', id=self.job_id(key))
         return job['status'] + (f"#{job['attempt_id']}" if with_attempt else '')
 
@@ -3398,19 +3401,12 @@ class ScenarioTest(ServiceTest):
         items = self.call('list_user_data', workflow_id=self.workflow_id)['items']
         return [item['name'].replace('__torc_lineage__', '') for item in items]
 
-    def see_iteration(self) -> List[str]:
-        return [str(self.answer['iteration'])]
-
     def see_due(self) -> List[str]:
         return [action['trigger_type'] for action in self.call('get_pending_actions', id=self.workflow_id)]
 
     def see_actions(self) -> List[str]:
         """Triggers of the actions that the last turn gave."""
         return [action['trigger_type'] for action in self.answer['actions']]
-
-    def see_canceled(self) -> List[str]:
-        """What the last turn said of the workflow."""
-        return [str(self.answer['is_canceled']).lower()]
 
     def see_revoked(self) -> List[str]:
         names = {self.job_id(name): name for name in self.statuses(self.workflow_id)}
@@ -3584,8 +3580,8 @@ class ScenarioTest(ServiceTest):
         is_node = name in self.nodes
         self.call('delete_compute_node' if is_node else 'delete_job', id=self.nodes[name] if is_node else self.job_id(name))
 
-    def do_leave(self, node: str) -> None:
-        self.call('update_compute_node', {'is_active': False}, id=self.node_id(node))
+    def do_leave(self, node: str, reason: Optional[str] = None) -> None:
+        self.call('update_compute_node', {'is_active': False, 'reason': reason}, id=self.node_id(node))
 
     def do_lose(self, node: str) -> None:
         """The process of a node is known to be gone."""
@@ -4810,7 +4806,48 @@ LACKS = (
     ('1 1g - 1 PT1M b,a', 'labels', 'a runner with --label a,b'))
 
 
-class ClaimTest(ScenarioTest):
+class PlacesTest(ScenarioTest):
+    """Scenarios of jobs with requirements: cells of make(), then fields of the scheduler s (there is t, too), then of the workflow."""
+
+    def begin(self, line: str) -> None:
+        jobs, scheduler, workflow = ([part.strip() for part in line.split('|')] + ['', ''])[:3]
+        self.schedulers = self.store.next_id('slurm_scheduler')
+        self.workflow_id = self.make(jobs.replace(' / ', '\n'), [dict({'name': 's'}, **self.fields(scheduler)), {'name': 't'}],
+                                     workflow=self.fields(workflow))
+        self.nodes, self.given, self.answer = {}, {}, {}
+
+    @staticmethod
+    def fields(text: str) -> Dict[str, Any]:
+        """'key=word key=3 key={...}' as a dict; _ stands for a blank in a word."""
+        pairs = (word.split('=', 1) for word in text.split())
+        return {key: json.loads(word) if word[0] == '{' or word.isdigit() and key != 'mem' else word.replace('_', ' ') for key, word in pairs}
+
+    def options(self, options: Dict[str, str]) -> Dict[str, Any]:
+        """Fields of a claim; `scheduler` is the place of one."""
+        given = {key: word.split(',') if key == 'labels' else int(word) if word.isdigit() else word for key, word in options.items()}
+        if 'strict' in given:
+            given['strict'] = True
+        if 'scheduler' in given:
+            given['scheduler_config_id'] = self.schedulers + given.pop('scheduler')
+        return given
+
+    def do_want(self, node: str, *nodes: str, of: str = '', **options: str) -> None:
+        """A runner asks for jobs by what is free of its nodes (CPUs/GiB/GPUs), `of` so much; without any by the queue."""
+        def sizes(words: Sequence[str]) -> List[Tuple[int, int, int]]:
+            cells = (word.split('/') for word in words)
+            return [(int(cpus), int(float(gib) * 1024 ** 3), int(gpus)) for cpus, gib, gpus in cells]
+        want = dict({'strategy': 'resources' if nodes or of else 'queue', 'limit': 100}, **self.options(options))
+        if nodes or of:
+            want.update(nodes=sizes(nodes), sizes=sizes(of.split(',') if of else nodes))
+        if node not in self.nodes:
+            self.nodes[node] = self.node(self.workflow_id, labels=want.get('labels'), **self.process(node))
+        self.turn(node, explain=True, survey=True, want=want)
+
+    def see_got(self) -> List[str]:
+        return [job['name'] for job in self.answer['jobs']]
+
+
+class ClaimTest(PlacesTest):
     """Which jobs a node gets, and what it is told of those that it will never get."""
     TABLE = 'small 1 1g - 1 PT10M / long 1 1g - 1 PT2H / wide 3 1g - 1 PT10M / fat 1 7g - 1 PT10M / urgent 1 1g - 1 PT1M - - - 5' \
         ' / gpu 1 1g 1 1 PT10M / two 4 1g - 2 PT10M / tagged 1 1g - 1 PT10M a,b'
@@ -4884,12 +4921,12 @@ class ClaimTest(ScenarioTest):
 
         whether jobs are left that a node may take is told by their labels
           plain / tagged 1 1g - 1 PT1M a,b
-          want n1 limit=0 -> left=true
-          want n2 limit=0 labels=c,b,a -> left=true
-          want n3 limit=0 labels=a -> left=false
-          set tagged disabled; want n2 limit=0 labels=c,b,a -> left=false
-          want n1 limit=0 -> left=true
-          set plain disabled; want n1 limit=0 -> left=false
+          want n1 limit=0 -> has_jobs_for_node=true
+          want n2 limit=0 labels=c,b,a -> has_jobs_for_node=true
+          want n3 limit=0 labels=a -> has_jobs_for_node=false
+          set tagged disabled; want n2 limit=0 labels=c,b,a -> has_jobs_for_node=false
+          want n1 limit=0 -> has_jobs_for_node=true
+          set plain disabled; want n1 limit=0 -> has_jobs_for_node=false
 
         there is nothing to wait for when nobody can take what is ready
           big 9
@@ -4910,33 +4947,6 @@ class ClaimTest(ScenarioTest):
           want n1 4/8/0 time_limit=PT12M -> claimable=false reason='jobs such as odd cannot run here: they need WHAT'
         '''
 
-    def begin(self, line: str) -> None:
-        """A workflow from cells of make(), with two schedulers."""
-        self.schedulers = self.store.next_id('slurm_scheduler')
-        self.workflow_id = self.make(line.replace(' / ', '\n'), [{'name': 's'}, {'name': 't'}])
-        self.nodes, self.given, self.answer = {}, {}, {}
-
-    def options(self, options: Dict[str, str]) -> Dict[str, Any]:
-        """Fields of a claim; `scheduler` is the place of one."""
-        given = {key: word.split(',') if key == 'labels' else int(word) if word.isdigit() else word for key, word in options.items()}
-        if 'strict' in given:
-            given['strict'] = True
-        if 'scheduler' in given:
-            given['scheduler_config_id'] = self.schedulers + given.pop('scheduler')
-        return given
-
-    def do_want(self, node: str, *nodes: str, of: str = '', **options: str) -> None:
-        """A runner asks for jobs by what is free of its nodes (CPUs/GiB/GPUs), `of` so much; without any by the queue."""
-        def sizes(words: Sequence[str]) -> List[Tuple[int, int, int]]:
-            cells = (word.split('/') for word in words)
-            return [(int(cpus), int(float(gib) * 1024 ** 3), int(gpus)) for cpus, gib, gpus in cells]
-        want = dict({'strategy': 'resources' if nodes or of else 'queue', 'limit': 100}, **self.options(options))
-        if nodes or of:
-            want.update(nodes=sizes(nodes), sizes=sizes(of.split(',') if of else nodes))
-        if node not in self.nodes:
-            self.nodes[node] = self.node(self.workflow_id, labels=want.get('labels'), **self.process(node))
-        self.turn(node, explain=True, survey=True, want=want)
-
     def do_offer(self, cpus: str, gib: str, nodes: str = '1', **options: str) -> None:
         """A claim as Torc's clients make it."""
         given = self.options(options)
@@ -4947,25 +4957,13 @@ class ClaimTest(ScenarioTest):
     def do_next(self, limit: str) -> None:
         self.answer = self.call('claim_next_jobs', id=self.workflow_id, limit=int(limit))
 
-    def see_got(self) -> List[str]:
-        return [job['name'] for job in self.answer['jobs']]
-
     def see_placed(self) -> List[str]:
         """Claimed jobs and the indexes of their nodes."""
         return [f"{job['name']}:{'+'.join(map(str, job['nodes']))}" for job in self.answer['jobs']]
 
-    def see_reason(self) -> List[str]:
-        return [self.answer['reason']]
-
     def see_told(self) -> List[str]:
         """Jobs that will never run here, and what they need."""
         return [notice.replace('jobs such as ', '').replace(' cannot run here: they need', ':') for notice in self.answer['notices']]
-
-    def see_claimable(self) -> List[str]:
-        return [str(self.answer['claimable']).lower()]
-
-    def see_left(self) -> List[str]:
-        return [str(self.answer['has_jobs_for_node']).lower()]
 
     def test_a_node_takes_what_fits_it_in_order(self):
         self.assertScenarios(self.SCENARIOS, TABLE=self.TABLE, BOUND=self.BOUND)
@@ -5102,7 +5100,7 @@ class CompletionTest(ScenarioTest):
 
         a canceled job that ran gets its result
           a / b: a
-          claim n1 a; cancel; sync n1 -> canceled=true
+          claim n1 a; cancel; sync n1 -> is_canceled=true
           END a terminated:143 -> a=canceled b=canceled results=a#1:143:canceled
 
         what a retry makes ready again waits for what has yet to run
@@ -5533,6 +5531,14 @@ class NodeTest(ScenarioTest):
           spawn d e; wait 1; sync n2 -> unfinished=2
           cancel; wait 1; sync n2 -> unfinished=0
 
+        a word that another has overtaken is not listened to
+          a / b
+          number n1 2 -> a=pending b=ready
+          number n1 1 -> refused='a later request'
+          # its transaction was carried out again
+          number n1 2 -> a=pending b=ready
+          number n1 3 -> a=pending b=ready
+
         what was never started spends no retry
           a
           claim n1 a; lose n1; claim n2 a; lose n2; claim n3 a; lose n3 -> a=ready#4
@@ -5610,11 +5616,12 @@ class NodeTest(ScenarioTest):
           claim n1 a; start a; lose n1; end a failed:3 by=n2 max_retries=3 -> a=ready#2 b=blocked
         '''
 
+    def do_number(self, node: str, turn: str) -> None:
+        """A turn of a runner that holds nothing, by its number."""
+        self.turn(node, turn=int(turn), held=[], want={'strategy': 'queue', 'limit': 1})
+
     def see_told(self) -> List[str]:
         return [f'{status}:{count}' for status, count in self.answer['jobs_by_status'].items()]
-
-    def see_unfinished(self) -> List[str]:
-        return [str(self.answer['unfinished'])]
 
     def test_what_becomes_of_the_jobs_of_nodes_that_go_away(self):
         self.assertScenarios(self.SCENARIOS, PAUSE=str(torc.MAX_RETRY_PAUSE_S))
@@ -5648,12 +5655,6 @@ class NodeTest(ScenarioTest):
             before = self.store.changes
             self.sync(workflow_id, node_id, lease_s=lease_s)
             self.assertEqual(written, self.store.changes - before)
-
-    def test_a_silent_node_is_named_with_its_jobs(self):
-        self.begin('a / b')
-        self.act('claim n1 a b; start a; wait 3661; look')
-        runner, = self.call('explain_waiting', id=self.workflow_id)['runners']
-        self.assertEqual((self.node_id('n1'), 1, 3661.0), (runner['compute_node_id'], runner['num_jobs'], runner['silent_s']))
 
     def test_only_a_node_that_says_so_is_at_work(self):
         workflow_id = self.create('a:')
@@ -5702,17 +5703,6 @@ class NodeTest(ScenarioTest):
             self.sync(workflow_id, node_id, **sent)
             found = self.call('get_workflow_status', id=workflow_id).get('walltime_seconds')
             self.assertEqual(wall_s, None if found is None else round(found, 1))
-
-    def test_a_word_that_another_has_overtaken_is_not_listened_to(self):
-        workflow_id = self.create('a:\nb:')
-        node_id = self.node(workflow_id)
-        want = {'strategy': 'queue', 'limit': 1}
-        self.sync(workflow_id, node_id, turn=2, held=[], want=want)
-        self.assertRefused('a later request', 'runner_sync',
-                           {'compute_node_id': node_id, 'run_id': 1, 'turn': 1, 'want': want}, id=workflow_id)
-        self.assertEqual({'a': 'pending', 'b': 'ready'}, self.statuses(workflow_id))
-        self.sync(workflow_id, node_id, turn=2, held=[])    # its transaction was carried out again
-        self.sync(workflow_id, node_id, turn=3, held=[])
 
     def test_a_registration_whose_answer_was_lost_leaves_no_second_node(self):
         workflow_id = self.create('a:')
@@ -5834,385 +5824,393 @@ class StepAccountsTest(ServiceTest):
         rows = self.call('list_results', workflow_id=self.workflow_id, all_runs=True)['items']
         self.assertEqual({1: 100, 2: 200}, {row['attempt_id']: row['peak_memory_bytes'] for row in rows})
 
-    def test_a_row_that_cannot_be_right_is_refused(self):
-        for figures in ({'max_rss_bytes': 'x'}, {'ave_cpu_seconds': 'x'}, {'max_rss_bytes': 1 << 70}):
-            self.assertRefused('accounting', 'runner_sync', {
-                'compute_node_id': self.node_id, 'run_id': 1, 'accounting': [dict(figures, job_id=1, attempt_id=1)]}, id=self.workflow_id)
 
-
-class WaitingTest(ServiceTest):
+class WaitingTest(PlacesTest):
     """Why ready jobs do not run, and what actions and allocations wait for."""
-    NOWHERE = 'no runner or allocation can take it: it needs '
+    SCENARIOS = '''
+        jobs without a runner wait for one, and those that need the same are one group
+          a / b 2 / c 1 1g - 1 PT1M - - a
+          -> ready=a:no_runner:2 because='a: waits for a runner'
+          cancel -> ready= actions=
 
-    def waiting(self, workflow_id: int, **more: Any) -> Any:
-        return self.call('explain_waiting', workflow_id=workflow_id, **more)
+        a runner is taken as it last asked for work, and is busy while it has jobs
+          a / big 9 1g - 1 PT9H
+          node n1 -> ready=big:lacks:1,a:next_turn:1
+          claim n1 a limit=1 -> ready=big:busy:1 because='big: the runners that can take it are busy' runners=n1:1:0
+          wait 3661 -> runners=n1:1:3661
+          leave n1 -> ready=a:no_runner:2 runners=
 
-    def reasons(self, workflow_id: int) -> Dict[str, Tuple[str, int, str]]:
-        """First job of each group -> (code, number, reason)."""
-        return {group['job_name']: (group['code'], group['count'], group['reason']) for group in self.waiting(workflow_id)['ready']}
+        a runner that takes its own scheduler's jobs only is no place for others
+          mine 1 1g - 1 PT1M - 0 / other 1 1g - 1 PT1M - 1 / any
+          node n1; -> ready=mine:next_turn:3
+          want n1 4/8/0 limit=0 scheduler=0 strict=true -> ready=other:lacks:1,mine:next_turn:2 because='other: LACKS an allocation of scheduler t,...'
 
-    def codes(self, workflow_id: int) -> str:
-        """'job: code number' of each group."""
-        return ', '.join(f'{name}: {code} {count}' for name, (code, count, _) in self.reasons(workflow_id).items())
+        why the last runner left is told while jobs are ready
+          a
+          leave n1 'no job is started' -> said='...compute node n1 (h) left: no job is started...'
+
+        an allocation that is requeued is awaited until its runner is back
+          a
+          allocate 71 active -> ready=a:allocation:1 because='a: waits for allocation A (scheduler s)' unless_A=a:no_runner:1
+          node n1 job=71 -> ready=a:next_turn:1
+
+        allocations are listed with their runners and the time that these have left
+          a
+          allocate 71 active; allocate 72; allocate 70 complete; node n1 job=71 left=60; node n2 job=71 left=90
+          -> allocations=A:71:active:s:2:90,B:72:pending:s:0:None
+
+        a pending allocation is awaited only by what it has room and time for
+          fits 64 4g 2 2 PT1H / slow 1 4g 2 1 PT65M / label 1 1g - 1 PT1H x | walltime=01:00:00 mem=4G gres=gpu:2 nodes=2 ntasks_per_node=64
+          allocate 71
+          -> because='slow: LACKS a runtime of PT1H5M, and allocation A (scheduler s) has PT1H left (walltime),label: LACKS a runner with --label x,...'
+          -> ready=slow:lacks:1,label:lacks:1,fits:allocation:1
+        '''
+    ROOMLESS = '''
+        what a job lacks in an allocation is told with both amounts and the field
+          odd CELLS | walltime=01:00:00 mem=4G gres=gpu:2 nodes=2 ntasks_per_node=64
+          allocate 71 -> because='odd: LACKS WHAT, and allocation A (scheduler s) has HAS'
+        '''
+    FIELDS = (('1 5g - 1 PT1H', '5.0GB of memory', '4.0GB (mem)'), ('1 1g 3 1 PT1H', '3 GPUs', '2 (gres)'), ('1 1g - 3', '3 nodes', '2 (nodes)'),
+              ('65 1g - 1 PT1H', '65 CPUs', '64 (ntasks_per_node)'))
+    LACKING = '''
+        each thing that a runner lacks is told with both amounts and the option
+          odd CELLS / fine 1 1g - 1 PT12M
+          node n1 left=600 -> ready=odd:lacks:1,fine:next_turn:1 lacking=NAME
+          -> because='odd: LACKS WHAT,fine: a runner can take it in its next turn'
+        '''
+    LATE = '''
+        by queue depth the last tenth counts, or what the workflow states, and the runtime
+          a 9 9g / long 1 1g - 1 PT20M | | MIN
+          node n1 left=LEFT total=1000; want n1 limit=0 time_limit=LIMIT -> ready=long:lacks:1,a:CODE:1 because='long: ...,a: WHY'
+          want n1 time_limit=PT19M -> got=a
+        '''
+    QUEUED = '''
+        an allocation that is too short for what the workflow states is not waited for
+          a | walltime=WALLTIME | compute_node_min_time_for_new_jobs_seconds=300 execution_config=CONFIG
+          allocate 71 pending JOBS -> ready=a:CODE:1 because='a: WHY'
+        '''
+    OPEN = '''
+        what a scheduler leaves open is no lack
+          big 99 900g 8 1 PT1H | SCHEDULER | DEFAULTS
+          allocate 71 -> ready=big:CODE:1
+        '''
+    CONFIGS = (     # a scheduler, its workflow, and whether a large job waits for its allocation
+        ('extra=--gpus-per-node=8', '', 'allocation'), ('mem=0', '', 'lacks'), ('', 'slurm_defaults={"gpus-per-node":"8"}', 'allocation'),
+        ('mem=0 gres=gpu:8', '', 'allocation'), ('gres=gpu:8 ntasks_per_node=8 extra=--exclusive', '', 'allocation'),
+        ("extra=-G_8_-c4 ntasks_per_node=8", '', 'allocation'), ('', 'slurm_defaults={"account":"gpu-lab"}', 'lacks'),
+        ('gres=gpu:8 ntasks_per_node=8', 'slurm_defaults={"qos":"nonexclusive"}', 'lacks'))
+
+    def assertScenarios(self, text: str, **words: str) -> None:
+        super().assertScenarios(text, **words, LACKS='no runner or allocation can take it: it needs')
+
+    def do_node(self, name: str, left: str = '', total: str = '', job: str = '') -> None:
+        """A runner, of an allocation that lasts so many seconds more, in a Slurm job."""
+        times = {'end_time': torc.format_time(self.clock + int(left)), 'start_time': torc.format_time(
+            self.clock - int(total or left) + int(left))} if left else {}
+        self.nodes[name] = self.node(self.workflow_id, **times, **self.process(name), **(
+            {'scheduler_config_id': self.schedulers, 'scheduler': {'slurm_job_id': int(job)}} if job else {}))
 
     def allocate(self, workflow_id: int, scheduler_id: int, slurm_job_id: int = 71, status: str = 'pending') -> int:
         return self.call('create_scheduled_compute_node', {
             'workflow_id': workflow_id, 'scheduler_id': slurm_job_id, 'scheduler_config_id': scheduler_id,
             'status': status, 'scheduler_type': 'slurm'})['id']
 
-    def schedulers(self, workflow_id: int) -> Dict[str, int]:
-        return {row['name']: row['id'] for row in self.call('list_slurm_schedulers', workflow_id=workflow_id)['items']}
+    def do_allocate(self, slurm_job_id: str, status: str = 'pending', max_parallel_jobs: str = '') -> None:
+        """An allocation of the first scheduler."""
+        number = self.allocate(self.workflow_id, self.schedulers, int(slurm_job_id), status)
+        self.given_allocations.append(number)
+        self.store.run('UPDATE scheduled_compute_node SET submission = ? WHERE id = ?',
+                       (json.dumps({'max_parallel_jobs': int(max_parallel_jobs or 0)}), number))
 
-    def test_jobs_without_a_runner_wait_for_one_and_those_that_need_the_same_are_one_group(self):
-        workflow_id = self.make('a\nb 2\nc 1 1g - 1 PT1M - - a')
-        self.assertEqual({'a': ('no_runner', 2, 'waits for a runner')}, self.reasons(workflow_id))
-        found = self.waiting(workflow_id)
-        self.assertEqual(('a', 1, []), (found['explanation']['blockers'][0]['job_name'], found['status']['jobs_by_status']['blocked'],
-                                        found['runners']))
-        self.call('cancel_workflow', id=workflow_id)
-        found = self.waiting(workflow_id)
-        self.assertEqual(([], [], True), (found['ready'], found['actions'], found['status']['is_canceled']))
+    def begin(self, line: str) -> None:
+        super().begin(line)
+        self.given_allocations = []     # type: List[int]
 
-    def test_each_thing_that_a_runner_lacks_is_told_with_both_amounts_and_the_option(self):
+    def waiting(self, **more: Any) -> Any:
+        return self.call('explain_waiting', workflow_id=self.workflow_id, **more)
+
+    def named(self, text: str) -> str:
+        """A reason with the names of these scenarios in place of ids."""
+        names = {**{f'compute node {number}': f'compute node {name}' for name, number in self.nodes.items()},
+                 **{f'allocation {number}': f'allocation {name}' for name, number in zip('ABC', self.given_allocations)},
+                 **{f'scheduler {self.schedulers + place}': f'scheduler {name}' for place, name in enumerate('st')}}
+        return re.sub(r'(compute node|allocation|scheduler) \d+', lambda match: names[match.group()], text)
+
+    def see_ready(self, **more: Any) -> List[str]:
+        """'first job:code:number' of each group."""
+        return ['{job_name}:{code}:{count}'.format(**group) for group in self.waiting(**more)['ready']]
+
+    def see_unless_A(self) -> List[str]:
+        """The same, if the first allocation is known to be over."""
+        return self.see_ready(ended=self.given_allocations[:1])
+
+    def see_because(self) -> List[str]:
+        return [self.named(f"{group['job_name']}: {group['reason']}") for group in self.waiting()['ready']]
+
+    def see_said(self) -> List[str]:
+        """What `status` says of it."""
+        status = dict(self.call('get_workflow_status', id=self.workflow_id), explanation=self.call('explain_workflow', id=self.workflow_id))
+        return [self.named('\n'.join(torc.format_explanation(status, torc.PLAIN, 'torc.py')))]
+
+    def see_lacking(self) -> List[str]:
+        return [lack['name'] for lack in self.waiting()['ready'][0]['lacks']]
+
+    def see_actions(self) -> List[str]:
+        return [action['reason'] for action in self.waiting()['actions']]
+
+    def see_runners(self) -> List[str]:
+        """'node:jobs:seconds of silence' of those at work."""
+        names = {number: name for name, number in self.nodes.items()}
+        return [f"{names[row['compute_node_id']]}:{row['num_jobs']}:{row['silent_s']:.0f}" for row in self.waiting()['runners']]
+
+    def see_allocations(self) -> List[str]:
+        found = self.waiting()
+        runners = collections.Counter(row['slurm_job_id'] for row in found['runners'])
+        for row in found['allocations']:
+            self.assertEqual(runners[str(row['slurm_job_id'])], row['num_runners'])
+        return ['{}:{slurm_job_id}:{status}:{scheduler_name}:{num_runners}:{remaining_seconds}'.format(name, **row)
+                for name, row in zip('ABC', found['allocations'])]
+
+    def test_what_ready_jobs_wait_for(self):
+        self.assertScenarios(self.SCENARIOS)
         for cells, name, what in LACKS:
-            with self.subTest(name):
-                workflow_id = self.make(f'odd {cells}\nfine 1 1g - 1 PT12M')
-                node_id = self.node(workflow_id, end_time=torc.format_time(self.clock + 600))
-                needs = what.replace('NODE', f'compute node {node_id} (h)')
-                self.assertEqual({'odd': ('lacks', 1, self.NOWHERE + needs), 'fine': ('next_turn', 1, 'a runner can take it in its next turn')},
-                                 self.reasons(workflow_id))
-                lack, = self.waiting(workflow_id)['ready'][0]['lacks']
-                self.assertEqual((name, True), (lack['name'], lack['needs'] in what))
+            self.assertScenarios(self.LACKING, CELLS=cells, NAME=name, WHAT=what.replace('NODE', 'compute node n1 (h)'))
+        for cells, what, has in self.FIELDS:
+            self.assertScenarios(self.ROOMLESS, CELLS=cells, WHAT=what, HAS=has)
+        for scheduler, defaults, code in self.CONFIGS:
+            self.assertScenarios(self.OPEN, SCHEDULER=scheduler, DEFAULTS=defaults, CODE=code)
 
-    def test_a_runner_is_taken_as_it_last_asked_for_work_and_is_busy_while_it_has_jobs(self):
-        workflow_id = self.make('a\nbig 9 1g - 1 PT9H')
-        node_id = self.node(workflow_id)
-        self.assertEqual('big: lacks 1, a: next_turn 1', self.codes(workflow_id))
-        self.assertEqual(['a'], list(self.claim(workflow_id, node_id, 1)))
-        self.assertEqual({'big': ('busy', 1, 'the runners that can take it are busy')}, self.reasons(workflow_id))
-        self.assertEqual([(node_id, 1)], [(row['compute_node_id'], row['num_jobs']) for row in self.waiting(workflow_id)['runners']])
-        self.call('update_compute_node', {'is_active': False}, id=node_id)
-        self.assertEqual('a: no_runner 2', self.codes(workflow_id))
-        self.assertNotIn(node_id, self.service.nodes)
-
-    def test_by_queue_depth_the_last_tenth_and_the_runtime_count_and_what_the_workflow_states_holds(self):
+    def test_what_is_too_late_or_too_short_to_begin_jobs_is_told(self):
         late = 'no job is started when less than {} s are left of {}'
-        for stated, left_s, found in ((None, 500, 'next_turn'), (None, 90, 'late'), (300, 290, 'late'), (0, 20, 'next_turn')):
-            workflow_id = self.make('a 9 9g\nlong 1 1g - 1 PT20M',
-                                    workflow={} if stated is None else {'compute_node_min_time_for_new_jobs_seconds': stated})
-            node_id = self.node(workflow_id, start_time=torc.format_time(self.clock - 1000 + left_s), end_time=torc.format_time(self.clock + left_s))
-            answer = self.sync(workflow_id, node_id, want={'strategy': 'queue', 'limit': 0, 'time_limit': f'PT{left_s + 120}S'})
-            self.assertEqual([], answer['jobs'])
-            reason = late.format(300 if stated else 100, f'compute node {node_id} (h)') if found == 'late' else torc.WAIT_REASONS[found]
-            with self.subTest(stated=stated, left_s=left_s):
-                reasons = self.reasons(workflow_id)
-                self.assertEqual((found, 1, reason), reasons['a'])
-                self.assertIn('a runtime of PT20M, and compute node', reasons['long'][2])
-                claimed = self.sync(workflow_id, node_id, want={'strategy': 'queue', 'limit': 9, 'time_limit': 'PT19M'})
-                self.assertEqual(['a'], [job['name'] for job in claimed['jobs']])
-        for walltime, jobs, config, found in (('00:03:00', 2, {}, 'late'), ('00:03:00', None, {}, 'allocation'), ('00:06:00', 2, {}, 'allocation'),
-                                              ('00:03:00', None, {'srun_termination_signal': 'TERM@60'}, 'late'),
-                                              ('00:03:00', None, {'mode': 'direct'}, 'allocation')):
-            workflow_id = self.make('a', [{'name': 's', 'walltime': walltime}], workflow={
-                'compute_node_min_time_for_new_jobs_seconds': 300, 'execution_config': config})
-            number = self.allocate(workflow_id, self.schedulers(workflow_id)['s'])
-            self.store.run('UPDATE scheduled_compute_node SET submission = ?', (json.dumps({'max_parallel_jobs': jobs}),))
-            with self.subTest(walltime, jobs=jobs, config=config):
-                place = f'allocation {number} (scheduler s)'
-                reason = late.format(300 if jobs else 180, place) if found == 'late' else f'waits for {place}'
-                self.assertEqual({'a': (found, 1, reason)}, self.reasons(workflow_id))
-
-    def test_why_the_last_runner_left_is_told_while_jobs_are_ready(self):
-        workflow_id = self.make('a')
-        node_id = self.node(workflow_id)
-        self.call('update_compute_node', {'is_active': False, 'reason': 'no job is started'}, id=node_id)
-        status = dict(self.call('get_workflow_status', id=workflow_id), explanation=self.call('explain_workflow', id=workflow_id))
-        for is_part in (False, True):
-            self.assertIn(f'compute node {node_id} (h) left: no job is started', '\n'.join(torc.format_explanation(status, torc.PLAIN, 'torc.py', is_part)))
-
-    def test_a_runner_that_takes_its_own_schedulers_jobs_only_is_no_place_for_others(self):
-        workflow_id = self.make('mine 1 1g - 1 PT1M - 0\nother 1 1g - 1 PT1M - 1\nany', [{'name': 's'}, {'name': 't'}])
-        ids = self.schedulers(workflow_id)
-        node_id = self.node(workflow_id, scheduler_config_id=ids['s'])
-        sizes = [[4, 8 << 30, 0]]
-        want = {'strategy': 'resources', 'limit': 0, 'nodes': sizes, 'sizes': sizes, 'strict': True, 'scheduler_config_id': ids['s']}
-        self.assertEqual('mine: next_turn 3', self.codes(workflow_id))
-        self.sync(workflow_id, node_id, want=want)
-        self.assertEqual({'other': ('lacks', 1, self.NOWHERE + f"an allocation of scheduler {ids['t']}"),
-                          'mine': ('next_turn', 2, 'a runner can take it in its next turn')}, self.reasons(workflow_id))
-
-    def test_a_pending_allocation_is_awaited_only_by_what_it_has_room_and_time_for(self):
-        workflow_id = self.make("""
-            fits   64  4g  2  2  PT1H
-            slow   1   4g  2  1  PT65M
-            fat    1   5g  -  1  PT1H
-            gpus   1   1g  3  1  PT1H
-            wide   1   1g  -  3  PT1H
-            thick  65  1g  -  1  PT1H
-            label  1   1g  -  1  PT1H  x
-        """, [{'name': 's', 'walltime': '01:00:00', 'mem': '4G', 'gres': 'gpu:2', 'nodes': 2, 'ntasks_per_node': 64}])
-        place = f"allocation {self.allocate(workflow_id, self.schedulers(workflow_id)['s'])} (scheduler s)"
-        lacks = {'slow': f'a runtime of PT1H5M, and {place} has PT1H left (walltime)', 'fat': f'5.0GB of memory, and {place} has 4.0GB (mem)',
-                 'gpus': f'3 GPUs, and {place} has 2 (gres)', 'wide': f'3 nodes, and {place} has 2 (nodes)',
-                 'thick': f'65 CPUs, and {place} has 64 (ntasks_per_node)', 'label': 'a runner with --label x'}
-        self.assertEqual(dict({name: ('lacks', 1, self.NOWHERE + lack) for name, lack in lacks.items()},
-                              fits=('allocation', 1, f'waits for {place}')), self.reasons(workflow_id))
-
-    def test_an_allocation_that_is_requeued_is_awaited_until_its_runner_is_back(self):
-        workflow_id = self.make('a', [{'name': 's'}])
-        config_id = self.schedulers(workflow_id)['s']
-        allocation_id = self.allocate(workflow_id, config_id, 71, 'active')
-        self.assertEqual({'a': ('allocation', 1, f'waits for allocation {allocation_id} (scheduler s)')}, self.reasons(workflow_id))
-        found = self.waiting(workflow_id, ended=[allocation_id])
-        self.assertEqual(['no_runner'], [group['code'] for group in found['ready']])
-        self.node(workflow_id, scheduler_config_id=config_id, scheduler={'slurm_job_id': 71})
-        self.assertEqual('a: next_turn 1', self.codes(workflow_id))
-
-    def test_what_a_scheduler_leaves_open_is_no_lack(self):
-        for scheduler, workflow, code in (
-                ({'extra': '--gpus-per-node=8'}, {}, 'allocation'), ({'mem': '0'}, {}, 'lacks'),
-                ({}, {'slurm_defaults': {'gpus-per-node': '8'}}, 'allocation'), ({'mem': '0', 'gres': 'gpu:8'}, {}, 'allocation'),
-                ({'gres': 'gpu:8', 'ntasks_per_node': 8, 'extra': '--exclusive'}, {}, 'allocation'),
-                ({'extra': '-G 8 -c4', 'ntasks_per_node': 8}, {}, 'allocation'), ({}, {'slurm_defaults': {'account': 'gpu-lab'}}, 'lacks'),
-                ({'gres': 'gpu:8', 'ntasks_per_node': 8}, {'slurm_defaults': {'qos': 'nonexclusive'}}, 'lacks')):
-            with self.subTest(scheduler=scheduler, workflow=workflow):
-                workflow_id = self.make('big 99 900g 8 1 PT1H', [dict(scheduler, name='s')], workflow=workflow)
-                self.allocate(workflow_id, self.schedulers(workflow_id)['s'])
-                self.assertEqual(f'big: {code} 1', self.codes(workflow_id))
-
-    def test_allocations_are_listed_with_their_runners_and_the_time_that_these_have_left(self):
-        workflow_id = self.make('a', [{'name': 's', 'partition': 'main'}])
-        config_id = self.schedulers(workflow_id)['s']
-        first, second, _ = (self.allocate(workflow_id, config_id, *row) for row in ((71, 'active'), (72, 'pending'), (70, 'complete')))
-        for left_s in (60, 90):
-            self.node(workflow_id, scheduler_config_id=config_id, end_time=torc.format_time(self.clock + left_s),
-                      scheduler={'scheduler_id': first, 'slurm_job_id': 71})
-        found = self.waiting(workflow_id)
-        keys = ('allocation_id', 'slurm_job_id', 'status', 'scheduler_name', 'num_runners', 'remaining_seconds')
-        self.assertEqual([(first, 71, 'active', 's', 2, 90), (second, 72, 'pending', 's', 0, None)],
-                         [tuple(row[key] for key in keys) for row in found['allocations']])
-        self.assertEqual(['71', '71'], [row['slurm_job_id'] for row in found['runners']])
+        for stated, left_s, code in (('', 500, 'next_turn'), ('', 90, 'late'), ('300', 290, 'late'), ('0', 20, 'next_turn')):
+            why = late.format(stated or 100, 'compute node n1 (h)') if code == 'late' else torc.WAIT_REASONS[code]
+            self.assertScenarios(self.LATE, LEFT=str(left_s), LIMIT=f'PT{left_s + 120}S', CODE=code, WHY=why,
+                                 MIN=f'compute_node_min_time_for_new_jobs_seconds={stated}' if stated else '')
+        for walltime, jobs, config, code in (('00:03:00', '2', {}, 'late'), ('00:03:00', '', {}, 'allocation'), ('00:06:00', '2', {}, 'allocation'),
+                                             ('00:03:00', '', {'srun_termination_signal': 'TERM@60'}, 'late'),
+                                             ('00:03:00', '', {'mode': 'direct'}, 'allocation')):
+            place = 'allocation A (scheduler s)'
+            self.assertScenarios(self.QUEUED, WALLTIME=walltime, JOBS=jobs, CODE=code, CONFIG=json.dumps(config).replace(' ', ''),
+                                 WHY=late.format(300 if jobs else 180, place) if code == 'late' else f'waits for {place}')
 
     def test_an_action_tells_what_it_waits_for_and_a_due_one_promises_its_allocation(self):
         nodes = {'action_type': 'schedule_nodes', 'action_config': {'scheduler': 0, 'scheduler_type': 'slurm', 'num_allocations': 3}}
         commands = {'action_type': 'run_commands', 'action_config': {'commands': ['x']}}
-        workflow_id = self.make('a\nb 1 1g - 1 PT1M - - a\nc 1 1g - 1 PT9H', [{'name': 's', 'walltime': '01:00:00'}], False, actions=[
+        self.nodes, self.schedulers, self.given_allocations = {}, self.store.next_id('slurm_scheduler'), []
+        self.workflow_id = self.make('a\nb 1 1g - 1 PT1M - - a\nc 1 1g - 1 PT9H', [{'name': 's', 'walltime': '01:00:00'}], False, actions=[
             dict(nodes, trigger_type='on_jobs_ready', job_indexes=[0, 1]), dict(commands, trigger_type='on_jobs_complete', job_indexes=[0]),
             dict(commands, trigger_type='on_workflow_complete'), dict(nodes, trigger_type='on_workflow_start')])
-        self.assertEqual('waits for the start of the workflow', self.waiting(workflow_id)['actions'][3]['reason'])
-        self.call('initialize_jobs', id=workflow_id)
-        actions = self.waiting(workflow_id)['actions']
+        self.assertEqual('waits for the start of the workflow', self.see_actions()[3])
+        self.call('initialize_jobs', id=self.workflow_id)
         self.assertEqual(['waits until its jobs are ready: 1 of 2 are, not yet b (blocked)',
                           'waits until its jobs have ended: 0 of 1 have, not yet a (ready)', 'waits for the end of the workflow',
-                          'is due: `submit` or a runner carries it out'], [action['reason'] for action in actions])
+                          'is due: `submit` or a runner carries it out'], self.see_actions())
+        actions = self.waiting()['actions']
         self.assertEqual([('s', 3), (None, None)], [(action['scheduler_name'], action['num_allocations']) for action in actions[:2]])
-        action_id = actions[3]['action_id']
-        place = f'action {action_id} (scheduler s)'
-        self.assertEqual({'a': ('action', 1, f'waits until {place} is carried out'),
-                          'c': ('lacks', 1, self.NOWHERE + f'a runtime of PT9H, and {place} has PT1H left (walltime)')}, self.reasons(workflow_id))
-        self.call('claim_action', {'compute_node_id': None}, id=workflow_id, action_id=action_id)
-        self.assertEqual('a: no_runner 2', self.codes(workflow_id))
-        self.store.run("UPDATE workflow_action SET failure = 'sbatch: no' WHERE id = ?", (action_id,))
-        self.assertEqual('failed: sbatch: no', self.waiting(workflow_id)['actions'][3]['reason'])
+        number = actions[3]['action_id']
+        self.assertEqual([f'c: no runner or allocation can take it: it needs a runtime of PT9H, and action {number} (scheduler s) has PT1H '
+                          'left (walltime)', f'a: waits until action {number} (scheduler s) is carried out'], self.see_because())
+        self.call('claim_action', {'compute_node_id': None}, id=self.workflow_id, action_id=number)
+        self.store.run("UPDATE workflow_action SET failure = 'sbatch: no' WHERE id = ?", (number,))
+        self.assertEqual((['a:no_runner:2'], 'failed: sbatch: no'), (self.see_ready(), self.see_actions()[3]))
 
     def test_its_cost_grows_with_the_kinds_of_jobs_only_and_not_with_those_that_wait_for_the_same(self):
-        def statements(workflow_id: int, found: str) -> int:
+        def statements(jobs: str, found: str) -> int:
             calls = []      # type: List[str]
+            self.begin(jobs)
+            if 'next_turn' in found:
+                self.act('node n1')
             self.store.connection.set_trace_callback(lambda text: calls.append(text) if not text.startswith('--') else None)
-            self.assertEqual(found, self.codes(workflow_id))
+            self.assertEqual([found], self.see_ready())
             self.store.connection.set_trace_callback(None)
             return len(calls)
 
-        def one_kind(count: int) -> int:
-            names = [f'j{i}' for i in range(count)]
-            workflow_id = self.create(':\n'.join([*names, 'z: ' + ' '.join(names)]))
-            self.node(workflow_id)
-            return statements(workflow_id, f'j0: next_turn {count}')
+        def alike(count: int) -> int:
+            return statements(' / '.join(f'j{i}' for i in range(count)), f'j0:next_turn:{count}')
 
         def kinds(count: int) -> int:
-            return statements(self.make('\n'.join(f'j{i} {i + 1}' for i in range(count))), f'j0: no_runner {count}')
-        self.waiting(self.create('x:'))     # the columns of a table are asked for once
-        self.assertEqual((one_kind(20), kinds(2)), (one_kind(2000), kinds(40)))
+            return statements(' / '.join(f'j{i} {i + 1}' for i in range(count)), f'j0:no_runner:{count}')
+        alike(1)     # the columns of a table are asked for once
+        self.assertEqual((alike(20), kinds(2)), (alike(200), kinds(40)))
 
     def test_of_very_many_groups_those_with_the_most_jobs_are_told(self):
-        workflow_id = self.make('\n'.join(f'j{i} {i + 5}' for i in range(torc.WAITING_EXPLAINED + 9)))
-        self.node(workflow_id)
-        groups = self.waiting(workflow_id)['ready']
-        self.assertEqual((torc.WAITING_EXPLAINED, {('lacks', 1)}), (len(groups), {(group['code'], group['count']) for group in groups}))
+        self.begin(' / '.join(f'j{i} {i + 5}' for i in range(torc.WAITING_EXPLAINED + 9)))
+        self.act('node n1')
+        self.assertEqual((torc.WAITING_EXPLAINED, {'lacks:1'}), (len(self.see_ready()), {row.partition(':')[2] for row in self.see_ready()}))
 
     def test_the_time_that_is_left_is_set_beside_the_run_times_of_ready_jobs(self):
-        workflow_id = self.make('\n'.join(f'{name} 1 1g - 1 {runtime}' for name, runtime in zip('abcd', ('PT1M', 'PT20M', 'PT30M', 'PT2H'))))
-        empty = self.call('diagnose_workflow', workflow_id=workflow_id)
+        self.begin('a 1 1g - 1 PT1M / b 1 1g - 1 PT20M / c 1 1g - 1 PT30M / d 1 1g - 1 PT2H')
+        empty = self.call('diagnose_workflow', workflow_id=self.workflow_id)
         self.assertEqual((0, None, False, 4), (empty['active_allocations'], empty['allocation_remaining'], empty['runtime_blocked'],
                                                empty['ready_jobs']))
-        for left_s in (600, 1200, 1800):
-            self.node(workflow_id, end_time=torc.format_time(self.clock + left_s))
+        self.act('node n1 left=600; node n2 left=1200; node n3 left=1800')
         self.assertEqual({
-            'workflow_id': workflow_id, 'active_allocations': 3, 'allocations_with_walltime': 3, 'allocations_unlimited': 0,
+            'workflow_id': self.workflow_id, 'active_allocations': 3, 'allocations_with_walltime': 3, 'allocations_unlimited': 0,
             'has_unlimited_allocation': False, 'ready_jobs': 4, 'ready_jobs_with_runtime': 4,
             'allocation_remaining': {'count': 3, 'min_seconds': 600, 'median_seconds': 1200, 'max_seconds': 1800},
             'ready_job_runtime': {'count': 4, 'min_seconds': 60, 'median_seconds': 1500, 'max_seconds': 7200},
             'runtime_blocked_jobs': 1, 'allocations_too_short_for_longest': 3, 'runtime_blocked': True},
-            self.call('diagnose_workflow', workflow_id=workflow_id))
-        self.node(workflow_id)
-        found = self.call('diagnose_workflow', workflow_id=workflow_id)
+            self.call('diagnose_workflow', workflow_id=self.workflow_id))
+        self.act('node n4')
+        found = self.call('diagnose_workflow', workflow_id=self.workflow_id)
         self.assertEqual((True, 0, False), (found['has_unlimited_allocation'], found['runtime_blocked_jobs'], found['runtime_blocked']))
 
 
-class SubmissionRecordTest(ServiceTest):
-    """An allocation's row is the intent to submit it: made once, held by one, and never lost."""
+class SubmissionRecordTest(ScenarioTest):
+    """An allocation's row is the intent to submit it: made once, held by one, and never lost.
+
+    A second part of a scenario's jobs is the trigger of its action, which submits two, with the jobs of that. Allocations are named
+    by numbers from 1 on, with + if no Slurm job can name them yet.
+    """
+    SCENARIOS = '''
+        an action is taken once, and its rows are there before anything is submitted
+          a / b: a
+          take me action -> got=1+,2+ records=1:0:pending,2:0:pending action=true: submitters= idle=
+          take other action -> got= submitters=me idle=
+          report me 1=41 2=42 -> surplus= records=1:41:pending,2:42:pending
+          take me action -> got=
+
+        what a submitter leaves is taken over when it is known to be dead or its time is over
+          a
+          take dead action; report dead 1=41; take me -> got=
+          take me dead -> got=2
+          wait 61; take third -> got=2
+          report me 2=late -> records=1:41:pending,2:0:pending
+          report third 2=78; report third 2=77 -> surplus=77 records=1:41:pending,2:78:pending
+
+        a refused action has failed and is due again unless it got some; a runner does not try for ever
+          a
+          take me action; report me 1='Invalid account' 2='Invalid account'
+          -> records= action='false:2 allocations were refused by Slurm: Invalid account'
+          turn n1 -> got=
+          take me action -> got=3+,4+
+          report me 3=41 4='Too many jobs' -> records=3:41:pending action='true:1 allocations were refused by Slurm: Too many jobs'
+
+        canceling makes what is submitted late surplus
+          a
+          take me action; close 1; drop 2; cancel; report me 1=41 2=42 -> surplus=41,42
+          take me action -> refused='was canceled: nothing is submitted for it'
+
+        more allocations than Slurm takes are refused
+          a | on_workflow_start num_allocations=1000000000
+          take me action -> refused='1000000000 allocations are more than Slurm takes: at most 10000'
+          turn n1 -> got= records= action='false:1000000000 allocations are more than Slurm takes...'
+
+        without its scheduler nothing is submitted and nobody is held up
+          a
+          take me new=1; unschedule; take me action -> refused='has no slurm scheduler'
+          turn n1 -> got= records= action='false:...has no slurm scheduler...'
+
+        what on_jobs_ready names is all that its allocations are for
+          a / b | on_jobs_ready a
+          claim n1 a b; end a; take me action -> got= idle=1 action=true:
+        '''
+    IDLE = '''
+        nothing is submitted for jobs that have nothing left to do
+          a / b | TRIGGER
+          claim n1 a b; end a; take me action -> got=1+,2+ idle=
+          reset forced; init; claim n2 a b; end a; end b; take me action -> idle=1 action=true: records=1:0:pending,2:0:pending
+        '''
+    RUNNERS = '''
+        a runner gets due allocations, and those of a lost one go to the next
+          a / b: a | on_jobs_complete a
+          claim n1 a; turn n1 -> got=
+          end a; turn n1 -> got=1+,2+
+          turn n2 -> got=
+          # the answer that had brought 1 was lost
+          turn n1 held=2 -> got=1
+          turn n1 held=1,2 1=41 -> got= surplus= records=1:41:pending,2:0:pending
+          LEAVE n1; turn n2 -> got=2
+        '''
     SETTINGS = {'output_dir': '/o', 'directory': '/d'}
+    REPEATS = ScenarioTest.REPEATS | {'report'}
 
-    def prepare(self, jobs: str = 'a:\nb: a', trigger: str = 'on_workflow_start', gate: Optional[List[int]] = None, **config: Any) -> int:
-        """A workflow whose first action submits two allocations."""
-        workflow_id = self.create(jobs)
-        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': workflow_id, 'name': 's', 'account': 'x', 'nodes': 1,
+    def begin(self, line: str) -> None:
+        jobs, _, rest = line.partition(' | ')
+        trigger, *words = (rest or 'on_workflow_start').split()
+        super().begin(jobs)
+        self.scheduler_id = self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'name': 's', 'account': 'x', 'nodes': 1,
                                                                  'walltime': '01:00:00'})['id']
-        body = {'workflow_id': workflow_id, 'trigger_type': trigger, 'action_type': 'schedule_nodes', **({'job_ids': gate} if gate else {}),
-                'action_config': dict({'scheduler_id': self.scheduler_id, 'scheduler_type': 'slurm', 'num_allocations': 2}, **config)}
-        self.action_id = self.call('create_workflow_action', body, workflow_id=workflow_id)['id']
-        return workflow_id
+        config = {'scheduler_id': self.scheduler_id, 'scheduler_type': 'slurm', 'num_allocations': 2,
+                  **{key: int(word) for key, word in (word.split('=') for word in words if '=' in word)}}
+        gates = [self.job_id(word) for word in words if '=' not in word]
+        self.action_id = self.call('create_workflow_action', {
+            'workflow_id': self.workflow_id, 'trigger_type': trigger, 'action_type': 'schedule_nodes', 'action_config': config,
+            **({'job_ids': gates} if gates else {})}, workflow_id=self.workflow_id)['id']
+        self.ids = []   # type: List[int]
 
-    def take(self, workflow_id: int, submitter: str = 'me', actions: bool = True, **more: Any) -> Dict[str, Any]:
-        """Ask for what is to be submitted."""
-        body = dict({'submitter': submitter, 'lease_s': 60.0, 'settings': self.SETTINGS}, **more)
-        if actions:
-            body['actions'] = [{'action_id': self.action_id}]
-        return self.call('take_submissions', body, workflow_id=workflow_id)
+    def place(self, row_id: int) -> int:
+        """The number of an allocation."""
+        if row_id not in self.ids:
+            self.ids.append(row_id)
+        return self.ids.index(row_id) + 1
 
-    def report(self, workflow_id: int, *rows: Any, submitter: str = 'me') -> List[int]:
-        """(record, Slurm job or refusal): the surplus."""
-        submitted = [dict({'id': row_id}, **({'slurm_job_id': end} if isinstance(end, int) else {'message': end})) for row_id, end in rows]
-        return self.call('report_submissions', {'submitter': submitter, 'submitted': submitted}, workflow_id=workflow_id)['surplus']
+    def do_take(self, who: str, *words: str, new: str = '') -> None:
+        """A command asks what to submit: of the `action`, so many new ones, what other submitters left that are dead."""
+        body = {'submitter': who, 'lease_s': 60.0, 'settings': self.SETTINGS, 'ended': [word for word in words if word != 'action'],
+                'actions': [{'action_id': self.action_id}] if 'action' in words else [],
+                **({'scheduler_config_id': self.scheduler_id, 'count': int(new)} if new else {})}
+        self.answer = self.call('take_submissions', body, workflow_id=self.workflow_id)
+        self.see_records()
 
-    def records(self, workflow_id: int) -> Dict[int, Tuple[int, str]]:
-        """Record -> Slurm job, status."""
-        return {row['id']: (row['scheduler_id'], row['status'])
-                for row in self.call('list_scheduled_compute_nodes', workflow_id=workflow_id)['items']}
+    def ends(self, words: Dict[str, str]) -> List[Dict[str, Any]]:
+        """What became of allocations: Slurm jobs, or messages."""
+        return [{'id': self.ids[int(place) - 1], **({'slurm_job_id': int(end)} if end.isdigit() else {'message': end})}
+                for place, end in words.items()]
 
-    def action(self, workflow_id: int) -> Tuple[bool, Optional[str]]:
-        """Whether it was executed, and why it failed."""
-        action = self.call('get_workflow_actions', workflow_id=workflow_id)[0]
-        return action['executed'], action.get('failure')
+    def do_report(self, who: str, **words: str) -> None:
+        self.answer = self.call('report_submissions', {'submitter': who, 'submitted': self.ends(words)}, workflow_id=self.workflow_id)
 
-    def test_an_action_is_taken_once_and_its_rows_are_there_before_anything_is_submitted(self):
-        workflow_id = self.prepare(max_parallel_jobs=3)
-        found = self.take(workflow_id)['allocations']
-        self.assertEqual([(1, True), (2, True)], [(row['id'], row['is_new']) for row in found])
-        self.assertEqual(dict(self.SETTINGS, max_parallel_jobs=3, num_allocations=2), found[0]['settings'])
-        self.assertEqual((self.scheduler_id, 32), (found[0]['scheduler']['id'], len(found[0]['database_id'])))
-        self.assertEqual({1: (0, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
-        again = self.take(workflow_id, 'another')
-        self.assertEqual(([], ['me'], []), (again['allocations'], again['submitters'], again['idle_actions']))
-        self.assertEqual([], self.report(workflow_id, (1, 41), (2, 42)))
-        self.assertEqual({1: (41, 'pending'), 2: (42, 'pending')}, self.records(workflow_id))
-        self.assertEqual([], self.take(workflow_id)['allocations'])
+    def do_turn(self, node: str, held: str = '', **words: str) -> None:
+        """A runner's turn, which can submit; `held` are those that it knows to be its own."""
+        known = {'held_submissions': [self.ids[int(place) - 1] for place in held.split(',')]} if held else {}
+        self.turn(node, actions=list(torc.TRIGGERS), submits=self.SETTINGS, submitted=self.ends(words), **known)
+        self.see_records()
 
-    def test_what_a_submitter_leaves_is_taken_over_when_it_is_known_to_be_dead_or_its_time_is_over(self):
-        workflow_id = self.prepare()
-        self.take(workflow_id, 'dead')
-        self.report(workflow_id, (1, 41), submitter='dead')
-        self.assertEqual([], self.take(workflow_id, 'me', False)['allocations'])
-        found = self.take(workflow_id, 'me', False, ended=['dead'])['allocations']
-        self.assertEqual([(2, False)], [(row['id'], row['is_new']) for row in found])     # a job may name it
-        self.clock += 61
-        self.assertEqual([2], [row['id'] for row in self.take(workflow_id, 'third', False)['allocations']])
-        self.assertEqual([], self.report(workflow_id, (2, 'late'), submitter='me'))     # no longer its own
-        self.assertEqual({1: (41, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
-        self.assertEqual([77], self.report(workflow_id, (2, 78), (2, 77), submitter='third'))
-        self.assertEqual((78, 'pending'), self.records(workflow_id)[2])
+    def do_close(self, place: str) -> None:
+        self.call('update_scheduled_compute_node', {'status': 'canceled'}, id=self.ids[int(place) - 1])
 
-    def test_a_refused_action_has_failed_and_is_due_again_unless_it_got_some(self):
-        workflow_id = self.prepare()
-        self.take(workflow_id)
-        self.report(workflow_id, (1, 'Invalid account'), (2, 'Invalid account'))
-        self.assertEqual((False, '2 allocations were refused by Slurm: Invalid account'), self.action(workflow_id))
-        self.assertEqual({}, self.records(workflow_id))
-        node_id = self.node(workflow_id)
-        sync = functools.partial(self.sync, workflow_id, node_id, actions=['on_workflow_start'], submits=self.SETTINGS)
-        self.assertEqual([], sync()['allocations'])     # a runner does not try that for ever
-        self.assertEqual([3, 4], [row['id'] for row in self.take(workflow_id)['allocations']])
-        self.report(workflow_id, (3, 41), (4, 'Too many jobs'))
-        self.assertEqual((True, '1 allocations were refused by Slurm: Too many jobs'), self.action(workflow_id))
-        self.assertEqual({3: (41, 'pending')}, self.records(workflow_id))
+    def do_drop(self, place: str) -> None:
+        self.call('delete_scheduled_compute_node', id=self.ids[int(place) - 1])
 
-    def test_canceling_makes_what_is_submitted_late_surplus(self):
-        workflow_id = self.prepare()
-        self.take(workflow_id)
-        self.call('update_scheduled_compute_node', {'status': 'canceled'}, id=1)
-        self.call('delete_scheduled_compute_node', id=2)
-        self.call('cancel_workflow', workflow_id=workflow_id)
-        self.assertEqual([41, 42], self.report(workflow_id, (1, 41), (2, 42)))
-        with self.assertRaisesRegex(torc.Refused, 'workflow 1 was canceled: nothing is submitted for it'):
-            self.take(workflow_id)
-
-    def test_more_allocations_than_slurm_takes_are_refused(self):
-        workflow_id = self.prepare(num_allocations=10 ** 9)
-        with self.assertRaisesRegex(torc.Refused, '1000000000 allocations are more than Slurm takes: at most 10000'):
-            self.take(workflow_id, actions=[{'action_id': 1}])
-        self.assertEqual([], self.store.rows('SELECT id FROM scheduled_compute_node'))
-
-    def test_nothing_is_submitted_for_jobs_that_have_nothing_left_to_do(self):
-        for trigger, gate in (('on_workflow_start', None), ('on_jobs_ready', [1]), ('on_jobs_complete', [1])):
-            with self.subTest(trigger=trigger):
-                self.doCleanups()
-                self.setUp()
-                workflow_id = self.prepare('a:\nb:', trigger, gate)
-                node_id = self.node(workflow_id)
-                jobs = self.claim(workflow_id, node_id)
-                self.sync(workflow_id, node_id, completions=[self.end(jobs['a'])])
-                if trigger == 'on_jobs_ready':      # b is not its business
-                    self.assertEqual([self.action_id], self.take(workflow_id)['idle_actions'])
-                else:
-                    self.assertEqual(2, len(self.take(workflow_id)['allocations']))
-                    self.call('reset_workflow_status', workflow_id=workflow_id, force=True)
-                    self.call('initialize_jobs', workflow_id=workflow_id)
-                    jobs = self.claim(workflow_id, self.node(workflow_id))
-                    self.sync(workflow_id, 2, completions=[self.end(job) for job in jobs.values()])
-                    before = len(self.records(workflow_id))
-                    self.assertEqual([self.action_id], self.take(workflow_id)['idle_actions'])
-                    self.assertEqual(before, len(self.records(workflow_id)))
-                self.assertTrue(self.action(workflow_id)[0])
-
-    def test_a_runner_gets_due_allocations_and_those_of_a_lost_one_go_to_the_next(self):
-        workflow_id = self.prepare(trigger='on_jobs_complete', gate=[1])
-        first, second = self.node(workflow_id), self.node(workflow_id)
-        ask = {'actions': list(torc.JOB_TRIGGERS), 'submits': self.SETTINGS}
-        jobs = self.claim(workflow_id, first)
-        self.assertEqual([], self.sync(workflow_id, first, **ask)['allocations'])
-        answer = self.sync(workflow_id, first, completions=[self.end(jobs['a'])], **ask)
-        self.assertEqual([(1, True), (2, True)], [(row['id'], row['is_new']) for row in answer['allocations']])
-        self.assertNotIn('allocations', self.sync(workflow_id, second))
-        self.assertEqual([], self.sync(workflow_id, second, **ask)['allocations'])
-        answer = self.sync(workflow_id, first, held_submissions=[2], **ask)     # the answer that had brought 1 was lost
-        self.assertEqual([(1, False)], [(row['id'], row['is_new']) for row in answer['allocations']])
-        answer = self.sync(workflow_id, first, submitted=[{'id': 1, 'slurm_job_id': 41}], **ask)
-        self.assertEqual(([], []), (answer['allocations'], answer['surplus']))
-        self.call('update_compute_node', {'is_active': False}, id=first)
-        answer = self.sync(workflow_id, second, **ask)
-        self.assertEqual([(2, False)], [(row['id'], row['is_new']) for row in answer['allocations']])
-        self.assertEqual({1: (41, 'pending'), 2: (0, 'pending')}, self.records(workflow_id))
-
-    def test_without_its_scheduler_nothing_is_submitted_and_nobody_is_held_up(self):
-        workflow_id = self.prepare()
-        node_id = self.node(workflow_id)
-        self.take(workflow_id, actions=False, scheduler_config_id=self.scheduler_id)
-        self.call('create_slurm_scheduler', {'workflow_id': workflow_id, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})
+    def do_unschedule(self) -> None:
+        """Another scheduler is made, and the action's own is deleted."""
+        self.call('create_slurm_scheduler', {'workflow_id': self.workflow_id, 'account': 'x', 'nodes': 1, 'walltime': '01:00:00'})
         self.call('delete_slurm_scheduler', id=self.scheduler_id)
-        with self.assertRaisesRegex(torc.TorcError, f'has no .*{self.scheduler_id}'):
-            self.take(workflow_id)
-        answer = self.sync(workflow_id, node_id, actions=['on_workflow_start'], submits=self.SETTINGS)
-        self.assertEqual(([], {}), (answer['allocations'], self.records(workflow_id)))
-        self.assertEqual((False, f'workflow {workflow_id} has no slurm scheduler {self.scheduler_id}'), self.action(workflow_id))
 
-    def test_the_largest_of_the_jobs_that_are_left_decides_what_is_asked_for(self):
-        workflow_id = self.prepare()
-        needs = self.call('create_resource_requirements', {'workflow_id': workflow_id, 'name': 'r', 'num_cpus': 3, 'memory': '2g'})['id']
-        self.assertEqual({'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 2, 'runtime_s': 60}, self.take(workflow_id, count=1, actions=False,
-                         scheduler_config_id=self.scheduler_id)['allocations'][0]['needs'])
-        self.call('update_job', {'resource_requirements_id': needs, 'scheduler_id': self.scheduler_id}, id=2)
-        found = self.take(workflow_id, actions=False, scheduler_config_id=self.scheduler_id)['allocations']
-        self.assertEqual({'num_cpus': 3, 'memory_bytes': 2 << 30, 'num_jobs': 1, 'runtime_s': 60}, found[0]['needs'])
+    def see_got(self) -> List[str]:
+        return [f"{self.place(row['id'])}{'+' * row['is_new']}" for row in self.answer['allocations']]
+
+    def see_records(self) -> List[str]:
+        rows = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
+        return [f"{self.place(row['id'])}:{row['scheduler_id']}:{row['status']}" for row in rows]
+
+    def see_idle(self) -> List[str]:
+        return ['1' for action_id in self.answer['idle_actions'] if action_id == self.action_id]
+
+    def see_action(self) -> List[str]:
+        """Whether it was executed, and why it failed."""
+        action, = self.call('get_workflow_actions', workflow_id=self.workflow_id)
+        return [f"{str(action['executed']).lower()}:{action.get('failure') or ''}"]
+
+    def test_who_submits_what(self):
+        self.assertScenarios(self.SCENARIOS)
+        for trigger in ('on_workflow_start', 'on_jobs_complete a'):
+            self.assertScenarios(self.IDLE, TRIGGER=trigger)
+        for leave in ('leave', 'lose', 'delete'):
+            self.assertScenarios(self.RUNNERS, LEAVE=leave)
+
+    def test_a_submitter_gets_all_that_a_script_is_made_of_for_the_largest_of_the_jobs_that_are_left(self):
+        self.begin('a / b: a | on_workflow_start max_parallel_jobs=3')
+        self.do_take('me', 'action')
+        row, common = self.answer['allocations'][0], {'num_jobs': 2, 'runtime_s': 60}
+        self.assertEqual(dict(self.SETTINGS, max_parallel_jobs=3, num_allocations=2), row['settings'])
+        self.assertEqual((self.scheduler_id, 32), (row['scheduler']['id'], len(row['database_id'])))
+        self.assertEqual(dict(common, num_cpus=1, memory_bytes=0), row['needs'])
+        needs = self.call('create_resource_requirements', {'workflow_id': self.workflow_id, 'name': 'r', 'num_cpus': 3, 'memory': '2g'})['id']
+        self.call('update_job', {'resource_requirements_id': needs, 'scheduler_id': self.scheduler_id}, id=self.job_id('b'))
+        self.do_take('me', new='1')
+        self.assertEqual(dict(common, num_cpus=3, memory_bytes=2 << 30, num_jobs=1), self.answer['allocations'][0]['needs'])
 
 
 # ======== 8h. Administration ========
