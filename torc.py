@@ -6660,13 +6660,12 @@ class PlanMerge:
         self.merge_table('user_data', body['user_data'],
                          {index for job in self.jobs for index in job.output_user_data})
         needs = [complete_requirements(row) for row in body['resource_requirements']]
-        names = [row['name'] for row in needs]
-        if 'default' not in names:
+        if not any(row['name'] == 'default' for row in needs):
             needs.append(complete_requirements(dict(DEFAULT_REQUIREMENTS, is_implicit=True)))
         self.merge_table('resource_requirements', needs)
         self.merge_table('slurm_scheduler', body['slurm_schedulers'])
         self.merge_table('failure_handler', body['failure_handlers'])
-        default = self.ids['resource_requirements'][names.index('default') if 'default' in names else -1]
+        default = self.ids['resource_requirements'][[row['name'] for row in needs].index('default')]
         self.ids['job_kind'] = [self.find_class(row, default) for row in body['kinds']]
         self.merge_jobs()
         self.merge_relations()
@@ -7197,8 +7196,7 @@ def get_workflow_status(context: Context, workflow_id: int) -> Values:
         'FROM span', (workflow_id, context.time))
     return {'workflow_id': workflow_id, 'workflow_name': workflow['name'], 'workflow_user': workflow['user'],
             'total_jobs': sum(counts.values()), 'jobs_by_status': counts,
-            'is_canceled': workflow['is_canceled'],
-            'is_complete': workflow['is_canceled'] or is_complete(context, workflow_id),
+            **is_workflow_complete(context, workflow_id),
             'unserved_ready_labels': count_unserved_labels(context, workflow_id),
             'total_exec_time_minutes': total_minutes,
             **({} if walltime_s is None else {'walltime_seconds': walltime_s}),
@@ -7664,17 +7662,8 @@ def list_to_run(context: Context, workflow_id: int, before: Dict[int, int],
 
 
 def find_outdated(context: Context, workflow_id: int, times: FileTimes) -> Dict[int, str]:
-    """Finished job -> why what it has done is out of date."""
+    """Finished job -> why what it has done is out of date: what it reads has changed, or a file is gone."""
     reasons = {}  # type: Dict[int, str]
-    note_changed_files(context, workflow_id, times, reasons)
-    for job_id in changed_job_inputs(context, workflow_id):
-        reasons.setdefault(job_id, 'its command, environment, files or input data changed')
-    return reasons
-
-
-def note_changed_files(context: Context, workflow_id: int, times: FileTimes,
-                       reasons: Dict[int, str]) -> None:
-    """Add the jobs that read a changed file, and the completed ones that made a file which is gone."""
     query = 'SELECT id FROM {} CROSS JOIN job ON id = job_id WHERE file_id = ? AND status IN '
     made, used = query.format('job_output_file'), query.format('job_input_file')
     for file_id, path, known in context.rows('SELECT id, path, st_mtime FROM file WHERE workflow_id = ?',
@@ -7688,6 +7677,9 @@ def note_changed_files(context: Context, workflow_id: int, times: FileTimes,
         if (seen is None) != (known is None) or seen is not None and abs(seen - known) > MTIME_TOLERANCE_S:
             for job_id in context.ids(used + sql_list(RAN), (file_id,)):
                 reasons.setdefault(job_id, f'its input {path} changed')
+    for job_id in changed_job_inputs(context, workflow_id):
+        reasons.setdefault(job_id, 'its command, environment, files or input data changed')
+    return reasons
 
 
 def changed_job_inputs(context: Context, workflow_id: int) -> List[int]:
