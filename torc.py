@@ -10813,22 +10813,14 @@ def check_journaled(context: Context, entry: Values, run_id: int, database_id: s
     # An older copy of a database does not know the node, or knows another one by its id.
     check_result(context, dict(entry['result'], compute_node_id=None), job_id=entry['job_id'],
                  workflow_id=context.state.id, status=entry['status'], run_id=entry['run_id'])
-    name, known = details.get('job_name'), job_state(context, entry['job_id']).name
-    if name not in (None, known):
-        raise Refused(printable(f"job {entry['job_id']} is {known!r} here, and {name!r} in the journal"))
-    if details.get('recovering'):
-        attempt_id = entry['result'].get('attempt_id') or 1
-        refuse_recovering(context, job_state(context, entry['job_id']), attempt_id)
-
-
-def refuse_recovering(context: Context, job: JobState, attempt_id: int) -> None:
-    """Refuse an end whose recovery script is to run, or runs, where its job is held.
-
-    Another attempt would run beside that script, which may also veto it.
-    """
+    job, attempt_id = job_state(context, entry['job_id']), entry['result'].get('attempt_id') or 1
+    name = details.get('job_name')
+    if name not in (None, job.name):
+        raise Refused(printable(f'job {job.id} is {job.name!r} here, and {name!r} in the journal'))
+    # Another attempt would run beside its recovery script, which may also veto that.
     is_held = job.status in ACTIVE and job.attempt_id == attempt_id and context.value(
         'SELECT is_active FROM compute_node WHERE id = ?', (job.compute_node_id,))
-    if is_held:
+    if details.get('recovering') and is_held:
         raise Refused(f'the recovery script of job {job.id} ({job.name}) is still to end: compute node '
                       f'{job.compute_node_id}, at work as far as is known, reports it then')
 
