@@ -10844,7 +10844,11 @@ def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool
                       f'{state.run_id}: somebody else has recovered it, or begun it anew')
     if not dry_run:
         refuse_runners(context, workflow_id)
-        refuse_allocations(context, workflow_id)
+        count = context.value('SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? '
+                              "AND status IN ('pending', 'active')", (workflow_id,))
+        if count:       # their runners would begin at once, and perhaps in the midst
+            raise Refused(f'{count} allocations of workflow {workflow_id} wait or run: wait for their end, '
+                          f'or cancel it first (torc.py cancel {workflow_id})')
     reset, times = sorted(set(body['reset'])), times_by_id(body.get('files') or {})
     check_recoverable(context, workflow_id, reset, (*RECOVERABLE, *ACTIVE) if dry_run else RECOVERABLE)
     check_owned(context, 'file', workflow_id, times)
@@ -10867,15 +10871,6 @@ def recover_jobs(context: Context, workflow_id: int, body: Values, dry_run: bool
             'requirements': changed, 'changed': [
                 {'job_id': job_id, 'job_name': names[job_id], 'reason': reason}
                 for job_id, reason in sorted(reasons.items())]}
-
-
-def refuse_allocations(context: Context, workflow_id: int) -> None:
-    """Refuse while allocations wait or run: their runners would begin at once, and perhaps in the midst."""
-    count = context.value('SELECT count(*) FROM scheduled_compute_node WHERE workflow_id = ? '
-                          "AND status IN ('pending', 'active')", (workflow_id,))
-    if count:
-        raise Refused(f'{count} allocations of workflow {workflow_id} wait or run: wait for their end, or '
-                      f'cancel it first (torc.py cancel {workflow_id})')
 
 
 def check_recoverable(context: Context, workflow_id: int, job_ids: Ids, statuses: Sequence[int]) -> None:
@@ -11728,8 +11723,7 @@ ROUTES = (
 
 
 OPERATIONS = {route.name: route for route in ROUTES}
-BULK_PATHS = frozenset(API_PREFIX + path for path in (
-    '/bulk_jobs', '/bulk_files', '/bulk_user_data', '/workflows/from_spec'))
+BULK_ENDINGS = ('/bulk_jobs', '/bulk_files', '/bulk_user_data', '/from_spec', '/apply_spec', '/recover_jobs')
 TEXT_PARAMETERS = frozenset(['status', 'worker', 'user_name'])    # path parameters that are not integers
 # Operations that are not about one workflow: their verbs decide who may. All others need access to theirs.
 OPEN_OPERATIONS = frozenset((
@@ -11755,8 +11749,7 @@ def is_about_runners(path: str) -> bool:
 
 def body_limit(path: str) -> int:
     """How many bytes the body of a request to this path may have."""
-    is_bulk = path in BULK_PATHS or path.endswith(('/apply_spec', '/recover_jobs'))
-    return MAX_BULK_BODY_BYTES if is_bulk else MAX_BODY_BYTES
+    return MAX_BULK_BODY_BYTES if path.endswith(BULK_ENDINGS) else MAX_BODY_BYTES
 
 
 @functools.lru_cache(maxsize=None)
@@ -11888,14 +11881,11 @@ def named_workflows(body: Any) -> Set[int]:
 
 def check_body(model: str, body: Any) -> Any:
     """What a route's verb gets of a body."""
-    if model[0] == '[':
-        return check_value('the body', model, body)
-    if model != '-':
+    if model[0] not in '[-':
         return check_model('', model.lstrip('?'), body, is_partial=model[0] == '?')
-    if body is None:
+    if model == '-' and body is None:
         raise wrong_type('the body', 'an object or another value', body)
-    check_any('the body', body)
-    return body
+    return check_value('the body', 'any' if model == '-' else model, body)
 
 
 def format_parameter(value: Any) -> str:
