@@ -3809,6 +3809,8 @@ class StateTest(ScenarioTest):
         self.assertScenarios(self.HELD)
         stranger = self.node(self.create('b:'))
         self.assertRefused('has no compute node', 'start_job', job_id=self.job_id('a'), run_id=1, compute_node_id=stranger)
+        self.act('reset forced; reset jobs')
+        self.assertRefused('has no job 4', 'update_job', {'depends_on_job_ids': [4]}, id=self.job_id('a'))     # of another workflow
 
     def test_a_node_that_ended_stays_ended(self):
         node_id = self.node(self.create('a:'))
@@ -4197,13 +4199,12 @@ class ResetTest(ScenarioTest):
         return [str(self.run_id())]
 
     def test_required_changed_and_missing_files_and_data_are_found(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        inp, mid, out = (self.call('create_file', {'workflow_id': workflow_id, 'name': n, 'path': n,
-                                                   'st_mtime': 5.0})['id'] for n in ('in', 'mid', 'out'))
-        data = self.call('create_user_data', {'workflow_id': workflow_id, 'name': 'd'})['id']
-        for name, reads, makes, asks in (('one', [inp], [mid], []), ('two', [mid], [out], []), ('three', [], [], [data])):
-            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'input_file_ids': reads,
-                                     'output_file_ids': makes, 'input_user_data_ids': asks})
+        workflow_id = self.call('create_workflow_from_spec', plan_of({
+            'name': 'w', 'files': [{'name': name, 'path': name, 'st_mtime': 5.0} for name in ('in', 'mid', 'out')], 'user_data': [{'name': 'd'}],
+            'jobs': [{'name': 'one', 'command': 'x', 'input_files': ['in'], 'output_files': ['mid']},
+                     {'name': 'two', 'command': 'x', 'input_files': ['mid'], 'output_files': ['out']},
+                     {'name': 'three', 'command': 'x', 'input_user_data': ['d']}]}).body)['workflow_id']
+        inp, mid, out, data = 1, 2, 3, 1
         self.call('initialize_jobs', id=workflow_id)
         self.assertEqual({'user_data': [data]}, self.call('list_missing_user_data', id=workflow_id))
         self.call('update_user_data', {'data': 1}, id=data)
@@ -4254,12 +4255,12 @@ class ResetTest(ScenarioTest):
         self.assertEqual(set('abcde'), {name for name, status in after.items() if status != before[name]})
 
     def test_ephemeral_user_data_is_cleared_when_its_maker_runs_again_and_no_other(self):
-        workflow_id = self.call('create_workflow', {'name': 'w', 'user': 'u'})['id']
-        records = [self.call('create_user_data', {'workflow_id': workflow_id, 'name': name, 'is_ephemeral': name != 'lasting'})['id']
-                   for name in ('of_good', 'of_bad', 'given', 'lasting')]
-        for name, makes in (('good', records[:1]), ('bad', [records[1], records[3]])):
-            self.call('create_job', {'workflow_id': workflow_id, 'name': name, 'command': 'x', 'output_user_data_ids': makes,
-                                     'input_user_data_ids': [records[2]]})
+        names = ('of_good', 'of_bad', 'given', 'lasting')
+        workflow_id = self.call('create_workflow_from_spec', plan_of({
+            'name': 'w', 'user_data': [{'name': name, 'is_ephemeral': name != 'lasting'} for name in names],
+            'jobs': [{'name': 'good', 'command': 'x', 'input_user_data': ['given'], 'output_user_data': ['of_good']},
+                     {'name': 'bad', 'command': 'x', 'input_user_data': ['given'], 'output_user_data': ['of_bad', 'lasting']}]}).body)['workflow_id']
+        records = range(1, 5)
 
         def found(**more: Any) -> List[Any]:
             """What is left of data that is written before an initialize."""
