@@ -4133,40 +4133,25 @@ def planned(**changes: Any) -> Dict[str, Any]:
 
 
 class JobNameTest(ServiceTest):
-    """No way leads to a second job of the same name in a workflow."""
+    """No way leads to a second job of the same name in a workflow; those of plans are refused in ApplySpecTest."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.workflow_id = self.create('a:\nb: a')
-        self.job = {'workflow_id': self.workflow_id, 'name': 'a', 'command': 'x'}
-
-    def names(self) -> List[str]:
-        return [job['name'] for job in self.call('list_jobs', workflow_id=self.workflow_id)['items']]
-
-    def test_every_way_to_a_second_job_of_one_name_is_refused(self):
-        taken = f"workflow {self.workflow_id} has a job 'a' already; give another name"
-        self.assertRefused(taken, 'create_job', self.job)
-        self.assertRefused(taken, 'create_jobs', {'jobs': [dict(self.job, name='new'), self.job]})
-        twice = {'jobs': [dict(self.job, name='new')] * 2}
-        self.assertRefused("the name 'new' stands twice", 'create_jobs', twice)
-        self.assertRefused(taken, 'update_job', {'name': 'a'}, id=2)
-        running = self.claim(self.workflow_id, self.node(self.workflow_id))['a']
-        jobs = {'jobs': [{'name': 'b', 'command': 'x'}]}
-        self.assertRefused("has a job 'b' already", 'spawn_jobs', jobs, id=running['id'])
-        self.assertEqual(['a', 'b'], self.names())
-
-    def test_a_plan_that_another_program_made_may_not_hold_a_name_twice(self):
-        body = plan_of({'name': 'w', 'jobs': [{'name': name, 'command': 'x'} for name in 'ab']}).body
-        body['jobs'] = [job._replace(name='a') for job in body['jobs']]
-        self.assertRefused("the name 'a' stands twice among the jobs", 'create_workflow_from_spec', body)
-
-    def test_a_name_is_free_for_its_owner_for_other_workflows_and_after_a_deletion(self):
+    def test_a_name_is_refused_while_a_job_has_it_and_free_for_that_job_for_other_workflows_and_after_a_deletion(self):
+        workflow_id = self.create('a:\nb: a')
+        job = {'workflow_id': workflow_id, 'name': 'a', 'command': 'x'}
+        new, taken = dict(job, name='new'), f"workflow {workflow_id} has a job 'a' already; give another name"
+        with self.undone():
+            running = self.claim(workflow_id, self.node(workflow_id))['a']
+            self.assertRefused("has a job 'b' already", 'spawn_jobs', {'jobs': [{'name': 'b', 'command': 'x'}]}, id=running['id'])
+        for text, name, body, parameters in (
+                (taken, 'create_job', job, {}), (taken, 'create_jobs', {'jobs': [new, job]}, {}),
+                ("the name 'new' stands twice", 'create_jobs', {'jobs': [new] * 2}, {}), (taken, 'update_job', {'name': 'a'}, {'id': 2})):
+            self.assertRefused(text, name, body, **parameters)
         self.assertEqual('a', self.call('update_job', {'name': 'a', 'command': 'y'}, id=1)['name'])
-        self.call('create_job', dict(self.job, workflow_id=self.create('c:')))
+        self.call('create_job', dict(job, workflow_id=self.create('c:')))
         self.call('delete_job', id=1)
         self.assertEqual('a', self.call('update_job', {'name': 'a'}, id=2)['name'])
-        self.call('create_job', dict(self.job, name='b'))
-        self.assertEqual(['a', 'b'], self.names())
+        self.call('create_job', dict(job, name='b'))
+        self.assertEqual(['a', 'b'], list(self.statuses(workflow_id)))
 
 
 # ======== 8b. Initialization ========
