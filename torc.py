@@ -9171,19 +9171,17 @@ def sync_submissions(context: Context, workflow_id: int, node_id: int, body: Val
 
 # -------- nodes --------
 
-COUNTS_AGE_S = 1.0      # of the counts of jobs that are shown ...
-COUNTS_SHARE = 50       # ... or so many times what it took to count them: a million jobs take 0.1 s
+COUNTS_AGE_S = 1.0      # of the counts of jobs that are shown: of 100,000 they take 10 ms
 
 
 def job_counts(context: Context, workflow_id: int, is_exact: bool = False) -> Dict[int, int]:
     """Status code -> number of jobs of a workflow, for people: perhaps as they were a second ago."""
-    service, begun = context.service, time.monotonic()
+    service = context.service
     until, counts = service.job_counts.get(workflow_id, (-math.inf, {}))
     if is_exact or service.clock() >= until:
         sql = 'SELECT status, count(*) FROM job WHERE workflow_id = ? GROUP BY status'
         counts = {**dict.fromkeys(STATUS_NAMES, 0), **dict(context.rows(sql, (workflow_id,)))}
-        age_s = max(COUNTS_AGE_S, COUNTS_SHARE * (time.monotonic() - begun))
-        service.job_counts[workflow_id] = service.clock() + age_s, counts
+        service.job_counts[workflow_id] = service.clock() + COUNTS_AGE_S, counts
     return counts
 
 
@@ -9329,18 +9327,18 @@ def release_node(context: Context, node_id: int, why: str = '', is_interrupted: 
     node = get_row(context, 'compute_node', node_id)
     if node.get('is_active'):
         announce_node(context, 'compute_node_stopped', node_id)
-    state = workflow_state(context, node['workflow_id'])
     context.run('UPDATE compute_node SET is_active = 0 WHERE id = ?', (node_id,))
     context.service.nodes.pop(node_id, None)
     give_back_actions(context, node_id)
-    release_claims(context, state, node, why)
+    release_claims(context, node, why)
     reason = why if is_interrupted else explain_loss(node, 'ran', why)
+    state = workflow_state(context, node['workflow_id'])
     assume_ends(context, state, jobs_of(context, node_id, RUNNING), reason, is_interrupted)
 
 
-def release_claims(context: Context, state: WorkflowState, node: Values, why: str) -> None:
+def release_claims(context: Context, node: Values, why: str) -> None:
     """Make ready what a node had claimed and not reported as started."""
-    claims = jobs_of(context, node['id'], PENDING)
+    state, claims = workflow_state(context, node['workflow_id']), jobs_of(context, node['id'], PENDING)
     assume_ends(context, state, claims, explain_loss(node, 'had claimed', why), is_interrupted=True)
 
 
@@ -9377,9 +9375,8 @@ def release_lost_nodes(context: Context, lives: Callable[[str, int, str], Option
         try:
             with context.savepoint():
                 if is_alive is None and jobs_of(context, node_id, RUNNING):
-                    node = get_row(context, 'compute_node', node_id)
-                    state = workflow_state(context, node['workflow_id'])
-                    release_claims(context, state, node, SILENCE.format(lease_s))
+                    release_claims(context, get_row(context, 'compute_node', node_id),
+                                   SILENCE.format(lease_s))
                     continue
                 release_node(context, node_id, why if is_alive is False else SILENCE.format(lease_s))
             lost.append(node_id)
@@ -9418,10 +9415,8 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     for result in body.get('action_results') or ():
         record_action_end(context, workflow_id, node_id, result)
     if body.get('held') is not None:
-        requeue_unheld(context, node_id, set(map(tuple, body['held'])), set(body.get('held_actions') or ()))
-        answer['revoked'] = find_revoked(context, node_id, body['held'])
-        answer['revoked_actions'] = find_revoked_actions(context, workflow_id, node_id,
-                                                         body.get('held_actions') or ())
+        answer.update(compare_held(context, workflow_id, node_id, body['held'],
+                                   body.get('held_actions') or ()))
     want = body.get('want')
     chosen = claim(context, state, want, node_id) if want else {}
     answer.update(describe_claims(context, state.run_id, chosen))
@@ -9473,35 +9468,28 @@ def hear_node(context: Context, workflow_id: int, node_id: int, body: Values) ->
     word.turn, word.want = turn, body.get('want') or word.want
 
 
-def requeue_unheld(context: Context, node_id: int, held_attempts: Set[Tuple[int, ...]],
-                   held_actions: Set[int]) -> None:
-    """Requeue claims and actions that the node does not report holding: the answer to a request was lost.
+def compare_held(context: Context, workflow_id: int, node_id: int, held: Sequence[List[int]],
+                 held_actions: Ids) -> Values:
+    """Of the attempts and actions that a node reports holding, those that are not its own (any more).
 
-    And jobs that ran there: the node has told how they ended, which an older copy of the database has not.
+    What it does not report is requeued: claims and actions, for the answer to a request was lost, and jobs
+    that ran there: it has told how they ended, which an older copy of the database has not.
     """
-    claimed = context.rows('SELECT id, attempt_id FROM job '
-                           f'WHERE compute_node_id = ? AND status = {PENDING}', (node_id,))
-    return_claims(context, [key[0] for key in claimed if key not in held_attempts])
-    running = set(jobs_of(context, node_id, RUNNING)).difference(key[0] for key in held_attempts)
-    assume_ends(context, context.state, sorted(running),
+    keys, ids = set(map(tuple, held)), {key[0] for key in held}
+    mine = context.rows('SELECT id, attempt_id, status FROM job WHERE compute_node_id = ? '
+                        f'AND status IN {sql_list(ACTIVE)}', (node_id,))
+    return_claims(context, [row[0] for row in mine if row[2] == PENDING and row[:2] not in keys])
+    assume_ends(context, context.state, [row[0] for row in mine if row[2] == RUNNING and row[0] not in ids],
                 f'compute node {node_id}, which ran it, knows it to be over, and this database, an older '
                 'copy of itself, does not know how it ended', is_interrupted=True)
     give_back_actions(context, node_id, held_actions)
-
-
-def find_revoked(context: Context, node_id: int, held: Sequence[List[int]]) -> List[List[int]]:
-    """Of the attempts that a node reports holding, those that are not its own any more."""
-    own = f'SELECT id, attempt_id FROM job WHERE compute_node_id = {int(node_id)} AND id IN'
-    rows = set(rows_by_ids(context, own, [key[0] for key in held]))
-    return [key for key in held if tuple(key) not in rows]
-
-
-def find_revoked_actions(context: Context, workflow_id: int, node_id: int, held: Ids) -> List[int]:
-    """Of the actions that a node reports holding, those that another has; free ones are taken again."""
-    own = f'SELECT action_id FROM action_execution WHERE compute_node_id = {int(node_id)} AND action_id IN'
-    for action_id in held:
+    for action_id in held_actions:      # a free one is taken again
         retake_action(context, workflow_id, action_id, node_id)
-    return sorted(set(held).difference(row[0] for row in rows_by_ids(context, own, held)))
+    jobs = set(rows_by_ids(context, 'SELECT id, attempt_id FROM job '
+                           f'WHERE compute_node_id = {int(node_id)} AND id IN', sorted(ids)))
+    actions = context.ids('SELECT action_id FROM action_execution WHERE compute_node_id = ?', (node_id,))
+    return {'revoked': [key for key in held if tuple(key) not in jobs],
+            'revoked_actions': sorted(set(held_actions).difference(actions))}
 
 
 def retake_action(context: Context, workflow_id: int, action_id: int, node_id: int) -> bool:
@@ -9523,7 +9511,7 @@ def record_start(context: Context, state: WorkflowState, node_id: int, start: Ce
             adopt_attempt(context, state, job, {'attempt_id': attempt_id, 'compute_node_id': node_id,
                                                 'is_witnessed': True}, ends)
             mark_started(context, job_id, node_id, start_time)
-    except TorcError:   # find_revoked() tells the node
+    except TorcError:   # compare_held() tells the node
         pass
 
 
