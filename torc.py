@@ -12238,7 +12238,8 @@ class Lease:
                 if self.create():
                     return
                 continue    # another process was faster
-            lives = self.lives(found)
+            is_copied = was_here(found) and is_of_a_copy(self.database, found)
+            lives = False if is_copied else process_lives(found)
             is_gone = lives is False or silent_s >= 3 * self.PERIOD_S
             if found != first or lives or not (is_gone or takes_over or silent_s < wait_s):
                 raise Conflict(self.describe(found))
@@ -12261,11 +12262,6 @@ class Lease:
         with contextlib.suppress(ValueError, TypeError):
             found = dict(parse_json(text))
         return dict(found, touched=touched)
-
-    def lives(self, found: Dict[str, Any]) -> Optional[bool]:
-        """Whether a holder lives; None if that cannot be known here."""
-        is_copied = was_here(found) and is_of_a_copy(self.database, found)
-        return False if is_copied else process_lives(found)
 
     def describe(self, found: Dict[str, Any]) -> str:
         """Who has it, and the cure."""
