@@ -7292,7 +7292,7 @@ OTHER_VALUES = {     # model -> values of its fields that differ
                          failure_handlers=[{'name': 'h', 'rules': '[]'}], kinds=[[0, 0, 0, ['a']]], dependency_sets=[[]], file_times=None, actions=[
                              {'trigger_type': 'on_jobs_ready', 'action_type': 'run_commands', 'action_config': {'commands': ['x']}, 'job_indexes': [0]}]),
     'ResultModel': {'job_name': None, 'reason': None, 'return_code': 0, 'status': 'completed', 'avg_cpu_percent': 0.0},
-    'RunnerWant': {'labels': [], 'num_gpus': 0, 'num_cpus': 4, 'strict': False, 'nodes': [[4, 1 << 33, 0]]},
+    'RunnerWant': {'labels': [], 'strict': False, 'nodes': [[4, 1 << 33, 0]]},
     'ScheduledAction': {'action_id': '$schedule'}, 'ScheduledComputeNodesModel': {'scheduler_id': 77, 'status': 'active', 'reason': None},
     'SpawnJobModel': {'resource_requirements': 'new'}, 'StoredScheduler': {'due_actions': None, 'scheduler': {}},
     'SubmissionEnd': {'id': '$scheduled_compute_node'}, 'SubmissionRequest': {'submitter': 'me'}, 'SubmissionReport': {'submitter': 'me'},
