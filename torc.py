@@ -14279,7 +14279,6 @@ def ignoring_signals(numbers: Sequence[int]) -> Iterator[None]:
 
 def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> None:
     """Serve a database until a signal. `announce` gets lines for stdout, first when the server answers."""
-    raise_descriptor_limit()
     users = Users(options.auth_file, options.known_s) if options.auth_file else None
     tls = open_tls(options.tls_certificate, options.tls_key) if options.tls_certificate else None
     numbers = [number for number in STOP_NUMBERS if number and signal.getsignal(number) != signal.SIG_IGN]
@@ -14372,22 +14371,11 @@ def hold_served_database(stack: contextlib.ExitStack, options: ServerOptions,
     if store.lease is not None:
         stack.callback(store.lease.release)
     stack.callback(store.close)
+    store.copies = CopyWriter(store, options.snapshot_interval_s or math.inf, announce)
     if in_memory:       # its file may be older than its last change
-        store.copies = store.snapshots = CopyWriter(store, options.snapshot_interval_s, announce)
+        store.snapshots = store.copies
         stack.callback(store.snapshots.close)
-        return store
-    store.copies = CopyWriter(store)
     return store
-
-
-def raise_descriptor_limit() -> None:
-    """As many clients as the system allows this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError):
-            pass    # macOS names a limit that it then refuses; the soft one will do
 
 
 def open_listener(host: str, port: int, needs_token: bool) -> socket.socket:
@@ -14471,10 +14459,8 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         reason = f'{state_directory()}: {getattr(error, "strerror", None) or error}'
         where = f'torc: not registered ({reason}): commands find it with --db {shlex.quote(database)}\n'
     try:
-        try:
+        with writing(path, '--db'):
             write_atomically(path, format_json(content).encode())
-        except OSError as error:
-            raise BadInput(f'cannot write {path}: {error.strerror}; {private_cure(path)}') from None
         yield where
     finally:
         for path in paths * (not goes_on()):
@@ -14494,23 +14480,17 @@ def pid_file(path: str) -> Iterator[None]:
 
 
 def keep_snapshot(store: Store, options: ServerOptions, announce: Callable[[str], Any]) -> None:
-    """Put a copy of the database in place, the older ones beside it as PATH.1, PATH.2 and so on."""
-    path = options.snapshot
-    try:
-        refuse_special_file(path)
-        refuse_public_directory(os.path.dirname(path), 'TORC_SERVER_SNAPSHOT_PATH')
-        store.copy_to(path + '.tmp')
-        rotate_files(path, options.snapshots_kept)
-        os.replace(path + '.tmp', path)
-        log.info('the database was copied to %s', path)
-        announce(f'TORC_SNAPSHOT_DONE={path}\n')
-    except (sqlite3.Error, OSError, Denied) as error:
-        log.error('the database could not be copied to %s: %s', path, error)
+    """Put a copy of the database in its place, and say so."""
+    if not store.copies.write(functools.partial(keep_copy, kept=options.snapshots_kept), options.snapshot):
+        announce(f'TORC_SNAPSHOT_DONE={options.snapshot}\n')
 
 
-def rotate_files(path: str, kept: int) -> None:
-    """Rotate a series of files: PATH becomes PATH.1, that one PATH.2, and so on; `kept` with the new one."""
-    names = [path] + [f'{path}.{number}' for number in range(1, kept)]
+def keep_copy(store: Store, path: str, kept: int) -> None:
+    """Put a copy of a database in the place of a file, the older ones beside it as PATH.1 and so on."""
+    refuse_special_file(path)
+    refuse_public_directory(os.path.dirname(path), 'TORC_SERVER_SNAPSHOT_PATH')
+    replace_with_copy(store, path + '.tmp')
+    names = [path + '.tmp', path] + [f'{path}.{number}' for number in range(1, kept)]
     for older, newer in zip(names[:0:-1], names[-2::-1]):   # from the oldest on, which is overwritten
         if os.path.lexists(newer):
             os.replace(newer, older)
