@@ -10118,10 +10118,8 @@ class WaitTest(WorldTest):
             job = self.call('POST', '/jobs', {'workflow_id': workflow_id, 'name': name, 'command': 'true', 'depends_on_job_ids': needs})
             self.first = self.first if needs else job['id']
         self.call('POST', f'/workflows/{workflow_id}/initialize_jobs')
-        self.nodes = [self.call('POST', '/compute_nodes', {
-            'workflow_id': workflow_id, 'hostname': 'far', 'pid': number, 'start_time': '2026-01-01T00:00:00Z', 'num_cpus': 1,
-            'memory_gb': 1.0, 'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'local', 'is_active': True, 'lease_s': 600.0})['id']
-            for number in (1, 2)]
+        node = dict(TurnTest.NODE, workflow_id=workflow_id, hostname='far', num_cpus=1, lease_s=600.0)
+        self.nodes = [self.call('POST', '/compute_nodes', dict(node, pid=number))['id'] for number in (1, 2)]
         self.assertEqual(['a'], [job['name'] for job in self.sync(workflow_id, 0)['jobs']])
         return workflow_id
 
@@ -10136,12 +10134,12 @@ class WaitTest(WorldTest):
                      'exec_time_minutes': 0.1, 'completion_time': '2026-01-01T00:10:00Z'}, **more)
 
     @contextlib.contextmanager
-    def waiting(self, workflow_id: int, wait_s: float = 25.0) -> Iterator[List[Any]]:
+    def waiting(self, workflow_id: int, wait_s: float = 25.0, count: int = 1) -> Iterator[List[Any]]:
         """While the block runs, the second runner waits; a list that holds its answer, and how long it took, afterwards."""
         found, began = [], time.monotonic()     # type: List[Any], float
         thread = threading.Thread(target=lambda: found.extend([self.sync(workflow_id, 1, wait_s=wait_s), time.monotonic() - began]))
         thread.start()
-        self.world.wait(lambda: self.waiters.counts[workflow_id], 10, 'a runner that waits')
+        self.world.wait(lambda: self.waiters.counts[workflow_id] == count, 10, 'a runner that waits')
         yield found
         thread.join(30)
 
@@ -10188,10 +10186,15 @@ class WaitTest(WorldTest):
         self.sync(workflow_id, 0, want=None, completions=[self.end()])
         self.assertEqual('ready', self.call('GET', f'/jobs/{self.first + 1}')['status'])
 
-    def test_the_end_of_the_server_ends_all_waits(self) -> None:
-        with self.waiting(self.start()) as found:
+    def test_all_that_wait_learn_at_once_and_so_of_the_end_of_the_server(self) -> None:
+        workflow_id = self.start()
+        with self.waiting(workflow_id) as first, self.waiting(workflow_id, count=2) as second:
+            self.call('PUT', f'/workflows/{workflow_id}/cancel')
+        self.assertEqual([True] * 2, [answer['is_canceled'] for answer, _ in (first, second)])
+        workflow_id = self.start()
+        with self.waiting(workflow_id) as third, self.waiting(workflow_id, count=2) as fourth:
             self.server.stop()
-        self.assertLess(found[1], 20)
+        self.assertLess(max(took_s for _, took_s in (first, second, third, fourth)), 20)
 
 
 class AdminServerTest(WorldTest):
@@ -10893,10 +10896,8 @@ class EmbeddedTest(WorldTest):
 
     def leave_behind(self) -> None:
         """Files of a server that has died with another host, on a network file system."""
-        for name, value in (('LOCAL_FILESYSTEMS', frozenset()), ('FIND_DEADLINE_S', 2.0)):
-            patch = unittest.mock.patch.object(torc, name, value)
-            patch.start()
-            self.addCleanup(patch.stop)
+        self.set_constant('LOCAL_FILESYSTEMS', frozenset())
+        self.set_constant('FIND_DEADLINE_S', 2.0)
         patch = unittest.mock.patch.object(torc.Lease, 'PERIOD_S', 0.1)
         patch.start()
         self.addCleanup(patch.stop)
