@@ -1239,14 +1239,6 @@ def parse_fraction(text: str) -> float:
     return value if repr(value) == text else keep_source(Float(value), text)
 
 
-def parse_finite(text: str) -> float:
-    """A fraction that a computer can hold: JSON has no infinity, so it must not come in through 1e999."""
-    value = parse_fraction(text)
-    if math.isinf(value):
-        raise ValueError(f'the number {text} is too large')
-    return value
-
-
 def keep_source(number: Any, text: str) -> Any:
     """Note the source text of an Int or Float."""
     number.raw = text
@@ -1315,6 +1307,10 @@ class TextReader:
             self.fail(at, f'nested more than {MAX_DEPTH} levels deep')
         offsets = self.positions[id(container)] = [at]
         return offsets
+
+    def fail_duplicate(self, at: int, key: Any) -> None:
+        """Raise the error for a key that the mapping has already."""
+        self.fail(at, f'duplicate key {key!r}: remove one, or rename it')
 
     def number(self, at: int, parse: Callable[..., Any], *words: Any) -> Any:
         """parse(*words), with the position in its errors."""
@@ -1565,28 +1561,19 @@ class YamlText(TextReader):
 
     # -------- anchors --------
 
-    def find_name(self, at: int) -> Tuple[str, int]:
+    def read_name(self, at: int) -> Tuple[str, int]:
         """The name of the anchor or alias that begins here, and the offset after it."""
         match = ANCHOR.match(self.text, at)
         if not match:
             self.fail(at, f'text that starts with {self.text[at]} must be in quotes')
         return match.group(1), match.end()
 
-    def find_alias(self, at: int) -> Tuple[Any, int]:
+    def read_alias(self, at: int) -> Tuple[Any, int]:
         """What '*name' stands for, and the offset after it. Aliases share their value."""
-        name, end = self.find_name(at)
+        name, end = self.read_name(at)
         if name not in self.anchors:
             self.fail(at, f'no anchor &{printable(name)} stands above; put text that starts with * in quotes')
         return self.anchors[name], end
-
-    def skip_anchor(self, at: int) -> Tuple[str, int]:
-        """The name of the anchor at `at`, and the offset of its value."""
-        name, end = self.find_name(at)
-        start = BLANKS.match(self.text, end).end()
-        if self.text[start] in '&*!':
-            self.fail(start, f'an anchor and {self.text[start]} cannot follow each other; put text that '
-                             'starts with & in quotes')
-        return name, start
 
     def merge(self, mapping: Dict[Any, Any], merged: List[Tuple[int, Any]]) -> None:
         """'<<: *other' takes over the entries that the mapping does not have itself."""
@@ -1716,10 +1703,6 @@ class YamlReader(YamlText):
             return None
         return key, colon.end()
 
-    def fail_duplicate(self, at: int, key: Any) -> None:
-        """Raise the error for a duplicate key."""
-        self.fail(at, f'duplicate key {key!r}: remove one, or rename it')
-
     def fail_no_key(self, at: int) -> None:
         """A line in a mapping that is no entry."""
         line = self.text[at:self.text.find('\n', at)]
@@ -1741,7 +1724,11 @@ class YamlReader(YamlText):
         first = BLANKS.match(text, at).end()
         character = text[first]
         if character == '&':
-            name, first = self.skip_anchor(first)
+            name, end = self.read_name(first)
+            first = BLANKS.match(text, end).end()
+            if text[first] in '&*!':
+                self.fail(first, f'an anchor and {text[first]} cannot follow each other; put text that starts '
+                                 'with & in quotes')
             self.anchors[name] = value = self.read_bare(first, parent, after_key)
             return value
         if compact >= 0:
@@ -1798,7 +1785,7 @@ class YamlReader(YamlText):
         if character in '"\'':
             return self.read_quoted(at, parent)
         if character == '*':
-            return self.find_alias(at)
+            return self.read_alias(at)
         if character == '[':
             return self.read_flow_list(at, parent)
         if character == '{':
@@ -2004,7 +1991,7 @@ class Json5Reader(TextReader):
             return float(text)
         if based:
             return self.number(match.start(), parse_whole, text, 0)
-        return self.number(match.start(), parse_whole if decimal_text.isdigit() else parse_finite, text)
+        return self.number(match.start(), parse_whole if decimal_text.isdigit() else parse_fraction, text)
 
     def read_string(self, at: int) -> Tuple[str, int]:
         """Text in single or double quotes."""
@@ -2023,10 +2010,8 @@ class Json5Reader(TextReader):
                           f'unknown escape \\{unknown}: write \\\\ for a backslash')
             return JSON5_ESCAPES.get(character, character) if character else chr(int(byte or code, 16))
         value = JSON5_ESCAPE.sub(replace, value)
-        try:        # two halves of a surrogate pair become one character
-            return value.encode('utf-16', 'surrogatepass').decode('utf-16')
-        except UnicodeDecodeError:
-            return self.fail(start, 'half of a surrogate pair: write the character itself')
+        # Two halves of a surrogate pair become one character; a single one is refused where it is to be text.
+        return value.encode('utf-16', 'surrogatepass').decode('utf-16', 'surrogatepass')
 
     def read_container(self, at: int) -> Tuple[Any, int]:
         """{key: value, ...} or [value, ...]"""
@@ -2052,26 +2037,23 @@ class Json5Reader(TextReader):
         return result, at + 1
 
     def read_key(self, start: int, known: Dict[str, Any]) -> Tuple[str, int]:
-        """A key that is not known yet, and the offset of its value."""
-        key, at = self.read_name(start)
+        """A key that is not known yet, text in quotes or a name, and the offset of its value."""
+        if self.text[start:start + 1] in ('"', "'"):
+            key, at = self.read_string(start)
+        else:
+            match = JSON5_NAME.match(self.text, start) or self.fail(start, "expected a key or '}'")
+            key, at = match.group(), match.end()
         if key in known:
-            self.fail(start, f'duplicate key {key!r}: remove one, or rename it')
+            self.fail_duplicate(start, key)
         at = self.skip_space(at)
         if self.text[at:at + 1] != ':':
             self.fail(at, f"expected ':' after the key {key!r}")
         return key, self.skip_space(at + 1)
 
-    def read_name(self, at: int) -> Tuple[str, int]:
-        """A key: text in quotes, or a name."""
-        if self.text[at:at + 1] in ('"', "'"):
-            return self.read_string(at)
-        match = JSON5_NAME.match(self.text, at) or self.fail(at, "expected a key or '}'")
-        return match.group(), match.end()
-
 
 def read_strict_json(text: str) -> Any:
     """JSON by the standard library, with our numbers and limits. ValueError without a useful position."""
-    value = parse_json(text, parse_whole, parse_finite)
+    value = parse_json(text, parse_whole, parse_fraction)
     check_depth(value)
     return value
 
