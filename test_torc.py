@@ -1760,23 +1760,15 @@ class FormatsTest(unittest.TestCase):
             if isinstance(child, (dict, list)):
                 self.check_places(document, child)
 
-    def test_one_workflow_in_yaml_json_json5_and_kdl_is_one_value(self):
-        values = [self.value(text, 'w.' + format) for format, text in SAME_WORKFLOW.items()]
-        for value in values[1:]:
-            self.assertTrue(is_same(value, values[0]), value)
-
     # -------- values --------
 
-    def test_yaml_scalars_follow_the_core_schema_of_yaml_1_2(self):
-        table = {'1:10': '1:10', 'no': 'no', 'on': 'on', 'true': True, '~': None, '': None,
-                 '2024-01-02': '2024-01-02', '1_000': '1_000', '0b11': '0b11',
-                 '0o17': 15, '0x1F': 31, '1e-3': 0.001, '+5': 5, '.5': 0.5, '1.': 1.0, 'x#y': 'x#y',
-                 'x # y': 'x', 'a:b': 'a:b', 'job_{i:03d}': 'job_{i:03d}',
-                 'b\xa0': 'b\xa0', '"1"': '1', "'it''s'": "it's", 'a\n  b': 'a b',
-                 '>-\n  a\n  b': 'a b', '|\n  #!/bin/sh\n\n  x': '#!/bin/sh\n\nx\n'}
-        for text, wanted in table.items():
-            with self.subTest(text):
-                self.assertTrue(is_same(torc.load_yaml(f'a: {text}\n')[0], {'a': wanted}))
+    def test_texts_have_the_values_that_their_format_says(self):
+        scalars = [('w.yaml', f'a: {text}\n', {'a': value}) for text, value in YAML_SCALARS.items()]
+        for path, text, wanted in (*VALUES, *scalars):
+            for changed in {text, text.replace('\n', '\r\n'), '\ufeff' + text}:      # line ends and a byte-order mark do not matter
+                with self.subTest(text, path=path):
+                    value = self.value(changed, path)
+                    self.assertTrue(is_same(value, wanted), value)
 
     def test_numbers_keep_their_source_text_where_str_would_change_it(self):
         for path, text in (('w.yaml', 'v: [1.10, 012, 0x1F, 1, 1.5]'),
@@ -1787,30 +1779,12 @@ class FormatsTest(unittest.TestCase):
             self.assertEqual([getattr(value, 'raw', str(value)) for value in values], written)
             self.assertFalse(hasattr(values[-2 if path == 'w.yaml' else values.index(1)], 'raw'))
 
-    def test_aliases_and_merge_keys_are_resolved(self):
-        value = self.value('base: &b {cpus: 1, mem: 2g}\nx:\n  <<: *b\n  mem: 4g\ny: *b\n"<<": kept\n')
-        self.assertEqual(value, {'base': {'cpus': 1, 'mem': '2g'}, 'x': {'mem': '4g', 'cpus': 1},
-                                 'y': {'cpus': 1, 'mem': '2g'}, '<<': 'kept'})
-
-    def test_a_key_that_begins_like_a_merge_key_is_a_key(self):
-        self.assertEqual({'<<x': 1, 'a': {'<<y': 2}}, self.value('<<x: 1\na: {<<y: 2}\n'))
-
-    def test_line_ends_and_byte_order_marks_do_not_matter(self):
-        for path, text in (('w.yaml', 'a: 1\nb: |\n  x\n  y\n'), ('w.json', '{"a": 1,\n"b": "x\\ny\\n"}'),
-                           ('w.json5', '{a: 1,\nb: "x\\ny\\n"}')):
-            for changed in (text, text.replace('\n', '\r\n'), '\ufeff' + text):
-                self.assertEqual(self.value(changed, path), {'a': 1, 'b': 'x\ny\n'})
-
     def test_places_survive_merges_tables_and_plain_json(self):
         document = torc.read_document(b'a: &a {x: 1}\nb:\n  <<: *a\n  y: 2\n', 'w.yaml')
         self.assertEqual([document.find_position(document.value['b'], key) for key in ('y', 'x', 'none')], [(4, 3), (3, 3), (3, 3)])
         document = torc.read_document(b'{"a": [1,\n  {"b": 2}]}', 'w.json')
         self.assertEqual(document.find_position(document.value['a'][1], 'b'), (2, 4))
         self.assertEqual(document.find_position({}, 'b'), (0, 0))
-
-    def test_the_format_of_an_unnamed_file_is_found(self):
-        for text in ('{"name": "a"}', '\ufeff// c\n{name: "a",}', 'name: a\n', '# {\nname: a'):
-            self.assertEqual(self.value(text, 'spec')['name'], 'a')
 
     def test_toml_is_read_where_python_can(self):
         if torc.tomllib is None:
@@ -1858,14 +1832,6 @@ class FormatsTest(unittest.TestCase):
                     self.assertLess(len(error.message), 1000)
                 self.assertLess(time.process_time() - started, 200 * cpu_unit_s(), (format, text[:30]))
 
-    def test_what_is_no_text_is_refused_by_name(self):
-        for data, message in ((b'', 'the file is empty'), (b' \n ', 'the file is empty'),
-                              (b'\x7fELF\0\1', 'is not allowed'), ('a: 1'.encode('utf-16'), '0xff is not UTF-8'),
-                              (b'a: 1\nb: \xc3\xa9\xff', '0xff is not UTF-8'),
-                              (b'a: \x01', "'\\x01' is not allowed")):
-            self.assertIn(message, self.problem(data).message)
-        self.assertEqual(self.problem(b'a: 1\nb: \xc3\xa9\xff')[1:3], (2, 5))
-
     def test_broken_copies_of_real_files_raise_nothing_but_bad_input(self):
         random.seed(4)
         for name in ('sample_workflow.yaml', 'sample_workflow.kdl', 'hyperparameter_sweep.json5', 'failure_handler_simulation.json'):
@@ -1880,25 +1846,12 @@ class FormatsTest(unittest.TestCase):
                 except torc.BadInput as error:
                     self.assertGreater(error.problems[0].line, 0)
 
-    # -------- kdl workflows --------
+YAML_SCALARS = {     # by the core schema of YAML 1.2
+    '1:10': '1:10', 'no': 'no', 'on': 'on', 'true': True, '~': None, '': None, '2024-01-02': '2024-01-02', '1_000': '1_000', '0b11': '0b11', '0o17': 15,
+    '0x1F': 31, '1e-3': 0.001, '+5': 5, '.5': 0.5, '1.': 1.0, 'x#y': 'x#y', 'x # y': 'x', 'a:b': 'a:b', 'job_{i:03d}': 'job_{i:03d}', 'b\xa0': 'b\xa0',
+    '"1"': '1', "'it''s'": "it's", 'a\n  b': 'a b', '>-\n  a\n  b': 'a b', '|\n  #!/bin/sh\n\n  x': '#!/bin/sh\n\nx\n'}
 
-    def test_kdl_aliases_repeated_nodes_and_many_values_add_up(self):
-        job = self.value('job a { depends_on x y; depends_on_job z; blocked_by v; blocked_by_job w; input_files f g; input_file h; output_file o; label gpu }', 'w.kdl')['jobs'][0]
-        self.assertEqual(job, {'name': 'a', 'depends_on': ['x', 'y', 'z', 'v', 'w'],
-                               'input_files': ['f', 'g', 'h'], 'output_files': ['o'], 'labels': ['gpu']})
-
-    def test_kdl_can_say_what_torc_s_own_reader_cannot(self):
-        value = self.value(KDL_EXTRAS, 'w.kdl')
-        self.assertEqual(value['metadata'], {'a': 1, 'b': {'c': [2, 3]}})
-        self.assertEqual(value['jobs'], [{'name': 'j', 'priority': 5, 'output_file_regexes': ['o.*'],
-                                          'stdio': {'mode': 'none'}, 'parameters': {'i': [1, 2]}}])
-        self.assertEqual(value['user_data'], [{'name': 'u', 'data': {'x': [1]}, 'parameters': {'i': '1:3'}}])
-        self.assertEqual(value['execution_config'], {'staggered_start': False, 'job_stdio_overrides': {'my job': {'mode': 'none'}}})
-        self.assertEqual((value['access_groups'], value['enable_ro_crate'], value['dynamic_jobs']),
-                         (['g', 'h'], True, {'max_iterations': 3}))
-
-
-SAME_WORKFLOW = {
+SAME_WORKFLOW = {    # format -> the value of 'yaml' again
     'yaml': 'name: w\nfiles:\n  - {name: f, path: f.txt}\njobs:\n  - name: a\n    command: |-\n      echo "1"\n      echo 2\n    output_files: [f]\n'
             '  - name: b\n    command: cat\n    depends_on:\n    - a\n    priority: 3\n    parameters: {i: "1:3"}\nuse_pending_failed: true\n',
     'json': '{"name": "w", "files": [{"name": "f", "path": "f.txt"}], "jobs": [{"name": "a", "command": "echo \\"1\\"\\necho 2", "output_files": ["f"]}, '
@@ -1909,12 +1862,29 @@ SAME_WORKFLOW = {
            'job "b" command=cat { depends_on a; priority 3; parameters { i "1:3"; }; }\nuse_pending_failed #true\n',
 }
 
-KDL_EXTRAS = '''
-project "p"; metadata { a 1; b { c 2 3; }; }; access_groups "g" "h"; enable_ro_crate true; dynamic_jobs { max_iterations 3; }
-user_data "u" { data "{\\"x\\": [1]}"; parameters { i "1:3"; }; }
-job "j" { priority 5; output_file_regexes "o.*"; stdio { mode "none"; }; parameters { i 1 2; }; }
-execution_config { staggered_start #false; job_stdio_overrides { "my job" { mode "none"; }; }; }
-'''
+VALUES = (
+    # file      text, value
+    *((f'w.{format}', text, torc.load_yaml(SAME_WORKFLOW['yaml'])[0]) for format, text in SAME_WORKFLOW.items()),
+    # aliases and merge keys
+    ('w.yaml',  'base: &b {cpus: 1, mem: 2g}\nx:\n  <<: *b\n  mem: 4g\ny: *b\n"<<": kept\n',
+     {'base': {'cpus': 1, 'mem': '2g'}, 'x': {'mem': '4g', 'cpus': 1}, 'y': {'cpus': 1, 'mem': '2g'}, '<<': 'kept'}),
+    ('w.yaml',  '<<x: 1\na: {<<y: 2}\n', {'<<x': 1, 'a': {'<<y': 2}}),
+    ('w.yaml',  'a: 1\nb: |\n  x\n  y\n', {'a': 1, 'b': 'x\ny\n'}),
+    ('w.json',  '{"a": 1,\n"b": "x\\ny\\n\\ud83d\\ude00"}', {'a': 1, 'b': 'x\ny\n\U0001f600'}),
+    # the format of what has no name is found
+    *(('spec', text, {'name': 'a'}) for text in ('{"name": "a"}', '// c\n{name: "a",}', 'name: a\n', '# {\nname: a')),
+    # KDL: aliases, repeated nodes and many values add up; what Torc's own reader cannot say
+    ('w.kdl',   'job a { depends_on x y; depends_on_job z; blocked_by v; blocked_by_job w; input_files f g; input_file h; output_file o; label gpu }',
+     {'jobs': [{'name': 'a', 'depends_on': ['x', 'y', 'z', 'v', 'w'], 'input_files': ['f', 'g', 'h'], 'output_files': ['o'], 'labels': ['gpu']}]}),
+    ('w.kdl',   'project "p"; metadata { a 1; b { c 2 3; }; }; access_groups "g" "h"; enable_ro_crate true; dynamic_jobs { max_iterations 3; }',
+     {'project': 'p', 'metadata': {'a': 1, 'b': {'c': [2, 3]}}, 'access_groups': ['g', 'h'], 'enable_ro_crate': True,
+      'dynamic_jobs': {'max_iterations': 3}, 'jobs': []}),
+    ('w.kdl',   'user_data "u" { data "{\\"x\\": [1]}"; parameters { i "1:3"; }; }; execution_config { staggered_start #false; job_stdio_overrides { "my job" { mode "none"; }; }; }',
+     {'user_data': [{'name': 'u', 'data': {'x': [1]}, 'parameters': {'i': '1:3'}}],
+      'execution_config': {'staggered_start': False, 'job_stdio_overrides': {'my job': {'mode': 'none'}}}, 'jobs': []}),
+    ('w.kdl',   'job "j" command=c command=d { priority 5; output_file_regexes "o.*"; stdio { mode "none"; }; parameters { i 1 2; }; }',
+     {'jobs': [{'name': 'j', 'command': 'd', 'priority': 5, 'output_file_regexes': ['o.*'], 'stdio': {'mode': 'none'}, 'parameters': {'i': [1, 2]}}]}),
+)
 
 MISTAKES = (
     # file      text                            line, column, part of the message
@@ -1946,6 +1916,11 @@ MISTAKES = (
     ('w.yaml',  'a: [&b 1]\n',                 1, 5, "unexpected '&' inside [ ]"),
     ('w.yaml',  'a: ' + '9' * 2000 + '\n',     1, 4, 'is too long'),
     ('w.yaml',  '<<: 5\n',                      1, 1, "'<<' needs a mapping"),
+    ('w.yaml',  b' \n ',                        1, 1, 'the file is empty'),
+    ('w.yaml',  b'\x7fELF\0\1',                1, 1, 'is not allowed'),
+    ('w.yaml',  'a: 1'.encode('utf-16'),        1, 1, '0xff is not UTF-8'),
+    ('w.yaml',  b'a: 1\nb: \xc3\xa9\xff',       2, 5, '0xff is not UTF-8'),
+    ('w.yaml',  b'a: \x01',                     1, 4, "'\\x01' is not allowed"),
     ('w.json',  '{a: 1}',                       1, 2, 'name the file .json5'),
     ('w.json',  '{"a": 1,\n "a": 2}',           2, 2, "duplicate key 'a'"),
     ('w.json',  '{"a": [1 2]}',                 1, 10, "expected ',' or ']'"),
