@@ -1727,8 +1727,8 @@ class YamlReader(YamlText):
             name, end = self.read_name(first)
             first = BLANKS.match(text, end).end()
             if text[first] in '&*!':
-                self.fail(first, f'an anchor and {text[first]} cannot follow each other; put text that starts '
-                                 'with & in quotes')
+                self.fail(first, f'an anchor and {text[first]} cannot follow each other; put text that '
+                                 'starts with & in quotes')
             self.anchors[name] = value = self.read_bare(first, parent, after_key)
             return value
         if compact >= 0:
@@ -1991,7 +1991,8 @@ class Json5Reader(TextReader):
             return float(text)
         if based:
             return self.number(match.start(), parse_whole, text, 0)
-        return self.number(match.start(), parse_whole if decimal_text.isdigit() else parse_fraction, text)
+        parse = parse_whole if decimal_text.isdigit() else parse_fraction
+        return self.number(match.start(), parse, text)
 
     def read_string(self, at: int) -> Tuple[str, int]:
         """Text in single or double quotes."""
@@ -2093,10 +2094,8 @@ def load_toml(text: str) -> Tuple[Any, str, Positions]:
         raise problem_at(text, 0, f'nested more than {MAX_DEPTH} levels deep') from None
     except ValueError as error:
         where = re.search(r'\(at line ([0-9]+), column ([0-9]+)\)', str(error))
-        lines = text.split('\n')
-        number, column = map(int, where.groups()) if where else (len(lines), len(lines[-1]) + 1)
-        offset = sum(len(line) + 1 for line in lines[:number - 1]) + column - 1
-        raise problem_at(text, offset, f'TOML: {error}') from None
+        line, column = map(int, where.groups()) if where else (text.count('\n') + 1, 1)
+        raise problem_error(Problem(f'TOML: {error}', line, column)) from None
     return plain_dates(value), text, {}
 
 
