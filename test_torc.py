@@ -3525,9 +3525,11 @@ class ScenarioTest(ServiceTest):
             'workflow_id': self.workflow_id, 'scheduler_id': int(slurm_job_id), 'scheduler_config_id': 0, 'scheduler_type': 'slurm',
             'status': 'pending'})
 
-    def do_runner(self, name: str, restart: str = '0') -> None:
-        """A runner begins in Slurm job 17, at its so manieth restart."""
-        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': None, 'restart_count': int(restart)}
+    def do_runner(self, name: str, restart: str = '0', record: str = '') -> None:
+        """A runner begins in Slurm job 17, at its so manieth restart; it knows which record it is of."""
+        rows = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
+        record_id = rows[int(record) - 1]['id'] if record else None
+        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': record_id, 'restart_count': int(restart)}
         self.nodes[name] = self.node(self.workflow_id, compute_node_type='slurm', scheduler=scheduler, **self.process(name))
 
     def see_allocations(self) -> List[str]:
@@ -5631,28 +5633,27 @@ class AllocationRecordTest(ScenarioTest):
           runner n3 restart=1 -> active=n3 a=ready#2 b=ready#2 allocations=active
           -> why_a='waits for a runner; its last attempt was interrupted: Slurm put job 17, in which it ran, into the queue again'
           claim n3 a b -> interruptions=a:1,b:1
+
+        a record whose reply of sbatch was lost gets its Slurm job
+          a
+          record 17; record 0; runner n1 record=2 -> scheduler=2,0,17,17 allocations=pending,active
+
+        a runner in a Slurm job without a record has no scheduler
+          a
+          runner n1 -> scheduler=none,None
+          leave n1 -> active=
         '''
 
     def test_records_follow_their_runners(self):
         for leave in ('leave', 'delete'):
             self.assertScenarios(self.SCENARIOS, LEAVE=leave)
 
-    def test_a_record_whose_reply_of_sbatch_was_lost_gets_its_slurm_job(self):
-        self.begin('a')
-        self.act('record 17; record 0')
-        record_id = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items'][1]['id']
-        scheduler = {'type': 'slurm', 'slurm_job_id': 17, 'scheduler_id': record_id}
-        node = self.call('get_compute_node', id=self.node(self.workflow_id, scheduler=scheduler))
-        row = self.call('get_scheduled_compute_node', id=record_id)
-        self.assertEqual((record_id, row['scheduler_config_id'], 17, 'active'), (
-            node['scheduler']['scheduler_id'], node['scheduler_config_id'], row['scheduler_id'], row['status']))
-
-    def test_a_runner_in_a_slurm_job_without_a_record_has_no_scheduler(self):
-        self.begin('a')
-        self.act('runner n1')
-        node = self.call('get_compute_node', id=self.node_id('n1'))
-        self.assertEqual((None, None), (node['scheduler']['scheduler_id'], node.get('scheduler_config_id')))
-        self.act('leave n1 -> active=')
+    def see_scheduler(self) -> List[str]:
+        """Of the first node: its record, and the record's scheduler; then the Slurm jobs of the records."""
+        node = self.call('get_compute_node', id=self.nodes['n1'])
+        rows = self.call('list_scheduled_compute_nodes', workflow_id=self.workflow_id)['items']
+        places = {None: 'none', **{row['id']: str(place) for place, row in enumerate(rows, 1)}}
+        return [places[node['scheduler']['scheduler_id']], str(node.get('scheduler_config_id')), *(str(row['scheduler_id']) for row in rows)]
 
 
 class StepAccountsTest(ServiceTest):

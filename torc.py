@@ -8184,7 +8184,9 @@ def record_ends(context: Context, state: WorkflowState, ends: Sequence[Values],
             if outcome.status == 'completed':
                 note_job_outputs(context, state, job_state(context, outcome.job_id))
     note_contents(context, state.id, contents)
-    record_accounts(context, state, accounts)
+    context.run_many(ADD_ACCOUNT, (
+        (state.run_id, account['attempt_id'], *map(account.get, ACCOUNT_COLUMNS), account['job_id'], state.id)
+        for account in accounts))
     backfill_results(context, state.run_id, [outcome.job_id for outcome in outcomes if not outcome.error]
                      + [account['job_id'] for account in accounts])
     if ends:
@@ -8228,11 +8230,10 @@ def record_end(context: Context, state: WorkflowState, end: Values) -> Outcome:
     if was_canceled:
         return Outcome(job.id, attempt_id, 'canceled')
     record_failure(context, state.id, job, end, reason)
-    if state.id in context.service.watched:
-        if job.status == PENDING and status != CANCELED:    # its start was not reported before
-            announce_start(context, job, state.run_id)
-        more = dict({'message': reason} if reason else {}, return_code=end['return_code'])
-        announce_end(context, state.id, job.id, job.name, end['status'], **more)
+    if job.status == PENDING and status != CANCELED:    # its start was not reported before
+        announce_start(context, job, state.run_id)
+    more = dict({'message': reason} if reason else {}, return_code=end['return_code'])
+    announce_end(context, state.id, job.id, job.name, end['status'], **more)
     is_retried = bool(end.get('retry')) and status in (FAILED, TERMINATED) and has_retries(
         context, state, job, end.get('max_retries'))
     if is_interrupted or is_retried:
@@ -8520,22 +8521,13 @@ def assume_ends(context: Context, state: WorkflowState, job_ids: Ids, reason: st
 ACCOUNT_COLUMNS = ('max_rss_bytes', 'max_vm_size_bytes', 'max_disk_read_bytes', 'max_disk_write_bytes',
                    'ave_cpu_seconds', 'node_list', 'slurm_job_id')
 # What is known stays: a record may come again, and later ones may have lost something. A zero is no figure.
+# Deleted jobs, and those of others, are left out.
 ADD_ACCOUNT = (
     f"INSERT INTO slurm_stats (workflow_id, job_id, run_id, attempt_id, {', '.join(ACCOUNT_COLUMNS)}) "
-    f"VALUES (?, ?, ?, ?, {', '.join('?' * len(ACCOUNT_COLUMNS))}) "
-    'ON CONFLICT (job_id, run_id, attempt_id) DO UPDATE SET '
+    f"SELECT workflow_id, id, ?, ?, {', '.join('?' * len(ACCOUNT_COLUMNS))} FROM job "
+    'WHERE id = ? AND workflow_id = ? ON CONFLICT (job_id, run_id, attempt_id) DO UPDATE SET '
     + ', '.join(f'{name} = coalesce(nullif(excluded.{name}, 0), {name}, excluded.{name})'
                 for name in ACCOUNT_COLUMNS))
-
-
-def record_accounts(context: Context, state: WorkflowState, accounts: Sequence[Values]) -> None:
-    """Take in what Slurm's accounting says of attempts; deleted jobs, and those of others, are left out."""
-    known = {row[0] for row in rows_by_ids(
-        context, f'SELECT id FROM job WHERE workflow_id = {state.id} AND id IN',
-        [account['job_id'] for account in accounts])}
-    context.run_many(ADD_ACCOUNT, (
-        (state.id, account['job_id'], state.run_id, account['attempt_id'],
-         *map(account.get, ACCOUNT_COLUMNS)) for account in accounts if account['job_id'] in known))
 
 
 def backfill_results(context: Context, run_id: int, job_ids: Ids) -> None:
