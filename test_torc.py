@@ -31265,7 +31265,7 @@ class OutputSafetyTest(FlowTest):
         self.world.wait(lambda: 'torc_output is gone; no more jobs are started' in runner.err, 20, 'the loss', [runner])
         self.world.write('go', '')
         database = self.world.path('torc_output', 'torc.db')
-        self.world.wait(lambda: self.told_by(runner, f'the directory of the database {database} is gone'), 20, 'silence', [runner])
+        self.world.wait(lambda: self.told_by(runner, f'the database {database} is gone'), 20, 'silence', [runner])
         self.assertFalse(os.path.exists(self.world.path('torc_output')))
         os.rename(self.world.path('away'), self.world.path('torc_output'))
         self.assertExit(0, runner.finish(), 'can be written to again', 'is complete', '6 completed')
