@@ -27281,7 +27281,7 @@ class InstallTest(WorldTest):
     def test_it_does_not_install_where_others_may_write(self):
         os.makedirs(self.library)
         os.chmod(self.library, 0o777)
-        self.assertExit(4, self.install(), f'others may write to {self.library}')
+        self.assertExit(4, self.install(), f'all users may write to {self.library}')
         self.assertEqual([], self.files())
         outcome = self.run_program([sys.executable, TORC, 'install', '--prefix', '/proc/nowhere'])
         self.assertExit(2, outcome, 'cannot install', 'give another place with --prefix')

@@ -14720,9 +14720,6 @@ def check_credentials(url: str, given: Credentials) -> Credentials:
                         given.cookie or os.environ.get('TORC_COOKIE_HEADER', ''))
     if not re.match(r'[ -~]*\Z', found.cookie):
         raise BadInput('the cookie holds a character that no header field can hold')
-    if found.password and ':' in user_name():
-        raise BadInput(f'{printable(user_name())!r} cannot log in: a user name holds no colon; '
-                       'set TORC_USERNAME')
     address = parse_url(url)
     if (found.password or found.cookie) and not address.is_tls:
         what = 'password' if found.password else 'cookie'
@@ -15703,13 +15700,6 @@ def reinitialize(client: Client, workflow: Dict[str, Any]) -> int:
     return sum(map(len, found.values()))
 
 
-def initialize_as_task(client: Client, workflow: Dict[str, Any],
-                       only_uninitialized: bool) -> Dict[str, Any]:
-    """Make a workflow ready; the record of how that ended."""
-    options = {'only_uninitialized': only_uninitialized, 'async': True}     # a keyword since Python 3.7
-    return client.call('initialize_jobs', workflow_id=workflow['id'], **options)
-
-
 NODE_COUNTS = (('active_compute_nodes', 'compute node', 'at work'),
                ('active_scheduled_nodes', 'allocation', 'active'),
                ('pending_scheduled_nodes', 'allocation', 'pending'))
@@ -15825,22 +15815,6 @@ def is_installed(path: str, mark: bytes) -> bool:
         return False
 
 
-def refuse_open_directory(path: str) -> None:
-    """Refuse a directory in which others may put what is then run as this user."""
-    with contextlib.suppress(FileNotFoundError):
-        found = os.stat(path)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o002:
-            raise Refused(printable(f'others may write to {path}: give another --prefix'))
-
-
-def make_program_directory(path: str) -> None:
-    """Make a directory and those above it, not writable for a group whatever the umask: it is run from."""
-    if not os.path.isdir(path):
-        make_program_directory(os.path.dirname(path))
-        with contextlib.suppress(FileExistsError):      # another command made it
-            os.mkdir(path, 0o755)
-
-
 def write_installation(made: Installation) -> None:
     """Put module and launcher in place, each as a whole, and compile the module. OSError."""
     python = shlex.quote(sys.executable or '')
@@ -15852,7 +15826,7 @@ def write_installation(made: Installation) -> None:
                                  'install with another one'))
     cache = os.path.join(os.path.dirname(made.module), '__pycache__')
     for directory in (*map(os.path.dirname, made), cache):
-        make_program_directory(directory)
+        os.makedirs(directory, 0o755, exist_ok=True)
     for path in made:
         if os.path.islink(path):
             os.unlink(path)
@@ -30072,7 +30046,8 @@ def initialize(session: Session, args: Arguments, is_partial: bool) -> int:
         session.call('reset_job_status', workflow_id=number)
         session.call('set_file_times', {'files': file_times(client, workflow)}, workflow_id=number)
     record_contents(client, workflow)
-    return answer_task(session, args, initialize_as_task(client, workflow, is_partial))
+    options = {'only_uninitialized': is_partial, 'async': True}     # a keyword since Python 3.7
+    return answer_task(session, args, session.call('initialize_jobs', workflow_id=number, **options))
 
 
 def cmd_tasks_wait(session: Session, args: Arguments) -> int:
@@ -35210,7 +35185,8 @@ def cmd_install(session: Session, args: Arguments) -> int:
     if foreign and not args['force']:
         raise Refused(printable(f'{foreign[0]} was not made by `install`: give another --prefix, '
                                 'or --force to replace it'))
-    refuse_open_directory(os.path.dirname(made.module))
+    if os.path.isdir(os.path.dirname(made.module)):
+        refuse_public_directory(os.path.dirname(made.module), '--prefix')
     mask = os.umask(0o022)      # all who can read the prefix may use it, for /opt and the like
     try:
         write_installation(made)
