@@ -11581,6 +11581,14 @@ class ClientTest(WorldTest):
             with self.subTest(text=text):
                 self.assertRaisesRegex(kind, text, call)
 
+    def test_who_was_let_in_before_a_server_had_written_its_files_finds_the_token_then(self) -> None:
+        url = self.world.serve('-d', self.world.path('my.db'))
+        os.environ['XDG_STATE_HOME'] = self.world.path('elsewhere')     # where no server is registered
+        client = self.connect(url=url)
+        self.assertRaisesRegex(torc.Denied, 'token is missing', client.list_workflows)
+        os.environ['XDG_STATE_HOME'] = self.world.environment['XDG_STATE_HOME']
+        self.assertEqual(0, client.list_workflows()['count'])
+
     def test_all_items_come_page_by_page(self) -> None:
         client = self.connect()
         number = client.create_workflow({'name': 'w', 'user': 'u'})['id']

@@ -15401,6 +15401,10 @@ class Client(Connector, Operations):
         except Unreachable:
             if OPERATIONS[op].method != 'GET' or self._connection is None or not self._connection.is_closed:
                 raise
+        except Denied as error:
+            if error.http != 401 or not self.named_url or self.token_file or self.credentials.password:
+                raise
+            self.close()    # it listens before it has written its files: they lead to the token by now
         return self.begin(op, body, deadline_s, **params).finish(deadline_s)
 
     def begin(self, op: str, body: Any = None, deadline_s: float = CALL_DEADLINE_S,
