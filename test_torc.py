@@ -3341,6 +3341,11 @@ class ScenarioTest(ServiceTest):
         """'job:count' of what was given last, and interrupted before."""
         return [f'{name}:{count}' for name, count in self.interrupted.items() if count]
 
+    def see_ended(self) -> List[str]:
+        """The runs whose ends are events."""
+        events = self.call('list_events', workflow_id=self.workflow_id, category='workflow_completed')['items']
+        return [str(event['data']['run_id']) for event in events]
+
     def see_complete(self) -> List[str]:
         return [str(self.call('is_workflow_complete', id=self.workflow_id)['is_complete']).lower()]
 
@@ -5016,7 +5021,8 @@ class CompletionTest(ScenarioTest):
 
         a disabled job counts as one that has finished well
           a / b: a
-          set a disabled -> a=disabled b=ready
+          set a disabled -> a=disabled b=ready ended=
+          set b disabled -> complete=true ended=1
         '''
     NAMES = '''
         a job that is set back within a run goes on counting

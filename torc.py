@@ -8055,9 +8055,7 @@ def claim_jobs_based_on_resources(context: Context, workflow_id: int, limit: int
 
 def claim_next_jobs(context: Context, workflow_id: int, limit: int = 10, labels: str = '') -> Values:
     """Claim the next jobs of the queue."""
-    if limit < 0:
-        raise Refused(f'limit is {limit}; it must be at least 0')
-    want = {'strategy': 'queue', 'limit': min(limit, MAX_LIST_ITEMS),
+    want = {'strategy': 'queue', 'limit': page_size(0, limit),
             'labels': [label for label in labels.split(',') if label]}
     return {'jobs': claimed_models(context, list(claim(context, context.state, want, None)))}
 
@@ -8069,6 +8067,13 @@ def claimed_models(context: Context, job_ids: Ids) -> List[Values]:
     return jobs
 
 
+# What the classes of a workflow (?1) need that have jobs of some statuses, with their numbers.
+NEEDS_OF_JOBS = (
+    '(SELECT needs.*, kind.scheduler_id, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status IN {}) '
+    'AS count FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
+    'WHERE kind.workflow_id = ?1) WHERE count > 0')
+
+
 def get_ready_job_requirements(context: Context, workflow_id: int,
                                scheduler_config_id: Optional[int] = None) -> Values:
     """What the ready jobs need in all, of any or one scheduler, and at most in nodes and time."""
@@ -8076,9 +8081,7 @@ def get_ready_job_requirements(context: Context, workflow_id: int,
     jobs, cpus, gpus, memory_bytes, nodes, runtime_s = context.one(
         'SELECT total(count), total(num_cpus * count), total(num_gpus * count), '
         'total(memory_bytes * count), ifnull(max(num_nodes), 0), ifnull(max(runtime_s), 0) FROM '
-        f'(SELECT *, (SELECT count(*) FROM job WHERE kind_id = kind.id AND status = {READY}) AS count '
-        'FROM job_kind kind JOIN resource_requirements needs ON needs.id = resource_requirements_id '
-        'WHERE kind.workflow_id = ?1 AND ifnull(scheduler_id = ?2, ?2 IS NULL)) WHERE count > 0',
+        f'{NEEDS_OF_JOBS.format(sql_list([READY]))} AND ifnull(scheduler_id = ?2, ?2 IS NULL)',
         (workflow_id, scheduler_config_id))
     return {'num_jobs': int(jobs), 'num_cpus': int(cpus), 'num_gpus': int(gpus),
             'memory_gb': memory_bytes / 1024 ** 3, 'max_num_nodes': nodes,
@@ -9072,16 +9075,10 @@ def hold_submissions(context: Context, workflow_id: int, submitter: str, until: 
 
 def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> Values:
     """What the largest of the jobs that are left for a scheduler needs, and how many they are."""
-    query = ('SELECT max(num_cpus), max(memory_bytes), total(count), max(runtime_s) FROM (SELECT '
-             'needs.num_cpus, needs.runtime_s, '
-             'CASE WHEN needs.is_implicit THEN 0 ELSE needs.memory_bytes END AS memory_bytes, '
-             '(SELECT count(*) FROM job WHERE kind_id = kind.id '
-             f'AND status IN {sql_list(NOT_DONE)}) AS count FROM job_kind kind '
-             'JOIN resource_requirements needs ON needs.id = resource_requirements_id '
-             'WHERE kind.workflow_id = ? AND kind.scheduler_id {}) WHERE count > 0')
-    for condition, values in (('= ?', (scheduler_id,)), ('IS NULL', ()), ('IS NOT NULL', ())):
-        num_cpus, memory_bytes, count, runtime_s = context.one(query.format(condition),
-                                                               (workflow_id, *values))
+    query = ('SELECT max(num_cpus), max(CASE WHEN is_implicit THEN 0 ELSE memory_bytes END), total(count), '
+             f'max(runtime_s) FROM {NEEDS_OF_JOBS.format(sql_list(NOT_DONE))} AND scheduler_id ')
+    for condition, values in (('= ?2', (scheduler_id,)), ('IS NULL', ()), ('IS NOT NULL', ())):
+        num_cpus, memory_bytes, count, runtime_s = context.one(query + condition, (workflow_id, *values))
         if count:
             return {'num_cpus': num_cpus, 'memory_bytes': memory_bytes, 'num_jobs': int(count),
                     'runtime_s': runtime_s}
