@@ -14938,22 +14938,18 @@ LEAVE_PAUSE_S = 0.02
 STREAM_PAUSE_S = 0.2                # before the next try, whatever ended the last one
 
 
-def restart_command(server: Dict[str, Any]) -> str:
-    """How a server is started again that those find who have found it before, such as runners elsewhere."""
-    address = parse_url(server['url'])
-    words = ['torc.py', 'serve', '-d', server['database'], '--host', server.get('listens') or address.host,
-             '--port', str(address.port)] + ['--in-memory'] * bool(server.get('in_memory'))
-    return ' '.join(map(shlex.quote, words))
-
-
 def explain_absence(server: Dict[str, Any], reason: str) -> str:
-    """Why a lasting server cannot be used, and the ways out."""
+    """Why a lasting server cannot be used, and the ways out: runners elsewhere find it at its old address."""
     database, paths = shlex.quote(server['database']), [registration_path()]
+    address = parse_url(server['url'])
+    host = shlex.quote(server.get('listens') or address.host)
+    command = f'torc.py serve -d {database} --host {host} --port {address.port}'
+    command += ' --in-memory' * bool(server.get('in_memory'))
     if server.get('travels'):
         reason += '; it goes on in its next allocation (`squeue --me`)'
         paths.append(server['database'] + '.connection')
     return (f"the server of {server['database']} at {server['url']} {reason}\n"
-            f'  to start it again:                  {restart_command(server)}\n'
+            f'  to start it again:                  {command}\n'
             f'  to use its database without it:     --db {database}\n'
             f'  to use that of this directory:      -s\n'
             f"  to forget the server:               rm {' '.join(map(shlex.quote, paths))}")
