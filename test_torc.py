@@ -5979,6 +5979,7 @@ class SubmissionRecordTest(ScenarioTest):
           take other action -> got= submitters=me idle=
           report me 1=41 2=42 -> surplus= records=1:41:pending,2:42:pending
           take me action -> got=
+          archive; take me action -> refused='is archived; unarchive it first'
 
         what a submitter leaves is taken over when it is known to be dead or its time is over
           a
