@@ -2631,10 +2631,10 @@ def read_name(value: Any) -> str:
 
 
 def read_filled(hint: str = '') -> Callable[[Any], str]:
-    """Reader of a text that must not be empty; with a hint nor blank."""
+    """Reader of a text that must not be blank."""
     def read(value: Any) -> str:
         text = read_text(value)
-        if not (text.strip() if hint else text):
+        if not text.strip():
             raise ValueError('must not be empty' + hint)
         return text
     return read
@@ -3599,7 +3599,8 @@ class Expansion:
         """find(self) for the current instance; where no parameter stands in the fields, for all at once."""
         name = find.__name__
         if name not in self.kept:
-            self.kept[name] = None if any(map(self.varies, fields)) else find(self)
+            is_shared = len(self.names) > 1 and not any(map(self.varies, fields))
+            self.kept[name] = find(self) if is_shared else None
         kept = self.kept[name]
         return find(self) if kept is None else kept
 
@@ -3911,7 +3912,7 @@ class Planner:
     def plan_template(self, expansion: Expansion) -> Iterator[PlannedJob]:
         """The jobs of a template. Mostly they differ in name and command only."""
         block = expansion.block
-        varies = any(map(expansion.varies, block.keys() - {'name', 'command'}))
+        varies = len(expansion.names) > 1 and any(map(expansion.varies, block.keys() - {'name', 'command'}))
         template, rest = block.get('command', ''), ()
         has_tokens = '${' in template
         for name in expansion.walk():
