@@ -15234,9 +15234,11 @@ class Connector:
         if not urls:
             raise Unreachable(f"the server of {self.database} runs on host {server['host']} and answers "
                               'there only; start it with --host to reach it from here')
-        limit_s = min(CONNECT_DEADLINE_S, self.look_s / len(urls))
+        limit_s, until = min(CONNECT_DEADLINE_S, self.look_s / len(urls)), time.monotonic() + self.look_s
         reasons, cure, passes = [], '; is the server running?', False
         for url in urls:
+            if reasons and time.monotonic() > until:    # one that hangs does so at all its addresses
+                break
             try:
                 connection = HttpConnection(parse_url(url), self.tls, limit_s)
             except (OSError, ValueError) as error:  # a wrong certificate is a ValueError before Python 3.7
@@ -15247,7 +15249,7 @@ class Connector:
                 if url == self.named_url:
                     connection.show(self.credentials)
                 if url != self.named_url or self.token_file:
-                    self.ask_proof(connection, server)
+                    self.ask_proof(connection, server, until - time.monotonic())
                 return connection
             except Unreachable as error:
                 connection.close()
@@ -15257,12 +15259,12 @@ class Connector:
         failure.passes = passes
         raise failure
 
-    def ask_proof(self, connection: HttpConnection, server: Dict[str, Any]) -> None:
+    def ask_proof(self, connection: HttpConnection, server: Dict[str, Any], deadline_s: float) -> None:
         """Have a server prove that it knows the token, and sign from now on; or just see that it answers."""
         challenge, url = secrets.token_hex(16), connection.address.url
         try:
-            connection.send('GET', f'/healthz?challenge={challenge}', None, self.look_s)
-            status, body = connection.read_answer(self.look_s, MAX_PROOF_BYTES)
+            connection.send('GET', f'/healthz?challenge={challenge}', None, CONNECT_DEADLINE_S)
+            status, body = connection.read_answer(deadline_s, MAX_PROOF_BYTES)
             if status == 400:       # it says what is wrong: plain HTTP on a port for TLS, say
                 parse_answer(status, body)
             if status == 503:
