@@ -8982,6 +8982,14 @@ class PasswordServerTest(WorldTest):
             self.assertEqual([401], statuses(self.ask(login('ann', 'open-sesame'))))
             self.assertEqual([200], statuses(self.ask(login('ann', 'another word'))))
 
+    @slow
+    def test_who_guesses_the_password_of_one_name_delays_no_other_user(self) -> None:
+        self.start(known_s=0.0)     # every login is checked
+        self.set_constant('WRONG_PASSWORD_S', 1.0)
+        waits = guess_beside(self.server.port, ['ann'], 290, lambda: statuses(self.ask(login('bob', 'long:enough'))) == [200], 10)
+        self.assertEqual(10, len(waits))
+        self.assertLess(sorted(waits)[5], 3.0, waits)
+
     def test_a_check_that_fails_is_a_wrong_password_and_the_next_one_is_made(self) -> None:
         with unittest.mock.patch.object(torc, 'matches_password', side_effect=MemoryError):
             self.assertEqual([401], statuses(self.ask(login('ann', 'open-sesame'))))
