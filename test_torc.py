@@ -5121,7 +5121,8 @@ class CompletionTest(ScenarioTest):
         entry = {'job_id': result['job_id'], 'status': 'completed', 'run_id': 1, 'result': result}
         wrong = dict(entry, status='running', result=dict(result, status='running'))
         answer = self.call('batch_complete_jobs', {'completions': [wrong, entry, dict(entry, job_id=999)]}, id=self.workflow_id)
-        self.assertEqual(([result['job_id']], 2), (answer['completed'], len(answer['errors'])))
+        self.assertEqual(([result['job_id']], [f"job_id of the result is {result['job_id']}, and 999 in the request", "a job cannot complete as 'running'"]),
+                         (answer['completed'], [error['message'] for error in answer['errors']]))
 
 
 class SpawnTest(ScenarioTest):
