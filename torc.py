@@ -804,7 +804,7 @@ def name_error(text: str) -> str:
         return 'must not be empty'
     if len(text) > MAX_NAME_CHARACTERS:
         return f'is {len(text):,} characters long: {MAX_NAME_CHARACTERS:,} are allowed'
-    match = UNSAFE_IN_NAME.search(text)
+    match = not text.isprintable() and UNSAFE_IN_NAME.search(text)
     return f'holds the control character {match.group()!a}: remove it' if match else ''
 
 
@@ -4084,8 +4084,9 @@ def find_producers(jobs: Sequence[PlannedJob]) -> Dict[Tuple[str, int], List[int
     """('file' or 'user_data', index) -> jobs that write it."""
     producers = collections.defaultdict(list)
     for index, job in enumerate(jobs):
-        for key in relation_keys(job.output_files, job.output_user_data):
-            producers[key].append(index)
+        if job.output_files or job.output_user_data:    # few of very many jobs have any
+            for key in relation_keys(job.output_files, job.output_user_data):
+                producers[key].append(index)
     return dict(producers)
 
 
