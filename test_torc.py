@@ -2302,6 +2302,7 @@ BAD_SPECS = (
         ('{variables: {v: abc}, description: "{v:03d}", env: {A: "{v:.2f}"}}',
          "description format '03d' does not suit the text abc",
          "env format '.2f' does not suit the text abc"),
+        ('{parameters: {i: [1e999, 2]}, env: {A: "{i}"}}', "parameter 'i' holds NaN or infinity: put it in quotes if you mean the word"),
         ('access_groups: [a, a]', 'access_groups names a group twice'),
         ('variables: {a: [5]}', "'a' of variables must be text, not a list"),
         ('variables: {a: "{b}"}', "'a' of variables holds {b}: it cannot refer to others"),

@@ -4289,8 +4289,10 @@ def plan_workflow_env(planner: Planner) -> Dict[str, str]:
     for name, value in workflow.get('parameters', {}).items():
         try:
             values = expand_values(value, context.directory, context.max_instances)
-        except ValueError:
-            values = []     # reported where the parameter is used
+        except ValueError as error:
+            context.is_partial = True
+            workflow.error(f"parameter '{shorten(name)}' {error}", 'parameters', name)
+            continue
         written = value if isinstance(value, str) else format_json(value)
         row[name] = values[0] if len(values) == 1 else written
     expansion = Expansion(workflow, Instances(tuple(row), [tuple(row.values())]))
