@@ -9818,6 +9818,7 @@ def explain_actions(context: Context, workflow_id: int) -> List[Values]:
     for action in action_rows(context, f'WHERE workflow_id = ? AND ({IS_FREE} OR failure IS NOT NULL) '
                               'ORDER BY id LIMIT ?', (workflow_id, WAITING_EXPLAINED)):
         config = action['action_config'] if isinstance(action['action_config'], dict) else {}
+        action.pop('job_ids', None)     # they may be all jobs of the workflow
         found.append(dict(
             action, action_id=action['id'], scheduler_name=names.get(config.get('scheduler_id')),
             num_allocations=config.get('num_allocations'), reason=explain_action(context, action)))
