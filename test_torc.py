@@ -5165,6 +5165,11 @@ class SpawnTest(ScenarioTest):
           over main lineage=L -> iteration=2 lineages=L__g000001,M_%__g000007__g000001,L__g000002,L__final
           spawn main e lineage=M_%__g000007 -> iteration=2
 
+        the number of a generation is not given again, whoever deletes its jobs
+          main
+          claim n1 main; start main; spawn main a lineage=L; spawn main b lineage=L__g000007; delete a
+          spawn main c lineage=L -> iteration=2 jobs=main,b,c lineages=L__g000001,L__g000007__g000001,L__g000002
+
         a new generation ends the word of the end
           main
           claim n1 main; start main; over main -> lineages=main__final

@@ -8731,7 +8731,7 @@ def spawn_jobs(context: Context, job_id: int, body: Values) -> Values:
     known = {name: (spawned, generation) for name, spawned, generation in context.rows(
         'SELECT job.name, job.id, spawn.generation FROM spawn CROSS JOIN job ON job.id = spawn.job_id '
         'WHERE spawn.workflow_id = ? AND lineage = ?', (caller.workflow_id, lineage))}
-    counter = max((generation for _, generation in known.values()), default=0)
+    counter = count_generations(context, caller.workflow_id, lineage)
     old = [name for name in names if name in known]
     if names and len(old) == len(names):
         return {'spawned_job_ids': [known[name][0] for name in names],
@@ -8742,6 +8742,15 @@ def spawn_jobs(context: Context, job_id: int, body: Values) -> Values:
     counter += bool(spawned)
     record_generation(context, caller.workflow_id, lineage, counter, len(spawned), body.get('state'))
     return {'spawned_job_ids': spawned, 'iteration': counter}
+
+
+def count_generations(context: Context, workflow_id: int, lineage: str) -> int:
+    """Number of the newest generation of a lineage, by its records: the jobs may have been deleted."""
+    prefix = LINEAGE_RECORD.format(lineage) + 'g'       # up to ':', which follows '9': a range of the index
+    return context.value(
+        'SELECT max(CAST(substr(name, ?1) AS INTEGER)) FROM user_data WHERE workflow_id = ?2 '
+        "AND name >= ?3 || '0' AND name < ?3 || ':' AND substr(name, ?1) NOT GLOB '*[^0-9]*'",
+        (len(prefix) + 1, workflow_id, prefix)) or 0
 
 
 def record_generation(context: Context, workflow_id: int, lineage: str, counter: int, count: int,
