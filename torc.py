@@ -14443,8 +14443,10 @@ def connection_file(options: ServerOptions, urls: List[str], server_id: str,
         reason = f'{state_directory()}: {getattr(error, "strerror", None) or error}'
         where = f'torc: not registered ({reason}): commands find it with --db {shlex.quote(database)}\n'
     try:
-        with writing(path, '--db'):
+        try:
             write_atomically(path, format_json(content).encode())
+        except OSError as error:    # another user's, in a directory such as /tmp
+            raise BadInput(f'cannot write {path}: {error.strerror}; {private_cure(path)}') from None
         yield where
     finally:
         for path in paths * (not goes_on()):
