@@ -10537,6 +10537,18 @@ class MemoryDatabaseTest(WorldTest):
         self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'))
         self.assertEqual(4, self.count())
 
+    def test_a_copy_beside_a_killed_server_s_memory_stays_what_it_became_when_the_original_has_gone(self) -> None:
+        self.world.serve('-d', self.database, '--in-memory')
+        self.add_events(1)
+        self.addCleanup(shutil.rmtree, os.path.dirname(self.live()))
+        self.end(signal.SIGKILL)
+        for end in ('', '.memory'):
+            shutil.copy(self.database + end, self.world.path('copy.db') + end)
+        spec = self.world.write('w.yaml', 'name: own\njobs: [{name: a, command: "true"}]\n')
+        self.assertExit(0, self.world.cli('--db', 'copy.db', 'create', spec))
+        os.unlink(self.database)
+        self.assertExit(0, self.world.cli('--db', 'copy.db', 'status', 1), 'own')
+
     def test_a_file_that_is_removed_from_memory_is_copied_all_the_same(self) -> None:
         self.world.serve('-d', 'my.db', '--in-memory')
         self.add_events(2)

@@ -12117,7 +12117,8 @@ def is_of_a_copy(database: str, state: Dict[str, Any]) -> bool:
     """Whether a state file came with a copy of a database: the one that it names is another file."""
     named, inode = state.get('database') or database, file_identity(database)[1]
     with contextlib.suppress(OSError):      # one is gone: it may have been moved
-        if not os.path.samefile(named, database):
+        # A file of this name may be replaced between two looks at it.
+        if named != os.path.realpath(database) and not os.path.samefile(named, database):
             return True
         if was_here(state):
             return False    # the server itself looks whether its file was replaced
@@ -12373,6 +12374,8 @@ def find_live_file(database: str, takes_over: bool) -> str:
     path = database + '.memory'
     found = read_state(path, 'path', 'database')
     if found is None:
+        with contextlib.suppress(OSError):      # it came with a copy, whose original may go later
+            os.unlink(path)
         return ''
     lives, saved_at = process_lives(found), format_time(os.stat(database).st_mtime)
     if lives:
