@@ -12155,7 +12155,7 @@ def is_server_over(server: Dict[str, Any]) -> bool:
 # commands in directories without a database of their own find it wherever its database is stored. A clean end
 # removes it. One that is left means that commands would have used a server that was killed: to use another
 # database instead would change what nobody meant, so that it is an error until the server is started again,
-# its database or the file is removed.
+# or the file is removed.
 
 def registration_path() -> str:
     """File of the lasting server of this account."""
