@@ -10955,7 +10955,10 @@ class Impostor(threading.Thread):
             with client, contextlib.suppress(OSError):      # who asked has hung up
                 self.heard += client.recv(65536)
                 for part in answer if isinstance(answer, list) else [answer]:
-                    client.sendall(part)
+                    if part:
+                        client.sendall(part)
+                    elif part is None:      # the next request
+                        self.heard += client.recv(65536)
 
     def stop(self) -> None:
         """Hang up for good."""
@@ -11680,6 +11683,16 @@ class ClientTest(WorldTest):
         self.assertEqual({'status': 'ok'}, client.ping())
         impostor.stop()
         self.assertEqual((1, 2), (impostor.heard.count(b'POST '), impostor.heard.count(b'GET ')))
+
+    def test_who_could_not_say_which_database_it_has_is_asked_before_it_gets_anything(self) -> None:
+        other = torc.format_answer(200, b'{"id":"two"}')
+        impostor = Impostor([torc.format_answer(503, b''), None, other], other)
+        client = torc.Client(url=impostor.url)
+        client.database_id = 'one'
+        self.assertRaisesRegex(torc.Unreachable, 'cannot answer now', client.reconnect, wait_s=0)
+        self.assertRaisesRegex(torc.Unreachable, 'another one .id two', client.create_workflow, {'name': 'w', 'user': 'u'})
+        impostor.stop()
+        self.assertNotIn(b'POST ', impostor.heard)
 
     def test_nobody_waits_longer_than_he_can_for_a_server_that_hangs_or_a_host_that_is_down(self) -> None:
         self.set_constant('CONNECT_DEADLINE_S', 0.6)

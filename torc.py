@@ -15396,12 +15396,15 @@ class Client(Connector, Operations):
         """Find server or database again. Unreachable if it is another one: its ids mean something else."""
         super().reconnect(wait_s)
         if self.database_id:
-            found = self.begin('get_database', None, self.look_s).finish(self.look_s)['id']
-            if found != self.database_id:
-                self.close()
-                raise Unreachable(f'{self.location} has not the database any more that this began with, but '
-                                  f'another one (id {printable(str(found))[:32]} in place of '
-                                  f'{self.database_id})', is_other=True)
+            try:
+                found = self.begin('get_database', None, self.look_s).finish(self.look_s)['id']
+                if found != self.database_id:
+                    raise Unreachable(f'{self.location} has not the database any more that this began with, '
+                                      f'but another one (id {printable(str(found))[:32]} in place of '
+                                      f'{self.database_id})', is_other=True)
+            except BaseException:
+                self.close()    # who calls next would take it for the right one
+                raise
 
     def call(self, op: str, body: Any = None, deadline_s: Optional[float] = None, **params: Any) -> Any:
         """Carry out an operation: body as the model says, path and query parameters by name.
