@@ -5085,6 +5085,11 @@ class CompletionTest(ScenarioTest):
           a
           set a BEFORE; complete a -> changed=
           edit a -> changed=a
+
+        what is set to work again has another attempt, which can end, and be lost with its node
+          a / b / c
+          complete a; set a BEFORE; complete a#2 -> a=completed results=a#1:0:completed,a#2:0:completed
+          claim n1 b c; end b; end c; set b running; set c pending; delete n1 -> b=failed c=ready
         '''
 
     def test_ends_count_once_and_what_follows_from_them_follows(self):

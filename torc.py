@@ -8361,14 +8361,16 @@ def manage_status_change(context: Context, job_id: int, status: str, run_id: int
         raise Refused(f'{status} is an end: report it as a completion')
     if code != job.status:
         check_run(workflow_state(context, job.workflow_id), run_id)
+        is_begun = code in ACTIVE and job.status not in ACTIVE
         if code not in ACTIVE:
             cancel_open_attempts(context, [job_id])
-        context.run('UPDATE job SET status = ? WHERE id = ?', (code, job_id))
-        if code not in ACTIVE:
             context.run('UPDATE job SET start_time = NULL, compute_node_id = NULL WHERE id = ?', (job_id,))
+        context.run('UPDATE job SET status = ? WHERE id = ?', (READY if is_begun else code, job_id))
+        if code not in ACTIVE or is_begun:
             number_attempts(context, job.workflow_id)
-        elif job.status not in ACTIVE:
+        if is_begun:
             note_unclaimed(context, job)
+            context.run('UPDATE job SET status = ? WHERE id = ?', (code, job_id))
         if STATUSES[job.status].is_finished or STATUSES[code].is_finished:
             reverse_or_settle(context, job, code)
             note_if_complete(context, job.workflow_id)
