@@ -10259,23 +10259,25 @@ class ServeTest(WorldTest):
     def test_a_script_that_starts_torcs_own_server_can_start_this_one(self) -> None:
         program = self.world.write('torc-server', f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(stub_path())} serve "$@"\n')
         os.chmod(program, 0o755)
-        self.world.write('empty.db', '')
         words = [program, 'run', '--host', '127.0.0.1', '--port', '0', '--database', 'empty.db', '--shutdown-on-stdin-eof']
-        with open(self.world.path('err'), 'wb') as err:
-            process = subprocess.Popen(words, cwd=self.world.directory, env=self.world.environment,
-                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=err)
-        with process.stdout:
-            lines = iter(process.stdout.readline, b'')
-            port = next(int(line.partition(b'=')[2]) for line in lines if line.startswith(b'TORC_SERVER_PORT='))
-            token = torc.read_token(self.world.path('empty.db.token'))
-            password = base64.b64encode(f'tester:{token}'.encode()).decode()
-            with socket.create_connection(('127.0.0.1', port), 10) as client:
-                client.sendall(http_request(authorization='Basic ' + password))
-                self.assertEqual([200], statuses(read_answers(client, 1)))
-                process.stdin.close()       # as Torc's client ends the server that it has started; its own connection is still open
-                self.assertEqual(0, process.wait(10))
-        self.assertEqual(0o600, os.stat(self.world.path('empty.db')).st_mode & 0o777)
-        self.assertFalse(os.path.exists(self.world.path('empty.db.connection')))
+        for reader, writer in (os.pipe(), os.openpty()[::-1]):      # a program's pipe, or its terminal
+            self.world.write('empty.db', '')
+            with open(self.world.path('err'), 'wb') as err:
+                process = subprocess.Popen(words, cwd=self.world.directory, env=self.world.environment,
+                                           stdin=reader, stdout=subprocess.PIPE, stderr=err)
+            os.close(reader)
+            with process.stdout:
+                lines = iter(process.stdout.readline, b'')
+                port = next(int(line.partition(b'=')[2]) for line in lines if line.startswith(b'TORC_SERVER_PORT='))
+                token = torc.read_token(self.world.path('empty.db.token'))
+                password = base64.b64encode(f'tester:{token}'.encode()).decode()
+                with socket.create_connection(('127.0.0.1', port), 10) as client:
+                    client.sendall(http_request(authorization='Basic ' + password))
+                    self.assertEqual([200], statuses(read_answers(client, 1)))
+                    os.close(writer)    # as Torc's client ends the server that it has started; its own connection is still open
+                    self.assertEqual(0, process.wait(10))
+            self.assertEqual(0o600, os.stat(self.world.path('empty.db')).st_mode & 0o777)
+            self.assertFalse(os.path.exists(self.world.path('empty.db.connection')))
 
     def test_it_takes_the_flags_and_variables_of_torcs_server(self) -> None:
         for words, env, name in (

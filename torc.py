@@ -14319,8 +14319,9 @@ def serve_database(options: ServerOptions, announce: Callable[[str], Any]) -> No
 
 def stop_with_input(server: Server) -> None:
     """Stop a server when stdin comes to its end: who started us holds the other side, and has gone."""
-    while os.read(0, RECEIVE_BYTES):
-        pass
+    with contextlib.suppress(OSError):      # EIO: a terminal that is gone
+        while os.read(0, RECEIVE_BYTES):
+            pass
     log.info('the input has ended')
     server.stop()
 
