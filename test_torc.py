@@ -3998,6 +3998,23 @@ class GraphTest(ServiceTest):
         empty = self.call('create_workflow', {'name': 'empty', 'user': 'tester'})['id']
         self.assertEqual([], self.call('get_dependency_graph', id=empty)['sets'])
 
+    def test_to_run_again_what_stands_before_a_barrier_costs_what_its_jobs_do_and_not_their_pairs(self):
+        def steps(count: int) -> int:
+            """Of SQLite, for as many jobs before the barrier as behind it."""
+            first = [f'a{i}' for i in range(count)]
+            workflow_id = self.create('\n'.join([f'{name}:' for name in first] + [f'b{i}: {" ".join(first)}' for i in range(count)]))
+            self.drive(workflow_id, {})
+            calls = []      # type: List[int]
+            self.call('reset_workflow_status', id=workflow_id, force=True)
+            self.store.run("UPDATE job SET status = 0 WHERE workflow_id = ? AND name LIKE 'a%'", (workflow_id,))
+            self.store.connection.set_progress_handler(lambda: calls.append(1) and None, 1)
+            self.call('initialize_jobs', id=workflow_id, only_uninitialized=True)
+            self.store.connection.set_progress_handler(None, 0)
+            self.assertEqual({'a': 'ready', 'b': 'blocked'}, {name[0]: status for name, status in self.statuses(workflow_id).items()})
+            return len(calls)
+        few = steps(20)
+        self.assertLess(steps(100), 6 * few)
+
 
 class PropertyTest(ServiceTest):
     """Random workflows, driven in random order, against a plain model of the rules."""

@@ -7474,12 +7474,14 @@ def refuse_active(context: Context, workflow_id: int, verb: str) -> None:
 def downstream_of_uninitialized(context: Context, workflow_id: int, condition: str = '1') -> List[int]:
     """Jobs that depend, however far, on an uninitialized one; none that is so, disabled or active."""
     kept = sql_list((UNINITIALIZED, DISABLED, *ACTIVE))
+    # From set to set: a barrier has as many ways through it as pairs of jobs before and behind it.
     return context.ids(
-        'WITH RECURSIVE downstream (id) AS (SELECT id FROM job WHERE workflow_id = ? '
-        f'AND status = {UNINITIALIZED} UNION SELECT waiting.id FROM downstream '
-        'CROSS JOIN dep_member ON dep_member.job_id = downstream.id CROSS JOIN job waiting '
-        'ON waiting.dep_set_id = dep_member.dep_set_id) SELECT id FROM job WHERE id IN '
-        f'(SELECT id FROM downstream) AND status NOT IN {kept} AND {condition}', (workflow_id,))
+        'WITH RECURSIVE downstream (id) AS (SELECT dep_member.dep_set_id FROM job CROSS JOIN '
+        f'dep_member ON dep_member.job_id = job.id WHERE workflow_id = ? AND status = {UNINITIALIZED} '
+        'UNION SELECT dep_member.dep_set_id FROM downstream CROSS JOIN job waiting '
+        'ON waiting.dep_set_id = downstream.id CROSS JOIN dep_member ON dep_member.job_id = waiting.id) '
+        'SELECT id FROM job WHERE dep_set_id IN (SELECT id FROM downstream) '
+        f'AND status NOT IN {kept} AND {condition} ORDER BY id', (workflow_id,))
 
 
 OPEN_ATTEMPT = f'(status IN {sql_list(ACTIVE)} OR status = {CANCELED} AND compute_node_id IS NOT NULL)'
