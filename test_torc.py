@@ -10561,6 +10561,19 @@ class MemoryDatabaseTest(WorldTest):
         self.assertExit(0, self.world.cli('--db', 'my.db', 'workflows', 'list'))
         self.assertEqual(4, self.count())
 
+    def test_who_opens_it_just_before_the_last_snapshot_takes_that_one(self) -> None:
+        self.world.serve('-d', self.database, '--in-memory')
+        self.add_events(1)
+        os.unlink(self.database + '.connection')
+        code = ('import os, sys, time\nsys.path.insert(0, sys.argv[1])\nimport torc\nfind = torc.find_live_file\n'
+                'def find_late(database, *more):\n    torc.find_live_file = find\n    os.kill(int(sys.argv[2]), 15)\n'
+                '    while os.path.exists(database + ".memory"):\n        time.sleep(0.01)\n    return find(database, *more)\n'
+                'torc.find_live_file = find_late\nsys.exit(torc.main(sys.argv[3:]))')
+        words = [sys.executable, '-B', '-c', code, os.path.dirname(stub_path()), str(self.world.server.process.pid), '--db', self.database]
+        found = subprocess.run([*words, 'workflows', 'list', '-a'], env=self.world.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
+        self.assertEqual((0, 1), (found.returncode, found.stdout.count(b'Total: 1')), found.stdout)
+        self.assertEqual((1, False), (self.count(), os.path.exists(self.database + '.rescued')))
+
     def test_a_copy_beside_a_killed_server_s_memory_stays_what_it_became_when_the_original_has_gone(self) -> None:
         self.world.serve('-d', self.database, '--in-memory')
         self.add_events(1)

@@ -5305,8 +5305,7 @@ class Store(Statements):
             self.execute('BEGIN IMMEDIATE')
             self.execute('COMMIT')
             self.adopt_files()
-            if self._files[0] != before:
-                raise Conflict(f'the database {path} was replaced while it was opened: try again')
+            self.check_name(before)
             prepare_schema(self.connection, path)
         except (sqlite3.Error, OSError, TorcError) as error:
             self.close()
@@ -5347,6 +5346,11 @@ class Store(Statements):
     def adopt_files(self) -> None:
         """What has the names of our files now was put there by us."""
         self._files = self.look()
+
+    def check_name(self, before: Optional[Tuple[int, int]] = None) -> None:
+        """Conflict if our name has another file than before, or than when it was opened."""
+        if self.look()[0] != (before or self._files[0]):
+            raise Conflict(f'the database {self.path} was replaced while it was opened: try again')
 
     def check_in_place(self) -> None:
         """Conflict if the database is not ours any more, or where nobody finds it: writes would be lost."""
@@ -12404,6 +12408,7 @@ def open_on_disk(database: str, takes_over: bool = False, has_locks: bool = True
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(contextlib.closing(Store(database, has_locks=has_locks)))
         live = find_live_file(database, takes_over)
+        store.check_name()      # who had it in memory may have written a last snapshot just now, and ended
         if not live:
             stack.pop_all()
             return store
