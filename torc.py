@@ -9190,6 +9190,7 @@ def create_compute_node(context: Context, body: Values) -> Values:
             release_node(context, node_id)
         if keeps_crate(context, workflow_id):
             put_software(context, workflow_id, 'torc')
+    context.service.job_counts.pop(workflow_id, None)       # who begins shows what was done before
     values = dict(body, labels=sorted(set(body.get('labels') or ())) or None,
                   slurm_job=find_slurm_job(context, body))
     if body.get('lease_s') and known_scheduler(body).get('slurm_job_id'):   # Torc's runners do it all
