@@ -19692,7 +19692,8 @@ class RunnerTest(RunnerCase):
                 self.assertEqual([(job_id, 1, 0, 'completed') for job_id in range(1, 8)], self.results())
 
     def test_jobs_that_run_go_on_without_the_output_directory(self):
-        self.create('mv out away; touch gone', 'until test -e gone; do sleep 0.02; done; echo still; sleep 0.5',
+        self.create('until test -e begun; do sleep 0.02; done; mv out away; touch gone',
+                    'touch begun; until test -e gone; do sleep 0.02; done; echo still; sleep 0.5',
                     {'command': 'true', 'depends_on': ['j1']}, compute_node_wait_for_new_jobs_seconds=1)
         outcome = self.run_it()
         self.assertEqual({'j1': 'completed', 'j2': 'completed', 'j3': 'ready'}, self.statuses())
@@ -29050,6 +29051,7 @@ class SurroundingsTest(FlowTest):
                         'Is not a regular file; give another place with --pid-file')
         store = torc.Store(self.world.path('torc.db'))
         self.addCleanup(store.close)
+        store.copies = torc.CopyWriter(store)
         with self.assertLogs('torc', 'ERROR') as logged:
             torc.keep_snapshot(store, torc.ServerOptions(store.path, snapshot=path), said.append)
         self.assertEqual(('could not be copied' in logged.output[0], []), (True, said))
