@@ -11333,13 +11333,13 @@ class FindServerTest(WorldTest):
             $ workflows list -> 0: served
             kill
             $ --db ../my.db exec -c true -o x -> 0
-            $ workflows list -> 3: was killed
+            $ workflows list -> 3: was killed; !is gone
             $ -s workflows new -n own -> 0: !killed
             $ workflows list -> 0: own; !killed
             ''')
         shutil.rmtree(os.path.join(self.there, 'torc_output'))
         os.unlink(self.world.path('my.db'))
-        self.play('$ workflows list -> 3: was killed')
+        self.play('$ workflows list -> 3: was killed, and its database is gone')
         os.unlink(shlex.split(ways['to forget the server'])[1])
         self.play('$ workflows list -> 4: there is no server and no database')
 
@@ -33301,7 +33301,7 @@ BORDERS = {
 
 # What torc.py's parts may measure. The tables below list what is larger still: they may shrink only, and are to get empty.
 # torc.py in all: what it has been brought to. It may sink at any time, and rises only by what a new feature is allowed.
-TORC_LINES = 36642
+TORC_LINES = 36643
 LINE_COLUMNS, SECTION_LINES, CLASS_LINES, CLASS_METHODS = 110, 900, 400, 35
 FUNCTION_LINES, FUNCTION_PARAMETERS, FUNCTION_NESTING = 60, 7, 4
 LONG_LINES = {}     # type: Dict[int, int]

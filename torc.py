@@ -14975,6 +14975,7 @@ def explain_absence(server: Dict[str, Any], reason: str) -> str:
     host = shlex.quote(server.get('listens') or address.host)
     command = f'torc.py serve -d {database} --host {host} --port {address.port}'
     command += ' --in-memory' * bool(server.get('in_memory'))
+    reason += ', and its database is gone: a start makes a new one' * is_missing(server['database'])
     if server.get('travels'):
         reason += '; it goes on in its next allocation (`squeue --me`)'
         paths.append(server['database'] + '.connection')
