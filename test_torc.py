@@ -9767,7 +9767,9 @@ class RoomTest(WorldTest):
         first, second, early = self.idle(), self.idle(), self.connect(b'GET')
         late = [self.connect(b'GET'), self.connect(b'GET')]
         for client in late:
-            self.known(client).needed_until -= 200
+            one = self.known(client)
+            self.world.wait(lambda: not select.select([one.socket], [], [], 0)[0], 10, 'its bytes to be read')
+            one.needed_until -= 200
         for goes in [*late, first, second]:      # late ones, then the longest idle
             self.idle() if goes is not late[0] else self.connect(b'GET')
             self.assertEqual(b'', read_all(goes))
@@ -20473,7 +20475,7 @@ class TerminationTest(RunnerCase):
 
     def test_the_timeline_of_the_page_holds_to_the_moment(self):
         # Each job says every 20 ms that it lives; the second saves its work and ends by itself.
-        alive = 'while :; do date +%s.%N > alive_$TORC_JOB_ID; sleep 0.02; done'
+        alive = 'while :; do date +%s.%N > $TORC_JOB_ID.new; mv $TORC_JOB_ID.new alive_$TORC_JOB_ID; sleep 0.02; done'
         self.create(f"trap 'date +%s.%N > got_1' TERM; {alive}", f"trap 'date +%s.%N > got_2; sleep 0.2; exit 0' TERM; {alive}",
                     execution_config={'mode': 'direct', 'sigkill_headroom_seconds': 3, 'sigterm_lead_seconds': 3},
                     resource_requirements=[{'name': 'short', 'num_cpus': 1, 'memory': '1m', 'runtime': 'PT1S'}])
