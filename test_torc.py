@@ -12600,7 +12600,7 @@ class LauncherTest(WorldTest):
     def said(self, command: str, name: str) -> Tuple[int, str, str]:
         """Return code and output of a command, without what only names the way by which the shell got it."""
         end = self.end_of(self.start(command, name))
-        errors = re.sub(r'-c: |eval: |\d+ Killed', '', self.world.read('err'))
+        errors = re.sub(r'-c: |eval: | *\d+ Killed *', '', self.world.read('err'))
         return end.return_code, self.world.read('out'), errors
 
     def test_a_command_of_several_megabytes_runs_and_none_is_ever_a_file_with_a_name(self):
@@ -21511,7 +21511,8 @@ class RemoteTest(RemoteCase):
         self.assertExit(1, self.remote('delete-logs', 1, '--no-prompts'), 'w1: the worker on w1 is at work: stop it first')
         self.assertRegex(self.assertExit(0, self.remote('stop', 1)).out, r'\Aw1  stopping \(PID \d+\)\nw2  stopping \(PID \d+\)\n\Z')
         self.wait_workers(w1=r'ended \(exit code [1-9].*', w2=r'ended \(exit code [1-9].*')
-        self.assertEqual((['begun'] * 4 + ['saved'] * 4, {}, {'ready': 4}), (self.done(), self.running(), self.statuses()))
+        self.world.wait(lambda: not self.running(), 5, 'the end of all', state=self.running)
+        self.assertEqual((['begun'] * 4 + ['saved'] * 4, {'ready': 4}), (self.done(), self.statuses()))
         self.work(1)
         self.wait_done(12)
         self.assertExit(0, self.remote('stop', 1, '--force'), 'w1  killed', 'w2  killed')
