@@ -18355,17 +18355,6 @@ class OwnAllocationTest(unittest.TestCase):
         found.leave_room(1)
         self.assertEqual([left_mb, 300], [size.memory_bytes >> 20 for size in found.sizes])
 
-    def test_the_dump_of_the_environment_holds_no_token(self):
-        text = torc.describe_slurm_environment({'SLURM_JWT': 'secret', 'SLURM_B': '1', 'X_SLURM': '2\n3',
-                                                'HOME': '/'})
-        self.assertEqual('SLURM_B=1\nX_SLURM=2\\n3\n', text)
-
-    def test_of_the_kernels_log_the_last_part_is_kept(self):
-        text = '[Sun Nov 22 10:00:00 2026] old\n[Sun Nov 22 12:00:01 2026] new\n more\n[x] y\n'
-        since = time.mktime(time.strptime('2026-11-22 12:00:00', '%Y-%m-%d %H:%M:%S'))
-        self.assertEqual('[Sun Nov 22 12:00:01 2026] new\n more\n[x] y\n',
-                         torc.select_kernel_log(text, since))
-
 
 class AllocationPartsTest(PartTest):
     """What follows the end of a Slurm job, and what submits further ones."""

@@ -20865,9 +20865,9 @@ def read_rows(copy: str) -> Tuple[List[Tuple[Any, Any]], str]:
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
 #
-# A runner is one node at work for one workflow: a loop (16h) over parts (16b-16g), each of which says when
-# it is due and acts in each turn. Here stand the values that they share. Each attempt of a job has one state,
-# changed by Attempts.change alone along ATTEMPT_STATES; its completion stands in the attempt, nowhere else.
+# A runner is one node at work for one workflow: a loop (16h) over parts (16b-16g). Here stand the values that
+# they share. Each attempt of a job has one state, changed by Attempts.change alone along ATTEMPT_STATES; its
+# completion stands in the attempt, nowhere else.
 
 BATCH_S = 0.05              # between two reports while there is work at hand
 START_REPORT_S = 0.1        # until a start is reported that nothing else gives reason to report
@@ -20935,6 +20935,42 @@ class RunOutcome(Row):
     reason: str             # why the runner left
     wall_s: float
     jobs_by_status: Dict[str, int] = {}     # of the whole workflow, as last seen
+
+
+# -------- what all parts are --------
+
+
+class Part:
+    """One concern of a runner. It is made from the NodeContext and from parts made before it, and calls only
+    these; what must go the other way is data in the context, or is carried by the loop. None blocks.
+    """
+
+    def due(self) -> float:
+        """When it must act though nothing else happens (monotonic)."""
+        return math.inf
+
+    def act(self, now: float) -> None:
+        """Do what there is to do by now: called in each turn, whatever ended the wait."""
+
+    def close(self) -> None:
+        """The runner leaves: nothing of it may be left behind."""
+
+
+class Backoff:
+    """Waits that double, from the first to the longest."""
+
+    def __init__(self, first_s: float, most_s: float) -> None:
+        self.first_s, self.most_s = first_s, most_s
+        self.wait_s = first_s       # the next wait
+
+    def take(self) -> float:
+        """How long to wait now."""
+        wait_s, self.wait_s = self.wait_s, min(2 * self.wait_s, self.most_s)
+        return wait_s
+
+    def reset(self) -> None:
+        """All is well again."""
+        self.wait_s = self.first_s
 
 
 # -------- a node's size, and what is taken of it --------
@@ -22506,10 +22542,7 @@ class OfflineDrain:
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
 #
-# A part says by `due` when it must act though nothing else happens (monotonic, or infinite); `act` does what
-# there is to do: it is called in each turn, whatever woke the loop. Parts know parts that stand above
-# them, and otherwise only what is passed in; none knows the loop. None blocks: actions, recovery scripts and
-# other programs are children like jobs.
+# See Part (16). Actions, recovery scripts and other programs are children like jobs.
 #
 # The server decides who runs what; the ledger guards every start all the same, since jobs may be claimed
 # ahead: short ones for several rounds, so that starting the next never waits for an answer. What was claimed
@@ -22531,7 +22564,7 @@ class ClaimPolicy:
         self.mean_s = math.inf          # recent run time of a job
         self.moved_at = 0.0             # when something was last put into or taken out of the backlog
         self.not_before = 0.0           # the node is exhausted until then
-        self.pause_s = 1.0
+        self.pauses = Backoff(1.0, 60.0)
 
     def on_end(self, wall_s: float) -> None:
         """Learn from a job's run time."""
@@ -22539,8 +22572,7 @@ class ClaimPolicy:
 
     def pause_claims(self) -> None:
         """The node could not start a process: try again later, and later each time."""
-        self.not_before = time.monotonic() + self.pause_s
-        self.pause_s = min(2 * self.pause_s, 60.0)
+        self.not_before = time.monotonic() + self.pauses.take()
 
     def rounds(self) -> int:
         """How many jobs per slot to have at hand; 1 is no more than can start now."""
@@ -22603,7 +22635,7 @@ class ClaimPolicy:
         self.mean_s = max(self.mean_s, STALE_AHEAD_S)
 
 
-class OutputWatch:
+class OutputWatch(Part):
     """Whether output can be written; if not, nothing is claimed or started. Said once."""
 
     def __init__(self, context: NodeContext, on_repaired: Callable[[], Any]) -> None:
@@ -22649,7 +22681,7 @@ def may_share_signal(end: ProcessEnd) -> bool:
     return (end.signal_number or end.return_code - 128) in SHARED_SIGNALS
 
 
-class DirectStarter:
+class DirectStarter(Part):
     """Runs each attempt as a process of this node. A starter of another kind has the same public names."""
 
     def __init__(self, context: NodeContext, launcher: Launcher) -> None:
@@ -22659,16 +22691,6 @@ class DirectStarter:
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         self.kill_before_s = context.config['sigkill_headroom_seconds']     # the end of the node's time
         self.stop_before_s = self.kill_before_s + context.config['sigterm_lead_seconds']
-
-    def due(self) -> float:
-        """The launcher knows."""
-        return math.inf
-
-    def act(self, now: float) -> None:
-        """Nothing: see Launcher.act."""
-
-    def close(self) -> None:
-        """Nothing: see Launcher.close."""
 
     @property
     def is_drained(self) -> bool:
@@ -22767,7 +22789,7 @@ class Scripts:
         self.launcher.stop_all(list(self.running), number, lead_s)
 
 
-class Digests:
+class Digests(Part):
     """Reads output files for the RO-Crate, a piece in each turn, between the loop's other work."""
 
     def __init__(self, on_rows: Callable[[List[List[Any]]], Any]) -> None:
@@ -22921,7 +22943,7 @@ class Actions:
         self.start_next()
 
 
-class Completions:
+class Completions(Part):
     """Ends of attempts: judged, tried again or not, reported, and counted when they are acknowledged."""
 
     def __init__(self, context: NodeContext, attempts: Attempts, starter: Any, scripts: Scripts,
@@ -23150,7 +23172,7 @@ class Completions:
             self.context.progress.on_failed_job(attempt.name, code, attempt.reason)
 
 
-class Dispatcher:
+class Dispatcher(Part):
     """Jobs from their claim to their end: starts what there is room for, gives back what cannot start."""
 
     def __init__(self, context: NodeContext, policy: ClaimPolicy, completions: Completions,
@@ -23343,7 +23365,7 @@ class Dispatcher:
 # sizes, and the file of the time series. A disk that is full or gone costs samples, never a job.
 
 
-class Monitor:
+class Monitor(Part):
     """Samples what jobs and the node use, and ends jobs that are above their memory limit."""
 
     def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher) -> None:
@@ -24267,10 +24289,8 @@ SLURM_FACT = re.compile(r'(?:^|\s)([A-Z][A-Za-z/:_]*)=')
 GRANTED = re.compile(r'\bNodes=(\S+) CPU_IDs=(\S*) Mem=([0-9]+) GRES=(\S*)')
 GRANTED_GPUS = re.compile(r'(?:^|,)gpu(?::[^(:,]*)?:([0-9]+)(?:\(IDX:([0-9,-]*)\))?')
 STEP_MEMORY = re.compile(r'\bmem=([^,]+)')
-KERNEL_TIME = re.compile(r'\[([A-Z][^\]]+)\]')
 LAST_QUERY_S = 5.0          # of programs, when Slurm has asked us to leave
 END_LOOKS_S, END_PAUSE_S = 3.0, 0.3     # of looks at how it has ended: KillWait (30 s) goes on meanwhile
-KERNEL_LOG_S = 3600.0       # of the kernel's log, before the runner began
 CHECK_END_S = 600.0         # between looks at the end of the Slurm job
 RETRY_END_S = 60.0          # ... when it is not known yet, and at least
 DOUBT_S = 5.0               # ... when steps cannot be started
@@ -24820,32 +24840,6 @@ class Submissions:
         self.work.ends, self.work.lost = [], []
 
 
-def write_dump(output: OutputDirectory, name: str, text: str) -> None:
-    """A file of its own for whoever looks for the cause of a failure; nobody else may read it."""
-    with contextlib.suppress(OSError):      # it is of use only with the rest of the directory
-        with open(append_to_file(os.path.join(output.path, name), 0o600), 'wb') as file:
-            file.write(text.encode('utf-8', 'replace'))
-
-
-def describe_slurm_environment(environment: Any) -> str:
-    """All variables with SLURM in their names, but the token of SLURM_JWT, sorted."""
-    names = sorted(name for name in environment if 'SLURM' in name and 'JWT' not in name)
-    return ''.join(f'{name}={printable_line(environment[name])}\n' for name in names)
-
-
-def select_kernel_log(text: str, since: float) -> str:
-    """The lines of `dmesg --ctime` from a time on."""
-    lines, is_recent = [], False
-    for line in text.splitlines():
-        match = KERNEL_TIME.match(line)
-        if match:
-            with contextlib.suppress(ValueError, OverflowError):
-                is_recent = time.mktime(time.strptime(match.group(1), '%a %b %d %H:%M:%S %Y')) >= since
-        if is_recent:
-            lines.append(line + '\n')
-    return ''.join(lines)
-
-
 # ======== 16h. Runner's loop: turns, signals, and when to leave ========
 #
 # One loop. Each turn, in the order of the page "Job Runners": reap what has ended; stop what must end; one
@@ -24919,7 +24913,7 @@ class Wakeup:
         os.close(self.writer)
 
 
-class Shutdown:
+class Shutdown(Part):
     """How this runner leaves: the timeline of the page "Execution Modes", signals, and the reason."""
 
     def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher, scripts: Scripts,
@@ -25047,7 +25041,7 @@ class Shutdown:
         log.write(f'Waiting {max(0.0, lead_s):.0f}s for graceful termination before SIGKILL')
 
 
-class UnkillableReport:
+class UnkillableReport(Part):
     """Says which jobs live on though they were killed: they keep their slots, and nothing more is started."""
 
     def __init__(self, context: NodeContext, launcher: Launcher, attempts: Attempts,
@@ -25057,10 +25051,6 @@ class UnkillableReport:
         self.attempts = attempts
         self.link = link
         self.reported = set()   # type: Set[Process]
-
-    def due(self) -> float:
-        """The launcher knows when SIGKILL should have worked."""
-        return math.inf
 
     def act(self, now: float) -> None:
         """Say what is new."""
@@ -25143,7 +25133,7 @@ class ExitRules:
             context.say(f'{self.shutdown.left_work}. Exiting job runner.')
 
 
-class ProgressView:
+class ProgressView(Part):
     """Shows how far the whole workflow is, as soon as the server has said it."""
 
     def __init__(self, context: NodeContext, link: ServerLink) -> None:
@@ -25151,10 +25141,6 @@ class ProgressView:
         self.link = link
         self.seen = None        # type: Optional[Dict[str, Any]]  # the last answer, and
         self.counts = {}        # type: Dict[str, int]  # ... what it says
-
-    def due(self) -> float:
-        """Only with what others do."""
-        return math.inf
 
     def act(self, now: float) -> None:
         """Pass the counts on, and write the log."""
@@ -25490,12 +25476,6 @@ class Runner:
         is_asking = is_asking or allocation is not None and allocation.is_in_doubt
         return is_asking or self.submissions.is_busy and self.shutdown.reason not in SIGNAL_REASONS
 
-    @property
-    def has_troubles(self) -> bool:
-        """Whether an attempt has failed here, or was ended."""
-        counts = self.completions.counts
-        return bool(counts['failed'] or counts['terminated'])
-
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
         if self.link.state == 'offline':
@@ -25572,16 +25552,19 @@ def name_log(workflow: Dict[str, Any], allocation: Optional[Allocation]) -> str:
 
 
 def prepare_allocation(client: Any, context: NodeContext) -> None:
-    """Keep memory for the runner itself, and note the environment."""
+    """Keep memory for the runner itself, and note what Slurm has set, but the token of SLURM_JWT."""
     allocation, workflow_id = context.allocation, context.workflow_id
     rows = client.call('list_resource_requirements', workflow_id=workflow_id)['items']
     needs = (parse_memory(row['memory']) for row in rows if row.get('memory'))
     allocation.leave_room(max(needs, default=0))
-    write_dump(context.output, f'slurm_env_{allocation.label(workflow_id)}.log',
-               describe_slurm_environment(os.environ))
+    lines = [f'{name}={printable_line(value)}\n' for name, value in sorted(os.environ.items())
+             if 'SLURM' in name and 'JWT' not in name]
+    path = os.path.join(context.output.path, f'slurm_env_{allocation.label(workflow_id)}.log')
+    with contextlib.suppress(OSError), open(append_to_file(path, 0o600), 'w', errors='replace') as file:
+        file.writelines(lines)
 
 
-def finish_allocation(runner: Runner, client: Any, began_at: float) -> None:
+def finish_allocation(runner: Runner, client: Any) -> None:
     """What is to be done when a runner in a Slurm job has left the workflow, as far as there is time."""
     context, left_s = runner.context, runner.shutdown.end - time.monotonic()
     is_stopped = runner.shutdown.interrupted_by is not None
@@ -25594,20 +25577,10 @@ def finish_allocation(runner: Runner, client: Any, began_at: float) -> None:
             note_requeue(context, client, ask)
         elif context.allocation.node_index == 0 and not is_work_left(runner.link.answer['jobs_by_status']):
             cancel_surplus(context, client, ask)
-        if runner.has_troubles and shutil.which('dmesg'):
-            dump_kernel_log(context, ask(['dmesg', '--ctime']), began_at)
     except TorcError as error:
         context.log.write(f'Not done at the end: {error.message}', 'warning')
     except KeyboardInterrupt:       # a further signal: there is no time for it
         pass
-
-
-def dump_kernel_log(context: NodeContext, reply: Reply, began_at: float) -> None:
-    """After failures in an allocation: what the kernel has said, as of killed processes or lost disks."""
-    text = select_kernel_log(reply.out, began_at - KERNEL_LOG_S)
-    if reply.code == 0 and text:
-        label = context.allocation.label(context.workflow_id)
-        write_dump(context.output, f'dmesg_slurm_{label}.log', text)
 
 
 def ask_for_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> Tuple[int, List[str]]:
@@ -25634,7 +25607,7 @@ def ask_for_gpus(options: RunnerOptions, launcher: Launcher, wakeup: Wakeup) -> 
 def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress: Any) -> RunOutcome:
     """Work on a workflow's jobs on this machine until it is over, or nothing is left to do here."""
     workflow = client.call('get_workflow', workflow_id=workflow_id)     # type: Dict[str, Any]
-    output_dir, began_at = os.path.abspath(options.output_dir), time.time()
+    output_dir = os.path.abspath(options.output_dir)
     with contextlib.ExitStack() as stack:
         wakeup = Wakeup()
         stack.callback(wakeup.close)
@@ -25669,7 +25642,7 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
             context.say(leftovers, 'warning')
         runner.run()
         if context.allocation is not None and runner.link.state != 'offline':
-            finish_allocation(runner, client, began_at)
+            finish_allocation(runner, client)
         return runner.outcome()
 
 
