@@ -17951,16 +17951,7 @@ def parse_slurm_instant(text: str) -> Optional[float]:
         return None
 
 
-def split_node_list(text: str) -> List[str]:
-    """'node[1-3,7],gpu01' -> ['node[1-3,7]', 'gpu01']: the commas outside of brackets separate."""
-    words, depth = [''], 0
-    for character in text.strip():
-        depth += (character == '[') - (character == ']')
-        if character == ',' and depth <= 0:
-            words.append('')
-        else:
-            words[-1] += character
-    return [word for word in words if word]
+NODE_WORD = re.compile(r'(?:[^,[]|\[[^]]*\]?)+')   # commas outside of brackets separate
 
 
 def expand_node_word(word: str) -> Iterator[str]:
@@ -17983,7 +17974,7 @@ def expand_node_list(text: str) -> List[str]:
     """'node[1-3,7],gpu01' -> the names, in its order; [] for '', '(null)', 'None assigned'."""
     if text.strip() in ('', '(null)', 'None', 'None assigned', 'N/A', 'Unknown'):
         return []
-    names = itertools.chain.from_iterable(map(expand_node_word, split_node_list(text)))
+    names = itertools.chain.from_iterable(map(expand_node_word, NODE_WORD.findall(text.strip())))
     return list(itertools.islice(names, MAX_LISTED_NODES))
 
 
@@ -18054,55 +18045,13 @@ def parse_slurm_state(text: str) -> str:
 # -------- the queue --------
 
 
-class SlurmReason(Row):
-    """Why a job of Slurm has not started (squeue(1), JOB REASON CODES)."""
-    is_final: bool      # it will not start unless somebody changes something
-    meaning: str
-
-
-SLURM_REASONS = {
-    'None':                SlurmReason(False, 'Slurm has not looked at it yet'),
-    'Priority':            SlurmReason(False, 'jobs of higher priority come first'),
-    'Resources':           SlurmReason(False, 'it is the next for the nodes that it needs, which are busy'),
-    'BeginTime':           SlurmReason(False, 'its begin time has not come, as for minutes after a requeue'),
-    'Dependency':          SlurmReason(False, 'another job must end first'),
-    'JobArrayTaskLimit':   SlurmReason(False, 'its array runs as many tasks as it may'),
-    'Licenses':            SlurmReason(False, 'the licenses that it needs are in use'),
-    'NodeDown':            SlurmReason(False, 'a node that it needs is down'),
-    'ReqNodeNotAvail':     SlurmReason(False, 'a node that it needs is down, drained or reserved'),
-    'Reservation':         SlurmReason(False, 'its reservation has not begun'),
-    'PartitionDown':       SlurmReason(False, 'its partition is down'),
-    'PartitionInactive':   SlurmReason(False, 'its partition starts no jobs'),
-    'Prolog':              SlurmReason(False, 'its nodes are being prepared'),
-    'Cleaning':            SlurmReason(False, 'its last run is being cleaned up'),
-    'SystemFailure':       SlurmReason(False, 'Slurm, a file system or the network failed'),
-    'JobHeldUser':         SlurmReason(True, 'it is held: `scontrol release JOB`'),
-    'JobHeldAdmin':        SlurmReason(True, 'an administrator holds it'),
-    'JobHoldMaxRequeue':   SlurmReason(True, 'it is held: it was requeued too often'),
-    'launch failed requeued held': SlurmReason(True, 'it is held: it could not be started on its nodes'),
-    'DependencyNeverSatisfied':    SlurmReason(True, 'the job that it waits for has not ended as it should'),
-    'PartitionNodeLimit':  SlurmReason(True, 'its partition has, or allows, fewer nodes'),
-    'PartitionTimeLimit':  SlurmReason(True, 'its partition allows less time'),
-    'PartitionConfig':     SlurmReason(True, 'its partition does not allow what it asks for'),
-    'BadConstraints':      SlurmReason(True, 'no node can ever have what it asks for'),
-    'AccountNotAllowed':   SlurmReason(True, 'its account may not use its partition'),
-    'InvalidAccount':      SlurmReason(True, 'its account is not valid'),
-    'InvalidQOS':          SlurmReason(True, 'its quality of service is not valid'),
-    'QOSNotAllowed':       SlurmReason(True, 'its account or partition may not use its quality of service'),
-    'AssociationTimeLimit':        SlurmReason(True, 'its account or user is allowed less time'),
-    'QOSTimeLimit':        SlurmReason(True, 'its quality of service allows less time'),
-}
-LIMIT_REASON = SlurmReason(False, 'its user, account or quality of service uses all that it may')
-LIMIT_REASONS = ('Assoc', 'QOS', 'MaxCpuPerAccount', 'MaxMemPerAccount', 'MaxGRESPerAccount')
-QUEUE_AGE_S = 60.0      # for so long squeue's answer is used again, by all commands of the user on this host
+# Reasons of a job that waits with which it will not start unless somebody changes something (squeue(1), JOB
+# REASON CODES); a requeue that failed is printed with blanks.
+FINAL_REASONS = frozenset((
+    'JobHeldUser', 'JobHeldAdmin', 'JobHoldMaxRequeue', 'launch failed requeued held', 'BadConstraints',
+    'DependencyNeverSatisfied', 'PartitionNodeLimit', 'PartitionTimeLimit', 'PartitionConfig', 'InvalidQOS',
+    'AccountNotAllowed', 'InvalidAccount', 'QOSNotAllowed', 'AssociationTimeLimit', 'QOSTimeLimit'))
 QUEUE_FORMAT = '%i|%T|%V|%S|%e|%P|%r'   # id, state, submission, start, end, partition, reason
-
-
-def find_slurm_reason(text: str) -> Optional[SlurmReason]:
-    """'ReqNodeNotAvail, UnavailableNodes:node3' -> its row of SLURM_REASONS; None for an unknown one."""
-    word = text.strip(' ()').partition(',')[0]
-    found = SLURM_REASONS.get(word)
-    return found or (LIMIT_REASON if word.startswith(LIMIT_REASONS) else None)
 
 
 class ListedJob(Row):
@@ -18112,55 +18061,22 @@ class ListedJob(Row):
     starts_at: Optional[float]      # started, or is expected to start
     ends_at: Optional[float]
     partition: str
-    reason: str
+    reason: str                     # 'ReqNodeNotAvail, UnavailableNodes:node3'
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it will not start by itself."""
+        return self.reason.partition(',')[0] in FINAL_REASONS
 
 
-class Queue(Row):
-    """All of the user's jobs in Slurm's queue, by their ids."""
-    jobs: Dict[str, ListedJob]
-    asked_at: Optional[float]       # None: never
-    error: str                      # why that is not known; ''
-    wanted: Sequence[str] = ()      # ids that were there when it was asked: unlisted ones have ended
-
-
-def queue_cache_path() -> str:
-    """Where squeue's last answer is kept: for each cluster, and each squeue, a file."""
-    cluster = '\0'.join((os.environ.get('SLURM_CONF', ''), slurm_program('squeue'), socket.gethostname()))
-    name = hashlib.sha256(cluster.encode('utf-8', 'surrogateescape')).hexdigest()[:16]
-    return os.path.join(state_directory(), 'slurm', f'queue-{name}')
-
-
-def read_cached_reply(path: str, now: float) -> Optional[Tuple[float, Reply, List[str]]]:
-    """(when squeue was asked, its answer, for which ids) if that was lately; None if not, or unreadable."""
-    try:
-        with os.fdopen(open_private(path, os.O_RDONLY), encoding='utf-8', errors='replace') as file:
-            asked_at, code, out, err, wanted = json.load(file)
-        return (asked_at, Reply(code, out, err), wanted) if 0 <= now - asked_at < QUEUE_AGE_S else None
-    except (OSError, Denied, ValueError, TypeError):
-        return None
-
-
-def ask_queue(now: float, wanted: Iterable[Any]) -> Queue:
-    """The user's jobs from one squeue, not more than once a minute: others need the controller, too.
-
-    `wanted` are ids of jobs that the caller knows of.
-    """
+def ask_queue() -> Tuple[Dict[str, ListedJob], str]:
+    """The user's jobs from one squeue, by their ids, and why they are not known, or ''."""
     if not has_slurm_program('squeue'):
-        return Queue({}, None, f'there is no {slurm_program("squeue")} on this machine')
-    path = queue_cache_path()
-    cached = read_cached_reply(path, now)
-    if cached is None:
-        reply = ask_slurm(slurm_argv('squeue', '--me', '--all', '--noheader', '--format', QUEUE_FORMAT))
-        cached = now, reply, list(map(str, wanted))
-        # Without a place for it, the next command asks again.
-        with contextlib.suppress(OSError, Denied):
-            make_directory(os.path.dirname(path), 0o700)
-            write_atomically(path, json.dumps([now, *reply, cached[2]]).encode())
-    asked_at, reply, known = cached
+        return {}, f'there is no {slurm_program("squeue")} on this machine'
+    reply = ask_slurm(slurm_argv('squeue', '--me', '--all', '--noheader', '--format', QUEUE_FORMAT))
     if reply.code != 0:
-        return Queue({}, asked_at, f'squeue failed: {explain_reply(reply)}')
-    jobs = {row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}
-    return Queue(jobs, asked_at, '', known)
+        return {}, f'squeue failed: {explain_reply(reply)}'
+    return {row[0]: read_queue_row(row) for row in read_slurm_rows(reply.out, 7)}, ''
 
 
 def read_queue_row(row: Sequence[str]) -> ListedJob:
@@ -18197,6 +18113,7 @@ class Partition(Row):
     requires_explicit_request: bool     # for a special use: chosen only where no other one fits
     default_qos: Optional[str]
     features: Sequence[str]
+    has_default_memory: bool = True     # a job that asks for no memory does not get all of a node's
 
     @property
     def gpus(self) -> int:
@@ -18479,6 +18396,7 @@ def configured_partition(where: str, entry: Any) -> Partition:
 SINFO_FORMAT = '%P|%c|%m|%l|%G|%D'
 GRES_ENTRY = Expression(r'gpu(?::([A-Za-z][^:,()]*))?(?::([0-9]+))?(?=$|[,(])')
 GPU_NAMES = ('h100', 'a100', 'v100', 'a40', 'a30', 'l40')     # that name a partition's GPUs
+MEMORY_DEFAULTS = ('DefMemPerNode', 'DefMemPerCPU')
 GUESSED_GPUS = 4        # of a node in a partition that says gpu in its name, and names no gres; as in Torc
 
 
@@ -18527,13 +18445,21 @@ def is_preempted(record: Dict[str, str]) -> bool:
     return record.get('PreemptMode', 'OFF').upper() not in ('OFF', '')
 
 
-def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]], is_linear: bool) -> List[Partition]:
+def parse_config(text: str) -> Dict[str, str]:
+    """Output of `scontrol show config` -> its settings."""
+    return dict((part.strip() for part in line.split('=', 1)) for line in text.splitlines() if '=' in line)
+
+
+def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]],
+                     config: Dict[str, str]) -> List[Partition]:
     """Partitions from the output of sinfo and scontrol: the default one first, then in sinfo's order.
 
     With select/linear (slurm.conf(5)) every job gets whole nodes, without it those of a partition with
-    OverSubscribe=EXCLUSIVE. What is not for everybody, or less safe than others, is chosen last.
+    OverSubscribe=EXCLUSIVE. One that sets no default memory has that of the cluster. What is not for
+    everybody, or less safe than others, is chosen last.
     """
     found, all_preempted = {}, all(map(is_preempted, records.values()))
+    is_linear = config.get('SelectType', '').endswith('linear')
     for name, cpus, memory, limit, gres, _ in read_slurm_rows(sinfo, 6):
         num_cpus, memory_mb, limit_s = parse_least(cpus), parse_least(memory), parse_partition_limit(limit)
         is_default, name = name.endswith('*'), name.rstrip('*')
@@ -18546,28 +18472,28 @@ def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]], is_linear: 
             gpus = GUESSED_GPUS
         gpu_type = gpu_type or next((word for word in GPU_NAMES if gpus and word in name.lower()), '')
         is_whole = is_linear or record.get('OverSubscribe', '').upper().startswith('EXCLUSIVE')
+        defaults = {where.get(key, '') for where in (record, config) for key in MEMORY_DEFAULTS}
         found.setdefault(NO_PARTITION._replace(
             name=name, cpus_per_node=num_cpus, memory_mb=memory_mb, max_walltime_secs=limit_s,
             max_nodes=parse_least(record.get('MaxNodes', '')), shared=not is_whole,
             min_nodes=parse_least(record.get('MinNodes', '')), gpus_per_node=gpus or None,
             gpu_type=gpu_type or None, requires_explicit_request=is_restricted(record) or is_preempted(
-                record) and not all_preempted), not is_default)
+                record) and not all_preempted,
+            has_default_memory=not config or not defaults <= {'', 'UNLIMITED', '0'}), not is_default)
     return sorted(found, key=found.__getitem__)
 
 
-def ask_for_profile(ask: Callable[[Sequence[str]], Reply] = ask_slurm,
-                    environment: Any = os.environ) -> Profile:
+def ask_for_profile() -> Profile:
     """The cluster that this machine belongs to, from Slurm itself. Refused if it does not answer."""
-    nodes = ask(slurm_argv('sinfo', '-e', '-h', '-o', SINFO_FORMAT))
+    nodes = ask_slurm(slurm_argv('sinfo', '-e', '-h', '-o', SINFO_FORMAT))
     if nodes.code:
         raise Refused(f'cannot ask Slurm for its partitions: {explain_reply(nodes)}')
-    records = parse_partition_records(ask(slurm_argv('scontrol', '-o', 'show', 'partition')).out)
-    config = dict(map(str.strip, line.split('=', 1))
-                  for line in ask(slurm_argv('scontrol', 'show', 'config')).out.splitlines() if '=' in line)
-    partitions = parse_partitions(nodes.out, records, config.get('SelectType', '').endswith('linear'))
+    records = parse_partition_records(ask_slurm(slurm_argv('scontrol', '-o', 'show', 'partition')).out)
+    config = parse_config(ask_slurm(slurm_argv('scontrol', 'show', 'config')).out)
+    partitions = parse_partitions(nodes.out, records, config)
     if not partitions:
         raise Refused('Slurm names no partition that is up: see `sinfo`')
-    name = environment.get('SLURM_CLUSTER_NAME') or config.get('ClusterName') or socket.gethostname()
+    name = os.environ.get('SLURM_CLUSTER_NAME') or config.get('ClusterName') or socket.gethostname()
     return Profile(name, f'{name} (Slurm)', 'asked for with sinfo and scontrol', [], None, partitions)
 
 
@@ -27966,11 +27892,9 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
         return found + ['Slurm lists it no longer: it has ended, and its runner has not reported that; see '
                         f"slurm_output_*_sl{row['slurm_job_id']}.e in its output directory"]
     if queued is None:
-        is_new = row['status'] == 'pending' and row['slurm_job_id'] > 0 and 'queue' in row
-        return found + (['submitted after Slurm was asked'] if is_new else [])
+        return found
     if queued['state'] == 'PENDING':
-        meaning = f": {queued['reason_meaning']}" if queued['reason_meaning'] else ''
-        found.append(f"Slurm says {queued['reason']}{meaning}")
+        found.append(f"Slurm says {queued['reason']}")
         found += ['it will not start by itself'] if queued['is_final'] else []
         if queued['submitted_at']:
             found.append(f"in the queue for {format_elapsed(max(0.0, now - queued['submitted_at']))}")
@@ -27983,14 +27907,6 @@ def allocation_state(row: Dict[str, Any], now: float) -> List[str]:
         if queued['state'] == 'RUNNING':
             found.append('its runner has not reported yet')
     return found
-
-
-def format_queue_report(slurm: Dict[str, Any], now: float) -> str:
-    """Whether Slurm was asked, and when."""
-    if slurm['error']:
-        return f"Slurm could not be asked: {slurm['error']}"
-    age_s = max(0.0, now - slurm['asked_at'])
-    return f'Slurm was asked {format_elapsed(age_s)} ago' if age_s >= 1 else 'Slurm was asked just now'
 
 
 def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
@@ -28011,8 +27927,8 @@ def format_waiting(waiting: Dict[str, Any], now: float, style: Style = PLAIN,
         'Runners': status['active_compute_nodes'] - len(parts['Runners'])}
     for name, number in hidden.items():
         parts[name] += [f'{number} more'] if number > 0 else []
-    if waiting['slurm']:
-        parts['Allocations'].append(format_queue_report(waiting['slurm'], now))
+    if waiting['slurm'] and waiting['slurm']['error']:
+        parts['Allocations'].append(f"Slurm could not be asked: {waiting['slurm']['error']}")
     lines = [printable_line(title), '', waiting['summary']]
     explained = format_explanation(dict(status, explanation=waiting['explanation']), style, program, True)
     lines += [''] + explained if explained else []
@@ -32646,14 +32562,15 @@ def cmd_explain(session: Session, args: Arguments) -> int:
     found = session.call('explain_waiting', workflow_id=number)
     allocations = found['allocations']
     if allocations:
-        queue = ask_queue(time.time(), [row['slurm_job_id'] for row in allocations])
-        ended = [row['allocation_id'] for row in allocations if has_left_queue(row, queue)]
+        queue, error = ask_queue()
+        ended = [row['allocation_id'] for row in allocations if not error and has_left_queue(row, queue)]
         if ended:       # what does their absence mean for the jobs?
             found = session.call('explain_waiting', workflow_id=number, ended=ended)
-        slurm = {'asked_at': queue.asked_at, 'error': queue.error or None}
-        for row in found['allocations'] if not queue.error else ():
-            row['queue'] = describe_queued(queue.jobs.get(str(row['slurm_job_id'])))
-            row['has_ended'] = row['allocation_id'] in ended and row['queue'] is None
+        slurm = {'error': error or None}
+        for row in found['allocations'] if not error else ():
+            listed = queue.get(str(row['slurm_job_id']))
+            row['queue'] = listed and dict(listed._asdict(), is_final=listed.is_final)
+            row['has_ended'] = row['allocation_id'] in ended and listed is None
     program, style = command_line(session), style_of(session.out, os.environ)
     had_allocations = bool(session.items('list_scheduled_compute_nodes', 1, workflow_id=number))
     waiting = {'workflow_id': number, 'summary': summarize_waiting(found),
@@ -32662,20 +32579,10 @@ def cmd_explain(session: Session, args: Arguments) -> int:
     return 0
 
 
-def has_left_queue(row: Dict[str, Any], queue: Queue) -> bool:
-    """Whether an allocation was there when Slurm was asked, and has ended by now, or is about to."""
-    number = str(row['slurm_job_id'])
-    is_over = number not in queue.jobs or queue.jobs[number].state == 'COMPLETING'
-    return not queue.error and number in queue.wanted and number != '0' and is_over
-
-
-def describe_queued(found: Optional[ListedJob]) -> Optional[Dict[str, Any]]:
-    """What Slurm says of one allocation; None if it does not list it."""
-    if found is None:
-        return None
-    reason = find_slurm_reason(found.reason)
-    return dict(found._asdict(), reason_meaning=reason and reason.meaning,
-                is_final=bool(reason and reason.is_final))
+def has_left_queue(row: Dict[str, Any], queue: Dict[str, ListedJob]) -> bool:
+    """Whether an allocation that was submitted has ended by now, or is about to."""
+    listed = queue.get(str(row['slurm_job_id']))
+    return row['slurm_job_id'] > 0 and (listed is None or listed.state == 'COMPLETING')
 
 
 # ======== 20e. Clusters: commands that plan allocations ========
@@ -32715,8 +32622,10 @@ def cmd_hpc_detect(session: Session, args: Arguments) -> int:
 
 
 def partition_record(partition: Partition) -> Dict[str, Any]:
-    """A partition as JSON shows it."""
-    return dict(partition._asdict(), features=list(partition.features))
+    """A partition as JSON and configuration files have it."""
+    record = dict(partition._asdict(), features=list(partition.features))
+    del record['has_default_memory']        # asked of Slurm when an allocation is submitted
+    return record
 
 
 def partition_row(partition: Partition) -> Dict[str, Any]:
