@@ -15950,7 +15950,7 @@ class LinkTest(PartTest):
                 ('interrupt', 'online', 0, False), ('interrupt', 'online', 3, True), ('deadline', 'silent', None, True),
                 ('', 'offline', None, True)):
             with self.subTest(reason=reason, state=state, sent_s=sent_s):
-                drain.leaving, link.state = (lambda: reason), state
+                link.context.leaving, link.state = reason, state
                 link.pending, link.sent_at = (None, now) if sent_s is None else (object(), now - sent_s)
                 self.assertEqual([attempt] if is_kept else [], list(drain.unkept()))
                 at = 0.0 if is_kept else now + torc.LATE_ANSWER_S if (reason, sent_s) == ('interrupt', 0) else math.inf
@@ -15984,7 +15984,7 @@ class LinkTest(PartTest):
                 self.attempts.change(attempt, 'acknowledged')
 
     def test_no_answer_is_waited_for_past_the_end_of_the_nodes_time_nor_long_after_an_interruption(self):
-        for shorten in (lambda link: setattr(link, 'end', time.monotonic()), lambda link: link.shorten_window(0)):
+        for shorten in (lambda link: setattr(link.context, 'last_at', time.monotonic()), lambda link: link.shorten_window(0)):
             link = self.link(NO_ANSWER, NO_ANSWER)
             link.act(0.0)
             self.assertEqual('silent', link.state)
@@ -16379,7 +16379,7 @@ class JobPartsTest(PartTest):
         self.claim(1, failure_handler=0)
         dispatcher.act(time.monotonic())
         self.starter.finish('j1', 7)
-        self.completions.leaving = lambda: 'interrupt'
+        self.completions.context.leaving = 'interrupt'
         self.scripts.finish(143)
         completion = self.attempts.of('reported')[0].completion
         self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
@@ -16388,7 +16388,7 @@ class JobPartsTest(PartTest):
         dispatcher = self.build()
         self.claim(1, failure_handler=0)
         dispatcher.act(time.monotonic())
-        self.completions.leaving = lambda: 'interrupt'
+        self.completions.context.leaving = 'interrupt'
         self.starter.finish('j1', 7)
         completion = self.attempts.of('reported')[0].completion
         self.assertEqual(('terminated', True, False), tuple(completion[key] for key in ('status', 'interrupted', 'retry')))
@@ -16465,7 +16465,7 @@ class JobPartsTest(PartTest):
         shutdown.on_signal(signal.SIGTERM)
         self.assertEqual(({'j1': 'stopping', 'j2': 'stopping'}, ['j1', 'j2'], [signal.SIGTERM], [(3, 1)]),
                          (self.states(), self.starter.stopped, self.scripts.stopped, self.server.returned))
-        self.assertEqual(('interrupt', torc.LAST_REPORT_S, False), (shutdown.reason, self.server.window_s, shutdown.is_killed))
+        self.assertEqual(('interrupt', torc.LAST_REPORT_S, False), (shutdown.context.leaving, self.server.window_s, shutdown.is_killed))
         self.assertEqual([('interrupt', signal.SIGTERM)] * 2, [(attempt.stopped_for, attempt.stopped_by) for attempt in self.attempts.of()])
         self.children.kill_children.assert_not_called()
         shutdown.on_signal(signal.SIGINT)
@@ -16477,10 +16477,10 @@ class JobPartsTest(PartTest):
         shutdown = self.shutdown(options={'end_time': time.time() + 1000}, **workflow)
         self.assertAlmostEqual(time.monotonic() + 910, shutdown.due(), delta=5)
         shutdown.act(shutdown.due() - 1)
-        self.assertEqual('', shutdown.reason)
+        self.assertEqual('', shutdown.context.leaving)
         shutdown.act(shutdown.due())
-        self.assertEqual(('deadline', ['j1', 'j2']), (shutdown.reason, self.starter.stopped))
-        self.assertAlmostEqual(shutdown.end - torc.LEAVE_S, shutdown.due())
+        self.assertEqual(('deadline', ['j1', 'j2']), (shutdown.context.leaving, self.starter.stopped))
+        self.assertAlmostEqual(shutdown.context.end - torc.LEAVE_S, shutdown.due())
         shutdown.act(shutdown.due())
         self.children.kill_children.assert_called_once_with()
         self.assertEqual(math.inf, shutdown.due())
@@ -16518,7 +16518,7 @@ class JobPartsTest(PartTest):
                 self.pace.ended_at = -math.inf if row['since_end'] == 'never' else clock.now - float(row['since_end'])
                 self.server.sent_at = clock.now
                 torc.ExitRules(self.server.context, shutdown, self.watch).look()
-                self.assertEqual(row['reason'], shutdown.reason)
+                self.assertEqual(row['reason'], shutdown.context.leaving)
 
     def test_a_runner_leaves_for_the_first_reason_that_holds(self):
         idle = {'is_complete': False, 'is_canceled': False, 'unfinished': 3, 'claimable': True}
@@ -16542,11 +16542,11 @@ class JobPartsTest(PartTest):
                 self.server.answer = dict(idle, **answer)
                 self.pace.on_end()
                 rules.look()
-                self.assertEqual('' if reason not in ('cancel', 'complete') else reason, shutdown.reason,
+                self.assertEqual('' if reason not in ('cancel', 'complete') else reason, shutdown.context.leaving,
                                  'no request was sent since the start')
                 self.server.sent_at = time.monotonic()
                 rules.look()
-                self.assertEqual(reason, shutdown.reason)
+                self.assertEqual(reason, shutdown.context.leaving)
 
 
 class DirectStarterTest(PartTest):
@@ -17796,7 +17796,7 @@ class AccountingTest(PartTest):
 
     def leave(self, reason: str = 'complete') -> None:
         """The runner is to leave."""
-        self.accounting.records.leaving = lambda: reason
+        self.accounting.context.leaving = reason
 
     def test_a_runner_that_leaves_asks_at_once_for_what_is_open(self):
         self.finish(self.begin(1), self.GOOD)
@@ -17821,7 +17821,7 @@ class AccountingTest(PartTest):
                 self.assertEqual(calls, len(self.calls('sacct')))
 
     def test_it_never_waits_beyond_its_own_end(self):
-        self.server.end = self.clock.now + 5
+        self.accounting.context.last_at = self.clock.now + 5
         self.slurm.latency_s['sacct'] = 20
         self.finish(self.begin(1))
         self.leave()
@@ -18316,7 +18316,7 @@ class AllocationPartsTest(PartTest):
         launcher.query = lambda argv, limit_s, *more: queries.append((argv, *more))
         watch = torc.AllocationWatch(context, launcher, lambda: ends.append(context.allocation.end_time),
                                      lambda: ends.append(0.0))
-        watch.stop_at = lambda: stop_at
+        watch.context.stop_at = stop_at
         return watch, context.allocation, queries, ends
 
     def answer(self, query: Any, end: Any, code: int = 0) -> None:

@@ -21765,6 +21765,11 @@ class NodeContext:
         self.in_steps = False   # each job is a step of it, and Slurm keeps its limits
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
+        # How this runner leaves, set by Shutdown (16h). Times are monotonic, and infinite if there is no end.
+        self.leaving = ''           # why it claims nothing more; '': it does
+        self.end = math.inf         # when it must be gone
+        self.last_at = math.inf     # when nothing may be left but to report that all was killed
+        self.stop_at = math.inf     # when its jobs get the termination signal
 
     def end_time(self) -> Optional[float]:
         """When this runner must be gone, by its options or by Slurm; None: never."""
@@ -21917,7 +21922,6 @@ class ServerLink:
         self.window_s = context.setting('compute_node_wait_for_healthy_database_minutes') * 60
         self.ping_interval_s = context.options.ping_interval_s
         self.identity = f'{read_boot_id()}/{read_process_start_ticks(os.getpid())}/{read_pid_namespace()}'
-        self.end = math.inf         # monotonic; then no answer is waited for
         self.error = ''
         self.retry_s = RETRY_FIRST_S
         self.is_doubtful = False    # what the server knows of us may not be what we know: we list all
@@ -22061,7 +22065,7 @@ class ServerLink:
             return
         body = {'is_active': False, **figures}
         try:
-            deadline_s = max(RECONNECT_S, min(ANSWER_DEADLINE_S, self.end - time.monotonic()))
+            deadline_s = max(RECONNECT_S, min(ANSWER_DEADLINE_S, context.last_at - time.monotonic()))
             self.client.call('update_compute_node', body, deadline_s, node_id=context.node_id)
         except TorcError as error:      # gone with its workflow, or unreachable: its lease ends by itself
             context.log.write(f'The compute node stays active: {error.message}', 'warning')
@@ -22082,7 +22086,7 @@ class ServerLink:
         was_offline = self.state == 'offline'
         self.look_at_window(now)
         # A last time, which may take seconds: by then a journal is being written.
-        if was_offline and self.is_quiet and not self.has_asked and now < self.end:
+        if was_offline and self.is_quiet and not self.has_asked and now < self.context.last_at:
             self.poll_now()
         is_due = now >= min(self.poll_at, self.report_at)
         if self.pending and self.pace.waits_s and is_due and not self.call.has_answer(self.pending):
@@ -22256,7 +22260,7 @@ class ServerLink:
     @property
     def window_ends_at(self) -> float:
         """When a server that is silent has been so for too long (monotonic)."""
-        return min(self.silent_since + (0.0 if self.is_other else self.window_s), self.end)
+        return min(self.silent_since + self.window_s * (not self.is_other), self.context.last_at)
 
     def look_at_window(self, now: float) -> None:
         """The page's offline drain begins when the window is over, or our own time."""
@@ -22282,7 +22286,8 @@ class ServerLink:
     @property
     def has_asked(self) -> bool:
         """Whether the server was asked in vain since the last job ended, or there is no time for it."""
-        return time.monotonic() >= self.end or self.pending is None and self.sent_at > self.pace.ended_at
+        is_late = time.monotonic() >= self.context.last_at
+        return is_late or self.pending is None and self.sent_at > self.pace.ended_at
 
     def exempt_server(self) -> None:
         """A server that was started through us has become our child, but it is no job's."""
@@ -22304,7 +22309,6 @@ class OfflineDrain:
         self.link = link
         self.attempts = link.attempts
         self.begin = launcher.begin
-        self.leaving = lambda: ''   # type: Callable[[], str]  # why this runner leaves
         self.pid = os.getpid()
         self.path = ''              # of the journal, as soon as there is one
         self.is_local = False       # it is not, or will not be, in the output directory
@@ -22321,7 +22325,7 @@ class OfflineDrain:
     def hurries_at(self) -> float:
         """From when on (monotonic) all is kept by a runner that was stopped, and may be killed soon."""
         link = self.link
-        if self.leaving() not in SIGNAL_REASONS:
+        if self.context.leaving not in SIGNAL_REASONS:
             return math.inf
         if link.state != 'online':
             return -math.inf
@@ -22880,7 +22884,6 @@ class Completions(Part):
         self.scripts = scripts
         self.digests = digests
         self.link = link
-        self.leaving = lambda: ''       # type: Callable[[], str]  # why this runner leaves
         self.take_usage = self.usage_at_end     # type: Callable[[Attempt, ProcessEnd], Dict[str, Any]]
         self.on_usage = bool        # type: Callable[[Attempt], Any]
         self.judge_memory = lambda attempt, verdict: verdict    # type: Callable[[Attempt, Verdict], Verdict]
@@ -23004,7 +23007,7 @@ class Completions(Part):
         """Start a recovery script; one that cannot be started vetoes the retry."""
         if attempt.state != 'recovering':       # it was revoked
             return
-        if self.leaving() == 'interrupt':       # nobody would stop it
+        if self.context.leaving == 'interrupt':     # nobody would stop it
             self.skip_recovery(attempt)
             return
         name, code = f'{attempt.id}-{attempt.attempt_id}-recovery', attempt.completion['return_code']
@@ -23012,7 +23015,7 @@ class Completions(Part):
             self.context.workflow_id, self.context.run_id, attempt.id, attempt.attempt_id)
         variables = dict(self.context.variables, TORC_JOB_ID=str(attempt.id), TORC_JOB_NAME=attempt.name,
                          TORC_ATTEMPT_ID=str(attempt.attempt_id), TORC_RETURN_CODE=str(code))
-        on_end = functools.partial(self.on_recovery_end, attempt, bool(self.leaving()), log_name)
+        on_end = functools.partial(self.on_recovery_end, attempt, bool(self.context.leaving), log_name)
         try:
             self.recoveries[attempt] = self.scripts.start(script, variables, log_name, name, on_end)
         except (OSError, ValueError) as error:
@@ -23024,7 +23027,7 @@ class Completions(Part):
         del self.recoveries[attempt]
         if attempt.state != 'recovering':       # it was revoked
             return
-        if process.end.return_code and not was_leaving and self.leaving() in ('interrupt', 'deadline'):
+        if process.end.return_code and not was_leaving and self.context.leaving in ('interrupt', 'deadline'):
             self.skip_recovery(attempt)
             return
         if process.end.return_code:
@@ -23113,7 +23116,6 @@ class Dispatcher(Part):
         self.actions = actions
         self.may_claim = False      # jobs are asked for
         self.is_closed = False      # nothing is claimed or started any more
-        self.end = math.inf         # monotonic; of the node's time
         self.on_started = bool      # type: Callable[[Attempt], Any]
         self.limits = {}            # type: Dict[Attempt, float]  # monotonic; ends of their own timeouts
 
@@ -23142,7 +23144,7 @@ class Dispatcher(Part):
         """The work to ask for."""
         if self.is_closed or not self.may_claim or self.watch.loss or self.starter.is_drained:
             return None
-        return self.policy.want(self.end - time.monotonic())
+        return self.policy.want(self.context.end - time.monotonic())
 
     def add(self, answer: Dict[str, Any]) -> None:
         """Take in the jobs of an answer."""
@@ -24035,7 +24037,6 @@ class StepRecords:
         self.launcher = launcher
         self.link = link
         self.open = {}              # type: Dict[Attempt, StepAccount]  # still asked for
-        self.leaving = lambda: ''   # type: Callable[[], str]  # why this runner leaves
         self.is_last = False        # it leaves: only what is open is waited for, and not for long
         self.is_asking = False
         self.is_off = False         # there is no accounting here
@@ -24072,7 +24073,7 @@ class StepRecords:
         """The next question, or the end of all waiting."""
         if not self.open:
             return math.inf
-        if self.leaving() and not self.is_last:
+        if self.context.leaving and not self.is_last:
             return 0.0
         asks_at = math.inf if self.is_asking else max(self.ask_at, self.not_before)
         return min(asks_at, self.give_up_at()) if self.is_last else asks_at
@@ -24080,13 +24081,13 @@ class StepRecords:
     def give_up_at(self) -> float:
         """When a runner that leaves waits no longer."""
         window_s = SACCT_FIRST_S + SACCT_TRIES * SACCT_PAUSE_S
-        if self.leaving() in SIGNAL_REASONS:
+        if self.context.leaving in SIGNAL_REASONS:
             window_s = min(window_s, LAST_REPORT_S)
-        return min(self.ended_at + window_s, self.link.end - LAST_SACCT_S)
+        return min(self.ended_at + window_s, self.context.last_at - LAST_SACCT_S)
 
     def act(self, now: float) -> None:
         """Ask what is to be asked; give up what is asked in vain."""
-        if self.leaving() and not self.is_last:
+        if self.context.leaving and not self.is_last:
             self.is_last, self.not_before = True, -math.inf     # one call more than the pauses allow
         if not self.open:
             return
@@ -24500,7 +24501,6 @@ class AllocationWatch:
         self.launcher = launcher
         self.on_end_time = on_end_time
         self.on_over = on_over      # the Slurm job runs no longer
-        self.stop_at = lambda: math.inf     # type: Callable[[], float]  # monotonic
         self.last_look_for = math.inf       # the stop before which the last look was taken
         self.asked_at = time.monotonic()
         self.is_asking = False
@@ -24543,7 +24543,7 @@ class AllocationWatch:
         if allocation.end_time is not None:
             left_s = allocation.end_time - time.time() + time.monotonic() - self.asked_at
             pause_s = max(pause_s, min(left_s / 10, CHECK_END_S))
-        stop_at = self.stop_at()
+        stop_at = self.context.stop_at
         last_at = stop_at - LAST_LOOK_S if stop_at != self.last_look_for else math.inf
         return min(self.asked_at + pause_s, max(last_at, self.asked_at + RETRY_END_S))
 
@@ -24555,8 +24555,8 @@ class AllocationWatch:
                               'JobID,State')
             self.launcher.query(argv, LAST_QUERY_S, self.on_end, query_variables())
         elif now >= self.due():
-            if now >= self.stop_at() - LAST_LOOK_S:
-                self.last_look_for = self.stop_at()
+            if now >= self.context.stop_at - LAST_LOOK_S:
+                self.last_look_for = self.context.stop_at
             self.asked_at, self.is_asking, self.is_doubtful = now, True, False
             argv = slurm_argv('scontrol', 'show', 'job', '-o', self.context.allocation.job_id)
             self.launcher.query(argv, SLURM_QUERY_S, self.on_reply, query_variables())
@@ -24851,14 +24851,10 @@ class Shutdown(Part):
         self.actions = dispatcher.actions
         self.digests = digests
         self.link = link
-        self.reason = ''            # why, once it is decided
-        self.left_work = ''         # ... in words, if work was left
+        self.left_work = ''         # why it leaves, in words, if work was left
         self.began = time.monotonic()
         self.interrupted_by = None  # type: Optional[int]
         self.is_killed = False      # everything was: a second signal, or the very end
-        self.end = math.inf         # monotonic; when the runner must be gone
-        self.last_at = math.inf     # monotonic; when nothing may be left but to report that all was killed
-        self.stop_at = math.inf     # monotonic; when jobs get the termination signal
         self.set_end()
 
     def set_end(self) -> None:
@@ -24866,34 +24862,35 @@ class Shutdown(Part):
         context, end_time, starter = self.context, self.context.end_time(), self.dispatcher.starter
         if end_time is None:
             return
-        self.end = self.dispatcher.end = time.monotonic() + end_time - time.time()
+        context.end = time.monotonic() + end_time - time.time()
         policy = self.dispatcher.policy
-        policy.least_s = least_time(context.workflow, self.end - self.began,
+        policy.least_s = least_time(context.workflow, context.end - self.began,
                                     policy.ledger.max_jobs is not None, context.in_steps)
-        self.last_at = self.end - min(context.config['sigkill_headroom_seconds'] / 2, LEAVE_S)
-        self.link.end = self.launcher.last_at = self.last_at
-        if self.reason not in SIGNAL_REASONS:
-            self.stop_at = self.end - starter.stop_before_s
+        context.last_at = context.end - min(context.config['sigkill_headroom_seconds'] / 2, LEAVE_S)
+        self.launcher.last_at = context.last_at
+        if context.leaving not in SIGNAL_REASONS:
+            context.stop_at = context.end - starter.stop_before_s
         if context.cap is not None:
-            context.cap.last_at = self.last_at
+            context.cap.last_at = context.last_at
 
     def due(self) -> float:
         """The next time of the timeline; the launcher knows when SIGKILL is due."""
-        return 0.0 if self.gives_up else min(self.stop_at, math.inf if self.is_killed else self.last_at)
+        context = self.context
+        return 0.0 if self.gives_up else min(context.stop_at, math.inf if self.is_killed else context.last_at)
 
     def act(self, now: float) -> None:
         """Keep the timeline: termination signal before the end, SIGKILL when its time has come."""
-        if now >= self.stop_at:
+        if now >= self.context.stop_at:
             self.context.say('End time reached: the time limit, less sigkill_headroom_seconds, is over'
                              if self.context.in_steps else
                              'Direct-mode timeout window reached: the time limit, less sigterm_lead_seconds '
                              'and sigkill_headroom_seconds, is over')
-            self.leave('deadline', self.end - self.dispatcher.starter.kill_before_s - now)
+            self.leave('deadline', self.context.end - self.dispatcher.starter.kill_before_s - now)
         if self.gives_up:
             self.context.say('the server is away, and jobs do not go on without it (--no-offline-drain): '
                              f'stopping {self.dispatcher.attempts.count(*STARTED)}', 'warning')
             self.leave('interrupt', self.context.config['sigterm_lead_seconds'])
-        if now >= self.last_at and not self.is_killed:
+        if now >= self.context.last_at and not self.is_killed:
             self.kill_all()
         self.log_killed(self.launcher.kill_due())
 
@@ -24901,7 +24898,7 @@ class Shutdown(Part):
     def gives_up(self) -> bool:
         """Whether jobs are to be stopped since the server is away."""
         return self.link.state == 'offline' and not (self.context.options.drains
-                                                     or self.reason in SIGNAL_REASONS)
+                                                     or self.context.leaving in SIGNAL_REASONS)
 
     def kill_all(self) -> None:
         """SIGKILL everything that still runs."""
@@ -24944,7 +24941,7 @@ class Shutdown(Part):
         self.left_work = words
         if words:
             self.context.say(f'leaving: {words}', 'warning' if reason == 'output' else 'info')
-        has_begun, self.reason = self.reason in SIGNAL_REASONS, reason
+        has_begun, self.context.leaving = self.context.leaving in SIGNAL_REASONS, reason
         self.dispatcher.close()
         if self.link.pace.waits_s:
             self.link.poll_now()
@@ -24953,7 +24950,7 @@ class Shutdown(Part):
             if self.digests.is_busy:
                 self.context.say('Reading output files for the RO-Crate before leaving')
             return
-        self.stop_at = math.inf
+        self.context.stop_at = math.inf
         self.link.shorten_window(LAST_REPORT_S)
         self.digests.drop()
         self.actions.stop()
@@ -25004,7 +25001,7 @@ class ExitRules:
         """Decide whether it is time to leave."""
         context, shutdown, link = self.context, self.shutdown, self.shutdown.link
         self.look_for_cancel()
-        if shutdown.reason:
+        if context.leaving:
             return
         if link.answer['is_complete'] and not context.setting('compute_node_ignore_workflow_completion'):
             context.log.write('Workflow complete', workflow_id=context.workflow_id)
@@ -25016,7 +25013,7 @@ class ExitRules:
     def look_for_cancel(self) -> None:
         """Leave if the workflow was canceled."""
         context, shutdown = self.context, self.shutdown
-        if not shutdown.reason and shutdown.link.answer['is_canceled']:
+        if not context.leaving and shutdown.link.answer['is_canceled']:
             context.log.write('Workflow canceled', workflow_id=context.workflow_id)
             shutdown.leave('cancel', context.config['sigterm_lead_seconds'])
 
@@ -25028,7 +25025,7 @@ class ExitRules:
         limit_s = context.setting('compute_node_wait_for_new_jobs_seconds') or math.inf
         now = time.monotonic()
         return min(IDLE_WAIT_S, shutdown.link.pace.worked_at + limit_s - now,
-                   shutdown.end - shutdown.dispatcher.policy.least_s - now)
+                   context.end - shutdown.dispatcher.policy.least_s - now)
 
     def look_while_idle(self) -> None:
         """Without children: leave when nothing came for long enough, or nothing can come any more."""
@@ -25044,8 +25041,8 @@ class ExitRules:
         ignores = context.setting('compute_node_ignore_workflow_completion')
         idle_s = now - pace.worked_at
         is_over = bool(limit_s) and idle_s >= limit_s
-        if self.shutdown.end - now < policy.least_s:
-            whole = f'its {self.shutdown.end - self.shutdown.began:.0f} s'
+        if context.end - now < policy.least_s:
+            whole = f'its {context.end - self.shutdown.began:.0f} s'
             leave('deadline', words=WAIT_REASONS['late'].format(whole, policy.least_s))
         elif self.watch.loss:
             if is_over:
@@ -25224,11 +25221,8 @@ class Runner:
             self.completions.judge_memory = self.monitor.judge_memory
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         self.allocation_watch = AllocationWatch(context, launcher, self.on_new_end, self.shutdown.on_over)
-        self.allocation_watch.stop_at = lambda: self.shutdown.stop_at
         self.submissions = Submissions(context, client, launcher, link)
-        self.completions.leaving = lambda: self.shutdown.reason
         self.drain = OfflineDrain(context, link, launcher)
-        self.drain.leaving = lambda: self.shutdown.reason
         self.connect_link()
         self.parts = [
             launcher,
@@ -25254,7 +25248,6 @@ class Runner:
         self.accounting = accounting = Accounting(self.context, self.launcher, self.link)
         self.starter.accounting, self.starter.on_no_step = accounting, self.on_no_step
         self.starter.on_lost_node = self.policy.ledger.lose
-        accounting.records.leaving = lambda: self.shutdown.reason
         accounting.sampler.on_sample = self.monitor.series.add_job
         accounting.sampler.number_of = self.starter.number_of
         self.dispatcher.on_started = accounting.add
@@ -25347,10 +25340,10 @@ class Runner:
             raise NotFound(f'workflow {self.context.workflow_id} was deleted while this runner worked on it'
                            + what) from None
         finally:
-            self.drain.close(min(KEEP_S, max(1.0, self.shutdown.end - time.monotonic())))
+            self.drain.close(min(KEEP_S, max(1.0, self.context.end - time.monotonic())))
             self.starter.close()
             self.launcher.kill_children()
-            figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.shutdown.end - time.monotonic())))
+            figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.context.end - time.monotonic())))
             figures.update(duration_seconds=time.monotonic() - self.began,
                            reason=self.shutdown.left_work or None)
             counts = self.completions.counts
@@ -25379,7 +25372,7 @@ class Runner:
             is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
             is_busy = is_busy or self.has_slurm_work
             is_waiting = link.has_updates or link.deferred or self.attempts.by_state['ended']
-            if self.shutdown.reason and not (is_busy or is_waiting):
+            if self.context.leaving and not (is_busy or is_waiting):
                 break
             self.wait()
 
@@ -25391,7 +25384,7 @@ class Runner:
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
         # What is in memory alone would be lost: it waits for the server, or for room, while it may. In a
         # hurry OfflineDrain.close() does what there is time for.
-        is_kept = self.drain.is_settled or self.shutdown.reason in SIGNAL_REASONS
+        is_kept = self.drain.is_settled or self.context.leaving in SIGNAL_REASONS
         return is_kept and not (is_asking or self.attempts.by_state['ended'])
 
     @property
@@ -25400,7 +25393,7 @@ class Runner:
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
         allocation = self.context.allocation
         is_asking = is_asking or allocation is not None and allocation.is_in_doubt
-        return is_asking or self.submissions.is_busy and self.shutdown.reason not in SIGNAL_REASONS
+        return is_asking or self.submissions.is_busy and self.context.leaving not in SIGNAL_REASONS
 
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
@@ -25410,7 +25403,8 @@ class Runner:
         return RunOutcome(
             counts['completed'], counts['failed'], counts['terminated'], counts['canceled'],
             self.completions.failed_jobs, answer['is_complete'], answer['is_canceled'],
-            shutdown.interrupted_by, shutdown.reason, time.monotonic() - self.began, answer['jobs_by_status'])
+            shutdown.interrupted_by, self.context.leaving, time.monotonic() - self.began,
+            answer['jobs_by_status'])
 
     def explain_drain(self) -> Unreachable:
         """The error of a runner that has left without its server: what it could not report, and where it is.
@@ -25492,7 +25486,7 @@ def prepare_allocation(client: Any, context: NodeContext) -> None:
 
 def finish_allocation(runner: Runner, client: Any) -> None:
     """What is to be done when a runner in a Slurm job has left the workflow, as far as there is time."""
-    context, left_s = runner.context, runner.shutdown.end - time.monotonic()
+    context, left_s = runner.context, runner.context.end - time.monotonic()
     is_stopped = runner.shutdown.interrupted_by is not None
     limit_s = min(LAST_QUERY_S if is_stopped else SLURM_QUERY_S, max(1.0, left_s - 1.0))
 
