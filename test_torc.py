@@ -13382,15 +13382,12 @@ class PartitionTest(unittest.TestCase):
         for name, wanted in recorded.items():
             self.assertEqual(wanted['display_name'], profiles[name].display_name)
             self.assertIn(wanted['detection'][0], profiles[name].detection)
-            self.assertEqual([row['name'] for row in wanted['partitions']],
-                             [partition.name for partition in profiles[name].partitions])
-            for row, partition in zip(wanted['partitions'], profiles[name].partitions):
+            for row, partition in itertools.zip_longest(wanted['partitions'], profiles[name].partitions):
                 found = torc.partition_record(partition)
                 self.assertEqual(row, {key: found[key] for key in row})
 
-    def parse(self, is_linear: bool = False) -> List[Any]:
-        records = torc.parse_partition_records(textwrap.dedent(self.RECORDS))
-        return torc.parse_partitions(textwrap.dedent(self.SINFO), records, {'SelectType': 'select/linear'} if is_linear else {})
+    def parse(self, sinfo: str, records: str, config: Any = {}) -> List[Any]:
+        return torc.parse_partitions(textwrap.dedent(sinfo), torc.parse_partition_records(textwrap.dedent(records)), config)
 
     def test_partitions_are_read_from_sinfo_and_scontrol(self):
         table = rows_of('''
@@ -13402,80 +13399,37 @@ class PartitionTest(unittest.TestCase):
             gpu-v100  40    380000   31536000  4     v100  yes     -      -
             ''')
         found = [(row.name, row.cpus_per_node, row.memory_mb, row.max_walltime_secs, row.gpus_per_node, row.gpu_type,
-                  'yes' if row.shared else '', row.min_nodes, row.max_nodes) for row in self.parse()]
+                  'yes' if row.shared else '', row.min_nodes, row.max_nodes) for row in self.parse(self.SINFO, self.RECORDS)]
         self.assertEqual([tuple(row.values()) for row in table], [tuple(str(cell or '') for cell in row) for row in found])
+        linear = self.parse(self.SINFO, self.RECORDS, {'SelectType': 'select/linear'})
+        self.assertEqual({False}, {partition.shared for partition in linear})
 
     def test_partitions_for_some_only_and_those_that_others_preempt_are_chosen_last(self):
         names = ('all', 'accounts', 'groups', 'low', 'root')
         sinfo = ''.join(f'{name}|4|4000|1:00|(null)|4\n' for name in names)
         text = ('PartitionName=all AllowAccounts=ALL AllowGroups=ALL PreemptMode=OFF State=UP\nPartitionName=accounts AllowAccounts=a,b State=UP\n'
                 'PartitionName=groups AllowGroups=g State=UP\nPartitionName=low PreemptMode=REQUEUE State=UP\nPartitionName=root RootOnly=YES State=UP\n')
-        found = torc.parse_partitions(sinfo, torc.parse_partition_records(text), {})
-        self.assertEqual([('all', False), ('accounts', True), ('groups', True), ('low', True)],
-                         [(row.name, row.requires_explicit_request) for row in found])
-        text = text.replace('PreemptMode=OFF', 'PreemptMode=REQUEUE').replace(' State', ' PreemptMode=GANG,SUSPEND State')
-        found = torc.parse_partitions(sinfo, torc.parse_partition_records(text), {})
-        self.assertEqual([('all', False), ('accounts', True), ('groups', True), ('low', False)],
-                         [(row.name, row.requires_explicit_request) for row in found])
+        for text, is_low_last in ((text, True), (text.replace('PreemptMode=OFF', 'PreemptMode=REQUEUE').replace(
+                ' State', ' PreemptMode=GANG,SUSPEND State'), False)):
+            self.assertEqual([('all', False), ('accounts', True), ('groups', True), ('low', is_low_last)],
+                             [(row.name, row.requires_explicit_request) for row in self.parse(sinfo, text)])
 
     def test_what_a_job_gets_that_asks_for_no_memory(self):
         for record, config, wanted in (
                 ('', {}, True), ('DefMemPerNode=UNLIMITED', {'DefMemPerNode': 'UNLIMITED'}, False), ('', {'DefMemPerCPU': '1024'}, True),
                 ('DefMemPerCPU=512', {'DefMemPerNode': 'UNLIMITED'}, True), ('DefMemPerNode=0', {'SelectType': 'select/cons_tres'}, False)):
-            records = torc.parse_partition_records(f'PartitionName=main {record}\n')
-            found, = torc.parse_partitions('main|4|4000|1:00|(null)|4\n', records, config)
+            found, = self.parse('main|4|4000|1:00|(null)|4\n', f'PartitionName=main {record}\n', config)
             self.assertEqual(wanted, found.has_default_memory, (record, config))
 
-    def test_under_select_linear_every_job_has_whole_nodes(self):
-        self.assertEqual({False}, {partition.shared for partition in self.parse(is_linear=True)})
-
     def test_gres_of_nodes(self):
-        table = rows_of('''
-            text                              gpus  type
-            (null)                            0     -
-            -                                 0     -
-            gpu                               1     -
-            gpu:2                             2     -
-            gpu:2(S:0-1)                      2     -
-            gpu:a100:4(S:0-1)                 4     a100
-            gpu:a100:4(S:0,1),gpu:v100:2      6     -
-            gpu:a100:1,gpu:a100:1             2     a100
-            lustre:1,gpu:h100:8(IDX:0-7)      8     h100
-            gpus:3,mygpu:2                    0     -
-            ''')
-        self.assertEqual([(int(row['gpus']), row['type']) for row in table], [torc.parse_gres(row['text']) for row in table])
-
-    def test_whatever_sinfo_and_scontrol_print_is_read_or_passed_over(self):
-        rng = random.Random(14)
-        texts = [textwrap.dedent(self.SINFO), textwrap.dedent(self.RECORDS), 'main*|idle|3\nmain|down*|1\n',
-                 'main|PENDING|2\nlow,main|RUNNING|1\n']
-        letters = '|*=\n ,:()[]+-0123456789abUPgpu\x00\ufffd'
-        for _ in range(1000):
-            text = rng.choice(texts)
-            for _ in range(rng.randrange(1, 6)):
-                at = rng.randrange(len(text))
-                text = text[:at] + ''.join(rng.choice(letters) for _ in range(rng.randrange(4))) + text[at + rng.randrange(4):]
-            found = torc.parse_partitions(text, torc.parse_partition_records(text), {})
-            self.assertTrue(all(row.name and row.cpus_per_node > 0 and row.memory_mb > 0 and row.max_walltime_secs > 0
-                                for row in found), text)
-            for counts in (torc.count_nodes(text), torc.count_queue(text)):
-                self.assertTrue(all(value >= 0 for row in counts.values() for value in row.values()), text)
-
-    def test_a_cluster_is_known_by_a_variable_or_by_its_name(self):
-        profile = torc.Profile('x', 'X', '', [{'type': 'env_var', 'name': 'SITE', 'value': 'x'},
-                                              {'type': 'hostname_pattern', 'pattern': r'^login\d+\.x\.org$'}], None, [])
-        for environment, hostname, wanted in (
-                ({'SITE': 'x'}, 'h', True), ({'SITE': 'xy'}, 'h', False), ({}, 'h', False),
-                ({}, 'login12.x.org', True), ({}, 'login.x.org', False)):
-            self.assertEqual(wanted, torc.is_here(profile, environment, hostname), (environment, hostname))
-        by_name = {profile.name: profile for profile in torc.builtin_profiles()}
-        for name, variables in (('kestrel', {'NLR_CLUSTER': 'kestrel'}), ('kestrel', {'NREL_CLUSTER': 'kestrel'}),
-                                ('dane', {'CLUSTER': 'dane'})):
-            self.assertEqual([name], [key for key in by_name if torc.is_here(by_name[key], variables, 'h')])
+        for text, *wanted in (('(null)', 0, ''), ('', 0, ''), ('gpu', 1, ''), ('gpu:2', 2, ''), ('gpu:2(S:0-1)', 2, ''), ('gpu:a100:4(S:0-1)', 4, 'a100'),
+                              ('gpu:a100:4(S:0,1),gpu:v100:2', 6, ''), ('gpu:a100:1,gpu:a100:1', 2, 'a100'),
+                              ('lustre:1,gpu:h100:8(IDX:0-7)', 8, 'h100'), ('gpus:3,mygpu:2', 0, '')):
+            self.assertEqual(tuple(wanted), torc.parse_gres(text), text)
 
 
 class HpcConfigTest(WorldTest):
-    """Clusters in configuration files."""
+    """Clusters in configuration files, and how one is chosen."""
     CONFIG = '''
         client:
           hpc:
@@ -13483,13 +13437,16 @@ class HpcConfigTest(WorldTest):
             profile_overrides: {kestrel: {default_account: wind}}
             custom_profiles:
               mine:
-                display_name: My Cluster
                 detect_env_var: SITE=mine
                 default_account: own
                 partitions:
                   - {name: all, cpus_per_node: 8, memory_mb: 16000, max_walltime_secs: 3600, gpus_per_node: 1}
               dane:
+                detect_env_var: ANY
+                detect_hostname: '^login\\d+\\.x\\.org$'
                 partitions: [{name: only, cpus_per_node: 1, memory_mb: 1, max_walltime_secs: 1}]
+          slurm: {strict_scheduler_match: true}
+          offline: {enabled: false, drain_ping_interval_secs: 7}
         '''
 
     def read(self, text: str, name: str = 'config.yaml') -> Any:
@@ -13497,54 +13454,20 @@ class HpcConfigTest(WorldTest):
         with self.world.inside():
             return torc.read_config({'XDG_CONFIG_HOME': self.world.path('xdg')})
 
-    def test_runners_in_allocations_take_no_jobs_of_other_schedulers_where_that_is_configured(self):
-        for text, is_strict in (('client: {slurm: {strict_scheduler_match: true}}', True),
-                                ('client: {slurm: {}}', False),
-                                ('client: {hpc: {}}', False),
-                                ('client: {slurm: {strict_scheduler_match: false}}', False)):
-            self.world.write('xdg/torc/config.yaml', text)
-            self.assertEqual(is_strict,
-                             torc.read_config({'XDG_CONFIG_HOME': self.world.path('xdg')}).is_strict)
-        self.world.write('xdg/torc/config.yaml', 'client: {slurm: {strict_scheduler_match: 7}}')
-        with self.assertRaisesRegex(torc.BadInput,
-                                    'client.slurm.strict_scheduler_match must be true or false, not 7'):
-            torc.read_config({'XDG_CONFIG_HOME': self.world.path('xdg')})
-
-    def test_what_runners_do_without_a_server_may_be_configured_and_the_command_line_wins(self):
-        config = self.read('client: {offline: {enabled: false, drain_ping_interval_secs: 7}}')
-        self.assertEqual((False, 7), (config.drains, config.ping_interval_s))
-        if torc.tomllib is not None:    # the section as the page names it
-            os.unlink(self.world.path('xdg/torc/config.yaml'))
-            read = self.read('[client.offline]\nenabled = false\ndrain_ping_interval_secs = 8\n', 'config.toml')
-            self.assertEqual((False, 8), (read.drains, read.ping_interval_s))
-            os.unlink(self.world.path('xdg/torc/config.toml'))
-        given = {'no_offline_drain': False, 'drain_ping_interval_secs': None}
-        self.assertEqual({'drains': False, 'ping_interval_s': 7}, torc.offline_options(given, config))
-        given = {'no_offline_drain': True, 'drain_ping_interval_secs': 2.0}
-        self.assertEqual({'drains': False, 'ping_interval_s': 2.0}, torc.offline_options(given, torc.HpcConfig()))
-        self.assertEqual((True, 120), torc.HpcConfig()[-2:])
-        note, = self.read('{client: {api_url: x, offline: {enabled: true}, hpc: {default_account: a}}, server: {port: 1, tls: {}}}').notes
-        self.assertTrue(note.endswith('config.yaml: torc.py does not read client.api_url, server.port yet'), note)
-        self.assertExit(4, self.world.main('status', env={'XDG_CONFIG_HOME': self.world.path('xdg')}), f'warning: {note}\n')
-        self.world.write('xdg/torc/config.yaml', 'client: {offline: {enabled: 1}}')
-        for command, code, word in (('status', 4, 'warning'), ('exec -c true', 2, 'torc')):      # who does not need it goes on
-            self.assertExit(code, self.world.main(*command.split(), env={'XDG_CONFIG_HOME': self.world.path('xdg')}),
-                            f"{word}: {self.world.path('xdg/torc/config.yaml')}: client.offline")
-        for text, wrong in (('{enabled: 1}', 'enabled must be true or false, not 1'),
-                            ('{drain_ping_interval_secs: 0}', 'drain_ping_interval_secs must be at least 1, not 0')):
-            with self.assertRaisesRegex(torc.BadInput, f'client.offline.{wrong}'):
-                self.read(f'client: {{offline: {text}}}')
-
     def test_the_users_own_are_known_and_replace_those_built_in(self):
         config = self.read(self.CONFIG)
         known = {profile.name: profile for profile in torc.known_profiles(config)}
         self.assertEqual(['dane', 'kestrel', 'mine'], list(known))
         self.assertEqual(['only'], [partition.name for partition in known['dane'].partitions])
-        partition = known['mine'].partitions[0]
-        self.assertEqual(('all', 8, 16000, 3600, 1, False),
-                         (partition.name, partition.cpus_per_node, partition.memory_mb, partition.max_walltime_secs,
-                          partition.gpus, partition.shared))
-        self.assertTrue(torc.is_here(known['mine'], {'SITE': 'mine'}, 'h'))
+        all_nodes, = known['mine'].partitions
+        self.assertEqual(torc.NO_PARTITION._replace(name='all', cpus_per_node=8, memory_mb=16000, max_walltime_secs=3600, gpus_per_node=1), all_nodes)
+        builtin = {profile.name: profile for profile in torc.builtin_profiles()}
+        for profile, environment, hostname, wanted in (
+                (known['mine'], {'SITE': 'mine'}, 'h', True), (known['mine'], {'SITE': 'mines'}, 'h', False), (known['mine'], {}, 'h', False),
+                (known['dane'], {'ANY': 'x'}, 'h', True), (known['dane'], {'ANY': ''}, 'h', True), (known['dane'], {}, 'h', False),
+                (known['dane'], {}, 'login12.x.org', True), (known['dane'], {}, 'login.x.org', False),
+                (builtin['kestrel'], {'NREL_CLUSTER': 'kestrel'}, 'h', True), (builtin['dane'], {'CLUSTER': 'dane'}, 'h', True)):
+            self.assertEqual(wanted, torc.is_here(profile, environment, hostname), (profile.name, environment, hostname))
 
     def test_whose_account_is_charged(self):
         config = self.read(self.CONFIG)
@@ -13556,27 +13479,33 @@ class HpcConfigTest(WorldTest):
         with self.assertRaisesRegex(torc.BadInput, 'give --account'):
             torc.find_account(None, {}, known['dane'], torc.HpcConfig())
 
+    def test_how_runners_work_may_be_configured_and_the_command_line_wins(self):
+        config = self.read(self.CONFIG)
+        self.assertEqual((True, False, 7), config[-3:])
+        self.assertEqual((False, True, 120), torc.HpcConfig()[-3:])
+        for given, interval_s, wanted in ((False, None, (False, 7)), (True, 2.0, (False, 2.0))):
+            self.assertEqual(wanted, tuple(torc.offline_options({'no_offline_drain': given, 'drain_ping_interval_secs': interval_s}, config).values()))
+        text = '{client: {api_url: x, offline: {enabled: true}, hpc: {default_account: a}}, server: {port: 1, tls: {}}}'
+        note, = self.read(text).notes
+        self.assertTrue(note.endswith('config.yaml: torc.py does not read client.api_url, server yet'), note)
+        self.assertExit(4, self.world.main('status', env={'XDG_CONFIG_HOME': self.world.path('xdg')}), f'warning: {note}\n')
+
     def test_mistakes_are_reported_with_file_and_key(self):
-        wrong = rows_of('''
-            text                                                               message
-            {client: {hpc: {custom_profiles: {x: {partitions: []}}}}}          client.hpc.custom_profiles.x needs partitions, a list
-            {client: {hpc: {custom_profiles: {x: 1}}}}                         client.hpc.custom_profiles.x must be a mapping
-            {client: {hpc: {custom_profiles: []}, x: 1}}                       -
-            {client: {hpc: {custom_profiles: {x: {partition: 1}}}}}            unknown key 'partition', did you mean 'partitions'?
-            {client: {hpc: {custom_profiles: {x: {partitions: [{name: p}]}}}}}  partition 'p' needs cpus_per_node, memory_mb, max_walltime_secs
-            {client: {hpc: {custom_profiles: {x: {partitions: [{name: p, cpus_per_node: no}]}}}}}  cpus_per_node must be a whole number
-            {client: {hpc: {custom_profiles: {x: {detect_hostname: "(", partitions: [1]}}}}}  is not a regular expression
-            {client: [                                                         config.yaml:1
-            ''')
-        for row in wrong:
-            with self.subTest(row['text']):
-                if not row['message']:
-                    self.assertEqual({}, self.read(row['text']).profiles)
-                    continue
-                with self.assertRaises(torc.BadInput) as caught:
-                    self.read(row['text'])
-                self.assertIn(row['message'], str(caught.exception))
-                self.assertIn('config.yaml', str(caught.exception))
+        path = self.world.path('xdg/torc/config.yaml')
+        for text, message in (
+                ('{hpc: {custom_profiles: {x: {partitions: []}}}}', 'client.hpc.custom_profiles.x.partitions is empty'),
+                ('{hpc: {custom_profiles: {x: 1}}}', 'client.hpc.custom_profiles.x must be an object, not 1'),
+                ('{hpc: {custom_profiles: {x: {partition: 1}}}}', "no field client.hpc.custom_profiles.x.partition, did you mean 'partitions'?"),
+                ('{hpc: {custom_profiles: {x: {partitions: [{name: p}]}}}}', 'client.hpc.custom_profiles.x.partitions[0].cpus_per_node is missing'),
+                ('{hpc: {custom_profiles: {x: {detect_hostname: "(", partitions: []}}}}', 'x.detect_hostname '),
+                ('{slurm: {strict_scheduler_match: 7}}', 'client.slurm.strict_scheduler_match must be true or false, not 7'),
+                ('{offline: {drain_ping_interval_secs: 0}}', 'client.offline.drain_ping_interval_secs is 0; it must be between 1 and'),
+                ('[', 'config.yaml:1')):
+            with self.assertRaises(torc.BadInput) as caught:
+                self.read(f'client: {text}')
+            self.assertTrue(str(caught.exception).startswith(path) and message in str(caught.exception), (text, str(caught.exception)))
+        for command, code, word in (('status', 4, 'warning'), ('exec -c true', 2, 'torc')):      # who does not need it goes on
+            self.assertExit(code, self.world.main(*command.split(), env={'XDG_CONFIG_HOME': self.world.path('xdg')}), f'{word}: {path}:')
 
     def test_toml_is_read_where_python_reads_it_and_else_said_not_to_be(self):
         entry = {'display_name': 'M "1"', 'partitions': [{'name': 'p', 'cpus_per_node': 2, 'memory_mb': 5,

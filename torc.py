@@ -11169,7 +11169,9 @@ MODELS = {
     'ClaimActionRequest': 'compute_node_id:int',
     'Classification': 'job_id:int! action:str! reason:str! memory:str runtime:str',
     'ClassifyJobsRequest': 'classifications:[@Classification]!',
+    'ConfigFile': 'client:@ClientConfig',
     'CorrectedRequirements': 'from_id:int! job_ids:[int]! id:int memory:str num_cpus:int runtime:str',
+    'ClientConfig': 'hpc:@HpcConfig slurm:@SlurmConfig offline:@OfflineConfig',
     'ComputeNodeModel': 'avg_cpu_percent:float avg_memory_bytes:int compute_node_type:str! '
         'duration_seconds:float end_time:time hostname:str! id:int is_active:bool labels:[str] '
         'memory_gb:float! num_cpus:int! num_gpus:int! num_nodes:int! peak_cpu_percent:float '
@@ -11188,6 +11190,14 @@ MODELS = {
     'FailureHandlerModel': 'id:int name:name! rules:rules! workflow_id:int!',
     'FileModel': 'id:int name:name! path:str! st_mtime:float workflow_id:int! identifier:str',
     'FilesModel': 'files:[@FileModel]!',
+    'HpcConfig': 'default_account:str profile_overrides:{@HpcOverride} custom_profiles:{@HpcProfile}',
+    'HpcOverride': 'default_account:str',
+    'HpcPartition': 'name:name! description:str cpus_per_node:count! memory_mb:count! '
+        'max_walltime_secs:count! max_nodes:count max_nodes_per_user:count min_nodes:count '
+        'gpus_per_node:ordinal gpu_type:str gpu_memory_gb:ordinal local_disk_gb:ordinal shared:bool '
+        'requires_explicit_request:bool default_qos:str features:[str]',
+    'HpcProfile': 'display_name:str description:str detect_env_var:str detect_hostname:str '
+        'default_account:str charge_factor_cpu:float charge_factor_gpu:float partitions:[@HpcPartition]!',
     'JobCompletionEntry': 'job_id:int! result:@ResultModel! run_id:int! status:@JobStatus!',
     'JobModel': 'attempt_id:int cancel_on_blocking_job_failure:bool command:str! compute_node_id:int '
         'depends_on_job_ids:[int] env:{str} failure_handler_id:int id:int input_file_ids:[int] '
@@ -11203,6 +11213,7 @@ MODELS = {
         'contents:[(int,float,int,str)] accounting:?RunnerAccount job_name:str database_id:str '
         'recovering:bool',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
+    'OfflineConfig': 'enabled:bool drain_ping_interval_secs:count',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
         'resource_requirements:[?ResourceRequirementsModel]! slurm_schedulers:[?SlurmSchedulerModel]! '
         'failure_handlers:[?FailureHandlerModel]! kinds:[(any,int,any,any)]! dependency_sets:[[ordinal]]! '
@@ -11240,6 +11251,7 @@ MODELS = {
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
         'status:str! workflow_id:int! reason:str',
     'SetFileTimesRequest': 'files:{float?}! contents:[(int,float,int,str)]',
+    'SlurmConfig': 'strict_scheduler_match:bool',
     'SlurmSchedulerModel': 'account:str! extra:str gres:str id:int mem:str name:name nodes:int! '
         'ntasks_per_node:int partition:str qos:str serialize_allocations:bool tmp:str walltime:str! '
         'workflow_id:int!',
@@ -11279,7 +11291,8 @@ MODELS = {
         'user:str!',
 }
 
-STRICT_MODELS = ('SpawnJobsRequest', 'SpawnJobModel')   # an unknown field in them is an error, as in Torc
+# An unknown field in these is an error: in requests as in Torc.
+STRICT_MODELS = ('SpawnJobsRequest', 'SpawnJobModel', 'HpcProfile', 'HpcPartition')
 
 
 class ModelField(Row):
@@ -11413,6 +11426,7 @@ REAL = (int, float)
 SCALARS = {     # type of MODELS -> what refuses other values
     'int':       number_check(int, -MAX_INTEGER - 1, MAX_INTEGER),
     'ordinal':   number_check(int, 0, 1e9),
+    'count':     number_check(int, 1, 1e9),
     'nodes':     number_check(int, 0, 1e5),
     'float':     number_check(REAL, -sys.float_info.max, sys.float_info.max),
     'minutes':   number_check(REAL, 0, 1e9),     # of which a sum is exact
@@ -18121,11 +18135,6 @@ class Partition(Row):
         return self.gpus_per_node or 0
 
     @property
-    def is_auto_routed(self) -> bool:
-        """Whether it is for jobs of any kind."""
-        return not self.requires_explicit_request
-
-    @property
     def node(self) -> Capacity:
         """What one of its nodes has."""
         return Capacity(self.cpus_per_node, self.memory_mb * MEGABYTE, self.gpus)
@@ -18136,12 +18145,11 @@ class Profile(Row):
     name: str
     display_name: str
     description: str
-    detection: Sequence[Dict[str, str]]     # type env_var: name, value; hostname_pattern: pattern
+    detection: Sequence[Dict[str, Any]]     # type env_var: name, value or None; hostname_pattern: pattern
     default_account: Optional[str]
     partitions: Sequence[Partition]
     charge_factor_cpu: float = 1.0
     charge_factor_gpu: float = 1.0
-    metadata: Dict[str, str] = {}
 
 
 MEGABYTE = 1024 ** 2
@@ -18152,112 +18160,80 @@ NO_PARTITION = Partition('', '', 0, 0, 0, None, None, None, None, None, None, No
 
 # -------- built in --------
 #
-# Torc 1.0.0 has the same two. Kestrel's variable was NREL_CLUSTER until 0.12.
+# Torc 1.0.0 has the same two. Kestrel's variable was NREL_CLUSTER until 0.12. All of their GPUs are H100 with
+# 80 GB. Columns: name, CPUs and megabytes of a node, longest walltime in hours, nodes of a job, nodes of a
+# user, least nodes of a job, GPUs, gigabytes of disk, marks (S: shared, X: for a special use), features, and
+# what it is for.
+
+KESTREL_PARTITIONS = '''
+    debug      104   246064    1     2     2  -  2     -  SX  debug        for developing and troubleshooting
+    short      104   246064    4  2240     -  -  -     -  -   -            walltimes up to 4 hours
+    standard   104   246064   48  2240  1050  -  -     -  -   -            walltimes up to 2 days
+    long       104   246064  240   430   215  -  -     -  -   -            walltimes up to 10 days
+    medmem     104   984256  240    64    32  -  -     -  -   highmem      nodes with 1 TB of memory
+    bigmem     104  2000000   48    10     4  -  -  5600  -   bigmem,nvme  nodes with 2 TB, and a local disk
+    bigmeml    104  2000000  240     4     2  -  -  5600  -   bigmem,nvme  the same, walltimes up to 10 days
+    hbw        104   246064   48   512   256  2  -     -  X   dual-nic     nodes with two network cards
+    hbwl       104   246064  240   128    64  2  -     -  X   dual-nic     the same, walltimes up to 10 days
+    nvme       104   246064   48   256   128  -  -  1700  X   nvme         nodes with a local disk
+    shared     104   246064   48   128    64  -  -     -  SX  shared       nodes for several jobs at once
+    sharedl    104   246064  240    32    16  -  -     -  SX  shared       the same, walltimes up to 10 days
+    gpu-h100s  128   360000    4   156     -  -  4  3400  S   gpu,h100     GPU nodes, walltimes up to 4 hours
+    gpu-h100   128   360000   48   156     -  -  4  3400  S   gpu,h100     GPU nodes, walltimes up to 2 days
+    gpu-h100l  128   360000  240    39     -  -  4  3400  S   gpu,h100     GPU nodes, walltimes up to 10 days
+    '''
+DANE_PARTITIONS = '''
+    pdebug     112   257054    1     -     -  -  -     -  X   debug        for developing and troubleshooting
+    pbatch     112   257054   24     -     -  -  -     -  -   -            for jobs of any kind
+    pci        112   257054   24     -     -  -  -     -  X   ci           for continuous integration
+    pserial    112   257054  168     -     -  -  -     -  X   serial       for serial jobs
+    pjupyter   112   257054   24     -     -  -  -     -  SX  jupyter      for Jupyter
+    pall       112   257054 8760     -     -  -  -     -  X   special      all nodes, for special use
+    '''
 
 
-def make_partitions(node: Dict[str, Any], rows: Sequence[Tuple[Any, ...]]) -> List[Partition]:
-    """Partitions of like nodes: name, days of the longest walltime, description, and what differs."""
-    return [NO_PARTITION._replace(name=name, max_walltime_secs=int(days * DAY_S), description=description,
-                                  **dict(node, **(differs[0] if differs else {})))
-            for name, days, description, *differs in rows]
-
-
-def kestrel_partitions() -> List[Partition]:
-    """Those of Kestrel."""
-    special = {'requires_explicit_request': True}
-    return make_partitions({'cpus_per_node': 104, 'memory_mb': 246064}, (
-        ('debug', 1 / 24, 'for developing and troubleshooting', dict(
-            special, max_nodes=2, max_nodes_per_user=2, gpus_per_node=2, gpu_type='h100', gpu_memory_gb=80,
-            shared=True, features=('debug',))),
-        ('short', 1 / 6, 'walltimes up to 4 hours', dict(max_nodes=2240)),
-        ('standard', 2, 'walltimes up to 2 days', dict(max_nodes=2240, max_nodes_per_user=1050)),
-        ('long', 10, 'walltimes up to 10 days', dict(max_nodes=430, max_nodes_per_user=215)),
-        ('medmem', 10, 'nodes with 1 TB of memory', dict(
-            memory_mb=984256, max_nodes=64, max_nodes_per_user=32, features=('highmem',))),
-        ('bigmem', 2, 'nodes with 2 TB of memory and a local disk', dict(
-            memory_mb=2000000, max_nodes=10, max_nodes_per_user=4, local_disk_gb=5600,
-            features=('bigmem', 'nvme'))),
-        ('bigmeml', 10, 'the same, walltimes up to 10 days', dict(
-            memory_mb=2000000, max_nodes=4, max_nodes_per_user=2, local_disk_gb=5600,
-            features=('bigmem', 'nvme'))),
-        ('hbw', 2, 'nodes with two network cards', dict(
-            special, max_nodes=512, max_nodes_per_user=256, min_nodes=2, features=('dual-nic',))),
-        ('hbwl', 10, 'the same, walltimes up to 10 days', dict(
-            special, max_nodes=128, max_nodes_per_user=64, min_nodes=2, features=('dual-nic',))),
-        ('nvme', 2, 'nodes with a local disk', dict(
-            special, max_nodes=256, max_nodes_per_user=128, local_disk_gb=1700, features=('nvme',))),
-        ('shared', 2, 'nodes for several jobs at once', dict(
-            special, max_nodes=128, max_nodes_per_user=64, shared=True, features=('shared',))),
-        ('sharedl', 10, 'the same, walltimes up to 10 days', dict(
-            special, max_nodes=32, max_nodes_per_user=16, shared=True, features=('shared',))),
-    )) + make_partitions({'cpus_per_node': 128, 'memory_mb': 360000, 'gpus_per_node': 4, 'gpu_type': 'h100',
-                          'gpu_memory_gb': 80, 'local_disk_gb': 3400, 'shared': True,
-                          'features': ('gpu', 'h100')}, (
-        ('gpu-h100s', 1 / 6, 'GPU nodes, walltimes up to 4 hours', dict(max_nodes=156)),
-        ('gpu-h100', 2, 'GPU nodes, walltimes up to 2 days', dict(max_nodes=156)),
-        ('gpu-h100l', 10, 'GPU nodes, walltimes up to 10 days', dict(max_nodes=39)),
-    ))
-
-
-def dane_partitions() -> List[Partition]:
-    """Those of Dane."""
-    special = {'requires_explicit_request': True}
-    return make_partitions({'cpus_per_node': 112, 'memory_mb': 257054}, (
-        ('pdebug', 1 / 24, 'for developing and troubleshooting', dict(special, features=('debug',))),
-        ('pbatch', 1, 'for jobs of any kind'),
-        ('pci', 1, 'for continuous integration', dict(special, features=('ci',))),
-        ('pserial', 7, 'for serial jobs', dict(special, features=('serial',))),
-        ('pjupyter', 1, 'for Jupyter', dict(special, shared=True, features=('jupyter',))),
-        ('pall', 365, 'all nodes, for special use', dict(special, features=('special',))),
-    ))
+def builtin_partition(line: str) -> Partition:
+    """A row of these tables."""
+    name, *words, marks, features, description = line.split(None, 11)
+    cpus, memory_mb, hours, nodes, user_nodes, least, gpus, disk_gb = (
+        None if word == '-' else int(word) for word in words)
+    return Partition(name, description, cpus, memory_mb, hours * 3600, nodes, user_nodes, least,
+                     gpus, gpus and 'h100', gpus and 80, disk_gb, 'S' in marks, 'X' in marks, None,
+                     () if features == '-' else tuple(features.split(',')))
 
 
 def builtin_profiles() -> List[Profile]:
     """The clusters that are known without being asked, in the order in which they are looked for."""
-    def variable(name: str, value: str) -> Dict[str, str]:
-        return {'type': 'env_var', 'name': name, 'value': value}
-    return [
-        Profile('dane', 'LLNL Dane', 'CPU cluster of LLNL', [variable('CLUSTER', 'dane')], None,
-                dane_partitions()),
-        Profile('kestrel', 'NLR Kestrel', 'CPU and GPU cluster of NLR',
-                [variable('NLR_CLUSTER', 'kestrel'), variable('NREL_CLUSTER', 'kestrel')], None,
-                kestrel_partitions(), 10.0, 100.0),
-    ]
+    def detection(*variables: str) -> List[Dict[str, str]]:
+        pairs = (text.split('=') for text in variables)
+        return [{'type': 'env_var', 'name': name, 'value': value} for name, value in pairs]
+    dane, kestrel = (list(map(builtin_partition, table.strip().splitlines()))
+                     for table in (DANE_PARTITIONS, KESTREL_PARTITIONS))
+    return [Profile('dane', 'LLNL Dane', 'CPU cluster of LLNL', detection('CLUSTER=dane'), None, dane),
+            Profile('kestrel', 'NLR Kestrel', 'CPU and GPU cluster of NLR',
+                    detection('NLR_CLUSTER=kestrel', 'NREL_CLUSTER=kestrel'), None, kestrel, 10.0, 100.0)]
 
 
 # -------- configured --------
 #
-# Torc's configuration files, of which client.hpc and client.slurm are read. TOML needs Python 3.11, so a file
-# may also be YAML or JSON, with the same keys.
+# Torc's configuration files, of which client.hpc, client.slurm and client.offline are read: ClientConfig of
+# MODELS. TOML needs Python 3.11, so a file may also be YAML or JSON, with the same keys.
 
 CONFIG_ENDINGS = ('.toml', '.yaml', '.yml', '.json', '.json5')
-PROFILE_KEYS = frozenset('display_name description detect_env_var detect_hostname default_account '
-                         'charge_factor_cpu charge_factor_gpu partitions'.split())
-PARTITION_READERS = {       # key of a configured partition -> how its value is read
-    'name': read_name, 'description': read_text, 'gpu_type': read_text, 'default_qos': read_text,
-    'shared': read_bool, 'requires_explicit_request': read_bool,
-    **dict.fromkeys(('cpus_per_node', 'memory_mb', 'max_walltime_secs', 'max_nodes', 'max_nodes_per_user',
-                     'min_nodes'), functools.partial(read_integer, least=1)),
-    **dict.fromkeys(('gpus_per_node', 'gpu_memory_gb', 'local_disk_gb'),
-                    functools.partial(read_integer, least=0))}
-NEEDED_OF_PARTITION = ('name', 'cpus_per_node', 'memory_mb', 'max_walltime_secs')
 
 
 class HpcConfig(Row):
-    """What configuration files say of clusters."""
+    """What configuration files say of clusters, and of runners."""
     profiles: Dict[str, Profile] = {}
     accounts: Dict[str, str] = {}       # by profile; '' for all
-    notes: Sequence[str] = ()           # files that could not be read here
+    notes: Sequence[str] = ()           # files that could not be read here, and settings that nothing reads
     is_strict: bool = False             # runners in allocations take no jobs of other schedulers
     drains: bool = True                 # jobs go on while the server is away
     ping_interval_s: float = DEFAULT_PING_INTERVAL_S    # between requests to it then
 
 
-CLIENT_SETTINGS = {     # fields of HpcConfig -> where they stand, and how they are read
-    'is_strict': ('client.slurm.strict_scheduler_match', read_bool),
-    'drains': ('client.offline.enabled', read_bool),
-    'ping_interval_s': ('client.offline.drain_ping_interval_secs', functools.partial(read_integer, least=1)),
-}
+RUNNER_SETTINGS = (('is_strict', 'slurm', 'strict_scheduler_match'), ('drains', 'offline', 'enabled'),
+                   ('ping_interval_s', 'offline', 'drain_ping_interval_secs'))
 
 
 def config_files(environment: Any = os.environ) -> List[str]:
@@ -18279,111 +18255,54 @@ def read_config(environment: Any = os.environ) -> HpcConfig:
             continue
         try:
             with open(path, 'rb') as file:
-                value = read_document(file.read(), path).value
-            found = read_hpc_config(value)
-            settings.update(read_client_settings(value))
-            unread = sorted(unread_settings(value))
-            notes += [f'{path}: torc.py does not read {first_of(unread)} yet'] if unread else []
+                value = read_document(file.read(), path).value or {}
+            client = check_model('', 'ConfigFile', value).get('client') or {}
+            hpc = client.get('hpc') or {}
+            profiles.update((name, configured_profile(name, entry))
+                            for name, entry in (hpc.get('custom_profiles') or {}).items())
         except OSError as error:
             raise BadInput(f'cannot read {path}: {error.strerror}') from None
-        except ValueError as error:
+        except (ValueError, BadInput) as error:
             raise BadInput(f'{path}: {error}') from None
-        profiles.update(found.profiles)
-        accounts.update(found.accounts)
+        overrides = {'': hpc, **(hpc.get('profile_overrides') or {})}
+        accounts.update((name, entry['default_account']) for name, entry in overrides.items()
+                        if entry.get('default_account'))
+        found = {field: (client.get(section) or {}).get(key) for field, section, key in RUNNER_SETTINGS}
+        settings.update((field, value) for field, value in found.items() if value is not None)
+        unread = sorted(unread_settings(value, 'ConfigFile'))
+        notes += [f'{path}: torc.py does not read {first_of(unread)} yet'] if unread else []
     return HpcConfig(profiles, accounts, notes, **settings)
 
 
-def unread_settings(value: Any, path: str = '') -> Iterator[str]:
+def unread_settings(value: Dict[str, Any], model: str, prefix: str = '') -> Iterator[str]:
     """Keys of one file that nothing here reads."""
-    if isinstance(value, dict) and path != 'client.hpc':
-        for key, inner in value.items():
-            yield from unread_settings(inner, f'{path}.{key}'.lstrip('.'))
-    elif path and path not in ['client.hpc', *(name for name, _ in CLIENT_SETTINGS.values())]:
-        yield path
+    for key, inner in value.items():
+        field = model_fields(model).get(key)
+        if field is None:
+            yield prefix + str(key)
+        elif field.type.startswith('@') and inner:
+            yield from unread_settings(inner, field.type[1:], f'{prefix}{key}.')
 
 
-def read_client_settings(value: Any) -> Dict[str, Any]:
-    """What one file says of CLIENT_SETTINGS. ValueErrors name the key."""
-    settings = {}
-    for field, (path, read) in CLIENT_SETTINGS.items():
-        found = value
-        for key in path.split('.'):
-            found = found.get(key) if isinstance(found, dict) else None
-        try:
-            if found is not None:
-                settings[field] = read(found)
-        except ValueError as error:
-            raise ValueError(f'{path} {error}') from None
-    return settings
-
-
-def read_hpc_config(value: Any) -> HpcConfig:
-    """The section client.hpc of one file. ValueErrors name the key."""
-    for key in ('client', 'hpc'):
-        value = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(value, dict):
-        return HpcConfig()
-    accounts = {'': value['default_account']} if value.get('default_account') else {}
-    for name, override in read_mapping(value, 'profile_overrides').items():
-        if isinstance(override, dict) and override.get('default_account'):
-            accounts[name] = override['default_account']
-    custom = read_mapping(value, 'custom_profiles')
-    return HpcConfig({name: configured_profile(name, entry) for name, entry in custom.items()},
-                     {name: read_text(account) for name, account in accounts.items()})
-
-
-def read_mapping(value: Dict[str, Any], key: str) -> Dict[str, Any]:
-    """An entry that is a mapping, or absent."""
-    found = value.get(key) or {}
-    if not isinstance(found, dict):
-        raise ValueError(f'client.hpc.{key} must be a mapping, not {show_value(found)}')
-    return found
-
-
-def configured_profile(name: str, entry: Any) -> Profile:
-    """A cluster of the user's own. ValueErrors name the key."""
-    where = f'client.hpc.custom_profiles.{name}'
-    if not isinstance(entry, dict):
-        raise ValueError(f'{where} must be a mapping, not {show_value(entry)}')
-    for key in entry:
-        if key not in PROFILE_KEYS:
-            raise ValueError(f"{where}: unknown key '{shorten(str(key))}'{did_you_mean(key, PROFILE_KEYS)}")
-    partitions = entry.get('partitions')
-    if not isinstance(partitions, list) or not partitions:
-        raise ValueError(f'{where} needs partitions, a list')
-    variable, _, value = str(entry.get('detect_env_var') or '').partition('=')
+def configured_profile(name: str, entry: Dict[str, Any]) -> Profile:
+    """A cluster of the user's own (a HpcProfile of MODELS). ValueErrors name the key."""
+    entry, *rows = ({key: value for key, value in row.items() if value is not None}
+                    for row in (entry, *entry['partitions']))
+    variable, equals, value = entry.get('detect_env_var', '').partition('=')
+    pattern, where = entry.get('detect_hostname'), f'client.hpc.custom_profiles.{name}'
+    value = value if equals else None       # any
     detection = [{'type': 'env_var', 'name': variable, 'value': value}] if variable else []
-    if entry.get('detect_hostname'):
-        parse_regex(str(entry['detect_hostname']))
-        detection.append({'type': 'hostname_pattern', 'pattern': str(entry['detect_hostname'])})
-    charges = [read_number(entry.get(key, default))
-               for key, default in (('charge_factor_cpu', 1), ('charge_factor_gpu', 10))]
-    return Profile(name, str(entry.get('display_name') or name), str(entry.get('description') or ''),
-                   detection, entry.get('default_account'),
-                   [configured_partition(where, row) for row in partitions], *charges)
-
-
-def configured_partition(where: str, entry: Any) -> Partition:
-    """A partition of a configured cluster."""
-    if not isinstance(entry, dict):
-        raise ValueError(f'{where}.partitions must hold mappings, not {show_value(entry)}')
-    where = f"{where}: partition '{shorten(str(entry.get('name', '')))}'"
-    values = {}
-    for key, value in entry.items():
-        if key == 'features':
-            values[key] = tuple(map(str, value)) if isinstance(value, list) else (str(value),)
-        elif key not in PARTITION_READERS:
-            raise ValueError(f"{where}: unknown key '{shorten(str(key))}'"
-                             f'{did_you_mean(str(key), PARTITION_READERS)}')
-        elif value is not None:
-            try:
-                values[key] = PARTITION_READERS[key](value)
-            except ValueError as error:
-                raise ValueError(f'{where}: {key} {error}') from None
-    missing = [key for key in NEEDED_OF_PARTITION if key not in values]
-    if missing:
-        raise ValueError(f"{where} needs {', '.join(missing)}")
-    return NO_PARTITION._replace(**values)
+    detection += [{'type': 'hostname_pattern', 'pattern': pattern}] if pattern else []
+    try:
+        parse_regex(pattern or '')
+    except ValueError as error:
+        raise ValueError(f'{where}.detect_hostname {error}') from None
+    if not rows:
+        raise ValueError(f'{where}.partitions is empty')
+    partitions = [NO_PARTITION._replace(**dict(row, features=tuple(row.get('features', ())))) for row in rows]
+    return Profile(name, entry.get('display_name', name), entry.get('description', ''), detection,
+                   entry.get('default_account'), partitions, entry.get('charge_factor_cpu', 1.0),
+                   entry.get('charge_factor_gpu', 10.0))
 
 
 # -------- asked for --------
@@ -18434,17 +18353,6 @@ def parse_partition_records(text: str) -> Dict[str, Dict[str, str]]:
     return records
 
 
-def is_restricted(record: Dict[str, str]) -> bool:
-    """Whether a partition is for some accounts, groups or QOS only (scontrol(1), SHOW PARTITION)."""
-    lists = ('AllowAccounts', 'AllowGroups', 'AllowQos')
-    return any(record.get(name, 'ALL') not in ('ALL', '') for name in lists)
-
-
-def is_preempted(record: Dict[str, str]) -> bool:
-    """Whether jobs of other partitions may push those of this one aside."""
-    return record.get('PreemptMode', 'OFF').upper() not in ('OFF', '')
-
-
 def parse_config(text: str) -> Dict[str, str]:
     """Output of `scontrol show config` -> its settings."""
     return dict((part.strip() for part in line.split('=', 1)) for line in text.splitlines() if '=' in line)
@@ -18455,10 +18363,11 @@ def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]],
     """Partitions from the output of sinfo and scontrol: the default one first, then in sinfo's order.
 
     With select/linear (slurm.conf(5)) every job gets whole nodes, without it those of a partition with
-    OverSubscribe=EXCLUSIVE. One that sets no default memory has that of the cluster. What is not for
-    everybody, or less safe than others, is chosen last.
+    OverSubscribe=EXCLUSIVE. One that sets no default memory has that of the cluster. What is for some
+    accounts, groups or QOS only, or may be pushed aside by jobs of others, is chosen last.
     """
-    found, all_preempted = {}, all(map(is_preempted, records.values()))
+    found, preempted = {}, {name for name, record in records.items()
+                            if record.get('PreemptMode', 'OFF').upper() not in ('OFF', '')}
     is_linear = config.get('SelectType', '').endswith('linear')
     for name, cpus, memory, limit, gres, _ in read_slurm_rows(sinfo, 6):
         num_cpus, memory_mb, limit_s = parse_least(cpus), parse_least(memory), parse_partition_limit(limit)
@@ -18472,13 +18381,14 @@ def parse_partitions(sinfo: str, records: Dict[str, Dict[str, str]],
             gpus = GUESSED_GPUS
         gpu_type = gpu_type or next((word for word in GPU_NAMES if gpus and word in name.lower()), '')
         is_whole = is_linear or record.get('OverSubscribe', '').upper().startswith('EXCLUSIVE')
+        is_special = name in preempted and len(preempted) < len(records) or any(
+            record.get(key, 'ALL') not in ('ALL', '') for key in ('AllowAccounts', 'AllowGroups', 'AllowQos'))
         defaults = {where.get(key, '') for where in (record, config) for key in MEMORY_DEFAULTS}
         found.setdefault(NO_PARTITION._replace(
             name=name, cpus_per_node=num_cpus, memory_mb=memory_mb, max_walltime_secs=limit_s,
-            max_nodes=parse_least(record.get('MaxNodes', '')), shared=not is_whole,
+            max_nodes=parse_least(record.get('MaxNodes', '')),
             min_nodes=parse_least(record.get('MinNodes', '')), gpus_per_node=gpus or None,
-            gpu_type=gpu_type or None, requires_explicit_request=is_restricted(record) or is_preempted(
-                record) and not all_preempted,
+            gpu_type=gpu_type or None, shared=not is_whole, requires_explicit_request=is_special,
             has_default_memory=not config or not defaults <= {'', 'UNLIMITED', '0'}), not is_default)
     return sorted(found, key=found.__getitem__)
 
@@ -18502,15 +18412,14 @@ def ask_for_profile() -> Profile:
 
 def known_profiles(config: HpcConfig) -> List[Profile]:
     """Built-in and configured clusters; a configured one replaces the built-in one of its name."""
-    builtin = [config.profiles.get(profile.name, profile) for profile in builtin_profiles()]
-    names = [profile.name for profile in builtin]
-    return builtin + [profile for name, profile in config.profiles.items() if name not in names]
+    return list({**{profile.name: profile for profile in builtin_profiles()}, **config.profiles}.values())
 
 
 def is_here(profile: Profile, environment: Any = os.environ, hostname: str = '') -> bool:
     """Whether this machine belongs to a cluster."""
     for row in profile.detection:
-        if row['type'] == 'env_var' and environment.get(row['name']) == row['value']:
+        found = environment.get(row['name']) if row['type'] == 'env_var' else None
+        if found is not None and row['value'] in (None, found):
             return True
         if row['type'] == 'hostname_pattern' and re.search(row['pattern'], hostname or socket.getfqdn()):
             return True
@@ -18519,23 +18428,20 @@ def is_here(profile: Profile, environment: Any = os.environ, hostname: str = '')
 
 def find_profile(name: Optional[str], config: HpcConfig) -> Profile:
     """The cluster of a name, else the one that this machine belongs to, else what Slurm here says."""
-    known = known_profiles(config)
     if name == LIVE_PROFILE:
         return ask_for_profile()
-    if name:
-        for profile in known:
-            if profile.name == name:
-                return profile
-        names = [profile.name for profile in known] + [LIVE_PROFILE]
+    known = {profile.name: profile for profile in known_profiles(config)}
+    found = known.get(name) if name else next(filter(is_here, known.values()), None)
+    if found is None and not name and has_slurm_program('sinfo'):
+        return ask_for_profile()
+    if found is None and name:
+        names = [*known, LIVE_PROFILE]
         raise BadInput(f"there is no profile '{shorten(name)}'{did_you_mean(name, names)}; "
                        f"known: {', '.join(names)} (which asks sinfo)")
-    for profile in known:
-        if is_here(profile):
-            return profile
-    if has_slurm_program('sinfo'):
-        return ask_for_profile()
-    raise BadInput('no cluster is known here, and there is no sinfo to ask: name one with --profile, of '
-                   + ', '.join(profile.name for profile in known))
+    if found is None:
+        raise BadInput('no cluster is known here, and there is no sinfo to ask: name one with --profile, of '
+                       + ', '.join(known))
+    return found
 
 
 def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profile, config: HpcConfig) -> str:
@@ -18702,7 +18608,7 @@ def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
     """The partition to run a job in, by Torc's rules; among equals one that leaves it time to spare."""
     fitting = fitting_partitions(partitions, needs)
     fitting = [partition for partition in fitting if 'debug' not in partition.name.lower()] or fitting
-    routed = [partition for partition in fitting if partition.is_auto_routed]
+    routed = [partition for partition in fitting if not partition.requires_explicit_request]
     if needs.num_gpus:
         tiers = [routed, fitting]
     else:
@@ -32641,7 +32547,7 @@ def cmd_hpc_show(session: Session, args: Arguments) -> int:
     """Everything that is known of a cluster."""
     profile = find_profile(args['name'], read_config())
     value = dict(profile._asdict(), detection=list(profile.detection),
-                 metadata={'documentation': None, 'support_email': None, **profile.metadata},
+                 metadata={'documentation': None, 'support_email': None},
                  partitions=[partition_record(partition) for partition in profile.partitions])
     order = ('name', 'display_name', 'description', 'detection', 'default_account', 'partitions',
              'charge_factor_cpu', 'charge_factor_gpu', 'metadata')
@@ -33902,7 +33808,7 @@ def most_of_partitions(partitions: Sequence[Partition], end_s: int, needs: Dict[
     fitting = fitting_partitions(partitions, read_resource_class(dict(needs, **{resource: least[resource]})))
     found = [(partition.memory_mb * MEGABYTE, partition.name) for partition in fitting]
     if resource == 'runtime':
-        usual = [partition for partition in fitting if partition.is_auto_routed] or fitting
+        usual = [partition for partition in fitting if not partition.requires_explicit_request] or fitting
         found = [(max(0, partition.max_walltime_secs - end_s), partition.name) for partition in usual]
     most, name = max(found, default=(0, ''), key=lambda pair: pair[0])
     return Ceiling(most, f'partition {name}') if found else None
