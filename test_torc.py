@@ -4650,8 +4650,8 @@ class ProvenanceTest(ServiceTest):
         jobs = self.claim(self.workflow_id, node_id)
         end = dict(self.end(jobs['a']), file_times={str(self.files[name]): mtime for name in ('out.json', 'log')})
         self.sync(self.workflow_id, node_id, completions=[end])
-        self.sync(self.workflow_id, node_id, contents=[[self.files['out.json'], mtime, 6, 'c0de'], [self.files['log'], mtime - 1, 7, 'late'],
-                                                       [999, mtime, 1, 'x']])
+        contents = [[self.files['out.json'], mtime, 6, 'c0de'], [self.files['log'], mtime - 1, 7, 'late'], [999, mtime, 1, 'x']]
+        self.call('set_file_times', {'files': {}, 'contents': contents}, id=self.workflow_id)
         self.assertNotIn('endTime', self.entities()[f"#torc-run-id-{self.call('get_workflow', id=self.workflow_id)['run_id']}"])
         self.sync(self.workflow_id, node_id, completions=[dict(self.end(jobs['b']), file_times={})])
         found = self.entities()
@@ -15224,29 +15224,6 @@ class RunnerRulesTest(unittest.TestCase):
         """The ledger of one node."""
         return torc.Ledger([torc.NodeSize(cpus, memory, devices)], max_jobs)
 
-    def test_files_are_read_a_piece_at_a_time(self):
-        directory = tempfile.mkdtemp()
-        self.addCleanup(shutil.rmtree, directory)
-        contents = {'big': os.urandom(3 * torc.DIGEST_PIECE_BYTES + 5), 'empty': b'', 'after': b'x'}
-        for name, content in contents.items():
-            with open(os.path.join(directory, name), 'wb') as file:
-                file.write(content)
-        os.mkfifo(os.path.join(directory, 'pipe'))      # nobody will write to it
-        names = ['absent', 'big', 'pipe', 'empty', '.', 'nul\0', 'after']
-        digests = torc.Digests(list)
-        digests.waiting.extend((number, os.path.join(directory, name)) for number, name in enumerate(names))
-        turns, rows = 0, []
-        while digests.is_busy:
-            turns, rows = turns + 1, rows + digests.work(1e-9)
-        self.assertGreater(turns, 4)
-        self.assertEqual([(names.index(name), len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()],
-                         [(number, size, digest) for number, _, size, digest in rows])
-        self.assertEqual(os.stat(os.path.join(directory, 'big')).st_mtime, rows[0][1])
-        digests.waiting.extend([(0, directory), (1, os.path.join(directory, 'big'))])
-        digests.work(1e-9)
-        digests.drop()
-        self.assertFalse(digests.is_busy)
-
     def test_gpus_are_handed_out_least_recently_used_first(self):
         ledger = self.ledger(8, 1 << 30, ('0', '1', '2'))
         first = ledger.take(self.kind(gpus=2))
@@ -15688,10 +15665,10 @@ class LinkTest(PartTest):
                     out.append(1)
                     link.act(clock.now)
                 clock.now += 1
-                link.contents.append([1, 2, 3])
+                link.accounting.append({'job_id': 1})
                 link.report_soon(0)
                 link.act(clock.now)
-        self.assertEqual([1] * 6, [len(request['contents']) for request in self.client.requests if request['contents']])
+        self.assertEqual([1] * 6, [len(request['accounting']) for request in self.client.requests if request['accounting']])
 
     def test_a_request_that_was_to_wait_and_cannot_be_sent_is_sent_again(self):
         with FakeClock().set() as clock:
@@ -16119,10 +16096,10 @@ class JobPartsTest(PartTest):
         self.starter, self.scripts = FakeStarter(), FakeScripts()
         self.server = self.link(*answers, **workflow)
         context = self.server.context
-        self.digests = torc.Digests(list)
         self.ledger = torc.Ledger([torc.NodeSize(num_cpus, 1 << 30, ())], None)
         self.policy = torc.ClaimPolicy(context.options, self.ledger, {}, self.attempts)
-        self.completions = torc.Completions(context, self.attempts, self.starter, self.scripts, self.digests, self.server)
+        monitor = torc.Monitor(context, unittest.mock.Mock(), self.attempts, self.starter)
+        self.completions = torc.Completions(context, self.policy, self.starter, monitor, self.scripts, self.server)
         self.mended = []    # type: List[int]
         self.watch = torc.OutputWatch(context, lambda: self.mended.append(1))
         self.actions = torc.Actions(context, self.scripts, self.server)
@@ -16387,7 +16364,7 @@ class JobPartsTest(PartTest):
         self.dispatcher.act(time.monotonic())
         self.children = unittest.mock.Mock(children={1: None}, kill_due=list)
         self.children.kill_children.return_value = []
-        return torc.Shutdown(self.server.context, self.children, self.dispatcher, self.scripts, self.digests, self.server)
+        return torc.Shutdown(self.server.context, self.children, self.dispatcher, self.scripts, self.server)
 
     def test_a_signal_stops_jobs_and_returns_claims_and_a_second_one_kills(self):
         shutdown = self.shutdown()
@@ -16440,7 +16417,7 @@ class JobPartsTest(PartTest):
                 self.build(options={'is_persistent': row['persistent'] == 'yes'}, compute_node_wait_for_new_jobs_seconds=int(row['limit']),
                            compute_node_ignore_workflow_completion=row['ignores'] == 'yes')
                 shutdown = torc.Shutdown(self.server.context, unittest.mock.Mock(children={}),
-                                         self.dispatcher, self.scripts, self.digests, self.server)
+                                         self.dispatcher, self.scripts, self.server)
                 self.server.answer = {'is_complete': False, 'is_canceled': False, 'unfinished': 3,
                                       'claimable': True, 'pending_actions': int(row['pending'])}
                 self.pace.worked_at = clock.now - float(row['idle'])
@@ -16466,7 +16443,7 @@ class JobPartsTest(PartTest):
                 self.attempts = torc.Attempts()
                 self.build(**workflow)
                 launcher = unittest.mock.Mock(children={})
-                shutdown = torc.Shutdown(self.server.context, launcher, self.dispatcher, self.scripts, self.digests, self.server)
+                shutdown = torc.Shutdown(self.server.context, launcher, self.dispatcher, self.scripts, self.server)
                 rules = torc.ExitRules(self.server.context, shutdown, self.watch)
                 self.server.answer = dict(idle, **answer)
                 self.pace.on_end()
@@ -17506,9 +17483,10 @@ class AccountingTest(PartTest):
         self.server = self.link(**workflow)
         self.server.context.allocation = types.SimpleNamespace(job_id='7')
         self.slurm = ScriptedSlurm(self.clock)
-        self.accounting = torc.Accounting(self.server.context, self.slurm, self.server)
         self.visible = {}       # type: Dict[Any, str]  # attempt -> number of its step
-        self.accounting.sampler.number_of = lambda attempt: self.visible.get(attempt, '')
+        self.monitor = unittest.mock.Mock()
+        starter = types.SimpleNamespace(number_of=lambda attempt: self.visible.get(attempt, ''))
+        self.accounting = torc.Accounting(self.server.context, self.slurm, self.server, starter, self.monitor)
         self.rows = self.server.accounting
         self.began = self.clock.now
 
@@ -17566,15 +17544,14 @@ class AccountingTest(PartTest):
         self.assertEqual([30.0], self.calls('sstat'))
 
     def test_one_sstat_an_interval_samples_all_steps_and_the_first_gives_no_cpu_percent(self):
-        samples = []    # type: List[Any]
         self.start(resource_monitor_config={'enabled': True, 'granularity': 'time_series',
                                             'sample_interval_seconds': 5})
-        self.accounting.sampler.on_sample = lambda *row: samples.append(row)
         attempts = [self.begin(1), self.begin(2)]
         self.advance(21)
         self.assertEqual([5.0, 10.0, 15.0, 20.0], self.calls('sstat'))
         self.assertEqual(['sstat', '-j', '7.1,7.2', '--format', 'JobID,AveCPU,MaxRSS', '-P', '-n'],
                          next(argv for _, argv in self.slurm.calls if argv[0] == 'sstat'))
+        samples = [call[0] for call in self.monitor.series.add_job.call_args_list]
         self.assertEqual([(1, 'j1'), (2, 'j2')] * 3, [row[:2] for row in samples])
         self.assertEqual({(1 << 20, 1)}, {row[2][2:] for row in samples})
         self.assertEqual([50.0] * 6, [round(row[2][1], 1) for row in samples])
@@ -17832,8 +17809,8 @@ class AccountingOnSlurmTest(SlurmTest, PartTest):
         monitor = {'enabled': True, 'sample_interval_seconds': 1}
         self.server = self.link(resource_monitor_config=monitor)
         self.server.context.allocation = types.SimpleNamespace(job_id=self.job_id)
-        self.accounting = torc.Accounting(self.server.context, self.alive, self.server)
-        self.accounting.sampler.number_of = lambda attempt: self.step_id_of(attempt).rpartition('.')[2]
+        starter = types.SimpleNamespace(number_of=lambda attempt: self.step_id_of(attempt).rpartition('.')[2])
+        self.accounting = torc.Accounting(self.server.context, self.alive, self.server, starter, unittest.mock.Mock())
 
     def step_id_of(self, attempt: Any) -> str:
         """The id of the step of an attempt, while Slurm knows it."""
@@ -19797,15 +19774,18 @@ class RunnerTest(RunnerCase):
         self.assertEqual([(1, 1, 3, 'failed')], self.results())
         self.assertEqual({'j1': 'failed', 'j2': 'canceled'}, self.statuses())
 
-    def test_contents_of_many_files_are_reported_before_the_next_poll(self):
+    def test_an_ro_crate_gets_the_hashes_of_output_files_that_are_still_as_their_jobs_left_them(self):
         names = [f'f{number}' for number in range(9)]
-        self.create({'command': f"touch {' '.join(names)}", 'output_files': names},
-                    files=[{'name': name, 'path': name} for name in names], enable_ro_crate=True)
+        self.create({'command': f"touch {' '.join(names[:8])}; mkfifo f8", 'output_files': names}, {'command': 'echo late > f0', 'depends_on': ['j1']},
+                    {'command': 'touch f9; exit 1', 'output_files': ['f9']}, enable_ro_crate=True,
+                    files=[{'name': name, 'path': name} for name in [*names, 'f9']])
         with unittest.mock.patch.object(torc, 'MAX_CONTENTS', 2):
-            outcome = self.run_it(poll_interval_s=30.0)
+            self.assertEqual(2, self.run_it().completed)
         entities = self.client.call('list_ro_crate_entities', workflow_id=1)['items']
-        self.assertEqual(9, sum('sha256' in entity['metadata'] for entity in entities))
-        self.assertLess(outcome.wall_s, 30)     # one poll
+        found = {entity['entity_id']: entity['metadata']['sha256'] for entity in entities if 'sha256' in entity['metadata']}
+        empty = hashlib.sha256().hexdigest()
+        self.assertEqual({f'f{number}': empty for number in range(1, 8)}, found)
+        self.assertIn('Reading output files for the RO-Crate', self.progress.messages)
 
     def test_a_second_signal_kills_at_once(self):
         self.create("trap '' TERM INT; echo > ready; while :; do sleep 0.02; done")

@@ -1133,16 +1133,16 @@ def read_process_start_ticks(pid: int) -> int:
     return int(fields[19]) if fields else 0
 
 
-def digest_file(path: str) -> Iterator[Optional[Tuple[float, int, str]]]:
-    """Read a plain file piece by piece: None for each, then its time of change, size and SHA-256. OSError."""
+def digest_file(path: str) -> Tuple[float, int, str]:
+    """Time of change, size and SHA-256 of a plain file. OSError."""
+    digest = hashlib.sha256()
     with open(path, 'rb', opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-        found, digest = os.fstat(file.fileno()), hashlib.sha256()
+        found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, 'not a plain file', path)
         for piece in iter(lambda: file.read(DIGEST_PIECE_BYTES), b''):
             digest.update(piece)
-            yield None
-    yield found.st_mtime, found.st_size, digest.hexdigest()
+    return found.st_mtime, found.st_size, digest.hexdigest()
 
 
 def give_memory_back() -> None:
@@ -8179,11 +8179,8 @@ class Outcome(Row):
 
 
 def record_ends(context: Context, state: WorkflowState, ends: Sequence[Values],
-                accounts: Sequence[Values] = (), contents: Sequence[Cells] = ()) -> List[Outcome]:
-    """Take in ends of attempts, each for itself, and what else is known of these and of earlier attempts.
-
-    `accounts` is Slurm's accounting, `contents` the sizes and hashes of files.
-    """
+                accounts: Sequence[Values] = ()) -> List[Outcome]:
+    """Take in ends of attempts, each for itself, and Slurm's accounting of these and of earlier ones."""
     outcomes = []   # type: List[Outcome]
     for end in ends:
         try:
@@ -8196,7 +8193,6 @@ def record_ends(context: Context, state: WorkflowState, ends: Sequence[Values],
             store_file_times(context, state.id, times)
             if outcome.status == 'completed':
                 note_job_outputs(context, state, job_state(context, outcome.job_id))
-    note_contents(context, state.id, contents)
     context.run_many(ADD_ACCOUNT, (
         (state.run_id, account['attempt_id'], *map(account.get, ACCOUNT_COLUMNS), account['job_id'], state.id)
         for account in accounts))
@@ -9393,7 +9389,7 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     for outcome in record_ends(
             context, state, [dict(end, run_id=state.run_id, compute_node_id=node_id, is_witnessed=True)
                              for end in body.get('completions') or ()],
-            body.get('accounting') or (), body.get('contents') or ()):
+            body.get('accounting') or ()):
         key = [outcome.job_id, outcome.attempt_id]
         if outcome.error is None:
             answer['accepted'].append([*key, outcome.status])
@@ -10734,7 +10730,7 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
     taken for lost, as long as no later attempt has begun. `left`: runners that have left since; their nodes
     are released.
     """
-    ends, accounts, contents, rejected = [], [], [], []     # type: List[Values], List[Values], Any, Any
+    ends, accounts, rejected = [], [], []   # type: List[Values], List[Values], List[Outcome]
     database_id = context.value('SELECT id FROM identity')
     for entry in body['completions']:
         details, attempt_id = entry.get('torc_py') or {}, entry['result'].get('attempt_id') or 1    # Torc's
@@ -10744,10 +10740,9 @@ def replay_completions(context: Context, workflow_id: int, body: Values) -> Valu
             rejected.append(Outcome(entry['job_id'], attempt_id, error=error))
             continue
         ends.append({**details, **entry['result'], 'attempt_id': attempt_id, 'is_witnessed': True})
-        contents += details.get('contents') or ()
         if details.get('accounting'):
             accounts.append(dict(details['accounting'], job_id=entry['job_id'], attempt_id=attempt_id))
-    outcomes = record_ends(context, context.state, ends, accounts, contents)
+    outcomes = record_ends(context, context.state, ends, accounts)
     rejected += [outcome for outcome in outcomes if outcome.error]
     accepted = [list(outcome[:2]) for outcome in outcomes if not (outcome.error or outcome.is_known)]
     if accepted:
@@ -11210,8 +11205,7 @@ MODELS = {
     'JournaledCompletion': 'job_id:int! run_id:int! status:@JobStatus! result:@ResultModel! '
         'torc_py:@JournaledDetails',
     'JournaledDetails': 'reason:str retry:bool max_retries:int interrupted:bool file_times:{float} '
-        'contents:[(int,float,int,str)] accounting:?RunnerAccount job_name:str database_id:str '
-        'recovering:bool',
+        'accounting:?RunnerAccount job_name:str database_id:str recovering:bool',
     'LocalSchedulerModel': 'id:int memory:str name:name num_cpus:int workflow_id:int!',
     'OfflineConfig': 'enabled:bool drain_ping_interval_secs:count',
     'PlanModel': 'workflow:?WorkflowModel! files:[?FileModel]! user_data:[?UserDataModel]! '
@@ -11243,8 +11237,8 @@ MODELS = {
     'RunnerLeft': 'compute_node_id:int! hostname:str! pid:int! identity:str! actions:[@RunnerAction]',
     'RunnerSyncRequest': 'compute_node_id:int! run_id:int! lease_s:float wait_s:float pid:int identity:str '
         'completions:[@RunnerEnd] started:[(int,int,time)] returned:[(int,int)] want:@RunnerWant '
-        'contents:[(int,float,int,str)] actions:[str] action_results:[@RunnerAction] '
-        'accounting:[@RunnerAccount] explain:bool survey:bool held:[(int,int)] held_actions:[int] turn:int '
+        'actions:[str] action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool '
+        'held:[(int,int)] held_actions:[int] turn:int '
         'submits:{any} submitted:[@SubmissionEnd] held_submissions:[int]',
     'RunnerWant': 'strategy:@Strategy! limit:int! depth:int nodes:[(int,int,int)] sizes:[(int,int,int)] '
         'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
@@ -15645,20 +15639,24 @@ def file_times(client: Client, workflow: Dict[str, Any]) -> Dict[str, Optional[f
     return read_file_times(base_directory(workflow), {str(row['id']): row['path'] for row in rows})
 
 
-def record_contents(client: Client, workflow: Dict[str, Any]) -> None:
-    """Before a run with an RO-Crate, record sizes and hashes of input files: the server may not see them."""
+def record_inputs(client: Client, workflow: Dict[str, Any]) -> None:
+    """Before a run with an RO-Crate, record sizes and hashes of input files."""
     if not workflow.get('enable_ro_crate'):
         return
-    base, rows = base_directory(workflow), []   # type: Tuple[str, List[List[Any]]]
+    base = base_directory(workflow)
     paths = {item['id']: item['path']
              for item in list_items(client, 'list_files', workflow_id=workflow['id'])}
     for item in list_items(client, 'list_files', workflow_id=workflow['id'], is_output=True):
         paths.pop(item['id'], None)     # it may have been added since
+    record_contents(client, workflow, {file_id: os.path.join(base, path) for file_id, path in paths.items()})
+
+
+def record_contents(client: Any, workflow: Dict[str, Any], paths: Dict[int, str]) -> None:
+    """Record sizes and hashes of files, given by their ids: the server may not see them."""
+    rows = []       # type: List[List[Any]]
     for file_id, path in paths.items():
-        try:
-            rows += [[file_id, *found] for found in digest_file(os.path.join(base, path)) if found]
-        except (OSError, ValueError):   # not there, or no plain file
-            pass
+        with contextlib.suppress(OSError, ValueError):      # not there, or no plain file
+            rows.append([file_id, *digest_file(path)])
     for start in range(0, len(rows), MAX_CONTENTS):
         contents = rows[start:start + MAX_CONTENTS]
         client.call('set_file_times', {'files': {}, 'contents': contents}, workflow_id=workflow['id'])
@@ -20727,7 +20725,6 @@ SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
 CHECK_LIMIT_S = 60.0        # for a look at proportional sizes
 UNSTATED_MEMORY_BYTES = 1 << 20     # what requirements have that state no memory; no program can do with it
-DIGEST_TURN_S = 0.02                # of reading output files, in a turn
 OUTPUT_DRAIN_S = 30.0               # after the end of a job its output may take so long to its files
 LOOK_S = 1.0                        # between looks whether the output directory is full or read-only
 TAKEN = frozenset((errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG))     # the fault of one name
@@ -21030,6 +21027,12 @@ class Attempts:
         attempt.state = state
         if ATTEMPT_STATES[state].next:
             self.by_state[state][attempt] = None
+
+    def set_stopping(self, attempt: Attempt, reason: str, signal_number: Optional[int] = None) -> None:
+        """From here on its end is our doing."""
+        attempt.stopped_for, attempt.stopped_by = reason, signal_number
+        if attempt.state == 'running':
+            self.change(attempt, 'stopping')
 
     def of(self, *states: str) -> List[Attempt]:
         """The attempts in these states, or all. A list of its own: the caller may change their states."""
@@ -21817,7 +21820,6 @@ class ServerLink:
         self.started = []           # type: List[List[Any]]
         self.returned = []          # type: List[Sequence[int]]
         self.action_results = []    # type: List[Dict[str, Any]]
-        self.contents = []          # type: List[List[Any]]
         self.accounting = []        # type: List[Dict[str, Any]]  # rows of slurm_stats
         self.submitted = []         # type: List[Dict[str, Any]]  # allocations, with their Slurm jobs
         self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
@@ -21854,7 +21856,7 @@ class ServerLink:
     @property
     def has_updates(self) -> bool:
         """Whether there is something to send, or a request is still out."""
-        return bool(self.pending or self.started or self.returned or self.action_results or self.contents
+        return bool(self.pending or self.started or self.returned or self.action_results
                     or self.accounting or self.submitted or self.attempts.by_state['reported'])
 
     @property
@@ -22067,7 +22069,7 @@ class ServerLink:
     def updates(self) -> Dict[str, Any]:
         """What has happened here and is not acknowledged, as far as one request carries it."""
         self.sent = {'started': self.started[:], 'returned': self.returned[:],
-                     'action_results': self.action_results[:], 'contents': self.contents[:MAX_CONTENTS],
+                     'action_results': self.action_results[:],
                      'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST],
                      'submitted': self.submitted[:]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
@@ -22102,7 +22104,7 @@ class ServerLink:
             self.poll_at = time.monotonic() + wait_s
         if was_offline:     # this request wanted nothing
             self.poll_now()
-        if self.attempts.by_state['reported'] or self.contents or self.accounting:  # more than one carries
+        if self.attempts.by_state['reported'] or self.accounting:  # more than one carries
             self.report_soon(0 if self.attempts.by_state['reported'] else BATCH_S)
 
     def on_answer(self, answer: Dict[str, Any]) -> None:
@@ -22402,8 +22404,9 @@ class ClaimPolicy:
         self.not_before = 0.0           # the node is exhausted until then
         self.pauses = Backoff(1.0, 60.0)
 
-    def on_end(self, wall_s: float) -> None:
-        """Learn from a job's run time."""
+    def on_end(self, grant: Grant, wall_s: float) -> None:
+        """Take back what a job held, and learn from its run time."""
+        self.ledger.release(grant)
         self.mean_s = wall_s if math.isinf(self.mean_s) else 0.8 * self.mean_s + 0.2 * wall_s
 
     def pause_claims(self) -> None:
@@ -22625,53 +22628,6 @@ class Scripts:
         self.launcher.stop_all(list(self.running), number, lead_s)
 
 
-class Digests(Part):
-    """Reads output files for the RO-Crate, a piece in each turn, between the loop's other work."""
-
-    def __init__(self, on_rows: Callable[[List[List[Any]]], Any]) -> None:
-        self.on_rows = on_rows                  # gets what was found, a row a file
-        self.waiting = collections.deque()      # type: collections.deque
-        self.current = None                     # type: Optional[Tuple[int, Iterator]]
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is left to read."""
-        return bool(self.current or self.waiting)
-
-    def due(self) -> float:
-        """At once, as long as anything is left."""
-        return 0.0 if self.is_busy else math.inf
-
-    def act(self, now: float) -> None:
-        """Read a piece."""
-        if self.is_busy:
-            self.on_rows(self.work(DIGEST_TURN_S))
-
-    def work(self, for_s: float) -> List[List[Any]]:
-        """Read for so long, a piece at least; rows about the files that were read to their end."""
-        until, rows = time.monotonic() + for_s, []
-        while self.is_busy:
-            if self.current is None:
-                file_id, path = self.waiting.popleft()
-                self.current = file_id, digest_file(path)
-            try:
-                found = next(self.current[1])
-            except (OSError, ValueError):       # gone, or no plain file: it is described without
-                self.current = None
-                continue
-            if found is not None:
-                rows.append([self.current[0], *found])
-                self.current = None
-            if time.monotonic() >= until:
-                break
-        return rows
-
-    def drop(self) -> None:
-        """There is no time left for it."""
-        self.waiting.clear()
-        self.current = None
-
-
 class Actions:
     """run_commands actions: one command at a time, as a child, each action up to its first failure."""
 
@@ -22782,17 +22738,16 @@ class Actions:
 class Completions(Part):
     """Ends of attempts: judged, tried again or not, reported, and counted when they are acknowledged."""
 
-    def __init__(self, context: NodeContext, attempts: Attempts, starter: Any, scripts: Scripts,
-                 digests: Digests, link: ServerLink) -> None:
+    def __init__(self, context: NodeContext, policy: ClaimPolicy, starter: Any, measure: Any,
+                 scripts: Scripts, link: ServerLink) -> None:
         self.context = context
-        self.attempts = attempts
+        self.policy = policy
+        self.attempts = policy.attempts
         self.starter = starter
+        self.measure = measure      # what jobs use: Monitor, or Accounting where they are steps
         self.scripts = scripts
-        self.digests = digests
         self.link = link
-        self.take_usage = self.usage_at_end     # type: Callable[[Attempt, ProcessEnd], Dict[str, Any]]
-        self.on_usage = bool        # type: Callable[[Attempt], Any]
-        self.judge_memory = lambda attempt, verdict: verdict    # type: Callable[[Attempt, Verdict], Verdict]
+        self.outputs = {}       # type: Dict[int, str]  # files whose hashes the RO-Crate wants: id -> path
         self.recoveries = {}    # type: Dict[Attempt, Process]  # recovery scripts that run
         self.counts = collections.Counter()     # type: collections.Counter
         self.failed_jobs = []   # type: List[Tuple[int, str, int, str]]
@@ -22809,20 +22764,17 @@ class Completions(Part):
         for attempt in self.attempts.of('ended'):
             self.judge(attempt)
 
-    def on_end(self, attempt: Attempt, end: ProcessEnd) -> None:
-        """Nothing of an attempt lives any more."""
-        attempt.end, attempt.usage = end, self.take_usage(attempt, end)
-        self.on_usage(attempt)
+    def on_end(self, attempt: Attempt, process: Process) -> None:
+        """A job's process and all that came from it are gone."""
+        attempt.end = end = process.end
+        self.policy.on_end(attempt.grant, end.wall_s)
+        self.link.pace.on_end()
+        attempt.usage = self.measure.take_usage(attempt, end)
         self.attempts.change(attempt, 'ended')
         if attempt.stopped_for == 'revoked':
             self.attempts.change(attempt, 'dropped')
         else:
             self.judge(attempt)
-
-    @staticmethod
-    def usage_at_end(_: Attempt, end: ProcessEnd) -> Dict[str, Any]:
-        """What an attempt has used, where nothing was measured before its end."""
-        return UsageFigures(0.0).at_end(end.wall_s, end.cpu_s, end.peak_memory_bytes)
 
     def on_start_failure(self, attempt: Attempt, return_code: int, reason: str) -> None:
         """An attempt could not be started, by its own fault."""
@@ -22841,7 +22793,7 @@ class Completions(Part):
         verdict = self.starter.judge(attempt)
         if verdict is None:
             return
-        verdict = self.judge_memory(attempt, verdict)
+        verdict = self.measure.judge_memory(attempt, verdict)
         if allocation is not None and allocation.canceled and verdict.status == 'terminated' \
                 and not verdict.is_interrupted:
             verdict = Verdict('failed', ORPHAN_RETURN_CODE, allocation.canceled)
@@ -22858,7 +22810,7 @@ class Completions(Part):
             # A job that writes to a file would have seen the error itself.
             verdict = Verdict('failed', verdict.return_code or 1, '; '.join(lost))
         if verdict.status == 'completed' and context.workflow.get('enable_ro_crate'):
-            self.digests.waiting.extend(attempt.job['outputs'])
+            self.outputs.update(attempt.job['outputs'])
         self.on_verdict(attempt, verdict, file_times)
 
     def on_verdict(self, attempt: Attempt, verdict: Verdict, file_times: Dict[str, float]) -> None:
@@ -23022,12 +22974,12 @@ class Dispatcher(Part):
         self.actions = actions
         self.may_claim = False      # jobs are asked for
         self.is_closed = False      # nothing is claimed or started any more
-        self.on_started = bool      # type: Callable[[Attempt], Any]
         self.limits = {}            # type: Dict[Attempt, float]  # monotonic; ends of their own timeouts
 
     def due(self) -> float:
         """When what was claimed ahead goes back, or the node may have room again; or a timeout is over."""
-        limit_at = min(self.limits.values(), default=math.inf)
+        limit_at = min((limit_at for attempt, limit_at in self.limits.items() if attempt.state == 'running'),
+                       default=math.inf)
         if self.policy.backlog and self.link.has_lease and not self.actions.is_busy:
             return min(limit_at, max(self.policy.stale_at(), self.policy.not_before))
         return limit_at
@@ -23064,7 +23016,8 @@ class Dispatcher(Part):
 
     def start(self, attempt: Attempt) -> bool:
         """Start one job. False if the node has no room for processes now, or must ask the server first."""
-        outputs, on_end = [], functools.partial(self.on_end, attempt)     # type: List[int], Any
+        outputs = []    # type: List[int]
+        on_end = functools.partial(self.completions.on_end, attempt)
         make_output_directories(attempt.job['outputs'])
         try:
             self.starter.start(attempt, outputs, on_end, self.link.check_lease)
@@ -23078,7 +23031,7 @@ class Dispatcher(Part):
                 os.close(descriptor)
         context, process = self.context, attempt.process
         self.attempts.change(attempt, 'running')
-        self.on_started(attempt)
+        self.completions.measure.add(attempt)
         if self.timeout_of(attempt):
             self.limits[attempt] = process.started + self.timeout_of(attempt)
         self.link.started.append([attempt.id, attempt.attempt_id, format_time(process.started_at)])
@@ -23115,14 +23068,6 @@ class Dispatcher(Part):
         self.policy.pause_claims()
         self.link.give_back(self.attempts.of('claimed'))
 
-    def on_end(self, attempt: Attempt, process: Process) -> None:
-        """A job's process and all that came from it are gone."""
-        self.limits.pop(attempt, None)
-        self.policy.ledger.release(attempt.grant)
-        self.policy.on_end(process.end.wall_s)
-        self.link.pace.on_end()
-        self.completions.on_end(attempt, process.end)
-
     def revoke(self, keys: Sequence[Sequence[int]]) -> None:
         """These attempts are ours no longer: they were reset, or given to others. Stop them first of all."""
         gone = {tuple(key) for key in keys}
@@ -23135,7 +23080,7 @@ class Dispatcher(Part):
         stopped = [attempt for attempt in self.attempts.of(*STARTED) if attempt.key in gone]
         context = self.context
         for attempt in stopped:
-            self.set_stopping(attempt, 'revoked')
+            self.attempts.set_stopping(attempt, 'revoked')
             context.log.write('Job stopped: another runner has it', 'warning', **context.names(attempt))
         self.starter.kill(stopped)
         if stopped:
@@ -23157,16 +23102,10 @@ class Dispatcher(Part):
                 del self.limits[attempt]
                 overdue += [attempt] if attempt.state == 'running' and attempt.process.end is None else []
         for attempt in overdue:
-            self.set_stopping(attempt, 'timeout')
+            self.attempts.set_stopping(attempt, 'timeout')
             self.context.log.write('Job timeout', 'warning', **self.context.names(attempt))
         if overdue:
             self.starter.stop(overdue, self.context.config['sigterm_lead_seconds'])
-
-    def set_stopping(self, attempt: Attempt, reason: str, signal_number: Optional[int] = None) -> None:
-        """From here on its end is our doing."""
-        attempt.stopped_for, attempt.stopped_by = reason, signal_number
-        if attempt.state == 'running':
-            self.attempts.change(attempt, 'stopping')
 
     def drop_claims(self) -> None:
         """What was not started is others' now."""
@@ -23183,11 +23122,11 @@ class Dispatcher(Part):
         name, attempts = signal.Signals(self.context.stop_signal).name, self.attempts.of(*STARTED)
         for attempt in self.attempts.of('ended') if signal_number else ():      # others wait for their output
             if not attempt.stopped_for and may_share_signal(attempt.end):
-                self.set_stopping(attempt, reason, signal_number)
+                self.attempts.set_stopping(attempt, reason, signal_number)
         for attempt in attempts:
             end = attempt.process.end       # if there is one, only leftovers of the job live
             if not attempt.stopped_for and (end is None or signal_number and may_share_signal(end)):
-                self.set_stopping(attempt, reason, signal_number)
+                self.attempts.set_stopping(attempt, reason, signal_number)
             if end is None:
                 self.context.log.write(f'Job {name}', workflow_id=self.context.workflow_id, job_id=attempt.id)
         self.starter.stop(attempts, lead_s)
@@ -23202,10 +23141,11 @@ class Dispatcher(Part):
 class Monitor(Part):
     """Samples what jobs and the node use, and ends jobs that are above their memory limit."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, attempts: Attempts, starter: Any) -> None:
         self.context = context
         self.launcher = launcher
-        self.dispatcher = dispatcher
+        self.attempts = attempts
+        self.starter = starter
         self.oom_kills = OomCounter(find_oom_file())
         self.settings = settings = monitor_settings(context.workflow)
         self.sampler = TreeSampler(settings.interval_s)
@@ -23230,12 +23170,14 @@ class Monitor(Part):
         """A job has ended: fields of its result."""
         tree = self.sampler.drop(attempt)
         figures = UsageFigures(0.0) if tree is None else tree.figures
-        return figures.at_end(end.wall_s, end.cpu_s, end.peak_memory_bytes)
+        usage = figures.at_end(end.wall_s, end.cpu_s, end.peak_memory_bytes)
+        self.note_peak(attempt, usage)
+        return usage
 
-    def note_peak(self, attempt: Attempt) -> None:
+    def note_peak(self, attempt: Attempt, usage: Dict[str, Any]) -> None:
         """A job that is in the time series has ended."""
         if attempt.id in self.series.named:
-            self.series.add_peak(attempt.id, attempt.name, attempt.usage.get('peak_memory_bytes', 0))
+            self.series.add_peak(attempt.id, attempt.name, usage.get('peak_memory_bytes', 0))
 
     def due(self) -> float:
         """The next sample, or write. The end of an errand comes with a SIGCHLD."""
@@ -23314,8 +23256,8 @@ class Monitor(Part):
             used_mb, limit_mb = (math.ceil(size / 1024 ** 2) for size in sizes)
             attempt.reason = f'used {used_mb}MB of memory, and its limit was {limit_mb}MB: raise memory in ' \
                              'its resource_requirements, or set limit_resources: false in execution_config'
-            self.dispatcher.set_stopping(attempt, 'memory')
-        self.dispatcher.starter.kill([attempt])
+            self.attempts.set_stopping(attempt, 'memory')
+        self.starter.kill([attempt])
 
     def judge_memory(self, attempt: Attempt, verdict: Verdict) -> Verdict:
         """What an end means, when it was for lack of memory: by its limit, or by the kernel."""
@@ -23874,15 +23816,15 @@ class StepAccount:
 class StepSampler:
     """What steps use while they run, by sstat."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, starter: Any, series: Series) -> None:
         self.context = context
         self.launcher = launcher
+        self.starter = starter      # knows the numbers of steps
+        self.series = series
         self.settings = monitor_settings(context.workflow)
         self.running = {}           # type: Dict[Attempt, StepAccount]
         self.is_sampling = False
         self.sample_at = math.inf   # monotonic
-        self.number_of = lambda attempt: ''     # type: Callable[[Attempt], str]  # of its step; '': none yet
-        self.on_sample = bool       # type: Callable[..., Any]  # gets attempt, time, CPU percent, bytes, 1
 
     def add(self, attempt: Attempt) -> None:
         """A step was started."""
@@ -23909,7 +23851,7 @@ class StepSampler:
 
     def ask_samples(self, now: float) -> None:
         """One sstat for all steps that are there. What goes wrong is debug: mostly a step has just ended."""
-        asked = {self.number_of(attempt): attempt for attempt in self.running}
+        asked = {self.starter.number_of(attempt): attempt for attempt in self.running}
         asked.pop('', None)
         if not asked:
             return
@@ -23932,7 +23874,7 @@ class StepSampler:
             attempt = asked[number]
             percent = attempt.account.usage.add(now, sample) if attempt in self.running else None
             if percent is not None and self.settings.has_job_series:
-                self.on_sample(attempt.id, attempt.name, (at, percent, sample.memory_bytes or 0, 1))
+                self.series.add_job(attempt.id, attempt.name, (at, percent, sample.memory_bytes or 0, 1))
 
 
 class StepRecords:
@@ -24065,9 +24007,11 @@ class StepRecords:
 class Accounting:
     """What Slurm measures of steps, while they run and afterwards: for results, and for judgements."""
 
-    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink, starter: Any,
+                 monitor: Monitor) -> None:
         self.context = context
-        self.sampler = StepSampler(context, launcher)
+        self.monitor = monitor
+        self.sampler = StepSampler(context, launcher, starter, monitor.series)
         self.records = StepRecords(context, launcher, link)
 
     def add(self, attempt: Attempt) -> None:
@@ -24090,11 +24034,19 @@ class Accounting:
 
     def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
         """Fields of its result: what the end of the job itself tells, and what was sampled."""
-        sampled, at_end = attempt.account.usage.fields(), Completions.usage_at_end(attempt, end)
+        sampled = attempt.account.usage.fields()
+        at_end = UsageFigures(0.0).at_end(end.wall_s, end.cpu_s, end.peak_memory_bytes)
         peaks = {key: max(sampled[key], at_end[key]) for key in ('peak_memory_bytes', 'peak_cpu_percent')
                  if key in sampled and key in at_end}
         # sstat counts whole seconds; a supervisor that was killed has said nothing.
-        return {**sampled, **at_end, **peaks} if end.cpu_s else {**at_end, **sampled, **peaks}
+        usage = {**sampled, **at_end, **peaks} if end.cpu_s else {**at_end, **sampled, **peaks}
+        self.monitor.note_peak(attempt, usage)
+        return usage
+
+    @staticmethod
+    def judge_memory(attempt: Attempt, verdict: Verdict) -> Verdict:
+        """What an end means, when it was for lack of memory: Slurm has said so, if it was."""
+        return verdict
 
     @property
     def is_busy(self) -> bool:
@@ -24749,13 +24701,12 @@ class Shutdown(Part):
     """How this runner leaves: the timeline of the page "Execution Modes", signals, and the reason."""
 
     def __init__(self, context: NodeContext, launcher: Launcher, dispatcher: Dispatcher, scripts: Scripts,
-                 digests: Digests, link: ServerLink) -> None:
+                 link: ServerLink) -> None:
         self.context = context
         self.launcher = launcher
         self.dispatcher = dispatcher
         self.scripts = scripts
         self.actions = dispatcher.actions
-        self.digests = digests
         self.link = link
         self.left_work = ''         # why it leaves, in words, if work was left
         self.began = time.monotonic()
@@ -24853,12 +24804,9 @@ class Shutdown(Part):
             self.link.poll_now()
         self.launcher.give_up_unkillable()
         if reason not in SIGNAL_REASONS:
-            if self.digests.is_busy:
-                self.context.say('Reading output files for the RO-Crate before leaving')
             return
         self.context.stop_at = math.inf
         self.link.shorten_window(LAST_REPORT_S)
-        self.digests.drop()
         self.actions.stop()
         if has_begun:
             self.scripts.stop(self.context.stop_signal, lead_s)
@@ -25109,22 +25057,18 @@ class Runner:
         self.policy = ClaimPolicy(options, Ledger(nodes, options.max_parallel_jobs), context.workflow,
                                   self.attempts)
         self.policy.allocation = context.allocation
-        self.digests = Digests(self.report_contents)
-        scripts, self.starter = Scripts(context, launcher), starter
-        self.actions = Actions(context, scripts, link)
-        self.completions = Completions(context, self.attempts, starter, scripts, self.digests, link)
-        watch = OutputWatch(context, self.on_output_repaired)
-        self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
-        self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, self.digests, link)
-        self.monitor = Monitor(context, launcher, self.dispatcher)
-        self.completions.on_usage = self.monitor.note_peak
+        self.starter = starter
+        self.monitor = Monitor(context, launcher, self.attempts, starter)
         self.accounting = None      # type: Optional[Accounting]
         if context.in_steps:
             self.connect_accounting()
-        else:
-            self.dispatcher.on_started = self.monitor.add
-            self.completions.take_usage = self.monitor.take_usage
-            self.completions.judge_memory = self.monitor.judge_memory
+        scripts = Scripts(context, launcher)
+        self.actions = Actions(context, scripts, link)
+        measure = self.accounting or self.monitor
+        self.completions = Completions(context, self.policy, starter, measure, scripts, link)
+        watch = OutputWatch(context, self.on_output_repaired)
+        self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
+        self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, link)
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         self.allocation_watch = AllocationWatch(context, launcher, self.on_new_end, self.shutdown.on_over)
         self.submissions = Submissions(context, client, launcher, link)
@@ -25141,7 +25085,6 @@ class Runner:
             watch,
             self.completions,
             self.dispatcher,
-            self.digests,
             self.submissions,
             self.drain,             # writes while the link looks for the server
             link,
@@ -25151,13 +25094,10 @@ class Runner:
 
     def connect_accounting(self) -> None:
         """Let Slurm measure: what this node could, srun(1), is not the job."""
-        self.accounting = accounting = Accounting(self.context, self.launcher, self.link)
+        self.accounting = accounting = Accounting(self.context, self.launcher, self.link, self.starter,
+                                                  self.monitor)
         self.starter.accounting, self.starter.on_no_step = accounting, self.on_no_step
         self.starter.on_lost_node = self.policy.ledger.lose
-        accounting.sampler.on_sample = self.monitor.series.add_job
-        accounting.sampler.number_of = self.starter.number_of
-        self.dispatcher.on_started = accounting.add
-        self.completions.take_usage = accounting.take_usage
         self.step_limits = StepLimits(self.context, self.launcher, self.starter)
 
     def connect_link(self) -> None:
@@ -25185,12 +25125,6 @@ class Runner:
         self.submissions.on_answer(answer)
         if answer['jobs']:
             self.dispatcher.add(answer)
-
-    def report_contents(self, rows: List[List[Any]]) -> None:
-        """Files were read to their end, perhaps."""
-        self.link.contents += rows
-        if self.link.contents:
-            self.link.report_soon(BATCH_S if self.digests.is_busy else 0.0)
 
     def on_no_step(self, reason: str) -> None:
         """Slurm has started no step."""
@@ -25275,8 +25209,7 @@ class Runner:
         while not self.has_drained:
             self.turn()
             self.exit_rules.look()
-            is_busy = self.launcher.children or self.actions.is_busy or self.digests.is_busy
-            is_busy = is_busy or self.has_slurm_work
+            is_busy = self.launcher.children or self.actions.is_busy or self.has_slurm_work
             is_waiting = link.has_updates or link.deferred or self.attempts.by_state['ended']
             if self.context.leaving and not (is_busy or is_waiting):
                 break
@@ -25469,7 +25402,14 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
         runner.run()
         if context.allocation is not None and runner.link.state != 'offline':
             finish_allocation(runner, client)
-        return runner.outcome()
+        outcome = runner.outcome()
+    if context.leaving not in SIGNAL_REASONS and runner.completions.outputs:
+        progress.on_message('Reading output files for the RO-Crate')
+        try:
+            record_contents(client, workflow, runner.completions.outputs)
+        except TorcError as error:
+            progress.on_message(f'The RO-Crate lacks the hashes of output files: {error.message}')
+    return outcome
 
 
 # ======== 17. Recovery: allocations that are gone, and jobs that nobody runs ========
@@ -29867,7 +29807,7 @@ def initialize(session: Session, args: Arguments, is_partial: bool) -> int:
     else:
         session.call('reset_job_status', workflow_id=number)
         session.call('set_file_times', {'files': file_times(client, workflow)}, workflow_id=number)
-    record_contents(client, workflow)
+    record_inputs(client, workflow)
     options = {'only_uninitialized': is_partial, 'async': True}     # a keyword since Python 3.7
     return answer_task(session, args, session.call('initialize_jobs', workflow_id=number, **options))
 
@@ -31423,7 +31363,7 @@ def initialize_for_run(session: Session, workflow: Dict[str, Any], status: Dict[
         refuse_missing_inputs(check_files(session.client, workflow), is_forced, session.report)
         times = file_times(session.client, workflow)
         session.call('set_file_times', {'files': times}, workflow_id=workflow['id'])
-    record_contents(session.client, workflow)
+    record_inputs(session.client, workflow)
     is_all = status['jobs_by_status']['uninitialized'] == status['total_jobs']
     session.call('initialize_jobs', workflow_id=workflow['id'],
                  only_uninitialized=not (is_all and workflow.get('run_id')))
@@ -32977,7 +32917,7 @@ def replay_pieces(journals: Sequence[JournalFound]) -> Iterator[List[Dict[str, A
     for entry in entries:
         length = len(format_json(entry))
         if length > REPLAY_BYTES:       # the end is worth more than the times of so many output files
-            entry = dict(entry, torc_py=dict(entry.get('torc_py') or {}, file_times=None, contents=None))
+            entry = dict(entry, torc_py=dict(entry.get('torc_py') or {}, file_times=None))
         if piece and (len(piece) >= MAX_COMPLETIONS_PER_REQUEST or size + length > REPLAY_BYTES):
             yield piece
             piece, size = [], 0
