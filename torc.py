@@ -20463,10 +20463,7 @@ ACTIONS_SCHEMA = """CREATE TABLE IF NOT EXISTS torc_py_actions (
 )"""
 
 
-def journal_path(output_dir: str, workflow_id: int, run_id: int, label: str) -> str:
-    """Where a runner keeps its journal, as in Torc; `label` tells it from the other runners of the run."""
-    name = f'offline_results_wf{workflow_id}_r{run_id}_{label}.db'
-    return os.path.join(output_dir, JOURNAL_DIRECTORY, name)
+JOURNAL_NAME = 'offline_results_wf{}_r{}_{}.db'     # workflow, run, label: as in Torc
 
 
 def format_journal_entry(completion: Dict[str, Any], workflow_id: int, run_id: int,
@@ -20479,69 +20476,39 @@ def format_journal_entry(completion: Dict[str, Any], workflow_id: int, run_id: i
             'torc_py': more}
 
 
-def new_journal_path(path: str) -> str:
-    """Make an empty journal for its user alone, under a path that no other runner uses. OSError, or Denied.
+def make_journal(output_dir: str, workflow_id: int, run_id: int, label: str) -> str:
+    """Make an empty journal, for its user alone, that no other runner has; its path. OSError."""
+    make_subdirectory(output_dir, JOURNAL_DIRECTORY, 0o700)
+    name, suffix = os.path.splitext(JOURNAL_NAME.format(workflow_id, run_id, label))
+    descriptor, path = tempfile.mkstemp(suffix, name + '_', os.path.join(output_dir, JOURNAL_DIRECTORY))
+    os.close(descriptor)
+    return path
 
-    A log of SQLite's that a removed one has left counts as its journal: it would be applied to the new one.
+
+def write_journal(path: str, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = (),
+                  actions: Sequence[Dict[str, Any]] = ()) -> None:
+    """Keep entries, all or none: they are on disk when this returns. sqlite3.Error if not.
+
+    `runner`: a row of RUNNER_SCHEMA; `actions`: their results, as a turn of a runner carries them.
     """
-    make_directory(os.path.dirname(path), 0o700)
-    stem, suffix = os.path.splitext(path)
-    names = itertools.chain([path], (f'{stem}_{number}{suffix}' for number in itertools.count(2)))
-    for name in names:
-        with contextlib.suppress(FileExistsError):
-            if not os.path.lexists(name + '-journal'):
-                os.close(os.open(name, NEW_FILE, 0o600))
-                return name
-    raise AssertionError('the numbers have no end')
-
-
-class Journal:
-    """The journal of one runner, while it is written. Errors are sqlite3.Errors, OSErrors, or Denied."""
-
-    def __init__(self, path: str) -> None:
-        """Open it; what is missing is made, for its user alone."""
-        make_directory(os.path.dirname(path), 0o700)
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(path, NEW_FILE, 0o600))
-        self.path = path
-        self.connection = sqlite3.connect(path, JOURNAL_BUSY_S, isolation_level=None)
-        try:
-            # FULL: on disk before it counts. TRUNCATE, since the end of a transaction that removes its
-            # log (DELETE) is on disk only with the directory, which FULL does not wait for.
-            for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
-                self.connection.execute(f'PRAGMA {name} = {value}')
+    now = int(time.time())
+    rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
+            for entry in entries]
+    address = f'file:{urllib.parse.quote(path)}?mode=rw'    # one that was removed is not made anew
+    with contextlib.closing(sqlite3.connect(address, JOURNAL_BUSY_S, uri=True)) as connection:
+        # FULL: on disk before it counts. TRUNCATE, since the end of a transaction that removes its
+        # log (DELETE) is on disk only with the directory, which FULL does not wait for.
+        for name, value in (('journal_mode', 'TRUNCATE'), ('synchronous', 'FULL')):
+            connection.execute(f'PRAGMA {name} = {value}')
+        with connection:
             for statement in (JOURNAL_SCHEMA, RUNNER_SCHEMA, ACTIONS_SCHEMA):
-                self.connection.execute(statement)
-        except BaseException:
-            self.connection.close()
-            raise
-
-    def keep(self, entries: Iterable[Dict[str, Any]], runner: Sequence[Any] = (),
-             actions: Sequence[Dict[str, Any]] = ()) -> None:
-        """Keep entries, all or none: they are on disk when this returns. `runner`: a row of RUNNER_SCHEMA;
-        `actions`: their results, as a turn of a runner carries them.
-        """
-        now = int(time.time())
-        rows = [(entry['job_id'], entry['run_id'], STATUS_CODES[entry['status']], format_json(entry), now)
-                for entry in entries]
-        self.connection.execute('BEGIN IMMEDIATE')
-        try:
-            self.connection.executemany('INSERT OR REPLACE INTO journaled_completions VALUES (?, ?, ?, ?, ?)',
-                                        rows)
+                connection.execute(statement)
+            connection.executemany('INSERT OR REPLACE INTO journaled_completions VALUES (?, ?, ?, ?, ?)',
+                                   rows)
             if runner:
-                statement = 'INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)'
-                self.connection.execute(statement, runner)
-            statement = 'INSERT OR REPLACE INTO torc_py_actions VALUES (:action_id, :success, :message)'
-            self.connection.executemany(statement, actions)
-            self.connection.execute('COMMIT')
-        except BaseException:
-            if self.connection.in_transaction:      # SQLite has not ended it by itself, as on a full disk
-                self.connection.execute('ROLLBACK')
-            raise
-
-    def close(self) -> None:
-        """Close it."""
-        self.connection.close()
+                connection.execute('INSERT OR REPLACE INTO torc_py_runner VALUES (?, ?, ?, ?, ?)', runner)
+            connection.executemany(
+                'INSERT OR REPLACE INTO torc_py_actions VALUES (:action_id, :success, :message)', actions)
 
 
 # -------- journals, found and read --------
@@ -20551,8 +20518,6 @@ class Journal:
 # killed writer had begun, or to make files beside a write-ahead log (of Torc's runners): it gets a copy.
 
 LEFT_BESIDE = ('-journal', '-wal')      # what SQLite needs of a journal whose writer was killed
-MAX_JOURNAL_BYTES = 2 ** 30             # of a million completions
-COPY_TRIES = 5                          # of a journal that is written meanwhile
 
 
 def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[str], List[str]]:
@@ -20560,23 +20525,29 @@ def find_journals(base_dir: str, workflow_id: int, run_id: int) -> Tuple[List[st
 
     Links are not followed: what they lead to is below the directory anyway, or somebody else's.
     """
-    first, last = os.path.basename(journal_path('', workflow_id, run_id, '*')).split('*')
-    found, problems, waiting = [], [], [base_dir]   # type: List[str], List[str], List[str]
-    while waiting:
-        directory = waiting.pop()
-        try:
-            with os.scandir(directory) as entries:
-                kinds = [(entry, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        except OSError as error:
-            problems.append(f'{directory} cannot be searched: {error.strerror}')
-            continue
-        waiting += [entry.path for entry, is_directory in kinds if is_directory]
-        for entry, is_directory in kinds:
-            if not is_directory and entry.name.startswith(first) and entry.name.endswith(last):
-                is_file = entry.is_file(follow_symlinks=False)
+    first, last = JOURNAL_NAME.format(workflow_id, run_id, '*').split('*')
+    found, problems = [], []    # type: List[str], List[str]
+
+    def on_error(error: OSError) -> None:
+        problems.append(f'{error.filename} cannot be searched: {error.strerror}')
+    for directory, _, names in os.walk(base_dir, onerror=on_error):
+        for name in names:
+            if name.startswith(first) and name.endswith(last):
+                path = os.path.join(directory, name)
+                is_file = os.path.isfile(path) and not os.path.islink(path)
                 (found if is_file else problems).append(
-                    entry.path if is_file else f'{entry.path} is not a regular file: it was passed over')
+                    path if is_file else f'{path} is not a regular file: it was passed over')
     return sorted(found), sorted(problems)
+
+
+def look_at_journal(path: str) -> List[Tuple[Any, ...]]:
+    """What changes with a journal: sizes and times of it and of what lies beside it."""
+    looks = []      # type: List[Tuple[Any, ...]]
+    for suffix in ('', *LEFT_BESIDE):
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(path + suffix)
+            looks.append((suffix, found.st_size, found.st_mtime_ns, found.st_ino))
+    return looks
 
 
 class JournalContent(Row):
@@ -20586,26 +20557,12 @@ class JournalContent(Row):
     left: List[Dict[str, Any]] = []     # of RunnerLeft: the runners that have said that they leave
 
 
-# Of a file that may well be read later, or by others: its file system is away, it is another user's, or this
-# machine has no room for the copy.
-NOT_NOW = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH,
-           errno.ESHUTDOWN, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE,
-           errno.ENOMEM)
-
-
 def read_journal(path: str) -> JournalContent:
-    """Read a journal without changing anything. OSError if it cannot be read now, but perhaps later."""
-    entries, faults = [], []    # type: List[Dict[str, Any]], List[str]
-    try:
-        with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
-            copy = copy_journal(path, os.path.join(directory, 'journal.db'))
-            rows, fault = read_rows(copy)
-            left = read_left(copy) if rows or not fault else []
-        faults += [fault] if fault else []
-    except (OSError, sqlite3.Error) as error:
-        if getattr(error, 'errno', None) in NOT_NOW:
-            raise
-        return JournalContent([], f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+    """Read a journal without changing anything. OSError if it cannot be read now."""
+    rows, left, fault = read_copy(path)
+    if fault:       # it is perhaps written meanwhile
+        rows, left, fault = read_copy(path)
+    entries, faults = [], [fault] if fault else []      # type: List[Dict[str, Any]], List[str]
     for job_id, payload in rows:
         try:
             entry = check_model('', 'JournaledCompletion', parse_json(payload.decode('utf-8')))
@@ -20618,79 +20575,47 @@ def read_journal(path: str) -> JournalContent:
     return JournalContent(entries, f'{path}: {faults[0]}{more}' if faults else '', left)
 
 
-def read_left(copy: str) -> List[Dict[str, Any]]:
-    """The runners that have left without their server, from a copied journal; Torc's do not say it."""
-    names = ('compute_node_id', 'hostname', 'pid', 'identity')
-    try:
+def read_copy(path: str) -> Tuple[List[Tuple[Any, Any]], List[Dict[str, Any]], str]:
+    """Of a copy of a journal: (job id, payload) of its rows up to what is damaged, the runners that have
+    left, and what is wrong, or ''."""
+    rows, left, fault = [], [], ''      # type: List[Tuple[Any, Any]], List[Dict[str, Any]], str
+    with tempfile.TemporaryDirectory(prefix='torc-journal-') as directory:
+        copy = os.path.join(directory, 'journal.db')
+        for suffix in ('', *LEFT_BESIDE):
+            if not suffix or os.path.exists(path + suffix):
+                shutil.copyfile(path + suffix, copy + suffix)
+        if not os.path.getsize(copy):       # its writer was killed before it had written anything
+            return [], [], ''
         with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-            rows = connection.execute('SELECT compute_node_id, hostname, pid, identity FROM torc_py_runner '
-                                      'WHERE left_at IS NOT NULL').fetchall()
-            ended = connection.execute('SELECT action_id, success, message FROM torc_py_actions').fetchall()
-        actions = [{'action_id': action_id, 'success': bool(success),
-                    'message': str(message or '')[:MAX_REASON_CHARACTERS]}
-                   for action_id, success, message in ended]
-        return [check_model('', 'RunnerLeft', dict(zip(names, row), actions=actions)) for row in rows]
-    except (sqlite3.Error, BadInput):   # no such tables, or damage, which was named: their leases end
-        return []
-
-
-def look_at_journal(path: str) -> List[Tuple[int, ...]]:
-    """Size, time of change and inode of a journal and of what lies beside it; () for what is not there."""
-    looks = []  # type: List[Tuple[int, ...]]
-    for suffix in ('', *LEFT_BESIDE):
-        try:
-            found = os.lstat(path + suffix)
-            looks.append((found.st_size, found.st_mtime_ns, found.st_ino))
-        except FileNotFoundError:
-            looks.append(())
-    return looks
-
-
-def copy_journal(path: str, copy: str) -> str:
-    """Copy a journal with what lies beside it, all as of one moment. Path of the copy."""
-    for _ in range(COPY_TRIES):
-        before = look_at_journal(path)
-        for suffix, look in zip(('', *LEFT_BESIDE), before):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(copy + suffix)
-            if look or not suffix:
-                copy_part(path + suffix, copy + suffix)
-        if look_at_journal(path) == before:
-            break
-    return copy
-
-
-def copy_part(path: str, copy: str) -> None:
-    """Copy one file."""
-    with open(path, 'rb', opener=open_regular) as file, open(copy, 'wb') as target:
-        if os.fstat(file.fileno()).st_size > MAX_JOURNAL_BYTES:
-            raise OSError(errno.EFBIG, f'it is larger than {format_memory(MAX_JOURNAL_BYTES)}')
-        shutil.copyfileobj(file, target, 2 ** 20)
-
-
-def read_rows(copy: str) -> Tuple[List[Tuple[Any, Any]], str]:
-    """(job id, payload) of the rows of a copied journal that can be read, and what is wrong, or ''."""
-    with open(copy, 'rb') as file:
-        head = file.read(len(DATABASE_MAGIC))
-    if head != DATABASE_MAGIC:     # the writer of an empty one was killed before it had written anything
-        return [], 'it is no SQLite file' if head else ''
-    rows, fault = {}, ''    # type: Dict[Any, Any], str
-    with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-        connection.text_factory = bytes     # a damaged row need not be UTF-8
-        # Otherwise SQLite refuses a file that was cut off, whatever is left (lockBtree() in btree.c).
-        connection.execute('PRAGMA writable_schema = ON')
-        tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-        if (b'journaled_completions',) not in tables:
-            return [], 'it has no table journaled_completions: it is damaged, or of another program'
-        for order in ('ASC', 'DESC'):       # from both ends up to what is damaged
+            connection.text_factory = bytes     # a damaged row need not be UTF-8
             try:
-                for job_id, payload in connection.execute(
-                        f'SELECT job_id, payload FROM journaled_completions ORDER BY job_id {order}'):
-                    rows[job_id] = payload
-                break
+                # Otherwise SQLite refuses a file that was cut off, whatever is left (lockBtree() in btree.c).
+                connection.execute('PRAGMA writable_schema = ON')
+                for row in connection.execute('SELECT job_id, payload FROM journaled_completions '
+                                              'ORDER BY job_id'):
+                    rows.append(row)
+                left = read_left(connection)
             except sqlite3.Error as error:
-                fault = str(error)
-    return sorted(rows.items()), fault and f'it is damaged ({fault}): {len(rows)} rows can be read'
+                fault = f'it cannot be read whole ({error}): {len(rows)} rows can be read'
+    return rows, left, fault
+
+
+def read_left(connection: sqlite3.Connection) -> List[Dict[str, Any]]:
+    """The runners that have left without their server, from a journal; Torc's do not say it."""
+    connection.text_factory = str
+    try:
+        rows = connection.execute('SELECT compute_node_id, hostname, pid, identity FROM torc_py_runner '
+                                  'WHERE left_at IS NOT NULL').fetchall()
+        ended = connection.execute('SELECT action_id, success, message FROM torc_py_actions').fetchall()
+    except sqlite3.OperationalError:    # no such tables
+        return []
+    actions = [{'action_id': action_id, 'success': bool(success),
+                'message': str(message or '')[:MAX_REASON_CHARACTERS]}
+               for action_id, success, message in ended]
+    names = ('compute_node_id', 'hostname', 'pid', 'identity')
+    with contextlib.suppress(BadInput):     # damage: their leases end
+        return [check_model('', 'RunnerLeft', dict(zip(names, row), actions=actions)) for row in rows]
+    return []
 
 
 # ======== 16. Runner: attempts and their states, a node's resources, what an end means ========
@@ -20712,14 +20637,11 @@ SHARED_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 SHARED_SIGNAL_S = 0.5       # who signals a whole control group, as slurmd(8) does, reaches the runner by then
 LEAVE_S = 5.0               # before the end of its time, at most, a runner kills all and reports
 LAST_REPORT_S = 10.0        # an interrupted runner tries so long to report to an unreachable server
-LATE_ANSWER_S = 2.0         # ... and keeps its ends on disk if an answer takes longer: it may be killed soon
 READ_DEADLINE_S = 5.0       # for an answer that has begun to come
 RECONNECT_S = 1.0           # so long at a time an unreachable server is looked for: children wait meanwhile
 MAX_WAIT_S = 30.0           # then a look whether the machine was suspended, which timers do not count
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 30.0
-KEEP_S = 20.0               # so long a file system may take for entries of the journal
-KEEP_PAUSE_S = 10.0         # between tries while they can be kept nowhere
 SIGNAL_REASONS = ('interrupt', 'deadline', 'cancel')    # why jobs are stopped
 SERIES_DIRECTORY = 'resource_utilization'   # in the output directory
 LAST_FLUSH_S = 5.0          # for what is left of a time series when the runner leaves
@@ -22204,178 +22126,84 @@ class ServerLink:
             self.call.exempt_children()
 
 
-class OfflineDrain:
+class OfflineDrain(Part):
     """Keeps completions on disk while the server is away, in case that this runner ends before it is back.
 
-    A part. Each write is an errand, so that no file system holds up the loop. Where the output directory
-    cannot be written to, or does not answer, a directory of this machine is used in its place, and if that
-    fails, too, memory must do until one of them can be. Nothing else depends on it: jobs never do.
+    Nothing is started meanwhile, so that the loop may wait for the disk. What cannot be written stays in
+    memory, and is tried again once in a ping interval. Nothing else depends on it: jobs never do.
     """
 
-    def __init__(self, context: NodeContext, link: ServerLink, launcher: Launcher) -> None:
+    def __init__(self, context: NodeContext, link: ServerLink) -> None:
         self.context = context
         self.link = link
         self.attempts = link.attempts
-        self.begin = launcher.begin
-        self.pid = os.getpid()
         self.path = ''              # of the journal, as soon as there is one
-        self.is_local = False       # it is not, or will not be, in the output directory
-        self.errand = None          # type: Optional[Errand]
-        self.writing = {}           # type: Dict[Attempt, Tuple[bool, bool]]  # what that writes, and
-        self.kept = {}              # type: Dict[Attempt, Tuple[bool, bool]]  # ... what is in the journal
-        self.failures = 0           # in a row
+        self.kept = {}              # type: Dict[Attempt, str]  # what is in it -> its state then
         self.retry_at = -math.inf   # monotonic; nothing is written before
-        self.patience_s = KEEP_S    # with a file system
-        self.is_last = False        # the runner ends: whatever is not acknowledged is kept
-        self.kept_actions = 0       # ... how many results of actions were
+        self.kept_actions = 0       # so many results of actions are in it
 
-    @property
-    def hurries_at(self) -> float:
-        """From when on (monotonic) all is kept by a runner that was stopped, and may be killed soon."""
-        link = self.link
-        if self.context.leaving not in SIGNAL_REASONS:
-            return math.inf
-        if link.state != 'online':
-            return -math.inf
-        return math.inf if link.pending is None else link.sent_at + LATE_ANSWER_S
-
-    def unkept(self) -> Dict[Attempt, Tuple[bool, bool]]:
-        """Completions to be written: whether a recovery script goes before the report, and whether the row
-        of slurm_stats is there. Both may change."""
-        is_away = self.is_last or self.link.state == 'offline' or time.monotonic() >= self.hurries_at
-        if not (is_away or self.kept):
-            return {}
-        accounts = {(row['job_id'], row['attempt_id']) for row in self.link.accounting}
-        found = {attempt: (attempt.state == 'recovering' and not self.is_last, attempt.key in accounts)
-                 for attempt in self.attempts.of('recovering', 'reported') if is_away or attempt in self.kept}
-        return {attempt: seen for attempt, seen in found.items() if self.kept.get(attempt) != seen}
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether all is kept."""
-        return self.errand is None and not self.unkept()
+    def unkept(self) -> List[Attempt]:
+        """What is to be written: ends, and what has become of those that waited for a recovery script."""
+        link, is_stopped = self.link, self.context.leaving in SIGNAL_REASONS
+        # Who was stopped may be killed soon.
+        is_away = link.state == 'offline' or link.state == 'silent' and is_stopped
+        return [attempt for attempt in self.attempts.of('recovering', 'reported') if is_away or self.kept
+                if self.kept.get(attempt, '' if is_away else attempt.state) != attempt.state]
 
     def due(self) -> float:
-        """The next try, or the end of the patience with the last one."""
-        if self.errand is not None:
-            return self.errand.began + self.patience_s
-        if self.unkept():
-            return max(0.0, self.retry_at)
-        is_sent = self.attempts.by_state['reported'] and self.hurries_at > time.monotonic()
-        return self.hurries_at if is_sent else math.inf
+        """The next try."""
+        return max(0.0, self.retry_at) if self.unkept() else math.inf
 
     def act(self, now: float) -> None:
-        """See how the last write has ended; begin the next."""
-        if self.errand is not None:
-            self.look(now)
-        if self.kept and self.link.state == 'online':
-            self.kept = {attempt: seen for attempt, seen in self.kept.items()
-                         if ATTEMPT_STATES[attempt.state].next}
-        found = self.unkept() if self.errand is None and now >= self.retry_at else {}
-        if found:
-            self.writing = found
-            self.errand = self.begin(functools.partial(self.write, self.entries(found)))
+        """Write what has ended."""
+        if now >= self.retry_at and self.unkept():
+            self.keep()
 
-    def entries(self, found: Dict[Attempt, Tuple[bool, bool]]) -> List[Dict[str, Any]]:
-        """Completions, as the journal has them."""
-        context = self.context
-        accounts = {(row['job_id'], row['attempt_id']): row for row in self.link.accounting}
-        database_id = context.output.record.get('id')
-        return [format_journal_entry(dict(attempt.completion, accounting=accounts.get(attempt.key),
-                                          job_name=attempt.name, database_id=database_id,
-                                          recovering=is_recovering),
-                                     context.workflow_id, context.run_id, context.node_id)
-                for attempt, (is_recovering, _) in found.items()]
+    def close(self) -> None:
+        """The runner leaves: keep all that is not acknowledged, and, without the server, that it has left."""
+        is_away = self.link.state == 'offline' and (self.path or self.link.action_results)
+        if is_away or self.attempts.count('recovering', 'reported'):
+            self.keep(is_last=True)
 
-    def write(self, entries: Sequence[Dict[str, Any]], left_at: Optional[int] = None) -> str:
-        """In an errand: keep entries, in a new journal if there is none; its path."""
-        with contextlib.suppress(AttributeError):   # not Linux
-            # What was begun is finished though the runner is killed.
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
-        if self.path and not os.path.lexists(self.path):    # a new one would lack what was in it
-            raise OSError(f'{self.path} was removed')
-        path = self.path or self.make_journal()
+    def keep(self, is_last: bool = False) -> None:
+        """Write what is to be written, in one transaction: at the end all, as it is then."""
+        context, link = self.context, self.link
+        if self.path and not os.path.exists(self.path):     # it was removed, with what was in it
+            self.path, self.kept = '', {}
+        attempts = self.attempts.of('recovering', 'reported') if is_last else self.unkept()
+        actions = link.action_results if is_last else []
+        left_at = int(time.time()) if is_last and link.state == 'offline' else None
+        runner = context.node_id, socket.gethostname(), os.getpid(), link.identity, left_at
+        allocation, path = context.allocation, self.path
         try:
-            with contextlib.closing(Journal(path)) as journal:
-                who = self.context.node_id, socket.gethostname(), self.pid, self.link.identity
-                journal.keep(entries, (*who, left_at), self.link.action_results if left_at else ())
-        except (OSError, sqlite3.Error):
-            for name in (path, path + '-journal') if not self.path else ():     # nothing is in it
+            label = allocation.label(context.workflow_id) if allocation else socket.gethostname()
+            path = path or make_journal(context.output.path, context.workflow_id, context.run_id, label)
+            write_journal(path, [self.entry(attempt, is_last) for attempt in attempts], runner, actions)
+        except (OSError, sqlite3.Error) as error:
+            for name in (path, path + '-journal') if path != self.path else ():     # nothing is in it
                 with contextlib.suppress(OSError):
                     os.unlink(name)
-            raise
-        return path
-
-    def make_journal(self) -> str:
-        """Make an empty journal; its path. OSError, or Denied."""
-        context, allocation = self.context, self.context.allocation
-        label = allocation.label(context.workflow_id) if allocation else socket.gethostname()
-        names = context.workflow_id, context.run_id, label
-        if self.is_local:
-            return new_journal_path(journal_path(tempfile.mkdtemp(prefix='torc-offline-'), *names))
-        make_subdirectory(context.output.path, JOURNAL_DIRECTORY, 0o700)
-        return new_journal_path(journal_path(context.output.path, *names))
-
-    def look(self, now: float) -> None:
-        """How a write has ended. One that takes too long is killed, and its end not waited for."""
-        errand = self.errand
-        is_late = not errand.look() and now >= errand.began + self.patience_s
-        if is_late:
-            errand.kill()
-        if not (is_late or errand.look()):
+            self.retry_at = time.monotonic() + context.options.ping_interval_s
+            context.say_once('what ends while the server is away is in memory only, until it can be kept in '
+                             f'{os.path.join(context.output.path, JOURNAL_DIRECTORY)}: {error}')
             return
-        self.errand = None
-        if errand.result:
-            self.on_kept(errand.result)
-        else:
-            self.on_failure(f'no answer within {self.patience_s:g} s' if is_late else errand.error, now)
-
-    def on_kept(self, path: str) -> None:
-        """Completions are on disk."""
-        if path != self.path:
-            level = 'warning' if self.is_local else 'info'
-            self.context.say(f'what ends while the server is away is kept in {path}', level)
-        self.path, self.failures = path, 0
-        for attempt in self.writing:
+        if not self.path:
+            context.say(f'what ends while the server is away is kept in {path}')
+        for attempt in attempts:
             if attempt not in self.kept:
-                self.context.log.write('Journaled completion (offline)', **self.context.names(attempt),
-                                       status=attempt.completion['status'])
-        self.kept.update(self.writing)
+                context.log.write('Journaled completion (offline)', **context.names(attempt),
+                                  status=attempt.completion['status'])
+            self.kept[attempt] = attempt.state
+        self.path, self.kept_actions = path, len(actions)
 
-    def on_failure(self, reason: str, now: float) -> None:
-        """Nothing was kept there: all goes to the other place, into a new journal."""
-        directory = os.path.join(self.context.output.path, JOURNAL_DIRECTORY)
-        place = self.path or ('the local temporary directory' if self.is_local else directory)
-        self.context.say_once(f'{place} cannot be written to ({printable_line(reason)})',
-                              'what ends while the server is away is kept elsewhere: ')
-        self.path, self.is_local, self.kept = '', not self.is_local, {}
-        self.failures += 1
-        if self.failures > 1:
-            self.retry_at = now + KEEP_PAUSE_S
-            self.context.say_once('results are kept in memory only, until one of these can be written to')
-
-    def close(self, limit_s: float) -> None:
-        """The runner ends: keep what is not acknowledged, for so long."""
-        give_up_at = time.monotonic() + limit_s
-        self.is_last, self.retry_at, self.failures = True, -math.inf, 0
-        self.patience_s = limit_s / 2       # the other half is for the other place
-        self.act(time.monotonic())
-        while self.errand is not None and time.monotonic() < give_up_at:
-            self.errand.wait(max(0.0, min(self.due(), give_up_at) - time.monotonic()))
-            self.act(time.monotonic())
-        is_needed = self.path or self.link.action_results
-        if is_needed and self.errand is None and self.link.state == 'offline':
-            self.note_end(give_up_at)
-
-    def note_end(self, give_up_at: float) -> None:
-        """Keep that this runner has left, and how actions ended; elsewhere if there is no journal yet."""
-        for num_places in (1,) if self.path else (2, 1):
-            errand = self.begin(functools.partial(self.write, [], int(time.time())))
-            errand.wait(max(0.1, (give_up_at - time.monotonic()) / num_places))
-            if errand.result:
-                self.path, self.kept_actions = errand.result, len(self.link.action_results)
-                break
-            self.is_local = self.is_local if self.path else not self.is_local
+    def entry(self, attempt: Attempt, is_last: bool) -> Dict[str, Any]:
+        """A completion, as the journal has it."""
+        context = self.context
+        accounts = (row for row in self.link.accounting if (row['job_id'], row['attempt_id']) == attempt.key)
+        completion = dict(attempt.completion, accounting=next(accounts, None), job_name=attempt.name,
+                          database_id=context.output.record.get('id'),
+                          recovering=attempt.state == 'recovering' and not is_last)
+        return format_journal_entry(completion, context.workflow_id, context.run_id, context.node_id)
 
 
 # ======== 16c. Runner's parts: claims, starts, ends, actions, files ========
@@ -25072,7 +24900,7 @@ class Runner:
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         self.allocation_watch = AllocationWatch(context, launcher, self.on_new_end, self.shutdown.on_over)
         self.submissions = Submissions(context, client, launcher, link)
-        self.drain = OfflineDrain(context, link, launcher)
+        self.drain = OfflineDrain(context, link)
         self.connect_link()
         self.parts = [
             launcher,
@@ -25180,7 +25008,7 @@ class Runner:
             raise NotFound(f'workflow {self.context.workflow_id} was deleted while this runner worked on it'
                            + what) from None
         finally:
-            self.drain.close(min(KEEP_S, max(1.0, self.context.end - time.monotonic())))
+            self.drain.close()
             self.starter.close()
             self.launcher.kill_children()
             figures = self.monitor.finish(min(LAST_FLUSH_S, max(0.5, self.context.end - time.monotonic())))
@@ -25223,7 +25051,7 @@ class Runner:
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
         # What is in memory alone would be lost: it waits for the server, or for room, while it may. In a
         # hurry OfflineDrain.close() does what there is time for.
-        is_kept = self.drain.is_settled or self.context.leaving in SIGNAL_REASONS
+        is_kept = not self.drain.unkept() or self.context.leaving in SIGNAL_REASONS
         return is_kept and not (is_asking or self.attempts.by_state['ended'])
 
     @property
