@@ -11926,36 +11926,24 @@ class FakeProc:
 
     def __init__(self) -> None:
         self.root = tempfile.mkdtemp(prefix='torc proc ')
-        self.marks = {}     # type: Dict[int, int]  # pid -> number of its mark
-        self.asked = []     # type: List[int]  # pids whose marks were read
 
-    def write(self, name: str, text: str) -> None:
-        """A file; in place, so that who has it open sees it."""
+    def write(self, name: str, text: str) -> str:
+        """A file; its path."""
         path = os.path.join(self.root, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, 'w') as file:
             file.write(text)
+        return path
 
-    def process(self, pid: int, mark: int = -1, pages: int = 1, ticks: Sequence[int] = (0, 0, 0, 0), parent: int = 1,
-                session: int = 1, state: str = 'S', start: int = 5) -> None:
+    def process(self, pid: int, session: int = 10, size_mb: float = 1, ticks: Sequence[int] = (0, 0, 0, 0), parent: int = 1,
+                state: str = 'S', start: int = 5) -> None:
         """A process, new or as it is now. `ticks`: utime, stime, cutime, cstime."""
-        self.marks[pid] = mark
-        times = ' '.join(map(str, ticks))
+        times, pages = ' '.join(map(str, ticks)), int(size_mb * MB) // torc.PAGE_BYTES
         self.write(f'{pid}/stat', f'{pid} (a) b) {state} {parent} {session} {session} 0 -1 0 0 0 0 0 {times} 20 0 1 0 {start} 4096 {pages} 0 0\n')
 
     def end(self, pid: int) -> None:
         """Let a process go."""
-        self.write(f'{pid}/stat', '')
         shutil.rmtree(os.path.join(self.root, str(pid)))
-
-    def available(self, size_bytes: int) -> None:
-        """Memory that the node can still give."""
-        self.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemFree: 1 kB\nMemAvailable:  {size_bytes // 1024} kB\n')
-
-    def read_mark(self, pid: int) -> int:
-        """In the place of read_mark_number."""
-        self.asked.append(pid)
-        return self.marks.get(pid, -1)
 
 
 MB = 1 << 20
@@ -11967,240 +11955,169 @@ class SamplerTest(unittest.TestCase):
     def setUp(self) -> None:
         self.proc = FakeProc()
         self.addCleanup(shutil.rmtree, self.proc.root)
-        self.sampler = torc.TreeSampler(10.0, self.proc.root, self.proc.read_mark)
-        self.addCleanup(self.sampler.close)
+        self.sampler = torc.TreeSampler(10.0, self.proc.root)
 
-    def tree(self, pid: int = 10, mark: int = 70, limit_mb: int = 0) -> Any:
+    def tree(self, pid: int = 10, limit_mb: int = 0) -> Any:
         """A job whose first process is `pid`, begun at time 0."""
-        tree = torc.JobTree(pid, torc.Mark(b'tag-%d;' % mark, mark, 0), 0.0, limit_mb * MB)
-        self.sampler.add(mark, tree, 0.0)
+        tree = torc.JobTree(pid, b'tag-%d;' % pid, 0.0, limit_mb * MB)
+        self.sampler.add(pid, tree, 0.0)
         return tree
 
-    @staticmethod
-    def pages(size_mb: float) -> int:
-        """So many megabytes as /proc counts them."""
-        return int(size_mb * MB) // torc.PAGE_BYTES
-
-    def test_all_that_carry_a_jobs_mark_are_counted_wherever_they_hide(self):
-        one, two = self.tree(10, 70), self.tree(20, 71)
-        for pid, mark, more in ((10, 70, {}), (11, 70, {'parent': 10}), (12, 70, {'parent': 1, 'session': 12}), (20, 71, {}), (30, -1, {})):
-            self.proc.process(pid, mark, pages=pid, **more)
-        self.assertEqual([one, two], self.sampler.sample(1.0))
-        self.assertEqual((3, 33 * torc.PAGE_BYTES, 1), (one.num_processes, one.memory_bytes, two.num_processes))
-
-    def test_a_process_is_asked_for_its_mark_once_and_all_again_after_a_minute(self):
-        self.tree()
-        for pid in (10, 30, 31):
-            self.proc.process(pid, 70 if pid == 10 else -1)
-        for now in (1.0, 5.0, 11.0):
-            self.sampler.sample(now)
-        self.assertEqual([10, 30, 31], sorted(set(self.proc.asked)))
-        self.assertEqual(1, self.proc.asked.count(30))
-        self.sampler.sample(1.0 + torc.FULL_LOOK_S)
-        self.assertEqual(2, self.proc.asked.count(30))
+    def test_a_process_is_its_jobs_by_session_by_parent_or_adopted_by_its_environment(self):
+        one, two = self.tree(10), self.tree(20)
+        self.proc.process(10)
+        self.proc.process(11, parent=10)
+        self.proc.process(12, session=12, parent=11, start=6)       # setsid
+        self.proc.process(13, session=13, parent=os.getpid())       # a daemon that lost its parents
+        self.proc.process(14, session=14, parent=os.getpid())
+        self.proc.process(20, session=20)
+        self.proc.write('13/environ', 'A=b\0TORC_RUN_TAG=tag-10;\0')
+        self.sampler.look(10.0)
+        self.assertEqual(({10, 11, 12, 13}, {20}), (set(one.members), set(two.members)))
+        self.proc.process(15, session=15, parent=12)
+        self.proc.end(13)
+        self.assertEqual([10, 20], self.sampler.look(20.0))
+        self.assertEqual(({10, 11, 12, 15}, 4 * MB), (set(one.members), one.memory_bytes))
 
     def test_a_pid_that_was_used_again_is_another_process(self):
         tree = self.tree()
-        self.sampler.held = 0       # its file does not stay open
-        self.proc.process(10, 70, pages=5)
-        self.proc.process(11, 70, pages=5)
-        self.sampler.sample(1.0)
-        self.proc.process(11, -1, pages=900, start=99)
-        self.sampler.sample(11.0)
-        self.assertEqual((1, {10}), (tree.num_processes, set(tree.members)))
-        self.sampler.sample(22.0)
-        self.assertEqual({10}, set(tree.members), 'it was asked again: it is nobody\'s')
-
-    def test_a_new_process_under_the_pid_of_one_that_ended_is_found(self):
-        tree = self.tree()
-        self.proc.process(10, 70)
-        self.proc.process(11, 70)
-        self.sampler.sample(1.0)
-        self.proc.end(11)
-        self.sampler.sample(11.0)
-        self.assertEqual({10}, set(tree.members))
-        self.proc.process(11, 70, start=77)
-        self.sampler.sample(22.0)
+        self.proc.process(10)
+        self.proc.process(11)
+        self.sampler.look(10.0)
+        self.proc.process(11, session=1, size_mb=900, start=99)
+        self.sampler.look(20.0)
+        self.sampler.look(30.0)
+        self.assertEqual((1, {10}, MB), (tree.num_processes, set(tree.members), tree.memory_bytes))
+        self.proc.process(11, start=100)
+        self.sampler.seen.discard(11)       # it was gone in between
+        self.sampler.look(40.0)
         self.assertEqual(2, tree.num_processes)
 
     def test_where_no_living_process_is_seen_nothing_is_known_of_memory(self):
         tree = self.tree()
-        self.sampler.sample(1.0)
-        self.assertNotIn('avg_memory_bytes', tree.figures.at_end(2.0, 0.1, 0))
-        self.proc.process(10, 70, pages=9)
-        self.sampler.sample(10.0)
-        self.proc.process(10, 70, pages=0, state='Z')
-        self.sampler.sample(20.0)
-        self.assertEqual(9 * torc.PAGE_BYTES, tree.figures.at_end(20.0, 0.1, 0)['avg_memory_bytes'])
-
-    def test_files_stay_open_within_limits_and_are_closed_with_the_job(self):
-        before = len(open_descriptors())
-        self.sampler.held = 2
-        tree = self.tree()
-        for pid in range(10, 15):
-            self.proc.process(pid, 70)
-        self.sampler.sample(1.0)
-        self.assertEqual((5, 2), (tree.num_processes, len(open_descriptors()) - before))
-        self.assertIs(tree, self.sampler.drop(70))
-        self.assertEqual((before, {}), (len(open_descriptors()), self.sampler.numbers))
-
-    def test_where_no_mark_could_be_set_session_parent_and_environment_say_whose_a_process_is(self):
-        tree = self.tree()
-        for pid, more in ((10, {'session': 10}), (11, {'session': 10, 'parent': 1}), (12, {'session': 12, 'parent': 11, 'start': 6}),
-                          (13, {'session': 13, 'start': 7}), (14, {'session': 14})):
-            self.proc.process(pid, -1, **more)
-        self.proc.write('13/environ', 'A=b\0TORC_RUN_TAG=tag-70;\0')
-        self.sampler.sample(1.0)
-        self.assertEqual({10, 11, 12, 13}, set(tree.members))
-        self.proc.process(15, -1, parent=12)
-        self.sampler.sample(11.0)
-        self.assertIn(15, tree.members)
-
-    def test_cpu_percent_is_that_of_the_time_since_the_last_window(self):
-        tree = self.tree()
-        hertz = torc.CLOCK_TICKS
-        self.proc.process(10, 70, ticks=(0, hertz // 4, 0, 0))
-        self.sampler.sample(0.25)
-        self.assertEqual(0.0, tree.cpu_percent, 'too short to say')
-        self.proc.process(10, 70, ticks=(hertz, hertz // 2, hertz // 2, 0))
-        self.sampler.sample(2.0)
-        self.assertAlmostEqual(100.0, tree.cpu_percent)
-        self.sampler.sample(10.0)
-        self.assertEqual((0.0, 100.0), (tree.cpu_percent, tree.figures.peak_cpu_percent))
+        self.sampler.look(10.0)
+        self.assertNotIn('avg_memory_bytes', tree.usage.fields(2.0, 0.1))
+        self.proc.process(10, size_mb=9)
+        self.sampler.look(20.0)
+        self.proc.process(10, size_mb=0, state='Z')
+        self.sampler.look(30.0)
+        self.assertEqual(9 * MB, tree.usage.fields(30.0, 0.1)['avg_memory_bytes'])
 
     def test_the_time_of_a_child_that_ended_is_counted_once_whether_its_parent_waits_or_not(self):
         tree = self.tree()
-        self.proc.process(10, 70)
-        self.proc.process(11, 70, ticks=(30, 0, 0, 0))
-        self.sampler.sample(1.0)
-        self.proc.process(11, 70, ticks=(50, 0, 0, 0), state='Z')
-        self.sampler.sample(11.0)
-        self.assertEqual((50, 1), (tree.cpu_ticks, tree.num_processes), 'a zombie has used time, and is no process')
-        self.proc.end(11)
-        self.proc.process(10, 70, ticks=(0, 0, 50, 0))
-        self.sampler.sample(22.0)
-        self.assertEqual(50, tree.cpu_ticks)
-        self.proc.process(12, 70, ticks=(7, 0, 0, 0))
-        self.sampler.sample(33.0)
-        self.proc.end(12)       # it was adopted by another
-        self.sampler.sample(44.0)
-        self.assertEqual(57, tree.cpu_ticks)
+        wanted = []
+        for child, parent_ticks in (((30, 'S'), 0), ((50, 'Z'), 0), (None, 50), ((7, 'S'), 50), (None, 50)):
+            if child:
+                self.proc.process(11, ticks=(child[0], 0, 0, 0), state=child[1])
+            elif os.path.exists(f'{self.proc.root}/11'):
+                self.proc.end(11)
+            self.proc.process(10, ticks=(0, 0, parent_ticks, 0))
+            self.sampler.look(10.0 * (len(wanted) + 1))
+            wanted.append((tree.cpu_ticks, tree.num_processes))
+        self.assertEqual([(30, 2), (50, 1), (50, 1), (57, 2), (57, 1)], wanted)
+        self.assertEqual([0.0, 50 * 100 / torc.CLOCK_TICKS / 10], [tree.cpu_percent, 10 * tree.usage.peak_cpu_percent / 6])
 
-    def test_a_young_job_is_sampled_at_growing_ages_and_all_at_the_interval(self):
-        self.tree()
-        self.proc.process(10, 70)
-        times, now = [], 0.0
-        while now < 30:
-            now = self.sampler.next_at
-            self.assertTrue(self.sampler.sample(now) or now == 10)
-            times.append(now)
-            self.sampler.rest_until = 0.0
-            self.sampler.plan(now)
-        self.assertEqual([0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 20.0, 30.0], times)
-        self.sampler.drop(70)
-        self.sampler.plan(now)
+    def test_jobs_are_sampled_at_the_interval_and_those_with_a_limit_when_they_can_have_reached_it(self):
+        self.tree(10)
+        self.tree(20, limit_mb=8 << 10)
+        sizes_mb, times = {2.0: 4 << 10, 3.0: 8000, 3.1: 100}, []
+        with unittest.mock.patch('torc.LOOK_SHARE', 1e9):
+            while len(times) < 9:
+                now = self.sampler.next_at
+                self.proc.process(20, session=20, size_mb=sizes_mb.get(round(now, 1), 0))
+                times.append((round(now, 2), len(self.sampler.look(now))))
+        self.assertEqual([(2.0, 0), (3.0, 0), (3.1, 0), (5.08, 0), (7.08, 0), (9.08, 0), (10.0, 2), (12.0, 0), (14.0, 0)], times)
+        self.sampler.trees.clear()
+        self.sampler.look(15.0)
         self.assertEqual(math.inf, self.sampler.next_at)
 
-    def test_growth_towards_the_limit_brings_the_next_sample_nearer(self):
-        tree = self.tree(limit_mb=100)
-        self.proc.available(1 << 40)
-        for now, size_mb, due_at in ((1.0, 20, 2.0), (2.0, 40, 3.5), (3.0, 90, 3.1), (3.1, 99, 3.15)):
-            self.proc.process(10, 70, pages=self.pages(size_mb))
-            tree.due_at = now
-            self.sampler.sample(now)
-            self.assertAlmostEqual(due_at, tree.due_at)
-        self.assertAlmostEqual(torc.LEAST_SAMPLE_S, tree.due_at - 3.1)
+    def test_looks_between_the_samples_keep_their_share_of_a_cpu(self):
+        self.tree(limit_mb=100)
+        self.proc.process(10, size_mb=99)
+        for now, cost, next_at in ((1.0, 0.0, 1.1), (2.0, 0.05, 2.0 + 0.05 / torc.LOOK_SHARE), (3.0, 0.9, 10.0)):
+            with unittest.mock.patch('time.process_time', side_effect=[7.0, 7.0 + cost]):
+                self.sampler.look(now)
+            self.assertAlmostEqual(next_at, self.sampler.next_at)
 
-    def test_a_job_is_sampled_when_the_node_has_lost_half_of_what_is_left_until_its_limit(self):
-        tree, free = self.tree(limit_mb=1000), self.tree(20, 71)
-        self.proc.process(10, 70, pages=self.pages(200))
-        self.proc.process(20, 71)
-        self.proc.available(5000 * MB)
-        self.sampler.sample(4.0)
-        for left_mb, sampled in ((4700, []), (4601, []), (4600, [tree]), (4599, [])):
-            self.proc.available(left_mb * MB)
-            self.assertEqual(sampled, self.sampler.sample(5.0))
-        self.assertEqual(5.0 + max(torc.TICKS_S[0], 800 * MB / torc.FASTEST_GROWTH), self.sampler.next_at)
-        self.assertGreater(free.due_at, 6)
-        self.sampler.drop(70)
-        self.sampler.plan(5.0)
-        self.assertEqual(8.0, self.sampler.next_at, 'without a limit nobody looks at the free memory')
-
-    def test_samples_between_the_regular_ones_keep_their_share_of_a_cpu(self):
-        tree = self.tree(limit_mb=100)
-        self.proc.process(10, 70, pages=self.pages(99.9))
-        with unittest.mock.patch('time.process_time', side_effect=[7.0, 7.05]):
-            self.sampler.sample(1.0)
-        self.assertAlmostEqual(1.0 + 0.05 / torc.EXTRA_SHARE, self.sampler.next_at)
-        tree.due_at = 0.0
-        self.sampler.add(71, torc.JobTree(20, torc.Mark(b'', 71, 0), 2.0), 2.0)
-        self.assertAlmostEqual(6.0, self.sampler.next_at)
-
-    def test_shared_pages_are_counted_once_from_the_first_look_on(self):
+    def test_shared_pages_are_counted_once_from_the_first_check_on(self):
         tree = self.tree(limit_mb=100)
         for pid in (10, 11, 12):
-            self.proc.process(pid, 70, pages=self.pages(90))
+            self.proc.process(pid, size_mb=90)
             self.proc.write(f'{pid}/smaps_rollup', 'Rss: 92160 kB\nPss:    30720 kB\nPss_Anon: 1 kB\n')
-        self.sampler.sample(1.0)
-        self.assertEqual((True, 0), (tree.needs_check(1.0), tree.figures.peak_memory_bytes), 'it is in doubt')
+        self.sampler.look(1.0)
+        self.assertEqual((True, 0), (tree.needs_check(1.0), tree.usage.peak_memory_bytes), 'it is in doubt')
         sizes = torc.check_trees(self.proc.root, [list(tree.members), [99]])
         self.assertEqual([90 * MB, 0], sizes)
-        self.assertFalse(tree.set_proportional(1.1, sizes[0], 0.01))
-        self.sampler.sample(2.0)
-        self.assertEqual((90 * MB, 90 * MB, False), (tree.memory_bytes, tree.figures.peak_memory_bytes, tree.needs_check(2.0)))
-        self.assertTrue(tree.needs_check(1.1 + 0.01 / torc.CHECK_SHARE), 'pages may be shared no longer')
-        self.proc.process(12, 70, pages=self.pages(101))
-        self.sampler.sample(3.0)
-        self.assertTrue(tree.needs_check(3.0))
-        self.assertTrue(tree.set_proportional(3.0, 101 * MB, 0.01))
-        self.assertEqual(101 * MB, tree.figures.peak_memory_bytes)
+        tree.rest(1.1, 0.01)
+        self.assertFalse(tree.set_proportional(sizes[0]))
+        self.sampler.look(1.2)
+        self.assertEqual((90 * MB, 90 * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes))
+        self.assertEqual([False, True], [tree.needs_check(1.1 + factor * 0.01) for factor in (49, 51)], 'pages may be shared no longer')
+        self.proc.process(12, size_mb=101)
+        self.sampler.look(1.3)
+        self.assertTrue(tree.needs_check(1.3), 'it has grown beyond its limit')
+        self.assertTrue(tree.set_proportional(101 * MB))
+        self.assertEqual(101 * MB, tree.usage.peak_memory_bytes)
 
     def test_a_process_whose_shares_may_not_be_read_counts_without_its_files(self):
-        self.proc.process(10, 70)
         self.proc.write('10/statm', '500 300 100 1 0 200 0\n')
         self.assertEqual(200 * torc.PAGE_BYTES, torc.read_proportional_bytes(self.proc.root, 10))
 
 
-class FiguresTest(unittest.TestCase):
-    """Peaks and averages of a job's result."""
+class UsageTest(unittest.TestCase):
+    """Peaks and averages of a result."""
 
-    def test_an_average_of_memory_is_one_over_time_and_not_over_samples(self):
-        figures = torc.UsageFigures(100.0)
-        for now, size in ((100.25, 100), (101.0, 100), (110.0, 300)):
-            figures.add(now, 0.0, size)
-        self.assertEqual({'peak_memory_bytes': 300,
-                          'avg_memory_bytes': round((100 + 9 * 200 + 10 * 300) / 20)},
-                         figures.at_end(20.0, 0.0, 0))
+    SAMPLES = '''
+        at  cpu_s  memory  percent
+        100  50     1000   None
+        110  60     3000   100.0
+        120  60     None   0.0
+        130  None   2000   None
+        140  70     2000   50.0
+        150  5      2000   0.0
+        150  9      2000   None
+        160  1e9    2000   None
+        '''
 
-    def test_what_wait4_knows_corrects_the_samples(self):
-        figures = torc.UsageFigures(0.0)
-        figures.add(1.0, 0.2, 100)
-        self.assertEqual({'peak_memory_bytes': 700, 'avg_memory_bytes': 100, 'avg_cpu_percent': 60.0, 'peak_cpu_percent': 100.0},
-                         figures.at_end(2.0, 1.2, 700))
-        self.assertEqual((100, 20.0), (figures.at_end(1.0, 0.0, 0)['peak_memory_bytes'], figures.at_end(1.0, 0.0, 0)['avg_cpu_percent']))
+    def test_cpu_percent_is_of_the_time_between_two_samples_and_averages_are_of_the_whole(self):
+        usage = torc.Usage()
+        for line in self.SAMPLES.strip().splitlines()[1:]:
+            at, cpu_s, memory, percent = [ast.literal_eval(word) for word in line.split()]
+            self.assertEqual(percent, usage.add(at, cpu_s, memory), line)
+        self.assertEqual({'peak_memory_bytes': 3000, 'avg_memory_bytes': 2000, 'peak_cpu_percent': 100.0, 'avg_cpu_percent': 10.0},
+                         usage.fields(100.0, 10.0))
 
-    def test_what_is_not_known_is_left_out(self):
-        self.assertEqual({}, torc.UsageFigures(0.0).at_end(0.0, 0.0, 0))
-        self.assertEqual({'avg_cpu_percent', 'peak_cpu_percent'}, set(torc.UsageFigures(0.0).at_end(0.1, 0.05, 0)))
-
-    def test_no_job_uses_more_than_all_cpus(self):
-        most = 100.0 * os.cpu_count()
-        self.assertEqual({'avg_cpu_percent': most, 'peak_cpu_percent': most}, torc.UsageFigures(0.0).at_end(0.0004, 0.1, 0))
+    def test_a_result_has_what_is_known_from_samples_and_from_the_end(self):
+        def usage(*samples: Any) -> Any:
+            usage = torc.Usage(0.0, 0.0, 400.0)
+            for sample in samples:
+                usage.add(*sample)
+            return usage
+        for found, wanted in (
+                (usage().fields(0.0, 0.0), (None, None, None, None)),
+                (usage().fields(0.1, 0.05, 0, 0.1), (None, None, 50.0, 50.0)),
+                (usage().fields(0.0004, 0.1), (None, None, 400.0, 400.0)),      # no more than all CPUs
+                (usage((1.0, 0.2, 100)).fields(2.0, 1.2, 700, 2.0), (700, 100, 60.0, 100.0)),
+                (usage((1.0, 0.2, 100)).fields(1.0, 0.0), (100, 100, 20.0, 20.0))):
+            names = 'peak_memory_bytes', 'avg_memory_bytes', 'avg_cpu_percent', 'peak_cpu_percent'
+            self.assertEqual({name: value for name, value in zip(names, wanted) if value is not None}, found)
 
     def test_a_node_has_peaks_and_averages_of_what_is_measured(self):
         proc = FakeProc()
         self.addCleanup(shutil.rmtree, proc.root)
         proc.write('stat', 'cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1 1 1 1\n')
-        proc.available(1 << 29)
+        proc.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemAvailable:  {1 << 19} kB\n')
         nodes = [torc.NodeUsage(cpu, memory, proc.root) for cpu, memory in ((True, True), (False, True), (True, False))]
         proc.write('stat', 'cpu  150 0 100 800 50 0 0 0 50 0\n')
         self.assertEqual([(50.0, 1 << 29, 1 << 30), (None, 1 << 29, 1 << 30), (50.0, None, None)], [node.sample() for node in nodes])
-        proc.available(1 << 28)
+        proc.write('stat', 'cpu  150 0 100 1100 50 0 0 0 50 0\n')
+        proc.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemAvailable:  {1 << 18} kB\n')
         nodes[0].sample()
-        self.assertEqual({'sample_count': 2, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 25.0, 'peak_memory_bytes': 3 << 28,
+        self.assertEqual({'sample_count': 2, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 12.5, 'peak_memory_bytes': 3 << 28,
                           'avg_memory_bytes': 5 << 27}, nodes[0].fields())
-        self.assertEqual((None, None, 1 << 29), tuple(nodes[1].fields()[key] for key in ('peak_cpu_percent',
-                'avg_cpu_percent', 'peak_memory_bytes')))
+        self.assertEqual([(None, None, 1 << 29, 1 << 29), (50.0, 12.5, None, None)],
+                         [tuple(node.fields()[key] for key in ('peak_cpu_percent', 'avg_cpu_percent', 'peak_memory_bytes', 'avg_memory_bytes'))
+                          for node in nodes[1:]])
 
     CONFIGURATIONS = '''
         config                                                                       jobs   series  node   series
@@ -12231,37 +12148,45 @@ class OomCounterTest(unittest.TestCase):
         self.addCleanup(shutil.rmtree, self.proc.root)
 
     def find(self, cgroup: str, *mounts: str) -> str:
-        """The file, below the root, with {} in mount points as the root."""
-        self.proc.write('self/cgroup', cgroup)
-        self.proc.write('self/mountinfo', ''.join(f'25 1 0:1 {mount}\n'.replace('{}',
-                self.proc.root.replace(' ', '\\040')) for mount in mounts))
+        """The file, below the root."""
+        self.proc.write('proc/self/cgroup', cgroup)
+        self.proc.write('proc/self/mountinfo', ''.join(f'25 1 0:1 {mount}\n' for mount in mounts))
         return torc.find_oom_file(self.proc.root)[len(self.proc.root):]
 
-    def test_it_is_that_of_our_control_group_or_of_the_next_one_above(self):
-        two, one = '/ {}/cg rw - cgroup2 cgroup2 rw', '/ {}/mem rw - cgroup cgroup rw,memory'
-        self.assertEqual('/vmstat', self.find('0::/a/b\n', two))
+    def test_the_file_is_that_of_our_control_group(self):
+        two, one, nameless = '/ /cg rw - cgroup2 cgroup2 rw', '/ /mem rw - cgroup cgroup rw,memory', '/ /tmp rw - tmpfs  rw'
+        self.assertEqual('', self.find('0::/a/b\n', nameless, two))
         self.proc.write('cg/a/memory.events', '')
-        self.assertEqual('/cg/a/memory.events', self.find('0::/a/b\n', two))
-        self.assertEqual('/vmstat', self.find('4:memory:/job\n1:cpu:/x\n0::/\n', one, two))
+        self.assertEqual('/cg/a/memory.events', self.find('0::/a/b\n', nameless, two))
         self.proc.write('mem/job/memory.oom_control', '')
         self.assertEqual('/mem/job/memory.oom_control', self.find('4:memory:/job\n1:cpu:/x\n0::/\n', two, one))
+        self.proc.write('in/job/memory.events', '')
+        self.assertEqual('/in/job/memory.events', self.find('0::/docker/x/job\n', '/docker/x /in rw - cgroup2 cgroup2 rw'), 'in a container')
 
-    def test_in_a_container_its_path_begins_where_it_is_mounted(self):
-        self.proc.write('cg/job/memory.events', '')
-        self.assertEqual('/cg/job/memory.events', self.find('0::/docker/x/job\n', '/docker/x {}/cg rw - cgroup2 cgroup2 rw'))
+    def counter(self) -> Any:
+        """One of a group in which we are alone."""
+        self.proc.write('group/cgroup.procs', f'{os.getpid()}\n999999999\n')
+        return torc.OomCounter(self.proc.write('group/memory.events', 'oom 3\noom_kill 1\noom_group_kill 0\n'))
 
     def test_each_kill_explains_one_end_and_no_end_that_comes_much_later(self):
-        self.proc.write('events', 'oom 3\noom_kill 1\noom_group_kill 0\n')
-        counter = torc.OomCounter(os.path.join(self.proc.root, 'events'))
+        counter = self.counter()
         self.assertFalse(counter.take(), 'it was before us')
-        self.proc.write('events', 'oom 3\noom_kill 3\n')
+        self.proc.write('group/memory.events', 'oom 3\noom_kill 3\n')
         counter.look(100.0)
         self.assertEqual([True, True, False], [counter.take() for _ in range(3)])
-        self.proc.write('events', 'oom_kill 4\n')
+        self.proc.write('group/memory.events', 'oom_kill 4\n')
         counter.look(100.0 + torc.OOM_MEMORY_S)
-        self.proc.write('events', 'oom_kill 5\n')
+        self.proc.write('group/memory.events', 'oom_kill 5\n')
         counter.look(100.0 + 2 * torc.OOM_MEMORY_S)
         self.assertEqual([True, False], [counter.take() for _ in range(2)])
+
+    def test_what_is_killed_in_a_group_with_other_users_explains_nothing(self):
+        counter = self.counter()
+        self.proc.write('group/memory.events', 'oom_kill 2\n')
+        other = subprocess.Popen(['sleep', '1000'], preexec_fn=(lambda: os.setuid(65534)) if os.geteuid() == 0 else None)
+        self.addCleanup(lambda: (other.kill(), other.wait()))
+        self.proc.write('group/inner/cgroup.procs', f'{other.pid}\n')
+        self.assertEqual(os.geteuid() != 0, counter.take(), 'only root can be somebody else here')
 
 
 class SeriesTest(WorldTest):
@@ -14652,20 +14577,6 @@ class AccountTextTest(unittest.TestCase):
                                    False)):
             self.assertEqual(is_off, torc.is_accounting_off(torc.Reply(code, '', err)), err)
 
-    def test_cpu_percent_is_of_the_time_between_two_samples_and_the_first_has_none(self):
-        usage, percents = torc.StepUsage(), []
-        for now, cpu_s, size in ((100, 50.0, 1000), (110, 60.0, 3000), (120, 60.0, None), (130, None, 2000),
-                                 (140, 70.0, 2000),
-                                 (150, 5.0, 2000), (150, 9.0, 2000), (160, 1e9, 2000)):
-            percents.append(usage.add(now, torc.StepSample(cpu_s, size)))
-        self.assertEqual([None, 100.0, 0.0, None, 50.0, 0.0, None, None], percents)
-        self.assertEqual({'peak_memory_bytes': 3000, 'avg_memory_bytes': 2000, 'peak_cpu_percent': 100.0,
-                          'avg_cpu_percent': 40.0}, usage.fields())
-        self.assertEqual({}, torc.StepUsage().fields())
-        once = torc.StepUsage()
-        once.add(0.0, torc.StepSample(5.0, 1000))
-        self.assertEqual({'peak_memory_bytes': 1000, 'avg_memory_bytes': 1000}, once.fields())
-
 
 class SlurmFuzzTest(unittest.TestCase):
     """Whatever a program prints, and however it is cut off or mixed up: no parser raises."""
@@ -16290,12 +16201,6 @@ class MonitorRunTest(RunnerCase):
     """What a runner measures, and what it does about memory limits, with real jobs."""
     GROW = 'exec {python} -S -c "import time\nx = bytearray({mb} << 20)\nopen(\'grown\', \'w\')\ntime.sleep({s})"'
 
-    def setUp(self) -> None:
-        super().setUp()
-        patch = unittest.mock.patch('torc.FIRST_SAMPLE_S', 0.05)
-        patch.start()
-        self.addCleanup(patch.stop)
-
     def grow(self, size_mb: int, for_s: float = 100) -> str:
         """A command that takes so much memory, and keeps it for a while."""
         return self.GROW.format(python=shlex.quote(sys.executable), mb=size_mb, s=for_s)
@@ -16364,9 +16269,8 @@ class MonitorRunTest(RunnerCase):
     def test_workers_that_share_their_memory_are_within_the_limit_until_they_write_to_it(self):
         self.world.write('share.py', self.SHARE)
         for word, wanted in (('read', (0, 'completed')), ('write', (137, 'failed'))):
-            with unittest.mock.patch('torc.TICKS_S', (0.05, 0.05)):
-                workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("share.py")}" {word}', '150m')
-                self.run_it(workflow_id)
+            workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("share.py")}" {word}', '150m')
+            self.run_it(workflow_id)
             row, = self.client.rows('list_results', workflow_id=workflow_id)
             self.assertEqual(wanted, (row['return_code'], row['status']))
             self.assertEqual(word == 'read', row.get('peak_memory_bytes', 0) < 150 << 20)
@@ -16383,8 +16287,8 @@ class MonitorRunTest(RunnerCase):
 
     def test_results_and_nodes_carry_what_was_used(self):
         burn = "while [ $(date +%s%N) -lt $((end)) ]; do :; done"
-        self.create({'command': f'end=$(($(date +%s%N) + 1200000000)); {burn}'}, self.grow(100, 0.5), 'true',
-                    resource_monitor={'compute_node': {'enabled': True}, 'jobs': {'enabled': True}})
+        self.create({'command': f'end=$(($(date +%s%N) + 1300000000)); {burn}'}, self.grow(100, 1.3), 'true',
+                    resource_monitor={'sample_interval_seconds': 1, 'compute_node': {'enabled': True}, 'jobs': {'enabled': True}})
         self.run_it(num_cpus=1)
         burnt, grown, short = sorted(self.client.rows('list_results', workflow_id=1), key=lambda row: row['job_id'])
         self.assertGreater(burnt['peak_cpu_percent'], 5)
@@ -16420,7 +16324,7 @@ class MonitorRunTest(RunnerCase):
 
     def test_a_series_that_cannot_be_written_harms_no_job(self):
         self.world.write('out/resource_utilization', 'in the way')
-        self.create(self.grow(1, 0.3), resource_monitor={'granularity': 'time_series', 'enabled': True})
+        self.create(self.grow(1, 1.2), resource_monitor={'granularity': 'time_series', 'enabled': True, 'sample_interval_seconds': 1})
         self.assertEqual(1, self.run_it().completed)
         said, = [text for text in self.progress.messages if 'time series' in text]
         self.assertIn('the time series cannot be written at present: ', said)
@@ -16429,25 +16333,24 @@ class MonitorRunTest(RunnerCase):
     def test_a_file_system_that_hangs_holds_up_neither_jobs_nor_the_end(self):
         def hang(path: str, rows: Any) -> None:
             signal.pause()
-        self.create(self.grow(1, 0.3), 'true', resource_monitor={'granularity': 'time_series', 'enabled': True})
+        self.create(self.grow(1, 1.2), 'true', resource_monitor={'granularity': 'time_series', 'enabled': True, 'sample_interval_seconds': 1})
         with unittest.mock.patch.multiple(torc, write_series=hang, LAST_FLUSH_S=0.1):
             outcome = self.run_it()
         self.assertEqual((2, 'complete'), (outcome.completed, outcome.reason))
         self.assertLess(outcome.wall_s, 20)
 
-    def test_a_kill_by_the_kernel_is_told_from_one_by_a_limit_or_by_somebody(self):
+    def test_a_kill_by_the_kernel_is_told_from_one_by_somebody_and_from_one_long_ago(self):
         counter = self.world.write('events', 'oom_kill 5\n')
-        self.create('[ -f events.new ] || { echo "oom_kill 6" > events; touch events.new; }; kill -9 $$',
-                    {'command': 'exit 3', 'depends_on': ['j1'], 'cancel_on_blocking_job_failure': False},
-                    {'command': 'kill -9 $$', 'depends_on': ['j2'], 'cancel_on_blocking_job_failure': False},
-                    execution_config={'mode': 'direct', 'oom_exit_code': 99})
-        with unittest.mock.patch('torc.find_oom_file', lambda: counter):
+        commands = ('echo oom_kill 6 > events; kill -9 $$', 'kill -9 $$', 'echo oom_kill 7 > events; sleep 0.4', 'sleep 0.4', 'kill -9 $$')
+        self.create(*({'command': command, 'depends_on': [f'j{number}'] if number else [], 'cancel_on_blocking_job_failure': False}
+                      for number, command in enumerate(commands)),
+                    execution_config={'mode': 'direct', 'oom_exit_code': 99}, resource_monitor={'enabled': False})
+        with unittest.mock.patch.multiple(torc, find_oom_file=lambda: counter, OOM_MEMORY_S=0.3):
             self.run_it()
-        rows = {row['job_id']: row for row in self.client.rows('list_results', workflow_id=1)}
-        self.assertEqual([(1, 99), (2, 3), (3, 137)], [(number, row['return_code']) for number, row in sorted(rows.items())])
-        self.assertEqual(f'killed by the kernel for lack of memory ({counter} counts it): allow more memory, or run fewer jobs at once',
-                         rows[1]['reason'])
-        self.assertEqual('killed by SIGKILL', rows[3]['reason'])
+        words = f'killed by the kernel for lack of memory ({counter} counts it): allow more memory, or run fewer jobs at once'
+        self.assertEqual([(99, words), (137, 'killed by SIGKILL'), (0, None), (0, None), (137, 'killed by SIGKILL')],
+                         [(row['return_code'], row.get('reason')) for row in
+                          sorted(self.client.rows('list_results', workflow_id=1), key=lambda row: row['job_id'])])
 
 
 @slow
@@ -16455,17 +16358,16 @@ class MonitorCostTest(RunnerCase):
     """What the monitor costs, and how late it is."""
 
     def test_a_hundred_jobs_of_five_processes_cost_less_than_a_hundredth_of_a_cpu_at_an_interval_of_a_second(self):
-        processes = [subprocess.Popen(['sleep', '1000']) for _ in range(500)]
-        self.addCleanup(lambda: [(process.kill(), process.wait()) for process in processes])
-        marks = {process.pid: index // 5 for index, process in enumerate(processes)}
-        sampler = torc.TreeSampler(1.0, read_mark=lambda pid: marks.get(pid, -1))
-        self.addCleanup(sampler.close)
-        for number in range(100):
-            sampler.add(number, torc.JobTree(1, torc.Mark(b'', number, 0), 0.0), 0.0)
+        command = ['sh', '-c', 'sleep 1000 & ' * 4 + 'exec sleep 1000']
+        jobs = [subprocess.Popen(command, start_new_session=True) for _ in range(100)]
+        self.addCleanup(lambda: [(os.killpg(job.pid, signal.SIGKILL), job.wait()) for job in jobs])
+        sampler = torc.TreeSampler(1.0)
+        for job in jobs:
+            sampler.add(job.pid, torc.JobTree(job.pid, b'', 0.0), 0.0)
         costs = []
         for now in range(1, 30):
             began = time.process_time()
-            sampler.sample(float(now))
+            sampler.look(float(now))
             costs.append(time.process_time() - began)
         self.assertEqual({5}, {tree.num_processes for tree in sampler.trees.values()})
         self.assertLess(sorted(costs)[len(costs) // 2], cpu_unit_s() / 2)    # 0.01 s
@@ -17219,7 +17121,7 @@ class ScriptedSlurm:
     """A launcher whose sstat and sacct know these steps, and answer late or not at all."""
 
     def __init__(self, clock: FakeClock) -> None:
-        self.clock = clock
+        self.clock, self.began = clock, clock.now
         self.numbers = {}       # type: Dict[str, int]  # name -> number of the steps that run
         self.records = {}       # type: Dict[str, str]  # name -> the rest of its row in sacct
         self.latency_s = {'sstat': 0.1, 'sacct': 0.05}
@@ -17239,11 +17141,12 @@ class ScriptedSlurm:
         self.waiting.append((self.clock.now + latency_s, on_reply, reply))
 
     def sstat(self, argv: List[str]) -> Any:
-        """Each has used half a CPU since the beginning of time, and a megabyte."""
+        """Each has used half a CPU since the beginning, and a megabyte."""
         known = set(self.numbers.values())
         asked = known if '--allsteps' in argv else {int(word[2:]) for word in argv[2].split(',')}
         known = sorted(asked & known)
-        used = f'00:{int(self.clock.now / 2) % 3600 // 60:02}:{self.clock.now / 2 % 60:06.3f}'
+        used_s = (self.clock.now - self.began) / 2
+        used = f'00:{int(used_s) % 3600 // 60:02}:{used_s % 60:06.3f}'
         return torc.Reply(0, ''.join(f'7.{number}|{used}|1024K\n' for number in known),
                           '' if len(known) == len(asked) else 'sstat: error: StepId=7.9 not found running.\n')
 
@@ -17351,7 +17254,7 @@ class AccountingTest(PartTest):
         self.assertEqual([(1, 'j1'), (2, 'j2')] * 3, [row[:2] for row in samples])
         self.assertEqual({(1 << 20, 1)}, {row[2][2:] for row in samples})
         self.assertEqual([50.0] * 6, [round(row[2][1], 1) for row in samples])
-        usage = attempts[0].account.usage.fields()
+        usage = attempts[0].account.usage.fields(20.0, 0.0)
         self.assertEqual({'peak_memory_bytes': 1 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0,
                           'avg_cpu_percent': 50.0},
                          {name: round(value, 1) for name, value in usage.items()})
@@ -17360,7 +17263,7 @@ class AccountingTest(PartTest):
         self.start(resource_monitor_config={'enabled': False})
         attempt = self.begin(1)
         self.advance(60)
-        self.assertEqual(([], {}), (self.calls('sstat'), attempt.account.usage.fields()))
+        self.assertEqual(([], {}), (self.calls('sstat'), attempt.account.usage.fields(0.0, 0.0)))
 
     def test_a_step_that_has_ended_is_not_asked_for_and_what_sstat_says_of_it_is_debug(self):
         first, second = self.begin(1), self.begin(2)
@@ -17384,9 +17287,9 @@ class AccountingTest(PartTest):
     def test_what_was_sampled_and_what_the_end_tells_go_into_the_result_together(self):
         attempt = self.begin(1)
         self.advance(21)
-        end = torc.ProcessEnd(0, 0, 20.0, 2.0, 5 << 20, self.clock.now)     # 10 %, 5 MB
-        self.assertEqual({'peak_memory_bytes': 5 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 50.0,
-                          'avg_cpu_percent': 10.0},
+        end = torc.ProcessEnd(0, 0, 20.0, 12.0, 5 << 20, self.clock.now)    # 60 %, 5 MB
+        self.assertEqual({'peak_memory_bytes': 5 << 20, 'avg_memory_bytes': 1 << 20, 'peak_cpu_percent': 60.0,
+                          'avg_cpu_percent': 60.0},
                          {key: round(value, 1) for key, value in
                           self.accounting.take_usage(attempt, end).items()})
 

@@ -16369,43 +16369,42 @@ def format_leftovers(number: int) -> str:
 # Owns the figures that /proc has of jobs, memory limits, and the file of a time series. Nothing here starts,
 # ends or waits for anything: the runner's Monitor (16d) calls with `now`, and the root of /proc is passed in.
 #
-# * All jobs are looked at together: one listing of /proc, and one read of /proc/PID/stat for each process of
-#   theirs. A process that was not there at the last look is asked for its mark, once: so what has left its
-#   job's session, group and parent is found, too.
+# * All jobs are sampled together every interval. A job with a memory limit is looked at besides when it can
+#   have reached it, as long as that takes little of a CPU.
+# * A process is a job's if its session or its parent is, or if it was adopted by us and has the job's mark in
+#   its environment: what has left all of these before a look is not counted.
 # * The resident size counts a page once for each process that has it (fork(2)). It raises the alarm only: a
 #   job is above its limit if the proportional size is (smaps_rollup, Linux 4.14). That takes 20 ms a GiB, so
-#   a forked child reads it.
-# * Between the regular samples there are more: of a job that has just started, of one whose growth would
-#   reach its limit before the next sample, and of one that may have taken what the node has less of. These
-#   never cost more than EXTRA_SHARE of a CPU.
+#   that it is not read in the loop, and not often.
 # * wait4(2) knows the CPU time of a job that ended between two samples, and perhaps its peak of memory. What
 #   is not known is left out.
 
-FIRST_SAMPLE_S = 0.25       # after a job's start; the next when it is SAMPLE_AGES times as old
-SAMPLE_AGES = 2
-LEAST_SAMPLE_S = 0.05       # between two samples of a job
-EXTRA_SHARE = 0.01          # of one CPU, for samples between the regular ones
-CPU_WINDOW_S = 0.5          # over less the kernel's clock ticks (10 ms) are too coarse for a percentage
-FULL_LOOK_S = 60.0          # then all processes are asked for their marks: pids may have been used again
+LEAST_LOOK_S = 0.1          # between two looks at a job with a limit
+LOOK_SHARE = 0.02           # of one CPU, at most, for these looks
 FASTEST_GROWTH = 4 << 30    # bytes a second: no job is expected to grow faster
-TICKS_S = 0.1, 1.0          # shortest and longest time between looks at the node's free memory
-LEAST_DROP_BYTES = 16 << 20     # of it that gives reason for a sample
-CHECK_SHARE = 0.01          # of one CPU, for looks at the proportional size of a job that was cleared
-LIKELY_CHECK_SHARE = 0.1    # the same if it may have grown since
+CHECK_RESTS = 50, 10        # so often as long as a look at proportional sizes took the next one waits; the
+#                             second if the job has grown beyond its limit since
 FAILED_CHECK_S = 0.1        # so long is a look taken to last that has failed
+CPU_WINDOW_S = 0.5          # over less the kernel's clock ticks (10 ms) are too coarse for a percentage
 MAX_SERIES_ROWS = 200000    # that wait to be written
 OOM_MEMORY_S = 10.0         # so long, at least, what the kernel has killed explains the end of a job
 CLOCK_TICKS = os.sysconf('SC_CLK_TCK')
 PAGE_BYTES = os.sysconf('SC_PAGE_SIZE')
+ALL_CPUS_PERCENT = 100.0 * (os.cpu_count() or 1)
 
 
 def read_proc_text(path: str) -> bytes:
     """A small file of /proc; b'' if it cannot be read."""
     try:
-        with open(path, 'rb') as file:
-            return file.read()
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return b''
+    try:
+        return os.read(descriptor, 1 << 20)
+    except OSError:     # ESRCH: the process ended between open and read
+        return b''
+    finally:
+        os.close(descriptor)
 
 
 def read_counter(text: bytes, name: bytes) -> Optional[int]:
@@ -16414,339 +16413,207 @@ def read_counter(text: bytes, name: bytes) -> Optional[int]:
     return int(found.group(1)) if found else None
 
 
-# -------- a job's processes --------
+def read_stat_fields(root: str, pid: int) -> List[bytes]:
+    """Fields of /proc/PID/stat from the third on, also of a zombie (proc(5)); [] if the process is gone."""
+    fields = read_proc_text(f'{root}/{pid}/stat').rpartition(b')')[2].split()
+    return fields if len(fields) > 21 else []
 
 
-class Member:
-    """A process of a job. Its file stays open where `is_held`: it is never that of another with its pid."""
-    __slots__ = ('path', 'descriptor', 'start', 'line', 'cpu_ticks', 'resident_pages', 'lives')
+class Usage:
+    """Peaks and averages of what a job, a step or a node uses, from sample to sample; unknown is None."""
+    num_samples = memory_sum = peak_memory_bytes = 0    # of memory
+    peak_cpu_percent = 0.0
 
-    def __init__(self, path: str, is_held: bool) -> None:
-        """Open /proc/PID/stat; OSError if there is no such process."""
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY) if is_held else -1
-        self.start = self.line = b''
-        self.cpu_ticks = 0          # of it and of the children that it has waited for
-        self.resident_pages = 0
-        self.lives = True           # False: a zombie, of which only the CPU time is left
+    def __init__(self, at: float = 0.0, cpu_s: Optional[float] = None,
+                 most_percent: float = MAX_CPU_PERCENT) -> None:
+        self.at = at            # of the last sample, in the unit of its CPU time
+        self.cpu_s = cpu_s      # so far; None: the first sample has nothing before it
+        self.most_percent = most_percent    # clock ticks and the moment of a sample are not exact
 
-    def read_line(self) -> bytes:
-        """Its line now. OSError if it has ended."""
-        if self.descriptor >= 0:
-            return os.pread(self.descriptor, 1024, 0)
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            return os.read(descriptor, 1024)
-        finally:
-            os.close(descriptor)
-
-    def read(self) -> bool:
-        """Bring the figures up to date (proc(5), stat). False if the process is gone."""
-        try:
-            line = self.read_line()
-        except OSError:     # ESRCH, ENOENT
-            return False
-        if line == self.line:   # it sleeps: nothing has changed
-            return True
-        fields = line[line.rfind(b')') + 2:].split()
-        if len(fields) < 22 or self.start not in (b'', fields[19]):
-            return False
-        self.line, self.start, self.lives = line, fields[19], fields[0] not in (b'Z', b'X')
-        self.cpu_ticks = int(fields[11]) + int(fields[12]) + int(fields[13]) + int(fields[14])
-        self.resident_pages = int(fields[21])
-        return True
-
-    def close(self) -> None:
-        """Let its file go."""
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-
-class UsageFigures:
-    """Peaks and averages of one job, from sample to sample."""
-    # As they are until the first sample, which most jobs of a busy node do not live to see: a job's own
-    # would take as long as all else that is done for them here.
-    is_known = False            # there is a figure of memory
-    memory_bytes = peak_memory_bytes = 0
-    byte_seconds = 0.0          # memory, integrated over time: samples are not equally far apart
-    cpu_s = window_cpu_s = peak_cpu_percent = 0.0
-
-    def __init__(self, began: float) -> None:
-        self.began = self.at = self.window_at = began   # monotonic
-
-    def add(self, now: float, cpu_s: float, memory_bytes: Optional[int]) -> Optional[float]:
-        """Take a sample in. CPU percent of the window that it ends, or None if that is too short yet.
-
-        `memory_bytes`: None if it is in doubt; then what was known before counts.
-        """
+    def add(self, at: float, cpu_s: Optional[float], memory_bytes: Optional[int]) -> Optional[float]:
+        """Take a sample in. CPU percent since the last one, or None where that cannot be said."""
         if memory_bytes is not None:
-            before = self.memory_bytes if self.is_known else memory_bytes
-            self.byte_seconds += (before + memory_bytes) / 2 * (now - self.at)
-            self.set_memory(memory_bytes)
-            self.at = now
-        self.cpu_s = cpu_s
-        if now - self.window_at < CPU_WINDOW_S:
-            return None
-        percent = limit_percent((cpu_s - self.window_cpu_s) / (now - self.window_at) * 100)
-        self.peak_cpu_percent = max(self.peak_cpu_percent, percent)
-        self.window_at, self.window_cpu_s = now, cpu_s
+            self.peak_memory_bytes = max(self.peak_memory_bytes, memory_bytes)
+            self.memory_sum += memory_bytes
+            self.num_samples += 1
+        percent = None if cpu_s is None else self.percent_until(at, cpu_s)
+        if cpu_s is not None and (percent is not None or self.cpu_s is None):
+            self.at, self.cpu_s = at, cpu_s
+        self.peak_cpu_percent = max(self.peak_cpu_percent, percent or 0.0)
         return percent
 
-    def set_memory(self, memory_bytes: int) -> None:
-        """The memory at the last sample."""
-        self.memory_bytes, self.is_known = memory_bytes, True
-        self.peak_memory_bytes = max(self.peak_memory_bytes, memory_bytes)
+    def percent_until(self, at: float, cpu_s: float) -> Optional[float]:
+        """CPU percent since the last sample."""
+        if self.cpu_s is None or at - self.at < CPU_WINDOW_S:
+            return None
+        percent = (cpu_s - self.cpu_s) / (at - self.at) * 100
+        return min(max(0.0, percent), self.most_percent) if percent <= MAX_CPU_PERCENT else None
 
-    def at_end(self, wall_s: float, cpu_s: float, peak_memory_bytes: int) -> Dict[str, Any]:
-        """The fields of a result; what is unknown is left out. The arguments: as wait4(2) knows them.
+    def fields(self, wall_s: float, cpu_s: float, peak_memory_bytes: int = 0,
+               at: float = -math.inf) -> Dict[str, Any]:
+        """Fields of a result; what is unknown is left out. The arguments: its end, as wait4(2) knows it.
 
-        It counts only what was waited for, a sample only what there was when it was taken.
+        That counts only what was waited for, a sample only what there was when it was taken. `at`: the end,
+        if the CPU time since the last sample counts as one more.
         """
         fields = {}     # type: Dict[str, Any]
         peak_memory_bytes = max(peak_memory_bytes, self.peak_memory_bytes)
         if peak_memory_bytes:
             fields['peak_memory_bytes'] = peak_memory_bytes
-        if self.is_known and wall_s > 0:
-            rest_s = max(0.0, self.began + wall_s - self.at)
-            average = (self.byte_seconds + self.memory_bytes * rest_s) / max(wall_s, self.at - self.began)
-            fields['avg_memory_bytes'] = round(average)
-        total_s, tail_s = max(cpu_s, self.cpu_s), self.began + wall_s - self.window_at
+        if self.num_samples:
+            fields['avg_memory_bytes'] = self.memory_sum // self.num_samples
+        total_s = max(cpu_s, self.cpu_s or 0.0)
         if wall_s > 0 and total_s > 0:
-            average = limit_percent(total_s / wall_s * 100)
-            tail = (cpu_s - self.window_cpu_s) / tail_s * 100 if tail_s >= CPU_WINDOW_S else 0.0
-            fields['avg_cpu_percent'] = average
-            fields['peak_cpu_percent'] = max(average, self.peak_cpu_percent, limit_percent(tail))
+            average = min(total_s / wall_s * 100, self.most_percent)
+            tail = self.percent_until(at, cpu_s) or 0.0
+            fields.update(avg_cpu_percent=average,
+                          peak_cpu_percent=max(average, tail, self.peak_cpu_percent))
         return fields
 
 
-@functools.lru_cache(maxsize=None)
-def all_cpus_percent() -> float:
-    """CPU percent of all CPUs, which takes the C library two system calls to say."""
-    return 100.0 * (os.cpu_count() or 1)
-
-
-def limit_percent(percent: float) -> float:
-    """CPU percent between 0 and what all CPUs give: clock ticks and the moment of a sample are not exact."""
-    return min(max(percent, 0.0), all_cpus_percent())
+# -------- a job's processes --------
 
 
 class JobTree:
     """The processes of one job, and what they use."""
-    ticks = 0                   # of all members at the last sample
+    ticks = 0                   # of all members at the last look
     cpu_ticks = 0               # so far: never falls when a member goes
-    cpu_percent = 0.0           # of the last window
+    cpu_percent = None          # type: Optional[float]  # at the last sample
     num_processes = 0
     resident_bytes = 0          # pages counted as often as they are mapped
     shared_bytes = 0            # so much of it was counted more than once when that was last looked at
     memory_bytes = 0            # without these
-    available_bytes = 0         # memory of the node that was available at the last sample; 0: unknown
-    is_in_check = False         # its proportional size is being read
-    checked_at = -math.inf      # when that was last done
-    check_s = 0.0               # ... how long it took
-    checked_available = 0       # ... and available_bytes then
-    is_marked = None            # type: Optional[bool]  # its processes carry its mark as a limit
+    check_at = -math.inf        # monotonic; no such look before, though it may have unshared pages
+    hurried_check_at = -math.inf    # ... though it seems to be above its limit
 
-    def __init__(self, pid: int, mark: Mark, began: float, limit_bytes: int = 0) -> None:
+    def __init__(self, pid: int, mark: bytes, began: float, limit_bytes: int = 0) -> None:
         self.pid = pid              # of its first process, and its session
-        self.mark = mark
+        self.mark = mark            # part of the environment of its processes
+        self.began = began          # monotonic
         self.limit_bytes = limit_bytes  # 0: none
-        self.members = {}           # type: Dict[int, Member]
-        self.figures = UsageFigures(began)
-        self.due_at = began + FIRST_SAMPLE_S    # monotonic; besides the regular samples
-        self.sampled_at = began
+        self.members = {}           # type: Dict[int, bytes]  # pid -> start time
+        self.usage = Usage(began, 0.0, ALL_CPUS_PERCENT)
+        self.plan(began)
 
-    def read(self, now: float, available_bytes: int) -> List[int]:
-        """Take a sample; the pids that have gone."""
-        ticks = pages = largest = processes = 0
+    def plan(self, now: float) -> None:
+        """Besides the regular samples, it is looked at when it can have reached its limit (monotonic)."""
+        headroom_s = (self.limit_bytes - self.memory_bytes) / FASTEST_GROWTH
+        self.look_at = now + max(LEAST_LOOK_S, headroom_s) if self.limit_bytes else math.inf
+
+    def look(self, root: str, now: float, is_sample: bool) -> List[int]:
+        """See what its processes use now; the pids that have gone."""
+        ticks = resident_bytes = largest_bytes = self.num_processes = 0
         gone = []
-        for pid, member in self.members.items():
-            if not member.read():
+        for pid, start in self.members.items():
+            fields = read_stat_fields(root, pid)
+            if fields[19:20] != [start]:
                 gone.append(pid)
                 continue
-            ticks += member.cpu_ticks
-            if member.lives:
-                processes += 1
-                pages += member.resident_pages
-                if member.resident_pages > largest:
-                    largest = member.resident_pages
-        for pid in gone:
-            self.members.pop(pid).close()
+            ticks += sum(map(int, fields[11:15]))   # with those of the children that it has waited for
+            if fields[0] not in (b'Z', b'X'):       # of a zombie only the CPU time is left
+                size = int(fields[21]) * PAGE_BYTES
+                resident_bytes += size
+                largest_bytes = max(largest_bytes, size)
+                self.num_processes += 1
         self.cpu_ticks += max(0, ticks - self.ticks)
-        self.ticks, self.num_processes = ticks, processes
-        self.set_resident(now, pages * PAGE_BYTES, largest * PAGE_BYTES)
-        self.available_bytes = available_bytes
+        self.ticks, self.resident_bytes = ticks, resident_bytes
+        self.memory_bytes = max(largest_bytes, resident_bytes - self.shared_bytes)
         # Above its limit is in doubt until a check; without a living process nothing was seen.
-        memory_bytes = None if self.is_above_limit or not processes else self.memory_bytes
-        percent = self.figures.add(now, self.cpu_ticks / CLOCK_TICKS, memory_bytes)
-        self.cpu_percent = self.cpu_percent if percent is None else percent
+        is_known = bool(self.num_processes) and not self.is_above_limit
+        if is_sample:
+            self.cpu_percent = self.usage.add(now, self.cpu_ticks / CLOCK_TICKS,
+                                              self.memory_bytes if is_known else None)
+        elif is_known:
+            self.note_peak()
+        for pid in gone:
+            del self.members[pid]
+        self.plan(now)
         return gone
 
-    def set_resident(self, now: float, resident_bytes: int, largest_bytes: int) -> None:
-        """Memory at a sample, and when the next one is due."""
-        before, elapsed_s = self.memory_bytes, now - self.sampled_at
-        self.resident_bytes = resident_bytes
-        self.memory_bytes = max(largest_bytes, resident_bytes - self.shared_bytes)
-        self.sampled_at = now
-        self.due_at = now + (SAMPLE_AGES - 1) * (now - self.figures.began)
-        growth = self.memory_bytes - before
-        if self.limit_bytes and growth > 0 and elapsed_s > 0:
-            until_limit_s = self.headroom_bytes / growth * elapsed_s
-            self.due_at = min(self.due_at, now + max(LEAST_SAMPLE_S, until_limit_s / 2))
+    def note_peak(self) -> None:
+        """What it uses now may be the most so far."""
+        self.usage.peak_memory_bytes = max(self.usage.peak_memory_bytes, self.memory_bytes)
 
     @property
     def is_above_limit(self) -> bool:
         """Whether it seems to be above its limit."""
         return 0 < self.limit_bytes < self.memory_bytes
 
-    @property
-    def headroom_bytes(self) -> int:
-        """What is left until its limit."""
-        return max(0, self.limit_bytes - self.memory_bytes)
-
-    def may_have_grown(self, available_bytes: int) -> bool:
-        """Whether it may have taken half of what was left, by what the node has less of."""
-        drop = self.available_bytes - available_bytes
-        return bool(self.limit_bytes and drop >= max(LEAST_DROP_BYTES, self.headroom_bytes / 2))
-
     def needs_check(self, now: float) -> bool:
         """Whether its proportional size must be looked at.
 
         Workers that write to pages which they have shared take more memory at the same resident size.
         """
-        if not self.limit_bytes or self.is_in_check or self.resident_bytes <= self.limit_bytes:
-            return False
-        drop = self.checked_available - self.available_bytes
-        is_likely = self.is_above_limit or drop >= max(LEAST_DROP_BYTES, self.headroom_bytes / 2)
-        return now >= self.checked_at + self.check_s / (LIKELY_CHECK_SHARE if is_likely else CHECK_SHARE)
+        is_due = now >= (self.hurried_check_at if self.is_above_limit else self.check_at)
+        return is_due and 0 < self.limit_bytes < self.resident_bytes
 
-    def set_unknown(self, now: float) -> None:
-        """Its proportional size could not be read: try again later."""
-        self.is_in_check, self.checked_at, self.check_s = False, now, FAILED_CHECK_S
+    def rest(self, now: float, check_s: float) -> None:
+        """Its proportional size was looked at, in `check_s`."""
+        self.check_at, self.hurried_check_at = [now + rests * check_s for rests in CHECK_RESTS]
 
-    def set_proportional(self, now: float, proportional_bytes: int, check_s: float) -> bool:
+    def set_proportional(self, proportional_bytes: int) -> bool:
         """Its proportional size was read: whether it is above its limit."""
-        self.is_in_check, self.checked_at, self.check_s = False, now, check_s
-        self.checked_available = self.available_bytes
         self.shared_bytes = max(0, self.resident_bytes - proportional_bytes)
         self.memory_bytes = proportional_bytes
-        self.figures.set_memory(proportional_bytes)
-        return proportional_bytes > self.limit_bytes
-
-    def close(self) -> None:
-        """Let all files go."""
-        for member in self.members.values():
-            member.close()
-        self.members.clear()
+        self.note_peak()
+        return self.is_above_limit
 
 
 class TreeSampler:
     """Reads what the processes of jobs use, at the right times."""
 
-    def __init__(self, interval_s: float, root: str = '/proc',
-                 read_mark: Callable[[int], int] = read_mark_number) -> None:
+    def __init__(self, interval_s: float, root: str = '/proc') -> None:
         self.interval_s = interval_s
         self.root = root
-        self.read_mark = read_mark
         self.trees = {}         # type: Dict[Any, JobTree]  # by whatever the caller knows them by
-        self.numbers = {}       # type: Dict[int, JobTree]  # by the number of their mark
-        self.seen = set()       # type: Set[int]  # pids that need not be asked for their marks
-        self.looked_at = -math.inf      # when all were
-        self.regular_at = math.inf      # monotonic, as all that follow
-        self.rest_until = 0.0   # no sample but the regular ones before
+        self.seen = set()       # type: Set[int]  # pids of which is known whose they are
+        self.regular_at = math.inf      # monotonic, as all that follow: the next sample of all
+        self.rest_until = 0.0   # no look but the regular samples before
         self.next_at = math.inf
-        self.held = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4  # so many files may stay open
 
     def add(self, key: Any, tree: JobTree, now: float) -> None:
         """Watch one more job. It costs next to nothing: short jobs end before their first sample."""
-        self.trees[key] = self.numbers[tree.mark.number] = tree
-        if self.regular_at == math.inf:
+        if not self.trees:
             self.regular_at = now + self.interval_s
-        self.next_at = min(self.next_at, self.regular_at, max(tree.due_at, self.rest_until))
+        self.trees[key] = tree
+        self.next_at = min(self.next_at, self.regular_at, max(tree.look_at, self.rest_until))
 
-    def drop(self, key: Any) -> Optional[JobTree]:
-        """A job has ended; what was known of it."""
-        tree = self.trees.pop(key, None)
-        if tree is not None:
-            if self.numbers.get(tree.mark.number) is tree:
-                del self.numbers[tree.mark.number]
-            tree.close()
-        return tree
-
-    def sample(self, now: float) -> List[JobTree]:
-        """Take the samples that are due; the jobs of which there is a new one."""
+    def look(self, now: float) -> List[Any]:
+        """Look at the jobs that are due; those of which there is a new sample."""
         is_regular = now >= self.regular_at
-        has_limits = any(tree.limit_bytes for tree in self.trees.values())
-        available_bytes = read_available_bytes(self.root) if has_limits else 0
-        due = [tree for tree in self.trees.values()
-               if is_regular or now >= tree.due_at or tree.may_have_grown(available_bytes)]
+        due = {key: tree for key, tree in self.trees.items() if is_regular or now >= tree.look_at}
         if due:
             began = time.process_time()
-            self.find_members(now)
-            for tree in due:
-                self.seen.difference_update(tree.read(now, available_bytes))
-            self.rest_until = now + (time.process_time() - began) / EXTRA_SHARE
+            self.find_members()
+            for tree in due.values():
+                self.seen.difference_update(tree.look(self.root, now, is_regular))
+            self.rest_until = now + (time.process_time() - began) / LOOK_SHARE
         if is_regular:
-            next_at = self.regular_at + self.interval_s
-            self.regular_at = next_at if next_at > now else now + self.interval_s
-        self.plan(now)
-        return due
+            self.regular_at = now + self.interval_s
+        look_at = max(self.rest_until, min((tree.look_at for tree in self.trees.values()), default=math.inf))
+        self.next_at = min(self.regular_at, look_at) if self.trees else math.inf
+        return list(due) if is_regular else []
 
-    def plan(self, now: float) -> None:
-        """When the next sample is due."""
-        if not self.trees:
-            self.regular_at = self.next_at = math.inf
-            return
-        extra = min(tree.due_at for tree in self.trees.values())
-        headrooms = [tree.headroom_bytes for tree in self.trees.values() if tree.limit_bytes]
-        if headrooms:
-            shortest, longest = TICKS_S
-            extra = min(extra, now + min(max(shortest, min(headrooms) / FASTEST_GROWTH), longest))
-        self.next_at = min(self.regular_at, max(extra, self.rest_until))
-
-    def find_members(self, now: float) -> None:
+    def find_members(self) -> None:
         """Find the processes that are new, and whose they are."""
         try:
             pids = {int(name) for name in os.listdir(self.root) if name.isdigit()}
         except OSError:     # no /proc
             return
-        if now >= self.looked_at + FULL_LOOK_S:
-            self.seen, self.looked_at = set(), now
-        room = self.held - sum(len(tree.members) for tree in self.trees.values())
-        strangers = []
-        for pid in pids - self.seen:
-            tree = self.numbers.get(self.read_mark(pid))
-            if tree is None:
-                strangers.append(pid)
-            elif pid not in tree.members:
-                self.add_member(tree, pid, room > 0)
-                room -= 1
-        self.find_unmarked(strangers)
+        trees = self.trees.values()
+        sessions = {tree.pid: tree for tree in trees}
+        owners = {pid: tree for tree in trees for pid in tree.members}
+        new = [(pid, read_stat_fields(self.root, pid)) for pid in pids - self.seen]
+        # Parents come before their children.
+        for pid, fields in sorted((row for row in new if row[1]), key=lambda row: int(row[1][19])):
+            parent = int(fields[1])
+            tree = sessions.get(int(fields[3])) or owners.get(parent)
+            if tree is None and parent == os.getpid():
+                environ = read_proc_text(f'{self.root}/{pid}/environ')
+                tree = next((tree for tree in trees if tree.mark in environ), None)
+            if tree is not None:
+                tree.members[pid], owners[pid] = fields[19], tree
         self.seen = pids
-
-    def find_unmarked(self, strangers: Sequence[int]) -> None:
-        """The same where the mark could not be set (see set_mark_number)."""
-        for tree in self.trees.values():
-            if tree.is_marked is None:
-                tree.is_marked = bool(tree.members) or self.read_mark(tree.pid) == tree.mark.number
-        trees = [tree for tree in self.trees.values() if not tree.is_marked]
-        rows = [(pid, read_proc_text(f'{self.root}/{pid}/stat').rpartition(b')')[2].split())
-                for pid in (strangers if trees else ())]
-        for pid, fields in sorted((row for row in rows if row[1]), key=lambda row: int(row[1][19])):
-            environ = read_proc_text(f'{self.root}/{pid}/environ')
-            for tree in trees:      # parents come before their children
-                if int(fields[3]) == tree.pid or int(fields[1]) in tree.members or tree.mark.text in environ:
-                    self.add_member(tree, pid, False)
-                    break
-
-    def add_member(self, tree: JobTree, pid: int, is_held: bool) -> None:
-        """Count a process as a job's."""
-        with contextlib.suppress(OSError):      # it has ended
-            tree.members[pid] = Member(f'{self.root}/{pid}/stat', is_held)
-
-    def close(self) -> None:
-        """Let all files go."""
-        for key in list(self.trees):
-            self.drop(key)
 
 
 # -------- memory limits --------
@@ -16768,53 +16635,35 @@ def check_trees(root: str, pids: Sequence[Sequence[int]]) -> List[int]:
     return [sum(read_proportional_bytes(root, pid) for pid in members) for members in pids]
 
 
-def find_oom_file(root: str = '/proc') -> str:
-    """The file that counts what the kernel has killed for lack of memory where we are, and jobs will be.
-
-    memory.events of our control group (version 2) or the next one above it that has one, memory.oom_control
-    of version 1 (both: oom_kill, Linux 4.13), else vmstat, of the whole host.
-    """
-    mounts = read_proc_text(f'{root}/self/mountinfo').decode('utf-8', 'surrogateescape').splitlines()
-    for line in read_proc_text(f'{root}/self/cgroup').decode('utf-8', 'surrogateescape').splitlines():
-        _, controllers, path = line.split(':', 2)
-        if controllers and 'memory' not in controllers.split(','):
-            continue
-        name = 'memory.oom_control' if controllers else 'memory.events'
-        for mount in mounts:
-            left, _, right = mount.partition(' - ')
-            kind, _, options = right.split()[:3]
-            is_it = 'memory' in options.split(',') if controllers else kind == 'cgroup2'
-            if kind.startswith('cgroup') and is_it:
-                top, at = map(decode_mount_point, left.split()[3:5])
-                inner = path[len(top):] if top != '/' and path.startswith(top) else path
-                found = find_upwards(at, inner, name)
-                if found:
-                    return found
-    return f'{root}/vmstat'
+def find_oom_file(root: str = '') -> str:
+    """File in which the kernel counts what it has killed in our control group for lack of memory; or ''."""
+    paths = (os.path.join(directory, name) for directory in control_group_directories('memory', root)
+             for name in ('memory.events', 'memory.oom_control'))       # of version 2, and of 1
+    return next(filter(os.path.exists, paths), '')
 
 
-def find_upwards(top: str, path: str, name: str) -> str:
-    """A file in the directory `path` below `top`, or the next one above it that has one; or ''."""
-    while True:
-        file = os.path.join(top, path.strip('/'), name)
-        if os.path.exists(file):
-            return file
-        if not path.strip('/'):
-            return ''
-        path = os.path.dirname(path.rstrip('/'))
+def is_own_group(directory: str) -> bool:
+    """Whether a control group, with those below it, has no processes of others than us and root (sshd(8))."""
+    pids = {pid for path, _, _ in os.walk(directory)
+            for pid in read_control_group_value(path, 'cgroup.procs')}
+    owners = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):      # it has ended
+            owners.add(os.stat(f'/proc/{pid}').st_uid)
+    return owners <= {0, os.geteuid()}
 
 
 class OomCounter:
     """What the kernel kills for lack of memory: tells a job's SIGKILL by it from somebody's."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path = path            # '': nothing counts
         self.count = self.next_count = self.read()      # what was killed before explains no end
         self.next_at = 0.0          # monotonic; then next_count does, too
 
     def read(self) -> int:
-        """The kernel's counter now."""
-        return read_counter(read_proc_text(self.path), b'oom_kill') or 0
+        """The kernel's counter now (oom_kill: Linux 4.13)."""
+        return read_counter(read_proc_text(self.path), b'oom_kill') or 0 if self.path else 0
 
     def look(self, now: float) -> None:
         """What was killed some time ago will explain no end that is still to come."""
@@ -16823,18 +16672,13 @@ class OomCounter:
             self.count, self.next_count = max(self.count, self.next_count), self.read()
 
     def take(self) -> bool:
-        """Whether the kernel has killed something lately that explains no end yet; now it does."""
-        is_new = self.read() > self.count
+        """Whether the kernel has killed something of ours lately that explains no end yet; now it does."""
+        is_new = self.read() > self.count and is_own_group(os.path.dirname(self.path))
         self.count += is_new
         return is_new
 
 
 # -------- the node --------
-
-def read_available_bytes(root: str) -> int:
-    """Memory that the node can still give (proc(5), meminfo: MemAvailable), 0 if unknown."""
-    return (read_counter(read_proc_text(f'{root}/meminfo'), b'MemAvailable') or 0) * 1024
-
 
 def read_node_memory(root: str) -> Tuple[int, int]:
     """Used and total bytes."""
@@ -16857,33 +16701,29 @@ class NodeUsage:
         self.measures_cpu = measures_cpu
         self.measures_memory = measures_memory
         self.root = root
-        self.ticks = read_node_ticks(root)
-        self.sample_count = 0
-        self.sums = [0.0, 0.0]
-        self.peaks = [0.0, 0.0]
+        self.first = read_node_ticks(root)
+        self.usage = Usage(0.0, 0.0, 100.0)
+
+    def ticks(self) -> List[int]:
+        """Busy and all ticks since the beginning."""
+        return [now - first for now, first in zip(read_node_ticks(self.root), self.first)]
 
     def sample(self) -> Tuple[Optional[float], Optional[int], Optional[int]]:
         """Take a sample: CPU percent since the last one, used and total memory; None: not measured."""
-        busy, total = read_node_ticks(self.root)
-        percent = (busy - self.ticks[0]) / max(1, total - self.ticks[1]) * 100
-        percent = min(max(percent, 0.0), 100.0)
-        self.ticks = busy, total
         used_bytes, total_bytes = read_node_memory(self.root)
-        self.sample_count += 1
-        for index, value in enumerate((percent, used_bytes)):
-            self.sums[index] += value
-            self.peaks[index] = max(self.peaks[index], value)
+        busy, total = self.ticks()
+        percent = self.usage.add(total, busy, used_bytes)
         return (percent if self.measures_cpu else None, *(
             (used_bytes, total_bytes) if self.measures_memory else (None, None)))
 
     def fields(self) -> Dict[str, Any]:
         """Fields of a compute node; of what is not measured None."""
-        count, (cpu, memory) = max(1, self.sample_count), self.sums
-        return {'sample_count': self.sample_count,
-                'peak_cpu_percent': self.peaks[0] if self.measures_cpu else None,
-                'avg_cpu_percent': cpu / count if self.measures_cpu else None,
-                'peak_memory_bytes': int(self.peaks[1]) if self.measures_memory else None,
-                'avg_memory_bytes': int(memory / count) if self.measures_memory else None}
+        busy, total = self.ticks()
+        fields = self.usage.fields(total, busy)
+        names = [('peak_cpu_percent', 'avg_cpu_percent'), ('peak_memory_bytes', 'avg_memory_bytes')]
+        flags = self.measures_cpu, self.measures_memory
+        return {'sample_count': self.usage.num_samples, **{
+            name: fields.get(name) if flag else None for flag, group in zip(flags, names) for name in group}}
 
 
 # -------- time series --------
@@ -16966,7 +16806,7 @@ class Series:
             self.rows['jobs'].append((job_id, *values))
 
     def add_peak(self, job_id: int, name: str, peak_bytes: int) -> None:
-        """What the result of a job says: the peak may lie between two samples."""
+        """The name of a job, and its peak of memory if it is known."""
         self.named[job_id] = max(peak_bytes, self.named.get(job_id, 0))
         self.rows['names'].append((job_id, name, self.named[job_id] or None))
 
@@ -20383,46 +20223,6 @@ def is_accounting_off(reply: Reply) -> bool:
     return reply.code == COMMAND_NOT_FOUND or reply.code != 0 and 'storage is disabled' in reply.err
 
 
-class StepUsage:
-    """Figures of a step that runs, from sample to sample of sstat."""
-    cpu_s = None                # type: Optional[float]  # of the last sample: since the step's start
-    cpu_at = 0.0                # monotonic; when that was
-    used_s = measured_s = 0.0   # CPU time, and time, between the first sample and the last
-    peak_cpu_percent = 0.0
-    peak_memory_bytes = total_memory_bytes = num_samples = 0
-
-    def add(self, now: float, sample: StepSample) -> Optional[float]:
-        """Take a sample in. CPU percent since the last one; None for the first: it has nothing before it."""
-        if sample.memory_bytes is not None:
-            self.peak_memory_bytes = max(self.peak_memory_bytes, sample.memory_bytes)
-            self.total_memory_bytes += sample.memory_bytes
-            self.num_samples += 1
-        if sample.cpu_s is None:
-            return None
-        before_s, elapsed_s = self.cpu_s, now - self.cpu_at
-        self.cpu_s, self.cpu_at = sample.cpu_s, now
-        if before_s is None or elapsed_s <= 0:
-            return None
-        used_s = max(0.0, sample.cpu_s - before_s)
-        percent = used_s / elapsed_s * 100
-        if percent > MAX_CPU_PERCENT:
-            return None
-        self.used_s, self.measured_s = self.used_s + used_s, self.measured_s + elapsed_s
-        self.peak_cpu_percent = max(self.peak_cpu_percent, percent)
-        return percent
-
-    def fields(self) -> Dict[str, Any]:
-        """Fields of a result; what is unknown is left out."""
-        fields = {}     # type: Dict[str, Any]
-        if self.num_samples:
-            fields = {'peak_memory_bytes': self.peak_memory_bytes,
-                      'avg_memory_bytes': self.total_memory_bytes // self.num_samples}
-        if self.measured_s:
-            fields.update(peak_cpu_percent=self.peak_cpu_percent,
-                          avg_cpu_percent=self.used_s / self.measured_s * 100)
-        return fields
-
-
 # ======== 15. Journal: ends of attempts, kept on disk while the server is away ========
 #
 # A journal has one writer, a runner, and Torc's table, so that either program reads the other's. It may lie
@@ -22990,15 +22790,15 @@ class Monitor(Part):
         if self.settings.jobs:
             process = attempt.process
             limit_bytes = attempt.needs.memory_bytes if self.context.config['limit_resources'] else 0
-            tree = JobTree(process.pid, process.mark, process.started,
+            tree = JobTree(process.pid, process.mark.text, process.started,
                            limit_bytes if limit_bytes > UNSTATED_MEMORY_BYTES else 0)
             self.sampler.add(attempt, tree, process.started)
 
     def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
         """A job has ended: fields of its result."""
-        tree = self.sampler.drop(attempt)
-        figures = UsageFigures(0.0) if tree is None else tree.figures
-        usage = figures.at_end(end.wall_s, end.cpu_s, end.peak_memory_bytes)
+        tree, known = self.sampler.trees.pop(attempt, None), (end.wall_s, end.cpu_s, end.peak_memory_bytes)
+        usage = Usage(most_percent=ALL_CPUS_PERCENT).fields(*known) if tree is None else \
+            tree.usage.fields(*known, tree.began + end.wall_s)
         self.note_peak(attempt, usage)
         return usage
 
@@ -23013,6 +22813,7 @@ class Monitor(Part):
 
     def act(self, now: float) -> None:
         """Take the samples that are due."""
+        self.oom_kills.look(now)
         if self.check is not None:
             self.look_at_check(now)
         if now >= self.sampler.next_at:
@@ -23023,14 +22824,13 @@ class Monitor(Part):
         self.series.act(now)
 
     def sample_jobs(self, now: float) -> None:
-        """One sample of the jobs that are due."""
-        sampled, at = set(self.sampler.sample(now)), int(time.time())
-        self.oom_kills.look(now)
-        if self.settings.has_job_series:
-            for attempt, tree in self.sampler.trees.items():
-                if tree in sampled and tree.num_processes:
-                    self.series.add_job(attempt.id, attempt.name, (
-                        at, tree.cpu_percent, tree.memory_bytes, tree.num_processes))
+        """One look at the jobs that are due."""
+        sampled, at = self.sampler.look(now), int(time.time())
+        for attempt in sampled if self.settings.has_job_series else ():
+            tree = self.sampler.trees[attempt]
+            if tree.num_processes and tree.cpu_percent is not None:
+                self.series.add_job(attempt.id, attempt.name, (
+                    at, tree.cpu_percent, tree.memory_bytes, tree.num_processes))
         if self.check is None:
             self.begin_check(now)
 
@@ -23046,10 +22846,8 @@ class Monitor(Part):
         """Have the proportional sizes read of jobs that seem to be above their limits."""
         suspects = {attempt: tree for attempt, tree in self.sampler.trees.items() if tree.needs_check(now)}
         if suspects:
-            for tree in suspects.values():
-                tree.is_in_check = True
-            pids = [list(tree.members) for tree in suspects.values()]
             self.suspects = list(suspects)
+            pids = [list(tree.members) for tree in suspects.values()]
             self.check = self.launcher.begin(functools.partial(check_trees, '/proc', pids))
             self.look_at_check(now)     # it may not have begun
 
@@ -23066,11 +22864,10 @@ class Monitor(Part):
         sizes = check.result or itertools.repeat(0)
         for attempt, size_bytes in zip(self.suspects, sizes):
             tree = trees.get(attempt)       # it may have ended
-            if tree is not None and check.error:
-                tree.set_unknown(now)
-            elif tree is not None and tree.set_proportional(now, size_bytes, now - check.began):
+            if tree is not None:
+                tree.rest(now, FAILED_CHECK_S if check.error else now - check.began)
+            if tree is not None and not check.error and tree.set_proportional(size_bytes):
                 self.end_job(attempt, tree)
-        self.sampler.plan(now)
 
     def end_job(self, attempt: Attempt, tree: JobTree) -> None:
         """SIGKILL for a job above its limit."""
@@ -23092,7 +22889,8 @@ class Monitor(Part):
         code, oom_exit_code = attempt.end.return_code, self.context.config['oom_exit_code']
         if attempt.stopped_for == 'memory' and code:
             return Verdict('failed', oom_exit_code, attempt.reason)
-        if verdict.status == 'failed' and code == 128 + signal.SIGKILL and self.oom_kills.take():
+        is_killed = code == 128 + signal.SIGKILL and not attempt.stopped_for
+        if verdict.status == 'failed' and is_killed and self.oom_kills.take():
             return Verdict('failed', oom_exit_code, 'killed by the kernel for lack of memory '
                            f'({self.oom_kills.path} counts it): allow more memory, or run fewer jobs at once')
         return verdict
@@ -23124,7 +22922,6 @@ class Monitor(Part):
             series.act(time.monotonic())
         if series.errand is not None:
             series.errand.wait(max(0.0, give_up_at - time.monotonic()))
-        self.sampler.close()
         fields = {} if self.node is None else self.node.fields()
         return {name: value for name, value in fields.items() if value is not None}
 
@@ -23633,7 +23430,7 @@ class StepAccount:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.usage = StepUsage()
+        self.usage = Usage()
         self.ended_at = math.inf    # monotonic
         self.tries = 0              # answers of sacct since then
         self.record = None          # type: Optional[StepRecord]  # the last one
@@ -23700,7 +23497,7 @@ class StepSampler:
             self.sample_at = max(self.sample_at, now + PATIENCE * (now - asked_at))
         for number, sample in read_step_samples(reply.out, set(asked)).items():
             attempt = asked[number]
-            percent = attempt.account.usage.add(now, sample) if attempt in self.running else None
+            percent = attempt.account.usage.add(now, *sample) if attempt in self.running else None
             if percent is not None and self.settings.has_job_series:
                 self.series.add_job(attempt.id, attempt.name, (at, percent, sample.memory_bytes or 0, 1))
 
@@ -23862,12 +23659,7 @@ class Accounting:
 
     def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
         """Fields of its result: what the end of the job itself tells, and what was sampled."""
-        sampled = attempt.account.usage.fields()
-        at_end = UsageFigures(0.0).at_end(end.wall_s, end.cpu_s, end.peak_memory_bytes)
-        peaks = {key: max(sampled[key], at_end[key]) for key in ('peak_memory_bytes', 'peak_cpu_percent')
-                 if key in sampled and key in at_end}
-        # sstat counts whole seconds; a supervisor that was killed has said nothing.
-        usage = {**sampled, **at_end, **peaks} if end.cpu_s else {**at_end, **sampled, **peaks}
+        usage = attempt.account.usage.fields(end.wall_s, end.cpu_s, end.peak_memory_bytes)
         self.monitor.note_peak(attempt, usage)
         return usage
 
