@@ -18305,15 +18305,16 @@ def find_account(given: Optional[str], defaults: Dict[str, Any], profile: Profil
 # What is asked for is what was planned with: partition, CPUs, memory and GPUs. Where nodes are handed out
 # whole, that is a node; where they are shared, what the jobs of an allocation take.
 #
-# A group's action fires when its gates are ready: jobs that wait for no other job of the group. Where groups
-# wait for each other in turn, a group has several stages, each with its own action, so that what comes later
-# is never a gate of what it waits for: stages are numbered so that along each dependency the pair (stage,
-# rank of the group) grows, or both jobs are in the same stage. Jobs that wait for another job of their stage
-# and for a group that has perhaps not begun by then are in the next stage, too.
+# A group's action fires when its gates are ready: jobs that wait for no other job of their stage. Where
+# groups wait for each other in turn, a group has several stages, each with its own action, so that what comes
+# later is never a gate of what it waits for: a stage's number is how often the longest way to its jobs leads
+# from one group into another.
 
 END_S = 120                 # so much longer than its jobs an allocation is, by default; see plan_times()
 RUNNER_START_S = 30
-RUNNER_MEMORY_MB = 512      # the runner itself, and its sruns: some 100 MB, and 5 MB a step (slurm 22.05)
+# What a runner, and the srun processes of its steps, take of an allocation's memory: some 100 MB, and 5 MB a
+# step (Slurm 22.05).
+RUNNER_MEMORY_BYTES, STEP_MEMORY_BYTES = 256 << 20, 10 << 20
 MANY_ALLOCATIONS = 50       # of a plan; more of them are said to be many
 MERGED_ALLOCATIONS = 2      # up to so many together, a partition's two groups become one; as in Torc
 SMALL_CPUS, SMALL_MEMORY_MB = 26, 60000     # of a job that goes to shared nodes where there are some; Torc's
@@ -18381,59 +18382,41 @@ class Stage(Row):
     num_allocations: int
 
 
-class PlannedScheduler(Row):
-    """Options of allocations, and the jobs that they are for."""
-    name: str
-    class_numbers: List[int]
-    has_dependencies: bool      # its jobs wait for others
-    partition: Partition
-    walltime_s: int
-    nodes: int                  # of one allocation
-    num_cpus: int               # of one node, as all that follows
-    memory_mb: int
-    num_gpus: int
-    is_bound: bool              # its jobs may name it: none takes some of the nodes only
-    stages: List[Stage]
-
-    @property
-    def jobs(self) -> List[int]:
-        """All of its jobs."""
-        return sorted(itertools.chain.from_iterable(stage.jobs for stage in self.stages))
-
-    @property
-    def num_allocations(self) -> int:
-        """Allocations of all stages."""
-        return sum(stage.num_allocations for stage in self.stages)
-
-
-class AllocationPlan(Row):
-    """What was planned; the jobs of classes with a problem are left out."""
-    schedulers: List[PlannedScheduler]
-    problems: List[Tuple[int, str]]         # class, why it fits no partition
-    warnings: List[str]
-
-
 # -------- where jobs fit --------
+
+# What a job needs, what a partition gives, how both are shown, and of what.
+LIMITS = (
+    ('num_gpus', lambda needs: needs.num_gpus, lambda partition: partition.gpus, str, 'of a node'),
+    ('memory', lambda needs: needs.memory_mb, lambda partition: partition.memory_mb,
+     lambda value_mb: format_memory(value_mb * MEGABYTE), 'of a node'),
+    ('num_cpus', lambda needs: needs.num_cpus, lambda partition: partition.cpus_per_node, str, 'of a node'),
+    ('runtime', lambda needs: needs.runtime_s, lambda partition: partition.max_walltime_secs, format_walltime,
+     'of a job'),
+    ('num_nodes', lambda needs: needs.num_nodes, lambda partition: partition.max_nodes or math.inf, str,
+     'of a job'),
+)
 
 
 def misfit(partition: Partition, needs: ResourceClass) -> str:
     """Why a partition cannot run a job, with both numbers, or ''."""
-    name = partition.name
-    if needs.num_gpus > partition.gpus:
-        return f'num_gpus {needs.num_gpus} is more than the {partition.gpus} of a node of {name}'
-    if needs.memory_mb > partition.memory_mb:
-        return (f'memory {format_memory(needs.memory_bytes)} is more than the '
-                f'{format_memory(partition.node.memory_bytes)} of a node of {name}')
-    if needs.num_cpus > partition.cpus_per_node:
-        return f'num_cpus {needs.num_cpus} is more than the {partition.cpus_per_node} of a node of {name}'
-    if needs.runtime_s > partition.max_walltime_secs:
-        return (f'runtime {format_duration(needs.runtime_s)} is longer than the '
-                f'{format_walltime(partition.max_walltime_secs)} of {name}')
-    if partition.max_nodes and needs.num_nodes > partition.max_nodes:
-        return f'num_nodes {needs.num_nodes} is more than the {partition.max_nodes} of a job in {name}'
+    for field, wanted, given, shown, where in LIMITS:
+        if wanted(needs) > given(partition):
+            return (f'{field} {shown(wanted(needs))} is more than the {shown(given(partition))} {where} in '
+                    f'{partition.name}')
     if partition.min_nodes and needs.num_nodes < partition.min_nodes:
-        return f'num_nodes {needs.num_nodes} is less than the {partition.min_nodes} of a job in {name}'
+        return (f'num_nodes {needs.num_nodes} is less than the {partition.min_nodes} of a job in '
+                f'{partition.name}')
     return ''
+
+
+def explain_misfit(partitions: Sequence[Partition], needs: ResourceClass) -> str:
+    """Why no partition can run a job, with both numbers."""
+    for field, wanted, given, shown, where in LIMITS:
+        most = max(map(given, partitions), default=0)
+        if wanted(needs) > most:
+            return f'{field} {shown(wanted(needs))} is more than {shown(most)}, the most {where}'
+    reasons = list(dict.fromkeys(misfit(partition, needs) for partition in partitions))
+    return '; '.join(reasons[:3]) + ('; ...' if len(reasons) > 3 else '')
 
 
 def fitting_partitions(partitions: Sequence[Partition], needs: ResourceClass) -> List[Partition]:
@@ -18447,212 +18430,183 @@ def choose_partition(partitions: Sequence[Partition], needs: ResourceClass,
     fitting = fitting_partitions(partitions, needs)
     fitting = [partition for partition in fitting if 'debug' not in partition.name.lower()] or fitting
     routed = [partition for partition in fitting if not partition.requires_explicit_request]
-    if needs.num_gpus:
-        tiers = [routed, fitting]
-    else:
+    tiers = [routed, fitting]
+    if not needs.num_gpus:
         without_gpus = [partition for partition in routed if not partition.gpus]
         is_small = needs.num_cpus <= SMALL_CPUS and needs.memory_mb <= SMALL_MEMORY_MB
-        tiers = [[partition for partition in without_gpus if partition.shared and is_small], without_gpus,
-                 routed, fitting]
+        tiers[:0] = [[partition for partition in without_gpus if partition.shared and is_small], without_gpus]
     wanted_s = max(needs.runtime_s * multiplier, needs.runtime_s + end_s)
     tier = next(filter(None, tiers), ())
     return min(tier, default=None, key=lambda partition: (
         partition.max_walltime_secs < wanted_s, partition.memory_mb, partition.max_walltime_secs))
 
 
-# What no partition has: the bound's words, a job's number, a partition's, and how to show it.
-HARD_LIMITS = (
-    ('num_gpus {} is more than {}, the most of a node', lambda needs: needs.num_gpus,
-     lambda partition: partition.gpus, str),
-    ('memory {} is more than {}, the most of a node', lambda needs: needs.memory_mb,
-     lambda partition: partition.memory_mb, lambda value_mb: format_memory(value_mb * MEGABYTE)),
-    ('num_cpus {} is more than {}, the most of a node', lambda needs: needs.num_cpus,
-     lambda partition: partition.cpus_per_node, str),
-    ('runtime {} is longer than {}, the longest walltime', lambda needs: needs.runtime_s,
-     lambda partition: partition.max_walltime_secs, format_walltime),
-)
+def jobs_at_once(node: Capacity, needs: Any, count: int) -> int:
+    """How many of so many jobs a node is to run at once, beside a runner: one at least."""
+    room = node._replace(memory_bytes=node.memory_bytes - RUNNER_MEMORY_BYTES)
+    return max(1, min(count, room.count(needs._replace(memory_bytes=needs.memory_bytes + STEP_MEMORY_BYTES))))
 
 
-def explain_misfit(partitions: Sequence[Partition], needs: ResourceClass) -> str:
-    """Why no partition can run a job, with both numbers."""
-    for words, wanted, given, shown in HARD_LIMITS:
-        most = max((given(partition) for partition in partitions), default=0)
-        if wanted(needs) > most:
-            return words.format(shown(wanted(needs)), shown(most))
-    reasons = list(dict.fromkeys(misfit(partition, needs) for partition in partitions))
-    return '; '.join(reasons[:3]) + ('; ...' if len(reasons) > 3 else '')
-
-
-# -------- how many, how large, how long --------
-
-
-def jobs_side_by_side(partition: Partition, needs: ResourceClass) -> int:
-    """How many jobs of a class a node runs at once."""
-    return max(1, partition.node.count(needs))
-
-
-def nominal_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
-    """Walltime that allocations are counted with, when their longest job takes so many seconds."""
-    if options.walltime_s is not None:
-        return options.walltime_s
-    if options.walltime_strategy == 'max-partition-time' or not longest_s:
-        return partition.max_walltime_secs
-    return min(math.ceil(longest_s * options.walltime_multiplier), partition.max_walltime_secs)
-
-
-def plan_walltime(partition: Partition, longest_s: int, options: PlanOptions) -> int:
-    """Walltime that is asked for: at its end, a job that takes all of its runtime has not been stopped."""
-    nominal_s = nominal_walltime(partition, longest_s, options)
-    least_s = min(max(longest_s + options.end_s, options.least_s), partition.max_walltime_secs)
-    return nominal_s if options.walltime_s is not None else max(nominal_s, least_s)
-
-
-def count_allocations(partition: Partition, walltime_s: int,
-                      demands: Sequence[Tuple[ResourceClass, int]]) -> int:
-    """Allocations for so many jobs of each class: what each class takes of one, added up."""
-    taken = 0.0
-    for needs, count in demands:
-        rounds = max(1, walltime_s // needs.runtime_s) if needs.runtime_s else 1
-        at_once = 1 if needs.num_nodes > 1 else jobs_side_by_side(partition, needs)
-        taken += count / (at_once * rounds)
-    return max(1, math.ceil(taken - 1e-9))
-
-
-def size_request(partition: Partition, num_allocations: int,
+def size_request(partition: Partition, num_shares: int,
                  demands: Sequence[Tuple[ResourceClass, int]]) -> Tuple[int, int, int]:
-    """CPUs, megabytes and GPUs to ask for of each node."""
-    gpus = partition.gpus if any(needs.num_gpus for needs, _ in demands) else 0
-    whole = (partition.cpus_per_node, partition.memory_mb, gpus)
+    """CPUs, megabytes and GPUs to ask for of each of so many nodes that share the jobs."""
+    node = partition.node
     if not partition.shared:
         # Whole gigabytes, as Torc asks for, where they hold as many jobs.
-        smaller = partition._replace(memory_mb=partition.memory_mb // 1024 * 1024)
-        is_enough = all(smaller.node.count(needs) == partition.node.count(needs) for needs, _ in demands)
-        return whole if not is_enough else (partition.cpus_per_node, smaller.memory_mb, gpus)
-    wanted = [0, RUNNER_MEMORY_MB, 0]
+        memory_mb = partition.memory_mb // 1024 * 1024
+        less = node._replace(memory_bytes=memory_mb * MEGABYTE)
+        is_enough = all(less.count(needs) == node.count(needs) for needs, _ in demands)
+        return (node.num_cpus, memory_mb if is_enough else partition.memory_mb,
+                node.num_gpus if any(needs.num_gpus for needs, _ in demands) else 0)
+    wanted = Capacity(0, RUNNER_MEMORY_BYTES, 0)
     for needs, count in demands:
-        at_once = min(jobs_side_by_side(partition, needs), -(-count // num_allocations))
-        at_once = 1 if needs.num_nodes > 1 else at_once
-        for index, amount in enumerate((needs.num_cpus, needs.memory_mb, needs.num_gpus)):
-            wanted[index] += at_once * amount
-    return tuple(min(pair) for pair in zip(wanted, whole))
+        at_once = 1 if needs.num_nodes > 1 else jobs_at_once(node, needs, -(-count // num_shares))
+        wanted = wanted.less(needs._replace(memory_bytes=needs.memory_bytes + STEP_MEMORY_BYTES), -at_once)
+    num_cpus, memory_bytes, num_gpus = map(min, wanted, node)
+    return num_cpus, -(-memory_bytes // MEGABYTE), num_gpus
 
 
-# -------- groups --------
-
-GroupKey = Tuple[int, int, bool]    # partition or class, nodes of a job, whether its jobs wait for others
+# -------- groups and stages --------
 
 
-class StageDraft(Row):
-    """A stage in the making."""
-    jobs: List[int]
-    gates: List[int]
-    ends_s: List[int]       # when each job ends at the latest, from the begin of the stage
+class PlannedScheduler:
+    """Jobs that share allocations, and what these are like. The options are there after settle()."""
 
-
-class Grouping:
-    """Jobs on their way into groups and stages."""
-
-    def __init__(self, graph: JobGraph, classes: Sequence[ResourceClass], options: PlanOptions) -> None:
+    def __init__(self, graph: JobGraph, classes: Sequence[ResourceClass], options: PlanOptions,
+                 partition: Partition, has_dependencies: bool) -> None:
         self.graph, self.classes, self.options = graph, classes, options
-        self.partitions = {}    # class -> Partition
-        self.groups = {}        # GroupKey -> class -> its jobs
-        self.rounds = {}        # GroupKey -> how many jobs one after the other, where lengthen() has decided
+        self.partition = partition
+        self.has_dependencies = has_dependencies    # its jobs wait for others
+        self.jobs = []          # type: List[int]
+        self.stages = []        # type: List[Stage]
+        self.chain_s = 0        # how long those of a stage take that wait for each other
+        self.rounds = 0         # how many jobs one after the other, where lengthen() has decided
+        self.name = ''
+        self.walltime_s = 0
+        self.nodes = 0          # of one allocation
+        self.num_cpus, self.memory_mb, self.num_gpus = 0, 0, 0      # of one node
+        self.is_bound = True    # its jobs may name it: none takes some of the nodes only
 
-    def choose(self, partitions: Sequence[Partition]) -> List[Tuple[int, str]]:
-        """Choose a partition for each class; what fits none is answered."""
-        problems = []
-        for number in sorted(set(self.graph.class_numbers).difference((None,))):
-            needs = self.classes[number]
-            found = choose_partition(partitions, needs, self.options.walltime_multiplier, self.options.end_s)
-            if found is None:
-                problems.append((number, explain_misfit(partitions, needs)))
-            else:
-                self.partitions[number] = found
-        return problems
+    @property
+    def class_numbers(self) -> List[int]:
+        """Classes of its jobs."""
+        return sorted({self.graph.class_numbers[job] for job in self.jobs})
 
-    def key(self, job: int) -> Optional[GroupKey]:
-        """The group of a job before groups are merged; None if it is in none."""
-        number = self.graph.class_numbers[job]
-        if number not in self.partitions:
-            return None
-        has_dependencies = bool(self.graph.sets[self.graph.set_numbers[job]])
-        if self.options.group_by != 'partition':
-            return number, 0, has_dependencies
-        return self.pools[self.partitions[number]], self.classes[number].num_nodes, has_dependencies
+    @property
+    def longest_s(self) -> int:
+        """How long its longest job takes."""
+        return max(self.classes[number].runtime_s for number in self.class_numbers)
 
-    def gather(self) -> None:
-        """Put the jobs into groups."""
-        self.pools = {partition: number for number, partition in enumerate(
-            dict.fromkeys(self.partitions[number] for number in sorted(self.partitions)))}
-        for job in range(len(self.graph.names)):
-            key = self.key(job)
-            if key is not None:
-                group = self.groups.setdefault(key, {})
-                group.setdefault(self.graph.class_numbers[job], []).append(job)
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of all stages."""
+        return sum(stage.num_allocations for stage in self.stages)
 
-    def merge(self) -> None:
-        """One group in place of a partition's two, where both together need few allocations."""
-        for key in [key for key in self.groups if key[2]]:
-            first = (*key[:2], False)
-            if first in self.groups and (self.options.is_single or self.count(key) + self.count(first)
-                                         <= MERGED_ALLOCATIONS):
-                for number, jobs in self.groups.pop(key).items():
-                    self.groups[first][number] = sorted(self.groups[first].get(number, []) + jobs)
-
-    def demands(self, jobs_of: Dict[int, List[int]]) -> List[Tuple[ResourceClass, int]]:
+    def demands(self, jobs: Iterable[int]) -> List[Tuple[ResourceClass, int]]:
         """How many jobs of which class."""
-        return [(self.classes[number], len(jobs)) for number, jobs in sorted(jobs_of.items())]
+        counts = collections.Counter(self.graph.class_numbers[job] for job in jobs)
+        return [(self.classes[number], count) for number, count in sorted(counts.items())]
 
-    def partition(self, key: GroupKey) -> Partition:
-        """The partition of a group."""
-        return self.partitions[next(iter(self.groups[key]))]
+    def nominal_walltime(self, longest_s: int) -> int:
+        """Walltime that allocations are counted with, when what they run takes so many seconds."""
+        options, most_s = self.options, self.partition.max_walltime_secs
+        if options.walltime_s is not None:
+            return options.walltime_s
+        if options.walltime_strategy == 'max-partition-time' or not longest_s:
+            return most_s
+        return min(math.ceil(longest_s * options.walltime_multiplier), most_s)
 
-    def longest(self, key: GroupKey) -> int:
-        """Seconds of the longest job of a group."""
-        return max(self.classes[number].runtime_s for number in self.groups[key])
+    def count(self, jobs: Iterable[int]) -> int:
+        """Allocations for some of its jobs: what each class takes of one, added up."""
+        nominal_s = self.rounds * self.longest_s or self.nominal_walltime(self.longest_s)
+        taken = 0.0
+        for needs, count in self.demands(jobs):
+            rounds = max(1, nominal_s // needs.runtime_s) if needs.runtime_s else 1
+            at_once = 1 if needs.num_nodes > 1 else max(1, self.partition.node.count(needs))
+            taken += count / (at_once * rounds)
+        return max(1, math.ceil(taken - 1e-9))
 
-    def count(self, key: GroupKey, jobs: Optional[List[int]] = None) -> int:
-        """Allocations for a group, or for some jobs of it."""
-        jobs_of = self.groups[key]
-        if jobs is not None:
-            jobs_of = {}
-            for job in jobs:
-                jobs_of.setdefault(self.graph.class_numbers[job], []).append(job)
-        nominal_s = self.rounds[key] * self.longest(key) if key in self.rounds else \
-            nominal_walltime(self.partition(key), self.longest(key), self.options)
-        return count_allocations(self.partition(key), nominal_s, self.demands(jobs_of))
+    def total(self) -> int:
+        """Allocations for all stages."""
+        return sum(self.count(stage.jobs) for stage in self.stages)
 
-    def lengthen(self, key: GroupKey, stages: Sequence[StageDraft], most: int) -> List[int]:
-        """Allocations for each stage of a group, of as many rounds as it takes that they are no more than
-        `most`, or as the partition has time for.
+    def lengthen(self, most: int) -> int:
+        """Have as many rounds as it takes to need no more allocations than `most`, or as the partition has
+        time for; how many are needed then.
         """
-        partition, longest_s = self.partition(key), max(1, self.longest(key))
-        low = max(1, nominal_walltime(partition, longest_s, self.options) // longest_s)
-        high = (partition.max_walltime_secs - self.options.end_s) // longest_s
+        longest_s = max(1, self.longest_s)
+        low = max(1, self.nominal_walltime(longest_s) // longest_s)
+        high = (self.partition.max_walltime_secs - self.options.end_s) // longest_s
         while low < high and self.options.walltime_s is None:
-            self.rounds[key] = middle = (low + high) // 2
-            is_enough = sum(self.count(key, stage.jobs) for stage in stages) <= most
-            low, high = (low, middle) if is_enough else (middle + 1, high)
-            self.rounds[key] = low
-        return [self.count(key, stage.jobs) for stage in stages]
+            self.rounds = (low + high) // 2
+            low, high = (low, self.rounds) if self.total() <= most else (self.rounds + 1, high)
+            self.rounds = low
+        return self.total()
 
-    def share_out(self, drafts: Dict[GroupKey, List[StageDraft]]) -> Dict[GroupKey, List[int]]:
-        """Allocations for each stage of each group: max_allocations at most, each group with its share."""
-        counts = {key: [self.count(key, stage.jobs) for stage in stages] for key, stages in drafts.items()}
-        most, wanted = self.options.max_allocations, sum(map(sum, counts.values()))
-        if most is None or wanted <= most:
-            return counts
-        least = {key: sum(self.lengthen(key, stages, 0)) for key, stages in drafts.items()}
-        spare = most - sum(least.values())
-        if spare < 0:
-            raise BadInput(f'--max-allocations {most}: at least {most - spare} are needed, one for each '
-                           'scheduler and stage, and more where a partition has not the time for all jobs')
-        for key, count in [(key, sum(counts[key])) for key in drafts]:
-            share = least[key] + spare * (count - least[key]) // (wanted - most + spare)
-            self.rounds.pop(key, None)
-            if share < count:
-                counts[key] = self.lengthen(key, drafts[key], share)
-        return counts
+    def settle(self, names: Set[str]) -> None:
+        """Work out the options; others have these names."""
+        partition, options, classes = self.partition, self.options, self.class_numbers
+        longest_s = (self.rounds or 1) * self.longest_s
+        self.walltime_s = self.nominal_walltime(longest_s)
+        if options.walltime_s is None:      # at its end, a job that takes all of its runtime is not stopped
+            least_s = max(longest_s + options.end_s, options.least_s)
+            self.walltime_s = max(self.walltime_s, min(least_s, partition.max_walltime_secs))
+        self.nodes = job_nodes = max(self.classes[number].num_nodes for number in classes)
+        self.stages = [stage._replace(num_allocations=self.count(stage.jobs)) for stage in self.stages]
+        if options.is_single:
+            nodes = job_nodes * max(stage.num_allocations for stage in self.stages)
+            self.nodes = max(job_nodes, min(nodes, partition.max_nodes or nodes))
+            self.stages = [stage._replace(num_allocations=1) for stage in self.stages]
+            self.is_bound = not 1 < job_nodes < self.nodes
+        # The nodes of one allocation share its jobs as several allocations would.
+        shares = max(1, self.num_allocations * self.nodes // job_nodes)
+        size = size_request(partition, shares, self.demands(self.jobs))
+        self.num_cpus, self.memory_mb, self.num_gpus = size
+        base = partition.name if options.group_by == 'partition' else self.classes[classes[0]].name
+        end = '_deferred' * self.has_dependencies + '_' + options.suffix
+        more = ['', f'_{job_nodes}_nodes'][:1 + (job_nodes > 1)]    # as in Torc
+        tries = itertools.chain(more, map('_{}'.format, itertools.count(2)))
+        self.name = next(name for name in (base + word + end for word in tries) if name not in names)
+
+    def doubts(self) -> Iterator[str]:
+        """What may go wrong with its allocations."""
+        shown, longest_s, end_s = format_walltime(self.walltime_s), self.longest_s, self.options.end_s
+        if longest_s > self.walltime_s:
+            yield (f'{self.name}: a runtime of {format_walltime(longest_s)} is longer than the walltime of '
+                   f'{shown}')
+        elif longest_s + end_s > self.walltime_s:
+            yield (f'{self.name}: a job of {format_walltime(longest_s)} cannot run to its end within the '
+                   f'walltime of {shown}: jobs are stopped up to {end_s} s before that')
+        elif self.chain_s > self.walltime_s:
+            yield (f'{self.name}: jobs that wait for each other take up to {format_walltime(self.chain_s)}, '
+                   f'its allocations last {shown}: what is left then needs more of them (--walltime-strategy '
+                   'max-partition-time, or a larger --walltime-multiplier)')
+
+
+class AllocationPlan(Row):
+    """What was planned; the jobs of classes with a problem are left out."""
+    schedulers: List[PlannedScheduler]
+    problems: List[Tuple[int, str]]         # class, why it fits no partition
+    warnings: List[str]
+
+
+def make_groups(graph: JobGraph, classes: Sequence[ResourceClass], chosen: Dict[int, Partition],
+                options: PlanOptions) -> List[PlannedScheduler]:
+    """The groups of all jobs whose class has a partition, in the order of their first jobs."""
+    groups = {}     # type: Dict[Tuple[Any, ...], PlannedScheduler]
+    by_partition = options.group_by == 'partition'
+    for job, number in enumerate(graph.class_numbers):
+        if number in chosen:
+            pool = (chosen[number], classes[number].num_nodes) if by_partition else number
+            key = (pool, bool(graph.sets[graph.set_numbers[job]]))
+            if key not in groups:
+                groups[key] = PlannedScheduler(graph, classes, options, chosen[number], key[1])
+            groups[key].jobs.append(job)
+    for pool, _ in [key for key in groups if by_partition and key[1] and (key[0], False) in groups]:
+        first, later = groups[pool, False], groups[pool, True]
+        if options.is_single or first.count(first.jobs) + later.count(later.jobs) <= MERGED_ALLOCATIONS:
+            first.jobs = sorted(first.jobs + groups.pop((pool, True)).jobs)
+    return sorted(groups.values(), key=lambda group: group.jobs[0])
 
 
 def jobs_in_order(graph: JobGraph) -> List[Tuple[List[int], List[int]]]:
@@ -18661,56 +18615,6 @@ def jobs_in_order(graph: JobGraph) -> List[Tuple[List[int], List[int]]]:
     for job, number in enumerate(graph.set_numbers):
         waiting.setdefault(number, []).append(job)
     return order_groups([(list(graph.sets[number]), jobs) for number, jobs in waiting.items()])
-
-
-StageKey = Tuple[Optional[GroupKey], int]       # a group, and the number of its stage
-
-
-class Staging:
-    """Finds the stages of groups: see above."""
-
-    def __init__(self, graph: JobGraph, group_of: Dict[int, GroupKey], runtimes_s: Dict[int, int]) -> None:
-        self.runtimes_s = runtimes_s
-        self.ranks = {}         # type: Dict[Optional[GroupKey], int]
-        self.places = {}        # job -> its stage, and when it ends
-        self.earlier = {}       # type: Dict[StageKey, Set[StageKey]]   # stages that have begun before one
-        self.stages = {}        # type: Dict[StageKey, StageDraft]
-        order = jobs_in_order(graph)
-        for _, jobs in order:
-            for job in jobs:
-                self.ranks.setdefault(group_of.get(job), len(self.ranks))
-        self.ranks[None] = -1   # jobs in no group run elsewhere: no group is to be ahead of them
-        for members, jobs in order:
-            groups = {}         # group -> its jobs among these
-            for job in jobs:
-                groups.setdefault(group_of.get(job), []).append(job)
-            before = {}         # stages of the prerequisites -> the last end
-            for member in members:
-                stage, end_s = self.places[member]
-                before[stage] = max(end_s, before.get(stage, 0))
-            for group, own in groups.items():
-                self.place(group, own, before)
-
-    def place(self, group: Optional[GroupKey], jobs: List[int], before: Dict[StageKey, int]) -> None:
-        """Put jobs of a group with the same prerequisites into a stage."""
-        number = max([number + (self.ranks[other] > self.ranks[group]) for other, number in before] or [0])
-        begin_s, known = before.get((group, number)), self.earlier.get((group, number), set())
-        if begin_s is not None and not known.issuperset(before):
-            number, begin_s = number + 1, None      # by then its allocations may have run out of work
-        key = (group, number)
-        if begin_s is None:
-            self.earlier.setdefault(key, {key}).update(before, *(self.earlier[stage] for stage in before))
-        draft = self.stages.setdefault(key, StageDraft([], [], []))
-        draft.jobs.extend(jobs)
-        draft.gates.extend(jobs if begin_s is None else ())
-        for job in jobs:
-            end_s = (begin_s or 0) + self.runtimes_s.get(job, 0)
-            draft.ends_s.append(end_s)
-            self.places[job] = (key, end_s)
-
-    def of_group(self, group: GroupKey) -> List[StageDraft]:
-        """The stages of a group, in order."""
-        return [self.stages[key] for key in sorted(key for key in self.stages if key[0] == group)]
 
 
 def find_levels(graph: JobGraph) -> List[int]:
@@ -18723,81 +18627,71 @@ def find_levels(graph: JobGraph) -> List[int]:
     return levels
 
 
+def find_stages(graph: JobGraph, groups: Sequence[PlannedScheduler]) -> None:
+    """Find the stages of groups: see above."""
+    group_of = {job: index for index, group in enumerate(groups) for job in group.jobs}
+    stages, places = {}, {}     # (group, number) -> Stage; job -> its stage, and when it ends at the latest
+    for members, jobs in jobs_in_order(graph):
+        before = {}             # stages of the prerequisites -> the last end
+        for stage, end_s in map(places.__getitem__, members):
+            before[stage] = max(end_s, before.get(stage, 0))
+        for job in jobs:
+            index = group_of.get(job, -1)
+            stage = index, max([number + (other != index) for other, number in before] or [0])
+            end_s = before.get(stage, 0)
+            if index >= 0:
+                found = stages.setdefault(stage, Stage([], [], 0))
+                found.jobs.append(job)
+                found.gates.extend([] if stage in before else [job])
+                end_s += groups[index].classes[graph.class_numbers[job]].runtime_s
+                groups[index].chain_s = max(end_s, groups[index].chain_s)
+            places[job] = stage, end_s
+    for (index, _), found in sorted(stages.items()):
+        groups[index].stages.append(Stage(sorted(found.jobs), sorted(found.gates), 0))
+
+
+def share_out(groups: Sequence[PlannedScheduler], most: Optional[int]) -> None:
+    """Have at most so many allocations, each group with its share: longer ones."""
+    counts = [group.total() for group in groups]
+    wanted = sum(counts)
+    if most is None or wanted <= most:
+        return
+    least = [group.lengthen(0) for group in groups]
+    spare = most - sum(least)
+    if spare < 0:
+        raise BadInput(f'--max-allocations {most}: at least {most - spare} are needed, one for each '
+                       'scheduler and stage, and more where a partition has not the time for all jobs')
+    for group, fewest, count in zip(groups, least, counts):
+        share = fewest + spare * (count - fewest) // (wanted - sum(least))
+        group.rounds = 0
+        if share < count:
+            group.lengthen(share)
+
+
 def plan_allocations(graph: JobGraph, classes: Sequence[ResourceClass], partitions: Sequence[Partition],
                      options: PlanOptions = PlanOptions()) -> AllocationPlan:
     """Schedulers for all jobs, in the order of their first jobs."""
-    grouping = Grouping(graph, classes, options)
-    problems, warnings = grouping.choose(partitions), []
-    grouping.gather()
-    if options.group_by == 'partition':
-        grouping.merge()
-    group_of = {job: key for key, jobs_of in grouping.groups.items()
-                for jobs in jobs_of.values() for job in jobs}
-    runtimes_s = {job: classes[graph.class_numbers[job]].runtime_s for job in group_of}
-    staging = Staging(graph, group_of, runtimes_s)
-    drafts = {key: staging.of_group(key) for key in grouping.groups}
-    counts = grouping.share_out(drafts)
-    names, schedulers = set(), []   # type: Set[str], List[PlannedScheduler]
-    for key in sorted(grouping.groups, key=lambda key: min(map(min, grouping.groups[key].values()))):
-        made = make_scheduler(grouping, key, zip(drafts[key], counts[key]), names)
-        names.add(made.name)
-        schedulers.append(made)
-        warnings += doubt_scheduler(made, classes, options.end_s, max(itertools.chain.from_iterable(
-            stage.ends_s for stage in drafts[key])))
-    total = sum(made.num_allocations for made in schedulers)
+    chosen, problems, warnings = {}, [], []
+    for number in sorted(set(graph.class_numbers) - {None}):
+        needs = classes[number]
+        partition = choose_partition(partitions, needs, options.walltime_multiplier, options.end_s)
+        if partition is None:
+            problems.append((number, explain_misfit(partitions, needs)))
+        else:
+            chosen[number] = partition
+    groups = make_groups(graph, classes, chosen, options)
+    find_stages(graph, groups)
+    share_out(groups, options.max_allocations)
+    names = set()   # type: Set[str]
+    for group in groups:
+        group.settle(names)
+        names.add(group.name)
+        warnings += group.doubts()
+    total = sum(group.num_allocations for group in groups)
     if total > MANY_ALLOCATIONS and options.max_allocations is None:
         warnings.append(f'the plan has {total} allocations: --max-allocations N makes fewer and longer ones, '
                         'with more jobs one after the other')
-    return AllocationPlan(schedulers, problems, warnings)
-
-
-def make_scheduler(grouping: Grouping, key: GroupKey, stages: Iterable[Tuple[StageDraft, int]],
-                   names: Set[str]) -> PlannedScheduler:
-    """The scheduler of a group, whose stages have so many allocations."""
-    partition, jobs_of, options = grouping.partition(key), grouping.groups[key], grouping.options
-    walltime_s = plan_walltime(partition, grouping.rounds.get(key, 1) * grouping.longest(key), options)
-    job_nodes = max(grouping.classes[number].num_nodes for number in jobs_of)
-    planned = [Stage(sorted(stage.jobs), sorted(stage.gates), count) for stage, count in stages]
-    nodes = job_nodes
-    if options.is_single:
-        nodes = job_nodes * max(stage.num_allocations for stage in planned)
-        if partition.max_nodes:
-            nodes = max(job_nodes, min(nodes, partition.max_nodes))
-        planned = [stage._replace(num_allocations=1) for stage in planned]
-    # The nodes of one allocation share its jobs as several allocations would.
-    shares = max(1, sum(stage.num_allocations for stage in planned) * nodes // job_nodes)
-    request = size_request(partition, shares, grouping.demands(jobs_of))
-    base = partition.name if options.group_by == 'partition' else grouping.classes[key[0]].name
-    name = unique_name(base, job_nodes, key[2], options.suffix, names)
-    return PlannedScheduler(name, sorted(jobs_of), key[2], partition, walltime_s, nodes, *request,
-                            not 1 < job_nodes < nodes, planned)
-
-
-def unique_name(base: str, num_nodes: int, is_deferred: bool, suffix: str, names: Set[str]) -> str:
-    """Name of a scheduler: Torc's, with more where several would have it."""
-    if num_nodes > 1:
-        tries = itertools.chain(('', f'_{num_nodes}_nodes'), (f'_{n}' for n in itertools.count(2)))
-    else:
-        tries = itertools.chain(('',), (f'_{n}' for n in itertools.count(2)))
-    deferred = '_deferred' if is_deferred else ''
-    return next(name for name in (f'{base}{more}{deferred}_{suffix}' for more in tries) if name not in names)
-
-
-def doubt_scheduler(made: PlannedScheduler, classes: Sequence[ResourceClass], end_s: int,
-                    chain_s: int) -> Iterator[str]:
-    """What may go wrong with a scheduler's allocations."""
-    shown, longest_s = format_walltime(made.walltime_s), max(
-        classes[number].runtime_s for number in made.class_numbers)
-    if longest_s > made.walltime_s:
-        yield (f'{made.name}: a runtime of {format_walltime(longest_s)} is longer than the walltime of '
-               f'{shown}')
-    elif longest_s + end_s > made.walltime_s:
-        yield (f'{made.name}: a job of {format_walltime(longest_s)} cannot run to its end within the '
-               f'walltime of {shown}: jobs are stopped up to {end_s} s before that')
-    elif chain_s > made.walltime_s:
-        yield (f'{made.name}: jobs that wait for each other take up to {format_walltime(chain_s)}, its '
-               f'allocations last {shown}: what is left then needs more of them (--walltime-strategy '
-               'max-partition-time, or a larger --walltime-multiplier)')
+    return AllocationPlan(groups, problems, warnings)
 
 
 # -------- workflow files --------
@@ -18968,22 +18862,19 @@ def rebase_tables(value: Dict[str, Any], directory: str, new_directory: str) -> 
 
     def rebase_block(block: Dict[str, Any]) -> Dict[str, Any]:
         block = dict(block)
-        if isinstance(block.get('parameters_file'), str):
+        if block.get('parameters_file'):
             block['parameters_file'] = rebase(block['parameters_file'])
-        if isinstance(block.get('parameters'), dict):
+        if block.get('parameters'):
             block['parameters'] = {
-                name: '@' + rebase(item.strip()[1:].strip())
-                if isinstance(item, str) and item.strip().startswith('@') else item
+                name: '@' + rebase(item.strip()[1:].strip()) if str(item).lstrip().startswith('@') else item
                 for name, item in block['parameters'].items()}
         return block
 
     if os.path.realpath(directory) == os.path.realpath(new_directory):
         return value
-    value = rebase_block(value)
-    for name in ('jobs', 'files', 'user_data'):
-        if isinstance(value.get(name), list):
-            value[name] = [rebase_block(block) for block in value[name]]
-    return value
+    blocks = {name: list(map(rebase_block, value[name])) for name in ('jobs', 'files', 'user_data')
+              if value.get(name)}
+    return {**rebase_block(value), **blocks}
 
 
 def format_spec(value: Dict[str, Any], format: str) -> str:
@@ -18998,14 +18889,14 @@ JSON_NUMBER = Expression(r'-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?\
 
 
 def mark_numbers(value: Any) -> Any:
-    """A value whose numbers that were written otherwise than str() does are texts between zero characters.
+    """A value whose numbers are, as they were written, texts between zero characters: no text holds these.
 
-    1.10 in a field that takes text is to stay 1.10; texts of a workflow file cannot hold zero characters.
+    PYTHON_VERSION: 3.10 in a job's env must not become 3.1.
     """
     if isinstance(value, dict):
         return {key: mark_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [mark_numbers(item) for item in value]
+        return list(map(mark_numbers, value))
     raw = getattr(value, 'raw', '')
     return f'\0{raw}\0' if raw and JSON_NUMBER.match(raw) else value
 
@@ -19028,8 +18919,6 @@ SBATCH_PAUSE_S = 10.0       # after a failure that passes; an ambiguous one may 
 # A command may take so long for its first allocation; and a minute more for each further one.
 SUBMISSION_LEASE_S = 1200.0
 LOOK_PAUSE_S = 60.0         # between two looks into the queue: never more than one squeue a minute
-# What a runner, and the srun processes of its steps, take of an allocation's memory.
-RUNNER_MEMORY_BYTES, STEP_MEMORY_BYTES = 256 << 20, 10 << 20
 # Errors of sbatch that pass, and may have come after the job was taken (slurm_errno.c, 20.11 to 25.05).
 PASSING_ERRORS = Expression(
     'Unable to contact slurm controller|timed out|Zero Bytes were transmitted|temporarily unavailable|'
