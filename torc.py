@@ -16075,6 +16075,57 @@ def read_proc_children(pid: int) -> List[int]:
     return found
 
 
+@functools.lru_cache(maxsize=None)
+def has_proc_children() -> bool:
+    """Whether the kernel lists children (CONFIG_PROC_CHILDREN)."""
+    return os.path.exists(f'/proc/self/task/{os.getpid()}/children')
+
+
+def read_all_children(pid: int) -> List[int]:
+    """Children of a process, whichever of its threads has started them; zombies are among them."""
+    found = []      # type: List[int]
+    with contextlib.suppress(OSError):      # it has ended
+        for thread in os.listdir(f'/proc/{pid}/task'):
+            with open(f'/proc/{pid}/task/{thread}/children', 'rb') as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def list_trees(roots: Iterable[int]) -> List[int]:
+    """Processes with all that descend from them, parents before children."""
+    found, look = list(roots), read_all_children
+    if not has_proc_children():
+        children = {}       # type: Dict[int, List[int]]
+        for pid, row in read_proc_table().items():
+            children.setdefault(row.parent, []).append(pid)
+        look = lambda pid: children.get(pid, [])    # noqa: E731
+    for pid in found:       # it grows
+        found += look(pid)
+    return found
+
+
+def send_signal(pids: Iterable[int], number: int) -> None:
+    """Signal processes that were found just now; who has ended, or is another user's, is passed over."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def kill_trees(roots: Sequence[int]) -> None:
+    """SIGKILL processes with all that descend from them.
+
+    They are stopped first, until a look finds no others: what is not would fork into the room of the dead.
+    """
+    stopped, until = [], time.monotonic() + FREEZE_S    # type: List[int], float
+    while time.monotonic() < until:
+        found = list_trees(roots)
+        if set(found) <= set(stopped):
+            break
+        send_signal(found, signal.SIGSTOP)
+        stopped = found
+    send_signal(stopped, signal.SIGKILL)
+
+
 def signal_process(pid: int, start_ticks: int, number: int) -> None:
     """Signal a process if it is still the one that was meant."""
     try:    # Linux 5.3, Python 3.9: between the look and the signal the number cannot become another's
@@ -16784,7 +16835,7 @@ def write_series(path: str, rows: Dict[str, Sequence[Sequence[Any]]]) -> None:
 
 
 class Series:
-    """Samples on their way to a file, which a forked child writes every `flush_s` (`begin`: an Errand)."""
+    """Samples on their way to a file, which an Errand writes every `flush_s` (`begin`: starts one)."""
 
     def __init__(self, flush_s: float, write: Callable[[Dict[str, Any]], Any],
                  begin: Callable[[Callable[[], Any]], Any], on_error: Callable[[str], Any]) -> None:
@@ -16821,7 +16872,7 @@ class Series:
 
     def flush(self, now: float) -> None:
         """Begin to write all that there is."""
-        rows = {name: values for name, values in self.rows.items() if values}
+        rows = {name: values[:] for name, values in self.rows.items() if values}
         self.sent = {name: len(values) for name, values in rows.items()}
         self.due_at = now + self.flush_s
         self.errand = self.begin(functools.partial(self.write, rows))
@@ -16872,7 +16923,6 @@ SPAWN_STRUCTURE_BYTES = 1024            # more than any C library's attributes, 
 EXHAUSTION = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))    # the node's fault
 NUM_GUARDIANS = 2
 REPLACED_AT_ONCE, REPLACE_PAUSE_S = 20, 1.0     # so many dead guardians are replaced, then one a pause
-MAX_REPLY_BYTES = 64 * 1024 * 1024      # of another program's output; what is more is cut off
 REPLY_TIMED_OUT, REPLY_NOT_STARTED = 124, 125       # as timeout(1); for want of what may come back
 LEFTOVER_TERM_S = 2.0                   # from SIGTERM to SIGKILL for what a job has left behind
 UNKILLABLE_SWEEP_S = 1.0                # between looks at what SIGKILL has not ended
@@ -17170,88 +17220,67 @@ def dismiss_guardians(pids: Set[int]) -> None:
     pids.clear()
 
 
-# -------- errands --------
-
+# -------- what may block --------
 
 class Errand:
-    """A forked child of the runner that does what may take long or hang, as on a broken file system.
+    """Work that may take long or hang, as on a broken file system, done in a thread. Its end ends a wait."""
 
-    Its end comes with a SIGCHLD.
-    """
-
-    def __init__(self, work: Callable[[], Any], exempt: Set[int]) -> None:
-        """Begin to work; while it lives, its pid is among `exempt`. The result must have a JSON form."""
-        self.exempt = exempt        # children that belong to no job
-        self.pid = 0                # 0 from its end on
+    def __init__(self, work: Callable[[], Any], wake: Callable[[], Any] = bool) -> None:
+        """Begin to work; `wake` is called in the thread when that is over."""
         self.result = None          # type: Any
-        self.error = 'it was killed'    # '' if there is a result
+        self.error = 'it has not ended'     # '' if there is a result
+        self.failure = None         # type: Optional[Exception]
         self.began = time.monotonic()
+        self.over = threading.Event()
         try:
-            self.reader, writer = os.pipe()
-        except OSError as error:
+            threading.Thread(target=self.run, args=(work, wake), daemon=True).start()
+        except RuntimeError as error:       # there is no room for a thread
             self.error = str(error)
-            return
-        runner = os.getpid()
-        try:
-            self.pid = os.fork()
-        except OSError as error:
-            self.error = str(error)
-            os.close(self.reader)
-        else:
-            if not self.pid:
-                self.run(work, writer, runner)
-            exempt.add(self.pid)
-        os.close(writer)
+            self.over.set()
 
-    @staticmethod
-    def run(work: Callable[[], Any], writer: int, runner: int) -> None:
-        """In the child: work, reply, end."""
+    def run(self, work: Callable[[], Any], wake: Callable[[], Any]) -> None:
+        """In the thread: work, and say so."""
         try:
-            detach_child(f'job-monitor of {runner}', writer)
-            with contextlib.suppress(AttributeError):   # not Linux
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-            if os.getppid() != runner:      # it has died already
-                os._exit(0)
-            try:
-                reply = [work(), '']
-            except (OSError, TorcError, sqlite3.Error) as error:
-                reply = [None, str(error)]
-            with open(writer, 'wb') as pipe:
-                pipe.write(json.dumps(reply).encode())
-        finally:
-            os._exit(0)
+            self.result, self.error = work(), ''
+        except (OSError, TorcError, sqlite3.Error) as error:
+            self.error = str(error)
+        except Exception as error:  # border: a bug, which whoever looks is told of
+            self.failure = error
+        self.over.set()
+        wake()
 
     def look(self) -> bool:
         """Whether it is over; then there is a result or an error."""
-        if not self.pid:
-            return True
-        try:
-            ended, _ = os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:   # SIGCHLD is ignored by whoever imports this file
-            ended = self.pid
-        if ended:
-            with open(self.reader, 'rb') as pipe:
-                text = pipe.read()
-            self.exempt.discard(self.pid)
-            self.pid = 0
-            if text:
-                self.result, self.error = json.loads(text.decode())
-        return bool(ended)
+        if self.failure is not None:
+            raise self.failure
+        return self.over.is_set()
 
     def wait(self, limit_s: float) -> None:
-        """Wait for its end, at most so long; then it is killed."""
-        give_up_at = time.monotonic() + limit_s
-        while not self.look() and time.monotonic() < give_up_at:
-            time.sleep(0.002)
-        self.kill()
+        """Wait for its end, at most so long. A thread cannot be ended: what hangs is left behind."""
+        self.over.wait(limit_s)
 
-    def kill(self) -> None:
-        """End it, and do not wait for what cannot be ended (uninterruptible sleep)."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            give_up_at = time.monotonic() + 0.5
-            while not self.look() and time.monotonic() < give_up_at:
-                time.sleep(0.002)
+
+def ask_program(argv: Sequence[str], limit_s: float, variables: Dict[str, Optional[str]],
+                prepare: Optional[Callable[[], Any]] = None) -> Reply:
+    """Call another program, with variables over our environment, and wait for its reply; one that is None is
+    removed. When its time is over it is killed. `prepare`: called in the child, which threads forbid."""
+    given = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+    try:
+        process = subprocess.Popen(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE, preexec_fn=prepare)
+    except (OSError, ValueError) as error:
+        return reply_of_failure(argv, error)
+    with process:
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            kill_trees([process.pid])
+            return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
+        except BaseException:       # Ctrl-C
+            kill_trees([process.pid])
+            raise
+    code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return Reply(code, out.decode('utf-8', 'replace'), err.decode('utf-8', 'replace'))
 
 
 # -------- all processes of a runner --------
@@ -17260,7 +17289,9 @@ class Errand:
 class Launcher:
     """Starts, reaps and stops the processes of one runner. Not thread-safe: one loop owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], Any] = bool) -> None:
+        """`wake` ends the wait of the loop; threads call it."""
+        self.wake = wake
         self.mark = runner_mark(os.getpid(), read_process_start_ticks(os.getpid()))
         self.own_number = read_mark_number(os.getpid())     # of the runner whose job we are, or -1
         self.serials = itertools.cycle(range(1 << SERIAL_BITS))
@@ -17268,9 +17299,8 @@ class Launcher:
         self.spawn = make_spawner()
         self.running: Dict[int, Process] = {}
         self.sweeping: List[Process] = []           # ended, but something of them may live
-        self.children: Dict[Process, None] = {}     # both, in the order of their starts, but no queries
-        self.queries: Dict[Process, List[Any]] = {}     # with the files of their output
-        self.unstarted: List[Callable[[], Any]] = []    # replies of queries that could not be started
+        self.children: Dict[Process, None] = {}     # both, in the order of their starts
+        self.queries: List[Tuple[Errand, Callable[[Reply], Any]]] = []
         self.adopted: Set[int] = set()              # children that we did not start: daemons of jobs
         self.unkillable: Dict[Process, str] = {}    # what lives though it was killed long ago, and where
         self.gives_up = False       # ... is taken as ended
@@ -17394,44 +17424,13 @@ class Launcher:
 
     def query(self, argv: Sequence[str], limit_s: float, on_reply: Callable[[Reply], Any],
               variables: Optional[Dict[str, Optional[str]]] = None) -> None:
-        """Run another program without waiting for it: `on_reply` gets its Reply from a later `act`, once.
-
-        It is killed when its time is over. Its output goes to files without a name, so that it never waits
-        for a reader: nothing is read from it before its end.
-        """
-        stack = contextlib.ExitStack()
-        try:
-            path = shutil.which(argv[0])
-            if path is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
-            on_end = functools.partial(self.on_query_end, argv, limit_s, on_reply)
-            process = self.start(list(map(encode_text, [path, *argv[1:]])), variables or {},
-                                 [file.fileno() for file in files], f'query-{argv[0]}', on_end)
-        except (OSError, ValueError) as error:
-            stack.close()
-            self.unstarted.append(functools.partial(on_reply, reply_of_failure(argv, error)))
-            return
-        process.kill_at = time.monotonic() + limit_s
-        del self.children[process]
-        self.queries[process] = files
-
-    def on_query_end(self, argv: Sequence[str], limit_s: float, on_reply: Callable[[Reply], Any],
-                     process: Process) -> None:
-        """Hand a query's reply over."""
-        texts = []
-        for file in self.queries.pop(process):
-            with file:
-                file.seek(0)
-                texts.append(file.read(MAX_REPLY_BYTES).decode('utf-8', 'replace'))
-        if process.is_killed and process.end.wall_s >= limit_s:
-            on_reply(Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s'))
-        else:
-            on_reply(Reply(process.end.return_code, *texts))
+        """Ask another program without waiting for it: `on_reply` gets its Reply from a later `act`, once."""
+        given = {**dict.fromkeys(SECRETS), **(variables or {})}
+        self.queries.append((self.begin(functools.partial(ask_program, argv, limit_s, given)), on_reply))
 
     def begin(self, work: Callable[[], Any]) -> Errand:
-        """Begin an errand, a child that is no job's."""
-        return Errand(work, self.exempt)
+        """Begin an errand; its end ends the wait of the loop."""
+        return Errand(work, self.wake)
 
     # ---- reaping ----
 
@@ -17440,16 +17439,14 @@ class Launcher:
         times = [process.give_up_at if process.is_killed else process.kill_at
                  for process in self.running.values() if process.kill_at is not None]
         times += [self.next_sweep] + [self.replace_at] * (len(self.guardians) < NUM_GUARDIANS)
-        return min(times + [0.0] * bool(self.unstarted))
+        return min(times)
 
     def act(self, now: float) -> None:
         """Reap, and call `on_end` of every process of which nothing lives any more."""
-        unstarted, self.unstarted = self.unstarted, []
-        for reply in unstarted:
-            reply()
-        if self.queries:
-            self.kill([process for process in self.queries
-                       if now >= process.kill_at and not process.is_killed], now)
+        answered = [query for query in self.queries if query[0].look()]
+        self.queries = [query for query in self.queries if query not in answered]
+        for errand, on_reply in answered:
+            on_reply(errand.result or Reply(REPLY_NOT_STARTED, '', errand.error))
         for process in self.poll() + self.give_up():
             self.children.pop(process, None)
             self.unkillable.pop(process, None)
@@ -17566,7 +17563,7 @@ class Launcher:
         """SIGKILL every stopped child whose time is over, with its family; those that were killed now."""
         now = time.monotonic()
         due = [process for process in self.running.values() if process.kill_at is not None
-               and now >= process.kill_at and not (process.is_killed or process in self.queries)]
+               and now >= process.kill_at and not process.is_killed]
         self.kill(due, now)
         return due
 
@@ -17601,7 +17598,7 @@ class Launcher:
     def may_give_up(self, process: Process, pids: Iterable[int]) -> bool:
         """Whether a process that SIGKILL has not ended is taken as ended; if not, it is listed."""
         what = describe_unkillable(pids)
-        if self.gives_up or process in self.queries or not what:
+        if self.gives_up or not what:
             process.remark = what and f'SIGKILL did not end it: {what}'
             return True
         self.unkillable[process], process.give_up_at = what, math.inf
@@ -17634,8 +17631,6 @@ class Launcher:
             kill_family(dict.fromkeys(self.running, math.inf), [self.mark], until)
         self.kill_adopted(until)
         self.poll()
-        for file in itertools.chain(*self.queries.values()):
-            file.close()
         if self.group:
             join_control_group(os.path.dirname(self.group))
             if own_control_group() == os.path.dirname(self.group):
@@ -17737,17 +17732,8 @@ def ask_slurm(argv: Sequence[str], limit_s: float = SLURM_QUERY_S,
 
     It ends with this process (Linux): an sbatch that lived on might submit what somebody else submits again.
     """
-    environment = {**os.environ, **(query_variables() if variables is None else variables)}
-    given = {name: value for name, value in environment.items() if value is not None}
-    try:
-        done = subprocess.run(list(argv), env=given, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, timeout=limit_s, preexec_fn=end_with_parent())
-    except subprocess.TimeoutExpired:
-        return Reply(REPLY_TIMED_OUT, '', f'{argv[0]}: no answer within {limit_s:g} s')
-    except (OSError, ValueError) as error:
-        return reply_of_failure(argv, error)
-    code = done.returncode if done.returncode >= 0 else 128 - done.returncode
-    return Reply(code, done.stdout.decode('utf-8', 'replace'), done.stderr.decode('utf-8', 'replace'))
+    given = query_variables() if variables is None else variables
+    return ask_program(argv, limit_s, given, end_with_parent())
 
 
 def is_unknown_job(reply: Reply) -> bool:
@@ -22743,9 +22729,7 @@ class Monitor(Part):
     def look_at_check(self, now: float) -> None:
         """See whether the sizes are there, and end the jobs that are above their limits."""
         check = self.check
-        if now >= check.began + CHECK_LIMIT_S:
-            check.kill()        # in vain if it hangs in the kernel: then it is left behind
-        elif not check.look():
+        if not check.look() and now < check.began + CHECK_LIMIT_S:
             return
         self.check, trees = None, self.sampler.trees
         if check.error:
@@ -22802,8 +22786,6 @@ class Monitor(Part):
             self.sample_node()
         if settings.has_node_series:
             series.rows['summary'] = [tuple(self.node.fields().values())]
-        if self.check is not None:
-            self.check.kill()
         series.due_at = 0.0
         for _ in range(2):      # what is being written, and what has come since
             if series.errand is not None:
@@ -24156,6 +24138,7 @@ class Wakeup:
     """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()        # of `writer`
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
         os.set_blocking(self.writer, False)
@@ -24194,8 +24177,10 @@ class Wakeup:
 
     def wake(self) -> None:
         """End the wait; another thread may call this."""
-        with contextlib.suppress(BlockingIOError):      # it ends anyway
-            os.write(self.writer, bytes([signal.SIGCHLD]))
+        # BlockingIOError: it ends anyway. Who comes after the end finds no descriptor that became another's.
+        with self.lock, contextlib.suppress(BlockingIOError):
+            if self.writer >= 0:
+                os.write(self.writer, bytes([signal.SIGCHLD]))
 
     def close(self) -> None:
         """Leave signals as they were."""
@@ -24203,7 +24188,9 @@ class Wakeup:
         for number, handler in self.old_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         os.close(self.reader)
-        os.close(self.writer)
+        with self.lock:
+            os.close(self.writer)
+            self.writer = -1
 
 
 class Shutdown(Part):
@@ -24879,7 +24866,7 @@ def run_workflow(client: Any, workflow_id: int, options: RunnerOptions, progress
     with contextlib.ExitStack() as stack:
         wakeup = Wakeup()
         stack.callback(wakeup.close)
-        launcher = Launcher()
+        launcher = Launcher(wakeup.wake)
         stack.callback(launcher.close)
         leftovers = format_leftovers(end_leftovers())   # before the node is measured: they hold memory
         allocation, notice = look_for_allocation(options, launcher, wakeup)
