@@ -12048,15 +12048,15 @@ class SamplerTest(unittest.TestCase):
         self.assertEqual((True, 0), (tree.needs_check(1.0), tree.usage.peak_memory_bytes), 'it is in doubt')
         sizes = torc.check_trees(self.proc.root, [list(tree.members), [99]])
         self.assertEqual([90 * MB, 0], sizes)
-        tree.rest(1.1, 0.01)
-        self.assertFalse(tree.set_proportional(sizes[0]))
+        self.assertFalse(tree.take_check(1.1, 0.01, sizes[0]))
         self.sampler.look(1.2)
         self.assertEqual((90 * MB, 90 * MB), (tree.memory_bytes, tree.usage.peak_memory_bytes))
         self.assertEqual([False, True], [tree.needs_check(1.1 + factor * 0.01) for factor in (49, 51)], 'pages may be shared no longer')
         self.proc.process(12, size_mb=101)
         self.sampler.look(1.3)
         self.assertTrue(tree.needs_check(1.3), 'it has grown beyond its limit')
-        self.assertTrue(tree.set_proportional(101 * MB))
+        self.assertFalse(tree.take_check(1.4, 0.01, None), 'nothing is known')
+        self.assertTrue(tree.take_check(1.5, 0.01, 101 * MB))
         self.assertEqual(101 * MB, tree.usage.peak_memory_bytes)
 
     def test_a_process_whose_shares_may_not_be_read_counts_without_its_files(self):
@@ -12106,18 +12106,14 @@ class UsageTest(unittest.TestCase):
         proc = FakeProc()
         self.addCleanup(shutil.rmtree, proc.root)
         proc.write('stat', 'cpu  100 0 100 800 0 0 0 0 50 0\ncpu0 1 1 1 1\n')
-        proc.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemAvailable:  {1 << 19} kB\n')
         nodes = [torc.NodeUsage(cpu, memory, proc.root) for cpu, memory in ((True, True), (False, True), (True, False))]
-        proc.write('stat', 'cpu  150 0 100 800 50 0 0 0 50 0\n')
-        self.assertEqual([(50.0, 1 << 29, 1 << 30), (None, 1 << 29, 1 << 30), (50.0, None, None)], [node.sample() for node in nodes])
-        proc.write('stat', 'cpu  150 0 100 1100 50 0 0 0 50 0\n')
-        proc.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemAvailable:  {1 << 18} kB\n')
-        nodes[0].sample()
-        self.assertEqual({'sample_count': 2, 'peak_cpu_percent': 50.0, 'avg_cpu_percent': 12.5, 'peak_memory_bytes': 3 << 28,
-                          'avg_memory_bytes': 5 << 27}, nodes[0].fields())
-        self.assertEqual([(None, None, 1 << 29, 1 << 29), (50.0, 12.5, None, None)],
-                         [tuple(node.fields()[key] for key in ('peak_cpu_percent', 'avg_cpu_percent', 'peak_memory_bytes', 'avg_memory_bytes'))
-                          for node in nodes[1:]])
+        for idle, available_kb, wanted in ((800, 1 << 19, (50.0, 1 << 29, 1 << 30)), (1100, 1 << 18, (0.0, 3 << 28, 1 << 30))):
+            proc.write('stat', f'cpu  150 0 100 {idle} 50 0 0 0 50 0\n')
+            proc.write('meminfo', f'MemTotal:  {1 << 20} kB\nMemAvailable:  {available_kb} kB\n')
+            self.assertEqual([wanted, (None, *wanted[1:]), (wanted[0], None, None)], [node.sample() for node in nodes])
+        cpu, memory = {'peak_cpu_percent': 50.0, 'avg_cpu_percent': 12.5}, {'peak_memory_bytes': 3 << 28, 'avg_memory_bytes': 5 << 27}
+        self.assertEqual([{'sample_count': 2, **cpu, **memory}, {'sample_count': 2, **memory}, {'sample_count': 2, **cpu}],
+                         [node.fields() for node in nodes])
 
     CONFIGURATIONS = '''
         config                                                                       jobs   series  node   series
@@ -12192,58 +12188,36 @@ class OomCounterTest(unittest.TestCase):
 class SeriesTest(WorldTest):
     """The file of a time series, and how samples get there."""
 
-    class Errand:
-        """One that ends when a test says so."""
-
-        def __init__(self, work: Any) -> None:
-            self.work, self.is_over, self.error = work, False, ''
-
-        def look(self) -> bool:
-            """Whether it is over."""
-            return self.is_over
-
-    def series(self) -> Any:
-        """One that writes into a list."""
-        self.written, self.errands, self.errors = [], [], []    # type: List[Any], List[Any], List[str]
-        return torc.Series(300.0, self.written.append,
-                           lambda work: self.errands.append(self.Errand(work)) or self.errands[-1],
-                           self.errors.append)
-
-    def test_the_first_samples_are_written_at_once_and_later_ones_at_the_interval(self):
-        series = self.series()
-        series.act(0.0)
+    def test_samples_are_written_at_once_then_at_the_interval_and_wait_while_that_fails(self):
+        errands, errors = [], []    # type: List[Any], List[str]
+        def begin(work: Any) -> Any:
+            errands.append(types.SimpleNamespace(look=lambda: errands[-1].is_over, is_over=False, error='', rows=work.args[0]))
+            return errands[-1]
+        series = torc.Series(300.0, list, begin, errors.append)
+        self.assertEqual(math.inf, series.due())
+        first, second = [('names', (1, 'a', None)), ('jobs', (1, 5, 1.0, 2, 3))], ('jobs', (1, 6, 1.0, 2, 3))
         series.add_job(1, 'a', (5, 1.0, 2, 3))
-        self.assertEqual(0.0, series.due())
-        series.act(1.0)
-        self.errands[0].work()
-        self.assertEqual([{'names': [(1, 'a', None)], 'jobs': [(1, 5, 1.0, 2, 3)]}], self.written)
-        series.add_job(1, 'a', (6, 1.0, 2, 3))
-        series.act(400.0)
-        self.assertEqual((1, math.inf), (len(self.errands), series.due()), 'one child at a time')
-        self.errands[0].is_over = True
-        series.act(300.0)
-        self.assertEqual((1, 301.0), (len(self.errands), series.due()))
-        series.act(301.0)
-        self.errands[1].work()
-        self.assertEqual({'jobs': [(1, 6, 1.0, 2, 3)]}, self.written[1])
-
-    def test_what_could_not_be_written_waits_and_is_limited(self):
-        series = self.series()
-        series.add_job(1, 'a', (5, 1.0, 2, 3))
-        series.act(0.0)
-        self.errands[0].is_over, self.errands[0].error = True, 'disk full'
+        for now, is_over, error, num_errands, rows, due_at in (
+                (1.0, False, '', 1, first, math.inf), (400.0, False, '', 1, first, math.inf), (401.0, True, 'disk full', 2, [*first, second], math.inf),
+                (600.0, True, '', 2, [*first, second], math.inf), (701.0, False, '', 2, [*first, second], math.inf)):
+            with self.subTest(now):
+                if errands:
+                    errands[-1].is_over, errands[-1].error = is_over, error
+                series.act(now)
+                self.assertEqual((num_errands, rows, due_at), (len(errands), errands[-1].rows, series.due()))
+                if now == 1.0:
+                    series.add_job(1, 'a', (6, 1.0, 2, 3))
+        self.assertEqual((['disk full'], []), (errors, series.rows))
         with unittest.mock.patch('torc.MAX_SERIES_ROWS', 3):
             for number in range(9):
                 series.add_job(2, 'b', (number, 1.0, 2, 3))
-        series.act(300.0)
-        self.errands[1].work()
-        self.assertEqual((['disk full'], [(1, 'a', None), (2, 'b', None)], 3), (self.errors, self.written[0]['names'], len(self.written[0]['jobs'])))
+        self.assertEqual((3, 701.0), (len(series.rows), series.due()))
 
     def test_the_file_has_torcs_tables(self):
         path = self.world.path('x.db')
         for at in (5, 6):
-            torc.write_series(path, {'names': [(1, 'a', None)], 'jobs': [(1, at, 50.0, 1000, 2)],
-                                     'node': [(at, 10.0, 5, 9)], 'summary': [(at, 1.0, 1.0, 5, 4)]})
+            torc.write_series(path, [('names', (1, 'a', None)), ('jobs', (1, at, 50.0, 1000, 2)),
+                                     ('node', (at, 10.0, 5, 9)), ('summary', (at, 1.0, 1.0, 5, 4))])
         with contextlib.closing(sqlite3.connect(path)) as connection:
             tables = {name: [row[1] for row in connection.execute(f'PRAGMA table_info({name})')]
                       for name, in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'")}
@@ -16161,32 +16135,28 @@ class MonitorRunTest(RunnerCase):
 
     SHARE = textwrap.dedent("""
         import os, sys, time
-        block = bytearray(40 << 20)
-        writes = sys.argv[1] == 'write'
-        workers = [os.fork() for _ in range(1)]
-        for _ in range(7):
-            if workers[-1]:
-                workers.append(os.fork())
-        if not workers[-1]:
-            time.sleep(0.3)
-            if writes:
-                block[::4096] = bytes(len(block[::4096]))
-                time.sleep(100)
-            time.sleep(0.3)
-            os._exit(0)
-        while workers:
+        size_mb, workers, writes = map(int, sys.argv[1:])
+        block = bytearray(b'x') * (size_mb << 20)
+        for _ in range(workers):
+            if not os.fork():
+                time.sleep(0.5)
+                if writes:
+                    block[::4096] = bytes(len(block) // 4096)
+                    time.sleep(100)
+                time.sleep(1.5)
+                os._exit(0)
+        for _ in range(workers):
             os.wait()
-            workers.pop()
         """)
 
     def test_workers_that_share_their_memory_are_within_the_limit_until_they_write_to_it(self):
         self.world.write('share.py', self.SHARE)
-        for word, wanted in (('read', (0, 'completed')), ('write', (137, 'failed'))):
-            workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("share.py")}" {word}', '150m')
+        for words, limit_mb, wanted in (('1024 32 0', 1200, (0, 'completed')), ('40 8 1', 150, (137, 'failed'))):
+            workflow_id = self.limited(f'exec {shlex.quote(sys.executable)} -S "{self.world.path("share.py")}" {words}', f'{limit_mb}m')
             self.run_it(workflow_id)
             row, = self.client.rows('list_results', workflow_id=workflow_id)
             self.assertEqual(wanted, (row['return_code'], row['status']))
-            self.assertEqual(word == 'read', row.get('peak_memory_bytes', 0) < 150 << 20)
+            self.assertEqual(row['status'] == 'completed', row['peak_memory_bytes'] < limit_mb << 20)
 
     @slow
     def test_where_the_look_at_shared_pages_fails_or_hangs_nothing_is_killed_in_doubt(self):

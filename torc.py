@@ -16433,9 +16433,8 @@ def format_leftovers(number: int) -> str:
 LEAST_LOOK_S = 0.1          # between two looks at a job with a limit
 LOOK_SHARE = 0.02           # of one CPU, at most, for these looks
 FASTEST_GROWTH = 4 << 30    # bytes a second: no job is expected to grow faster
-CHECK_RESTS = 50, 10        # so often as long as a look at proportional sizes took the next one waits; the
+CHECK_RESTS = 50, 10        # a look at proportional sizes rests so often as long as the last one took; the
 #                             second if the job has grown beyond its limit since
-FAILED_CHECK_S = 0.1        # so long is a look taken to last that has failed
 CPU_WINDOW_S = 0.5          # over less the kernel's clock ticks (10 ms) are too coarse for a percentage
 MAX_SERIES_ROWS = 200000    # that wait to be written
 OOM_MEMORY_S = 10.0         # so long, at least, what the kernel has killed explains the end of a job
@@ -16444,30 +16443,25 @@ PAGE_BYTES = os.sysconf('SC_PAGE_SIZE')
 ALL_CPUS_PERCENT = 100.0 * (os.cpu_count() or 1)
 
 
-def read_proc_text(path: str) -> bytes:
-    """A small file of /proc; b'' if it cannot be read."""
+def read_proc_text(path: str, size: int = 65536) -> bytes:
+    """A file of /proc, or its first bytes; b'' if it cannot be read. A larger buffer takes longer to get."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
+        with open(path, 'rb', 0) as file:
+            return file.read(size)
+    except OSError:     # it ended perhaps between open and read (ESRCH)
         return b''
-    try:
-        return os.read(descriptor, 1 << 20)
-    except OSError:     # ESRCH: the process ended between open and read
-        return b''
-    finally:
-        os.close(descriptor)
-
-
-def read_counter(text: bytes, name: bytes) -> Optional[int]:
-    """The number behind a name that begins a line, as in meminfo and memory.events (proc(5))."""
-    found = re.search(rb'^' + name + rb':?\s+([0-9]+)', text, re.MULTILINE)
-    return int(found.group(1)) if found else None
 
 
 def read_stat_fields(root: str, pid: int) -> List[bytes]:
     """Fields of /proc/PID/stat from the third on, also of a zombie (proc(5)); [] if the process is gone."""
     fields = read_proc_text(f'{root}/{pid}/stat').rpartition(b')')[2].split()
     return fields if len(fields) > 21 else []
+
+
+def read_counter(text: bytes, name: bytes) -> Optional[int]:
+    """The number behind a name that begins a line, as in meminfo and memory.events (proc(5))."""
+    found = re.search(rb'^' + name + rb':?\s+([0-9]+)', text, re.MULTILINE)
+    return int(found.group(1)) if found else None
 
 
 class Usage:
@@ -16484,18 +16478,22 @@ class Usage:
     def add(self, at: float, cpu_s: Optional[float], memory_bytes: Optional[int]) -> Optional[float]:
         """Take a sample in. CPU percent since the last one, or None where that cannot be said."""
         if memory_bytes is not None:
-            self.peak_memory_bytes = max(self.peak_memory_bytes, memory_bytes)
+            self.add_peak(memory_bytes)
             self.memory_sum += memory_bytes
             self.num_samples += 1
-        percent = None if cpu_s is None else self.percent_until(at, cpu_s)
-        if cpu_s is not None and (percent is not None or self.cpu_s is None):
+        percent = self.percent_until(at, cpu_s)
+        if percent is not None or self.cpu_s is None:
             self.at, self.cpu_s = at, cpu_s
         self.peak_cpu_percent = max(self.peak_cpu_percent, percent or 0.0)
         return percent
 
-    def percent_until(self, at: float, cpu_s: float) -> Optional[float]:
+    def add_peak(self, memory_bytes: int) -> None:
+        """Memory between two samples, which may be the most so far."""
+        self.peak_memory_bytes = max(self.peak_memory_bytes, memory_bytes)
+
+    def percent_until(self, at: float, cpu_s: Optional[float]) -> Optional[float]:
         """CPU percent since the last sample."""
-        if self.cpu_s is None or at - self.at < CPU_WINDOW_S:
+        if cpu_s is None or self.cpu_s is None or at - self.at < CPU_WINDOW_S:
             return None
         percent = (cpu_s - self.cpu_s) / (at - self.at) * 100
         return min(max(0.0, percent), self.most_percent) if percent <= MAX_CPU_PERCENT else None
@@ -16508,17 +16506,16 @@ class Usage:
         if the CPU time since the last sample counts as one more.
         """
         fields = {}     # type: Dict[str, Any]
-        peak_memory_bytes = max(peak_memory_bytes, self.peak_memory_bytes)
-        if peak_memory_bytes:
-            fields['peak_memory_bytes'] = peak_memory_bytes
+        self.add_peak(peak_memory_bytes)
+        if self.peak_memory_bytes:
+            fields['peak_memory_bytes'] = self.peak_memory_bytes
         if self.num_samples:
             fields['avg_memory_bytes'] = self.memory_sum // self.num_samples
         total_s = max(cpu_s, self.cpu_s or 0.0)
         if wall_s > 0 and total_s > 0:
             average = min(total_s / wall_s * 100, self.most_percent)
-            tail = self.percent_until(at, cpu_s) or 0.0
-            fields.update(avg_cpu_percent=average,
-                          peak_cpu_percent=max(average, tail, self.peak_cpu_percent))
+            peak = max(average, self.percent_until(at, cpu_s) or 0.0, self.peak_cpu_percent)
+            fields.update(avg_cpu_percent=average, peak_cpu_percent=peak)
         return fields
 
 
@@ -16532,10 +16529,10 @@ class JobTree:
     cpu_percent = None          # type: Optional[float]  # at the last sample
     num_processes = 0
     resident_bytes = 0          # pages counted as often as they are mapped
-    shared_bytes = 0            # so much of it was counted more than once when that was last looked at
+    shared_bytes = 0            # so much of it was counted more than once at the last check
     memory_bytes = 0            # without these
-    check_at = -math.inf        # monotonic; no such look before, though it may have unshared pages
-    hurried_check_at = -math.inf    # ... though it seems to be above its limit
+    checked_at = -math.inf      # monotonic; when its proportional size was last read
+    check_s = 0.0               # ... and how long that took
 
     def __init__(self, pid: int, mark: bytes, began: float, limit_bytes: int = 0) -> None:
         self.pid = pid              # of its first process, and its session
@@ -16566,24 +16563,18 @@ class JobTree:
                 resident_bytes += size
                 largest_bytes = max(largest_bytes, size)
                 self.num_processes += 1
+        for pid in gone:
+            del self.members[pid]
         self.cpu_ticks += max(0, ticks - self.ticks)
         self.ticks, self.resident_bytes = ticks, resident_bytes
         self.memory_bytes = max(largest_bytes, resident_bytes - self.shared_bytes)
         # Above its limit is in doubt until a check; without a living process nothing was seen.
-        is_known = bool(self.num_processes) and not self.is_above_limit
+        known_bytes = self.memory_bytes if self.num_processes and not self.is_above_limit else None
         if is_sample:
-            self.cpu_percent = self.usage.add(now, self.cpu_ticks / CLOCK_TICKS,
-                                              self.memory_bytes if is_known else None)
-        elif is_known:
-            self.note_peak()
-        for pid in gone:
-            del self.members[pid]
+            self.cpu_percent = self.usage.add(now, self.cpu_ticks / CLOCK_TICKS, known_bytes)
+        self.usage.add_peak(known_bytes or 0)
         self.plan(now)
         return gone
-
-    def note_peak(self) -> None:
-        """What it uses now may be the most so far."""
-        self.usage.peak_memory_bytes = max(self.usage.peak_memory_bytes, self.memory_bytes)
 
     @property
     def is_above_limit(self) -> bool:
@@ -16591,22 +16582,21 @@ class JobTree:
         return 0 < self.limit_bytes < self.memory_bytes
 
     def needs_check(self, now: float) -> bool:
-        """Whether its proportional size must be looked at.
+        """Whether its proportional size must be read.
 
         Workers that write to pages which they have shared take more memory at the same resident size.
         """
-        is_due = now >= (self.hurried_check_at if self.is_above_limit else self.check_at)
-        return is_due and 0 < self.limit_bytes < self.resident_bytes
+        rest_s = self.check_s * CHECK_RESTS[self.is_above_limit]
+        return 0 < self.limit_bytes < self.resident_bytes and now >= self.checked_at + rest_s
 
-    def rest(self, now: float, check_s: float) -> None:
-        """Its proportional size was looked at, in `check_s`."""
-        self.check_at, self.hurried_check_at = [now + rests * check_s for rests in CHECK_RESTS]
-
-    def set_proportional(self, proportional_bytes: int) -> bool:
-        """Its proportional size was read: whether it is above its limit."""
+    def take_check(self, now: float, check_s: float, proportional_bytes: Optional[int]) -> bool:
+        """Its proportional size was read, if not None: whether it is above its limit."""
+        self.checked_at, self.check_s = now, check_s
+        if proportional_bytes is None:
+            return False
         self.shared_bytes = max(0, self.resident_bytes - proportional_bytes)
         self.memory_bytes = proportional_bytes
-        self.note_peak()
+        self.usage.add_peak(proportional_bytes)
         return self.is_above_limit
 
 
@@ -16660,7 +16650,7 @@ class TreeSampler:
             parent = int(fields[1])
             tree = sessions.get(int(fields[3])) or owners.get(parent)
             if tree is None and parent == os.getpid():
-                environ = read_proc_text(f'{self.root}/{pid}/environ')
+                environ = read_proc_text(f'{self.root}/{pid}/environ', 1 << 21)
                 tree = next((tree for tree in trees if tree.mark in environ), None)
             if tree is not None:
                 tree.members[pid], owners[pid] = fields[19], tree
@@ -16695,12 +16685,11 @@ def find_oom_file(root: str = '') -> str:
 
 def is_own_group(directory: str) -> bool:
     """Whether a control group, with those below it, has no processes of others than us and root (sshd(8))."""
-    pids = {pid for path, _, _ in os.walk(directory)
-            for pid in read_control_group_value(path, 'cgroup.procs')}
     owners = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):      # it has ended
-            owners.add(os.stat(f'/proc/{pid}').st_uid)
+    for path, _, _ in os.walk(directory):
+        for pid in read_control_group_value(path, 'cgroup.procs'):
+            with contextlib.suppress(OSError):      # it has ended
+                owners.add(os.stat(f'/proc/{pid}').st_uid)
     return owners <= {0, os.geteuid()}
 
 
@@ -16731,19 +16720,6 @@ class OomCounter:
 
 # -------- the node --------
 
-def read_node_memory(root: str) -> Tuple[int, int]:
-    """Used and total bytes."""
-    text = read_proc_text(f'{root}/meminfo')
-    total, available = (read_counter(text, name) or 0 for name in (b'MemTotal', b'MemAvailable'))
-    return (total - available) * 1024, total * 1024
-
-
-def read_node_ticks(root: str) -> Tuple[int, int]:
-    """Busy and all ticks of all CPUs since the boot (proc(5), stat); guests' are counted as user's there."""
-    words = read_proc_text(f'{root}/stat').split(b'\n', 1)[0].split()
-    ticks = [int(word) for word in words[1:9]] + [0] * 8
-    return sum(ticks[:8]) - ticks[3] - ticks[4], sum(ticks[:8])     # all but idle and iowait
-
 
 class NodeUsage:
     """What a whole node uses, from sample to sample: CPU percent of all its CPUs, and memory."""
@@ -16752,29 +16728,33 @@ class NodeUsage:
         self.measures_cpu = measures_cpu
         self.measures_memory = measures_memory
         self.root = root
-        self.first = read_node_ticks(root)
-        self.usage = Usage(0.0, 0.0, 100.0)
+        self.first = self.read_ticks()
+        self.usage = Usage(0.0, 0.0 if measures_cpu else None, 100.0)
+        self.sample_count = 0
 
-    def ticks(self) -> List[int]:
-        """Busy and all ticks since the beginning."""
-        return [now - first for now, first in zip(read_node_ticks(self.root), self.first)]
+    def read_ticks(self) -> Tuple[int, int]:
+        """All and busy ticks of all CPUs since the boot (proc(5), stat); guests' are counted as user's."""
+        words = read_proc_text(f'{self.root}/stat').split(b'\n', 1)[0].split()
+        ticks = [int(word) for word in words[1:9]] + [0] * 8
+        return sum(ticks[:8]), sum(ticks[:8]) - ticks[3] - ticks[4]     # all but idle and iowait
+
+    def ticks(self) -> Tuple[int, Optional[int]]:
+        """The same since the beginning."""
+        total, busy = map(operator.sub, self.read_ticks(), self.first)
+        return total, busy if self.measures_cpu else None
 
     def sample(self) -> Tuple[Optional[float], Optional[int], Optional[int]]:
         """Take a sample: CPU percent since the last one, used and total memory; None: not measured."""
-        used_bytes, total_bytes = read_node_memory(self.root)
-        busy, total = self.ticks()
-        percent = self.usage.add(total, busy, used_bytes)
-        return (percent if self.measures_cpu else None, *(
-            (used_bytes, total_bytes) if self.measures_memory else (None, None)))
+        text = read_proc_text(f'{self.root}/meminfo')
+        total, available = ((read_counter(text, name) or 0) * 1024 for name in (b'MemTotal', b'MemAvailable'))
+        memory = (total - available, total) if self.measures_memory else (None, None)
+        self.sample_count += 1
+        return (self.usage.add(*self.ticks(), memory[0]), *memory)
 
     def fields(self) -> Dict[str, Any]:
-        """Fields of a compute node; of what is not measured None."""
-        busy, total = self.ticks()
-        fields = self.usage.fields(total, busy)
-        names = [('peak_cpu_percent', 'avg_cpu_percent'), ('peak_memory_bytes', 'avg_memory_bytes')]
-        flags = self.measures_cpu, self.measures_memory
-        return {'sample_count': self.usage.num_samples, **{
-            name: fields.get(name) if flag else None for flag, group in zip(flags, names) for name in group}}
+        """Fields of a compute node; what is not measured is left out."""
+        total, busy = self.ticks()
+        return {'sample_count': self.sample_count, **self.usage.fields(total, busy or 0)}
 
 
 # -------- time series --------
@@ -16816,79 +16796,68 @@ SERIES_INSERTS = {
     'node':    'INSERT INTO system_resource_samples VALUES (NULL, ?, ?, ?, ?)',
     'summary': 'INSERT OR REPLACE INTO system_resource_summary VALUES (1, ?, ?, ?, ?, ?)',
 }
+SUMMARY_FIELDS = 'sample_count peak_cpu_percent avg_cpu_percent peak_memory_bytes avg_memory_bytes'.split()
 
 
-def write_series(path: str, rows: Dict[str, Sequence[Sequence[Any]]]) -> None:
-    """Add rows, by the names of SERIES_INSERTS, to the file of a time series. sqlite3.Error.
+def write_series(path: str, rows: Sequence[Tuple[str, Sequence[Any]]]) -> None:
+    """Add rows, each with a name of SERIES_INSERTS, to the file of a time series. sqlite3.Error.
 
     All or none. Nothing of it is ever read here, so that it needs no log of its own: a journal that is
     removed works on network file systems too.
     """
-    with contextlib.closing(sqlite3.connect(path, 5.0, isolation_level=None)) as connection:
+    with contextlib.closing(sqlite3.connect(path, 5.0)) as connection, connection:
         connection.execute('PRAGMA synchronous = NORMAL')
-        connection.execute('BEGIN IMMEDIATE')
-        for statement in SERIES_SCHEMA.split(';'):
-            connection.execute(statement)
-        for name, values in rows.items():
-            connection.executemany(SERIES_INSERTS[name], values)
-        connection.execute('COMMIT')
+        connection.executescript(SERIES_SCHEMA)
+        for name, values in rows:
+            connection.execute(SERIES_INSERTS[name], values)
 
 
 class Series:
     """Samples on their way to a file, which an Errand writes every `flush_s` (`begin`: starts one)."""
 
-    def __init__(self, flush_s: float, write: Callable[[Dict[str, Any]], Any],
+    def __init__(self, flush_s: float, write: Callable[[Sequence[Any]], Any],
                  begin: Callable[[Callable[[], Any]], Any], on_error: Callable[[str], Any]) -> None:
         self.flush_s = flush_s
-        self.write = write          # what the child does with rows
+        self.write = write          # what the errand does with rows
         self.begin = begin
         self.on_error = on_error
-        self.rows = {name: [] for name in SERIES_INSERTS}   # type: Dict[str, List[Tuple[Any, ...]]]
-        self.sent = {}              # type: Dict[str, int]  # how many of each the child writes
-        self.named = {}             # type: Dict[int, int]  # jobs whose names are there -> peak of memory
+        self.rows = []              # type: List[Tuple[str, Sequence[Any]]]
+        self.num_sent = 0           # so many of them the errand writes
+        self.peaks = {}             # type: Dict[int, int]  # jobs whose names are there -> peak of memory
         self.errand = None          # type: Any
         self.due_at = 0.0           # monotonic: the first samples show whether the file can be written
 
+    def add(self, name: str, *values: Any) -> None:
+        """A row, by a name of SERIES_INSERTS."""
+        if len(self.rows) < MAX_SERIES_ROWS:    # a file system that hangs costs what comes then
+            self.rows.append((name, values))
+
     def add_job(self, job_id: int, name: str, values: Sequence[Any]) -> None:
         """A sample of a job: time, CPU percent, bytes, processes."""
-        if job_id not in self.named:
+        if job_id not in self.peaks:
             self.add_peak(job_id, name, 0)
-        if len(self.rows['jobs']) < MAX_SERIES_ROWS:    # a file system that hangs costs what comes then
-            self.rows['jobs'].append((job_id, *values))
+        self.add('jobs', job_id, *values)
 
     def add_peak(self, job_id: int, name: str, peak_bytes: int) -> None:
-        """The name of a job, and its peak of memory if it is known."""
-        self.named[job_id] = max(peak_bytes, self.named.get(job_id, 0))
-        self.rows['names'].append((job_id, name, self.named[job_id] or None))
+        """What the result of a job says: the peak may lie between two samples."""
+        self.peaks[job_id] = max(peak_bytes, self.peaks.get(job_id, 0))
+        self.add('names', job_id, name, self.peaks[job_id] or None)
 
     def act(self, now: float) -> None:
-        """Begin to write what there is if it is time; see how the child has ended."""
-        if self.errand is not None and not self.errand.look():
-            return
-        if self.errand is not None:
-            self.on_end(now)
-        if now >= self.due_at and any(self.rows.values()):
-            self.flush(now)
-
-    def flush(self, now: float) -> None:
-        """Begin to write all that there is."""
-        rows = {name: values[:] for name, values in self.rows.items() if values}
-        self.sent = {name: len(values) for name, values in rows.items()}
-        self.due_at = now + self.flush_s
-        self.errand = self.begin(functools.partial(self.write, rows))
-
-    def on_end(self, now: float) -> None:
-        """A child has ended: forget what it has written."""
-        error, self.errand = self.errand.error, None
-        if not error:
-            for name, count in self.sent.items():
-                del self.rows[name][:count]
-            return
-        self.on_error(error)        # the rows wait for the next time
+        """See how the last errand has ended, which may have failed; begin the next if it is time."""
+        if self.errand is not None and self.errand.look():
+            error, self.errand = self.errand.error, None
+            if error:
+                self.on_error(error)        # the rows wait for the next time
+            else:
+                del self.rows[:self.num_sent]
+        if self.errand is None and self.rows and now >= self.due_at:
+            self.due_at, self.num_sent = now + self.flush_s, len(self.rows)
+            self.errand = self.begin(functools.partial(self.write, self.rows[:]))
 
     def due(self) -> float:
-        """Its end is told by SIGCHLD."""
-        return self.due_at if self.errand is None and any(self.rows.values()) else math.inf
+        """The end of an errand ends the wait by itself."""
+        return self.due_at if self.errand is None and self.rows else math.inf
 
 
 # ======== 13. Launcher: one job's process, from its command to its last descendant ========
@@ -22679,7 +22648,7 @@ class Monitor(Part):
 
     def note_peak(self, attempt: Attempt, usage: Dict[str, Any]) -> None:
         """A job that is in the time series has ended."""
-        if attempt.id in self.series.named:
+        if attempt.id in self.series.peaks:
             self.series.add_peak(attempt.id, attempt.name, usage.get('peak_memory_bytes', 0))
 
     def due(self) -> float:
@@ -22713,7 +22682,7 @@ class Monitor(Part):
         """One sample of the node."""
         values = self.node.sample()
         if self.settings.has_node_series:
-            self.series.rows['node'].append((int(time.time()), *values))
+            self.series.add('node', int(time.time()), *values)
 
     # ---- memory limits ----
 
@@ -22734,12 +22703,10 @@ class Monitor(Part):
         self.check, trees = None, self.sampler.trees
         if check.error:
             self.context.say_once(f'memory limits: no look at what jobs share was possible: {check.error}')
-        sizes = check.result or itertools.repeat(0)
+        sizes = check.result or itertools.repeat(None)
         for attempt, size_bytes in zip(self.suspects, sizes):
             tree = trees.get(attempt)       # it may have ended
-            if tree is not None:
-                tree.rest(now, FAILED_CHECK_S if check.error else now - check.began)
-            if tree is not None and not check.error and tree.set_proportional(size_bytes):
+            if tree is not None and tree.take_check(now, now - check.began, size_bytes):
                 self.end_job(attempt, tree)
 
     def end_job(self, attempt: Attempt, tree: JobTree) -> None:
@@ -22784,17 +22751,15 @@ class Monitor(Part):
         settings, series, give_up_at = self.settings, self.series, time.monotonic() + limit_s
         if self.node is not None:
             self.sample_node()
+        fields = {} if self.node is None else self.node.fields()    # type: Dict[str, Any]
         if settings.has_node_series:
-            series.rows['summary'] = [tuple(self.node.fields().values())]
+            series.add('summary', *map(fields.get, SUMMARY_FIELDS))
         series.due_at = 0.0
-        for _ in range(2):      # what is being written, and what has come since
+        for _ in range(3):      # what is being written, what has come since, and how that has ended
+            series.act(time.monotonic())
             if series.errand is not None:
                 series.errand.wait(max(0.0, give_up_at - time.monotonic()))
-            series.act(time.monotonic())
-        if series.errand is not None:
-            series.errand.wait(max(0.0, give_up_at - time.monotonic()))
-        fields = {} if self.node is None else self.node.fields()
-        return {name: value for name, value in fields.items() if value is not None}
+        return fields
 
 
 # ======== 16e. Runner's steps: jobs as Slurm steps ========
