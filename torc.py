@@ -4618,7 +4618,7 @@ def format_field_help() -> str:
 # that wait: a barrier of 1,000 x 1,000 jobs is 1,000 members and one counter. What claims look at is kept in
 # job_kind, one row a job class, so that a claim looks at classes (few), never at all ready jobs (many).
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 
 SCHEMA = """
 CREATE TABLE workflow (
@@ -4704,8 +4704,7 @@ CREATE TABLE scheduled_compute_node (
     status              TEXT NOT NULL,                  -- pending, active, complete, canceled
     submission          JSON TEXT,                      -- SUBMISSION_SETTINGS, for who submits it; cluster
     made_for            INTEGER,                        -- the action that it is of
-    submitter           TEXT,                           -- who submits it now
-    submitter_until     REAL,                           -- ... until then; NULL: while that node is active
+    submit_after        REAL,                           -- in somebody's hand until then; NULL: never was
     reason              TEXT                            -- one sentence: why it is complete or canceled
 );
 CREATE INDEX scheduled_compute_node_of ON scheduled_compute_node (workflow_id, status);
@@ -5145,7 +5144,7 @@ RESCUED_END = '.rescued'            # of a copy of a database that was lost whil
 PRIVATE_COLUMNS = frozenset(['identity', 'lease_s', 'slurm_job', 'is_implicit', 'memory_bytes', 'runtime_s',
                              'is_current', 'is_interrupted', 'is_reported', 'identifier', 'request',
                              'requested_by', 'is_system', 'is_run_zero', 'is_declared', 'submission',
-                             'made_for', 'submitter', 'submitter_until', 'gate_set_id', 'wait_set_id'])
+                             'made_for', 'submit_after', 'gate_set_id', 'wait_set_id'])
 Values = Dict[str, Any]     # by name: the cells of a row, the fields of a request's body or of an answer
 Cells = Sequence[Any]       # of a row, or for the question marks of a statement
 Ids = Sequence[int]
@@ -6443,15 +6442,20 @@ def take_action(context: Context, action_id: int, node_id: Optional[int]) -> boo
     return is_taken
 
 
-def take_due_actions(context: Context, workflow_id: int, node_id: int,
-                     triggers: Sequence[str]) -> List[Values]:
-    """The due run_commands actions of these triggers, taken for a node."""
+def take_due_actions(context: Context, workflow_id: int, node_id: int, triggers: Sequence[str],
+                     submits: bool) -> List[Values]:
+    """The due actions of these triggers, taken for a node: commands, and if it `submits` allocations.
+
+    An action whose allocations Slurm has refused is left to people.
+    """
     if not triggers or not context.one('SELECT 1 FROM workflow_action WHERE workflow_id = ? LIMIT 1',
                                        (workflow_id,)):
         return []       # most workflows have none: a runner asks in every turn
-    due = context.select('workflow_action',
-                         *due_condition(context, workflow_id, triggers, "AND action_type = 'run_commands'"))
-    return [action for action in due if take_action(context, action['id'], node_id)]
+    kinds = "action_type = 'run_commands'" + (
+        " OR action_type = 'schedule_nodes' AND failure IS NULL" if submits else '')
+    due = context.select('workflow_action', *due_condition(context, workflow_id, triggers, f'AND ({kinds})'))
+    return [action for action in due if action['action_config'].get('scheduler_type') in (None, 'slurm')
+            and take_action(context, action['id'], node_id)]
 
 
 def note_action_reported(context: Context, action_id: int, node_id: int) -> None:
@@ -8946,76 +8950,77 @@ def delete_remote_worker(context: Context, workflow_id: int, worker: str) -> Val
 
 # -------- allocations that are to be submitted --------
 #
-# The row of an allocation is made in the transaction that takes its action. Until it has a Slurm job
-# (scheduler_id 0) it is an intent, held by one submitter at a time: a node while that is active, a command
-# for a while. Whoever takes over what a submitter has left must look whether Slurm has the job.
+# The row of an allocation is made in the transaction that takes its action: from then on it is what is to be
+# done. Until it has a Slurm job (scheduler_id 0), whoever submits takes one after the other in hand, each for
+# the time of one sbatch(1). So nobody needs to know who else submits, or is still there: what was in hand
+# before may have its Slurm job, and whoever takes it next looks for that first.
 
 IS_UNSUBMITTED = "status = 'pending' AND scheduler_id = 0 AND submission IS NOT NULL"
-# No submitter has it (any more); a node as one is named by name_submitter().
-IS_LEFT = ("(submitter_until < ? OR submitter_until IS NULL AND NOT EXISTS (SELECT 1 FROM compute_node "
-           "WHERE is_active = 1 AND 'compute node ' || id = submitter))")
 
 
-def take_submissions(context: Context, workflow_id: int, body: Values) -> Values:
-    """Hand out allocations to a submitter: of due actions, new ones of a scheduler, and what others left."""
+def take_submission(context: Context, workflow_id: int, body: Values) -> Values:
+    """Take in what became of submissions, make the records that are asked for, and hand out one to submit.
+
+    `wait_s`: until the next one may be handed out, which somebody has in hand; None if none is left. Without
+    `hold_s`, for which it is in the caller's hand, none is handed out.
+    """
     state = workflow_state(context, workflow_id)
-    refuse_archived(state)
-    if state.is_canceled:
-        raise Refused(f'workflow {workflow_id} was canceled: nothing is submitted for it')
-    submitter, settings = body['submitter'], body['settings']
-    made, idle = [], []     # type: List[int], List[int]
+    answer = note_submissions(context, workflow_id, body.get('ended') or ())
+    settings, scheduler_id = body.get('settings') or {}, body.get('scheduler_config_id')
+    if settings:
+        refuse_archived(state)
+        if state.is_canceled:
+            raise Refused(f'workflow {workflow_id} was canceled: nothing is submitted for it')
+    idle = []   # type: List[int]
     for row in body.get('actions') or ():
         action = get_action(context, workflow_id, row['action_id'])
         if action['action_type'] != 'schedule_nodes':
             raise Refused(f"action {action['id']} does not schedule nodes")
-        new = execute_schedule(context, action, settings, row.get('count'), None)
-        if new == []:
+        if execute_schedule(context, action, settings) == []:
             idle.append(action['id'])
-        made += new or []
-    scheduler_id = body.get('scheduler_config_id')
     if scheduler_id is not None:
         count = body.get('count') or default_count(context, workflow_id, scheduler_id)
-        made += insert_allocations(context, workflow_id, scheduler_id, settings, count, None)
-    taken = hold_submissions(context, workflow_id, submitter, context.now() + body['lease_s'], made,
-                             (submitter, *(body.get('ended') or ())))
-    others = context.rows('SELECT DISTINCT submitter FROM scheduled_compute_node WHERE workflow_id = ? '
-                          f'AND {IS_UNSUBMITTED} AND submitter <> ?', (workflow_id, submitter))
-    return {'allocations': taken, 'submitters': [row[0] for row in others], 'idle_actions': idle}
+        insert_allocations(context, workflow_id, scheduler_id, settings, count, None)
+    return dict(answer, idle_actions=idle, **hand_out(context, workflow_id, body.get('hold_s')))
 
 
-def take_due_schedules(context: Context, workflow_id: int, node_id: int, triggers: Sequence[str],
-                       settings: Values) -> List[int]:
-    """The new allocations of due actions that a runner carries out; failed ones are left to people."""
-    due = context.select('workflow_action', *due_condition(
-        context, workflow_id, triggers,
-        "AND action_type = 'schedule_nodes' AND failure IS NULL")) if triggers else []
-    made = []   # type: List[int]
-    for action in due:
-        if action['action_config'].get('scheduler_type', 'slurm') == 'slurm':
-            try:
-                with context.savepoint():
-                    made += execute_schedule(context, action, settings, None, node_id) or []
-            except Refused as error:
-                context.run('UPDATE workflow_action SET failure = ? WHERE id = ?',
-                            (error.message, action['id']))
-    return made
+def hand_out(context: Context, workflow_id: int, hold_s: Optional[float]) -> Values:
+    """The next allocation to submit, if there is one, with all that its script is made of."""
+    where = f'FROM scheduled_compute_node WHERE workflow_id = ? AND {IS_UNSUBMITTED} '
+    context.run('DELETE ' + where + 'AND scheduler_config_id NOT IN (SELECT id FROM slurm_scheduler)',
+                (workflow_id,))
+    rows = context.rows('SELECT id, scheduler_config_id, submission, submit_after ' + where
+                        + 'ORDER BY submit_after, id', (workflow_id,))
+    answer = {'allocation': None, 'left': len(rows), 'wait_s': None}    # type: Values
+    if rows and not context.state.is_canceled:
+        row_id, scheduler_id, settings, free_at = rows[0]
+        now = context.now()
+        answer['wait_s'] = max(0.0, (free_at or 0.0) - now)
+        if hold_s is not None and not answer['wait_s']:
+            context.run('UPDATE scheduled_compute_node SET submit_after = ? WHERE id = ?',
+                        (now + hold_s, row_id))
+            answer['allocation'] = {
+                'id': row_id, 'settings': json.loads(settings),
+                'database_id': context.value('SELECT id FROM identity'),
+                'scheduler': get_row(context, 'slurm_scheduler', scheduler_id),
+                'needs': allocation_needs(context, workflow_id, scheduler_id),
+                'free_s': None if free_at is None else now - free_at}
+    return answer
 
 
-def name_submitter(node_id: int) -> str:
-    """A compute node as the submitter of allocations."""
-    return f'compute node {node_id}'
+def execute_schedule(context: Context, action: Values, settings: Values) -> Optional[List[int]]:
+    """Take an action, unless a runner has, and make the rows of its allocations; their ids.
 
-
-def execute_schedule(context: Context, action: Values, settings: Values, count: Optional[int],
-                     node_id: Optional[int]) -> Optional[List[int]]:
-    """Take an action and make the rows of its allocations; None if another has it. [] if no job is left."""
-    if not take_action(context, action['id'], node_id):
-        return None
-    note_action_reported(context, action['id'], node_id or 0)   # from now on its rows are what is to be done
+    None if that was done before, [] if no job is left.
+    """
+    if not context.run('UPDATE action_execution SET is_reported = 1 WHERE action_id = ? AND is_reported = 0',
+                       (action['id'],)):
+        if not take_action(context, action['id'], None):
+            return None
+        note_action_reported(context, action['id'], 0)
     config = action['action_config']
-    if count is None:
-        count = config.get('num_allocations')
-    count = (1 if count is None else count) if has_work(context, action) else 0
+    count = 1 if config.get('num_allocations') is None else config['num_allocations']
+    count = count if has_work(context, action) else 0
     own = {name: config[name] for name in ('start_one_worker_per_node', 'max_parallel_jobs')
            if config.get(name) is not None}
     record_event(context, action['workflow_id'], {
@@ -9061,35 +9066,6 @@ def count_links(workflow: Values, num_jobs: int, walltime: str, runtime_s: int) 
     return min(MAX_ALLOCATIONS, max(1, -(-num_jobs // jobs_each)))
 
 
-def hold_submissions(context: Context, workflow_id: int, submitter: str, until: Optional[float],
-                     made: Ids, gone: Sequence[str] = (), lost: Ids = ()) -> List[Values]:
-    """Let a submitter hold the intents that are `made` for it or were left; with all that their scripts need.
-
-    `gone` have left theirs for certain, and `lost` are those that it holds and does not know of.
-    """
-    context.run(f'DELETE FROM scheduled_compute_node WHERE workflow_id = ? AND {IS_UNSUBMITTED} '
-                'AND scheduler_config_id NOT IN (SELECT id FROM slurm_scheduler)', (workflow_id,))
-    rows = context.rows('SELECT id, scheduler_config_id, submission FROM scheduled_compute_node '
-                        f'WHERE workflow_id = ? AND {IS_UNSUBMITTED} AND ({IS_LEFT} OR id IN '
-                        f"{sql_list(lost)} OR submitter IN ({', '.join('?' * len(gone))})) ORDER BY id",
-                        (workflow_id, context.now(), *gone))
-    context.run_many('UPDATE scheduled_compute_node SET submitter = ?, submitter_until = ? WHERE id = ?',
-                     ((submitter, until, row[0]) for row in rows))
-    common = {}     # type: Dict[int, Values]
-    for scheduler_id in {row[1] for row in rows}:
-        scheduler = get_row(context, 'slurm_scheduler', scheduler_id)
-        common[scheduler_id] = {
-            'scheduler': scheduler, 'needs': allocation_needs(context, workflow_id, scheduler_id),
-            'database_id': context.value('SELECT id FROM identity'),
-            # The Slurm jobs of a chain that are known: by their names alone they cannot be told apart.
-            'known_jobs': context.ids('SELECT scheduler_id FROM scheduled_compute_node WHERE workflow_id = ? '
-                                      'AND scheduler_config_id = ? AND scheduler_id > 0',
-                                      (workflow_id, scheduler_id)) if scheduler['serialize_allocations']
-            else []}
-    return [dict(common[scheduler_id], id=row_id, settings=json.loads(settings), is_new=row_id in made)
-            for row_id, scheduler_id, settings in rows]
-
-
 def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> Values:
     """What the largest of the jobs that are left for a scheduler needs, and how many they are."""
     query = ('SELECT max(num_cpus), max(CASE WHEN is_implicit THEN 0 ELSE memory_bytes END), total(count), '
@@ -9102,58 +9078,46 @@ def allocation_needs(context: Context, workflow_id: int, scheduler_id: int) -> V
     return {'num_cpus': 1, 'memory_bytes': 0, 'num_jobs': 1, 'runtime_s': 0}
 
 
-def report_submissions(context: Context, workflow_id: int, body: Values) -> Values:
-    """What became of submissions: Slurm jobs, or refusals. `surplus`: Slurm jobs that no row needs."""
-    workflow_state(context, workflow_id)
-    surplus, refused = [], collections.defaultdict(list)    # type: List[int], Dict[int, List[str]]
-    for row in body['submitted']:
-        found = context.one('SELECT status, scheduler_id, submission, made_for, submitter '
-                            'FROM scheduled_compute_node WHERE id = ? AND workflow_id = ?',
-                            (row['id'], workflow_id))
-        number = row.get('slurm_job_id')
-        if number is not None:
-            if found is None or found[0] == 'canceled' or found[1] not in (0, number):
-                surplus.append(number)
-                continue
-            settings = dict(json.loads(found[2] or '{}'), cluster=row.get('cluster') or '',
+def note_submissions(context: Context, workflow_id: int, ended: Sequence[Values]) -> Values:
+    """Note Slurm jobs, refusals, and what is not known yet, each of a record that was handed out.
+
+    `surplus`: Slurm jobs that no record needs; `refused`: how many records are gone.
+    """
+    table, surplus, num_refused = 'scheduled_compute_node', [], 0
+    for row in ended:
+        found = context.select(table, 'WHERE id = ? AND workflow_id = ?', (row['id'], workflow_id))
+        record = found[0] if found else {'status': 'canceled', 'scheduler_id': 0}
+        number, is_canceled = row.get('slurm_job_id'), record['status'] == 'canceled'
+        if number is not None and (is_canceled or record['scheduler_id'] not in (0, number)):
+            surplus.append(number)
+        elif number is not None:
+            settings = dict(record.get('submission') or {}, cluster=row.get('cluster') or '',
                             submitted_at=context.now())
-            context.run('UPDATE scheduled_compute_node SET scheduler_id = ?, submission = ?, '
-                        'submitter = NULL WHERE id = ?', (number, format_json(settings), row['id']))
-        elif found and found[1] == 0 and found[4] == body['submitter']:
-            context.run('DELETE FROM scheduled_compute_node WHERE id = ?', (row['id'],))
-            if found[3] is not None:
-                refused[found[3]].append(row.get('message') or '')
-    for action_id, messages in refused.items():
-        note_refusal(context, workflow_id, action_id, messages)
-    return {'surplus': surplus}
+            context.update(table, row['id'], {'scheduler_id': number, 'submission': settings})
+        elif row.get('retry_s') is not None:
+            context.run(f'UPDATE {table} SET submit_after = ? WHERE id = ?',
+                        (context.now() + row['retry_s'], row['id']))
+        elif not is_canceled and not record['scheduler_id']:
+            # Slurm takes none of the others of this scheduler either
+            gone = context.rows(f'SELECT id, made_for FROM {table} WHERE id = ? OR workflow_id = ? AND '
+                                f'scheduler_config_id = ? AND {IS_UNSUBMITTED} AND submit_after IS NULL',
+                                (row['id'], workflow_id, record['scheduler_config_id']))
+            run_by_ids(context, f'DELETE FROM {table} WHERE id IN', [each[0] for each in gone])
+            num_refused += len(gone)
+            for action_id, count in collections.Counter(each[1] for each in gone if each[1]).items():
+                note_refusal(context, workflow_id, action_id, count, row.get('message') or '')
+    return {'surplus': surplus, 'refused': num_refused}
 
 
-def note_refusal(context: Context, workflow_id: int, action_id: int, messages: List[str]) -> None:
+def note_refusal(context: Context, workflow_id: int, action_id: int, count: int, message: str) -> None:
     """Slurm has refused allocations of an action: it has failed, and is due again if it got none at all."""
     kept = context.value('SELECT count(*) FROM scheduled_compute_node WHERE made_for = ?', (action_id,))
-    failure = f'{len(messages)} allocations were refused by Slurm: {messages[0]}'
+    failure = f'{count} allocations were refused by Slurm: {message}'
     context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, action_id))
     if not kept:
         context.run('DELETE FROM action_execution WHERE action_id = ?', (action_id,))
     record_event(context, workflow_id, {'category': 'action', 'event_type': 'action_failed',
                                         'action_id': action_id, 'message': failure}, 'error')
-
-
-def sync_submissions(context: Context, workflow_id: int, node_id: int, body: Values) -> Values:
-    """A runner's part of it, in its turn: what it has submitted, and what it is to submit."""
-    if not (body.get('submitted') or body.get('submits') and context.one(
-            'SELECT 1 FROM slurm_scheduler WHERE workflow_id = ? LIMIT 1', (workflow_id,))):
-        return {}
-    submitter, lost = name_submitter(node_id), []   # type: str, List[int]
-    answer = report_submissions(context, workflow_id,
-                                {'submitted': body.get('submitted') or (), 'submitter': submitter})
-    if body.get('submits') and not context.state.is_canceled:
-        if body.get('held_submissions') is not None:    # an answer that was lost had brought the others
-            lost = context.ids('SELECT id FROM scheduled_compute_node WHERE submitter = ? '
-                               f"AND id NOT IN {sql_list(body['held_submissions'])}", (submitter,))
-        made = take_due_schedules(context, workflow_id, node_id, body.get('actions') or (), body['submits'])
-        answer['allocations'] = hold_submissions(context, workflow_id, submitter, None, made, lost=lost)
-    return answer
 
 
 # -------- nodes --------
@@ -9412,8 +9376,8 @@ def runner_sync(context: Context, workflow_id: int, body: Values) -> Values:
     answer['reason'] = explain_no_jobs(context, state, want) if is_asked_why else None
     answer['notices'] = find_notices(context, state.id, want) if want and body.get('survey') else []
     note_if_complete(context, workflow_id)      # nothing below changes the jobs
-    answer['actions'] = take_due_actions(context, workflow_id, node_id, body.get('actions') or ())
-    answer.update(sync_submissions(context, workflow_id, node_id, body))
+    answer['actions'] = take_due_actions(context, workflow_id, node_id, body.get('actions') or (),
+                                         bool(body.get('submits')))
     answer.update(describe_progress(context, state, node_id, is_denied=bool(want) and not chosen))
     if body.get('explain'):
         answer['has_jobs_for_node'] = has_jobs_for_node(context, workflow_id, node_id)
@@ -9482,8 +9446,8 @@ def compare_held(context: Context, workflow_id: int, node_id: int, held: Sequenc
 
 def retake_action(context: Context, workflow_id: int, action_id: int, node_id: int) -> bool:
     """Take an action that a node runs, or ran, if it was due again meanwhile. False if there is none."""
-    if context.select('workflow_action', *due_condition(context, workflow_id, (),
-                                                        f'AND id = {int(action_id)}')):
+    is_it = f'AND id = {int(action_id)} AND (persistent OR failure IS NULL)'    # else people are to take it
+    if context.select('workflow_action', *due_condition(context, workflow_id, (), is_it)):
         take_action(context, action_id, node_id)
     return context.one('SELECT 1 FROM workflow_action WHERE id = ? AND workflow_id = ?',
                        (action_id, workflow_id)) is not None
@@ -9510,10 +9474,16 @@ def record_action_end(context: Context, workflow_id: int, node_id: int, result: 
     if context.one('SELECT 1 FROM action_execution WHERE action_id = ? AND compute_node_id = ? '
                    'AND is_reported = 1', (result['action_id'], node_id)):
         return
+    is_schedule = context.value('SELECT action_type FROM workflow_action WHERE id = ?',
+                                (result['action_id'],)) == 'schedule_nodes'
+    if is_schedule and not result['success']:   # it has made no records: it is due again, for people
+        context.run('DELETE FROM action_execution WHERE action_id = ? AND compute_node_id = ?',
+                    (result['action_id'], node_id))
     note_action_reported(context, result['action_id'], node_id)
-    if not result['success']:
-        failure = result.get('message') or 'failed'
-        context.run('UPDATE workflow_action SET failure = ? WHERE id = ?', (failure, result['action_id']))
+    if not result['success']:   # what Slurm said of its allocations says more
+        context.run('UPDATE workflow_action SET failure = ? WHERE id = ?'
+                    + (' AND failure IS NULL' if is_schedule else ''),
+                    (result.get('message') or 'failed', result['action_id']))
     event_type, severity = ('action_completed', 'info') if result['success'] else ('action_failed', 'error')
     record_event(context, workflow_id, {
         'category': 'action', 'event_type': event_type, 'action_id': result['action_id'],
@@ -9585,7 +9555,7 @@ def has_news(context: Context, workflow_id: int) -> bool:
 # What a runner's turn that is asked again says once more, and what an answer has if it brings something.
 KEPT_OF_TURN = ('compute_node_id', 'identity', 'pid', 'run_id', 'turn', 'lease_s', 'want', 'actions',
                 'submits', 'explain')
-BROUGHT = ('jobs', 'actions', 'allocations', 'surplus', 'accepted', 'errors', 'revoked', 'revoked_actions',
+BROUGHT = ('jobs', 'actions', 'accepted', 'errors', 'revoked', 'revoked_actions',
            'notices', 'is_complete')
 
 
@@ -10664,8 +10634,9 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
     """Store planned schedulers, bind jobs to them, and make the actions that submit their allocations.
 
     Actions that would submit others for the same jobs are taken. With a `submission`, a SubmissionRequest,
-    the allocations that are due are handed out at once, as by take_submissions. Conflict if the workflow has
-    other schedulers or allocations, or another run, than those that were known when the plan was made.
+    records are made of the allocations that are due, and the first is handed out, as by take_submission.
+    Conflict if the workflow has other schedulers or allocations, or another run, than those that were known
+    when the plan was made.
     """
     state = workflow_state(context, workflow_id)
     refuse_archived(state)
@@ -10702,9 +10673,9 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
         'category': 'scheduler', 'action': 'regenerate', 'scheduler_ids': scheduler_ids,
         'message': f'{len(scheduler_ids)} schedulers were planned for the jobs that are left; {taken} '
                    'actions that would submit allocations for them, too, were taken'})
-    answer = {'allocations': [], 'submitters': [], 'idle_actions': []}  # type: Values
+    answer = {}     # type: Values
     if body.get('submission'):
-        answer = take_submissions(context, workflow_id, dict(body['submission'], actions=due))
+        answer = take_submission(context, workflow_id, dict(body['submission'], actions=due))
     return dict(answer, scheduler_ids=scheduler_ids, taken=taken)
 
 
@@ -11239,7 +11210,7 @@ MODELS = {
         'completions:[@RunnerEnd] started:[(int,int,time)] returned:[(int,int)] want:@RunnerWant '
         'actions:[str] action_results:[@RunnerAction] accounting:[@RunnerAccount] explain:bool survey:bool '
         'held:[(int,int)] held_actions:[int] turn:int '
-        'submits:{any} submitted:[@SubmissionEnd] held_submissions:[int]',
+        'submits:bool',
     'RunnerWant': 'strategy:@Strategy! limit:int! depth:int nodes:[(int,int,int)] sizes:[(int,int,int)] '
         'time_limit:str scheduler_config_id:int labels:[str] strict:bool',
     'ScheduledComputeNodesModel': 'id:int scheduler_config_id:int! scheduler_id:int! scheduler_type:str! '
@@ -11261,11 +11232,10 @@ MODELS = {
         'scheduler_id:int stages:[@StoredStage]!',
     'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
-    'ScheduledAction': 'action_id:int! count:ordinal',
-    'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str',
-    'SubmissionReport': 'submitter:str! submitted:[@SubmissionEnd]!',
-    'SubmissionRequest': 'submitter:str! lease_s:float! settings:{any}! actions:[@ScheduledAction] '
-        'scheduler_config_id:int count:ordinal ended:[str]',
+    'ScheduledAction': 'action_id:int!',
+    'SubmissionEnd': 'id:int! slurm_job_id:int cluster:str message:str retry_s:float',
+    'SubmissionRequest': 'hold_s:float settings:{any} actions:[@ScheduledAction] scheduler_config_id:int '
+        'count:ordinal ended:[@SubmissionEnd]',
     'SeenAllocation': 'slurm_job_id:int! reason:str! is_queued:bool is_interrupted:bool ended_s:float',
     'DeadNode': 'compute_node_id:int! reason:str!',
     'SyncRequest': 'allocations:[@SeenAllocation]! dead_nodes:[@DeadNode] is_dry_run:bool',
@@ -11656,8 +11626,7 @@ ROUTES = (
     *usual_routes('scheduled_compute_node', 'scheduled_compute_nodes',
                   'scheduler_id:int scheduler_config_id:int status:str',
                   update={'verb': update_scheduled_compute_node}),
-    route_to('POST', 'take_submissions', take_submissions, body='SubmissionRequest'),
-    route_to('POST', 'report_submissions', report_submissions, body='SubmissionReport'),
+    route_to('POST', 'take_submission', take_submission, body='SubmissionRequest'),
     route_to('GET', 'demand', get_demand),
     route_to('POST', 'store_allocations', store_allocations, body='StoreAllocationsRequest'),
     route_to('POST', 'recover_jobs', recover_jobs, body='RecoverJobsRequest', query='dry_run:bool'),
@@ -18858,22 +18827,19 @@ def mark_numbers(value: Any) -> Any:
 
 # ======== 14c. Submission: sbatch scripts, and how they become allocations ========
 #
-# The record of an allocation exists before sbatch(1) runs: it is the intent to submit it, held by whoever is
-# doing so. The job's comment names the record. Invariants:
+# An allocation stands once: a record of it is made, sbatch(1) runs with the record in the job's comment, and
+# the Slurm job's id is stored. Whoever is killed in between leaves nothing that the next one does not find.
 #
-# * sbatch runs again for a record only when squeue(1) has answered, and no job names the record: an ambiguous
-#   failure, such as a time-out, or a submitter that was killed, may have left a job behind.
+# * One allocation is in hand at a time (8e). sbatch runs again for a record only when squeue(1) has answered,
+#   and no job names the record: an ambiguous failure, such as a time-out, may have left a job behind.
 # * A refusal ("Invalid account") is final: the record goes, and the user is shown Slurm's words.
 # * A script holds no secret: a token goes as the path of its file, a password through the environment.
 # * No text from a workflow becomes a second option, or a second directive.
-#
-# Submitter does no input or output, so that a command may wait for programs, and a runner never does.
 
 SBATCH_TRIES = 6
 SBATCH_PAUSE_S = 10.0       # after a failure that passes; an ambiguous one may take effect late
-# A command may take so long for its first allocation; and a minute more for each further one.
-SUBMISSION_LEASE_S = 1200.0
-LOOK_PAUSE_S = 60.0         # between two looks into the queue: never more than one squeue a minute
+LOOK_PAUSE_S = 60.0         # ... after further ones: not more than one squeue a minute
+SBATCH_HOLD_S = SLURM_QUERY_S + SBATCH_PAUSE_S      # nobody else touches what is in hand for so long
 # Errors of sbatch that pass, and may have come after the job was taken (slurm_errno.c, 20.11 to 25.05).
 PASSING_ERRORS = Expression(
     'Unable to contact slurm controller|timed out|Zero Bytes were transmitted|temporarily unavailable|'
@@ -19010,8 +18976,6 @@ class Submission(Row):
     settings: Dict[str, Any]    # SUBMISSION_SETTINGS
     needs: AllocationNeeds
     database_id: str
-    is_new: bool                # no job can name its record yet
-    known_jobs: Sequence[int] = ()      # of a chain: Slurm jobs of other records
 
 
 SUBMISSION_SETTINGS = {     # how a runner in an allocation works: kept with the record
@@ -19270,168 +19234,33 @@ def parse_own_jobs(text: str) -> List[OwnJob]:
             for number, state, name, comment in read_slurm_rows(text, 4) if number.isdigit()]
 
 
-def find_submitted(jobs: Iterable[OwnJob], tag: str, name: str, known: Iterable[int] = (),
-                   is_chain: bool = False) -> Optional[OwnJob]:
+def find_submitted(jobs: Iterable[OwnJob], submission: Submission) -> Optional[OwnJob]:
     """The job of a record: by its comment, or by its name where a site has put another comment there.
 
-    `known` are jobs of other records. Those of a chain share their name, so that one that was canceled
-    before anybody knew it must not be taken for a link that is missing.
+    Jobs of a chain share their name.
     """
-    jobs = [job for job in jobs if job.id not in set(known)]
+    tag, name = submission_tag(submission), job_name_of(submission)
     found = [job for job in jobs if job.comment == tag]
-    found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')
-                      and not (is_chain and job.state in SLURM_STATES and SLURM_STATES[job.state].is_ended)]
+    if not submission.scheduler.get('serialize_allocations'):
+        found = found or [job for job in jobs if job.name == name and not job.comment.startswith('torc:')]
     return found[-1] if found else None
 
 
-def is_usage_error(reply: Reply) -> bool:
-    """Whether sbatch has not understood its options: 255, as ssh(1) of a wrapper, but in its own words.
+def judge_submission(reply: Reply) -> Dict[str, Any]:
+    """What sbatch has answered, for the server: a Slurm job, a refusal, or, with `retry_s`, nothing clear.
 
-    'sbatch: error: Invalid --mem specification', "sbatch: unrecognized option '--nonsense'" (Slurm 22.05).
+    255 is an error of its own about its options ('sbatch: error: Invalid --mem specification', 22.05); also
+    of ssh(1), where that is what calls it.
     """
-    return reply.code == 255 and 'sbatch: ' in reply.err
-
-
-class SlurmCall(Row):
-    """A program of Slurm that is to be called."""
-    argv: List[str]
-    limit_s: float
-    variables: Dict[str, Optional[str]]
-
-
-class Underway:
-    """One allocation on its way to Slurm."""
-    __slots__ = ('submission', 'script', 'needs_look', 'tries')
-
-    def __init__(self, submission: Submission, script: str) -> None:
-        self.submission = submission
-        self.script = script                            # path
-        self.needs_look = not submission.is_new         # a job may name its record
-        self.tries = 0
-
-
-class Submitter:
-    """Brings allocations to Slurm, one call after the other: which is next, and what its reply means.
-
-    Whoever owns it performs `next_call` when it is `due`, hands the reply to `on_reply`, and takes `ends`:
-    rows for the server, of what was submitted or refused. What is in `lost` stays as it is: Slurm could not
-    be asked whether it has the job.
-    """
-
-    pause_s = SBATCH_PAUSE_S
-    look_pause_s = LOOK_PAUSE_S
-    tries = SBATCH_TRIES
-
-    def __init__(self) -> None:
-        self.waiting = []           # type: List[Underway]
-        self.current = None         # type: Optional[Underway]  # its sbatch runs
-        self.is_looking = False     # squeue runs
-        self.look_at = -math.inf    # not before
-        self.failed_looks = 0
-        self.message = ''           # of the last failure that passes
-        self.secrets = {}           # type: Dict[str, str]  # variables for the runners, which no script holds
-        self.ends = []              # type: List[Dict[str, Any]]
-        self.lost = []              # type: List[Submission]
-        self.found = set()          # type: Set[int]  # Slurm jobs
-
-    def add(self, submission: Submission, script: str, now: float) -> None:
-        """Submit an allocation; its script is there. What another has begun may still come into effect."""
-        self.waiting.append(Underway(submission, script))
-        if not submission.is_new:
-            self.look_at = max(self.look_at, now + self.pause_s)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is on its way."""
-        return bool(self.waiting or self.current)
-
-    def due(self) -> float:
-        """When next_call has something to call; infinite while a call is out, or there is nothing."""
-        if self.current or self.is_looking or not self.waiting:
-            return math.inf
-        return -math.inf if any(not item.needs_look for item in self.waiting) else self.look_at
-
-    def next_call(self, now: float) -> Optional[SlurmCall]:
-        """The program to call now, if any."""
-        if self.due() > now:
-            return None
-        ready = [item for item in self.waiting if not item.needs_look]
-        if ready:
-            self.current = ready[0]
-            self.waiting.remove(self.current)
-            self.current.tries += 1
-            argv = slurm_argv('sbatch', '--parsable', self.current.script)
-            return SlurmCall(argv, SLURM_QUERY_S, {**submission_variables(), **self.secrets})
-        self.is_looking = True
-        return SlurmCall(find_own_jobs_argv(), SLURM_QUERY_S, query_variables())
-
-    def on_reply(self, reply: Reply, now: float) -> None:
-        """What the last call has answered."""
-        if self.is_looking:
-            self.is_looking, self.look_at = False, now + self.look_pause_s
-            if reply.code:
-                self.on_failed_look(explain_reply(reply))
-            else:
-                self.on_jobs(parse_own_jobs(reply.out))
-            return
-        item, self.current = self.current, None
-        found = parse_submission(reply.out) if reply.code == 0 else None
-        if found is not None:
-            self.end(item, *found)
-        elif (reply.code in (0, REPLY_TIMED_OUT, REPLY_NOT_STARTED) or PASSING_ERRORS.search(reply.err)
-              or reply.code > 128 and not is_usage_error(reply)):
-            self.message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
-            item.needs_look = True
-            self.look_at = max(self.look_at, now + self.pause_s)
-            self.waiting.append(item)
-        else:
-            self.refuse(item, explain_reply(reply))
-
-    def on_failed_look(self, message: str) -> None:
-        """Without an answer nothing may be submitted again: try some times, then leave the records alone."""
-        self.failed_looks += 1
-        if self.failed_looks >= self.tries:
-            self.message = message
-            self.lost += [item.submission for item in self.waiting if item.needs_look]
-            self.waiting = [item for item in self.waiting if not item.needs_look]
-            self.failed_looks = 0
-
-    def on_jobs(self, jobs: List[OwnJob]) -> None:
-        """The queue, as it is: submit what is not in it."""
-        self.failed_looks = 0
-        for item in [item for item in self.waiting if item.needs_look]:
-            found = find_submitted(jobs, submission_tag(item.submission), job_name_of(item.submission),
-                                   self.found.union(item.submission.known_jobs),
-                                   bool(item.submission.scheduler.get('serialize_allocations')))
-            if found is not None:
-                self.waiting.remove(item)
-                self.end(item, found.id, '')
-            elif item.tries >= self.tries:
-                self.waiting.remove(item)
-                self.refuse(item, f'{self.message} ({item.tries} tries)')
-            else:
-                item.needs_look = False
-
-    def refuse(self, item: Underway, message: str) -> None:
-        """Slurm does not take it; nor would it take the others of the same scheduler."""
-        self.ends.append({'id': item.submission.id, 'message': message})
-        for other in list(self.waiting):
-            if other.submission.scheduler['id'] == item.submission.scheduler['id'] and not other.needs_look:
-                self.waiting.remove(other)
-                self.ends.append({'id': other.submission.id, 'message': message})
-
-    def end(self, item: Underway, number: int, cluster: str) -> None:
-        """It is in the queue."""
-        self.found.add(number)
-        self.ends.append({'id': item.submission.id, 'slurm_job_id': number, 'cluster': cluster})
-
-
-def read_submissions(workflow: Dict[str, Any], answer: Dict[str, Any]) -> List[Submission]:
-    """What the server has handed out to be submitted (`allocations` of its answer)."""
-    return [Submission(row['id'], workflow, row['scheduler'], row['settings'],
-                       AllocationNeeds(**row['needs']), row['database_id'], row['is_new'],
-                       row.get('known_jobs') or ())
-            for row in answer.get('allocations') or ()]
+    found = parse_submission(reply.out) if reply.code == 0 else None
+    if found is not None:
+        return {'slurm_job_id': found[0], 'cluster': found[1]}
+    message = explain_reply(reply) if reply.code else 'sbatch has not said which job it is'
+    is_usage_error = reply.code == 255 and 'sbatch: ' in reply.err
+    if reply.code in (0, REPLY_TIMED_OUT, REPLY_NOT_STARTED) or PASSING_ERRORS.search(reply.err) \
+            or reply.code > 128 and not is_usage_error:
+        return {'message': message, 'retry_s': SBATCH_PAUSE_S}
+    return {'message': message}
 
 
 def write_batch_script(submission: Submission, site: Site, caller: Caller) -> str:
@@ -19467,7 +19296,7 @@ def cancel_allocations(client: Client, workflow_id: int) -> Tuple[List[int], Lis
             if row['scheduler_type'] == 'slurm' and row['status'] in ('pending', 'active')]
     unknown = [row for row in rows if not row['scheduler_id']]
     numbers = [row['scheduler_id'] for row in rows if row['scheduler_id']]
-    if unknown:     # their submitter was killed, or is at it: it will find them canceled
+    if unknown:     # whoever submitted them was killed, or is at it, and will find them canceled
         reply = ask_slurm(find_own_jobs_argv())
         if reply.code:
             return [], [f'squeue: {explain_reply(reply)}']
@@ -19494,6 +19323,18 @@ def caller_of(client: Client, output_dir: str) -> Caller:
     ca_file = os.path.abspath(client.tls.ca_file) if client.named_url and client.tls.ca_file else ''
     return Caller(sys.executable, pin_program(output_dir), server, token_file, ca_file,
                   bool(client.named_url and client.tls.is_insecure))
+
+
+def submission_command(caller: Caller, workflow_id: int, action_id: int, options: Dict[str, Any]) -> str:
+    """The shell command that submits the allocations of an action. `options` are those of `submit`."""
+    words = ['exec', caller.python, caller.program]
+    words += ['--url' if '://' in caller.server else '--db', caller.server]
+    words += ['--tls-ca-cert', caller.ca_file] if caller.ca_file else []
+    words += ['--tls-insecure'] if caller.is_insecure else []
+    words += ['submit', str(workflow_id), '--action', str(action_id)]
+    words += [word for name, value in options.items() if value for word in (name, str(value))]
+    token = [f'TORC_TOKEN_FILE={shlex.quote(caller.token_file)}'] if caller.token_file else []
+    return ' '.join(token + list(map(shlex.quote, words)))
 
 
 # ======== 14d. Slurm steps: srun's command line, and what the end of a step means ========
@@ -21238,6 +21079,7 @@ class NodeContext:
         self.cap = None         # type: Optional[OutputCap]
         self.allocation = None  # type: Any  # the Allocation around us (16g), set before parts are made
         self.in_steps = False   # each job is a step of it, and Slurm keeps its limits
+        self.submits = False    # schedule_nodes actions are carried out here: in an allocation with sbatch(1)
         self.variables = {}     # type: Dict[str, str]  # of every child; known once we are registered
         self.said = set()       # type: Set[str]  # messages of say_once, without their numbers
         # How this runner leaves, set by Shutdown (16h). Times are monotonic, and infinite if there is no end.
@@ -21347,8 +21189,6 @@ class LinkOutlets:
         self.want = lambda: None                # type: Callable[[], Optional[Dict[str, Any]]]
         self.patience_s = lambda: 0.0           # type: Callable[[], float]  # without work and children
         self.held_actions = lambda: []          # type: Callable[[], List[int]]
-        self.submits = lambda: None             # type: Callable[[], Optional[Dict[str, Any]]]
-        self.held_submissions = lambda: []      # type: Callable[[], List[int]]
         self.on_released = lambda: None         # type: Callable[[], Any]  # what we had claimed is others'
         self.on_answer = lambda answer: None    # type: Callable[[Dict[str, Any]], Any]
 
@@ -21387,7 +21227,6 @@ class ServerLink:
         self.returned = []          # type: List[Sequence[int]]
         self.action_results = []    # type: List[Dict[str, Any]]
         self.accounting = []        # type: List[Dict[str, Any]]  # rows of slurm_stats
-        self.submitted = []         # type: List[Dict[str, Any]]  # allocations, with their Slurm jobs
         self.deferred = []          # type: List[Callable[[], Any]]  # starts that wait for the next answer
         self.triggers = ()          # type: Sequence[str]  # of the actions to ask for
         self.state = 'online'
@@ -21423,7 +21262,7 @@ class ServerLink:
     def has_updates(self) -> bool:
         """Whether there is something to send, or a request is still out."""
         return bool(self.pending or self.started or self.returned or self.action_results
-                    or self.accounting or self.submitted or self.attempts.by_state['reported'])
+                    or self.accounting or self.attempts.by_state['reported'])
 
     @property
     def has_lease(self) -> bool:
@@ -21599,11 +21438,10 @@ class ServerLink:
             compute_node_id=context.node_id, identity=self.identity, pid=os.getpid(),
             run_id=context.run_id, turn=self.turn, lease_s=lease_s,
             want=want, actions=list(self.triggers), survey=self.asks_survey,
-            submits=self.call.submits(), explain=self.is_poll or not self.call.has_children())
+            submits=context.submits, explain=self.is_poll or not self.call.has_children())
         if self.is_doubtful:    # what else the server thinks that we have is not so
             body['held'] = [attempt.key for attempt in self.attempts.of()]
             body['held_actions'] = self.call.held_actions()
-            body['held_submissions'] = self.call.held_submissions()
         if self.pace.waits_s:
             body['wait_s'], self.poll_at, self.is_poll = self.pace.waits_s, math.inf, True
         try:
@@ -21636,8 +21474,7 @@ class ServerLink:
         """What has happened here and is not acknowledged, as far as one request carries it."""
         self.sent = {'started': self.started[:], 'returned': self.returned[:],
                      'action_results': self.action_results[:],
-                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST],
-                     'submitted': self.submitted[:]}
+                     'accounting': self.accounting[:MAX_COMPLETIONS_PER_REQUEST]}
         self.sent_completions = self.attempts.of('reported')[:MAX_COMPLETIONS_PER_REQUEST]
         ended = {attempt.key for attempt in self.sent_completions}      # which says that they had started
         starts = self.started + (self.all_starts() if self.is_doubtful else [])
@@ -22100,8 +21937,13 @@ class Scripts:
         self.launcher.stop_all(list(self.running), number, lead_s)
 
 
+def has_commands(action: Dict[str, Any]) -> bool:
+    """Whether an action of a runner is of commands of the user; else it submits allocations."""
+    return action['action_type'] == 'run_commands'
+
+
 class Actions:
-    """run_commands actions: one command at a time, as a child, each action up to its first failure."""
+    """Actions: one command at a time, as a child, each action up to its first failure."""
 
     def __init__(self, context: NodeContext, scripts: Scripts, link: ServerLink) -> None:
         self.context = context
@@ -22162,9 +22004,9 @@ class Actions:
         """Start the current command, or finish the action behind the last one, unless it was revoked."""
         if self.current is not action:
             return
-        commands = self.current['action_config'].get('commands') or ()
-        if self.index >= len(commands):
-            self.finish(True, f'{len(commands)} commands completed')
+        num_commands = len(action['action_config'].get('commands') or ()) if has_commands(action) else 1
+        if self.index >= num_commands:
+            self.finish(True, f'{num_commands} commands completed')
             return
         if action is self.stopped:
             self.finish(False, f'stopped with its runner before command {self.index + 1}')
@@ -22174,20 +22016,41 @@ class Actions:
             self.finish(False, failure + 'the output directory is not there')
             return
         try:
+            command, variables = self.command_of(action)
             self.process = self.scripts.start(
-                f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{commands[self.index]}', self.context.variables,
-                f'actions_wf{self.context.workflow_id}_r{self.context.run_id}.log',
+                command, variables, f'actions_wf{self.context.workflow_id}_r{self.context.run_id}.log',
                 f"a{action['id']}-{self.index}", functools.partial(self.on_command_end, action))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TorcError) as error:
             self.finish(False, failure + str(error))
+
+    def command_of(self, action: Dict[str, Any]) -> Tuple[str, Dict[str, str]]:
+        """The current command of an action, as a shell takes it, with its variables. OSError, TorcError.
+
+        That of schedule_nodes is torc.py itself, which submits, and reaches the server as this runner does.
+        """
+        context = self.context
+        if has_commands(action):
+            command = action['action_config']['commands'][self.index]
+            return f'cd -- "$TORC_OUTPUT_DIR" || exit 1\n{command}', context.variables
+        own_name = NAMED_JOB.match(os.environ.get('SLURM_JOB_NAME', ''))
+        command = submission_command(
+            caller_of(self.link.client, context.output.path), context.workflow_id, action['id'],
+            {'--output-dir': context.output.path, '--poll-interval': context.options.poll_interval_s,
+             '--claim-backoff-max-secs': context.options.claim_backoff_max_s,
+             '--job-prefix': own_name and own_name.group(1)})
+        return command, {name: os.environ[name] for name in SECRETS if name in os.environ}
 
     def on_command_end(self, action: Dict[str, Any], process: Process) -> None:
         """The next command, unless this one failed."""
         if self.current is not action:      # it was revoked
             return
-        command, code = self.current['action_config']['commands'][self.index], process.end.return_code
-        if code:
+        code = process.end.return_code
+        if code and has_commands(action):
+            command = action['action_config']['commands'][self.index]
             self.finish(False, f'command {self.index + 1} ended with return code {code}: {command}')
+        elif code:
+            self.finish(False, 'its allocations were not submitted: see actions_wf'
+                        f'{self.context.workflow_id}_r{self.context.run_id}.log')
         else:
             self.index += 1
             self.go_on()
@@ -23940,146 +23803,6 @@ class StepLimits:
         self.go_on()
 
 
-REWRITE_S = 10.0        # until scripts of allocations are tried again
-
-
-class Submissions:
-    """Submits the allocations that the server hands out to this runner: schedule_nodes actions that are due,
-    and what other submitters have left. A part; nothing is waited for.
-    """
-
-    def __init__(self, context: NodeContext, client: Any, launcher: Launcher, link: ServerLink) -> None:
-        self.context = context
-        self.client = client
-        self.launcher = launcher
-        self.link = link
-        self.work = Submitter()
-        # the launcher keeps them from what it starts
-        self.work.secrets = {name: os.environ[name] for name in SECRETS if name in os.environ}
-        self.unwritten = {}         # type: Dict[int, Submission]  # without a script, by record
-        self.scripts = {}           # type: Dict[int, Tuple[Submission, str]]  # path, until its end
-        self.replies = None         # type: Optional[Dict[int, Reply]]  # to SITE_QUESTIONS, by index
-        self.errand = None          # type: Optional[Errand]  # writes scripts
-        self.writing = []           # type: List[Submission]  # ... of these
-        self.write_at = -math.inf   # monotonic; no other one is begun before
-        self.has_sbatch = context.allocation is not None and has_slurm_program('sbatch')
-        self.directory = os.getcwd()    # it may be removed while jobs run
-        self.own_name = NAMED_JOB.match(os.environ.get('SLURM_JOB_NAME', ''))
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is on its way to Slurm."""
-        return bool(self.unwritten or self.work.is_busy or self.work.ends)
-
-    @property
-    def knows_site(self) -> bool:
-        """Whether Slurm has answered what the site gives."""
-        return self.replies is not None and len(self.replies) == len(SITE_QUESTIONS)
-
-    def wanted(self) -> Optional[Dict[str, Any]]:
-        """The `submits` of a request: how further allocations are to work; None if none can be submitted."""
-        options = self.context.options
-        return {'directory': self.directory, 'output_dir': self.context.output.path,
-                'poll_interval': options.poll_interval_s, 'prefix': self.own_name and self.own_name.group(1),
-                'claim_backoff_max_secs': options.claim_backoff_max_s} if self.has_sbatch else None
-
-    def ids(self) -> List[int]:
-        """The records in hand."""
-        ends = [end['id'] for end in self.work.ends + self.link.submitted]
-        return [*self.unwritten, *self.scripts, *ends]
-
-    def on_answer(self, answer: Dict[str, Any]) -> None:
-        """Take in what is to be submitted, and cancel what was submitted in vain."""
-        held = set(self.ids())
-        self.unwritten.update((item.id, item) for item in read_submissions(self.context.workflow, answer)
-                              if item.id not in held)
-        if answer.get('surplus'):
-            argv = slurm_argv('scancel', *answer['surplus'])
-            self.launcher.query(argv, SLURM_QUERY_S, bool, query_variables())
-
-    def due(self) -> float:
-        """The next call. Replies, and the end of an errand, wake the loop."""
-        if self.link.state == 'offline':
-            return math.inf
-        if not self.unwritten or self.errand is not None or not (self.replies is None or self.knows_site):
-            return self.work.due()
-        return min(self.work.due(), self.write_at)
-
-    def act(self, now: float) -> None:
-        """Ask what the site gives; write scripts; submit them one after the other; report."""
-        if self.errand is not None and self.errand.look():
-            self.take_scripts()
-        self.take_ends()
-        if self.link.state == 'offline':    # others may have it
-            return
-        if self.unwritten and self.replies is None:
-            self.replies = {}
-            for index, words in enumerate(SITE_QUESTIONS):
-                on_reply = functools.partial(self.replies.__setitem__, index)
-                self.launcher.query(slurm_argv(*words), SLURM_QUERY_S, on_reply, query_variables())
-        if self.unwritten and self.errand is None and self.knows_site and now >= self.write_at:
-            self.writing = list(self.unwritten.values())
-            self.errand = self.launcher.begin(functools.partial(self.write_scripts, self.writing))
-        call = self.work.next_call(now)
-        if call is not None:
-            self.launcher.query(call.argv, call.limit_s, self.on_reply, call.variables)
-        self.take_ends()
-
-    def write_scripts(self, submissions: Sequence[Submission]) -> List[List[Any]]:
-        """In a child: [record, path of its script, or '', reason why there is none]."""
-        texts = ['' if reply.code else reply.out for _, reply in sorted(self.replies.items())]
-        rows, caller = [], None     # type: List[List[Any]], Optional[Caller]
-        for item in submissions:
-            partition = {**default_options(item.workflow), **item.scheduler}.get('partition')
-            try:
-                caller = caller or caller_of(self.client, self.context.output.path)
-                rows.append([item.id, write_batch_script(item, parse_site(*texts, partition), caller), ''])
-            except (TorcError, OSError) as error:
-                rows.append([item.id, '', getattr(error, 'message', None) or str(error)])
-        return rows
-
-    def take_scripts(self) -> None:
-        """The errand is over."""
-        errand, self.errand = self.errand, None
-        if errand.error:    # no room for a process, or it was killed: nothing says that a script is refused
-            self.context.say_once(f'scripts of allocations cannot be written at present: {errand.error}')
-            self.write_at = time.monotonic() + REWRITE_S
-        for number, path, error in errand.result or ():
-            item = self.unwritten.pop(number)
-            if path:
-                self.scripts[number] = item, path
-                self.work.add(item, path, time.monotonic())
-            else:
-                self.work.ends.append({'id': number, 'message': printable(error)})
-        if any(reply.code for reply in self.replies.values()):
-            self.replies = None     # for the next ones Slurm is asked again
-
-    def on_reply(self, reply: Reply) -> None:
-        """What sbatch, or squeue, has answered."""
-        self.work.on_reply(reply, time.monotonic())
-        self.take_ends()
-
-    def take_ends(self) -> None:
-        """Report what has been submitted, or refused."""
-        for end in self.work.ends:
-            item, path = self.scripts.pop(end['id'], (None, ''))
-            if item is not None and not item.settings.get('keeps_script'):
-                with contextlib.suppress(OSError):      # sbatch has kept a copy
-                    os.unlink(path)
-            what = f"allocation {end['id']} "
-            if end.get('slurm_job_id'):
-                self.context.say(f"{what}is Slurm job {end['slurm_job_id']}")
-            else:
-                self.context.say(f"{what}cannot be submitted: {end['message']}", 'warning')
-        for item in self.work.lost:
-            self.scripts.pop(item.id, None)
-            self.context.say(f'allocation {item.id}: {self.work.message}', 'warning')
-        if self.work.ends:
-            self.link.submitted += self.work.ends
-            self.link.report_soon(0)
-        self.work.ends, self.work.lost = [], []
-
-
 # ======== 16h. Runner's loop: turns, signals, and when to leave ========
 #
 # One loop. Each turn, in the order of the page "Job Runners": reap what has ended; stop what must end; one
@@ -24511,6 +24234,7 @@ class Runner:
         starter = make_starter(context, launcher)
         context.in_steps = not isinstance(starter, DirectStarter)
         nodes = runner_nodes(context, num_gpus)
+        context.submits = context.allocation is not None and has_slurm_program('sbatch')
         self.attempts = Attempts()
         self.pace = Pace(options)
         self.link = link = ServerLink(context, client, total_size(nodes), self.attempts, self.pace)
@@ -24532,7 +24256,6 @@ class Runner:
         self.shutdown = Shutdown(context, launcher, self.dispatcher, scripts, link)
         self.exit_rules = ExitRules(context, self.shutdown, watch)
         self.allocation_watch = AllocationWatch(context, launcher, self.on_new_end, self.shutdown.on_over)
-        self.submissions = Submissions(context, client, launcher, link)
         self.drain = OfflineDrain(context, link)
         self.connect_link()
         self.parts = [
@@ -24546,7 +24269,6 @@ class Runner:
             watch,
             self.completions,
             self.dispatcher,
-            self.submissions,
             self.drain,             # writes while the link looks for the server
             link,
             self.dispatcher,        # again: what an answer brings starts in the same turn
@@ -24569,7 +24291,6 @@ class Runner:
         call.has_answer = self.wakeup.has_answer
         call.want, call.patience_s = self.dispatcher.want, self.exit_rules.patience_s
         call.held_actions = self.actions.ids
-        call.submits, call.held_submissions = self.submissions.wanted, self.submissions.ids
         call.on_released = self.dispatcher.drop_claims
         call.on_answer = self.on_answer
 
@@ -24583,7 +24304,6 @@ class Runner:
         self.link.go_on()
         if answer['actions']:
             self.actions.add(answer['actions'])
-        self.submissions.on_answer(answer)
         if answer['jobs']:
             self.dispatcher.add(answer)
 
@@ -24692,8 +24412,7 @@ class Runner:
         """Whether Slurm is still to be told, or asked, something; not beyond the end of our time."""
         is_asking = self.accounting is not None and self.accounting.is_busy and not self.shutdown.is_killed
         allocation = self.context.allocation
-        is_asking = is_asking or allocation is not None and allocation.is_in_doubt
-        return is_asking or self.submissions.is_busy and self.context.leaving not in SIGNAL_REASONS
+        return is_asking or allocation is not None and allocation.is_in_doubt
 
     def outcome(self) -> RunOutcome:
         """What was done. Unreachable if that could not be reported to the server."""
@@ -31252,49 +30971,22 @@ def check_scheduler(workflow: Dict[str, Any], scheduler: Dict[str, Any], setting
         refuse_late(workflow, parse_walltime(walltime), 'max_parallel_jobs' in settings,
                     f"the {walltime} of scheduler {scheduler.get('name')}")
     submission = Submission(0, workflow if 'id' in workflow else dict(workflow, id=0), scheduler, settings,
-                            AllocationNeeds(), '', True)
+                            AllocationNeeds(), '')
     format_batch_script(submission, Site(), Caller('', '', ''))
 
 
-class Submitted(Row):
-    """What became of allocations."""
-    numbers: List[int]          # Slurm jobs
-    refusals: List[str]
-    lost: List[int]             # records: Slurm could not be asked whether it has their jobs
-    message: str                # why that is
-    idle: List[int]             # actions that had nothing left to do
-    submitters: List[str]       # others, who are at it
-    answer: Dict[str, Any]      # of the server, which handed them out
-
-    @property
-    def is_any(self) -> bool:
-        """Whether there was anything to submit."""
-        return bool(self.numbers or self.refusals or self.lost or self.idle or self.submitters)
-
-
 def submit_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
-                    args: Arguments) -> Optional[Submitted]:
-    """Initialize a workflow if need be, and submit the allocations of all actions that are due.
-
-    None if the user does not want any.
-    """
+                    args: Arguments) -> 'Submitter':
+    """Initialize a workflow if need be, and submit the allocations of all actions that are due."""
     number = workflow['id']
-    schedulers = session.items('list_slurm_schedulers', workflow_id=number)
-    chosen = review_schedules(session, workflow, schedulers)
-    if chosen is None:
-        return None
     begin_workflow(session, workflow, settings, bool(args['ignore_missing_data']))
-    actions = [action for action in due_schedules(session, number) if chosen.get(action['id']) != 0]
-    if not actions and 0 in chosen.values():
-        session.report('Nothing is submitted: the actions that were due are disabled')
-        return None
+    actions = due_schedules(session, number)
     used = {action['action_config'].get('scheduler_id') for action in actions}
-    for scheduler in schedulers:
+    for scheduler in session.items('list_slurm_schedulers', workflow_id=number):
         if scheduler['id'] in used:
             check_scheduler(workflow, scheduler, settings)
-    counts = {number: {'count': count} for number, count in chosen.items()}
-    wanted = [dict({'action_id': action['id']}, **counts.get(action['id'], {})) for action in actions]
-    return submit_allocations(session, workflow, {'settings': settings, 'actions': wanted})
+    return Submitter(session, workflow).run({'settings': settings, 'actions': [
+        {'action_id': action['id']} for action in actions]})
 
 
 def begin_workflow(session: Session, workflow: Dict[str, Any], settings: Dict[str, Any],
@@ -31331,51 +31023,6 @@ def due_schedules(session: Session, workflow_id: int) -> List[Dict[str, Any]]:
     return list(filter(is_schedule, due))
 
 
-WHOLE_NUMBER = Expression(r'[0-9]{1,9}\Z')
-REVIEW_HELP = ('p: proceed    d ID: disable an action    n ID COUNT: so many allocations of it    '
-               'c: cancel')
-
-
-def review_schedules(session: Session, workflow: Dict[str, Any],
-                     schedulers: Sequence[Dict[str, Any]]) -> Optional[Dict[int, int]]:
-    """Before a workflow is submitted again: how many allocations of which action, where that was changed.
-
-    None if the user has canceled. Asked on a terminal only.
-    """
-    counts = {}     # type: Dict[int, int]
-    if (workflow.get('run_id') or 0) <= 1 or not session.is_interactive:
-        return counts
-    names = {item['id']: item.get('name') for item in schedulers}
-    actions = {action['id']: action for action in filter(is_schedule, session.call(
-        'get_workflow_actions', workflow_id=workflow['id'])) if not action['executed']
-        and not action.get('is_recovery')}
-    while actions:
-        lines = [f"Workflow {workflow['id']} runs again. Allocations that its actions submit:"]
-        for action in actions.values():
-            config, is_now = action['action_config'], action['trigger_count'] >= action['required_triggers']
-            count = counts.get(action['id'], config.get('num_allocations', 1))
-            lines.append(f"  {action['id']}  {'now' if is_now else 'later'}  {count} x "
-                         f"{names.get(config.get('scheduler_id'))} ({action['trigger_type']})"
-                         + ('' if count else ', disabled'))
-        session.report(*lines, REVIEW_HELP)
-        line = session.ask_for_line('> ')
-        words = (line or '').split()
-        if line is None or words == ['c']:
-            session.report('Cancelled')
-            return None
-        if words == ['p']:
-            break
-        numbers = [int(word) for word in words[1:] if WHOLE_NUMBER.match(word)]
-        if words[:1] == ['d'] and len(words) == 2 and numbers and numbers[0] in actions:
-            counts[numbers[0]] = 0
-        elif words[:1] == ['n'] and len(words) == 3 and len(numbers) == 2 and numbers[0] in actions:
-            counts[numbers[0]] = numbers[1]
-        elif words:
-            session.report(printable(f'{line.strip()!r} is not understood'))
-    disable_schedules(session, workflow, [number for number, count in counts.items() if not count])
-    return counts
-
-
 def disable_schedules(session: Session, workflow: Dict[str, Any], ids: Iterable[int]) -> None:
     """Take actions without carrying them out."""
     for number in ids:
@@ -31383,51 +31030,126 @@ def disable_schedules(session: Session, workflow: Dict[str, Any], ids: Iterable[
             session.call('claim_action', {}, workflow_id=workflow['id'], action_id=number)
 
 
-def submit_allocations(session: Session, workflow: Dict[str, Any], request: Dict[str, Any],
-                       plan: Optional[Dict[str, Any]] = None) -> Submitted:
-    """Submit what the server hands out for a request (SubmissionRequest), and what killed commands left.
+class Submitter:
+    """Brings a workflow's allocations to Slurm, one after the other, as the server hands them out."""
 
-    With a plan, a StoreAllocationsRequest, that is stored first, and what is due of it is handed out.
-    """
-    submitter = format_json(describe_process())
-    wanted = sum(row.get('count') or 1 for row in request.get('actions') or ()) + (request.get('count') or 0)
-    stages = [stage for row in plan['schedulers'] for stage in row['stages']] if plan else []
-    wanted += sum(stage['num_allocations'] for stage in stages)
-    request = dict(request, submitter=submitter, lease_s=SUBMISSION_LEASE_S + SLURM_QUERY_S * wanted)
-    op = 'store_allocations' if plan else 'take_submissions'
-    answer = session.call(op, dict(plan, submission=request) if plan else request, workflow_id=workflow['id'])
-    ended = [text for text in answer['submitters'] if has_ended(text)]
-    if ended:   # killed: nobody else brings their allocations to Slurm
-        more = {'submitter': submitter, 'lease_s': request['lease_s'], 'settings': {}, 'ended': ended}
-        found = session.call('take_submissions', more, workflow_id=workflow['id'])
-        # what was handed out before is ours already, and handed out again
-        known = {row['id']: row for row in answer['allocations']}
-        answer = dict(answer, allocations=[known.get(row['id'], row) for row in found['allocations']],
-                      submitters=found['submitters'])
-    submissions = read_submissions(workflow, answer)
-    work = Submitter()
-    secrets = zip(('TORC_PASSWORD', 'TORC_COOKIE_HEADER'), session.credentials)     # from the command line
-    work.secrets = {name: value for name, value in secrets if value}
-    if submissions:
-        start_submissions(session, work, submissions)
-    numbers, refusals = drive_submitter(session, workflow, work, submitter)
-    return Submitted(numbers, refusals, [item.id for item in work.lost], work.message, answer['idle_actions'],
-                     answer['submitters'], answer)
+    def __init__(self, session: Session, workflow: Dict[str, Any]) -> None:
+        self.session = session
+        self.workflow = workflow
+        self.answer = {}            # type: Dict[str, Any]  # of the server, to the first request
+        self.numbers = []           # type: List[int]  # Slurm jobs that were submitted, or found
+        self.refusals = []          # type: List[str]  # one for each allocation
+        self.left = 0               # allocations that are neither
+        self.why_left = ''          # the last failure that passes, or in whose hands they are
+        self.sites = None           # type: Optional[Callable[[Optional[str]], Site]]
+        self.callers = {}           # type: Dict[str, Caller]  # by output directory
+        self.warned = set()         # type: Set[int]  # schedulers
+        self.asked_at, self.jobs = -math.inf, []    # type: float, List[OwnJob]  # the queue
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there was anything to submit."""
+        return bool(self.numbers or self.refusals or self.why_left or self.answer['idle_actions'])
+
+    def run(self, request: Dict[str, Any], plan: Optional[Dict[str, Any]] = None,
+            waits: bool = True) -> 'Submitter':
+        """Submit what the server makes for a request (SubmissionRequest), and what others have left.
+
+        A plan, a StoreAllocationsRequest, is stored first, and what is due of it is submitted. Unless it
+        `waits`, what Slurm does not take now, or somebody has in hand, is left to the next call.
+        """
+        failures, hold = 0, {'hold_s': SBATCH_HOLD_S}
+        body = dict(plan, submission=dict(request, **hold)) if plan else dict(request, **hold)
+        answer = self.answer = self.ask('store_allocations' if plan else 'take_submission', body)
+        while answer['allocation'] or waits and answer['wait_s'] is not None and failures < SBATCH_TRIES:
+            ended, pause_s = [], min(answer['wait_s'], SBATCH_PAUSE_S)
+            if answer['allocation']:
+                end = self.submit(answer['allocation'])
+                ended.append(dict(end, id=answer['allocation']['id']))
+                failures, pause_s = (failures + 1, LOOK_PAUSE_S if failures else SBATCH_PAUSE_S) \
+                    if 'retry_s' in end else (0, 0.0)
+                self.say(end['message'] if pause_s else '', pause_s)
+            else:
+                self.say('another command has it in hand, or had when it was killed', answer['wait_s'])
+            if pause_s:
+                answer, ended = self.ask('take_submission', {'ended': ended}), []
+                if not waits or failures >= SBATCH_TRIES:
+                    break
+                self.session.client.close()     # runners that have begun need the database
+                time.sleep(pause_s)
+            answer = self.ask('take_submission', dict(hold, ended=ended))
+        self.left = answer['left']
+        return self
+
+    def say(self, why: str, wait_s: float) -> None:
+        """Say once why something is left, and waits."""
+        if why and why != self.why_left:
+            self.session.report(f'{why}: looking into the queue in {wait_s:.0f} s')
+        self.why_left = why or self.why_left
+
+    def ask(self, op: str, body: Dict[str, Any]) -> Dict[str, Any]:
+        """Tell the server what became of an allocation, and take the next in hand."""
+        answer = self.session.call(op, body, workflow_id=self.workflow['id'])
+        for end in body.get('ended') or ():
+            if end.get('slurm_job_id') in answer['surplus']:
+                ask_slurm(slurm_argv('scancel', end['slurm_job_id']))
+                self.refusals.append('canceled meanwhile')
+            elif 'slurm_job_id' in end:
+                self.numbers.append(end['slurm_job_id'])
+            elif 'retry_s' not in end:
+                self.refusals += [end['message']] * answer['refused']
+        return answer
+
+    def submit(self, row: Dict[str, Any]) -> Dict[str, Any]:
+        """What has become of an allocation in hand. If somebody had it before, the queue may have its job."""
+        item = Submission(row['id'], self.workflow, row['scheduler'], row['settings'],
+                          AllocationNeeds(**row['needs']), row['database_id'])
+        if row['free_s'] is not None:
+            now = time.monotonic()
+            if self.asked_at < now - row['free_s']:
+                reply = ask_slurm(find_own_jobs_argv())
+                if reply.code:      # nothing is submitted again without an answer
+                    return {'message': explain_reply(reply), 'retry_s': LOOK_PAUSE_S}
+                self.asked_at, self.jobs = now, parse_own_jobs(reply.out)
+            found = find_submitted(self.jobs, item)
+            if found is not None:
+                return {'slurm_job_id': found.id}
+        try:
+            script = self.write_script(item)
+        except (TorcError, OSError) as error:
+            message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
+            return {'message': printable(message)}
+        secrets = zip(('TORC_PASSWORD', 'TORC_COOKIE_HEADER'), self.session.credentials)
+        variables = {**submission_variables(), **{name: value for name, value in secrets if value}}
+        try:
+            reply = ask_slurm(slurm_argv('sbatch', '--parsable', script), SLURM_QUERY_S, variables)
+        except KeyboardInterrupt:   # sbatch is gone with it, but what it asked for may come
+            self.ask('take_submission', {'ended': [
+                {'id': item.id, 'message': 'interrupted', 'retry_s': SBATCH_PAUSE_S}]})
+            raise
+        if not item.settings.get('keeps_script'):       # sbatch has kept a copy
+            with contextlib.suppress(OSError):
+                os.unlink(script)
+        return judge_submission(reply)
+
+    def write_script(self, item: Submission) -> str:
+        """Put the script of an allocation into its output directory; its path. Refused, OSError."""
+        output_dir, number = item.settings['output_dir'], item.scheduler['id']
+        if number not in self.warned:
+            self.warned.add(number)
+            warn_of_scheduler(self.session, item)
+        if output_dir not in self.callers:
+            os.makedirs(output_dir, exist_ok=True)  # of another command, which was killed
+            self.callers[output_dir] = caller_of(self.session.client, output_dir)
+        self.sites = self.sites or ask_site()
+        partition = {**default_options(item.workflow), **item.scheduler}.get('partition')
+        return write_batch_script(item, self.sites(partition), self.callers[output_dir])
 
 
 def has_unsubmitted(session: Session, workflow_id: int) -> bool:
     """Whether there are allocations that a command is submitting, or has left when it was killed."""
     rows = session.items('list_scheduled_compute_nodes', workflow_id=workflow_id, status='pending')
     return any(row['scheduler_type'] == 'slurm' and not row['scheduler_id'] for row in rows)
-
-
-def has_ended(submitter: str) -> bool:
-    """Whether a command that holds allocations is known to be dead."""
-    try:
-        process = parse_json(submitter)
-    except ValueError:      # a compute node: the server knows
-        return False
-    return isinstance(process, dict) and process_lives(process) is False
 
 
 def ask_site() -> Callable[[Optional[str]], Site]:
@@ -31437,108 +31159,46 @@ def ask_site() -> Callable[[Optional[str]], Site]:
     return functools.partial(parse_site, partitions, config)
 
 
-def warn_of_schedulers(session: Session, submissions: Sequence[Submission]) -> None:
-    """Say which allocations leave nodes idle, and which chains are none: a dependency in extra counts."""
-    config = submissions[0].workflow.get('execution_config') or {}
-    wide = {item.scheduler.get('name'): None for item in submissions if (item.scheduler.get('nodes') or 1) > 1
-            and not item.settings.get('start_one_worker_per_node')}
-    if wide and config.get('mode') == 'direct' and config.get('limit_resources') is not False:
-        session.report(printable(f'warning: in mode direct a runner uses one of the nodes that scheduler '
-                                 f'{first_of(list(wide))} asks for: let it ask for 1, or give '
-                                 'start_one_worker_per_node'))
-    chains = {item.scheduler['id']: item.scheduler for item in submissions
-              if item.scheduler.get('serialize_allocations')}
-    for number, scheduler in chains.items():
-        with contextlib.suppress(Refused):      # no script is made of what cannot be read
-            if {'dependency', 'd'} & options_of_extra(scheduler.get('extra') or '', ''):
-                session.report(printable(f"warning: scheduler {scheduler.get('name') or number}: the "
-                                         'dependency in its extra replaces the one of its chain (singleton): '
-                                         'its allocations may run side by side'))
+def warn_of_scheduler(session: Session, item: Submission) -> None:
+    """Say whose allocations leave nodes idle, and which chain is none: a dependency in extra counts."""
+    config, scheduler = item.workflow.get('execution_config') or {}, item.scheduler
+    name = scheduler.get('name') or scheduler['id']
+    is_wide = (scheduler.get('nodes') or 1) > 1 and not item.settings.get('start_one_worker_per_node')
+    if is_wide and config.get('mode') == 'direct' and config.get('limit_resources') is not False:
+        session.report(printable('warning: in mode direct a runner uses one of the nodes that scheduler '
+                                 f'{name} asks for: let it ask for 1, or give start_one_worker_per_node'))
+    if scheduler.get('serialize_allocations') \
+            and {'dependency', 'd'} & options_of_extra(scheduler.get('extra') or '', ''):
+        session.report(printable(f'warning: scheduler {name}: the dependency in its extra replaces the one '
+                                 'of its chain (singleton): its allocations may run side by side'))
 
 
-def start_submissions(session: Session, work: Submitter, submissions: List[Submission]) -> None:
-    """Write the scripts of allocations, and hand them to a Submitter."""
-    warn_of_schedulers(session, submissions)
-    site_of, callers = ask_site(), {}   # type: Any, Dict[str, Caller]
-    for submission in submissions:
-        output_dir = submission.settings['output_dir']
-        try:
-            if output_dir not in callers:
-                os.makedirs(output_dir, exist_ok=True)  # of another command, which was killed
-                callers[output_dir] = caller_of(session.client, output_dir)
-            options = {**default_options(submission.workflow), **submission.scheduler}
-            path = write_batch_script(submission, site_of(options.get('partition')), callers[output_dir])
-        except (TorcError, OSError) as error:
-            message = error.message if isinstance(error, TorcError) else f'{error.filename}: {error.strerror}'
-            work.ends.append({'id': submission.id, 'message': printable(message)})
-            continue
-        work.add(submission, path, time.monotonic())
-
-
-def drive_submitter(session: Session, workflow: Dict[str, Any], work: Submitter,
-                    submitter: str) -> Tuple[List[int], List[str]]:
-    """Carry a Submitter's calls out, and report what comes of them. Slurm jobs, and refusals."""
-    numbers, refusals, scripts = [], [], {item.submission.id: item for item in work.waiting}
-    while work.is_busy or work.ends:
-        pause_s = work.due() - time.monotonic() if work.is_busy and not work.ends else 0.0
-        if pause_s > 0:
-            why = work.message or 'an earlier submission was interrupted'
-            session.report(f'{why}: looking into the queue in {pause_s:.0f} s')
-            session.client.close()      # runners that have begun need the database
-            time.sleep(pause_s)
-        call = work.next_call(time.monotonic())
-        if call is not None:
-            work.on_reply(ask_slurm(call.argv, call.limit_s, call.variables), time.monotonic())
-        ends, work.ends = work.ends, []
-        if ends:
-            body = {'submitter': submitter, 'submitted': ends}
-            answer = session.call('report_submissions', body, workflow_id=workflow['id'])
-            if answer['surplus']:
-                ask_slurm(slurm_argv('scancel', *answer['surplus']))
-                refusals += ['canceled meanwhile'] * len(answer['surplus'])
-            numbers += [end['slurm_job_id'] for end in ends
-                        if 'slurm_job_id' in end and end['slurm_job_id'] not in answer['surplus']]
-            refusals += [end['message'] for end in ends if 'message' in end]
-            for end in ends:
-                remove_script(scripts.get(end['id']))
-    return numbers, refusals
-
-
-def remove_script(item: Optional[Underway]) -> None:
-    """sbatch has kept a copy of it."""
-    if item is not None and not item.submission.settings.get('keeps_script'):
-        with contextlib.suppress(OSError):
-            os.unlink(item.script)
-
-
-def report_troubles(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> None:
+def report_troubles(session: Session, workflow: Dict[str, Any], done: Submitter) -> None:
     """Say what was not submitted. Refused if nothing was, in Slurm's words."""
     number = workflow['id']
-    if outcome.submitters:
-        session.report(f'{len(outcome.submitters)} other submitters of workflow {number} are at work')
-    if outcome.lost:
+    if done.left:
         again = command_line(session, 'submit', number)
-        session.report(f'Slurm does not say whether it has {len(outcome.lost)} allocations: '
-                       f'{outcome.message}. Nothing is submitted twice; when it answers: {again}')
-    if outcome.refusals and not outcome.numbers:
-        raise Refused(f'no allocation of workflow {number} was submitted: {outcome.refusals[0]}')
-    for message in sorted(set(outcome.refusals)):
-        count = outcome.refusals.count(message)
+        session.report(f'{done.left} allocations are not submitted: {done.why_left}. Nothing is submitted '
+                       f'twice; to go on: {again}')
+    if done.refusals and not done.numbers:
+        raise Refused(f'no allocation of workflow {number} was submitted: {done.refusals[0]}')
+    for message, count in sorted(collections.Counter(done.refusals).items()):
         session.report(f'torc: {count} allocations of workflow {number} were not submitted: {message}')
 
 
-def report_submitted(session: Session, workflow: Dict[str, Any], outcome: Submitted) -> int:
+def report_submitted(session: Session, workflow: Dict[str, Any], done: Submitter) -> int:
     """Say what was submitted; the exit code. Refused if nothing was, in Slurm's words."""
-    report_troubles(session, workflow, outcome)
-    number, count = workflow['id'], len(outcome.numbers)
-    text = f'Submitted {count} allocations of workflow {number}: {first_of(outcome.numbers)}' if count else \
+    report_troubles(session, workflow, done)
+    number, count = workflow['id'], len(done.numbers)
+    text = f'Submitted {count} allocations of workflow {number}: {first_of(done.numbers)}' if count else \
         f'Submitted no allocation of workflow {number}'
-    if not count and not outcome.lost:
-        why = 'no job is left that they could run' if outcome.idle else 'none of its actions is due'
+    if not count and not done.left:
+        why = 'no job is left that they could run' if done.answer['idle_actions'] else \
+            'another command has submitted them' if done.why_left else 'none of its actions is due'
         session.report(f'{text}: {why}')
-    value = {'workflow_id': number, 'message': text, 'slurm_job_ids': outcome.numbers}
+    value = {'workflow_id': number, 'message': text, 'slurm_job_ids': done.numbers}
     session.answer(value, f'{text}\n' if count else '')
-    return 0 if count and not outcome.refusals and not outcome.lost else 1
+    return 0 if count and not done.refusals and not done.left else 1
 
 
 def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
@@ -31557,7 +31217,7 @@ def cmd_schedule_nodes(session: Session, args: Arguments) -> int:
         due = due_schedules(session, workflow['id'])
         disable_schedules(session, workflow, [action['id'] for action in due])
     request = {'settings': settings, 'scheduler_config_id': scheduler['id'], 'count': args['num_hpc_jobs']}
-    return report_submitted(session, workflow, submit_allocations(session, workflow, request))
+    return report_submitted(session, workflow, Submitter(session, workflow).run(request))
 
 
 def choose_scheduler(session: Session, workflow: Dict[str, Any], word: Optional[str]) -> Dict[str, Any]:
@@ -32618,11 +32278,11 @@ def supply_warnings(session: Session, workflow: Dict[str, Any], supply: Supply, 
 def perform_regeneration(session: Session, workflow: Dict[str, Any], options: RegenerateOptions,
                          planned: Regeneration, settings: Dict[str, Any]) -> Dict[str, Any]:
     """Store what was planned, and submit what is due."""
-    number, outcome = workflow['id'], None      # type: int, Optional[Submitted]
+    number, outcome = workflow['id'], None      # type: int, Optional[Submitter]
     stored = stored_plan_of(planned.demand, planned.renewals, planned.taken) if planned.renewals else None
     is_new = planned.taken or any(not renewal.action_ids for renewal in planned.renewals)
     if options.submits:
-        outcome = submit_allocations(session, workflow, {'settings': settings}, stored)
+        outcome = Submitter(session, workflow).run({'settings': settings}, stored)
         report_troubles(session, workflow, outcome)
         answer = outcome.answer
     else:
@@ -32716,10 +32376,12 @@ def cmd_submit(session: Session, args: Arguments) -> int:
         workflow = session.workflow(int(args['target']))
         actions = session.call('get_workflow_actions', workflow_id=workflow['id'])
         refuse_without_schedules(session, actions, f"workflow {workflow['id']}")
+        if args['action'] is not None:
+            return submit_action(session, workflow, args['action'], settings)
         outcome = submit_workflow(session, workflow, settings, args)
-        if outcome and not outcome.is_any and has_unplanned(session, workflow):
+        if not outcome.is_any and has_unplanned(session, workflow):
             return report_regenerated(session, workflow, RegenerateOptions(submits=True, settings=settings))
-        return report_submitted(session, workflow, outcome) if outcome else 0
+        return report_submitted(session, workflow, outcome)
     plan = read_planned(session, args) if given else read_spec(session, args['target'], args)
     refuse_without_schedules(session, plan.body['actions'], printable(args['target']))
     for scheduler in plan.body['slurm_schedulers']:
@@ -32731,8 +32393,16 @@ def cmd_submit(session: Session, args: Arguments) -> int:
     if session.format != 'json':    # which is one document, at the end
         session.inform(f'Created workflow {workflow_id}')
     workflow = session.workflow(workflow_id)
-    outcome = submit_workflow(session, workflow, settings, args)
-    return report_submitted(session, workflow, outcome) if outcome else 0
+    return report_submitted(session, workflow, submit_workflow(session, workflow, settings, args))
+
+
+def submit_action(session: Session, workflow: Dict[str, Any], action_id: int,
+                  settings: Dict[str, Any]) -> int:
+    """Submit the allocations of one action, and what others have left: what runners do for an action."""
+    request = {'settings': settings, 'actions': [{'action_id': action_id}]}
+    done = Submitter(session, workflow).run(request)
+    code = report_submitted(session, workflow, done)
+    return 0 if done.answer['idle_actions'] and not (done.refusals or done.left) else code
 
 
 def has_unplanned(session: Session, workflow: Dict[str, Any]) -> bool:
@@ -33741,10 +33411,9 @@ class Supervision:
 
     def go_on_submitting(self) -> None:
         """Submit what a command that was killed, such as a watch, has left."""
-        if has_unsubmitted(self.session, self.number):
-            workflow = self.session.workflow(self.number)
+        if has_unsubmitted(self.session, self.number) and has_slurm_program('sbatch'):
             try:
-                done = submit_allocations(self.session, workflow, {'settings': self.settings()})
+                done = Submitter(self.session, self.session.workflow(self.number)).run({}, waits=False)
             except (Unreachable, Conflict):
                 raise
             except (TorcError, OSError) as error:
@@ -34134,7 +33803,7 @@ def read_known_s(args: Arguments) -> float:
     if args['credential_cache_ttl_secs'] is not None:
         return args['credential_cache_ttl_secs']
     text = os.environ.get('TORC_CREDENTIAL_CACHE_TTL_SECS') or str(int(DEFAULT_KNOWN_S))
-    if not WHOLE_NUMBER.match(text):
+    if not re.match(r'[0-9]{1,9}\Z', text):
         raise BadInput(f'TORC_CREDENTIAL_CACHE_TTL_SECS is {printable(text)!r}; '
                        'it must be a number of seconds')
     return float(text)
@@ -34779,6 +34448,8 @@ COMMANDS = (
                  'charge this account'),
         Argument('--profile', 'NAME', 'plan them for this cluster (see: hpc list)'), *PLAN_OPTIONS[1:4],
         Argument('-i --ignore-missing-data', '', 'proceed even if input files or user data are missing'),
+        Argument('--action', 'ID', 'submit the allocations of this action of a workflow, due or not, and no '
+                 "other's", parse_id),
         JOB_PREFIX_OPTION._replace(names='--job-prefix'), *ALLOCATION_OPTIONS, *SPEC_OPTIONS),
         'submit examples/slurm.yaml'),
     Command('watch', cmd_watch, 'watch a workflow until it is complete: clean up, recover, add allocations', (
