@@ -19354,7 +19354,8 @@ def step_name(context: Any, attempt: Any) -> str:
 
 
 LEAST_STEP_MB = 30      # of stated memory: the supervisor takes 9; cgroup.conf(5), MinRAMSpace, is 30 as well
-STEP_EXIT_ERROR, STEP_EXIT_IMMEDIATE = 213, 214     # srun's own failures, told from the job's codes
+# What srun ends with for failures of its own, told from the job's codes.
+STEP_EXITS = {'SLURM_EXIT_ERROR': '213', 'SLURM_EXIT_IMMEDIATE': '214'}
 # What srun(1) takes from the environment, "INPUT ENVIRONMENT VARIABLES" of 20.11 to 25.05: what the batch job
 # was submitted with, or a site's profile, would change what a step is, or keep the environment from it.
 SRUN_SETTINGS = frozenset('SLURM_' + name for name in (
@@ -19376,8 +19377,7 @@ def step_variables(environment: Any = os.environ) -> Dict[str, Optional[str]]:
     """Variables for srun, over those of the batch job; None removes one."""
     removed = [name for name in environment
                if name in SRUN_SETTINGS or name in GPU_VARIABLES or name.startswith('SRUN_')]
-    return {**dict.fromkeys(removed), 'SLURM_EXIT_ERROR': str(STEP_EXIT_ERROR),
-            'SLURM_EXIT_IMMEDIATE': str(STEP_EXIT_IMMEDIATE)}
+    return {**dict.fromkeys(removed), **STEP_EXITS}
 
 
 class StepRequest(Row):
@@ -19392,7 +19392,6 @@ class StepRequest(Row):
     minutes: Optional[int] = None       # its time limit, if one is known
     signal: str = ''            # srun_termination_signal
     binds_cpus: bool = False    # enable_cpu_bind
-    errors_to: str = ''         # path for what the job writes to stderr, if it goes through srun
 
 
 def step_minutes(left_s: float) -> Optional[int]:
@@ -19423,112 +19422,82 @@ def step_flags(step: StepRequest) -> List[str]:
     flags.append(f'--gpus={step.num_gpus * step.num_nodes}' if step.num_gpus else '--gres=none')
     flags += [] if step.minutes is None else [f'--time={step.minutes}']
     flags += [f'--signal={step.signal}'] if step.signal else []
-    flags.append('--input=none')
-    return flags + ([f'--error={step.errors_to}'] if step.errors_to else [])
+    return flags + ['--input=none']
 
 
 # -------- inside a step --------
 #
 # The step's program is not the job's shell but a supervisor, since srun's exit code proves little: it notes
 # the step's number, the signals that come, and how the job has ended, in a file in the output directory that
-# the runner has made for it, whichever node the step is on. It gives the job what it has without Slurm: the
-# environment, /dev/null as stdin, a session of its own, its output files opened directly (srun would mix the
-# order of stdout and stderr, and loses what is on the way when it dies). As a subreaper it keeps everything
-# that the job starts below itself, where Slurm finds it to signal it (proctrack/linuxproc follows parents)
-# and where it is ended with the job. If slurmstepd(8) dies, nobody could end the job any more: it is killed.
+# the runner has made for it, whichever node the step is on. It gives the job what it has without Slurm:
+# /dev/null as stdin, a session of its own, its output files opened directly (srun would mix the order of
+# stdout and stderr, and loses what is on the way when it dies). As a subreaper it keeps everything that the
+# job starts below itself, where Slurm finds it to signal it (proctrack/linuxproc follows parents) and where
+# it is ended with the job. If slurmstepd(8) dies, nobody could end the job any more: it is killed.
 #
 # It is a program of its own, since this file would take a tenth of a second and more to load.
 
 STEP_SUPERVISOR = r'''"""Runs one job as a Slurm step, and notes how it ends. Made and removed by torc.py."""
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
 
-SUBREAPER, DEATH_SIGNAL = 36, 1     # linux/prctl.h
-TERM_S, KILL_S, FAILED = 2.0, 10.0, 213
+DEATH_SIGNAL, SUBREAPER = 1, 36     # linux/prctl.h
+KILL_S, FAILED = 10.0, 213
+# What does not end a process, or tells of an error of its own.
+UNTOUCHED = 'KILL STOP CHLD CONT TSTP TTIN TTOU WINCH URG SEGV BUS ILL FPE'.split()
 
 
 def note(*words):
-    """Add a line to the notes, if they are still there; whether it is written.
-
-    Opened anew each time: NFS shows to others what is closed.
-    """
+    """Add a line to the notes, if they are there; whether it is written. NFS shows others what is closed."""
     line = (' '.join(map(str, words)) + '\n').encode('utf-8', 'surrogateescape')
-    for _ in range(3):
+    try:
+        descriptor = os.open(NOTES, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            descriptor = os.open(NOTES, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                return os.write(descriptor, line) == len(line)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            os.write(2, ('%s: %s\n' % (NOTES, error.strerror)).encode('utf-8', 'surrogateescape'))
-        time.sleep(0.5)
+            return os.write(descriptor, line) == len(line)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        os.write(2, ('%s: %s\n' % (NOTES, error.strerror)).encode('utf-8', 'surrogateescape'))
     return False
 
 
-def descendants():
-    """All processes below this one, the nearest first."""
+def send(*numbers):
+    """Signal all processes below this one, the nearest first."""
     children = {}
-    for name in os.listdir('/proc'):
-        if name.isdigit():
-            try:
-                with open('/proc/%s/stat' % name, 'rb') as file:
-                    fields = file.read().rpartition(b')')[2].split()
-            except OSError:
-                continue
-            if fields[0] not in (b'Z', b'X'):
-                children.setdefault(int(fields[1]), []).append(int(name))
+    for name in filter(str.isdigit, os.listdir('/proc')):
+        try:
+            with open('/proc/%s/stat' % name, 'rb') as file:
+                parent = file.read().rpartition(b')')[2].split()[1]
+        except OSError:
+            continue
+        children.setdefault(int(parent), []).append(int(name))
     found = [os.getpid()]
     for pid in found:
         found += children.get(pid, ())
-    return found[1:]
+    for number in numbers:
+        for pid in found[1:]:
+            try:
+                os.kill(pid, number)
+            except OSError:     # it has ended, or is another user's
+                pass
 
 
-def send(number, pids):
-    """Signal processes; those that have ended, or are another user's, are left out."""
-    for pid in pids:
+def kill_rest():
+    """End what the job has left. What is stopped cannot fork meanwhile; the next look finds the rest."""
+    until = time.monotonic() + KILL_S
+    while time.monotonic() < until:
         try:
-            os.kill(pid, number)
-        except OSError:
-            pass
-
-
-def reap():
-    """Take the status of children that have ended; False if there is no child left at all."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return False
-    return True
-
-
-def kill_all():
-    """SIGKILL everything below. What is stopped first cannot fork meanwhile."""
-    stopped = set()
-    while True:
-        new = set(descendants()) - stopped
-        if not new:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
             break
-        send(signal.SIGSTOP, new)
-        stopped |= new
-    send(signal.SIGKILL, stopped)
-
-
-def end_rest():
-    """End what the job has left behind: SIGTERM, then SIGKILL."""
-    began, is_asked = time.monotonic(), False
-    while reap() and time.monotonic() < began + KILL_S:
-        if not is_asked:
-            pids, is_asked = descendants(), True
-            send(signal.SIGCONT, pids)
-            send(signal.SIGTERM, pids)
-        elif time.monotonic() > began + TERM_S:
-            kill_all()
-        time.sleep(0.02)
+        send(signal.SIGSTOP)
+        send(signal.SIGKILL)
+        time.sleep(0.005)
 
 
 def passes_signals():
@@ -19547,55 +19516,38 @@ def on_signal(number, frame):
     """The job is to get it as well. What is stopped finds it when it goes on."""
     if os.getppid() != PARENT:
         note('lost')
-        kill_all()
-    elif number != signal.SIGPWR:
+        send(signal.SIGSTOP)
+        send(signal.SIGKILL)
+    elif number != signal.SIGPWR:   # else only a thread of slurmstepd has ended
         note('signal', number)
-        pids = descendants()
-        if PASSES:
-            send(number, pids)
-        send(signal.SIGCONT, pids)
+        send(*[number] * PASSES, signal.SIGCONT)
 
 
 def set_handlers(handler):
     """For all signals that end a process by default, but those of its own errors."""
-    kept = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGCONT, signal.SIGTSTP, signal.SIGTTIN,
-            signal.SIGTTOU, signal.SIGWINCH, signal.SIGURG, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL,
-            signal.SIGFPE}
-    for number in set(range(1, signal.NSIG)) - kept:
+    for number in set(range(1, signal.NSIG)) - {getattr(signal, 'SIG' + name) for name in UNTOUCHED}:
         try:
             signal.signal(number, handler)
         except (OSError, ValueError):       # two belong to the C library
             pass
 
 
-def open_files(directory, out, error, source):
-    """Put the job's files in place: '-' is what srun gives, '=' the same as stdout."""
-    os.chdir(directory)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, path in ((1, out), (2, error)):
-        if path == b'=':
-            os.dup2(1, 2)
-        elif path != b'-':
-            os.dup2(os.open(path, os.O_WRONLY | os.O_NOFOLLOW), number)
-    if source != b'-':
-        os.dup2(os.open(source, os.O_RDONLY | os.O_NOFOLLOW), 9)
-        os.unlink(source)
-
-
-def run_job(files, command):
+def run_job(directory, out, error, command):
     """In the child: become the job."""
     try:
         os.setsid()
         set_handlers(signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         PRCTL(DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-        with open('/proc/self/environ', 'rb') as file:      # Python may have changed LC_CTYPE in its copy
-            pairs = [entry.split(b'=', 1) for entry in file.read().split(b'\0') if b'=' in entry]
-        variables = {name: value for name, value in pairs if name not in (
-            b'SLURM_EXIT_ERROR', b'SLURM_EXIT_IMMEDIATE')}
+        variables = dict(os.environb)
+        for name in (b'SLURM_EXIT_ERROR', b'SLURM_EXIT_IMMEDIATE'):
+            variables.pop(name, None)
         if os.environ.get('SLURM_STEP_NUM_NODES', '1') != '1':
             variables.setdefault(b'SLURM_OVERLAP', b'1')    # srun in the job shares what the step has
-        open_files(*files)
+        os.chdir(directory)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, path in ((1, out), (2, error)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), number)
         os.execve(command[0], command, variables)
     except OSError as error:
         note('failed', os.uname()[1] + ':', error.strerror, os.fsdecode(error.filename or ''))
@@ -19603,34 +19555,33 @@ def run_job(files, command):
         os._exit(FAILED)
 
 
-def main():
+def main(directory, out, error, *command):
     """Run the job, note how it ends, end what it leaves."""
     if os.environ.get('SLURM_PROCID', '0') != '0':
-        return 0
+        return 0    # of the tasks of a step on several nodes, the first runs the job
     PRCTL(SUBREAPER, 1, 0, 0, 0)
     set_handlers(on_signal)
     PRCTL(DEATH_SIGNAL, signal.SIGPWR, 0, 0, 0)
-    words = list(map(os.fsencode, sys.argv[2:]))
     if not note('step', os.environ.get('SLURM_STEP_ID', '-'), os.getpid(), os.uname()[1], time.time()):
         return FAILED       # the runner has gone, or this node does not see its files
     signal.pthread_sigmask(signal.SIG_SETMASK, range(1, 32))
     began, job, pid = time.monotonic(), os.fork(), 0
     if not job:
-        run_job(words[:4], words[4:])
+        run_job(directory, out, error, command)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     while pid != job:
         pid, status, usage = os.wait3(0)
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     code = 128 + number if number else os.WEXITSTATUS(status)
-    own = __import__('resource').getrusage(0).ru_maxrss
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # a fork begins with it
     note('end', code, number, int(os.WCOREDUMP(status)), '%.6f' % (time.monotonic() - began),
          '%.6f' % (usage.ru_utime + usage.ru_stime), usage.ru_maxrss if usage.ru_maxrss > own else 0)
-    end_rest()
+    kill_rest()
     return code
 
 
 NOTES, PARENT, PRCTL, PASSES = sys.argv[1], os.getppid(), ctypes.CDLL(None).prctl, passes_signals()
-os._exit(main())
+os._exit(main(*map(os.fsencode, sys.argv[2:])))
 '''
 
 
@@ -19685,28 +19636,25 @@ def parse_step_notes(text: str) -> StepNotes:
 
 class StepOutcome(Row):
     """A kind of end of a step."""
-    status: str                 # of the attempt; '': by the job's own return code
-    return_code: str            # which one is reported: of the job, of srun, of a timeout, of lacking memory
-    is_interrupted: bool        # it goes back to ready, and spends no attempt
-    meaning: str                # for the user
+    status: str     # of the attempt; '': by a return code; interrupted: ready again, and no attempt is spent
+    meaning: str    # for the user
 
 
 STEP_OUTCOMES = {
-    'own':       StepOutcome('',           'job',     False, ''),
-    'stopped':   StepOutcome('',           'job',     False, ''),
-    'killed':    StepOutcome('failed',     'job',     False, 'killed by {signal} with all of its step'),
-    'memory':    StepOutcome('failed',     'memory',  False, 'killed by Slurm, all of it or a part, at the '
-                                                             'memory limit of its step'),
-    'timeout':   StepOutcome('terminated', 'timeout', False, 'reached the time limit of its Slurm step'),
-    'canceled':  StepOutcome('terminated', 'job',     False, 'its Slurm step was canceled (scancel)'),
-    'no step':   StepOutcome('terminated', 'job',     True,  'Slurm started no step for it'),
-    'no start':  StepOutcome('terminated', 'job',     True,  'its node could not start it'),
-    'node':      StepOutcome('terminated', 'job',     True,  'lost its node'),
-    'preempted': StepOutcome('terminated', 'job',     True,  'its Slurm job was preempted'),
-    'srun':      StepOutcome('terminated', 'job',     True,  'its srun was killed'),
-    'stepd':     StepOutcome('terminated', 'job',     True,  'its slurmstepd was lost'),
-    'accounted': StepOutcome('',           'srun',    False, ''),   # that nobody could note (a full disk)
-    'vanished':  StepOutcome('terminated', 'job',     True,  'its Slurm step left no return code'),
+    'own':       StepOutcome('', ''),           # the job's own, or our doing
+    'accounted': StepOutcome('', ''),           # srun's code: nobody could note the job's (a full disk)
+    'killed':    StepOutcome('failed',      'killed by {signal} with all of its step'),
+    'memory':    StepOutcome('failed',      'killed by Slurm, all of it or a part, at the memory limit of '
+                                            'its step'),
+    'timeout':   StepOutcome('terminated',  'reached the time limit of its Slurm step'),
+    'canceled':  StepOutcome('terminated',  'its Slurm step was canceled (scancel)'),
+    'no step':   StepOutcome('interrupted', 'Slurm started no step for it'),
+    'no start':  StepOutcome('interrupted', 'its node could not start it'),
+    'node':      StepOutcome('interrupted', 'lost its node'),
+    'preempted': StepOutcome('interrupted', 'its Slurm job was preempted'),
+    'srun':      StepOutcome('interrupted', 'its srun was killed'),
+    'stepd':     StepOutcome('interrupted', 'its slurmstepd was lost'),
+    'vanished':  StepOutcome('interrupted', 'its Slurm step left no return code'),
 }
 # What srun and slurmstepd write to srun's stderr (20.11 to 25.05), and the kind of end that it speaks for.
 # The first that is found counts: "CANCELLED" stands beside most others.
@@ -19746,10 +19694,10 @@ def judge_step(notes: StepNotes, code: int, signal_number: int, sign: str, state
         return 'own'
     if not notes.has_begun:
         if stopped_for == 'cancel':
-            return 'stopped'
+            return 'own'
         return 'no start' if notes.failure else sign if sign in ('node', 'preempted') else 'no step'
     if stopped_for:
-        return 'stopped'
+        return 'own'
     kind = kind or sign
     if signal_number and kind in ('', 'canceled', 'stepd'):
         return 'srun'       # what was left of its step on this node was ended with it
@@ -19787,7 +19735,7 @@ def explain_step_failure(text: str) -> str:
 
 SSTAT_FORMAT = 'JobID,AveCPU,MaxRSS'
 # The fields of the page "Slurm Job Step Monitoring", in its order, and what else is asked for behind them.
-SACCT_FORMAT = 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State,ExitCode'
+SACCT_FORMAT = 'JobName,MaxRSS,MaxVMSize,MaxDiskRead,MaxDiskWrite,AveCPU,NodeList,State'
 MIN_SACCT_FIELDS = 7
 
 
@@ -19806,7 +19754,6 @@ class StepRecord(Row):
     ave_cpu_seconds: Optional[float] = None
     node_list: Optional[str] = None
     state: Optional[str] = None         # a name of SLURM_STATES
-    exit_code: Optional[str] = None     # '7:0', code and signal, as sacct prints it: less 128 from 128 on
 
     @property
     def has_ended(self) -> bool:
@@ -19856,10 +19803,9 @@ def read_step_records(text: str, names: Set[str]) -> Dict[str, StepRecord]:
         cells = [cell.strip() for cell in line.split('|')]
         if len(cells) < MIN_SACCT_FIELDS:
             continue
-        state, exit_code = (cells[MIN_SACCT_FIELDS:] + ['', ''])[:2]
         sizes = map(parse_slurm_memory, cells[1:5])
         records[cells[0]] = StepRecord(*sizes, parse_slurm_cpu_time(cells[5]), cells[6] or None,
-                                       parse_slurm_state(state) or None, exit_code or None)
+                                       parse_slurm_state(''.join(cells[7:8])) or None)
     return records
 
 
@@ -20386,7 +20332,7 @@ class Attempt:
     """One attempt of a job in this runner's hands, from claim to acknowledged end."""
     __slots__ = ('id', 'name', 'attempt_id', 'job', 'needs', 'rules', 'state', 'grant', 'stdout', 'stderr',
                  'deletes_stdio', 'process', 'stopped_for', 'stopped_by', 'end', 'completion', 'reason',
-                 'usage', 'streams', 'account')
+                 'usage', 'streams', 'step')
 
     def __init__(self, job: Dict[str, Any], needs: Needs, rules: Sequence[Dict[str, Any]] = ()) -> None:
         self.id = job['id']             # type: int
@@ -20408,7 +20354,7 @@ class Attempt:
         self.reason = ''                # of a failure, or what is to be known of its output
         self.usage = {}                 # type: Dict[str, Any]  # fields of its result, as far as known
         self.streams = []               # type: List[Any]  # a CappedStream for each file, if they are capped
-        self.account = None             # type: Any  # what Slurm knows of it, if it is a step: a StepAccount
+        self.step = None                # type: Any  # a Step, if Slurm starts it as one (16e)
 
     @property
     def key(self) -> Tuple[int, int]:
@@ -22628,26 +22574,20 @@ class Monitor(Part):
 # ======== 16e. Runner's steps: jobs as Slurm steps ========
 #
 # A starter with the same public names as DirectStarter: behind each attempt stands a step, started by
-# srun(1).
+# srun(1). All that is known of it stands in one object, attempt.step, which the accounting (16f) shares: a
+# judgement that waits for Slurm's word says so there, and finds it there.
 
 STEPS_DIRECTORY = 'slurm_steps'     # in the output directory; each runner has a directory of its own in it
 SUPERVISOR_NAME = 'supervisor.py'
-# So long srun may wait for its step: while another one ends, say. It tries again when it is told to, and
-# otherwise every minute or later (launch.c), or never, when Slurm has lost count (22.05, --no-kill).
-STEP_CREATION_S = 60.0
 STEP_KILL_S = 5.0           # from scancel of a step to SIGKILL for its srun
-STEP_REST_S = 20.0          # from the end of a job, and of what it has left, to that of its srun
 SIGNAL_LEEWAY_S = 60.0      # so much sooner Slurm may send --signal (srun(1))
 WATCH_S = 30.0              # between looks at the notes of a step that runs on
-MAX_NAMED_IDS = 500         # of one scancel
 
 
-def cancel_words(job_id: str, numbers: Iterable[str], signal_name: str = '') -> List[List[str]]:
-    """Calls of scancel for steps of a job: they get a signal, or, without one, SIGKILL at once."""
-    ids = [f'{job_id}.{number}' for number in numbers]
+def cancel_argv(job_id: str, numbers: Sequence[str], signal_name: str = '') -> List[str]:
+    """A call of scancel for steps of a job: they get a signal, or, without one, SIGKILL at once."""
     flags = ['-s', signal_name] if signal_name else []
-    return [slurm_argv('scancel', *flags, *ids[index:index + MAX_NAMED_IDS])
-            for index in range(0, len(ids), MAX_NAMED_IDS)]
+    return slurm_argv('scancel', *flags, *(f'{job_id}.{number}' for number in numbers))
 
 
 def end_steps(directory: str, job_id: str) -> None:
@@ -22659,117 +22599,128 @@ def end_steps(directory: str, job_id: str) -> None:
     gone = f'{directory}.gone'
     try:
         os.rename(directory, gone)
-        names = [name for name in os.listdir(gone) if name.endswith('.notes')]
-    except OSError:     # the other guardian was faster
+        paths = [os.path.join(gone, name) for name in os.listdir(gone) if name.endswith('.notes')]
+    except OSError:     # the other guardian was faster, or no step was ever started
         return
-    numbers = []
-    for name in names:
-        notes = parse_step_notes(read_proc_text(os.path.join(gone, name)).decode('utf-8', 'replace'))
-        numbers += [notes.number] if notes.number.isdigit() and notes.return_code is None else []
-    for argv in cancel_words(job_id, numbers):
-        ask_slurm(argv)
+    notes = [parse_step_notes(read_proc_text(path).decode('utf-8', 'replace')) for path in paths]
+    numbers = [one.number for one in notes if one.number.isdigit() and one.return_code is None]
+    if numbers:
+        ask_slurm(cancel_argv(job_id, numbers))
     shutil.rmtree(gone, ignore_errors=True)
 
 
-class StepFiles:
-    """A runner's directory of files about its steps: NAME.notes, NAME.err of srun's own, NAME.command."""
-    KINDS = ('notes', 'err', 'command')
+class Watchdog(Row):
+    """A reason to end a step of which nothing more is to be expected."""
+    holds: Callable[[Any], bool]    # gets the Step
+    after_s: float                  # so long it has held
+    reason: str                     # for the log
+    sign: str                       # what its end then means, as one of STEP_SIGNS
 
-    def __init__(self, output: OutputDirectory) -> None:
-        self.output = output
-        pid = os.getpid()
-        name = f'{socket.gethostname()}_p{pid}_{read_process_start_ticks(pid)}'
-        self.path = os.path.join(output.path, STEPS_DIRECTORY, name)
 
-    def prepare(self) -> None:
-        """Make the directory, with the supervisor in it, if it is not there (any more). OSError."""
-        supervisor = os.path.join(self.path, SUPERVISOR_NAME)
-        if not os.path.exists(supervisor):
-            make_subdirectory(self.output.path, STEPS_DIRECTORY, 0o700)
-            make_directory(self.path, 0o700)
-            write_atomically(supervisor, STEP_SUPERVISOR.encode())
+WATCHDOGS = (
+    Watchdog(lambda step: step.notes.return_code is not None, 20.0, 'its srun does not end', ''),
+    Watchdog(lambda step: step.is_gone, 20.0, 'nothing of it lives any more', 'stepd'),
+    # srun waits for room, while another step ends, say: it tries again when it is told to, and otherwise
+    # every minute or later (launch.c), or never, when Slurm has lost count (22.05, --no-kill).
+    Watchdog(lambda step: not step.notes.number and not step.is_queued, 60.0, 'there is still no step', ''),
+)
 
-    def make(self, step_name: str, command: bytes) -> Tuple[int, List[str]]:
-        """Make a step's files. Where srun's own messages go, and the paths of notes and command. OSError.
 
-        A command that fits into an argument needs no file: '-'.
-        """
-        self.prepare()
-        stem = os.path.join(self.path, step_name)
-        os.close(create_file(f'{stem}.notes', 0o600))
-        paths = [f'{stem}.notes', '-']
-        if command:
-            with open(create_file(f'{stem}.command', 0o600), 'wb') as file:
-                file.write(command)
-            paths[1] = f'{stem}.command'
-        return create_file(f'{stem}.err', 0o600), paths
+class Step:
+    """The step of one attempt, with its files STEM.notes and STEM.err, of srun's own. Times are monotonic."""
 
-    def read(self, step_name: str, kind: str) -> str:
-        """One of the files, its last 64 KB; '' if it is gone."""
+    def __init__(self, stem: str, stop_at: float, is_queued: bool) -> None:
+        self.stem = stem
+        self.name = os.path.basename(stem)
+        self.started = time.monotonic()     # srun
+        self.stop_at = stop_at              # when the runner will stop it, as far as it was known then
+        self.is_queued = is_queued          # it is Slurm that makes it wait for room
+        self.notes = StepNotes()            # as last read
+        # What is to be done for it while its srun lives.
+        self.early_from = 0.0               # not before that it gets srun_termination_signal
+        self.kill_at = math.inf
+        self.look_at = self.started + WATCH_S
+        self.watchdog = WATCHDOGS[-1]       # type: Optional[Watchdog]  # which of them holds, and
+        self.held_at = self.started         # ... since when
+        # How srun has ended.
+        self.is_killed = False              # by us
+        self.is_canceling = False           # scancel makes sure that it has ended
+        self.code = self.signal_number = 0
+        self.sign = self.text = ''          # what its stderr says
+        # What Slurm says of it (16f).
+        self.usage = Usage()
+        self.seen_at = math.inf             # its end, and then the last answer of sacct
+        self.tries = 0                      # answers since its end
+        self.record = StepRecord()          # the last one
+        self.is_awaited = False             # a judgement waits for its state
+        self.state = None                   # type: Optional[str]  # of SLURM_STATES; '': never to be known
+
+    def read_file(self, kind: str) -> str:
+        """One of its files, the last 64 KB; '' if it is gone."""
         try:
-            with open(os.path.join(self.path, f'{step_name}.{kind}'), 'rb') as file:
+            with open(f'{self.stem}.{kind}', 'rb') as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
                 return file.read().decode('utf-8', 'replace')
         except OSError:
             return ''
 
-    def remove(self, step_name: str) -> None:
-        """A step is over."""
-        for kind in self.KINDS:
+    def read(self) -> StepNotes:
+        """See what the supervisor has noted since."""
+        text = self.read_file('notes')
+        if text:    # a file system that fails for a moment must not make a step one that has not begun
+            self.notes = parse_step_notes(text)
+        return self.notes
+
+    def remove_files(self) -> None:
+        """It is over."""
+        for kind in ('notes', 'err'):
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.path, f'{step_name}.{kind}'))
+                os.unlink(f'{self.stem}.{kind}')
+
+    @property
+    def number(self) -> str:
+        """Its number within the Slurm job; '' while there is none."""
+        number = self.notes.number or self.read().number
+        return number if number.isdigit() else ''
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether what could tell its end has died with its slurmstepd, or is not to be found here."""
+        is_here = self.notes.host == os.uname().nodename
+        return self.notes.is_lost or is_here and not read_process_start_ticks(self.notes.pid)
+
+    def watch(self, now: float) -> Optional[Watchdog]:
+        """Look whether it is to be ended, and plan the next look."""
+        found = next((row for row in WATCHDOGS if row.holds(self)), None)
+        if found is not self.watchdog:
+            self.watchdog, self.held_at = found, now
+        give_up_at = self.held_at + found.after_s if found else math.inf
+        self.look_at = min(now + WATCH_S, give_up_at)
+        return found if now >= give_up_at else None
 
 
-class Step:
-    """The step of one attempt, as its starter sees it. Times are monotonic."""
-    __slots__ = ('name', 'started', 'notes', 'code', 'signal_number', 'sign', 'text', 'is_over', 'is_killed',
-                 'given_up', 'num_cancels', 'creation_at', 'limit_at', 'early_at', 'kill_at',
-                 'look_at', 'rest_at')
+class SlurmStarter(Part):
+    """Runs each attempt as a step of the allocation."""
 
-    def __init__(self, name: str, minutes: Optional[int], early_at: float, creation_s: float) -> None:
-        self.name = name
-        self.started = time.monotonic()     # srun
-        self.notes = StepNotes()            # as last read
-        self.code = self.signal_number = 0  # of srun, from its end on
-        self.sign = self.text = ''          # what its stderr says
-        self.is_over = False                # srun has ended
-        self.is_killed = False              # by us
-        self.given_up = ''                  # we had to end it: what that means, as a sign of STEP_SIGNS
-        self.num_cancels = 0                # calls of scancel that are not answered, after the end of srun
-        self.limit_at = math.inf if minutes is None else self.started + 60 * minutes
-        self.early_at = early_at            # srun_termination_signal
-        self.kill_at = math.inf
-        self.creation_at = self.started + creation_s    # by then there is a step
-        self.look_at = self.started + WATCH_S       # the next look at the notes
-        self.rest_at = math.inf             # the job has ended, and by then srun must have
-
-    def due(self) -> float:
-        """When something is to be done for it."""
-        return math.inf if self.is_over else min(self.early_at, self.look_at,
-                                                 math.inf if self.is_killed else self.kill_at)
-
-
-class SlurmStarter:
-    """Runs each attempt as a step of the allocation. Also a part of the runner, with due and act."""
-
-    def __init__(self, context: NodeContext, launcher: Launcher) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, ledger: Ledger) -> None:
         self.context = context
         self.launcher = launcher
+        self.ledger = ledger
         self.allocation = context.allocation
-        self.files = StepFiles(context.output)
+        own = f'{socket.gethostname()}_p{os.getpid()}_{read_process_start_ticks(os.getpid())}'
+        self.directory = os.path.join(context.output.path, STEPS_DIRECTORY, own)
+        self.supervisor = os.path.join(self.directory, SUPERVISOR_NAME)
         self.shell = Shell(launcher).path
         self.srun = shutil.which(slurm_program('srun')) or 'srun'
         self.variables = step_variables()
         self.early = parse_step_signal(str(context.config.get('srun_termination_signal') or ''))
-        self.steps = {}             # type: Dict[Attempt, Step]  # until they are judged
-        self.accounting = None      # type: Any  # (16f)
-        self.on_no_step = lambda reason: None   # type: Callable[[str], Any]  # nothing can be started now
-        self.on_lost_node = lambda index: None  # type: Callable[[int], Any]
+        self.running = {}           # type: Dict[Attempt, Step]  # whose srun lives
+        self.no_step = ''           # why Slurm starts no steps now: for the loop, which empties it
         self.judge_at = math.inf    # monotonic; when a judgement that was put off can be made
         # Their own limit is rounded up, and slurmctld looks each 30 s: it is a second line.
         self.stop_before_s = context.config['sigkill_headroom_seconds']
         self.kill_before_s = self.stop_before_s / 2
-        launcher.guard(functools.partial(end_steps, self.files.path, self.allocation.job_id))
+        launcher.guard(functools.partial(end_steps, self.directory, self.allocation.job_id))
 
     @property
     def is_drained(self) -> bool:
@@ -22781,137 +22732,88 @@ class SlurmStarter:
     def start(self, attempt: Attempt, outputs: List[int], on_end: Callable[[Process], Any],
               check: Callable[[], Any]) -> None:
         """Start srun for an attempt; otherwise as DirectStarter.start."""
-        context, name = self.context, step_name(self.context, attempt)
-        text = encode_text(compose_command(attempt.job['invocation_script'], attempt.job['command']))
-        is_long = len(text) > MAX_ARGUMENT_BYTES and b'\0' not in text
-        opened = []     # type: List[int]
+        context, step = self.context, Step(
+            os.path.join(self.directory, step_name(self.context, attempt)), self.context.stop_at,
+            not attempt.grant.nodes)
+        command = encode_text(compose_command(attempt.job['invocation_script'], attempt.job['command']))
+        errors = self.make_files(step)
         try:
-            errors, (notes, source) = self.files.make(name, text if is_long else b'')
-            opened.append(errors)
             stem = context.output.stdio, context.workflow_id, context.run_id
             open_outputs(attempt, stem, context.config, outputs, context.cap)
-            files, descriptors = self.route(attempt, outputs, errors, opened)
-            request = self.request(attempt, '/dev/fd/9' if len(descriptors) > 2 else '')
-            command = [self.shell, '-c', READ_COMMAND if is_long else text]
-            words = [self.srun, *step_flags(request), sys.executable or 'python3', '-I', '-S',
-                     os.path.join(self.files.path, SUPERVISOR_NAME), notes, os.getcwd(), *files, source]
-            argv = [encode_text(word) for word in words] + [encode_text(command[0]), b'-c', command[2]]
-            variables = {**self.variables, **job_variables(attempt, context.variables, ()),
-                         **{key: self.variables[key] for key in ('SLURM_EXIT_ERROR', 'SLURM_EXIT_IMMEDIATE')}}
+            files = [path or os.devnull for path in (attempt.stdout, attempt.stderr)]
+            words = [self.srun, *step_flags(self.request(attempt)), sys.executable or 'python3', '-I', '-S',
+                     self.supervisor, f'{step.stem}.notes', os.getcwd(), *files, self.shell, '-c']
+            variables = {**self.variables, **job_variables(attempt, context.variables, ()), **STEP_EXITS}
             attempt.process = self.launcher.start(
-                argv, variables, descriptors, f'{attempt.id}-{attempt.attempt_id}',
+                [*map(encode_text, words), command], variables, [errors, errors],
+                f'{attempt.id}-{attempt.attempt_id}',
                 functools.partial(self.on_step_end, attempt, on_end), check)
         except (OSError, ValueError) as error:
-            self.files.remove(name)
+            step.remove_files()
             if isinstance(error, FileNotFoundError) and len(outputs) == 2:
                 # srun, or the current directory, is gone: no fault of the job's
                 raise OSError(errno.EAGAIN, f'{error.filename or self.srun}: {error.strerror}') from None
             raise
         finally:
-            for descriptor in opened:
-                os.close(descriptor)
-        # With the queue strategy it is Slurm that makes jobs wait.
-        creation_s = STEP_CREATION_S if attempt.grant.nodes else math.inf
-        self.steps[attempt] = Step(name, request.minutes, self.early_at(), creation_s)
+            os.close(errors)
+        attempt.step = self.running[attempt] = step
 
-    def time_left(self) -> float:
-        """How many seconds steps have before the runner stops them."""
-        end_time = self.context.end_time()
-        return math.inf if end_time is None else end_time - time.time() - self.stop_before_s
+    def make_files(self, step: Step) -> int:
+        """Make a step's files, and their directory where it is missing; where srun's messages go. OSError."""
+        if not os.path.exists(self.supervisor):
+            make_subdirectory(self.context.output.path, STEPS_DIRECTORY, 0o700)
+            make_directory(self.directory, 0o700)
+            write_atomically(self.supervisor, STEP_SUPERVISOR.encode())
+        os.close(create_file(f'{step.stem}.notes', 0o600))
+        return create_file(f'{step.stem}.err', 0o600)
 
-    def early_at(self) -> float:
-        """When steps get the early signal (monotonic): so long before the runner stops them."""
-        return time.monotonic() + self.time_left() - self.early[1] if self.early else math.inf
-
-    def request(self, attempt: Attempt, errors_to: str) -> StepRequest:
+    def request(self, attempt: Attempt) -> StepRequest:
         """What the step of an attempt is to have."""
         needs, nodes, config = attempt.needs, self.allocation.node_names, self.context.config
         memory_bytes = needs.memory_bytes if needs.memory_bytes > UNSTATED_MEMORY_BYTES else 0
         chosen = [nodes[index] for index in attempt.grant.nodes] if len(nodes) > 1 else ()
         return StepRequest(
             self.allocation.job_id, step_name(self.context, attempt), needs.num_cpus, memory_bytes,
-            needs.num_gpus, max(1, needs.num_nodes), chosen, step_minutes(self.time_left()),
-            str(config.get('srun_termination_signal') or ''), bool(config.get('enable_cpu_bind')), errors_to)
-
-    def route(self, attempt: Attempt, outputs: Sequence[int], errors: int,
-              opened: List[int]) -> Tuple[List[str], List[int]]:
-        """Where a job's stdout and stderr go: for the supervisor, and the descriptors of srun.
-
-        Files are opened by the supervisor, on the step's node. Pipes to files that are capped end here: then
-        srun carries what the job writes, its stderr to a third descriptor.
-        """
-        paths, is_capped = (attempt.stdout, attempt.stderr), self.context.cap is not None
-        files = [os.devnull if path is None else '-' if is_capped else path for path in paths]
-        if paths[0] == paths[1] is not None:
-            files[1] = '='
-        descriptors = [outputs[0] if files[0] == '-' else errors, errors]
-        if files[1] == '-':
-            opened.append(fcntl.fcntl(outputs[1], fcntl.F_DUPFD_CLOEXEC, COMMAND_DESCRIPTOR + 1))
-            descriptors.append(opened[-1])
-        return files, descriptors
+            needs.num_gpus, max(1, needs.num_nodes), chosen,
+            step_minutes(self.context.stop_at - time.monotonic()),
+            str(config.get('srun_termination_signal') or ''), bool(config.get('enable_cpu_bind')))
 
     # ---- while it runs ----
 
+    def early_at(self, step: Step) -> float:
+        """When a step gets the early signal: so long before it is stopped, be it sooner than was thought."""
+        stop_at = min(step.stop_at, self.context.stop_at)
+        return max(step.early_from, stop_at - self.early[1]) if self.early else math.inf
+
+    def due_of(self, step: Step) -> float:
+        """When something is to be done for a step: once it is killed, only the launcher's end of srun."""
+        return math.inf if step.is_killed else min(self.early_at(step), step.kill_at, step.look_at)
+
     def due(self) -> float:
         """The next early signal, SIGKILL, or look at a step."""
-        return min((step.due() for step in self.steps.values()), default=math.inf)
+        return min(map(self.due_of, self.running.values()), default=math.inf)
 
     def act(self, now: float) -> None:
         """Send the signals that are due, and end steps of which nothing more is to be expected."""
-        due = [(attempt, step) for attempt, step in self.steps.items() if now >= step.due()]
-        for attempt, step in due:
-            self.read_notes(step)
-            if now >= step.look_at:
-                self.watch(attempt, step, now)
-        early = [attempt for attempt, step in due if now >= step.early_at and not step.is_killed]
-        self.send_early(early, now)
-        killed = [attempt for attempt, step in due if now >= step.kill_at and not step.is_killed]
-        for attempt in killed:
-            names = {'workflow_id': self.context.workflow_id, 'job_id': attempt.id}
-            self.context.log.write('Job SIGKILL (srun)', **names, pid=attempt.process.pid)
-            self.steps[attempt].is_killed = True
-            attempt.process.kill_at = now + STEP_KILL_S
-        self.cancel(killed)
-
-    def read_notes(self, step: Step) -> None:
-        """See what the supervisor has noted since."""
-        text = self.files.read(step.name, 'notes')
-        if text:    # a file system that fails for a moment must not make a step one that has not begun
-            step.notes = parse_step_notes(text)
-
-    def number_of(self, attempt: Attempt) -> str:
-        """The number of its step within the Slurm job; '' while there is none."""
-        step = self.steps[attempt]
-        if not step.notes.number:
-            self.read_notes(step)
-        return step.notes.number if step.notes.number.isdigit() else ''
-
-    def watch(self, attempt: Attempt, step: Step, now: float) -> None:
-        """End a step that was never created, whose processes have gone, or that Slurm does not end."""
-        notes, step.look_at = step.notes, now + WATCH_S
-        is_gone = notes.host == os.uname().nodename and not read_process_start_ticks(notes.pid)
-        reason = ''
-        if notes.return_code is not None or is_gone:
-            step.given_up = '' if notes.return_code is not None else 'stepd'
-            step.rest_at = min(step.rest_at, now + STEP_REST_S)
-            step.look_at = min(step.look_at, step.rest_at)
-            reason = 'its srun does not end' if now >= step.rest_at else ''
-        elif not notes.number and now >= step.creation_at:
-            reason = f'there is still no step after {STEP_CREATION_S:g} s'
-        if reason:
-            self.context.log.write(f'Step is given up: {reason}', 'warning', **self.context.names(attempt))
-            step.look_at, step.kill_at = math.inf, now
-
-    def send_early(self, attempts: Sequence[Attempt], now: float) -> None:
-        """Send srun_termination_signal to steps, unless Slurm has: 22.05 takes --signal and does nothing."""
-        wanted = []
-        for attempt in attempts:
-            step = self.steps[attempt]
-            step.early_at = math.inf if step.notes.number else now + 1.0
-            has_got_it = self.early_number in step.notes.signals
-            if step.notes.number and step.notes.return_code is None and not has_got_it:
-                wanted.append(attempt)
-        self.send(wanted, self.early[0] if self.early else '')
+        early, killed = [], []      # type: List[Attempt], List[Attempt]
+        for attempt, step in self.running.items():
+            if now < self.due_of(step):
+                continue
+            notes = step.read()
+            if now >= self.early_at(step):
+                step.early_from = math.inf if notes.number else now + 1.0
+                # Slurm may have sent it: 22.05 takes --signal and does nothing.
+                if notes.number and notes.return_code is None and self.early_number not in notes.signals:
+                    early.append(attempt)
+            given_up = step.watch(now) if now >= step.look_at else None
+            if given_up:
+                self.context.log.write(f'Step is given up: {given_up.reason}', 'warning',
+                                       **self.context.names(attempt))
+                step.sign = given_up.sign
+            if given_up or now >= step.kill_at:
+                killed.append(attempt)
+        self.send(early, self.early[0] if self.early else '')
+        self.cancel(killed, now)
 
     def send(self, attempts: Sequence[Attempt], name: str) -> None:
         """Send a signal to all processes of steps: never to srun, which would kill them at once."""
@@ -22927,141 +22829,138 @@ class SlurmStarter:
             if reply.code and 'already completing or completed' not in reply.err:
                 self.context.log.write(f'scancel: {explain_reply(reply)}', 'warning')
             on_reply(reply)
-        for argv in cancel_words(self.allocation.job_id, [self.steps[one].notes.number for one in attempts],
-                                 name):
+        if attempts:
+            argv = cancel_argv(self.allocation.job_id, [one.step.notes.number for one in attempts], name)
             self.launcher.query(argv, SLURM_QUERY_S, on_answer, query_variables())
 
     # ---- stopping ----
 
     def began_at(self, attempt: Attempt) -> float:
         """When a job began (monotonic), by the clock of its node; now, if it has not."""
-        step, process = self.steps[attempt], attempt.process
-        self.read_notes(step)
-        waited_s = max(0.0, step.notes.at - process.started_at)
-        return process.started + waited_s if step.notes.number else time.monotonic()
+        notes, process = attempt.step.read(), attempt.process
+        waited_s = max(0.0, notes.at - process.started_at)
+        return process.started + waited_s if notes.number else time.monotonic()
 
     def stop(self, attempts: Sequence[Attempt], lead_s: float) -> None:
         """Send the workflow's termination signal; SIGKILL follows after `lead_s`."""
         kill_at, live = time.monotonic() + max(0.0, lead_s), []
         for attempt in attempts:
-            step = self.steps.get(attempt)
-            if step is not None and not step.is_over:
-                self.read_notes(step)
+            if attempt in self.running:
+                has_begun = bool(attempt.step.read().number)
                 # What has not begun has nothing to save.
-                step.kill_at = min(step.kill_at, kill_at if step.notes.number else 0.0)
-                live += [attempt] if step.notes.number else []
+                attempt.step.kill_at = min(attempt.step.kill_at, kill_at if has_begun else 0.0)
+                live += [attempt] if has_begun else []
         self.send(live, signal.Signals(self.context.stop_signal).name[3:])
         self.act(time.monotonic())
 
     def kill(self, attempts: Sequence[Attempt]) -> None:
         """SIGKILL, with all that they have started."""
         for attempt in attempts:
-            if attempt in self.steps:
-                self.steps[attempt].kill_at = 0.0
+            if attempt in self.running:
+                attempt.step.kill_at = 0.0
         self.act(time.monotonic())
 
-    def cancel(self, attempts: Sequence[Attempt]) -> None:
+    def cancel(self, attempts: Sequence[Attempt], now: float) -> None:
         """Kill steps. A srun without one gives up at SIGTERM; SIGKILL would leave alone what comes late."""
-        self.call_scancel([attempt for attempt in attempts if self.steps[attempt].notes.number])
         for attempt in attempts:
-            if not self.steps[attempt].notes.number and attempt.process.end is None:
-                signal_process(attempt.process.pid, read_process_start_ticks(attempt.process.pid),
-                               signal.SIGTERM)
+            process, attempt.step.is_killed = attempt.process, True
+            self.context.log.write('Job SIGKILL (srun)', workflow_id=self.context.workflow_id,
+                                   job_id=attempt.id, pid=process.pid)
+            process.kill_at = now + STEP_KILL_S
+            if not attempt.step.notes.number and process.end is None:
+                signal_process(process.pid, read_process_start_ticks(process.pid), signal.SIGTERM)
+        self.call_scancel([attempt for attempt in attempts if attempt.step.notes.number])
 
     def close(self) -> None:
         """The runner leaves: nothing of any step may live on."""
-        end_steps(self.files.path, self.allocation.job_id)
+        end_steps(self.directory, self.allocation.job_id)
         with contextlib.suppress(OSError):      # others are in use, or it was never made
-            os.rmdir(os.path.dirname(self.files.path))
+            os.rmdir(os.path.dirname(self.directory))
 
     # ---- what an end means ----
 
     def on_step_end(self, attempt: Attempt, on_end: Callable[[Process], Any], process: Process) -> None:
         """srun has ended: put the job's own end in the place of srun's."""
-        step, end = self.steps[attempt], process.end
-        self.read_notes(step)
-        notes, text = step.notes, self.files.read(step.name, 'err')
-        step.is_over, step.code, step.signal_number = True, end.return_code, end.signal_number
-        step.sign = step.given_up if step.is_killed else read_step_sign(text)
+        step, end = self.running.pop(attempt), process.end
+        notes, text = step.read(), step.read_file('err')
+        step.code, step.signal_number = end.return_code, 0 if step.is_killed else end.signal_number
+        step.sign = step.sign if step.is_killed else read_step_sign(text)
         step.text = explain_step_failure(text)
         for name in read_lost_nodes(text):
             self.lose_node(name)
         if end.signal_number and notes.number and notes.return_code is None:
-            self.end_orphan(attempt, step)
-        self.files.remove(step.name)
+            self.end_orphan(attempt)
+        step.remove_files()
         process.end = step_end(end, notes)
-        if self.accounting is not None:
-            (self.accounting.ended if notes.number else self.accounting.drop)(attempt)
-        if attempt.stopped_for == 'revoked':    # nobody asks for a judgement
-            self.call_scancel([attempt] if step.num_cancels else [])
-            del self.steps[attempt]
         on_end(process)
 
     def lose_node(self, name: str) -> None:
         """A node has failed: an allocation of several may go on without it (--no-kill)."""
         if name in self.allocation.node_names:
             self.context.say_once(f'node {name} has failed: no more jobs are started on it')
-            self.on_lost_node(self.allocation.node_names.index(name))
+            self.ledger.lose(self.allocation.node_names.index(name))
 
-    def end_orphan(self, attempt: Attempt, step: Step) -> None:
+    def end_orphan(self, attempt: Attempt) -> None:
         """srun was killed: its step may run on, and must not when the job is started anew."""
         def on_reply(_: Reply) -> None:
-            step.num_cancels = 0
-            self.judge_at = 0.0
-        step.num_cancels = 1
+            attempt.step.is_canceling, self.judge_at = False, 0.0
+        attempt.step.is_canceling = True
         self.call_scancel([attempt], on_reply=on_reply)
 
     def judge(self, attempt: Attempt) -> Optional[Verdict]:
         """What the end of a step means, or None for "later": then it is asked again in each turn."""
-        step, context, state = self.steps[attempt], self.context, ''
-        if step.num_cancels:
+        step = attempt.step
+        if step.is_canceling:
             return None
-        if self.accounting is not None and not is_step_clear(step.notes, step.sign, attempt.stopped_for):
-            record = self.accounting.state_of(attempt)
-            if record is None:
-                return None
-            state = record.state or ''
-        number = 0 if step.is_killed else step.signal_number
-        kind = judge_step(step.notes, step.code, number, step.sign, state, attempt.stopped_for)
+        if step.state is None and not is_step_clear(step.notes, step.sign, attempt.stopped_for):
+            step.is_awaited = True      # the accounting sees it
+            return None
+        kind = judge_step(step.notes, step.code, step.signal_number, step.sign, step.state or '',
+                          attempt.stopped_for)
         until = attempt.process.started + attempt.process.end.wall_s + SHARED_SIGNAL_S
         if kind in ('canceled', 'srun', 'killed', 'own') and may_share_signal(attempt.end) \
                 and not attempt.stopped_for and time.monotonic() < until:
             self.judge_at = min(self.judge_at, until)   # a signal to all of the allocation reaches us, too
             return None
-        del self.steps[attempt]
-        codes = context.config
-        if kind in ('canceled', 'own') and not attempt.stopped_for and self.has_died_early(attempt, step):
-            verdict = judge_end(attempt.end, 'deadline', self.early_number, codes['timeout_exit_code'])
+        return self.find_verdict(attempt, kind)
+
+    def find_verdict(self, attempt: Attempt, kind: str) -> Verdict:
+        """What an end of this kind of STEP_OUTCOMES means for an attempt."""
+        step, context, stopped_for = attempt.step, self.context, attempt.stopped_for
+        if kind in ('canceled', 'own') and not stopped_for and self.has_died_early(attempt):
+            verdict = judge_end(attempt.end, 'deadline', self.early_number,
+                                context.config['timeout_exit_code'])
             ending = f'ended by {format_signal(self.early_number)}, shortly before'
             return verdict._replace(message=f'{ending} the time limit of its Slurm step')
         outcome = STEP_OUTCOMES[kind]
-        if outcome.return_code == 'srun':
+        if kind == 'accounted':
             attempt.end = attempt.end._replace(return_code=step.code, signal_number=0)
         if not outcome.status:
-            return judge_end(attempt.end, attempt.stopped_for, context.stop_signal,
-                             codes['timeout_exit_code'], attempt.stopped_by)
+            return judge_end(attempt.end, stopped_for, context.stop_signal,
+                             context.config['timeout_exit_code'], attempt.stopped_by)
         if kind == 'timeout':
-            verdict = judge_end(attempt.end, 'deadline', signal.SIGTERM, codes['timeout_exit_code'])
+            verdict = judge_end(attempt.end, 'deadline', signal.SIGTERM, context.config['timeout_exit_code'])
             return verdict._replace(message=outcome.meaning)
+        is_interrupted = outcome.status == 'interrupted'
         message = outcome.meaning.format(signal=format_signal(attempt.end.return_code - 128))
-        if outcome.is_interrupted or kind == 'memory':
+        if is_interrupted or kind == 'memory':
             message = ': '.join(filter(None, (message, step.notes.failure or step.text)))
-        if kind in ('no step', 'no start') and not attempt.stopped_for:
-            self.on_no_step(message)
-        code = codes['oom_exit_code'] if outcome.return_code == 'memory' else attempt.end.return_code
-        return Verdict(outcome.status, code, message, outcome.is_interrupted)
+        if kind in ('no step', 'no start') and not stopped_for:
+            self.no_step = message
+        code = context.config['oom_exit_code'] if kind == 'memory' else attempt.end.return_code
+        return Verdict('terminated' if is_interrupted else outcome.status, code, message, is_interrupted)
 
     @property
     def early_number(self) -> int:
         """Number of srun_termination_signal; 0 without one."""
         return int(getattr(signal, f'SIG{self.early[0]}', 0)) if self.early else 0
 
-    def has_died_early(self, attempt: Attempt, step: Step) -> bool:
+    def has_died_early(self, attempt: Attempt) -> bool:
         """Whether it has died of the signal that comes before its time limit, by us or by Slurm."""
-        number, notes = self.early_number, step.notes
+        number, notes = self.early_number, attempt.step.notes
         if not number or number not in (notes.signal_number, (notes.return_code or 0) - 128):
             return False
-        sent_at = self.early_at() - SIGNAL_LEEWAY_S
+        sent_at = min(attempt.step.stop_at, self.context.stop_at) - self.early[1] - SIGNAL_LEEWAY_S
         return attempt.process.started + attempt.process.end.wall_s >= sent_at
 
 
@@ -23087,8 +22986,8 @@ def find_step_obstacle(context: NodeContext) -> str:
     return ''
 
 
-def make_starter(context: NodeContext, launcher: Launcher) -> Any:
-    """A starter for a workflow's execution mode. Refused if mode slurm cannot be had here."""
+def choose_mode(context: NodeContext) -> bool:
+    """Whether jobs are to be steps, by the execution mode. Refused if mode slurm cannot be had here."""
     mode, obstacle = context.config['mode'], find_step_obstacle(context)
     if mode == 'slurm' and obstacle:
         raise Refused(f"execution_config.mode is 'slurm', but {obstacle}; use mode 'auto' or 'direct'")
@@ -23096,20 +22995,16 @@ def make_starter(context: NodeContext, launcher: Launcher) -> Any:
         obstacle = 'limit_resources is false, and steps have limits'
     if mode == 'auto' and obstacle and context.allocation is not None:
         context.say(f'jobs run as processes of this node, not as Slurm steps: {obstacle}')
-    kind = DirectStarter if mode == 'direct' or obstacle else SlurmStarter
-    return kind(context, launcher)
+    return mode != 'direct' and not obstacle
 
 
 # ======== 16f. Runner's accounting: sstat while steps run, sacct when they have ended ========
 #
-# A part of a runner (see 16c). One sstat samples all steps, one sacct reads all that have ended. Neither is
-# waited for. However many steps there are, there is at most
-#
-# * an sstat each sample;
-# * a sacct each SACCT_PAUSE_S while the end of a job cannot be judged without it, else each SACCT_BATCH_S.
-#
-# A program that takes long is asked less often. What a controller or an accounting that is down does not say
-# is missing in the results, and nothing else happens.
+# What measures steps, with the public names of the Monitor (16d). One sstat samples all steps, one sacct
+# reads all that have ended, and neither is waited for: however many steps there are, there is at most an
+# sstat each sample, and a sacct each SACCT_PAUSE_S while the end of a job cannot be judged without it, else
+# each SACCT_BATCH_S. A program that takes long is asked less often. What a controller or an accounting that
+# is down does not say is missing in the results, and nothing else happens.
 
 STEP_QUERY_S = 30.0         # limit of sstat
 MAX_NAMED_STEPS = 5000      # in a command line, of which Linux allows 128 kB a word
@@ -23118,65 +23013,110 @@ SACCT_PAUSE_S = 5.0
 SACCT_FIRST_S = 1.0         # after the end of a step: before, slurmdbd(8) hardly has its record
 SACCT_BATCH_S = 30.0        # so long ends that nobody waits for are gathered
 SACCT_QUERY_S = 30.0
-SACCT_AWAY_S = 60.0         # between two calls once SACCT_TRIES have failed
 LAST_SACCT_S = 2.0          # before the runner must be gone it waits for no record any more
 PATIENCE = 10               # a program is left alone so many times as long as it took
 
 
-class StepAccount:
-    """What is known of the step of an attempt."""
-    __slots__ = ('name', 'usage', 'ended_at', 'tries', 'record', 'is_awaited', 'is_over')
+class Accounting(Part):
+    """What Slurm measures of steps, while they run and afterwards: for results, and for judgements."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.usage = Usage()
-        self.ended_at = math.inf    # monotonic
-        self.tries = 0              # answers of sacct since then
-        self.record = None          # type: Optional[StepRecord]  # the last one
-        self.is_awaited = False     # a judgement waits for its state
-        self.is_over = False        # nothing more is asked, and its row is on the way
-
-
-class StepSampler:
-    """What steps use while they run, by sstat."""
-
-    def __init__(self, context: NodeContext, launcher: Launcher, starter: Any, series: Series) -> None:
+    def __init__(self, context: NodeContext, launcher: Launcher, starter: SlurmStarter,
+                 monitor: Monitor) -> None:
         self.context = context
         self.launcher = launcher
-        self.starter = starter      # knows the numbers of steps
-        self.series = series
-        self.settings = monitor_settings(context.workflow)
-        self.running = {}           # type: Dict[Attempt, StepAccount]
+        self.starter = starter
+        self.monitor = monitor          # has the time series
+        self.sample_at = -math.inf      # monotonic, as all times
         self.is_sampling = False
-        self.sample_at = math.inf   # monotonic
+        self.ended = {}                 # type: Dict[Attempt, Step]  # of which sacct is still to be asked
+        self.ended_at = -math.inf       # the last end
+        self.is_asking = False
+        self.failures = 0.0             # of sacct, in a row; infinite: there is no accounting here
+        self.not_before = -math.inf     # it is not asked again
+        self.rows = []                  # type: List[Dict[str, Any]]  # of slurm_stats: the loop takes them
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no answer is to be expected soon."""
+        return self.failures >= SACCT_TRIES
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the runner is to stay for records: it is not for longer than all tries take."""
+        return bool(self.ended)
 
     def add(self, attempt: Attempt) -> None:
-        """A step was started."""
-        self.running[attempt] = attempt.account
-        if self.sample_at == math.inf and self.settings.jobs:
-            self.sample_at = time.monotonic() + self.settings.interval_s
+        """The step of an attempt was started: see SlurmStarter.running."""
 
-    def drop(self, attempt: Attempt) -> None:
-        """It has ended."""
-        self.running.pop(attempt, None)
-        if not self.running:
-            self.sample_at = math.inf
+    def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
+        """A step has ended, or there was none: fields of its result, from the end of the job and samples."""
+        step = attempt.step
+        if step.notes.number:
+            self.ended[attempt], self.ended_at = step, time.monotonic()
+            step.seen_at = self.ended_at
+            step.state = '' if self.is_away else None       # then no judgement waits
+            if self.failures == math.inf:
+                self.finish(attempt)
+        usage = step.usage.fields(end.wall_s, end.cpu_s, end.peak_memory_bytes)
+        self.monitor.note_peak(attempt, usage)
+        return usage
+
+    @staticmethod
+    def judge_memory(_: Attempt, verdict: Verdict) -> Verdict:
+        """Slurm keeps the limits of steps, and the starter has judged it."""
+        return verdict
+
+    # ---- when ----
 
     def due(self) -> float:
-        """The next question."""
-        return self.sample_at
+        """The next question, or the end of all waiting."""
+        sample_at = self.sample_at if self.starter.running and self.monitor.settings.jobs else math.inf
+        return min(sample_at, self.asks_at(), self.give_up_at())
+
+    def asks_at(self) -> float:
+        """When sacct is asked next."""
+        if self.is_asking or not self.ended:
+            return math.inf
+        wished_at = min(step.seen_at + self.pause_of(step) for step in self.ended.values())
+        return max(wished_at, self.not_before)
+
+    def pause_of(self, step: Step) -> float:
+        """How long after its end, or after the last answer, sacct is asked about a step."""
+        if not self.context.leaving and not (step.is_awaited and step.state is None):
+            return SACCT_BATCH_S
+        return SACCT_PAUSE_S if step.tries else SACCT_FIRST_S
+
+    def give_up_at(self) -> float:
+        """When a runner that leaves waits no longer."""
+        if not self.ended or not self.context.leaving:
+            return math.inf
+        window_s = SACCT_FIRST_S + SACCT_TRIES * SACCT_PAUSE_S
+        if self.context.leaving in SIGNAL_REASONS:
+            window_s = min(window_s, LAST_REPORT_S)
+        return 0.0 if self.is_away else min(self.ended_at + window_s, self.context.last_at - LAST_SACCT_S)
 
     def act(self, now: float) -> None:
-        """Ask for samples."""
-        if now >= self.sample_at:
-            self.sample_at = now + self.settings.interval_s
+        """Ask what is to be asked; give up what is asked in vain."""
+        settings = self.monitor.settings
+        if settings.jobs and self.starter.running and now >= self.sample_at:
+            self.sample_at = now + settings.interval_s
             if not self.is_sampling:
                 self.ask_samples(now)
+        if now >= self.give_up_at():
+            for attempt in list(self.ended):
+                self.finish(attempt)
+        elif now >= self.asks_at():
+            self.is_asking = True
+            argv = slurm_argv('sacct', '-j', self.context.allocation.job_id, '--format', SACCT_FORMAT, '-P',
+                              '-n')
+            on_reply = functools.partial(self.on_records, now, list(self.ended))
+            self.launcher.query(argv, SACCT_QUERY_S, on_reply, query_variables())
+
+    # ---- sstat ----
 
     def ask_samples(self, now: float) -> None:
         """One sstat for all steps that are there. What goes wrong is debug: mostly a step has just ended."""
-        asked = {self.starter.number_of(attempt): attempt for attempt in self.running}
-        asked.pop('', None)
+        asked = {step.number: attempt for attempt, step in self.starter.running.items() if step.number}
         if not asked:
             return
         self.is_sampling, job_id = True, self.context.allocation.job_id
@@ -23192,194 +23132,57 @@ class StepSampler:
         now, at, self.is_sampling = time.monotonic(), int(time.time()), False
         if reply.code or reply.err:
             self.context.log.write(f'sstat: {explain_reply(reply)}', 'debug')
-        if self.sample_at != math.inf:
-            self.sample_at = max(self.sample_at, now + PATIENCE * (now - asked_at))
+        self.sample_at = max(self.sample_at, now + PATIENCE * (now - asked_at))
         for number, sample in read_step_samples(reply.out, set(asked)).items():
             attempt = asked[number]
-            percent = attempt.account.usage.add(now, *sample) if attempt in self.running else None
-            if percent is not None and self.settings.has_job_series:
-                self.series.add_job(attempt.id, attempt.name, (at, percent, sample.memory_bytes or 0, 1))
+            percent = attempt.step.usage.add(now, *sample)
+            if percent is not None and self.monitor.settings.has_job_series:
+                self.monitor.series.add_job(attempt.id, attempt.name, (
+                    at, percent, sample.memory_bytes or 0, 1))
 
+    # ---- sacct ----
 
-class StepRecords:
-    """What sacct says of steps that have ended, for judgements and for slurm_stats."""
-
-    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink) -> None:
-        self.context = context
-        self.launcher = launcher
-        self.link = link
-        self.open = {}              # type: Dict[Attempt, StepAccount]  # still asked for
-        self.is_last = False        # it leaves: only what is open is waited for, and not for long
-        self.is_asking = False
-        self.is_off = False         # there is no accounting here
-        self.failures = 0           # calls in a row
-        self.not_before = -math.inf     # monotonic, as all that follow; the pause after a call
-        self.ask_at = math.inf
-        self.ended_at = -math.inf   # the last end
-
-    @property
-    def is_away(self) -> bool:
-        """Whether no answer is to be expected soon."""
-        return self.is_off or self.failures >= SACCT_TRIES
-
-    def add(self, attempt: Attempt) -> None:
-        """A step has ended."""
-        attempt.account.ended_at = self.ended_at = time.monotonic()
-        self.open[attempt] = attempt.account
-        self.ask_at = min(self.ask_at, self.ended_at + SACCT_BATCH_S)
-        if self.is_off:
-            self.close([attempt])
-
-    def state_of(self, step: StepAccount) -> Optional[StepRecord]:
-        """The record of a step as soon as it says how it ended, or nothing more is expected; else None."""
-        if step.record is not None and step.record.has_ended:
-            return step.record
-        if step.is_over or self.is_away or step.tries >= SACCT_TRIES:
-            return step.record or StepRecord()
-        if not step.is_awaited:
-            step.is_awaited = True
-            self.ask_at = min(self.ask_at, step.ended_at + SACCT_FIRST_S)
-        return None
-
-    def due(self) -> float:
-        """The next question, or the end of all waiting."""
-        if not self.open:
-            return math.inf
-        if self.context.leaving and not self.is_last:
-            return 0.0
-        asks_at = math.inf if self.is_asking else max(self.ask_at, self.not_before)
-        return min(asks_at, self.give_up_at()) if self.is_last else asks_at
-
-    def give_up_at(self) -> float:
-        """When a runner that leaves waits no longer."""
-        window_s = SACCT_FIRST_S + SACCT_TRIES * SACCT_PAUSE_S
-        if self.context.leaving in SIGNAL_REASONS:
-            window_s = min(window_s, LAST_REPORT_S)
-        return min(self.ended_at + window_s, self.context.last_at - LAST_SACCT_S)
-
-    def act(self, now: float) -> None:
-        """Ask what is to be asked; give up what is asked in vain."""
-        if self.context.leaving and not self.is_last:
-            self.is_last, self.not_before = True, -math.inf     # one call more than the pauses allow
-        if not self.open:
-            return
-        if self.is_last:
-            self.ask_at = min(self.ask_at, self.ended_at + SACCT_FIRST_S)
-        if self.is_last and (self.is_away or now >= self.give_up_at()):
-            self.close(list(self.open))
-        elif not self.is_asking and now >= max(self.ask_at, self.not_before):
-            self.ask(now)
-
-    def ask(self, now: float) -> None:
-        """One sacct for all steps that have ended."""
-        self.is_asking, self.ask_at = True, math.inf
-        argv = slurm_argv('sacct', '-j', self.context.allocation.job_id, '--format', SACCT_FORMAT, '-P', '-n')
-        on_reply = functools.partial(self.on_reply, now, list(self.open))
-        self.launcher.query(argv, SACCT_QUERY_S, on_reply, query_variables())
-
-    def on_reply(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
-        """Take records in, and plan the next call for what is missing."""
+    def on_records(self, asked_at: float, asked: Sequence[Attempt], reply: Reply) -> None:
+        """Take in what is on record of steps that have ended."""
         now, self.is_asking = time.monotonic(), False
+        self.not_before = now + min(max(SACCT_PAUSE_S, PATIENCE * (now - asked_at)), SACCT_BATCH_S)
         self.note_failure(reply)
-        pause_s = SACCT_AWAY_S if self.is_away else SACCT_PAUSE_S
-        self.not_before = now + (pause_s if self.is_last else max(pause_s, PATIENCE * (now - asked_at)))
-        steps = {attempt: self.open[attempt] for attempt in asked if attempt in self.open}
-        records = {}    # type: Dict[str, StepRecord]
-        if reply.code == 0:
-            records = read_step_records(reply.out, {step.name for step in steps.values()})
-        for step in steps.values():
-            step.tries += 1
-            step.record = records.get(step.name) or step.record
-        self.close([attempt for attempt, step in steps.items() if self.is_done(step)])
-        for step in self.open.values():
-            is_urgent = step.is_awaited and not (step.record and step.record.has_ended)
-            self.ask_at = min(self.ask_at, now + (SACCT_PAUSE_S if is_urgent else SACCT_BATCH_S))
-
-    def is_done(self, step: StepAccount) -> bool:
-        """Whether asking again is useless. The figures may come later than the state, but a runner that
-        leaves does not wait for them: steps of less than a second mostly have none."""
-        record = step.record or StepRecord()
-        is_known = record.has_ended or record.state is None and record.has_figures
-        return self.is_off or step.tries >= SACCT_TRIES or is_known and (record.has_figures or self.is_last)
+        steps = {attempt: self.ended[attempt] for attempt in asked if attempt in self.ended}
+        names = {step.name for step in steps.values()}
+        records = {} if reply.code else read_step_records(reply.out, names)
+        for attempt, step in steps.items():
+            step.tries, step.seen_at = step.tries + 1, now
+            step.record = records.get(step.name, step.record)
+            if step.record.has_ended:
+                step.state = step.record.state
+            # The figures may come later than the state: steps of less than a second mostly have none.
+            if self.failures == math.inf or step.tries >= SACCT_TRIES or step.record.has_ended and (
+                    step.record.has_figures or self.context.leaving):
+                self.finish(attempt)
+        if self.is_away:
+            for step in self.ended.values():
+                step.state = step.state or ''
 
     def note_failure(self, reply: Reply) -> None:
         """Say once that figures will be missing, and why. Judgements wait for no second call that hangs."""
-        self.failures = self.failures + 1 if reply.code else 0
+        self.failures = self.failures + 1 if reply.code else 0.0
         if reply.code == REPLY_TIMED_OUT:
             self.failures = SACCT_TRIES
         if is_accounting_off(reply):
-            self.is_off = True
+            self.failures = math.inf
             self.context.say_once('Slurm keeps no accounts of steps here, so that results have only what was '
                                   f'sampled: {explain_reply(reply)}')
         elif reply.code:
             self.context.say_once('the accounting of Slurm does not answer, so that figures of results may '
                                   f'be missing: {explain_reply(reply)}')
 
-    def close(self, attempts: Sequence[Attempt]) -> None:
-        """Send rows of these to the server, also of what nothing is known."""
-        for attempt in attempts:
-            step = self.open.pop(attempt)
-            step.is_over = True
-            row = {'job_id': attempt.id, 'attempt_id': attempt.attempt_id,
-                   'slurm_job_id': self.context.allocation.job_id}
-            row.update(zip(STATS_FIELDS, step.record or ()))
-            self.link.accounting.append({key: cell for key, cell in row.items() if cell is not None})
-        if attempts:
-            self.link.report_soon(0)
-
-
-class Accounting:
-    """What Slurm measures of steps, while they run and afterwards: for results, and for judgements."""
-
-    def __init__(self, context: NodeContext, launcher: Launcher, link: ServerLink, starter: Any,
-                 monitor: Monitor) -> None:
-        self.context = context
-        self.monitor = monitor
-        self.sampler = StepSampler(context, launcher, starter, monitor.series)
-        self.records = StepRecords(context, launcher, link)
-
-    def add(self, attempt: Attempt) -> None:
-        """The step of an attempt was started."""
-        attempt.account = StepAccount(step_name(self.context, attempt))
-        self.sampler.add(attempt)
-
-    def drop(self, attempt: Attempt) -> None:
-        """There was no step, and will be none: nothing is to be known of it."""
-        self.sampler.drop(attempt)
-
-    def ended(self, attempt: Attempt) -> None:
-        """Its step has ended."""
-        self.sampler.drop(attempt)
-        self.records.add(attempt)
-
-    def state_of(self, attempt: Attempt) -> Optional[StepRecord]:
-        """What sacct says of its end: None for "later", and a StepRecord without anything for "never"."""
-        return self.records.state_of(attempt.account)
-
-    def take_usage(self, attempt: Attempt, end: ProcessEnd) -> Dict[str, Any]:
-        """Fields of its result: what the end of the job itself tells, and what was sampled."""
-        usage = attempt.account.usage.fields(end.wall_s, end.cpu_s, end.peak_memory_bytes)
-        self.monitor.note_peak(attempt, usage)
-        return usage
-
-    @staticmethod
-    def judge_memory(attempt: Attempt, verdict: Verdict) -> Verdict:
-        """What an end means, when it was for lack of memory: Slurm has said so, if it was."""
-        return verdict
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the runner is to stay for records: it is not for longer than all tries take."""
-        return bool(self.records.open)
-
-    def due(self) -> float:
-        """The next question."""
-        return min(self.sampler.due(), self.records.due())
-
-    def act(self, now: float) -> None:
-        """Ask what is to be asked."""
-        self.sampler.act(now)
-        self.records.act(now)
+    def finish(self, attempt: Attempt) -> None:
+        """Nothing more is asked of a step: its row goes to the server, also if nothing is known."""
+        step = self.ended.pop(attempt)
+        step.state = step.state or step.record.state or ''
+        row = {'job_id': attempt.id, 'attempt_id': attempt.attempt_id,
+               'slurm_job_id': self.context.allocation.job_id, **dict(zip(STATS_FIELDS, step.record))}
+        self.rows.append({key: cell for key, cell in row.items() if cell is not None})
 
 
 # ======== 16g. Runner's allocation: the runner inside a Slurm job ========
@@ -23756,51 +23559,6 @@ class AllocationWatch:
             allocation.end_time = end_time
             self.context.say(f'Slurm job {allocation.job_id} ends at {format_time(end_time)}')
             self.on_end_time()
-
-
-class StepLimits:
-    """Lets steps run on when their Slurm job was given more time: each has a time limit of its own.
-
-    One call after the other, and none that names no step: it would limit the batch script, too (22.05).
-    Nothing is shortened: what has to end earlier than was thought gets its signal from this runner.
-    """
-
-    def __init__(self, context: NodeContext, launcher: Launcher, starter: Any) -> None:
-        self.context = context
-        self.launcher = launcher
-        self.starter = starter
-        self.waiting = collections.deque()      # type: collections.deque
-        self.is_calling = False
-
-    def on_new_end(self) -> None:
-        """The end of the Slurm job has moved."""
-        self.waiting = collections.deque(self.starter.steps)
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Lengthen the next one that may run longer."""
-        while self.waiting and not self.is_calling:
-            step, left_s = self.starter.steps.get(self.waiting.popleft()), self.starter.time_left()
-            if step is None or step.is_over or math.isinf(left_s):
-                continue
-            self.starter.read_notes(step)
-            step.early_at = step.early_at if math.isinf(step.early_at) else self.starter.early_at()
-            minutes = step_minutes(left_s + time.monotonic() - step.started)
-            if step.notes.number and minutes > (step.limit_at - step.started) / 60:
-                self.is_calling = True
-                name = f'StepId={self.context.allocation.job_id}.{step.notes.number}'
-                argv = slurm_argv('scontrol', 'update', name, f'TimeLimit={minutes}')
-                self.launcher.query(argv, SLURM_QUERY_S, functools.partial(self.on_reply, step, minutes),
-                                    query_variables())
-
-    def on_reply(self, step: Any, minutes: int, reply: Reply) -> None:
-        """It has another limit now, or keeps its own."""
-        self.is_calling = False
-        if reply.code:
-            self.context.log.write(f'A step keeps its time limit: {explain_reply(reply)}', 'warning')
-        else:
-            step.limit_at = step.started + 60 * minutes
-        self.go_on()
 
 
 # ======== 16h. Runner's loop: turns, signals, and when to leave ========
@@ -24231,25 +23989,24 @@ class Runner:
         self.context = context
         self.launcher = launcher
         self.wakeup = wakeup
-        starter = make_starter(context, launcher)
-        context.in_steps = not isinstance(starter, DirectStarter)
+        context.in_steps = choose_mode(context)
         nodes = runner_nodes(context, num_gpus)
         context.submits = context.allocation is not None and has_slurm_program('sbatch')
         self.attempts = Attempts()
         self.pace = Pace(options)
         self.link = link = ServerLink(context, client, total_size(nodes), self.attempts, self.pace)
         link.num_nodes = len(nodes)
-        self.policy = ClaimPolicy(options, Ledger(nodes, options.max_parallel_jobs), context.workflow,
-                                  self.attempts)
+        ledger = Ledger(nodes, options.max_parallel_jobs)
+        self.policy = ClaimPolicy(options, ledger, context.workflow, self.attempts)
         self.policy.allocation = context.allocation
-        self.starter = starter
+        self.starter = starter = SlurmStarter(context, launcher, ledger) if context.in_steps \
+            else DirectStarter(context, launcher)     # type: Any
         self.monitor = Monitor(context, launcher, self.attempts, starter)
-        self.accounting = None      # type: Optional[Accounting]
-        if context.in_steps:
-            self.connect_accounting()
+        self.accounting = Accounting(context, launcher, starter, self.monitor) if context.in_steps \
+            else None       # type: Optional[Accounting]
+        measure = self.accounting or self.monitor       # what srun uses here is not what the job does
         scripts = Scripts(context, launcher)
         self.actions = Actions(context, scripts, link)
-        measure = self.accounting or self.monitor
         self.completions = Completions(context, self.policy, starter, measure, scripts, link)
         watch = OutputWatch(context, self.on_output_repaired)
         self.dispatcher = Dispatcher(context, self.policy, self.completions, watch, link, self.actions)
@@ -24275,14 +24032,6 @@ class Runner:
             ProgressView(context, link),
         ]
 
-    def connect_accounting(self) -> None:
-        """Let Slurm measure: what this node could, srun(1), is not the job."""
-        self.accounting = accounting = Accounting(self.context, self.launcher, self.link, self.starter,
-                                                  self.monitor)
-        self.starter.accounting, self.starter.on_no_step = accounting, self.on_no_step
-        self.starter.on_lost_node = self.policy.ledger.lose
-        self.step_limits = StepLimits(self.context, self.launcher, self.starter)
-
     def connect_link(self) -> None:
         """Set where the link finds what it sends, and who gets what comes."""
         call, self.link.slots = self.link.call, self.policy.ledger.slots
@@ -24307,16 +24056,21 @@ class Runner:
         if answer['jobs']:
             self.dispatcher.add(answer)
 
-    def on_no_step(self, reason: str) -> None:
-        """Slurm has started no step."""
-        self.dispatcher.pause(reason)
-        self.allocation_watch.look_now()
+    def carry(self) -> None:
+        """Hand on what steps tell other parts: that Slurm starts none now, and what it has measured."""
+        starter, accounting = self.starter, self.accounting
+        if starter.no_step:
+            self.dispatcher.pause(starter.no_step)
+            self.allocation_watch.look_now()
+            starter.no_step = ''
+        if accounting.rows:
+            self.link.accounting += accounting.rows
+            self.link.report_soon(0)
+            accounting.rows = []
 
     def on_new_end(self) -> None:
         """Slurm ends the job around us at another time."""
         self.shutdown.set_end()
-        if self.context.in_steps:
-            self.step_limits.on_new_end()
 
     def on_output_repaired(self) -> None:
         """The output directory can be written to again."""
@@ -24329,6 +24083,8 @@ class Runner:
         """Let every part act once."""
         for part in self.parts:
             part.act(time.monotonic())
+            if self.context.in_steps:
+                self.carry()
 
     def wait(self) -> None:
         """Until a part is due, a child ends, a signal or an answer comes."""
