@@ -10660,7 +10660,6 @@ def store_allocations(context: Context, workflow_id: int, body: Values) -> Value
             reclass_jobs(context, workflow_id, planned['job_ids'], scheduler_id=bound_to)
         check_owned(context, 'slurm_scheduler', workflow_id, [scheduler_id])
         scheduler_ids.append(scheduler_id)
-        due += [{'action_id': action_id} for action_id in planned.get('due_actions') or ()]
         for stage in planned['stages']:
             gates = stage.get('job_ids')
             action = create_workflow_action(context, workflow_id, {
@@ -11228,7 +11227,7 @@ MODELS = {
     'SpawnJobsRequest': 'jobs:[@SpawnJobModel]! lineage:name state:any',
     'StoreAllocationsRequest': 'newest_allocation_id:int! newest_scheduler_id:int! run_id:int! '
         'schedulers:[@StoredScheduler]! submission:@SubmissionRequest taken:[int]!',
-    'StoredScheduler': 'due_actions:[int] is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! '
+    'StoredScheduler': 'is_bound:bool! job_ids:[int]! scheduler:?SlurmSchedulerModel! '
         'scheduler_id:int stages:[@StoredStage]!',
     'StoredStage': 'job_ids:[int] num_allocations:ordinal!',
     'StdioConfig': 'delete_on_success:bool mode:@StdioMode',
@@ -24364,7 +24363,6 @@ INTERRUPTED_STATES = frozenset(('NODE_FAIL', 'PREEMPTED', 'BOOT_FAIL', 'LAUNCH_F
 PASSING_STATES = frozenset(('COMPLETING', 'REQUEUED', 'REQUEUE_FED', 'RESIZING', 'SIGNALING', 'STAGE_OUT',
                             'STOPPED', 'SUSPENDED'))
 NEW_ALLOCATION_S = 120.0            # so long squeue and sacct may not know what sbatch has just submitted
-DRAINED_EXIT = '3:0'                # exit code of a runner without a server, as sacct prints it
 
 
 class AllocationsSeen:
@@ -24375,11 +24373,6 @@ class AllocationsSeen:
         self.requeued = []          # type: List[Dict[str, Any]]  # active ones that wait in the queue again
         self.gone = {}              # type: Dict[int, SlurmEnd]  # by Slurm job
         self.doubts = []            # type: List[str]  # what is left alone, and why
-
-    @property
-    def num_alive(self) -> Dict[str, int]:
-        """How many wait, and how many have nodes."""
-        return {name: len(rows) for name, rows in self.alive.items()}
 
 
 class SlurmEnd(Row):
@@ -24416,19 +24409,14 @@ def look_at_allocations(rows: Sequence[Dict[str, Any]], reply: Reply, cluster: s
         elif state.is_ended:
             seen.gone[number] = SlurmEnd(row, parse_slurm_state(name), parse_slurm_instant(end))
         else:
-            take_alive(seen, row, parse_slurm_state(name), state)
+            name = parse_slurm_state(name)
+            doubt = f'Slurm job {number} {state.meaning} ({name})' if name in PASSING_STATES else ''
+            if name != 'COMPLETING':
+                seen.alive['pending' if state.is_pending else 'active'].append(row)
+            is_back = state.is_pending and not state.is_live and name not in PASSING_STATES
+            seen.requeued += [row] if is_back and row['status'] == 'active' else []
         seen.doubts += [doubt] if doubt else []
     return seen
-
-
-def take_alive(seen: AllocationsSeen, row: Dict[str, Any], name: str, state: SlurmState) -> None:
-    """Take in an allocation that is in the queue, or has nodes."""
-    if name in PASSING_STATES:
-        seen.doubts.append(f"Slurm job {row['slurm_job_id']} {state.meaning} ({name})")
-    if name != 'COMPLETING':
-        seen.alive['pending' if state.is_pending else 'active'].append(row)
-    if row['status'] == 'active' and state.is_pending and not state.is_live and name not in PASSING_STATES:
-        seen.requeued.append(row)
 
 
 def ask_cluster_name(rows: Sequence[Dict[str, Any]]) -> str:
@@ -24490,10 +24478,7 @@ def describe_slurm_end(number: int, end: SlurmEnd) -> str:
         return f'Slurm lists job {number} no longer, and {end.problem}'
     said = [end.state] + ([f'exit code {end.exit_code}'] if end.exit_code not in ('', '0:0') else [])
     said += [f'at {format_time(end.ended_at)}'] if end.ended_at else []
-    text = f"Slurm job {number} {SLURM_STATES[end.state].meaning} ({', '.join(said)})"
-    if (end.state, end.exit_code) == ('FAILED', DRAINED_EXIT):
-        text += '; its runner had no server, and may have a journal: workflows reconcile'
-    return text
+    return f"Slurm job {number} {SLURM_STATES[end.state].meaning} ({', '.join(said)})"
 
 
 def evidence_of(seen: AllocationsSeen, now: float) -> List[Dict[str, Any]]:
@@ -24531,10 +24516,6 @@ def find_dead_nodes(nodes: Iterable[Dict[str, Any]]) -> List[Dict[str, Any]]:
 
 PLACEHOLDER_KEYS = ('name', 'memory', 'runtime', 'num_cpus')
 OOM_SHARE, TIMEOUT_SHARE = 0.8, 0.9     # of the runtime: killed before it for memory, behind it for time
-CPU_TOLERANCE = 1.01                    # of the limit: a sample that is off by 1 % is no reason for a CPU
-LEAST_MEMORY_BYTES, LEAST_RUNTIME_S = 1024 ** 2, 60     # that a correction asks for
-# What downsizing must save to be worth another requirement; as in Torc.
-LEAST_SAVED_MEMORY_BYTES, LEAST_SAVED_RUNTIME_S, LEAST_SAVED_CPU_PERCENT = 1024 ** 3, 1800, 5
 TERMINATED_CODES = {'memory': 137, 'time': 152}         # 128 + SIGKILL, 128 + SIGXCPU
 
 
@@ -24550,7 +24531,7 @@ class JobUse(Row):
 class Comparison(Row):
     """One resource of one job: what it asked for and used at most, in the same unit."""
     use: JobUse
-    resource: str       # key of MEASURES
+    resource: str       # of MEASURES
     limit: float
     used: float
 
@@ -24558,13 +24539,6 @@ class Comparison(Row):
     def over_percent(self) -> float:
         """By how much of the limit more was used; 0 below it."""
         return max(0.0, round((self.used / self.limit - 1) * 100, 6))
-
-
-class Measure(Row):
-    """A resource as reports show it."""
-    limit_of: Callable[[Dict[str, Any]], float]             # of requirements; ValueError if unreadable
-    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
-    show: Callable[[float], str]
 
 
 def report_memory(value_bytes: float) -> str:
@@ -24591,12 +24565,51 @@ def runtime_of(result: Dict[str, Any]) -> Optional[float]:
     return None if result['return_code'] == ORPHAN_RETURN_CODE else seconds_of(result)
 
 
+def round_memory_up(value_bytes: float) -> str:
+    """Bytes -> the next whole g, m or k: 13g, 300m."""
+    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
+    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
+
+
+def round_runtime_up(value_s: float) -> str:
+    """Seconds -> the next whole minute: PT2H5M."""
+    return format_duration(60 * max(1, math.ceil(value_s / 60)))
+
+
+def round_cpus_up(percent: float) -> int:
+    """Percent of a CPU -> CPUs."""
+    return max(1, math.ceil(round(percent / 100, 6)))
+
+
+class Measure(Row):
+    """What jobs ask for and use: bytes, percent of a CPU, or seconds."""
+    title: str                          # in reports
+    field: str                          # of resource requirements
+    parse: Callable[[Any], float]       # its value; ValueError if unreadable
+    used_of: Callable[[Dict[str, Any]], Optional[float]]    # of a result
+    show: Callable[[float], str]        # as Torc's reports do
+    round_up: Callable[[float], Any]    # to a value of the field
+    round_down: Callable[[float], Any]
+    keys: Tuple[str, str, str]          # original and new value, and peak, of a correction in Torc's JSON
+    unit: float                         # of that peak
+    least: float                        # that a correction asks for
+    least_saved: float                  # by downsizing, to be worth another requirement; as in Torc
+    tolerance: float = 1.0              # of the limit: what is more is no error of a sample
+
+
 MEASURES = {
-    'Memory': Measure(lambda needs: parse_memory(needs['memory']),
-                      lambda result: result.get('peak_memory_bytes'), report_memory),
-    'CPU': Measure(lambda needs: 100.0 * needs['num_cpus'],
-                   lambda result: result.get('peak_cpu_percent'), '{:.1f}%'.format),
-    'Runtime': Measure(lambda needs: parse_duration(needs['runtime']), runtime_of, report_duration),
+    'memory': Measure(
+        'Memory', 'memory', parse_memory, lambda result: result.get('peak_memory_bytes'), report_memory,
+        round_memory_up, lambda value_bytes: f'{int(value_bytes // MEGABYTE)}m',
+        ('original_memory', 'new_memory', 'max_peak_memory_bytes'), 1, 1024 ** 2, 1024 ** 3),
+    'cpu': Measure(
+        'CPU', 'num_cpus', lambda value: 100.0 * value, lambda result: result.get('peak_cpu_percent'),
+        '{:.1f}%'.format, round_cpus_up, lambda percent: int(percent // 100),
+        ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'), 1, 1, 5, 1.01),
+    'runtime': Measure(
+        'Runtime', 'runtime', parse_duration, runtime_of, report_duration,
+        round_runtime_up, lambda value_s: format_duration(60 * int(value_s // 60)),
+        ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'), 60, 60, 1800),
 }
 
 
@@ -24607,30 +24620,28 @@ def is_placeholder(needs: Dict[str, Any]) -> bool:
 
 def limit_of(resource: str, needs: Dict[str, Any]) -> float:
     """What requirements say of a resource; 0 if there is no limit, or it cannot be read."""
+    row = MEASURES[resource]
     try:
-        return 0.0 if is_placeholder(needs) else MEASURES[resource].limit_of(needs)
+        return 0.0 if is_placeholder(needs) else row.parse(needs[row.field])
     except ValueError:
         return 0.0
 
 
 def compare_use(use: JobUse) -> List[Comparison]:
     """A job's resources that have a limit and were measured."""
-    found = []
-    for resource, measure in MEASURES.items():
-        limit, used = limit_of(resource, use.needs), measure.used_of(use.result)
-        if limit > 0 and used is not None:
-            found.append(Comparison(use, resource, limit, used))
-    return found
+    found = [Comparison(use, name, limit_of(name, use.needs), row.used_of(use.result))
+             for name, row in MEASURES.items()]
+    return [item for item in found if item.limit > 0 and item.used is not None]
 
 
 def describe_comparison(comparison: Comparison, is_violation: bool) -> Dict[str, Any]:
     """A comparison as Torc's JSON has it."""
-    use, show = comparison.use, MEASURES[comparison.resource].show
-    specified = show(comparison.limit)
-    if comparison.resource == 'CPU':
+    use, row = comparison.use, MEASURES[comparison.resource]
+    specified = row.show(comparison.limit)
+    if comparison.resource == 'cpu':
         specified = f"{comparison.limit:.0f}% ({use.needs['num_cpus']} cores)"
-    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': comparison.resource,
-            'specified': specified, 'peak_used': show(comparison.used),
+    return {'job_id': use.job['id'], 'job_name': use.job['name'], 'resource_type': row.title,
+            'specified': specified, 'peak_used': row.show(comparison.used),
             'over_utilization': ('+' if is_violation else '') + f'{comparison.over_percent:.1f}%'}
 
 
@@ -24640,14 +24651,14 @@ def find_memory_violation(use: JobUse) -> str:
     Where the kernel or Slurm kills for memory, nothing may have been measured: SIGKILL well before the end
     of the runtime counts as well.
     """
-    limit, seconds = limit_of('Memory', use.needs), limit_of('Runtime', use.needs)
+    limit, runtime_s = limit_of('memory', use.needs), limit_of('runtime', use.needs)
     if limit and (use.result.get('peak_memory_bytes') or 0) > limit:
         return 'memory_exceeded'
-    if use.cause:
-        return 'out_of_memory' if use.cause == 'memory' and limit and not use.is_stale else ''
-    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and limit and not use.is_stale
-    return 'sigkill_137' if is_killed and (not seconds
-                                           or seconds_of(use.result) < OOM_SHARE * seconds) else ''
+    if use.is_stale or not limit or use.cause not in ('', 'memory'):
+        return ''
+    is_early = not runtime_s or seconds_of(use.result) < OOM_SHARE * runtime_s
+    is_killed = use.result['return_code'] == TERMINATED_CODES['memory'] and is_early
+    return 'out_of_memory' if use.cause else 'sigkill_137' if is_killed else ''
 
 
 def has_timed_out(use: JobUse) -> bool:
@@ -24661,7 +24672,7 @@ def explain_failure(use: JobUse) -> Dict[str, Any]:
     """What a failed job asked for and used, and what it may have died of; keys of Torc's JSON."""
     needs, result = use.needs, use.result
     peak, cpu_percent = result.get('peak_memory_bytes'), result.get('peak_cpu_percent')
-    runtime_s, ran_s, limit = limit_of('Runtime', needs), seconds_of(result), limit_of('Memory', needs)
+    runtime_s, ran_s, limit = limit_of('runtime', needs), seconds_of(result), limit_of('memory', needs)
     is_timeout, oom = has_timed_out(use), find_memory_violation(use)
     is_guess = not use.cause and 0 < TIMEOUT_SHARE * runtime_s < (runtime_of(result) or 0.0)
     found = {
@@ -24676,117 +24687,72 @@ def explain_failure(use: JobUse) -> Dict[str, Any]:
         'runtime_utilization': f'{ran_s / runtime_s * 100:.1f}%' if runtime_s else None,
         'likely_runtime_violation': 0 < runtime_s < ran_s or None,
         'peak_cpu_percent': cpu_percent,
-        'likely_cpu_violation': (cpu_percent or 0) > limit_of('CPU', needs) > 0 or None}
+        'likely_cpu_violation': (cpu_percent or 0) > limit_of('cpu', needs) > 0 or None}
     return {key: value for key, value in found.items() if value is not None
             or key in ('peak_memory_bytes', 'peak_memory_formatted', 'peak_cpu_percent')}
 
 
 # -------- corrections --------
 
-class Multipliers(Row):
-    """By how much more than was seen is asked for."""
-    memory: float
-    cpu: float
-    runtime: float
-
-
 class Correction(Row):
     """One resource of requirements, as it is and as it should be."""
-    resource: str               # 'memory', 'cpu' or 'runtime'
+    resource: str               # of MEASURES
     uses: List[JobUse]          # the jobs because of which
     original: Any
     new: Any
-    peak: Optional[float]       # most that was seen: bytes, percent or minutes; None: a guess
+    peak: Optional[float]       # most that was seen; None: a guess
 
 
-ADJUSTMENT_KEYS = {     # of a correction's original and new value, and its peak, as in Torc's JSON
-    'memory': ('original_memory', 'new_memory', 'max_peak_memory_bytes'),
-    'cpu': ('original_cpus', 'new_cpus', 'max_peak_cpu_percent'),
-    'runtime': ('original_runtime', 'new_runtime', 'max_peak_runtime_minutes'),
-}
-REQUIREMENT_FIELDS = {'memory': 'memory', 'cpu': 'num_cpus', 'runtime': 'runtime'}     # of ADJUSTMENT_KEYS
+def new_values(corrections: Iterable[Correction]) -> Dict[str, Any]:
+    """The fields of the requirements that change."""
+    return {MEASURES[item.resource].field: item.new for item in corrections}
 
 
-def round_memory_up(value_bytes: float) -> str:
-    """Bytes -> the next whole g, m or k: 13g, 300m."""
-    letter = next((letter for letter in 'gm' if value_bytes >= MEMORY_UNITS[letter]), 'k')
-    return f'{max(1, math.ceil(value_bytes / MEMORY_UNITS[letter]))}{letter}'
+def was_ended_for(resource: str, use: JobUse) -> bool:
+    """Whether a job was ended because it had used up a resource, whatever was measured."""
+    if resource == 'memory':
+        return find_memory_violation(use) in ('out_of_memory', 'sigkill_137')
+    return resource == 'runtime' and has_timed_out(use) and not use.is_stale
 
 
-def round_runtime_up(value_s: float) -> str:
-    """Seconds -> the next whole minute: PT2H5M."""
-    return format_duration(60 * max(1, math.ceil(value_s / 60)))
-
-
-def cpus_for(percent: float, multiplier: float) -> int:
-    """CPUs that are enough for a peak."""
-    return max(1, math.ceil(round(percent * multiplier / 100, 6)))
-
-
-def increase_memory(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More memory, if one of the jobs needed more than it asked for."""
-    found = [(use, find_memory_violation(use)) for use in uses]
-    over = [use for use, reason in found if reason]
+def increase(resource: str, uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
+    """More of a resource, if one of these jobs, of the same requirements, needed more than it asked for."""
+    row, needs = MEASURES[resource], uses[0].needs
+    limit = limit_of(resource, needs)
+    over = [use for use in uses if was_ended_for(resource, use) and limit
+            or (row.used_of(use.result) or 0) > limit * row.tolerance > 0]
     if not over:
         return None
-    limit = limit_of('Memory', over[0].needs)
-    peak = max((use.result['peak_memory_bytes'] for use, reason in found if reason == 'memory_exceeded'),
-               default=None)
-    is_guess = any(reason != 'memory_exceeded' for _, reason in found if reason)
-    wanted = max(limit if is_guess else 0, peak or 0) * multiplier
-    return Correction('memory', over, over[0].needs['memory'], round_memory_up(wanted), peak)
+    peak = max(row.used_of(use.result) or 0 for use in over)
+    is_guess = any(was_ended_for(resource, use) for use in over)
+    new = row.round_up(max(peak, limit if is_guess else 0) * multiplier)
+    is_known = peak > limit or resource == 'runtime'
+    return Correction(resource, over, needs[row.field], new, peak if is_known else None)
 
 
-def increase_cpus(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More CPUs, if one of the jobs kept more busy than it asked for."""
-    over = [use for use in uses if (use.result.get('peak_cpu_percent') or 0)
-            > limit_of('CPU', use.needs) * CPU_TOLERANCE > 0]
-    if not over:
-        return None
-    peak = max(use.result['peak_cpu_percent'] for use in over)
-    return Correction('cpu', over, over[0].needs['num_cpus'], cpus_for(peak, multiplier), peak)
+def increase_all(uses: Sequence[JobUse], multipliers: Dict[str, float]) -> List[Correction]:
+    """More of everything that one of these jobs lacked, of what there are multipliers for."""
+    found = [increase(resource, uses, multiplier) for resource, multiplier in multipliers.items()]
+    return [item for item in found if item]
 
 
-def increase_runtime(uses: Sequence[JobUse], multiplier: float) -> Optional[Correction]:
-    """More time, if one of the jobs took more than it asked for, or was killed for it."""
-    over, wanted_s, peak_s = [], 0.0, 0.0
-    for use in uses:
-        limit_s, ran_s = limit_of('Runtime', use.needs), runtime_of(use.result) or 0.0
-        is_timeout = has_timed_out(use) and not use.is_stale
-        if limit_s and (is_timeout or ran_s > limit_s):
-            over.append(use)
-            wanted_s = max(wanted_s, ran_s * multiplier, limit_s * multiplier if is_timeout else 0)
-            peak_s = max(peak_s, ran_s)
-    if not over:
-        return None
-    return Correction('runtime', over, over[0].needs['runtime'], round_runtime_up(wanted_s), peak_s / 60)
-
-
-def decrease(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
-             multipliers: Multipliers) -> List[Correction]:
+def decrease_all(uses: List[JobUse], seen: Sequence[Dict[str, Any]],
+                 multipliers: Dict[str, float]) -> List[Correction]:
     """Less of what all jobs with these requirements left unused. `seen`: all their results of these runs."""
     needs, found = uses[0].needs, []
-    bytes_seen = [result.get('peak_memory_bytes') for result in seen]
-    percent_seen = [result.get('peak_cpu_percent') for result in seen]
-    limit = limit_of('Memory', needs)
-    if limit and all(bytes_seen):
-        new = round_memory_up(max(max(bytes_seen) * multipliers.memory, LEAST_MEMORY_BYTES))
-        if limit - parse_memory(new) > LEAST_SAVED_MEMORY_BYTES:
-            found.append(Correction('memory', uses, needs['memory'], new, max(bytes_seen)))
-    limit = limit_of('CPU', needs)
-    if limit and all(percent_seen):
-        cpus, peak = cpus_for(max(percent_seen), multipliers.cpu), max(percent_seen)
-        if cpus < needs['num_cpus'] and limit - peak > LEAST_SAVED_CPU_PERCENT:
-            found.append(Correction('cpu', uses, needs['num_cpus'], cpus, peak))
-    limit, peak = limit_of('Runtime', needs), max(map(seconds_of, seen))
-    new = round_runtime_up(max(peak * multipliers.runtime, LEAST_RUNTIME_S))
-    if limit - parse_duration(new) > LEAST_SAVED_RUNTIME_S:
-        found.append(Correction('runtime', uses, needs['runtime'], new, peak / 60))
+    for resource, multiplier in multipliers.items():
+        row, limit = MEASURES[resource], limit_of(resource, needs)
+        used = [row.used_of(result) or 0 for result in seen]
+        if limit and all(used):
+            new = row.round_up(max(max(used) * multiplier, row.least))
+            if limit - row.parse(new) > row.least_saved:
+                found.append(Correction(resource, uses, needs[row.field], new, max(used)))
     return found
 
 
 def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]], sharers: Dict[int, int],
-                     multipliers: Multipliers, downsizes: bool) -> List[Tuple[str, List[Correction]]]:
+                     multipliers: Dict[str, float],
+                     downsizes: bool) -> List[Tuple[str, List[Correction]]]:
     """What to change: ('upscale' or 'downscale', corrections of one of the requirements), by their id.
 
     `uses`: each job's newest result. `attempts`: all of them, of earlier attempts too, below which nothing
@@ -24797,17 +24763,13 @@ def plan_corrections(uses: Sequence[JobUse], attempts: Sequence[Dict[str, Any]],
         groups.setdefault(use.needs['id'], []).append(use)
     plan = []
     for needs_id, group in sorted(groups.items()):
-        up = [increase_memory(group, multipliers.memory), increase_cpus(group, multipliers.cpu),
-              increase_runtime(group, multipliers.runtime)]
-        corrections = [correction for correction in up if correction]
-        if corrections:
-            plan.append(('upscale', corrections))
-        elif downsizes and len(group) == sharers[needs_id] and not any(use.result['return_code']
-                                                                       for use in group):
+        direction, corrections = 'upscale', increase_all(group, multipliers)
+        is_well = len(group) == sharers[needs_id] and not any(use.result['return_code'] for use in group)
+        if downsizes and is_well and not corrections:
             runs = {(use.job['id'], use.result['run_id']) for use in group}
             seen = [result for result in attempts if (result['job_id'], result['run_id']) in runs]
-            corrections = decrease(group, seen, multipliers)
-            plan += [('downscale', corrections)] if corrections else []
+            direction, corrections = 'downscale', decrease_all(group, seen, multipliers)
+        plan += [(direction, corrections)] if corrections else []
     return plan
 
 
@@ -24817,12 +24779,13 @@ def describe_adjustment(direction: str, corrections: Sequence[Correction]) -> Di
     found: Dict[str, Any] = {
         'resource_requirements_id': corrections[0].uses[0].needs['id'], 'direction': direction,
         'job_ids': sorted(uses), 'job_names': [uses[number].job['name'] for number in sorted(uses)]}
-    found.update((f'{resource}_adjusted', False) for resource in ADJUSTMENT_KEYS)
-    for correction in corrections:
-        found[f'{correction.resource}_adjusted'] = True
-        values = correction.original, correction.new, correction.peak
-        found.update((key, value) for key, value in zip(ADJUSTMENT_KEYS[correction.resource], values)
-                     if value is not None)
+    found.update((f'{resource}_adjusted', False) for resource in MEASURES)
+    for item in corrections:
+        row = MEASURES[item.resource]
+        found[f'{item.resource}_adjusted'] = True
+        found.update(zip(row.keys, (item.original, item.new)))
+        if item.peak is not None:
+            found[row.keys[2]] = item.peak if row.unit == 1 else item.peak / row.unit
     return found
 
 
@@ -24834,7 +24797,7 @@ LOST_RETRIES = 3        # a job that was lost so often, in all runs, is not run 
 class FailureClass(Row):
     """A kind of failure."""
     meaning: str        # of a job
-    resource: str       # of ADJUSTMENT_KEYS that it lacked; '': none
+    resource: str       # of MEASURES that it lacked; '': none
     is_retried: bool    # without being asked
     count_key: str      # under which recover's JSON counts what is retried; those of Torc first
 
@@ -24883,18 +24846,17 @@ def read_evidence(use: JobUse, state: str = '') -> Tuple[str, str]:
         reason = reason or 'its runner went away'
     else:
         sign = next((kind for kind, pattern in REASON_SIGNS if re.match(pattern, reason)), '')
-    if sign == 'timeout' and seconds_of(result) < limit_of('Runtime', use.needs):
+    if sign == 'timeout' and seconds_of(result) < limit_of('runtime', use.needs):
         # It needs no more time than it asked for: its allocation had too little left.
         sign = 'lost'
     return sign, reason if sign else ''
 
 
-def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] = None,
-                     cpus_count: bool = False) -> Failure:
+def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] = None) -> Failure:
     """Why a job failed: by evidence, else by Torc's table of flags.
 
     `state`: Slurm's word for the end of its step, where sacct was asked. `max_rss_bytes`: what the accounting
-    measured. `cpus_count`: too few CPUs are taken for a cause, too.
+    measured.
     """
     peak = max(use.result.get('peak_memory_bytes') or 0, max_rss_bytes or 0)
     if peak:
@@ -24903,21 +24865,21 @@ def classify_failure(use: JobUse, state: str = '', max_rss_bytes: Optional[int] 
     use = use._replace(cause=cause)
     if cause:
         return Failure(use, cause, evidence)
-    found = explain_failure(use)
-    seen = f"return code {found['return_code']} after {report_duration(seconds_of(use.result))}"
+    found, kind, why = explain_failure(use), 'unknown', ''
     if found.get('memory_violation'):
-        why = f"{found['peak_memory_formatted']} used, {found['configured_memory']} asked for" \
-            if found['oom_reason'] == 'memory_exceeded' else 'as when it is killed for memory'
-        return Failure(use, 'memory', f'{seen}: {why}')
-    if use.is_stale and found['return_code'] == TERMINATED_CODES['memory']:
-        return Failure(use, 'memory', f'{seen}: as when it is killed for memory; it asks for other than then')
+        kind, why = 'memory', 'as when it is killed for memory'
+        if found['oom_reason'] == 'memory_exceeded':
+            why = f"{found['peak_memory_formatted']} used, {found['configured_memory']} asked for"
+    elif use.is_stale and found['return_code'] == TERMINATED_CODES['memory']:
+        kind, why = 'memory', 'as when it is killed for memory; it asks for other than then'
     # A guess does not count inside the runtime that was asked for: more of it is not what the job lacked.
-    if found.get('likely_timeout') and (has_timed_out(use) or found.get('likely_runtime_violation')):
-        return Failure(use, 'timeout', f"{seen}: {found.get('runtime_utilization', 'all')} of its runtime")
-    if cpus_count and found.get('likely_cpu_violation'):
+    elif found.get('likely_timeout') and (has_timed_out(use) or found.get('likely_runtime_violation')):
+        kind, why = 'timeout', f"{found.get('runtime_utilization', 'all')} of its runtime"
+    elif found.get('likely_cpu_violation'):
+        kind = 'cpu'
         why = f"{found['peak_cpu_percent']:.0f}% CPU used, {found['configured_cpus']} CPUs asked for"
-        return Failure(use, 'cpu', f'{seen}: {why}')
-    return Failure(use, 'unknown', use.result.get('reason') or seen)
+    seen = f"return code {found['return_code']} after {report_duration(seconds_of(use.result))}"
+    return Failure(use, kind, f'{seen}: {why}' if why else use.result.get('reason') or seen)
 
 
 class Ceiling(Row):
@@ -24933,11 +24895,6 @@ class Remedy(Row):
     corrections: List[Correction]
     is_split: bool                  # other jobs keep what they have
 
-    @property
-    def fields(self) -> Dict[str, Any]:
-        """The fields of the requirements that change."""
-        return {REQUIREMENT_FIELDS[item.resource]: item.new for item in self.corrections}
-
 
 class Remedies(Row):
     """What is done about failures."""
@@ -24949,10 +24906,9 @@ class Remedies(Row):
 
 class RemedyRules(Row):
     """What is asked for."""
-    multipliers: Multipliers
+    multipliers: Dict[str, float]       # of MEASURES; what has none stays as it is
     kinds: Sequence[str]                # of FAILURE_CLASSES that are retried
     is_shared: bool = False             # requirements change for all jobs that have them
-    cpus_change: bool = False
     ceiling_of: Callable[[Dict[str, Any], str], Optional[Ceiling]] = lambda needs, resource: None
     losses: Dict[int, int] = {}         # job -> how often it was lost, where that is more than once
 
@@ -24966,9 +24922,9 @@ def plan_remedies(failures: Sequence[Failure], sharers: Dict[int, List[int]],
         reason = why_left(failure, rules)
         if reason:
             made.left.append((failure, reason))
-            continue
-        key = lacking(failure.use, rules)
-        groups[failure.use.needs['id'], () if rules.is_shared else key].append(failure)
+        else:
+            lacked = () if rules.is_shared else lacking(failure.use, rules.multipliers)
+            groups[failure.use.needs['id'], lacked].append(failure)
     for (needs_id, _), group in sorted(groups.items()):
         corrections = correct_group(group, rules, made)
         if corrections:
@@ -24989,26 +24945,16 @@ def why_left(failure: Failure, rules: RemedyRules) -> str:
     return ''
 
 
-def lacking(use: JobUse, rules: RemedyRules) -> Tuple[str, ...]:
+def lacking(use: JobUse, multipliers: Dict[str, float]) -> Tuple[str, ...]:
     """The resources of which a job needs more."""
-    return tuple(item.resource for item in increase_all([use], rules))
-
-
-def increase_all(uses: Sequence[JobUse], rules: RemedyRules) -> List[Correction]:
-    """More of everything that one of these jobs lacked."""
-    multipliers = rules.multipliers
-    found = [increase_memory(uses, multipliers.memory),
-             increase_cpus(uses, multipliers.cpu) if rules.cpus_change else None,
-             increase_runtime(uses, multipliers.runtime)]
-    return [item for item in found if item]
+    return tuple(item.resource for item in increase_all([use], multipliers))
 
 
 def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) -> List[Correction]:
     """The corrections for jobs with the same requirements; adds the jobs to those that run again, or not."""
     needs, corrections = group[0].use.needs, []     # type: Any, List[Correction]
-    for wanted in increase_all([failure.use for failure in group], rules):
-        changed = {REQUIREMENT_FIELDS[item.resource]: item.new for item in corrections}
-        ceiling = rules.ceiling_of(dict(needs, **changed), wanted.resource)
+    for wanted in increase_all([failure.use for failure in group], rules.multipliers):
+        ceiling = rules.ceiling_of(dict(needs, **new_values(corrections)), wanted.resource)
         corrections += [wanted] if ceiling is None else bound_correction(wanted, ceiling, made.notes)
     helped = {(item.resource, use.job['id']) for item in corrections for use in item.uses}
     for failure in group:
@@ -25022,37 +24968,27 @@ def correct_group(group: Sequence[Failure], rules: RemedyRules, made: Remedies) 
     return corrections
 
 
-BOUNDED = {     # resource -> how it is read, and written so that it is not more, and its word
-    'runtime': (parse_duration, lambda value_s: format_duration(60 * int(value_s // 60)), 'time'),
-    'memory':  (parse_memory, lambda value_bytes: f'{int(value_bytes // MEGABYTE)}m', 'memory')}
-
-
 def bound_correction(item: Correction, ceiling: Ceiling, notes: List[str]) -> List[Correction]:
     """A correction with no more than there is, if that is more than now; else none. What is cut is told."""
-    parse, show, word = BOUNDED[item.resource]
-    if parse(item.new) <= ceiling.most:
+    row = MEASURES[item.resource]
+    if row.parse(item.new) <= ceiling.most:
         return [item]
-    item, names = item._replace(new=show(ceiling.most)), first_of([use.job['name'] for use in item.uses])
-    if ceiling.most <= parse(item.original):
+    names, item = first_of([use.job['name'] for use in item.uses]), item._replace(
+        new=row.round_down(ceiling.most))
+    if ceiling.most <= row.parse(item.original):
         notes.append(f'{names}: {item.original} cannot become more, {ceiling.where} gives at most {item.new}')
         return []
-    notes.append(f'{names}: gets no more {word} than {ceiling.where} gives, {item.new}')
+    notes.append(f'{names}: gets no more {item.resource} than {ceiling.where} gives, {item.new}')
     return [item]
 
 
 def why_not_helped(failure: Failure, lacked: str, needs: Dict[str, Any]) -> str:
     """Why a job that lacked a resource gets no more of it."""
-    meaning, field = FAILURE_CLASSES[failure.kind].meaning, REQUIREMENT_FIELDS[lacked]
+    meaning, field = FAILURE_CLASSES[failure.kind].meaning, MEASURES[lacked].field
     if is_placeholder(needs):
         return f'{meaning}, and asks for none: give it resource_requirements'
     cure = 'make it smaller' + (', or let it go on from a checkpoint' if lacked == 'runtime' else '')
     return f'{meaning}, and cannot get more than {field} {needs[field]}: {cure}'
-
-
-def describe_remedy(remedy: Remedy) -> Dict[str, Any]:
-    """A change of requirements as Torc's JSON has adjustments, and for which jobs."""
-    return dict(describe_adjustment('upscale', remedy.corrections), split=remedy.is_split,
-                changed_job_ids=remedy.job_ids)
 
 
 # ======== 17b. Regeneration: allocations for the jobs that are left ========
@@ -25147,44 +25083,32 @@ def override_class(kind: Dict[str, Any], changed: Dict[str, Any]) -> ResourceCla
     return ResourceClass(*(values[name] for name in ResourceClass._fields))
 
 
-class RenewedStage(Row):
-    """Allocations of a scheduler that are submitted together."""
-    gate_ids: List[int]         # when these jobs are ready; empty: at once
-    num_allocations: int
-
-
 class Renewal(Row):
     """A scheduler, as far as its allocations are needed."""
     block: Dict[str, Any]       # as an entry of slurm_schedulers
     has_dependencies: bool
     is_bound: bool
     jobs: List[int]             # that it is for, and is bound to
-    stages: List[RenewedStage]
+    stages: List[Dict[str, Any]]        # num_allocations, and job_ids: their gates; none: at once
     scheduler_id: Optional[int] = None  # it is there already
-    action_ids: Sequence[int] = ()      # ... with these actions, one for each stage
-
-    @property
-    def num_allocations(self) -> int:
-        """Allocations of all stages."""
-        return sum(stage.num_allocations for stage in self.stages)
-
-    @property
-    def num_due(self) -> int:
-        """Those that wait for nothing."""
-        return sum(stage.num_allocations for stage in self.stages if not stage.gate_ids)
 
 
-def share_left(row: Dict[str, Any], runtime_s: int) -> float:
-    """What part of its jobs an allocation has yet to begin, when they take so long: 1 is all."""
+def sum_allocations(renewals: Iterable[Renewal], are_deferred: bool = False) -> int:
+    """The allocations of all stages, or of those that wait for their gates."""
+    return sum(stage['num_allocations'] for renewal in renewals for stage in renewal.stages
+               if stage['job_ids'] or not are_deferred)
+
+
+def counts_whole(row: Dict[str, Any], runtime_s: int) -> bool:
+    """Whether an allocation has yet to begin at least half of its jobs, when they take so long."""
     if row['status'] == 'pending' or row.get('remaining_seconds') is None or not runtime_s:
-        return 1.0
+        return True
     try:
         rounds = parse_walltime(row['walltime']) // runtime_s
     except ValueError:
         rounds = 1
-    # Those that run now have taken a round.
-    left = row['remaining_seconds'] // runtime_s - (row['num_jobs'] > 0)
-    return min(1.0, max(0, left) / max(1, rounds))
+    left = row['remaining_seconds'] // runtime_s - (row['num_jobs'] > 0)    # those that run have taken a round
+    return left > 0 and 2 * left >= rounds
 
 
 class Supply:
@@ -25200,17 +25124,16 @@ class Supply:
             if row['scheduler_config_id'] not in others:
                 self.rows[row['scheduler_config_id']].append(row)
 
-    def take(self, stage: Stage, runtime_s: int) -> float:
+    def take(self, stage: Stage, runtime_s: int) -> int:
         """How many of the allocations of a stage others replace; they do so once."""
-        taken = 0.0
+        taken = 0
         bound = list(dict.fromkeys(self.demand.bound_to[job] for job in stage.jobs))
         for scheduler_id in list(self.rows) if None in bound else bound:
             rows = self.rows[scheduler_id]
             while rows and taken < stage.num_allocations:
-                share = share_left(rows.pop(0), runtime_s)
-                taken += share
-                self.num_counted += share > 0
-        return min(taken, stage.num_allocations)
+                taken += counts_whole(rows.pop(0), runtime_s)
+        self.num_counted += taken
+        return taken
 
 
 def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) -> List[Renewal]:
@@ -25218,15 +25141,14 @@ def renew(demand: Demand, plan: AllocationPlan, supply: Supply, account: str) ->
     graph, renewals = demand.graph, []
     for made in plan.schedulers:
         runtime_s = max(demand.classes[number].runtime_s for number in made.class_numbers)
-        jobs, stages = [], []   # type: List[int], List[RenewedStage]
+        jobs, stages = [], []   # type: List[int], List[Dict[str, Any]]
         for stage in made.stages:
             is_due = not any(graph.sets[graph.set_numbers[gate]] for gate in stage.gates)
-            taken = supply.take(stage, runtime_s) if is_due else 0.0
-            count = math.ceil(stage.num_allocations - taken - 1e-9)
-            if count:
-                jobs += stage.jobs[int(len(stage.jobs) * taken / stage.num_allocations):]
+            taken = supply.take(stage, runtime_s) if is_due else 0
+            if taken < stage.num_allocations:
+                jobs += stage.jobs[len(stage.jobs) * taken // stage.num_allocations:]
                 gates = [] if is_due else [demand.job_ids[gate] for gate in stage.gates]
-                stages.append(RenewedStage(gates, count))
+                stages.append({'job_ids': gates, 'num_allocations': stage.num_allocations - taken})
         if stages:
             block = scheduler_block(made, account)
             renewals.append(Renewal(block, made.has_dependencies, made.is_bound, sorted(jobs), stages))
@@ -25243,29 +25165,11 @@ def renew_chains(demand: Demand, supply: Supply, schedulers: Dict[int, Dict[str,
         # What is first of them waits for none of the others.
         gates = [demand.job_ids[job] for job in jobs if levels[job] == first] if first else []
         count = count_links(workflow, len(jobs), block['walltime'], runtime_s)
-        count = math.ceil(count - supply.take(Stage(jobs, [], count), runtime_s) - 1e-9)
+        count -= supply.take(Stage(jobs, [], count), runtime_s)
         if count:
-            renewals.append(Renewal(block, bool(first), True, jobs, [RenewedStage(gates, count)], chain_id))
+            stage = {'job_ids': gates, 'num_allocations': count}
+            renewals.append(Renewal(block, bool(first), True, jobs, [stage], chain_id))
     return renewals
-
-
-def keep_earlier(demand: Demand, renewal: Renewal, schedulers: Dict[int, Dict[str, Any]],
-                 actions: Sequence[Dict[str, Any]]) -> Renewal:
-    """A renewal with what an earlier call has made for the very same allocations, if nobody has taken it."""
-    bound = {demand.bound_to[job] for job in renewal.jobs}
-    scheduler_id = next(iter(bound)) if len(bound) == 1 else None
-    own = [job for job, other in enumerate(demand.bound_to) if other == scheduler_id]
-    is_same = scheduler_id in schedulers and own == renewal.jobs and all(
-        schedulers[scheduler_id].get(key) == value for key, value in renewal.block.items() if key != 'name')
-    waiting = [action for action in actions if action['action_config'].get('scheduler_id') == scheduler_id
-               and action['action_type'] == 'schedule_nodes' and not action['executed']] if is_same else []
-    made = [((action.get('job_ids') or []), action['action_config'].get('num_allocations'))
-            for action in waiting if action.get('is_recovery')]
-    if len(made) < len(waiting) or made != [(sorted(stage.gate_ids), stage.num_allocations)
-                                            for stage in renewal.stages]:
-        return renewal
-    return renewal._replace(block=schedulers[scheduler_id], scheduler_id=scheduler_id,
-                            action_ids=[action['id'] for action in waiting])
 
 
 def actions_to_take(demand: Demand, plan: AllocationPlan, actions: Sequence[Dict[str, Any]]) -> List[int]:
@@ -25290,11 +25194,7 @@ def stored_plan_of(demand: Demand, renewals: Sequence[Renewal], taken: Sequence[
             'newest_allocation_id': demand.newest_allocation_id, 'taken': list(taken), 'schedulers': [
                 {'scheduler': renewal.block, 'scheduler_id': renewal.scheduler_id,
                  'is_bound': renewal.is_bound, 'job_ids': [demand.job_ids[job] for job in renewal.jobs],
-                 'due_actions': [number for number, stage in zip(renewal.action_ids, renewal.stages)
-                                 if not stage.gate_ids],
-                 'stages': [{'job_ids': stage.gate_ids, 'num_allocations': stage.num_allocations}
-                            for stage in renewal.stages if not renewal.action_ids]}
-                for renewal in renewals]}
+                 'stages': renewal.stages} for renewal in renewals]}
 
 
 def regeneration_rows(demand: Demand, renewals: Sequence[Renewal],
@@ -25304,8 +25204,8 @@ def regeneration_rows(demand: Demand, renewals: Sequence[Renewal],
     for index, renewal in enumerate(renewals):
         keys = ('name', 'account', 'partition', 'walltime') + (() if scheduler_ids else ('mem',)) + ('nodes',)
         row = {'id': scheduler_ids[index]} if scheduler_ids else {}     # type: Dict[str, Any]
-        row.update({key: renewal.block.get(key) for key in keys}, num_allocations=renewal.num_allocations,
-                   job_count=len(renewal.jobs))
+        row.update({key: renewal.block.get(key) for key in keys},
+                   num_allocations=sum_allocations([renewal]), job_count=len(renewal.jobs))
         if not scheduler_ids:
             row['job_names'] = [demand.graph.names[job] for job in renewal.jobs]
         rows.append(dict(row, has_dependencies=renewal.has_dependencies))
@@ -25321,19 +25221,13 @@ def regeneration_rows(demand: Demand, renewals: Sequence[Renewal],
 # `end`; after each the server is asked again. What Slurm does not say clearly is not evidence: nothing
 # follows from it.
 
-WATCH_STEPS = {
-    'wait':     'nothing is to be done until the next poll',
-    'look':     'ask Slurm which allocations are there, and clean up after those that are gone',
-    'count':    'ask the server for jobs that nothing is planned for',
-    'schedule': 'plan and submit allocations: for all jobs that are left, or those that were counted',
-    'recover':  'run what failed again, with what it lacked',
-    'end':      'there is nothing left to watch'}
 SLURM_LOOK_S = 60.0         # Slurm is not asked more often, however often the server is
 STANDSTILL_POLLS = 2        # so many polls in a row must see nobody at work, for one may be about to begin
 SCHEDULE_RETRY_S = 60.0     # after the first failure; twice as long after each further one, up to
 SCHEDULE_RETRY_MOST_S = 1800.0
 SCHEDULE_FAILURES = 6       # in a row, after which a workflow that stands still is given up
 IDLE_RECOVERIES = 10        # in a row without a job that completed, after which unknown failures are given up
+LASTING_ALLOCATION_S = 1800.0   # jobs that were interrupted so long after a submission may have got on
 
 
 class WatchRules(Row):
@@ -25350,78 +25244,45 @@ class WatchRules(Row):
     stranded_s: float = 7200.0              # ... after which one job is enough; 0: never
 
 
-LASTING_ALLOCATION_S = 1800.0   # jobs that were interrupted so long after a submission may have got on
-
-
-class WatchRecord:
-    """What a watch counts: one that was killed, and is started again, goes on with it. Times by the clock.
-
-    What counts are recoveries in runs that followed upon each other: a run that somebody else has begun
-    begins the count anew.
-    """
-
-    def __init__(self, kept: Dict[str, Any], now: float) -> None:
-        self.began_at = kept.get('began_at', now)
-        self.recovered_runs = kept.get('recovered_runs', [])        # type: List[int]
-        self.scheduled_at = kept.get('scheduled_at')                # when allocations were last submitted
-        self.idle_submissions = kept.get('idle_submissions', 0)     # in a row, that have brought nothing yet
-        # When the watch began, and when it last submitted or recovered: the newest result, and how many
-        # allocations had ended badly.
-        self.last_result = kept.get('last_result')                  # type: Optional[int]
-        self.ended_allocations = kept.get('ended_allocations', 0)
-
-    def look(self, found: Dict[str, Any], now: float) -> Dict[str, Any]:
-        """What a Watcher decides by: what the server has found (observe_workflow) since the last result.
-
-        A submission is idle until an attempt has ended, or one was interrupted a while after it: allocations
-        that end at once would else be replaced for ever, and each of them is paid for.
-        """
-        if self.last_result is None:
-            self.mark(found)
-        run_id, runs = found['run_id'], self.recovered_runs
-        if runs and run_id > runs[-1] + 1:
-            self.recovered_runs = runs = []
-        is_long_ago = now - (self.scheduled_at or now) >= LASTING_ALLOCATION_S
-        if found['has_ends'] or is_long_ago and found['has_interruptions']:
-            self.idle_submissions = 0
-        has_losses = found['has_interruptions'] or found['ended_allocations'] > self.ended_allocations
-        return dict(found, now=now, began_at=self.began_at, scheduled_at=self.scheduled_at,
-                    recoveries=len(runs), is_begun=run_id in runs,
-                    is_recovered=bool(runs) and run_id == runs[-1] + 1, has_losses=has_losses,
-                    idle_submissions=self.idle_submissions,
-                    idle_recoveries=sum(number >= found['last_completed_run'] for number in runs))
-
-    def on_submission(self, found: Dict[str, Any], now: float) -> None:
-        """Allocations were submitted."""
-        self.scheduled_at, self.idle_submissions = now, self.idle_submissions + 1
-        self.mark(found)
-
-    def on_recovery(self, found: Dict[str, Any]) -> None:
-        """What failed is to run again; once a run."""
-        if found['run_id'] not in self.recovered_runs:
-            self.recovered_runs = [*self.recovered_runs, found['run_id']]
-        self.mark(found)
-
-    def mark(self, found: Dict[str, Any]) -> None:
-        """From now on others are losses."""
-        self.last_result, self.ended_allocations = found['last_result'], found['ended_allocations']
-
-
 class WatchStep(Row):
-    """What is to be done now."""
-    name: str               # of WATCH_STEPS
+    """What is to be done now.
+
+    `wait` until the next poll; `look`: ask Slurm which allocations are there, and clean up after those that
+    are gone; `count`: ask the server for jobs that nothing is planned for; `schedule`: plan and submit
+    allocations for all jobs that are left, or those that were counted; `recover`: run what failed again,
+    with what it lacked; `end`.
+    """
+    name: str
     reason: str = ''        # for people
     exit: int = 0           # of an end
     command: str = ''       # ... that goes on with the workflow: its name
 
 
 class Watcher:
-    """Decides what is to be done about a workflow. Times are given, monotonic; nothing is called."""
+    """Decides what is to be done about a workflow; nothing is called, and times are given.
 
-    def __init__(self, rules: WatchRules) -> None:
+    One that was killed, and is started again, goes on with what it had counted. Recoveries count in runs that
+    followed upon each other: a run that somebody else has begun begins the count anew.
+    """
+    COUNTED = ('began_at', 'recovered_runs', 'scheduled_at', 'idle_submissions', 'last_result',
+               'ended_allocations')
+
+    def __init__(self, rules: WatchRules, counted: Dict[str, Any], clock: float) -> None:
         self.rules = rules
+        # Times by the clock; they are for a watch that goes on, too.
+        self.clock = clock                                             # now
+        self.began_at = counted.get('began_at', clock)
+        self.recovered_runs = counted.get('recovered_runs', [])        # type: List[int]
+        self.scheduled_at = counted.get('scheduled_at')                # when allocations were last submitted
+        self.idle_submissions = counted.get('idle_submissions', 0)     # in a row, that brought nothing yet
+        # When the watch began, and when it last submitted or recovered: the newest result, and how many
+        # allocations had ended badly.
+        self.last_result = counted.get('last_result')                  # type: Optional[int]
+        self.ended_allocations = counted.get('ended_allocations', 0)
+        # Of this process. Times are monotonic.
+        self.seen = {}                  # type: Dict[str, Any]  # what the server has found (observe_workflow)
         self.looked_at = -math.inf      # when Slurm was last asked
-        self.doubts = []                # type: List[str]  # what it left open then
+        self.doubts = ()                # type: Sequence[str]  # what it left open then
         self.still_polls = 0            # in a row that saw nobody at work
         self.unplanned = None           # type: Optional[List[int]]  # jobs, in this poll; None: not asked
         self.was_at_work = False        # somebody, when that was last seen
@@ -25430,14 +25291,44 @@ class Watcher:
         self.retry_at = -math.inf       # `schedule` is left alone until then
         self.refusal = None             # type: Optional[Tuple[int, str]]  # run and reason: no recovery
 
+    @property
+    def counted(self) -> Dict[str, Any]:
+        """What is kept for a watch that goes on."""
+        return {name: getattr(self, name) for name in self.COUNTED}
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether jobs or allocations were lost that nobody has submitted for."""
+        return self.seen['has_interruptions'] or self.seen['ended_allocations'] > self.ended_allocations
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether a recovery of this very run was begun: one that was killed is finished."""
+        return self.seen['run_id'] in self.recovered_runs
+
     def begin_poll(self) -> None:
         """A poll begins."""
         self.unplanned = None
         self.still_polls += 1
 
-    def next_step(self, now: float, seen: Dict[str, Any]) -> WatchStep:
-        """What to do, as a WatchRecord sees it."""
-        status = seen['status']
+    def look(self, found: Dict[str, Any], clock: float) -> None:
+        """Take in what the server has found since `last_result`.
+
+        A submission is idle until an attempt has ended, or one was interrupted a while after it: allocations
+        that end at once would else be replaced for ever, and each of them is paid for.
+        """
+        self.seen, self.clock = found, clock
+        if self.last_result is None:
+            self.mark()
+        if self.recovered_runs and found['run_id'] > self.recovered_runs[-1] + 1:
+            self.recovered_runs = []
+        is_long_ago = clock - (self.scheduled_at or clock) >= LASTING_ALLOCATION_S
+        if found['has_ends'] or is_long_ago and found['has_interruptions']:
+            self.idle_submissions = 0
+
+    def next_step(self, now: float) -> WatchStep:
+        """What to do."""
+        status = self.seen['status']
         counts, num_allocations = status['jobs_by_status'], scheduled_nodes(status)
         is_active = any(counts[STATUS_NAMES[code]] for code in ACTIVE)
         has_workers = bool(num_allocations or status['active_compute_nodes'])
@@ -25450,77 +25341,69 @@ class Watcher:
         if has_workers and is_over(counts):
             return WatchStep('wait', 'all jobs have ended; runners and allocations are about to')
         if is_over(counts):
-            return self.judge(seen, counts)
+            return self.judge(counts)
         if has_workers or is_active:
-            return self.look_for_unplanned(now, seen, counts)
-        return self.judge_standstill(now, seen, counts)
+            return self.look_for_unplanned(now, counts)
+        return self.judge_standstill(now, counts)
 
-    def judge(self, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+    def judge(self, counts: Dict[str, int]) -> WatchStep:
         """All jobs have ended, and nobody is at work."""
-        is_undecided = counts['pending_failed'] > 0
+        rules, runs, is_new = self.rules, self.recovered_runs, not self.is_recovering
         if not has_failed(counts):
-            number = seen['status']['total_jobs']
-            return WatchStep('end', f'the workflow is complete: {number} jobs ended well')
-        if is_undecided and not self.rules.asks_agent:
+            return WatchStep('end', f'the workflow is complete: {sum(counts.values())} jobs ended well')
+        if counts['pending_failed'] and not rules.asks_agent:
             return WatchStep('end', 'failed jobs wait for a decision: see `jobs classify`', 1)
-        if not self.rules.recovers and not is_undecided:
+        if not (rules.recovers or counts['pending_failed']):
             return WatchStep('end', 'jobs failed, and --recover was not given', 1)
-        if self.refusal is not None and self.refusal[0] == seen['run_id']:
+        if self.refusal is not None and self.refusal[0] == self.seen['run_id']:
             return WatchStep('end', f'what failed is not run again: {self.refusal[1]}', 1)
-        is_used_up = self.rules.max_retries is not None and seen['recoveries'] >= self.rules.max_retries
-        if is_used_up and not seen['is_begun']:     # one that was killed is finished
-            return WatchStep('end', f"jobs failed again after {seen['recoveries']} recoveries "
-                             '(--max-retries)', 1)
-        is_idle = self.rules.retries_unknown and self.rules.max_retries is None \
-            and seen.get('idle_recoveries', 0) >= IDLE_RECOVERIES
-        if is_idle and not seen['is_begun']:
-            return WatchStep('end', f"no job has completed after any of the last {seen['idle_recoveries']} "
-                             'recoveries (--max-retries allows a certain number)', 1)
-        of = '' if self.rules.max_retries is None else f'/{self.rules.max_retries}'
-        number = seen['recoveries'] + (not seen['is_begun'])
-        return WatchStep('recover', f'Attempting automatic recovery (attempt {number}{of})')    # Torc's words
+        if is_new and rules.max_retries is not None and len(runs) >= rules.max_retries:
+            return WatchStep('end', f'jobs failed again after {len(runs)} recoveries (--max-retries)', 1)
+        idle = sum(number >= self.seen['last_completed_run'] for number in runs)
+        if is_new and rules.retries_unknown and rules.max_retries is None and idle >= IDLE_RECOVERIES:
+            return WatchStep('end', f'no job has completed after any of the last {idle} recoveries '
+                             '(--max-retries allows a certain number)', 1)
+        of = '' if rules.max_retries is None else f'/{rules.max_retries}'
+        # Torc's words.
+        return WatchStep('recover', f'Attempting automatic recovery (attempt {len(runs) + is_new}{of})')
 
-    def look_for_unplanned(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+    def look_for_unplanned(self, now: float, counts: Dict[str, int]) -> WatchStep:
         """Jobs are left, and so are runners or allocations: is any job not among what these are for?"""
-        since_s = seen['now'] - (seen['began_at'] if seen['scheduled_at'] is None else seen['scheduled_at'])
+        since_s = self.clock - (self.began_at if self.scheduled_at is None else self.scheduled_at)
         is_due = self.rules.schedules and since_s >= self.rules.cooldown_s and now >= self.retry_at
-        if not is_due or not counts['ready']:
-            return WatchStep('wait', '; '.join(self.doubts))
         least = 1 if 0 < self.rules.stranded_s <= since_s else self.rules.threshold
-        number = unlabelled_ready(seen['status'])
-        if seen.get('has_losses') and number >= least:      # what is left may have too much to do
+        number = unlabelled_ready(self.seen['status'])
+        if is_due and self.has_losses and number >= least:      # what is left may have too much to do
             return WatchStep('schedule', f'{number} jobs are ready, and allocations were lost')
-        if self.unplanned is None:
+        if is_due and counts['ready'] and self.unplanned is None:
             return WatchStep('count')
-        if len(self.unplanned) < least:
-            return WatchStep('wait', '; '.join(self.doubts))
-        return WatchStep('schedule', f'{len(self.unplanned)} ready jobs are in no plan')
+        if is_due and len(self.unplanned or ()) >= least:
+            return WatchStep('schedule', f'{len(self.unplanned or ())} ready jobs are in no plan')
+        return WatchStep('wait', '; '.join(self.doubts))
 
-    def judge_standstill(self, now: float, seen: Dict[str, Any], counts: Dict[str, int]) -> WatchStep:
+    def judge_standstill(self, now: float, counts: Dict[str, int]) -> WatchStep:
         """Jobs are left, and nobody is at work."""
         if self.was_at_work:    # what was refused beside other allocations may be taken now
             self.was_at_work, self.num_failures, self.retry_at = False, 0, -math.inf
-        unserved = seen['status'].get('unserved_ready_labels') or {}
+        seen, rules, idle = self.seen, self.rules, self.idle_submissions
         number = unlabelled_ready(seen['status'])
         # What `recover` begins it also submits, unless it was killed, or Slurm took nothing; and again when
         # that was lost.
-        is_ours = self.rules.recovers and seen['had_allocations'] \
-            and (seen['is_recovered'] or seen.get('has_losses'))
-        if number > 0 and (self.rules.schedules or is_ours) and seen['has_scheduler']:
-            idle = seen['idle_submissions']
-            is_early = now < self.retry_at \
-                or idle and seen['now'] < seen['scheduled_at'] + submission_pause(idle)
-            is_given_up = max(self.num_failures, idle) >= SCHEDULE_FAILURES and not self.rules.is_persistent
+        is_recovered = self.recovered_runs[-1:] == [seen['run_id'] - 1]
+        is_ours = rules.recovers and seen['had_allocations'] and (is_recovered or self.has_losses)
+        if number > 0 and (rules.schedules or is_ours) and seen['has_scheduler']:
+            is_early = now < self.retry_at or idle and self.clock < self.scheduled_at + submission_pause(idle)
+            is_given_up = max(self.num_failures, idle) >= SCHEDULE_FAILURES and not rules.is_persistent
             if not (is_early or is_given_up):
                 return WatchStep('schedule', f'{number} jobs are ready, and there is no allocation')
             failure = self.failure or f'those of {idle} submissions in a row have ended before any job ' \
                 'did: see the logs of their runners'
-            if not (is_given_up or self.rules.is_once):
-                return WatchStep('wait', f'no allocations: {failure}')
-            return WatchStep('end', f'no allocations: {failure}', 1)
+            is_end = is_given_up or rules.is_once
+            return WatchStep('end' if is_end else 'wait', f'no allocations: {failure}', int(is_end))
+        unserved = seen['status'].get('unserved_ready_labels') or {}
         labels = ''.join(f'; {count} are for runners with label {name}' for name, count in unserved.items())
         reason = f'nobody is at work, and jobs are left: {describe_left(counts)}{labels}'
-        if self.rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not self.rules.is_once:
+        if rules.is_persistent or self.still_polls < STANDSTILL_POLLS and not rules.is_once:
             return WatchStep('wait', reason)
         command = 'recover' if number > 0 and seen['had_allocations'] else \
             'submit' if seen['has_scheduler'] else 'run'
@@ -25531,25 +25414,33 @@ class Watcher:
 
     def on_look(self, now: float, doubts: Sequence[str]) -> None:
         """Slurm was asked."""
-        self.looked_at, self.doubts = now, list(doubts)
+        self.looked_at, self.doubts = now, doubts
 
-    def on_count(self, job_ids: Sequence[int]) -> None:
-        """The server was asked for jobs without a plan."""
-        self.unplanned = list(job_ids)
+    def on_submission(self) -> None:
+        """Allocations were submitted."""
+        self.num_failures, self.failure, self.retry_at = 0, '', -math.inf
+        self.scheduled_at, self.idle_submissions = self.clock, self.idle_submissions + 1
+        self.mark()
 
-    def on_schedule(self, now: float, failure: str) -> None:
-        """Allocations were submitted, or why not."""
-        self.num_failures = self.num_failures + 1 if failure else 0
-        self.failure = failure
-        self.retry_at = now + submission_pause(self.num_failures) if failure else -math.inf
+    def on_no_submission(self, now: float, failure: str) -> None:
+        """None was: why not; '' if those that are there will do."""
+        self.num_failures, self.failure = (self.num_failures + 1 if failure else 0), failure or self.failure
+        pause_s = submission_pause(self.num_failures) if failure else self.rules.cooldown_s
+        self.retry_at = now + max(SCHEDULE_RETRY_S, pause_s)
 
-    def on_enough(self, now: float) -> None:
-        """The allocations that are there will do."""
-        self.num_failures, self.retry_at = 0, now + max(SCHEDULE_RETRY_S, self.rules.cooldown_s)
+    def on_recovery(self) -> None:
+        """What failed is to run again; counts once a run, before it begins: nothing is repeated for ever."""
+        if not self.is_recovering:
+            self.recovered_runs = [*self.recovered_runs, self.seen['run_id']]
+        self.mark()
 
-    def on_recover(self, run_id: int, refusal: str) -> None:
-        """What failed in a run was reset, or why not."""
-        self.refusal = run_id, refusal or 'nothing came of it'
+    def on_recovered(self, refusal: str = '') -> None:
+        """A new run begins, else why what failed does not run again."""
+        self.refusal = self.seen['run_id'], refusal or 'nothing came of it'
+
+    def mark(self) -> None:
+        """From now on others are losses."""
+        self.last_result, self.ended_allocations = self.seen['last_result'], self.seen['ended_allocations']
 
 
 def submission_pause(failures: int) -> float:
@@ -29588,7 +29479,6 @@ def analyze_bundle(path: str, wanted: Optional[int]) -> Tuple[List[Tuple[str, Fi
 # -------- what jobs used --------
 
 COMPARISON_COLUMNS = ('ID', 'Name', 'Resource', 'Asked for', 'Peak', 'Share')
-CORRECTION_WORDS = {'memory': 'Memory', 'cpu': 'CPUs', 'runtime': 'Runtime'}
 
 
 def list_requirements(session: Session, workflow_id: int) -> Dict[int, Dict[str, Any]]:
@@ -29642,7 +29532,7 @@ def format_comparisons(session: Session, answer: Dict[str, Any], over: Sequence[
     exceeded = '1 limit was exceeded' if len(over) == 1 else f"{len(over) or 'no'} limits were exceeded"
     text = format_lines([f"In {total} result{'' if total == 1 else 's'}, {exceeded}"])
     if over or within:
-        rows = [(item.use.job['id'], item.use.job['name'], item.resource,
+        rows = [(item.use.job['id'], item.use.job['name'], MEASURES[item.resource].title,
                  describe_comparison(item, True)['specified'], MEASURES[item.resource].show(item.used),
                  f'{item.used / item.limit * 100:.1f}%') for item in [*over, *within]]
         text += format_table(COMPARISON_COLUMNS, rows, style_of(session.out, os.environ))
@@ -29694,12 +29584,12 @@ def cmd_correct_resources(session: Session, args: Arguments) -> int:
     attempts = session.items('list_results', workflow_id=workflow_id, all_runs=True)
     counted = collections.Counter(job.get('resource_requirements_id')
                                   for job in session.items('list_jobs', workflow_id=workflow_id))
-    multipliers = Multipliers(args['memory_multiplier'], args['cpu_multiplier'], args['runtime_multiplier'])
+    multipliers = {resource: args[f'{resource}_multiplier'] for resource in MEASURES}
     plan = plan_corrections(uses, attempts, counted, multipliers, not args['no_downsize'])
     if not args['dry_run']:
         for _, corrections in plan:
-            values = {REQUIREMENT_FIELDS[item.resource]: item.new for item in corrections}
-            session.call('update_resource_requirements', values, row_id=corrections[0].uses[0].needs['id'])
+            session.call('update_resource_requirements', new_values(corrections),
+                         row_id=corrections[0].uses[0].needs['id'])
     answer = describe_corrections(workflow_id, plan, args)
     session.answer(answer, format_corrections(session, answer, plan, counted))
     return 0
@@ -29717,7 +29607,7 @@ def describe_corrections(workflow_id: int, plan: Sequence[Tuple[str, List[Correc
     answer = {'status': 'success', 'workflow_id': workflow_id, 'dry_run': bool(args['dry_run']),
               'no_downsize': bool(args['no_downsize']), 'jobs_analyzed': len(analyzed),
               'resource_requirements_updated': len(plan)}
-    for resource in ADJUSTMENT_KEYS:
+    for resource in MEASURES:
         answer[f'{resource}_multiplier'] = args[f'{resource}_multiplier']
         for prefix in ('', 'downsize_'):
             key = f'{prefix}{resource}_corrections'
@@ -29735,7 +29625,7 @@ def format_corrections(session: Session, answer: Dict[str, Any], plan: Sequence[
     for _, corrections in plan:
         for item in corrections:
             needs = item.uses[0].needs
-            rows.append((needs['id'], needs['name'], CORRECTION_WORDS[item.resource], item.original, item.new,
+            rows.append((needs['id'], needs['name'], MEASURES[item.resource].title, item.original, item.new,
                          show_peak(item), counted[needs['id']]))
     table = format_table(('ID', 'Requirements', 'Resource', 'Old', 'New', 'Peak', 'Jobs'), rows,
                          style_of(session.out, os.environ))
@@ -29750,11 +29640,7 @@ def format_corrections(session: Session, answer: Dict[str, Any], plan: Sequence[
 
 def show_peak(item: Correction) -> str:
     """What a correction was made from."""
-    if item.peak is None:
-        return 'not known'
-    shows = {'memory': report_memory, 'cpu': '{:.1f}%'.format,
-             'runtime': lambda minutes: report_duration(minutes * 60)}
-    return shows[item.resource](item.peak)
+    return 'not known' if item.peak is None else MEASURES[item.resource].show(item.peak)
 
 
 # -------- plots --------
@@ -29762,7 +29648,7 @@ def show_peak(item: Correction) -> str:
 def limits_of_jobs(session: Session, workflow_id: int) -> Limits:
     """What each job of a workflow asked for."""
     needs = list_requirements(session, workflow_id)
-    found = {number: {'memory': limit_of('Memory', row), 'cpu': limit_of('CPU', row)}
+    found = {number: {'memory': limit_of('memory', row), 'cpu': limit_of('cpu', row)}
              for number, row in needs.items()}
     return {job['id']: found.get(job.get('resource_requirements_id'), {})
             for job in session.items('list_jobs', workflow_id=workflow_id)}
@@ -31871,8 +31757,8 @@ def clean_up_allocations(session: Session, workflow_id: int, is_dry_run: bool = 
     body = {'allocations': evidence_of(seen, time.time()), 'dead_nodes': find_dead_nodes(survey['nodes']),
             'is_dry_run': is_dry_run}
     found = session.call('sync_allocations', body, workflow_id=workflow_id)
-    return dict(found, doubts=seen.doubts + found['doubts'], alive=seen.num_alive, dry_run=is_dry_run,
-                workflow_id=workflow_id)
+    return dict(found, doubts=seen.doubts + found['doubts'], dry_run=is_dry_run, workflow_id=workflow_id,
+                alive={name: len(rows) for name, rows in seen.alive.items()})
 
 
 def cmd_sync_status(session: Session, args: Arguments) -> int:
@@ -31918,11 +31804,6 @@ class Regeneration(Row):
     taken: List[int]                # actions
     warnings: List[str]
 
-    @property
-    def num_allocations(self) -> int:
-        """Allocations of all schedulers."""
-        return sum(renewal.num_allocations for renewal in self.renewals)
-
 
 def regenerate_workflow(session: Session, workflow: Dict[str, Any],
                         options: RegenerateOptions) -> Dict[str, Any]:
@@ -31947,7 +31828,7 @@ def regenerate_workflow(session: Session, workflow: Dict[str, Any],
         rows = regeneration_rows(planned.demand, planned.renewals, ())
         return {'dry_run': True, 'workflow_id': number, 'pending_jobs': demand.num_left,
                 'profile_name': profile.name, 'profile_display_name': profile.display_name,
-                'planned_schedulers': rows, 'total_allocations': planned.num_allocations,
+                'planned_schedulers': rows, 'total_allocations': sum_allocations(planned.renewals),
                 'would_submit': options.submits, 'warnings': planned.warnings}
     if options.submits or 'uninitialized' in found['statuses']:
         begin_workflow(session, workflow, settings, False)
@@ -32007,10 +31888,7 @@ def plan_regeneration(session: Session, workflow: Dict[str, Any], options: Regen
                  for row in made.schedulers if row.walltime_s > row.partition.max_walltime_secs]
     warnings += supply_warnings(session, workflow, supply, found, gone, options.includes_lost)
     actions = session.call('get_workflow_actions', workflow_id=number)
-    renewals = [keep_earlier(demand, renewal, schedulers, actions) for renewal in renewals]
-    kept = {action_id for renewal in renewals for action_id in renewal.action_ids}
-    taken = [action_id for action_id in actions_to_take(demand, made, actions) if action_id not in kept] \
-        if renewals else []
+    taken = actions_to_take(demand, made, actions) if renewals else []
     return Regeneration(demand, renewals, taken, warnings)
 
 
@@ -32036,20 +31914,18 @@ def perform_regeneration(session: Session, workflow: Dict[str, Any], options: Re
     """Store what was planned, and submit what is due."""
     number, outcome = workflow['id'], None      # type: int, Optional[Submitter]
     stored = stored_plan_of(planned.demand, planned.renewals, planned.taken) if planned.renewals else None
-    is_new = planned.taken or any(not renewal.action_ids for renewal in planned.renewals)
     if options.submits:
         outcome = Submitter(session, workflow).run({'settings': settings}, stored)
         report_troubles(session, workflow, outcome)
         answer = outcome.answer
     else:
-        answer = session.call('store_allocations', stored, workflow_id=number) if is_new else {}
+        answer = session.call('store_allocations', stored, workflow_id=number) if stored else {}
     known = [renewal.scheduler_id for renewal in planned.renewals]
     rows = regeneration_rows(planned.demand, planned.renewals, answer.get('scheduler_ids') or known)
     value = regeneration_value(number, planned.demand, options, rows)
-    value.update(total_allocations=planned.num_allocations,
+    value.update(total_allocations=sum_allocations(planned.renewals),
                  allocations_submitted=len(outcome.numbers) if outcome else 0,
-                 allocations_deferred=sum(renewal.num_allocations - renewal.num_due
-                                          for renewal in planned.renewals),
+                 allocations_deferred=sum_allocations(planned.renewals, True),
                  warnings=planned.warnings, actions_taken=answer.get('taken', 0),
                  slurm_job_ids=outcome.numbers if outcome else [])
     return value
@@ -32249,8 +32125,8 @@ class Recovery:
         self.session = session
         self.workflow = workflow
         self.options = options
-        self.multipliers = Multipliers(options.memory_multiplier, options.cpu_multiplier or 1.0,
-                                       options.runtime_multiplier)
+        given = ((resource, getattr(options, f'{resource}_multiplier')) for resource in MEASURES)
+        self.multipliers = {resource: value for resource, value in given if value is not None}
         self.mode = 'local'                     # slurm, remote, local
         self.cleaned: Dict[str, Any] = {}       # see clean_up_allocations
         self.jobs: List[Dict[str, Any]] = []
@@ -32391,7 +32267,7 @@ class Recovery:
         states = self.ask_states([use for use in failed if not read_evidence(use)[0]])
         for use in failed:
             key = use.job['id'], use.result['run_id'], use.result.get('attempt_id', 1)
-            self.failures.append(classify_failure(use, states.get(key, ''), sizes.get(key), True))
+            self.failures.append(classify_failure(use, states.get(key, ''), sizes.get(key)))
 
     def ask_states(self, uses: Sequence[JobUse]) -> Dict[Tuple[int, int, int], str]:
         """What sacct says of the steps of attempts of which nobody has said how they ended."""
@@ -32436,7 +32312,8 @@ class Recovery:
         if self.mode != 'slurm':
             return
         self.refuse_misfits()
-        overrides = {number: change.fields for change in self.remedies.changes for number in change.job_ids}
+        overrides = {number: new_values(change.corrections) for change in self.remedies.changes
+                     for number in change.job_ids}
         cleaned = self.cleaned if self.options.is_dry_run else {}      # else it has been done
         requeued = [row['job_id'] for row in cleaned.get('requeued_job_details', ())]
         self.slurm_plan = regenerate_workflow(self.session, self.workflow, self.regenerate_options()._replace(
@@ -32458,14 +32335,13 @@ class Recovery:
             losses.update(item['job_id'] for code in codes for item in self.session.items(
                 'list_results', workflow_id=self.workflow_id, return_code=code, all_runs=True)
                 if item['status'] == 'failed' or code > 0)      # others had only been claimed
-        return RemedyRules(self.multipliers, self.options.kinds, self.options.is_shared,
-                           self.options.cpu_multiplier is not None, self.find_ceiling(), losses)
+        return RemedyRules(self.multipliers, self.options.kinds, self.options.is_shared, self.find_ceiling(),
+                           losses)
 
     def find_ceiling(self) -> Callable[[Dict[str, Any], str], Optional[Ceiling]]:
         """How much time and memory jobs can get of the allocations to come, until these stop them."""
-        if self.mode != 'slurm' or not any(
-                lacking(failure.use, RemedyRules(self.multipliers, self.options.kinds))
-                for failure in self.failures):
+        if self.mode != 'slurm' or not any(lacking(failure.use, self.multipliers)
+                                           for failure in self.failures):
             return lambda needs, resource: None
         walltime, end_s = self.options.walltime, plan_times(self.workflow)['end_s']
         given = None if walltime is None else Ceiling(max(0, walltime - end_s),
@@ -32483,7 +32359,7 @@ class Recovery:
     def refuse_misfits(self) -> None:
         """Refuse corrections that no partition can satisfy: nothing is changed for some of the jobs only."""
         for change in self.remedies.changes:
-            kind = read_resource_class(dict(change.needs, **change.fields))
+            kind = read_resource_class(dict(change.needs, **new_values(change.corrections)))
             if not fitting_partitions(self.partitions(), kind):
                 names = first_of([use.job['name'] for item in change.corrections for use in item.uses])
                 raise BadInput(printable_line(
@@ -32502,7 +32378,7 @@ class Recovery:
         options = self.options
         event = {'mode': self.mode, 'memory_multiplier': options.memory_multiplier,
                  'runtime_multiplier': options.runtime_multiplier, 'counts': self.count_retried()}
-        changes = [dict(change.fields, from_id=change.needs['id'], job_ids=change.job_ids)
+        changes = [dict(new_values(change.corrections), from_id=change.needs['id'], job_ids=change.job_ids)
                    for change in self.remedies.changes]
         return {'run_id': self.workflow.get('run_id') or 0,
                 'reset': [failure.job_id for failure in self.remedies.retried], 'requirements': changes,
@@ -32574,7 +32450,9 @@ class Recovery:
         result['other_failures'] = sum(failure.kind in ('unknown', 'cpu') for failure in self.failures)
         result['jobs_to_retry'] = [failure.job_id for failure in self.remedies.retried]
         if self.remedies.changes:
-            result['adjustments'] = list(map(describe_remedy, self.remedies.changes))
+            result['adjustments'] = [
+                dict(describe_adjustment('upscale', change.corrections), split=change.is_split,
+                     changed_job_ids=change.job_ids) for change in self.remedies.changes]
         if self.slurm_plan is not None and options.is_dry_run:
             result['slurm_dry_run'] = self.slurm_plan
         result.update(counts, notes=self.remedies.notes, jobs_left=self.num_left, changed=self.outdated)
@@ -32585,8 +32463,8 @@ class Recovery:
             result['slurm'] = self.submitted
         answer_keys = ('workflow_id', 'dry_run')
         answer = {'workflow_id': self.workflow_id, 'dry_run': options.is_dry_run,
-                  'memory_multiplier': self.multipliers.memory,
-                  'runtime_multiplier': self.multipliers.runtime,
+                  'memory_multiplier': self.options.memory_multiplier,
+                  'runtime_multiplier': self.options.runtime_multiplier,
                   'result': result, 'diagnosis': describe_diagnosis(self), 'mode': self.mode,
                   'run_id': self.preview.get('run_id', self.workflow.get('run_id')), 'orphans': {
                       key: value for key, value in self.cleaned.items() if key not in answer_keys},
@@ -32629,7 +32507,7 @@ def most_of_partitions(partitions: Sequence[Partition], end_s: int, needs: Dict[
 
     Special ones count for time only without others: what fits no other goes to them by itself.
     """
-    if resource not in BOUNDED:
+    if resource == 'cpu':
         return None
     least = {'runtime': 'PT1S', 'memory': '1m'}
     fitting = fitting_partitions(partitions, read_resource_class(dict(needs, **{resource: least[resource]})))
@@ -32866,7 +32744,7 @@ def format_failures(failures: Sequence[Failure], style: Style) -> str:
 def format_remedies(remedies: Remedies, style: Style) -> str:
     """What is to be changed and run again, and what is not, for people."""
     rows = [(change.needs['name'], len(change.job_ids), 'only these' if change.is_split else 'all',
-             CORRECTION_WORDS[item.resource], item.original, item.new, show_peak(item))
+             MEASURES[item.resource].title, item.original, item.new, show_peak(item))
             for change in remedies.changes for item in change.corrections]
     titles = ('Requirements', 'Jobs', 'For', 'Resource', 'Old', 'New', 'Peak')
     text = format_table(titles, rows, style) if rows else ''
@@ -32967,8 +32845,7 @@ class Supervision:
         self.number = workflow['id']    # type: int
         kept, self.database_id = lock.read(), session.client.database_id
         is_same = kept.get('database_id') == self.database_id   # numbers mean something else in another one
-        self.record = WatchRecord(kept if is_same else {}, time.time())
-        self.watcher = Watcher(watch_rules(args))
+        self.watcher = Watcher(watch_rules(args), kept if is_same else {}, time.time())
         self.reason = ''        # last reported
         self.journals = {}      # type: Dict[str, Any]  # path -> look_at_journal(), of those taken in
         self.brought = ''       # what was last said of them
@@ -32976,7 +32853,6 @@ class Supervision:
         self.counts = ''        # ... and last counts of jobs
         self.refusal = ''       # why a recovery was refused, until it is reported
         self.silent_at = None   # type: Optional[float]  # since when the server does not answer
-        self.seen = {}          # type: Dict[str, Any]  # its last answer
         name = 'compute_node_wait_for_healthy_database_minutes'
         minutes = workflow.get(name)
         self.window_s = 60.0 * (WORKFLOW_DEFAULTS[name] if minutes is None else minutes)
@@ -33062,7 +32938,7 @@ class Supervision:
         self.take_in_journals()
         for _ in range(MOST_WATCH_STEPS):
             self.look_around()
-            step = self.watcher.next_step(time.monotonic(), self.seen)
+            step = self.watcher.next_step(time.monotonic())
             if self.refusal and not step.reason.endswith(self.refusal):
                 self.say(f'not recovered: {self.refusal}', 'warning')
             self.refusal = ''
@@ -33083,7 +32959,7 @@ class Supervision:
     def take_in_journals(self) -> None:
         """What runners have kept since the last poll counts before anything is taken for lost."""
         self.look_around()
-        run, self.unread = dict(self.workflow, run_id=self.seen['run_id']), ''
+        run, self.unread = dict(self.workflow, run_id=self.watcher.seen['run_id']), ''
         try:
             brought = take_in_journals(self.session, run, self.args['output_dir'], self.journals)
         except OSError as error:
@@ -33096,25 +32972,25 @@ class Supervision:
 
     def look_around(self) -> None:
         """See how the workflow is."""
-        last = self.record.last_result
+        last = self.watcher.last_result
         found = self.session.call('observe_workflow', workflow_id=self.number,
                                   **({} if last is None else {'last_result': last}))
-        self.seen = self.record.look(found, time.time())
+        self.watcher.look(found, time.time())
         self.keep()
 
     def keep(self) -> None:
         """Keep what was counted for who goes on."""
         with contextlib.suppress(OSError):      # on a full disk it counts anew if it is killed
-            self.lock.write(dict(vars(self.record), database_id=self.database_id))
+            self.lock.write(dict(self.watcher.counted, database_id=self.database_id))
 
     def finish(self, step: WatchStep) -> None:
         """Report how it ended."""
-        counts = self.seen['status']['jobs_by_status']
+        counts = self.watcher.seen['status']['jobs_by_status']
         self.say(f'Watch ended: {format_counts(counts)}')
         # Whoever is started again and again is not to begin anew what was given up.
         if not step.exit or not self.args['once']:
-            self.record = WatchRecord({}, time.time())
-            self.keep()
+            with contextlib.suppress(OSError):
+                self.lock.write({})
         command = command_line(self.session, step.command, self.number) if step.command else ''
         if command:
             self.say(f'to go on: {command}')
@@ -33122,16 +32998,16 @@ class Supervision:
 
     def show_end(self, reason: str, code: int, **more: Any) -> None:
         """The outcome as JSON, if that is asked for."""
-        if self.seen:
-            more.update(recoveries=self.seen['recoveries'],
-                        jobs_by_status=self.seen['status']['jobs_by_status'])
+        if self.watcher.seen:
+            more.update(recoveries=len(self.watcher.recovered_runs),
+                        jobs_by_status=self.watcher.seen['status']['jobs_by_status'])
         if self.session.format == 'json':
             self.session.show_json({'workflow_id': self.number, 'is_complete': not code, 'reason': reason,
                                     **more})
 
     def say_counts(self) -> None:
         """The counts of jobs: as they change, or each time if that is asked for."""
-        status = self.seen['status']
+        status = self.watcher.seen['status']
         text = '; '.join([format_counts(status['jobs_by_status']), *describe_nodes(status)])
         if text != self.counts or self.args['show_job_counts']:
             self.say(text)
@@ -33182,7 +33058,7 @@ class Supervision:
     def count(self) -> None:
         """Ask for jobs without a plan."""
         answer = self.session.call('list_unplanned_jobs', workflow_id=self.number)
-        self.watcher.on_count(answer['job_ids'])
+        self.watcher.unplanned = answer['job_ids']
 
     def schedule(self) -> None:
         """Plan and submit allocations: for jobs without a plan, or, where nobody is at work, for all."""
@@ -33195,18 +33071,18 @@ class Supervision:
             done = regenerate_workflow(self.session, self.session.workflow(self.number), options)
             if not done.get('allocations_submitted'):
                 failure = '; '.join(done.get('warnings') or ()) or 'nothing was submitted'
-                if scheduled_nodes(self.seen['status']) and not lacks_allocations(done):
-                    self.watcher.on_enough(time.monotonic())
+                if scheduled_nodes(self.watcher.seen['status']) and not lacks_allocations(done):
+                    self.watcher.on_no_submission(time.monotonic(), '')
                     return self.say(f'no more allocations are submitted: {failure}')
         except (Unreachable, Conflict):
             raise
         except (TorcError, OSError) as error:
             failure = text_of_failure(error)
-        self.watcher.on_schedule(time.monotonic(), failure)
         if failure:
+            self.watcher.on_no_submission(time.monotonic(), failure)
             return self.say(f'no allocations: {failure}', 'warning')
         self.say(f"{done['allocations_submitted']} allocations submitted")
-        self.record.on_submission(self.seen, time.time())
+        self.watcher.on_submission()
         self.keep()
 
     def settings(self) -> Dict[str, Any]:
@@ -33215,21 +33091,18 @@ class Supervision:
         return dict(default_settings(), directory=base_directory(self.workflow), output_dir=output_dir)
 
     def recover(self) -> None:
-        """Run what failed again. It counts before it begins: one that is killed is not repeated for ever."""
-        self.record.on_recovery(self.seen)
+        """Run what failed again."""
+        self.watcher.on_recovery()
         self.keep()
-        run_id, refusal = self.seen['run_id'], ''
         try:
             workflow = self.session.workflow(self.number)
             found = recover_workflow(self.session, workflow, self.recover_options())
         except (Unreachable, Conflict):
             raise
         except (TorcError, OSError) as error:
-            refusal = text_of_failure(error)
-        self.watcher.on_recover(run_id, refusal)
-        if refusal:
-            self.refusal = refusal
-            return None
+            self.refusal = text_of_failure(error)
+            return self.watcher.on_recovered(self.refusal)
+        self.watcher.on_recovered()
         result = found.get('result') or {}
         number = len(result.get('jobs_to_retry') or ())
         if result.get('oom_fixed') or result.get('timeout_fixed'):
