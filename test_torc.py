@@ -24121,7 +24121,7 @@ class RecoverTest(RecoverCase):
         write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
                       [journal_entry(1, torc_py=database_of(self.world))])
         before, away, theirs = self.statuses(), OSError(errno.EIO, 'Input/output error'), OSError(errno.EACCES, 'Permission denied')
-        for name, error in (('copy_part', away), ('copy_part', theirs), ('is_directory_there', away)):
+        for name, error in (('read_copy', away), ('read_copy', theirs), ('is_directory_there', away)):
             with unittest.mock.patch.object(torc, name, side_effect=error):
                 for words in ('workflows sync-status 1', 'recover 1', 'recover 1 --retry-unknown'):
                     self.assertExit(4, self.world.main(*words.split()), 'nothing was changed: a journal cannot be read')
@@ -24130,7 +24130,7 @@ class RecoverTest(RecoverCase):
             self.assertEqual((1, before), (self.json('workflows get 1')['run_id'], self.statuses()))
         with unittest.mock.patch('os.listdir', side_effect=theirs):
             self.assertRaises(OSError, torc.is_directory_there, 'x')
-        with unittest.mock.patch.object(torc, 'copy_part', side_effect=away):
+        with unittest.mock.patch.object(torc, 'read_copy', side_effect=away):
             said = self.assertExit(0, self.world.main('workflows', 'reconcile', 1, 1))
         self.assertIn('n1.db cannot be read: Input/output error', said.out + said.err)
         self.assertIn('1 completions were taken in', self.world.main('workflows', 'sync-status', 1).err)
@@ -24140,14 +24140,14 @@ class RecoverTest(RecoverCase):
                    {'gone': self.ENDS['gone'], 'bad': self.ENDS['bad']})
         write_journal(self.world.path('torc_output', 'offline_journal', 'offline_results_wf1_r1_n1.db'),
                       [journal_entry(1, torc_py=database_of(self.world))])
-        full, real, copied = OSError(errno.ENOSPC, 'No space left on device'), torc.copy_part, []   # type: Any, Any, List[str]
+        full, real, copied = OSError(errno.ENOSPC, 'No space left on device'), torc.read_copy, []   # type: Any, Any, List[str]
 
-        def copy(path: str, target: str) -> None:
+        def copy(path: str) -> Any:
             copied.append(path)
             if len(copied) > 1:
                 raise full
-            real(path, target)
-        with unittest.mock.patch.object(torc, 'copy_part', copy):
+            return real(path)
+        with unittest.mock.patch.object(torc, 'read_copy', copy):
             said = self.world.main('watch', 1, '--once', '--recover', '--retry-unknown')
         self.assertNotIn('a journal cannot be read', said.err)
         self.assertEqual((2, 1), (self.json('workflows get 1')['run_id'], len(copied)))

@@ -25107,7 +25107,7 @@ def counts_whole(row: Dict[str, Any], runtime_s: int) -> bool:
         rounds = parse_walltime(row['walltime']) // runtime_s
     except ValueError:
         rounds = 1
-    left = row['remaining_seconds'] // runtime_s - (row['num_jobs'] > 0)    # those that run have taken a round
+    left = row['remaining_seconds'] // runtime_s - (row['num_jobs'] > 0)    # those that run have taken one
     return left > 0 and 2 * left >= rounds
 
 
