@@ -22191,36 +22191,23 @@ class AccountCommandTest(CommandTest):
         42|a|b|PREEMPTED|0:0|60||00:01.000|4|node[1-4]
         42|a|b|CANCELLED by 0|0:0|40||00:00.000|4|node[1-4]
         """)
+    ROWS = ("INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, exec_time_minutes, completion_time, status) "
+            "VALUES (1, 1, 1, 1, 0, 1.0, '2026-01-01T00:00:00Z', 5), (1, 2, 1, 1, 137, 0.1, '2026-01-01T00:00:00Z', 6)",
+            'UPDATE workflow SET run_id = 1 WHERE id = 1',
+            'INSERT INTO slurm_stats (workflow_id, job_id, run_id, attempt_id, slurm_job_id, max_rss_bytes, max_vm_size_bytes, ave_cpu_seconds, '
+            "node_list) VALUES (1, 1, 1, 1, '41', 2147483648, 3000000000, 30.0, 'node1'), (1, 2, 1, 1, '41', NULL, NULL, NULL, NULL)",
+            'INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, scheduler_type, status) VALUES '
+            "(1, 41, 1, 'slurm', 'complete'), (1, 42, 1, 'slurm', 'active'), (1, 0, 1, 'slurm', 'pending'), (1, 9, 1, 'local', 'active')")
 
     def setUp(self) -> None:
         super().setUp()
-        self.make("""
-            name: counted
-            jobs: [{name: first, command: "true"}, {name: second, command: exit 1}]
-            """)
-        for statement in (
-                "INSERT INTO result (workflow_id, job_id, run_id, compute_node_id, return_code, "
-                "exec_time_minutes, completion_time, status) VALUES "
-                "(1, 1, 1, 1, 0, 1.0, '2026-01-01T00:00:00Z', 5), "
-                "(1, 2, 1, 1, 137, 0.1, '2026-01-01T00:00:00Z', 6)",
-                'UPDATE workflow SET run_id = 1 WHERE id = 1',
-                'INSERT INTO slurm_stats (workflow_id, job_id, run_id, attempt_id, slurm_job_id, '
-                'max_rss_bytes, max_vm_size_bytes, ave_cpu_seconds, node_list) VALUES '
-                "(1, 1, 1, 1, '41', 2147483648, 3000000000, 30.0, 'node1'), "
-                "(1, 2, 1, 1, '41', NULL, NULL, NULL, NULL)",
-                'INSERT INTO scheduled_compute_node (workflow_id, scheduler_id, scheduler_config_id, '
-                "scheduler_type, status) VALUES (1, 41, 1, 'slurm', 'complete'), "
-                "(1, 42, 1, 'slurm', 'active'), (1, 0, 1, 'slurm', 'pending'), (1, 9, 1, 'local', 'active')"):
+        self.make('{name: counted, jobs: [{name: first, command: "true"}, {name: second, command: exit 1}]}')
+        for statement in self.ROWS:
             self.assertExit(0, self.world.main('admin', 'sql', '-y', '--write', statement))
-
-    def fake(self, script: str) -> Any:
-        """A sacct."""
-        return self.world.fake_slurm(sacct=script)
 
     def says(self, text: str) -> Any:
         """A sacct that says this."""
-        path = self.world.write('sacct.txt', text)
-        return self.fake(f'cat {shlex.quote(path)}')
+        return self.world.fake_slurm(sacct=f"cat {shlex.quote(self.world.write('sacct.txt', text))}")
 
     def test_stats_are_the_stored_rows_with_the_share_of_the_run_time(self):
         first, second = self.json('slurm stats 1')['items']
@@ -22233,119 +22220,80 @@ class AccountCommandTest(CommandTest):
                          self.text('slurm stats 1 -f csv').splitlines()[0])
         self.assertRegex(self.text('slurm stats 1'), r'first +. +1 .* 41 .* 2.0GB .* 30.00 . 50.0%')
 
-    def test_one_sacct_is_asked_for_all_allocations(self):
+    def test_one_sacct_is_asked_for_all_allocations_and_can_be_kept(self):
         fakes = self.says(self.SACCT)
-        found = self.json('slurm sacct 1')
+        os.mkdir(self.world.path('kept'))
+        found = self.json('slurm sacct 1 -o kept --save-json')
         call, = fakes.calls('sacct')
         self.assertEqual(['-j', '41,42', '-S'], call.argv[:3])
         self.assertLessEqual({'-D', '-P', '-n'}, set(call.argv))
-        self.assertEqual((1, 2, []),
-                         tuple(found[key] for key in ('workflow_id', 'total_slurm_jobs', 'errors')))
-        self.assertEqual([('41', 'batch'), ('41', 'wf1_j1_r1_a1'), ('41', 'wf1_j2_r1_a1'), ('42', 'a|b'),
-                          ('42', 'a|b')],
+        self.assertEqual((1, 2, []), tuple(found[key] for key in ('workflow_id', 'total_slurm_jobs', 'errors')))
+        self.assertEqual([('41', 'batch'), ('41', 'wf1_j1_r1_a1'), ('41', 'wf1_j2_r1_a1'), ('42', 'a|b'), ('42', 'a|b')],
                          [(row['slurm_job_id'], row['job_step']) for row in found['summary']])
-        self.assertEqual({'slurm_job_id': '41', 'job_step': 'wf1_j1_r1_a1', 'state': 'COMPLETED',
-                          'exit_code': '0:0', 'elapsed': '1m 05s', 'max_rss': '2.00 GB', 'cpu_time': '20s',
-                          'nodes': 'node1'}, found['summary'][1])
-        self.assertEqual(('CANCELLED by 0', '-'),
-                         (found['summary'][4]['state'], found['summary'][4]['max_rss']))
-        self.assertEqual('Slurm Job,Job Step,State,Exit Code,Elapsed,Max RSS,CPU Time,Nodes',
-                         self.text('slurm sacct 1 -f csv').splitlines()[0])
-
-    def test_what_sacct_said_can_be_kept(self):
-        self.says(self.SACCT)
-        os.mkdir(self.world.path('kept'))
-        self.text('slurm sacct 1 -o kept --save-json')
+        self.assertEqual({'slurm_job_id': '41', 'job_step': 'wf1_j1_r1_a1', 'state': 'COMPLETED', 'exit_code': '0:0', 'elapsed': '1m 05s',
+                          'max_rss': '2.00 GB', 'cpu_time': '20s', 'nodes': 'node1'}, found['summary'][1])
+        self.assertEqual(('CANCELLED by 0', '-'), (found['summary'][4]['state'], found['summary'][4]['max_rss']))
+        self.assertEqual('Slurm Job,Job Step,State,Exit Code,Elapsed,Max RSS,CPU Time,Nodes', self.text('slurm sacct 1 -f csv').splitlines()[0])
         self.assertEqual(['sacct_41.json', 'sacct_42.json'], sorted(os.listdir(self.world.path('kept'))))
         kept = json.loads(self.world.read('kept/sacct_41.json'))
         self.assertEqual(('41', 4, 20.0), (kept['slurm_job_id'], len(kept['rows']), kept['rows'][2]['cpu_s']))
-        done = self.world.main('slurm', 'sacct', 1, '-o', 'not/there', '--save-json')
-        self.assertIn('not/there/sacct_41.json', self.assertExit(2, done).err)
+        self.assertExit(2, self.world.main('slurm', 'sacct', 1, '-o', 'not/there', '--save-json'), 'not/there/sacct_41.json')
 
-    def test_usage_counts_all_nodes_and_all_runs_of_an_allocation(self):
+    def test_usage_counts_all_nodes_and_all_runs_of_allocations_that_began(self):
         self.says(self.SACCT)
-        self.assertEqual({
-            'workflow_id': 1, 'total_slurm_jobs': 2, 'total_nodes': 6, 'total_node_time': '10m 50s',
-            'total_node_time_seconds': 2 * 125 + 4 * 100, 'total_cpu_time': '31s',
-            'total_cpu_time_seconds': 32}, self.json('slurm usage 1'))
+        self.assertEqual({'workflow_id': 1, 'total_slurm_jobs': 2, 'total_nodes': 6, 'total_node_time': '10m 50s',
+                          'total_node_time_seconds': 2 * 125 + 4 * 100, 'total_cpu_time': '31s', 'total_cpu_time_seconds': 32}, self.json('slurm usage 1'))
         self.assertIn('Node time:   10m 50s\n', self.text('slurm usage 1'))
-
-    def test_usage_counts_no_nodes_of_an_allocation_that_never_began(self):
-        self.says(self.SACCT.partition('42|')[0] + '42|a|CANCELLED by 0|0:0|0||00:00.000|4|None assigned\n')
+        self.world.write('sacct.txt', self.SACCT.partition('42|')[0] + '42|a|CANCELLED by 0|0:0|0||00:00.000|4|None assigned\n')
         found = self.json('slurm usage 1')
         self.assertEqual((2, 2, None), (found['total_slurm_jobs'], found['total_nodes'], found.get('errors')))
 
-    def test_an_allocation_that_sacct_does_not_know_is_named(self):
-        self.says(self.SACCT.partition('42|')[0])
+    def test_what_sacct_does_not_know_or_cannot_read_is_named(self):
+        fakes = self.says(self.SACCT.partition('42|')[0])
         error = 'sacct does not know Slurm job 42'
-        self.assertEqual([error], self.json('slurm usage 1')['errors'])
-        self.assertEqual([error], self.json('slurm sacct 1')['errors'])
+        self.assertEqual([[error]] * 2, [self.json(f'slurm {command} 1')['errors'] for command in ('usage', 'sacct')])
         self.assertIn(f'torc: {error}\n', self.world.main('slurm', 'sacct', 1).err)
+        fakes.write('sacct', 'echo "Slurm accounting storage is disabled" >&2; exit 1')
+        for command in ('sacct', 'usage'):
+            self.assertExit(4, self.world.main('slurm', command, 1), '`slurm stats 1` shows',
+                            'the accounting of Slurm cannot be read: Slurm accounting storage is disabled')
 
     def test_a_workflow_without_allocations_is_no_error_and_sacct_is_not_asked(self):
-        fakes = self.fake('exit 1')
+        fakes = self.world.fake_slurm(sacct='exit 1')
         self.make('{name: local, jobs: [{name: j, command: "true"}]}')
-        self.assertEqual({'workflow_id': 2, 'message': 'No Slurm scheduled compute nodes found',
-                          'summary': []},
-                         self.json('slurm sacct 2'))
+        said = 'No Slurm scheduled compute nodes found'
+        self.assertEqual({'workflow_id': 2, 'message': said, 'summary': []}, self.json('slurm sacct 2'))
         self.assertEqual({'workflow_id': 2, 'total_slurm_jobs': 0, 'total_nodes': 0, 'total_node_time': '0s',
-                          'total_node_time_seconds': 0, 'total_cpu_time': '0s', 'total_cpu_time_seconds': 0},
-                         self.json('slurm usage 2'))
-        self.assertEqual('No Slurm scheduled compute nodes found for workflow 2\n',
-                         self.text('slurm parse-logs . -w 2'))
+                          'total_node_time_seconds': 0, 'total_cpu_time': '0s', 'total_cpu_time_seconds': 0}, self.json('slurm usage 2'))
+        self.assertEqual(f'{said} for workflow 2\n', self.text('slurm parse-logs . -w 2'))
         self.assertEqual([], fakes.calls('sacct'))
 
-    def test_accounting_that_cannot_be_read_is_refused_in_its_own_words(self):
-        self.fake('echo "Slurm accounting storage is disabled" >&2; exit 1')
-        for command in ('sacct', 'usage'):
-            said = self.assertExit(4, self.world.main('slurm', command, 1)).err
-            self.assertIn('the accounting of Slurm cannot be read: Slurm accounting storage is disabled',
-                          said)
-            self.assertIn('`slurm stats 1` shows', said)
-
-    def logs(self) -> None:
-        """What two allocations and two jobs have written, and what concerns none of them."""
-        for name, text in (
-                ('slurm_output_wf1_sl41.e',
-                 'slurmstepd-node2: error: Detected 1 oom-kill event(s) in StepId=41.1\n'
-                                            'srun: error: node2: task 0: Out Of Memory\n'),
-                ('slurm_output_wf1_sl42.o', 'fine\nslurmstepd-node3: error: *** JOB 42 ON node3 CANCELLED AT '
-                                            '2026-11-21T00:11:56 DUE TO PREEMPTION ***\n'),
-                ('slurm_output_wf1_sl7.e', 'bash: CUDA out of memory\n'),
-                ('slurm_output_wf12_sl41.e', 'Segmentation fault\n'),
-                ('job_runner_node1_wf1_r1.log', 'Segmentation fault\n'),
-                ('job_stdio/job_wf1_j2_r1_a1.e', 'x' * 9000 + '\nMemoryError\n'),
+    def test_errors_in_logs_are_found_by_allocation_node_and_job(self):
+        for name, text in (     # what two allocations and two jobs have written, and what concerns none of them
+                ('slurm_output_wf1_sl41.e', 'slurmstepd-node2: error: Detected 1 oom-kill event(s) in StepId=41.1\nsrun: error: node2: task 0: Out Of Memory\n'),
+                ('slurm_output_wf1_sl42.o', 'fine\nslurmstepd-node3: error: *** JOB 42 ON node3 CANCELLED AT 2026-11-21T00:11:56 DUE TO PREEMPTION ***\n'),
+                ('slurm_output_wf1_sl7.e', 'bash: CUDA out of memory\n'), ('slurm_output_wf12_sl41.e', 'Segmentation fault\n'),
+                ('job_runner_node1_wf1_r1.log', 'Segmentation fault\n'), ('job_stdio/job_wf1_j2_r1_a1.e', 'x' * 9000 + '\nMemoryError\n'),
                 ('job_stdio/job_wf1_j1_r1_a1.o', 'the 0 errors FAILED to show\n')):
             self.world.write('out/' + name, text)
-
-    def test_errors_in_logs_are_found_by_allocation_node_and_job(self):
-        self.logs()
         found = self.json('slurm parse-logs out -w 1')
         self.assertEqual((1, 'out', 2, 4, 4, 3, 1), tuple(found[key] for key in (
-            'workflow_id', 'output_dir', 'slurm_jobs_count', 'files_scanned', 'total_issues', 'errors',
-            'warnings')))
+            'workflow_id', 'output_dir', 'slurm_jobs_count', 'files_scanned', 'total_issues', 'errors', 'warnings')))
         both = [{'job_id': 1, 'job_name': 'first'}, {'job_id': 2, 'job_name': 'second'}]
         self.assertEqual([
             ('job_stdio/job_wf1_j2_r1_a1.e', '41', 2, 'Out of memory', 'error', None, both[1:]),
             ('slurm_output_wf1_sl41.e', '41', 1, 'Out of memory', 'error', 'node2', both),
             ('slurm_output_wf1_sl41.e', '41', 2, 'Out of memory', 'error', 'node2', both),
             ('slurm_output_wf1_sl42.o', '42', 2, 'Preemption', 'warning', 'node3', [])],
-            [tuple(issue[key]
-                   for key in ('file', 'slurm_job_id', 'line_number', 'pattern_description', 'severity',
-                                          'node', 'affected_jobs')) for issue in found['issues']])
-
-    def test_warnings_can_be_left_out_and_people_get_them_by_allocation(self):
-        self.logs()
+            [tuple(issue[key] for key in ('file', 'slurm_job_id', 'line_number', 'pattern_description', 'severity', 'node', 'affected_jobs'))
+             for issue in found['issues']])
         found = self.json('slurm parse-logs out --errors-only -w 1')
-        self.assertEqual((3, 3, 0, 3),
-                         (found['total_issues'], found['errors'], found['warnings'], len(found['issues'])))
+        self.assertEqual((3, 3, 0, 3), (found['total_issues'], found['errors'], found['warnings'], len(found['issues'])))
         text = self.text('slurm parse-logs out -w 1')
-        self.assertIn('Slurm job 42:\n  [WARN] Preemption on node3: slurmstepd-node3: error: *** JOB 42',
-                      text)
+        self.assertIn('Slurm job 42:\n  [WARN] Preemption on node3: slurmstepd-node3: error: *** JOB 42', text)
         self.assertIn('      slurm_output_wf1_sl42.o:2\n', text)
         self.assertTrue(text.endswith('\n3 errors, 1 warnings\n'))
-        self.assertIn('choose one with --workflow-id',
-                      self.assertExit(2, self.world.main('slurm', 'parse-logs', 'out')).err)
+        self.assertExit(2, self.world.main('slurm', 'parse-logs', 'out'), 'choose one with --workflow-id')
 
 
 class ExplainTest(CommandTest):
@@ -22360,46 +22308,51 @@ class ExplainTest(CommandTest):
           - {name: second, command: "true", resource_requirements: r, depends_on: [first]}
           - {name: gpu, command: "true", resource_requirements: big}
     """
+    ABOUT = '(scheduler cpu, partition main, 01:00:00)'
 
     def setUp(self) -> None:
         super().setUp()
         self.make(self.SPEC)
         self.text('workflows init 1 --no-prompts')
 
-    def allocate(self, slurm_job_id: int, status: str = 'pending') -> int:
-        """A record of an allocation."""
+    def allocate(self, slurm_job_id: int, status: str = 'pending', with_runner: bool = False) -> None:
+        """A record of an allocation, perhaps with a runner in it."""
         with self.world.connect() as client:
             config_id = client.call('list_slurm_schedulers', workflow_id=1)['items'][0]['id']
-            return client.call('create_scheduled_compute_node', {
-                'workflow_id': 1, 'scheduler_id': slurm_job_id, 'scheduler_config_id': config_id,
-                'status': status, 'scheduler_type': 'slurm'})['id']
+            client.call('create_scheduled_compute_node', {
+                'workflow_id': 1, 'scheduler_id': slurm_job_id, 'scheduler_config_id': config_id, 'status': status, 'scheduler_type': 'slurm'})
+            if with_runner:
+                client.call('create_compute_node', {
+                    'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': torc.format_time(time.time()), 'num_cpus': 4, 'memory_gb': 8.0,
+                    'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm', 'is_active': True,
+                    'end_time': torc.format_time(time.time() + 3630), 'scheduler': {'scheduler_id': 1, 'slurm_job_id': slurm_job_id}})
+
+    def check(self, text: str, *lines: str) -> None:
+        """The text has these lines, or begins of lines."""
+        for line in lines:
+            self.assertIn(line, text)
 
     def test_what_helps_depends_on_whether_slurm_has_refused_or_the_submitter_is_gone(self):
         status = {'workflow_id': 1, 'total_jobs': 1, 'is_canceled': False, 'is_complete': False,
                   'jobs_by_status': {'uninitialized': 0, 'pending_failed': 0}}
-        action = {'action_type': 'schedule_nodes', 'executed': False, 'trigger_count': 1, 'required_triggers': 1,
-                  'reason': 'is due'}
+        action = {'action_type': 'schedule_nodes', 'executed': False, 'trigger_count': 1, 'required_triggers': 1}
         for reason, allocations, wanted in (
                 ('is due', [], 'Start runners: t run 1    (or, in Slurm: t submit 1)'),
                 ('failed: sbatch: Invalid account', [],
                  'Change what was refused, and submit again: t slurm list 1; t slurm update ID ...; t submit 1'),
-                ('is due', [{'status': 'pending', 'slurm_job_id': 0}],
-                 'If `submit` was killed, go on where it was: t submit 1')):
-            waiting = {'status': status, 'ready': [{'code': 'no_runner'}], 'allocations': allocations,
-                       'actions': [dict(action, reason=reason)]}
+                ('is due', [{'status': 'pending', 'slurm_job_id': 0}], 'If `submit` was killed, go on where it was: t submit 1')):
+            waiting = {'status': status, 'ready': [{'code': 'no_runner'}], 'allocations': allocations, 'actions': [dict(action, reason=reason)]}
             self.assertEqual(wanted, torc.next_steps(waiting, 't')[0])
 
     def test_without_a_runner_it_says_what_would_start_one(self):
         text = self.text('explain 1')
-        for line in ('Nothing runs: 2 ready wait for a runner, 1 blocked wait for other jobs',
-                     '  | 1 blocked wait for first (ready)',
-                     '  first and 1 more (2 CPUs, 2.0GB, 30m 00s): waits for a runner',
-                     'Start runners: torc.py run 1'):
-            self.assertIn(line + '\n', text)
+        self.check(text, 'Nothing runs: 2 ready wait for a runner, 1 blocked wait for other jobs\n', '  | 1 blocked wait for first (ready)\n',
+                   '  first and 1 more (2 CPUs, 2.0GB, 30m 00s): waits for a runner\n', 'Start runners: torc.py run 1\n')
         self.assertNotIn('Slurm', text)
         found = self.json('explain 1')
-        self.assertEqual((1, None, [], 'first'), (found['workflow_id'], found['slurm'], found['allocations'],
-                                                  found['ready'][0]['job_name']))
+        self.assertEqual((1, None, [], 'first'), (found['workflow_id'], found['slurm'], found['allocations'], found['ready'][0]['job_name']))
+        self.allocate(71, 'complete')       # all allocations are over
+        self.check(self.text('explain 1'), 'Start runners: torc.py run 1    (or, in Slurm: torc.py slurm regenerate 1 --submit)\n')
 
     def test_it_asks_slurm_once_for_all_allocations_and_tells_its_reasons(self):
         now = int(time.time())
@@ -22407,110 +22360,70 @@ class ExplainTest(CommandTest):
             echo '71|PENDING|{now - 720}|{now + 7300}|{now + 9000}|main|AssocGrpCpuLimit'
             echo '72|RUNNING|{now - 720}|{now - 60}|{now + 3000}|main|None'
             echo '73|COMPLETING|{now - 720}|{now - 60}|{now + 3000}|main|None'
+            echo '75|PENDING|{now - 720}|N/A|N/A|main|PartitionTimeLimit'
         """)
-        for slurm_job_id in (71, 72, 73, 74):
+        for slurm_job_id in (71, 72, 73, 74, 75):
             self.allocate(slurm_job_id)
-        text, about = self.text('explain 1'), '(scheduler cpu, partition main, 01:00:00)'
-        for line in (
-                '1 ready fit no runner or allocation, 1 ready wait for an allocation, '
-                '1 blocked wait for other jobs\n',
-                '  gpu (1 CPUs, 2.0GB, 1 GPUs, 30m 00s): no runner or allocation can take it: '
-                'it needs 1 GPUs, and allocation 1 (scheduler cpu) has 0 (gres)',
-                '  first (2 CPUs, 2.0GB, 30m 00s): waits for allocation 1 (scheduler cpu)',
-                f'  allocation 1: Slurm job 71 {about}: pending; Slurm says AssocGrpCpuLimit; in the queue for 12m',
-                f'  allocation 2: Slurm job 72 {about}: pending; Slurm says RUNNING: it runs; '
-                'its runner has not reported yet',
-                f'  allocation 3: Slurm job 73 {about}: pending; Slurm says COMPLETING: it is ending',
-                f'  allocation 4: Slurm job 74 {about}: pending; Slurm lists it no longer: it has ended, '
-                'and its runner has not reported that; see slurm_output_*_sl74.e in its output directory'):
-            self.assertIn(line, text)
+        self.check(
+            self.text('explain 1'), '1 ready fit no runner or allocation, 1 ready wait for an allocation, 1 blocked wait for other jobs\n',
+            '  gpu (1 CPUs, 2.0GB, 1 GPUs, 30m 00s): no runner or allocation can take it: it needs 1 GPUs, and allocation 1 (scheduler cpu) has 0 (gres)',
+            '  first (2 CPUs, 2.0GB, 30m 00s): waits for allocation 1 (scheduler cpu)',
+            f'  allocation 1: Slurm job 71 {self.ABOUT}: pending; Slurm says AssocGrpCpuLimit; in the queue for 12m',
+            f'  allocation 2: Slurm job 72 {self.ABOUT}: pending; Slurm says RUNNING: it runs; its runner has not reported yet',
+            f'  allocation 3: Slurm job 73 {self.ABOUT}: pending; Slurm says COMPLETING: it is ending',
+            f'  allocation 4: Slurm job 74 {self.ABOUT}: pending; Slurm lists it no longer: it has ended, '
+            'and its runner has not reported that; see slurm_output_*_sl74.e in its output directory',
+            '; Slurm says PartitionTimeLimit; it will not start by itself; in the queue for ',
+            'Replace allocation 5: torc.py slurm update 1 ...; scancel 75; torc.py slurm schedule-nodes 1\n')
         found = self.json('explain 1')
         self.assertEqual({'error': None}, found['slurm'])
         self.assertEqual([('PENDING', 'AssocGrpCpuLimit', False), ('RUNNING', 'None', False)],
-                         [tuple(row['queue'][key] for key in ('state', 'reason', 'is_final'))
-                          for row in found['allocations'][:2]])
+                         [tuple(row['queue'][key] for key in ('state', 'reason', 'is_final')) for row in found['allocations'][:2]])
         self.assertIsNone(found['allocations'][3]['queue'])
         self.assertEqual([['--me', '--all', '--noheader', '--format', torc.QUEUE_FORMAT]] * 2, [call.argv for call in fakes.calls()])
         fakes.write('squeue', 'echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1')
-        self.assertIn('  Slurm could not be asked: squeue failed: slurm_load_jobs error: Unable to contact slurm controller\n', self.text('explain 1'))
-
-    def test_nothing_is_about_to_be_taken_by_a_runner_whose_allocation_is_ending(self):
-        self.allocate(71, 'active')
-        with self.world.connect() as client:
-            client.call('create_compute_node', {
-                'workflow_id': 1, 'hostname': 'n1', 'pid': 1, 'num_cpus': 8, 'memory_gb': 16.0, 'num_gpus': 0, 'num_nodes': 1,
-                'start_time': '2026-01-01T00:00:00Z', 'compute_node_type': 'slurm', 'is_active': True,
-                'scheduler': {'type': 'slurm', 'slurm_job_id': 71}})
-        self.assertIn('1 ready are about to be taken', self.text('explain 1'))
-        self.world.fake_slurm(squeue="echo '71|COMPLETING|1700000000|N/A|N/A|main|None'")
-        text = self.text('explain 1')
-        self.assertIn('2 ready wait for a runner', text)
-        self.assertNotIn('in the queue', text)
-        self.assertIn('01:00:00): active; 1 runner with 0 jobs; Slurm says COMPLETING: it is ending\n', text)
-
-    def test_an_allocation_that_will_not_start_by_itself_is_told_with_the_way_to_replace_it(self):
-        self.world.fake_slurm(squeue="echo '71|PENDING|1700000000|N/A|N/A|main|PartitionTimeLimit'")
-        self.allocate(71)
-        text = self.text('explain 1')
-        self.assertIn('; Slurm says PartitionTimeLimit; it will not start by itself; in the queue for ', text)
-        self.assertIn('Replace allocation 1: torc.py slurm update 1 ...; scancel 71; '
-                      'torc.py slurm schedule-nodes 1\n', text)
-
-    def test_where_all_allocations_are_over_it_names_the_command_that_plans_others(self):
-        self.allocate(71, 'complete')
-        self.assertIn('Start runners: torc.py run 1    (or, in Slurm: torc.py slurm regenerate 1 --submit)\n', self.text('explain 1'))
-
-    def test_nothing_waits_for_an_allocation_that_has_ended_but_for_one_that_slurm_was_not_asked_of(self):
-        self.world.fake_slurm(squeue='true')
-        self.allocate(71)
-        found = self.json('explain 1')
-        self.assertEqual(('no_runner', 2, True), (found['ready'][0]['code'], found['ready'][0]['count'],
-                                                  found['allocations'][0]['has_ended']))
-        self.assertIn('Submit other allocations for what is left: torc.py slurm regenerate 1 --submit', found['next_steps'])
-        self.assertIn('Start runners: torc.py run 1', found['next_steps'])
-        self.assertIn('Set right what an allocation has left: torc.py workflows sync-status 1', found['next_steps'])
-
-    def test_without_slurm_it_says_that_it_could_not_ask(self):
+        self.check(self.text('explain 1'), '  Slurm could not be asked: squeue failed: slurm_load_jobs error: Unable to contact slurm controller\n')
         self.world.environment['TORC_FAKE_SQUEUE'] = '/no/squeue'
-        self.allocate(71)
-        self.assertIn('  Slurm could not be asked: there is no /no/squeue on this machine\n',
-                      self.text('explain 1'))
+        self.check(self.text('explain 1'), '  Slurm could not be asked: there is no /no/squeue on this machine\n')
         self.assertNotIn('queue', self.json('explain 1')['allocations'][0])
+
+    def test_nothing_waits_for_an_allocation_that_has_ended_or_is_ending(self):
+        self.allocate(71, 'active', with_runner=True)
+        self.check(self.text('explain 1'), '1 ready are about to be taken')
+        fakes = self.world.fake_slurm(squeue="echo '71|COMPLETING|1700000000|N/A|N/A|main|None'")
+        text = self.text('explain 1')
+        self.check(text, '2 ready wait for a runner', '01:00:00): active; 1 runner with 0 jobs; 1h 00m left; Slurm says COMPLETING: it is ending\n')
+        self.assertNotIn('in the queue', text)
+        fakes.write('squeue', 'true')
+        found = self.json('explain 1')
+        self.assertEqual(('no_runner', 2, True), (found['ready'][0]['code'], found['ready'][0]['count'], found['allocations'][0]['has_ended']))
+        for step in ('Submit other allocations for what is left: torc.py slurm regenerate 1 --submit', 'Start runners: torc.py run 1',
+                     'Set right what an allocation has left: torc.py workflows sync-status 1'):
+            self.assertIn(step, found['next_steps'])
 
     def test_a_status_lists_allocations_with_what_their_runners_say_and_does_not_ask_slurm(self):
         fakes = self.world.fake_slurm()
         self.assertNotIn('allocation', self.text('status 1'))
         self.allocate(71)
-        self.allocate(72, 'active')
-        with self.world.connect() as client:
-            client.call('create_compute_node', {
-                'workflow_id': 1, 'hostname': 'h', 'pid': 1, 'start_time': torc.format_time(time.time()),
-                'num_cpus': 4, 'memory_gb': 8.0,
-                'num_gpus': 0, 'num_nodes': 1, 'compute_node_type': 'slurm', 'is_active': True,
-                'end_time': torc.format_time(time.time() + 3630), 'scheduler': {'scheduler_id': 2,
-                                                                                'slurm_job_id': 72}})
-        text, about = self.text('status 1'), '(scheduler cpu, partition main, 01:00:00)'
-        self.assertIn(f'    allocation 1: Slurm job 71 {about}: pending\n'
-                      f'    allocation 2: Slurm job 72 {about}: active; 1 runner with 0 jobs; 1h 00m left\n',
-                      text)
+        self.allocate(72, 'active', with_runner=True)
+        self.check(self.text('status 1'), f'    allocation 1: Slurm job 71 {self.ABOUT}: pending\n'
+                   f'    allocation 2: Slurm job 72 {self.ABOUT}: active; 1 runner with 0 jobs; 1h 00m left\n')
         self.assertEqual([71, 72], [row['slurm_job_id'] for row in self.json('status 1')['allocations']])
         self.assertEqual([], fakes.calls())
 
-    def test_a_workflow_that_is_over_or_was_canceled_waits_for_nothing(self):
+    def test_a_workflow_that_was_canceled_waits_for_nothing(self):
         self.text('cancel 1 --no-prompts')
-        self.assertIn('\nWorkflow was canceled\n', self.text('explain 1'))
+        self.check(self.text('explain 1'), '\nWorkflow was canceled\n')
         self.assertEqual([], self.json('explain 1')['next_steps'])
         self.assertExit(4, self.world.main('explain', '9'), 'there is no workflow 9')
 
     def test_diagnose_sets_time_beside_time(self):
         found = self.json('workflows diagnose 1')
-        recorded = next(row for row in read_shared('torc/cli_json.json')
-                        if row['command'] == 'workflows diagnose WF')['stdout']
+        recorded = next(row for row in read_shared('torc/cli_json.json') if row['command'] == 'workflows diagnose WF')['stdout']
         self.assertEqual(set(recorded), set(found))
         self.assertEqual((2, {'count': 2, 'min_seconds': 1800, 'median_seconds': 1800, 'max_seconds': 1800}),
                          (found['ready_jobs'], found['ready_job_runtime']))
-        self.assertIn('No ready job needs more time than the active nodes have left\n',
-                      self.text('workflows diagnose 1'))
+        self.check(self.text('workflows diagnose 1'), 'No ready job needs more time than the active nodes have left\n')
 
 
 SUBMITTED = """
